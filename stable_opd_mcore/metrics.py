@@ -151,11 +151,11 @@ def reduce_over_ranks(
 ) -> Metrics:
     """Add the metrics of all ranks of `group`; every rank gets the same result, bit for bit.
 
-    Ranks may hold different keys: a rank that has nothing to say (a pipeline stage without the loss,
+    Ranks may hold different keys: a rank with nothing to say (a pipeline stage without the loss,
     a tensor-parallel twin of a rank that already speaks) passes an empty `Metrics` and still gets
     the result. So `group` may be the whole world as long as one rank alone reports each token.
 
-    The metrics travel as one padded byte tensor per rank (a few KiB), after one exchange of lengths;
+    The metrics travel as one padded byte tensor per rank (a few KiB) after an exchange of lengths;
     `device` is where the group's backend wants it. `group` None: nothing to do.
 
     Raises:

@@ -1,0 +1,108 @@
+"""Rollouts come back from disk exactly as they went, and a broken file says where it is broken."""
+
+import json
+import math
+
+import pytest
+
+from stable_opd_mcore.data.errors import DataError
+from stable_opd_mcore.data.rollout_files import (
+    RolloutWriter,
+    read_rollouts,
+    rollout_path,
+    write_rollouts,
+)
+from stable_opd_mcore.records import Prompt, Rollout
+
+ROLLOUTS = [
+    Rollout(
+        prompt=Prompt("train:3", '1+1 =\u2028?\n"<b>" \x00', (5, 0, 7), "2", (9, 1)),
+        sample_index=1,
+        token_ids=(4, 4, 151645),
+        rollout_logprobs=(-0.1, -1e-17, -(2**0.5)),
+        finish_reason="stop",
+        weight_version=12,
+        text="half an emoji \ud83d, a whole one 🦆,\r\n</script>",
+        reward=0.0,
+    ),
+    Rollout(
+        prompt=Prompt("train:4", "", ()),
+        sample_index=0,
+        token_ids=(),
+        rollout_logprobs=(),
+        finish_reason="abort",
+        weight_version=0,
+    ),
+]
+
+
+def test_round_trip_is_exact(tmp_path):
+    path = rollout_path(tmp_path, 12)
+    write_rollouts(path, ROLLOUTS)
+    assert path == tmp_path / "rollouts" / "step_000012.jsonl"
+    assert read_rollouts(path) == ROLLOUTS
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_one_line_a_rollout_whatever_its_text(tmp_path):
+    write_rollouts(tmp_path / "x.jsonl", ROLLOUTS)
+    assert (tmp_path / "x.jsonl").read_bytes().count(b"\n") == len(ROLLOUTS)
+
+
+@pytest.mark.parametrize(("save", "kept"), [("all", 20), ("samples", 16)])
+def test_the_writer_keeps_what_it_was_asked_to(tmp_path, save, kept):
+    RolloutWriter(tmp_path, save).write(3, ROLLOUTS[:1] * 20)
+    assert len(read_rollouts(rollout_path(tmp_path, 3))) == kept
+
+
+def test_the_writer_can_keep_nothing(tmp_path):
+    RolloutWriter(tmp_path, "none").write(3, ROLLOUTS)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "x.jsonl"
+    write_rollouts(path, ROLLOUTS)
+    broken = Rollout(ROLLOUTS[0].prompt, 0, (4, 5), (-0.5, -math.inf), "length", 1)
+    with pytest.raises(ValueError, match=r"train:3: log-probability -inf at token 1"):
+        write_rollouts(path, [ROLLOUTS[0], broken])
+    assert read_rollouts(path) == ROLLOUTS
+    assert [p.name for p in tmp_path.iterdir()] == ["x.jsonl"]
+
+
+def test_a_missing_file_says_which_setting_keeps_them(tmp_path):
+    with pytest.raises(DataError, match=r"step_000007.jsonl: no such rollout file.*rollout.save"):
+        read_rollouts(rollout_path(tmp_path, 7))
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("reward", "good", "column reward is 'good'; expected int or float or null"),
+        ("reward", True, "column reward is True"),
+        ("response", None, "column response is None; expected str"),
+        ("finish_reason", "eos", "'eos'; expected one of stop, length, abort"),
+        ("response_token_ids", [1, -2, 3], r"response_token_ids\[1\] is -2, not a token id"),
+        ("response_token_ids", [1, 2], "2 response_token_ids but 3 rollout_logprobs"),
+        ("golden_token_ids", ["a"], r"golden_token_ids\[0\] is 'a'"),
+        ("rollout_logprobs", [0, None, 0], r"rollout_logprobs\[1\] is None, not a number"),
+    ],
+)
+def test_a_malformed_row_is_named(tmp_path, column, value, message):
+    path = tmp_path / "x.jsonl"
+    write_rollouts(path, ROLLOUTS)
+    lines = path.read_bytes().split(b"\n")
+    row = json.loads(lines[0].decode(errors="surrogatepass")) | {column: value}
+    path.write_text("\n".join([json.dumps(row), json.dumps(row)]) + "\n")
+    with pytest.raises(DataError, match=rf"x.jsonl, line 1: .*{message}"):
+        read_rollouts(path)
+
+
+@pytest.mark.parametrize("line", [b'{"prompt_id": ', b"NaN", b"[1]", b"{}", b"\xff"])
+def test_a_line_that_is_no_rollout_is_named(tmp_path, line):
+    path = tmp_path / "x.jsonl"
+    write_rollouts(path, ROLLOUTS[1:])
+    with path.open("ab") as file:
+        file.write(line)
+    with pytest.raises(DataError, match=r"x.jsonl, line 2: "):
+        read_rollouts(path)
