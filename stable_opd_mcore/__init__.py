@@ -1,0 +1,1 @@
+"""Stable on-policy distillation of large language models on Megatron-Core."""

@@ -1,0 +1,96 @@
+"""The `stable-opd` command. Heavy imports happen after the arguments are parsed, so `--help` is instant.
+
+Errors a user can mend (bad settings, bad data, a wrong layout) end with one message and exit code 2; anything
+else is a defect of ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="Stable on-policy distillation of large language models on Megatron-Core.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigPath = Annotated[Path, typer.Argument(help="A YAML file; configs/ holds examples.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Settings to change, e.g. train.steps=10 kl.beta=0.01")
+]
+
+
+@app.command()
+def train(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Train; resumes by itself when the run directory holds a checkpoint."""
+    from stable_opd_mcore.config.load import load_config
+
+    settings = load_config(config, overrides or [])
+    from stable_opd_mcore.train.loop import train as run_training
+
+    run_training(settings)
+
+
+@app.command()
+def evaluate(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Evaluate the student of a config (student.path) on its data.eval problems."""
+    from stable_opd_mcore.config.load import load_config
+
+    settings = load_config(config, overrides or [])
+    from stable_opd_mcore.train.evaluate import evaluate as run_evaluation
+
+    run_evaluation(settings)
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        Path, typer.Argument(help="A Hugging Face directory or a Megatron checkpoint.")
+    ],
+    target: Annotated[Path, typer.Argument(help="The directory to write; must not exist.")],
+) -> None:
+    """Convert weights: Hugging Face to Megatron, or Megatron to Hugging Face (told by what SOURCE holds)."""
+    from stable_opd_mcore.train.convert import convert as run_conversion
+
+    run_conversion(source, target)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories to lay over each other.")],
+    output: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
+) -> None:
+    """Write one self-contained HTML page with the curves of one run or several."""
+    from stable_opd_mcore.monitoring.report import write_report
+
+    write_report(runs, output)
+    typer.echo(f"wrote {output}")
+
+
+@app.command()
+def demo(
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds of every arm.")] = 1,
+    directory: Annotated[Path, typer.Option(help="Where runs and report go.")] = Path("runs/demo"),
+) -> None:
+    """Watch plain on-policy distillation collapse and Stable-OPD hold, on this machine's CPU."""
+    from stable_opd_mcore.demo.run import run_demo
+
+    run_demo(directory, seeds)
+
+
+def main() -> None:
+    """Entry point: user errors become one message on stderr."""
+    try:
+        app()
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""From a YAML file and dotted overrides to a `Config`, with errors that name the key, the file and the remedy.
+
+Not a config language: no inheritance, no interpolation from the environment, one file per run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+from yaml import YAMLError
+
+from stable_opd_mcore.config.schema import Config
+
+
+class ConfigError(ValueError):
+    """A setting the user must mend; the message says which, where and how."""
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read `path`, apply overrides such as "train.steps=10", validate.
+
+    Raises:
+        ConfigError: missing file, broken YAML, unknown key (with the nearest right spelling), wrong type or value.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such config file; configs/ holds examples")
+    for item in overrides:
+        if "=" not in item:
+            raise ConfigError(f"override {item!r}: expected key=value, e.g. train.steps=10")
+    try:
+        tree = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
+        values = OmegaConf.to_container(tree, resolve=True)
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path}: not readable as YAML settings: {error}") from error
+    return parse_config(values, origin=str(path))
+
+
+def parse_config(values: Any, origin: str) -> Config:
+    """Validate plain values; `origin` is named in errors."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(item, origin) for item in error.errors())) from None
+
+
+def save_config(config: Config, path: Path) -> None:
+    """Write the resolved config, whole or not at all; `load_config` reads it back equal."""
+    values = config.model_dump(mode="json", by_alias=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".yaml")
+    os.close(handle)
+    OmegaConf.save(OmegaConf.create(values), temporary)
+    os.chmod(temporary, 0o644)
+    os.replace(temporary, path)
+
+
+def _explain(item: Any, origin: str) -> str:
+    key = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(key, _known_keys(Config), n=1, cutoff=0.5)
+        hint = (
+            f"; did you mean {near[0]}?"
+            if near
+            else "; `stable-opd train --help` lists the sections"
+        )
+        return f"{origin}: unknown key {key}{hint}"
+    if item["type"] == "missing":
+        return f"{origin}: {key} is required"
+    given = "" if item["type"] == "value_error" else f" (given {item['input']!r})"
+    where = f"{key}: " if key else ""
+    return f"{origin}: {where}{item['msg'].removeprefix('Value error, ')}{given}"
+
+
+def _known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    keys: list[str] = []
+    for name, field in model.model_fields.items():
+        key = f"{prefix}{field.alias or name}"
+        keys.append(key)
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                keys.extend(_known_keys(kind, f"{key}."))
+    return keys

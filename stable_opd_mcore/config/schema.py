@@ -1,0 +1,266 @@
+"""Every setting of a run, in one frozen, typed tree. Loads without torch.
+
+One owner per value: the temperature lives in `sampling`, the reference's weight in `kl.beta`, the stop ids of a
+model in its own section. Relations between settings are checked here when they need nothing but the settings
+(parallel sizes against the world size are checked where the world is known).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+
+NonNegative = Field(ge=0)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", populate_by_name=True, protected_namespaces=()
+    )
+
+
+class RunConfig(Section):
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    directory: str = "runs"
+
+
+class ModelConfig(Section):
+    """A Hugging Face model directory, or an inline architecture of random weights."""
+
+    path: str | None = None  # directory with config.json and safetensors
+    architecture: dict[str, Any] | None = (
+        None  # config.json's fields, in place of a path; weights are random
+    )
+    random_init: bool = False  # take only config.json from `path`, draw the weights
+    stop_token_ids: tuple[int, ...] | None = (
+        None  # None: from generation_config.json, config.json, tokenizer
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self):
+        if self.path is not None and self.architecture is not None:
+            raise ValueError("give either path or architecture, not both")
+        return self
+
+
+class TeacherConfig(ModelConfig):
+    engine: Literal["megatron"] = "megatron"
+
+
+class ReferenceConfig(Section):
+    path: str | None = None  # None: the student's weights when the run starts
+
+
+class TokenizerConfig(Section):
+    path: str | None = (
+        None  # None: student.path; "synthetic": the built-in characters of the arithmetic task
+    )
+
+
+class ParallelConfig(Section):
+    """Data parallelism is what remains of the world size."""
+
+    tensor: PositiveInt = 1
+    pipeline: PositiveInt = 1
+    virtual_pipeline: PositiveInt | None = None
+    sequence: bool = False
+    context: PositiveInt = 1
+    expert: PositiveInt = 1
+
+    @model_validator(mode="after")
+    def _consistent(self):
+        if self.sequence and self.tensor == 1:
+            raise ValueError(
+                "parallel.sequence=true needs parallel.tensor > 1 (it shards over the tensor ranks)"
+            )
+        if self.virtual_pipeline is not None and self.pipeline == 1:
+            raise ValueError("parallel.virtual_pipeline needs parallel.pipeline > 1")
+        for name in ("context", "expert"):
+            if getattr(self, name) != 1:
+                raise ValueError(
+                    f"parallel.{name}={getattr(self, name)} is not supported yet: set it to 1"
+                )
+        return self
+
+
+class ColumnsConfig(Section):
+    problem: str = "problem"
+    answer: str | None = "answer"
+    solution: str | None = "solution"
+
+
+class SourceConfig(Section):
+    """Where prompts come from: "synthetic:arithmetic", a .jsonl or .parquet file, a datasets directory or a hub id."""
+
+    path: str
+    split: str = "train"
+    columns: ColumnsConfig = ColumnsConfig()
+    limit: PositiveInt | None = None  # the first n rows
+    options: dict[str, Any] = {}  # of the synthetic task
+
+
+class DataConfig(Section):
+    train: SourceConfig
+    eval: SourceConfig | None = None
+    prompt_template: str = "{problem}"
+    system_prompt: str | None = None
+    overlong: Literal["error", "drop"] = "error"  # prompt or golden solution longer than the window
+
+
+class SamplingConfig(Section):
+    temperature: float = Field(
+        1.0, gt=0
+    )  # of rollouts, and of every log-probability the loss compares
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_new_tokens: PositiveInt = 1024
+
+
+class RolloutConfig(Section):
+    engine: Literal["embedded", "replay"] = "embedded"
+    prompts_per_step: PositiveInt = 64
+    samples_per_prompt: PositiveInt = 4
+    replay_from: str | None = None  # a run directory whose rollouts/ are read again, step by step
+    save: Literal["all", "samples", "none"] = "all"  # samples: the first 16 of each step
+
+    @model_validator(mode="after")
+    def _replay(self):
+        if (self.engine == "replay") != (self.replay_from is not None):
+            raise ValueError("rollout.engine=replay and rollout.replay_from=RUN go together")
+        return self
+
+
+class AdvantageConfig(Section):
+    control_variate: bool = False  # vOPD: A + KL(student || teacher)
+    power: float | None = Field(None, gt=0)  # PowerOPD: teacher^alpha - student^alpha
+    clamp: float | None = Field(None, gt=0)  # to [-clamp, clamp]
+
+
+class TokenMasksConfig(Section):
+    special_token_ids: tuple[int, ...] = ()  # first occurrence per response of each id
+    truncated_rollouts: bool = False
+    repetitive_tail: bool = False
+
+
+class ObjectiveConfig(Section):
+    name: str = "opd"  # a name of losses.objectives
+    clip: float = Field(0.2, gt=0)
+    discount: float = Field(0.0, ge=0, le=1)  # gamma of the return-to-go; 0 is token-level
+    stop_class: bool = True  # sum each model's own stop ids where the sampled token is one
+    top_k: PositiveInt = 32  # lsm, student_topk
+    divergence: Literal["forward", "reverse", "jsd"] = "reverse"  # gkd
+    jsd_beta: float = Field(0.5, gt=0, lt=1)
+    on_policy_fraction: float = Field(
+        1.0, ge=0, le=1
+    )  # gkd's lambda: share of prompts trained on rollouts
+    std_normalise: bool = True  # grpo; false with aggregation=constant is Dr.GRPO
+    advantage: AdvantageConfig = AdvantageConfig()
+    masks: TokenMasksConfig = TokenMasksConfig()
+
+
+class KLConfig(Section):
+    beta: float = Field(0.0, ge=0)
+    estimator: Literal["exact", "k3"] = "exact"
+
+
+class MixtureConfig(Section):
+    lambda_: float = Field(0.0, ge=0, alias="lambda")
+
+
+class OptimizerConfig(Section):
+    lr: float = Field(1e-6, gt=0)
+    min_lr: float = Field(0.0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    clip_grad: float = Field(1.0, gt=0)
+    distributed: bool = True  # shard optimizer state over data-parallel ranks
+
+
+class TrainConfig(Section):
+    steps: PositiveInt = 800
+    seed: int = Field(0, ge=0)
+    precision: Literal["fp32", "bf16"] = "fp32"
+    micro_batch_tokens: PositiveInt = (
+        16384  # packed tokens per micro-batch; one longer sequence stands alone
+    )
+    minibatches: PositiveInt = 1  # optimizer steps per rollout batch
+    recompute: Literal["none", "selective", "full"] = "none"
+    loss_chunk_tokens: PositiveInt = 1024  # tokens whose logits exist at once in the loss
+
+
+class CheckpointConfig(Section):
+    every: int = Field(100, ge=0)  # steps; 0: only at the end
+    keep: PositiveInt = 2
+
+
+class EvaluationConfig(Section):
+    every: int = Field(
+        50, ge=0
+    )  # steps; 0: never (step 0 and the last step are evaluated otherwise)
+    num_samples: PositiveInt = 1  # k of avg@k
+    temperature: float = Field(0.6, ge=0)  # 0: greedy
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_new_tokens: PositiveInt | None = None  # None: sampling.max_new_tokens
+    also_greedy: bool = False  # a second, greedy pass beside the sampled one
+    grading_timeout_seconds: float = Field(10.0, gt=0)
+
+
+class MonitoringConfig(Section):
+    tensorboard: bool = True
+    repetition_tail_characters: PositiveInt | None = None  # None: min(10000, 2.5 x max_new_tokens)
+    repetition_ratio: float = Field(
+        10.0, gt=1
+    )  # bytes / zlib bytes above which a tail counts as repetitive
+
+
+class ColdStartConfig(Section):
+    """Supervised steps on golden solutions before distillation, as a run of its own inside this one."""
+
+    steps: PositiveInt
+    lr: float = Field(gt=0)
+    prompts_per_step: PositiveInt = 64
+    warmup_steps: int = Field(0, ge=0)
+
+
+class Config(Section):
+    run: RunConfig
+    student: ModelConfig
+    teacher: TeacherConfig | None = None
+    reference: ReferenceConfig = ReferenceConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    data: DataConfig
+    parallel: ParallelConfig = ParallelConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    aggregation: Literal["sequence_mean", "token_mean", "constant"] = "sequence_mean"
+    kl: KLConfig = KLConfig()
+    mixture: MixtureConfig = MixtureConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+    cold_start: ColdStartConfig | None = None
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    monitoring: MonitoringConfig = MonitoringConfig()
+
+    @model_validator(mode="after")
+    def _whole(self):
+        if self.student.path is None and self.student.architecture is None:
+            raise ValueError(
+                "student needs path (a Hugging Face directory) or architecture (random weights)"
+            )
+        if self.tokenizer.path is None and self.student.path is None:
+            raise ValueError(
+                "tokenizer.path is needed when the student has no path to take it from"
+            )
+        if self.objective.name == "sft" and self.kl.beta:
+            raise ValueError("kl.beta needs rollouts: objective.name=sft has none; set kl.beta=0")
+        if self.mixture.lambda_ and self.data.train.columns.solution is None:
+            raise ValueError(
+                "mixture.lambda > 0 needs golden solutions: set data.train.columns.solution"
+            )
+        return self

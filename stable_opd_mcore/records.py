@@ -1,0 +1,136 @@
+"""The records that flow through one training step: Prompt -> Rollout -> Sample -> MicroBatch -> LossOutput.
+
+Frozen dataclasses with a shape on every field; no behaviour that needs a device, a model or a process group.
+Prompts, rollouts and samples are plain Python (they cross ranks and files); micro-batches hold tensors.
+
+Dimensions: T tokens that enter the model in one micro-batch (several sequences packed end to end),
+S sequences in it, N response tokens that are scored and trained on (N <= T), K entries of a top-K list,
+H hidden size, V common vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FinishReason = Literal["stop", "length", "abort"]
+SampleSource = Literal["rollout", "golden"]
+AnswerFormat = Literal["boxed", "bracket"]  # LaTeX judged by math-verify; "[a]" right before the stop, exact
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One problem as the student sees it."""
+
+    prompt_id: str  # "<source>:<row>", unique within a run
+    text: str  # the problem as in the source
+    token_ids: tuple[int, ...]  # chat template applied, generation prompt included
+    answer: str | None = None  # gold final answer, for grading
+    golden_token_ids: tuple[int, ...] | None = None  # golden response, its stop token included
+    answer_format: AnswerFormat = "boxed"  # how a response states its final answer, for grading
+    opens_thinking: bool = False  # the prompt ends inside <think>: a response must close it
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One response that the behaviour student drew for a prompt."""
+
+    prompt: Prompt
+    sample_index: int  # 0 .. samples_per_prompt-1
+    token_ids: tuple[int, ...]  # the response; ends with its stop token when finish_reason is "stop"
+    rollout_logprobs: tuple[float, ...]  # per token, full softmax at the sampling temperature
+    finish_reason: FinishReason
+    weight_version: int  # version of the student's weights it was drawn from
+    text: str = ""  # decoded response, without the stop token
+    reward: float | None = None  # 1.0 / 0.0 by the grader, None when not graded
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A rollout or a golden solution as it is trained on."""
+
+    source: SampleSource
+    prompt_id: str
+    prompt_token_ids: tuple[int, ...]
+    response_token_ids: tuple[int, ...]
+    trained: tuple[bool, ...]  # per response token: False where a token mask removes it
+    rollout_logprobs: tuple[float, ...] | None = None  # None for golden solutions
+    repetitive: tuple[bool, ...] | None = None  # per response token: inside the maximal periodic suffix
+    reward: float | None = None
+    truncated: bool = False
+
+
+@dataclass(frozen=True)
+class TokenWeights:
+    """Per response token of one sample: the weight of each loss component, global normaliser included."""
+
+    pg: tuple[float, ...]
+    kl: tuple[float, ...]
+    sft: tuple[float, ...]
+    advantage: tuple[float, ...] | None = None  # a given advantage (grpo); None: from teacher scores
+
+
+@dataclass(frozen=True)
+class TeacherScores:
+    """What a teacher says of the N response tokens of one micro-batch, at the sampling temperature."""
+
+    sampled_logprob_N: Tensor  # fp32; the stop class where the target is a stop token
+    entropy_N: Tensor | None = None  # fp32
+    topk_ids_NK: Tensor | None = None  # int64, ids in the common vocabulary
+    topk_logprobs_NK: Tensor | None = None  # fp32
+    hidden_NH: Tensor | None = None  # the teacher's own hidden size
+
+
+@dataclass(frozen=True)
+class ReferenceScores:
+    """The frozen reference's view of the N response tokens; hidden states only for the exact KL."""
+
+    sampled_logprob_N: Tensor  # fp32
+    hidden_NH: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Packed sequences for one forward pass on this data-parallel rank.
+
+    The model reads tokens_T, positions_T, cu_seqlens; the loss reads the N rows whose next token is a response
+    token. Weights hold the global normaliser already, so the loss is a plain sum over N, and sums over
+    micro-batches and data-parallel ranks are the global loss. An empty micro-batch has N = 0.
+    """
+
+    tokens_T: Tensor  # int64
+    positions_T: Tensor  # int64, restarts at 0 for every sequence
+    cu_seqlens: Tensor  # int32 [S+1], padding is a last sequence of its own
+    max_seqlen: int
+    rows_N: Tensor  # int64, index into T of the position that predicts each response token
+    targets_N: Tensor  # int64, the response token
+    sample_index_N: Tensor  # int64, which sample of the global batch the token belongs to
+    token_index_N: Tensor  # int64, position of the token within its response
+    pg_weight_N: Tensor  # fp32, 0 on golden and masked tokens
+    kl_weight_N: Tensor  # fp32
+    sft_weight_N: Tensor  # fp32, 0 on rollouts
+    rollout_logprob_N: Tensor  # fp32, 0 on golden tokens
+    repetitive_N: Tensor  # bool
+    given_advantage_N: Tensor | None = None  # fp32, for objectives without a teacher
+    old_logprob_N: Tensor | None = None  # fp32, the behaviour policy; None: the current one (ratio exactly 1)
+    teacher: TeacherScores | None = None
+    reference: ReferenceScores | None = None
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """One micro-batch's loss: a differentiable sum, and what it was made of (detached, fp32)."""
+
+    loss: Tensor  # scalar, = pg + kl + sft, coefficients included
+    pg: Tensor  # scalar
+    kl: Tensor  # scalar
+    sft: Tensor  # scalar
+    student_logprob_N: Tensor
+    entropy_N: Tensor
+    advantage_N: Tensor  # 0 where pg_weight is 0
+    ratio_clipped_N: Tensor  # bool: the clip bound was active
+    kl_reference_N: Tensor  # KL(student || reference) per prefix, 0 where not computed
+    kl_teacher_N: Tensor  # sampled estimate log pi_student - log pi_teacher, or exact where computed

@@ -1,0 +1,69 @@
+"""Who may import whom: a file imports only from rows below its own, or from its own folder."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "stable_opd_mcore"
+ROOT = Path(__file__).parents[1] / PACKAGE
+ROWS = {
+    "cli": 6,
+    "__main__": 6,
+    "demo": 6,
+    "train": 5,
+    "evaluation": 4,
+    "monitoring": 4,
+    "teacher": 3,
+    "rollout": 3,
+    "models": 2,
+    "losses": 1,  # losses and data know no model: one below, so that models may name a Head
+    "data": 1,
+    "parallel": 1,
+    "config": 0,
+    "records": 0,
+    "metrics": 0,
+}
+THIRD_PARTIES = {
+    "megatron": {"parallel", "models", "teacher/megatron", "rollout/embedded", "train"},
+    "triton": {"losses/kernels"},
+    "transformers": {"models", "data/chat"},
+    "math_verify": {"evaluation/grading"},
+    "plotly": {"monitoring"},
+    "tensorboard": {"monitoring"},
+}
+FILES = sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py")
+
+
+def imported_modules(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: relative import"
+            names.add(node.module)
+    return names
+
+
+def folder_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_downwards(path):
+    here = folder_of(path)
+    for module in imported_modules(path):
+        if not module.startswith(PACKAGE + "."):
+            continue
+        there = module.split(".")[1]
+        assert there == here or ROWS[there] < ROWS[here], f"{path} imports {module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_third_parties_stay_in_their_place(path):
+    name = str(path.relative_to(ROOT).with_suffix(""))
+    for module in imported_modules(path):
+        allowed = THIRD_PARTIES.get(module.split(".")[0])
+        if allowed is not None:
+            assert any(name == a or name.startswith(a + "/") for a in allowed), f"{name}: {module}"
