@@ -8,8 +8,8 @@ import pytest
 PACKAGE = "stable_opd_mcore"
 ROOT = Path(__file__).parents[1] / PACKAGE
 ROWS = {
-    "cli": 6,
-    "__main__": 6,
+    "__main__": 8,
+    "cli": 7,
     "demo": 6,
     "train": 5,
     "evaluation": 4,
