@@ -1,0 +1,223 @@
+"""Health of a run, per step (METHOD §5): truncation, repetition, lengths, advantages, KLs.
+
+`rollout_metrics` reads generations (text, length, finish reason), of training or of evaluation;
+`token_metrics` reads the per-token vectors that the loss already computed, so nothing here costs a
+forward pass. Both return `Metrics`; the first is over the global list, which every rank holds, the
+second is this rank's part and must be reduced over ranks.
+
+Not the guard that acts on these numbers, not a sink, and not the finder of repetitive tokens
+(data/repetition.py marks them; here they are counted).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from stable_opd_mcore.config.schema import MonitoringConfig
+from stable_opd_mcore.metrics import Max, Mean, Metrics, Same, Sum
+from stable_opd_mcore.records import LossOutput, MicroBatch, Rollout, Sample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PAPER_TAIL_CHARACTERS = 10_000
+CHARACTERS_PER_TOKEN = 2.5  # a tail must be reachable within the length budget
+ZLIB_LEVEL = 6
+
+
+def is_repetitive(text: str, tail_characters: int, ratio: float) -> bool:
+    """Whether the last `tail_characters` of `text` compress by more than `ratio` (METHOD §5).
+
+    Texts of up to `tail_characters` characters are never repetitive: they have no tail to judge.
+    Lengths are counted in characters, the ratio in UTF-8 bytes.
+    """
+    if len(text) <= tail_characters:
+        return False
+    tail = text[-tail_characters:].encode("utf-8", "surrogatepass")
+    return len(tail) / len(zlib.compress(tail, ZLIB_LEVEL)) > ratio
+
+
+def repetition_rate(texts: Sequence[str], tail_characters: int, ratio: float) -> Mean:
+    """Share of `texts` that are repetitive."""
+    return Mean(sum(is_repetitive(text, tail_characters, ratio) for text in texts), len(texts))
+
+
+def tail_characters(config: MonitoringConfig, max_new_tokens: int) -> int:
+    """The configured tail L, or min(10,000, 2.5 x max_new_tokens): METHOD §5."""
+    if config.repetition_tail_characters is not None:
+        return config.repetition_tail_characters
+    return max(1, min(PAPER_TAIL_CHARACTERS, int(CHARACTERS_PER_TOKEN * max_new_tokens)))
+
+
+def rollout_metrics(
+    rollouts: Sequence[Rollout],
+    max_new_tokens: int,
+    config: MonitoringConfig,
+    area: str = "rollout",
+) -> Metrics:
+    """Health of a set of generations, under `<area>/...` ("rollout", "eval" or "eval_greedy").
+
+    `rollouts` is the global list, the same on every rank: do not reduce the result over ranks.
+    When the tail L is not the paper's 10,000 characters, the rate at 10,000 stands beside it as
+    `repetition_rate_10k`. Accuracy is over graded rollouts, undefined when there are none.
+    """
+    lengths = np.array([len(rollout.token_ids) for rollout in rollouts], dtype=np.int64)
+    texts = [rollout.text for rollout in rollouts]
+    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    characters = tail_characters(config, max_new_tokens)
+    metrics = {
+        "response_length_mean": Mean(int(lengths.sum()), len(lengths)),
+        "response_length_p50": _quantile(lengths, 50),
+        "response_length_p95": _quantile(lengths, 95),
+        "response_length_max": Max(float(lengths.max()) if len(lengths) else None),
+        "truncation_rate": _share(rollout.finish_reason == "length" for rollout in rollouts),
+        "abort_rate": _share(rollout.finish_reason == "abort" for rollout in rollouts),
+        "repetition_rate": repetition_rate(texts, characters, config.repetition_ratio),
+        "accuracy": Mean(sum(rewards), len(rewards)),
+    }
+    if characters != PAPER_TAIL_CHARACTERS:
+        metrics["repetition_rate_10k"] = repetition_rate(
+            texts, PAPER_TAIL_CHARACTERS, config.repetition_ratio
+        )
+    return Metrics({f"{area}/{name}": metric for name, metric in metrics.items()})
+
+
+def sample_metrics(samples: Sequence[Sample]) -> Metrics:
+    """Of the global list of samples: how much of the batch is complete golden sequences."""
+    complete = [sample.source == "golden" and not sample.truncated for sample in samples]
+    return Metrics({"batch/golden_complete_share": _share(complete)})
+
+
+def token_metrics(outputs: Sequence[LossOutput], microbatches: Sequence[MicroBatch]) -> Metrics:
+    """Sums and counts over the scored tokens of this rank's micro-batches; reduce them over ranks.
+
+    Log-probabilities, advantages, entropies, KL to the teacher and the clip share are over rollout
+    tokens in the loss (`pg_weight` not 0): golden tokens and masked tokens do not count. KL to the
+    reference is over prefixes with a KL weight. Shares of repetitive and masked tokens are over all
+    scored rollout tokens. The engine gap compares with the behaviour policy the loss used
+    (`old_logprob`, else the student's own).
+
+    `loss/*` are sums, as the loss is; the total is added up from its parts because Megatron scales
+    the loss tensor itself in place. What no micro-batch provides (no teacher, no reference) is
+    undefined. Costs one device synchronisation a micro-batch.
+
+    Raises:
+        ValueError: as many outputs as micro-batches are not given.
+    """
+    metrics = Metrics()
+    for output, microbatch in zip(outputs, microbatches, strict=True):
+        metrics = metrics | _token_metrics(output, microbatch)
+    return metrics
+
+
+def _token_metrics(output: LossOutput, microbatch: MicroBatch) -> Metrics:
+    import torch
+
+    pg_N = microbatch.pg_weight_N != 0
+    golden_N = microbatch.sft_weight_N != 0
+    trained_N = pg_N | golden_N | (microbatch.kl_weight_N != 0)
+    means = _mean_terms(output, microbatch)
+    zeros_N = torch.zeros_like(pg_N, dtype=torch.float64)
+    values_RN = torch.stack(
+        [zeros_N if values is None else values.detach().double() for values, _ in means.values()]
+    )
+    masks_RN = torch.stack(
+        [torch.zeros_like(pg_N) if values is None else mask for values, mask in means.values()]
+    )
+    totals_R = torch.where(masks_RN, values_RN, 0.0).sum(dim=1)
+    gaps_N = torch.where(pg_N, _engine_gap(output, microbatch), -1.0).double()
+    abs_advantage_N = torch.where(pg_N, output.advantage_N.detach().abs(), 0.0).double()
+    scalars = [
+        output.pg.detach().double(),
+        output.kl.detach().double(),
+        output.sft.detach().double(),
+        trained_N.sum().double(),
+        (~golden_N).sum().double(),
+        torch.where(microbatch.repetitive_N, abs_advantage_N, 0.0).sum(),
+        abs_advantage_N.sum(),
+        gaps_N.max() if len(gaps_N) else gaps_N.new_tensor(-1.0),
+    ]
+    numbers = torch.cat([totals_R, masks_RN.sum(dim=1).double(), torch.stack(scalars)]).tolist()
+
+    rows = len(means)
+    pg, kl, sft, trained, rollout, abs_repetitive, abs_total, gap_max = numbers[2 * rows :]
+    mean_metrics = {
+        key: Mean(total, count)
+        for key, total, count in zip(means, numbers[:rows], numbers[rows : 2 * rows], strict=True)
+    }
+    return Metrics(
+        {
+            **mean_metrics,
+            "loss/total": Sum(pg + kl + sft),
+            "loss/pg": Sum(pg),
+            "loss/kl": Sum(kl),
+            "loss/sft": Sum(sft),
+            "tokens/trained": Sum(trained),
+            "tokens/rollout": Sum(rollout),
+            "advantage/abs_sum_repetitive": Sum(abs_repetitive),
+            "advantage/abs_sum_regular": Sum(abs_total - abs_repetitive),
+            "advantage/abs_share_repetitive": Mean(abs_repetitive, abs_total),
+            "logprob/rollout_gap_max": Max(None if gap_max == -1.0 else gap_max),
+        }
+    )
+
+
+def _mean_terms(
+    output: LossOutput, microbatch: MicroBatch
+) -> dict[str, tuple[Tensor | None, Tensor]]:
+    """key -> (values_N or None where nobody computed them, mask_N of the tokens that count)."""
+    teacher, reference = microbatch.teacher, microbatch.reference
+    pg_N = microbatch.pg_weight_N != 0
+    golden_N = microbatch.sft_weight_N != 0
+    trained_N = pg_N | golden_N | (microbatch.kl_weight_N != 0)
+    repetitive_N = microbatch.repetitive_N
+    student_N = output.student_logprob_N.detach()
+    reference_N = None if reference is None else reference.sampled_logprob_N
+    teacher_entropy_N = None if teacher is None else teacher.entropy_N
+    advantage_N = output.advantage_N
+    return {
+        "logprob/student": (student_N, pg_N),
+        "logprob/teacher": (None if teacher is None else teacher.sampled_logprob_N, pg_N),
+        "logprob/reference": (reference_N, pg_N),
+        "logprob/golden": (student_N, golden_N),
+        "logprob/rollout_gap_mean": (_engine_gap(output, microbatch), pg_N),
+        "advantage/mean": (advantage_N, pg_N),
+        "advantage/repetitive": (advantage_N, pg_N & repetitive_N),
+        "advantage/regular": (advantage_N, pg_N & ~repetitive_N),
+        "tokens/repetitive_share": (repetitive_N, ~golden_N),
+        "tokens/masked_share": (~pg_N, ~golden_N),
+        "tokens/golden_share": (golden_N, trained_N),
+        "kl/teacher": (None if teacher is None else output.kl_teacher_N, pg_N),
+        "kl/reference": (output.kl_reference_N, microbatch.kl_weight_N != 0),
+        "kl/reference_sampled": (None if reference_N is None else student_N - reference_N, pg_N),
+        "entropy/student": (output.entropy_N, pg_N),
+        "entropy/teacher": (teacher_entropy_N, pg_N),
+        "entropy/gap": (
+            None
+            if teacher_entropy_N is None
+            else (teacher_entropy_N - output.entropy_N.detach()).abs(),
+            pg_N,
+        ),
+        "ratio/clip_share": (output.ratio_clipped_N, pg_N),
+    }
+
+
+def _engine_gap(output: LossOutput, microbatch: MicroBatch) -> Tensor:
+    """|log-probability at sampling - log-probability in the trainer|, fp32 [N]."""
+    trainer_N = microbatch.old_logprob_N
+    if trainer_N is None:
+        trainer_N = output.student_logprob_N.detach()
+    return (microbatch.rollout_logprob_N - trainer_N).abs()
+
+
+def _share(flags) -> Mean:
+    flags = list(flags)
+    return Mean(sum(flags), len(flags))
+
+
+def _quantile(lengths: np.ndarray, percent: float) -> Same:
+    return Same(float(np.percentile(lengths, percent)) if len(lengths) else None)

@@ -1,0 +1,111 @@
+"""Every metric a run may write: its key, what it means and its unit. The one list.
+
+The sinks refuse a key that is not here, the report takes its labels from here. Not where values are
+computed: monitoring/health.py, monitoring/throughput.py and the training loop do that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Name:
+    key: str
+    meaning: str
+    unit: str  # "" where the number has none
+
+
+def _generation_names(area: str, whose: str) -> list[Name]:
+    """What is watched of any set of generations: rollouts, and evaluations sampled or greedy."""
+    return [
+        Name(f"{area}/response_length_mean", f"mean length of {whose}", "tokens"),
+        Name(f"{area}/response_length_p50", f"median length of {whose}", "tokens"),
+        Name(f"{area}/response_length_p95", f"95th percentile of the length of {whose}", "tokens"),
+        Name(f"{area}/response_length_max", f"longest of {whose}", "tokens"),
+        Name(f"{area}/truncation_rate", f"share of {whose} cut by the length budget", "share"),
+        Name(f"{area}/abort_rate", f"share of {whose} aborted by the engine", "share"),
+        Name(
+            f"{area}/repetition_rate",
+            f"share of {whose} with a tail that compresses beyond the configured ratio",
+            "share",
+        ),
+        Name(
+            f"{area}/repetition_rate_10k",
+            f"the same with the paper's tail of 10,000 characters, blind to shorter {whose}",
+            "share",
+        ),
+        Name(f"{area}/accuracy", f"mean reward of the graded {whose}", "share"),
+    ]
+
+
+_ALL = [
+    Name("loss/total", "loss whose gradient is applied: pg + kl + sft", "nats"),
+    Name("loss/pg", "policy-gradient (or direct distillation) part of the loss", "nats"),
+    Name("loss/kl", "beta x KL(student || reference)", "nats"),
+    Name("loss/sft", "lambda x negative log-likelihood of golden solutions", "nats"),
+    Name("grad_norm", "global gradient norm before clipping", ""),
+    Name("optimizer/lr", "learning rate of the step", ""),
+    *_generation_names("rollout", "rollouts"),
+    *_generation_names("eval", "held-out responses"),
+    *_generation_names("eval_greedy", "greedy held-out responses"),
+    Name("eval/grading_timeouts", "held-out responses whose grading timed out", "responses"),
+    Name("rollout/grading_timeouts", "rollouts whose grading timed out", "responses"),
+    Name("batch/golden_complete_share", "share of samples that are complete golden ones", "share"),
+    Name("logprob/student", "mean student log-probability of rollout tokens", "nats/token"),
+    Name("logprob/teacher", "mean teacher log-probability of rollout tokens", "nats/token"),
+    Name("logprob/reference", "mean reference log-probability of rollout tokens", "nats/token"),
+    Name("logprob/golden", "mean student log-probability of golden tokens", "nats/token"),
+    Name(
+        "logprob/rollout_gap_mean", "mean |rollout engine - trainer| log-probability", "nats/token"
+    ),
+    Name("logprob/rollout_gap_max", "largest |rollout engine - trainer| log-probability", "nats"),
+    Name("advantage/mean", "mean advantage of trained rollout tokens", "nats/token"),
+    Name("advantage/repetitive", "mean advantage inside repetitive tails", "nats/token"),
+    Name("advantage/regular", "mean advantage outside repetitive tails", "nats/token"),
+    Name("advantage/abs_sum_repetitive", "sum of |advantage| inside repetitive tails", "nats"),
+    Name("advantage/abs_sum_regular", "sum of |advantage| outside repetitive tails", "nats"),
+    Name("advantage/abs_share_repetitive", "share of sum |advantage| in repetitive tails", "share"),
+    Name("tokens/trained", "tokens with a weight in any loss component", "tokens"),
+    Name("tokens/rollout", "scored rollout tokens, masked ones included", "tokens"),
+    Name("tokens/masked_share", "share of rollout tokens a mask keeps out of the loss", "share"),
+    Name("tokens/repetitive_share", "share of rollout tokens inside repetitive tails", "share"),
+    Name("tokens/golden_share", "share of trained tokens that are golden", "share"),
+    Name("kl/teacher", "KL(student || teacher), sampled: mean log-ratio", "nats/token"),
+    Name(
+        "kl/reference", "KL(student || reference) on visited prefixes, as in the loss", "nats/token"
+    ),
+    Name("kl/reference_sampled", "KL(student || reference), sampled: mean log-ratio", "nats/token"),
+    Name("entropy/student", "mean entropy of the student on visited prefixes", "nats"),
+    Name("entropy/teacher", "mean entropy of the teacher on visited prefixes", "nats"),
+    Name("entropy/gap", "mean |teacher entropy - student entropy|", "nats"),
+    Name("ratio/clip_share", "share of rollout tokens at the clip bound", "share"),
+    Name("time/rollout", "sampling and grading rollouts", "s"),
+    Name("time/score", "teacher and reference scores", "s"),
+    Name("time/update", "forward, backward and optimizer", "s"),
+    Name("time/total", "the whole step", "s"),
+    Name("time/eval", "held-out evaluation", "s"),
+    Name("time/checkpoint", "writing a checkpoint", "s"),
+    Name(
+        "throughput/tokens_per_second",
+        "rollout batch (prompts + responses) over step time",
+        "tokens/s",
+    ),
+    Name("memory/peak_gib", "peak memory of the largest rank", "GiB"),
+]
+
+NAMES: dict[str, Name] = {name.key: name for name in _ALL}
+
+
+def require_known(keys: Iterable[str]) -> None:
+    """Refuse metrics nobody described.
+
+    Raises:
+        ValueError: names the unknown keys and where to add them.
+    """
+    unknown = sorted(set(keys) - NAMES.keys())
+    if unknown:
+        raise ValueError(
+            f"unknown metrics {', '.join(unknown)}: describe them in monitoring/names.py"
+        )
