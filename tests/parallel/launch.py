@@ -3,8 +3,9 @@
     def check(rank, world_size, path): ...      # at module level: children import it by name
     run_ranks(2, check, tmp_path)
 
-Not a trainer launcher (that is torchrun), and no place for assertions: a rank's exception, with its traceback,
-becomes the test's failure. Starting a process costs seconds, so a test puts many checks into one launch.
+Not a trainer launcher (that is torchrun), and no place for assertions: a rank's exception, with its
+traceback, becomes the test's failure. Starting a process costs seconds, so a test puts many checks
+into one launch.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ TIMEOUT = timedelta(seconds=180)
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> None:
     """Call `function(rank, world_size, *args)` on `world_size` processes that share a gloo group.
 
-    `function` must be importable by name and `args` must pickle. Results travel through files or not at all.
+    `function` must be importable by name and `args` must pickle. Results travel through files or
+    not at all.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: some rank raised; the message holds its traceback. The other
-            ranks are ended.
+        torch.multiprocessing.ProcessRaisedException: some rank raised; the message holds its
+            traceback. The other ranks are ended.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         store = Path(directory) / "rendezvous"
@@ -39,13 +41,19 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> None
         )
 
 
-def _enter(rank: int, world_size: int, store: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _enter(
+    rank: int, world_size: int, store: str, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=world_size, timeout=TIMEOUT
+    )
     try:
         function(rank, world_size, *args)
-        if dist.is_initialized():  # not after a failure: a rank that raised must not wait for the others
+        if (
+            dist.is_initialized()
+        ):  # not after a failure: a rank that raised must not wait for the others
             dist.barrier()
     finally:
         if dist.is_initialized():

@@ -1,0 +1,206 @@
+"""Let unmodified megatron-core import and run in a process without CUDA.
+
+    from stable_opd_mcore.parallel import megatron_cpu
+    megatron_cpu.install()            # before the first `import megatron`; does nothing where CUDA
+    is available
+
+An import hook compiles `megatron.*`, and nothing else, after replacing the spellings that can only
+raise without
+CUDA: `torch.cuda.x` becomes a facade whose device is the CPU, `"cuda"` constants become `"cpu"`,
+`tensor.cuda()` becomes `tensor.cpu()`. Valid for megatron-core 0.16 to 0.19.
+
+Not a monkeypatch: no attribute of torch changes, so transformers, dynamo and user code see the real
+torch. Not a
+second implementation: schedules, layers, optimizer and checkpoints are Megatron's own. Streams,
+NCCL, CUDA graphs and fused kernels are not exercised here.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, ModuleType
+
+import torch
+
+from stable_opd_mcore.parallel import cpu_adam, cuda_facade
+
+_PACKAGE = "megatron"
+_FACADE = "_cpu_cuda"  # the name the rewritten modules know the facade by
+
+
+def install() -> bool:
+    """Install the hook; True when Megatron now runs on the CPU, False when CUDA is available and
+    nothing is done.
+
+    Raises:
+        RuntimeError: megatron.core was imported before, so its modules hold references to
+            torch.cuda.
+    """
+    if torch.cuda.is_available():
+        return False
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return True
+    if any(name.startswith("megatron.core") for name in sys.modules):
+        raise RuntimeError(
+            "megatron_cpu.install() must run before the first import of megatron.core"
+        )
+    sys.modules[f"{_FACADE}_nvtx"] = cuda_facade.nvtx_module(f"{_FACADE}_nvtx")
+    sys.meta_path.insert(0, _Finder())
+    _ignore_harmless_warnings()
+    return True
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname.partition(".")[0] != _PACKAGE:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Compiles the rewritten source, and keeps its bytecode apart from the package's own.
+
+    The bytecode lies in this package's `__pycache__`, under the digest of the hook's source: as
+    trustworthy as the code around it, validated against the Megatron file's time and size by
+    importlib, and never read by another hook.
+    """
+
+    def source_to_code(self, data, path, *, _optimize=-1) -> CodeType:
+        tree = ast.fix_missing_locations(_Rewrite().visit(ast.parse(data, path)))
+        return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
+
+    def get_data(self, path) -> bytes:
+        return super().get_data(_own_bytecode(path))
+
+    def set_data(self, path, data, *, _mode=0o666) -> None:
+        super().set_data(_own_bytecode(path), data, _mode=_mode)
+
+    def exec_module(self, module: ModuleType) -> None:
+        setattr(module, _FACADE, cuda_facade.FACADE)
+        super().exec_module(module)
+        adjust = _AFTER_IMPORT.get(module.__name__)
+        if adjust is not None:
+            adjust(module)
+
+
+def _own_bytecode(path: str) -> str:
+    if not str(path).endswith(".pyc"):
+        return path
+    return str(_BYTECODE / f"{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.pyc")
+
+
+_HOOK_DIGEST = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+_BYTECODE = Path(importlib.util.cache_from_source(__file__)).parent / f"megatron-{_HOOK_DIGEST}"
+
+
+class _Rewrite(ast.NodeTransformer):
+    def visit_Module(self, node: ast.Module) -> ast.Module:
+        self.generic_visit(node)
+        node.body = [_without_triton(statement) for statement in node.body]
+        return node
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt:
+        if node.module == "torch.cuda.nvtx":
+            node.module = f"{_FACADE}_nvtx"
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        self.generic_visit(node)
+        if node.attr == "cuda" and _is_torch(node.value):
+            return ast.copy_location(ast.Name(_FACADE, node.ctx), node)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Attribute):
+            if node.func.attr == "cuda":
+                node.func.attr, node.args, node.keywords = "cpu", [], []
+            elif _is_torch(node.func.value):
+                node.keywords = [item for item in node.keywords if item.arg != "pin_memory"]
+        return node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.expr:
+        if not isinstance(node.value, str):
+            return node
+        value = {"cuda": "cpu", "cuda:": ""}.get(node.value, node.value)
+        if value.startswith("torch.cuda.") and value.endswith("Tensor"):
+            value = value.replace(
+                "torch.cuda.", "torch."
+            )  # the optimizer compares param.type() strings
+        return ast.copy_location(ast.Constant(value), node)
+
+
+def _without_triton(statement: ast.stmt) -> ast.stmt:
+    # From 0.18 on, mixture-of-experts modules that gpt_model imports need triton to be importable.
+    # Only imports outside a `try` are replaced: inside one, the ImportError is what Megatron waits
+    # for.
+    if not isinstance(statement, ast.Import) or importlib.util.find_spec("triton") is not None:
+        return statement
+    module = statement.names[0]
+    if module.name.partition(".")[0] != "triton":
+        return statement
+    stub = ast.parse(f"{module.asname or 'triton'} = {_FACADE}.triton_stub").body[0]
+    return ast.copy_location(stub, statement)
+
+
+def _is_torch(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "torch"
+
+
+def _disable_compilation(module) -> None:
+    module.disable_jit_fuser()  # torch.compile of three-line functions costs seconds each on a CPU
+
+
+def _use_the_default_generator(module) -> None:
+    generator = torch.default_generator
+    module._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: (
+        generator.get_state()
+    )
+    module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: generator.set_state(
+        state
+    )
+    # The tracker warns when the CPU generator moved inside its CUDA context; here they are one
+    # generator.
+    module.logging.getLogger(module.__name__).addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
+
+
+def _use_cpu_adam(module) -> None:
+    # Megatron's fall-back, torch.optim.AdamW, keeps `step` per parameter: a distributed-optimizer
+    # checkpoint written with it cannot be loaded. Taking the branch of the fused optimizers keeps
+    # the checkpoint layout of the GPU.
+    module.Adam = cpu_adam.FusedAdam
+    module.HAVE_APEX_OR_TE = module.USING_APEX_OPTIMIZER = True
+    module.USING_PYTORCH_OPTIMIZER = False
+
+
+_AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
+    "megatron.core.jit": _disable_compilation,
+    "megatron.core.tensor_parallel.random": _use_the_default_generator,
+    "megatron.core.optimizer": _use_cpu_adam,
+    "megatron.core.optimizer.distrib_optimizer": _use_cpu_adam,
+}
+
+
+def _ignore_harmless_warnings() -> None:
+    """Silence what Megatron says of missing GPU packages, and of its own deprecated calls."""
+    for message in _HARMLESS:
+        warnings.filterwarnings("ignore", message=message)
+
+
+_HARMLESS = (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+)

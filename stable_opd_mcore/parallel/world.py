@@ -1,0 +1,256 @@
+"""Who this rank is: its device, its place in the tensor x pipeline x data grid, and the process
+groups to talk over.
+
+    world = start_world(config.parallel, seed=config.train.seed)
+    ...                                   # models, runs: as many as wanted, one after the other
+    stop_world()
+
+`World` is passed to whoever needs to know; nothing above this folder asks Megatron's global
+parallel_state.
+Not a launcher: torchrun (or srun with its variables) starts the ranks, a lone process is a world of
+one.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.parallel import megatron_cpu
+
+megatron_cpu.install()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+
+Object = TypeVar("Object")
+
+_TIMEOUT = timedelta(minutes=30)
+_created_process_group = (
+    False  # by start_world; a caller's own group is left standing by stop_world
+)
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's view. Ranks of one tensor x pipeline grid ("replica") share data; replicas share
+    weights.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    tensor_rank: int
+    tensor_size: int
+    sequence_parallel: bool
+    pipeline_rank: int
+    pipeline_size: int
+    virtual_pipeline: int | None  # model chunks per pipeline rank; None: one, not interleaved
+    data_rank: int
+    data_size: int
+    groups: (
+        ProcessGroupCollection  # what Megatron's constructors take; the four below are its members
+    )
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup:
+        return self.groups.tp
+
+    @property
+    def pipeline_group(self) -> dist.ProcessGroup:
+        return self.groups.pp
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """Ranks that hold the same weights and see different data."""
+        return self.groups.dp
+
+    @property
+    def model_group(self) -> dist.ProcessGroup:
+        """The tensor x pipeline ranks of this replica."""
+        return self.groups.mp
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pipeline_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether losses and scores exist on this rank."""
+        return self.pipeline_rank == self.pipeline_size - 1
+
+    @property
+    def num_chunks(self) -> int:
+        return self.virtual_pipeline or 1
+
+    @property
+    def token_multiple(self) -> int:
+        """What T of every micro-batch must be a multiple of: sequence parallelism cuts T into equal
+        parts.
+        """
+        return self.tensor_size if self.sequence_parallel else 1
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """What the number of micro-batches must be a multiple of: interleaving works in groups of
+        stages.
+        """
+        return self.pipeline_size if self.virtual_pipeline else 1
+
+
+def start_world(parallel: ParallelConfig, seed: int) -> World:
+    """Join the process group (created when there is none), lay out the grid, seed every generator.
+
+    May be called again with the same layout: the groups are used again and the generators are
+    seeded anew. A rank's position varies fastest over tensor, then data, then pipeline (Megatron's
+    order).
+
+    Raises:
+        ValueError: tensor x pipeline does not divide the number of ranks.
+        RuntimeError: another layout stands; stop_world() first.
+    """
+    device = _join()
+    world_size = dist.get_world_size()
+    replica = parallel.tensor * parallel.pipeline
+    if world_size % replica:
+        stop_world()
+        raise ValueError(
+            f"parallel.tensor={parallel.tensor} x parallel.pipeline={parallel.pipeline} = {replica}"
+            f" does not divide the {world_size} started ranks: start a multiple of {replica} "
+            "(torchrun --nproc-per-node), or lower one of the two"
+        )
+    if parallel_state.model_parallel_is_initialized():
+        _require_same_layout(parallel)
+    else:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
+            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+            context_parallel_size=parallel.context,
+        )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    _seed_generators(seed, pipeline_rank=groups.pp.rank())
+    return World(
+        rank=dist.get_rank(),
+        world_size=world_size,
+        device=device,
+        tensor_rank=groups.tp.rank(),
+        tensor_size=groups.tp.size(),
+        sequence_parallel=parallel.sequence,
+        pipeline_rank=groups.pp.rank(),
+        pipeline_size=groups.pp.size(),
+        virtual_pipeline=parallel.virtual_pipeline,
+        data_rank=groups.dp.rank(),
+        data_size=groups.dp.size(),
+        groups=groups,
+    )
+
+
+def stop_world() -> None:
+    """Wait for every rank, then leave. Without it a gloo rank may abort at exit. Harmless when
+    nothing is started.
+    """
+    global _created_process_group
+    if not dist.is_initialized():
+        return
+    dist.barrier()
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if _created_process_group:
+        dist.destroy_process_group()
+        _created_process_group = False
+
+
+def gather_over_data_parallel(world: World, item: Object) -> list[Object]:
+    """Every data-parallel rank's `item`, in rank order, on every rank. For small Python records;
+    they are pickled.
+    """
+    if world.data_size == 1:
+        return [item]
+    items: list[Any] = [None] * world.data_size
+    dist.all_gather_object(items, item, group=world.data_group)
+    return items
+
+
+def broadcast_from_last_stage(world: World, tensor: Tensor) -> Tensor:
+    """The last pipeline stage's values, written into `tensor` (same shape and dtype on every
+    stage), and returned.
+    """
+    if world.pipeline_size > 1:
+        dist.broadcast(tensor, src=_last_stage_rank(world), group=world.pipeline_group)
+    return tensor
+
+
+def broadcast_object_from_last_stage(world: World, item: Object | None) -> Object:
+    """The last pipeline stage's `item` on every stage; what others pass is ignored. Pickled: for
+    small records.
+    """
+    items: list[Any] = [item]
+    if world.pipeline_size > 1:
+        dist.broadcast_object_list(items, src=_last_stage_rank(world), group=world.pipeline_group)
+    return items[0]
+
+
+def _last_stage_rank(world: World) -> int:
+    return dist.get_global_rank(world.pipeline_group, world.pipeline_size - 1)
+
+
+def _join() -> torch.device:
+    global _created_process_group
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if not dist.is_initialized():
+        backend = "nccl" if on_gpu else "gloo"
+        if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=_TIMEOUT)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        _created_process_group = True
+    if on_gpu:
+        return torch.device("cuda", torch.cuda.current_device())
+    _share_cores()
+    return torch.device("cpu")
+
+
+def _share_cores() -> None:
+    """Ranks of one machine share its cores: more threads than cores halve the throughput."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    torch.set_num_threads(min(torch.get_num_threads(), max(1, cores // ranks_here)))
+
+
+def _require_same_layout(parallel: ParallelConfig) -> None:
+    wanted = (parallel.tensor, parallel.pipeline, parallel.virtual_pipeline)
+    standing = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+    )
+    if wanted != standing:
+        raise RuntimeError(
+            f"a world of (tensor, pipeline, virtual_pipeline) = {standing} stands, {wanted} was "
+            "asked for: call stop_world() first"
+        )
+
+
+def _seed_generators(seed: int, pipeline_rank: int) -> None:
+    seed = (
+        seed + 100 * pipeline_rank
+    )  # Megatron's convention; the tensor rank is added by its tracker
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
