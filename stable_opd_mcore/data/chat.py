@@ -1,0 +1,307 @@
+"""The student's tokenizer: prompts by its chat template, golden responses, ids that end them.
+
+Token ids are the model's own; nothing is translated between vocabularies. A golden response never
+passes through the template's assistant turn, because some templates (DeepSeek-R1's) delete
+everything before </think> there: its text follows the generation prompt directly, and the token
+that ends an assistant turn follows the text.
+
+Not the place where lengths are checked against a window: see order.PromptSet.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as RawTokenizer
+from transformers import PreTrainedTokenizerFast
+
+from stable_opd_mcore.data.errors import DataError
+from stable_opd_mcore.data.synthetic import PAD, PROMPT_END, SECOND_STOP, STOP, VOCABULARY
+
+SYNTHETIC = "synthetic"
+_THINK, _THINK_END = "<think>", "</think>"
+_MARK = "assistant-turn-mark"
+# A turn ends with its stop token; the next prompt begins only after a user's turn.
+_SYNTHETIC_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}"
+    "{% elif message['role'] == 'user' %}" + PROMPT_END + "{% endif %}{% endfor %}"
+)
+
+
+class Tokenizer:
+    """A Hugging Face fast tokenizer, with what distillation needs to know of it.
+
+    `stop_token_ids` holds every id that ends a response, the one that ends golden responses first.
+    """
+
+    def __init__(
+        self,
+        backend: PreTrainedTokenizerFast,
+        path: str,
+        stop_token_ids: Sequence[int] | None = None,
+    ):
+        self.path = path
+        self._backend = backend
+        self._is_synthetic = backend.get_vocab().keys() == set(VOCABULARY)
+        model_dir = Path(path) if Path(path).is_dir() else None
+        self.stop_token_ids = resolve_stop_ids(model_dir, self, stop_token_ids)
+
+    @classmethod
+    def load(cls, path: str, stop_token_ids: Sequence[int] | None = None) -> Tokenizer:
+        """From a directory with tokenizer.json, or the built-in "synthetic" one.
+
+        Args:
+            stop_token_ids: the owner's explicit choice; its first id ends golden responses.
+
+        Raises:
+            DataError: no such directory, or no tokenizer.json in it.
+        """
+        if path == SYNTHETIC:
+            return cls(_synthetic_backend(), SYNTHETIC, stop_token_ids)
+        directory = Path(path)
+        if not directory.is_dir():
+            raise DataError(
+                f"{path}: no such tokenizer directory; give a local model directory, "
+                f"or {SYNTHETIC!r}"
+            )
+        if not (directory / "tokenizer.json").is_file():
+            raise DataError(
+                f"{path}: no tokenizer.json in it; download the model with its tokenizer, "
+                "or set tokenizer.path"
+            )
+        return cls(PreTrainedTokenizerFast.from_pretrained(path), path, stop_token_ids)
+
+    def save(self, directory: str | Path) -> None:
+        """Write tokenizer.json, its config and its chat template as `load` reads them."""
+        self._backend.save_pretrained(str(directory))
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that exist, added ones included; a model's embedding may be padded beyond it."""
+        return len(self._backend)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        eos = self._backend.eos_token_id
+        return eos if isinstance(eos, int) else None
+
+    @property
+    def has_template(self) -> bool:
+        return self._backend.chat_template is not None
+
+    @cached_property
+    def turn_end_id(self) -> int | None:
+        """The token with which the chat template ends an assistant's turn; None without one."""
+        if not self.has_template:
+            return None
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
+        tail = self.encode(self._render(messages, generation_prompt=False).rpartition(_MARK)[2])
+        added = set(self._backend.get_added_vocab().values())
+        return next((token for token in tail if token in added), None)
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_many([text])[0]
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of the text as it is, nothing added.
+
+        Raises:
+            DataError: a character outside the vocabulary (only the synthetic vocabulary is that
+                small).
+        """
+        if not texts:
+            return []
+        if self._is_synthetic:
+            _check_symbols(texts)
+        return self._backend(list(texts), add_special_tokens=False)["input_ids"]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a response without the stop token at its end; other special tokens show."""
+        ids = list(token_ids)
+        if ids and ids[-1] in self.stop_token_ids:
+            ids.pop()
+        text = self._backend.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
+
+    def encode_prompt(
+        self, problem: str, template: str = "{problem}", system: str | None = None
+    ) -> tuple[int, ...]:
+        """The problem as the model sees it: prompt template, chat template, generation prompt."""
+        return tuple(self.encode(self.render_prompt(problem, template, system)))
+
+    def render_prompt(
+        self, problem: str, template: str = "{problem}", system: str | None = None
+    ) -> str:
+        """The prompt's text; without a chat template, system prompt, blank line, problem.
+
+        Raises:
+            DataError: a prompt template without "{problem}".
+        """
+        if "{problem}" not in template:
+            raise DataError(
+                f"data.prompt_template {template!r} lacks {{problem}}: put it where problems go"
+            )
+        # Not str.format: templates and problems are full of LaTeX braces.
+        user = template.replace("{problem}", problem)
+        if not self.has_template:
+            return user if system is None else f"{system}\n\n{user}"
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        return self._render([*messages, {"role": "user", "content": user}], generation_prompt=True)
+
+    def response_text(self, solution: str, prompt_text: str) -> str:
+        """A golden solution as it continues a prompt that may have opened <think> already.
+
+        A solution without a thought of its own closes the opened one at once, as Qwen3 does when
+        it is told not to think; otherwise the model would learn never to close it.
+        """
+        if not opens_thinking(prompt_text):
+            return solution
+        if _THINK_END not in solution:
+            return f"\n{_THINK_END}\n\n{solution}"
+        opening = solution.lstrip()
+        return opening.removeprefix(_THINK).lstrip("\n") if opening.startswith(_THINK) else solution
+
+    def encode_response(
+        self, solution: str, prompt_text: str = "", complete: bool = True
+    ) -> tuple[int, ...]:
+        """Ids of a golden response; the token that ends a turn follows when it is complete."""
+        ids = self.encode(self.response_text(solution, prompt_text))
+        return (*ids, self.stop_token_ids[0]) if complete else tuple(ids)
+
+    def _render(self, messages: list[dict[str, str]], generation_prompt: bool) -> str:
+        try:
+            text = self._backend.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=generation_prompt
+            )
+        except TemplateError as error:
+            raise DataError(
+                f"{self.path}: its chat template refuses {messages}: {error}"
+            ) from error
+        assert isinstance(text, str)
+        return text
+
+
+def opens_thinking(prompt_text: str) -> bool:
+    """Whether a prompt ends inside a thought, which the response must then close."""
+    return prompt_text.rstrip().endswith(_THINK)
+
+
+def resolve_stop_ids(
+    model_dir: str | Path | None, tokenizer: Tokenizer, override: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """Every id that ends a response, most authoritative first; generation stops on all of them.
+
+    An override is taken as it is. Otherwise: the token that ends an assistant's turn in the chat
+    template, then eos of generation_config.json, of config.json and of the tokenizer. They do
+    disagree: Qwen2.5-Math's template ends turns with 151645 and its configs say 151643.
+
+    Raises:
+        DataError: no id anywhere, or one outside the vocabulary.
+    """
+    if override is not None:
+        found = list(override)
+    else:
+        found = [tokenizer.turn_end_id]
+        for name in ("generation_config.json", "config.json"):
+            found.extend(_eos_of(Path(model_dir) / name) if model_dir is not None else [])
+        found.append(tokenizer.eos_token_id)
+    ids = tuple(dict.fromkeys(token for token in found if token is not None))
+    if not ids:
+        raise DataError(
+            f"{tokenizer.path}: no stop token found; set student.stop_token_ids (teacher likewise)"
+        )
+    outside = [token for token in ids if not 0 <= token < tokenizer.vocab_size]
+    if outside:
+        raise DataError(
+            f"{tokenizer.path}: stop tokens {outside} are outside the vocabulary of "
+            f"{tokenizer.vocab_size}; mend stop_token_ids or the model's config.json"
+        )
+    return ids
+
+
+@dataclass(frozen=True)
+class RenamedToken:
+    """An added token whose id has another name in another tokenizer; None where it has none."""
+
+    token_id: int
+    first: str | None
+    second: str | None
+
+
+def same_vocabulary(first: Tokenizer, second: Tokenizer) -> list[RenamedToken]:
+    """Check that two tokenizers mean the same by the same id; return the added tokens that differ.
+
+    Added tokens may be renamed under one id (R1-Distill calls Qwen's <|im_start|> its User mark) or
+    exist on one side only: the models still share the ids. The base vocabulary may not differ.
+
+    Raises:
+        ValueError: a base token differs; names both paths and the first such id.
+    """
+    names = [_names_by_id(tokenizer) for tokenizer in (first, second)]
+    added = [set(tokenizer._backend.get_added_vocab().values()) for tokenizer in (first, second)]
+    renamed = []
+    for token_id in sorted(names[0].keys() | names[1].keys()):
+        a, b = names[0].get(token_id), names[1].get(token_id)
+        if a == b:
+            continue
+        is_base = (a is not None and token_id not in added[0]) or (
+            b is not None and token_id not in added[1]
+        )
+        if is_base:
+            raise ValueError(
+                f"{first.path} and {second.path} have different tokenizers: id {token_id} is "
+                f"{a!r} in the first and {b!r} in the second; on-policy distillation needs a "
+                "teacher with the student's vocabulary"
+            )
+        renamed.append(RenamedToken(token_id, a, b))
+    return renamed
+
+
+def _names_by_id(tokenizer: Tokenizer) -> dict[int, str]:
+    return {token_id: name for name, token_id in tokenizer._backend.get_vocab().items()}
+
+
+def _eos_of(path: Path) -> list[int | None]:
+    if not path.is_file():
+        return []
+    try:
+        eos: Any = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except ValueError as error:
+        raise DataError(f"{path}: not valid JSON: {error}") from error
+    return list(eos) if isinstance(eos, list) else [eos]
+
+
+def _check_symbols(texts: Sequence[str]) -> None:
+    known = set(VOCABULARY)
+    for text in texts:
+        strange = sorted(set(text) - known)
+        if strange:
+            raise DataError(
+                f"{text[:60]!r} has {''.join(strange)!r}, which the synthetic tokenizer lacks; it "
+                "reads only the arithmetic task: set tokenizer.path to a model's directory"
+            )
+
+
+def _synthetic_backend() -> PreTrainedTokenizerFast:
+    vocabulary = {symbol: token_id for token_id, symbol in enumerate(VOCABULARY)}
+    raw = RawTokenizer(models.WordLevel(vocabulary))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    raw.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        eos_token=STOP,
+        pad_token=PAD,
+        additional_special_tokens=[SECOND_STOP],
+        chat_template=_SYNTHETIC_TEMPLATE,
+    )

@@ -1,0 +1,196 @@
+"""From the global list of samples to this data-parallel rank's packed micro-batches.
+
+Every rank holds the same samples and weights, so partition and packing are plain functions of
+them: all ranks agree without a message, and each builds only its own tensors. Nothing here
+normalises: the weights carry the global normaliser already, which is why the loss does not depend
+on how the samples fall into micro-batches.
+
+Not padding in the usual sense: sequences lie end to end, cu_seqlens says where each begins, and
+the few tokens that fill a micro-batch up to a multiple are a last sequence of their own that no
+loss row touches.
+
+Dimensions: see records.py (T packed tokens, S sequences, N rows that predict a response token).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from stable_opd_mcore.records import MicroBatch, Sample, TokenWeights
+
+_PAD_TOKEN = 0  # any id that exists: no loss reads it, and no sequence attends to it
+
+
+def pack(
+    samples: Sequence[Sample],
+    weights: Sequence[TokenWeights],
+    *,
+    max_tokens: int,
+    data_rank: int,
+    data_size: int,
+    pad_to_multiple: int = 1,
+    microbatch_multiple: int = 1,
+    device: str | torch.device = "cpu",
+) -> list[MicroBatch]:
+    """This rank's micro-batches; every data-parallel rank gets the same number of them.
+
+    Args:
+        samples: the global list, the same on every rank. Samples of weight zero are packed too:
+            metrics read them.
+        weights: one per sample, one value per response token.
+        max_tokens: most tokens of a micro-batch; a longer sequence stands alone.
+        pad_to_multiple: T is a multiple of this (sequence parallelism: the tensor-parallel size).
+        microbatch_multiple: their number is a multiple of this (interleaved pipelines need the
+            pipeline size).
+
+    Returns:
+        Micro-batches with sample_index_N pointing into `samples`; those without samples have N = 0.
+
+    Raises:
+        ValueError: a sample without prompt, or with another number of weights or masks than
+            response tokens.
+    """
+    for index, (sample, weight) in enumerate(zip(samples, weights, strict=True)):
+        _check(index, sample, weight)
+    lengths = np.array([_length(sample) for sample in samples], dtype=np.int64)
+    shares = partition(lengths, data_size)
+    plans = [fill(lengths, share, max_tokens) for share in shares]
+    count = max(1, *(len(plan) for plan in plans))
+    count = -(-count // microbatch_multiple) * microbatch_multiple
+    mine = plans[data_rank] + [[]] * (count - len(plans[data_rank]))
+    advantages_given = any(weight.advantage is not None for weight in weights)
+    return [
+        _build(samples, weights, members, pad_to_multiple, advantages_given, device)
+        for members in mine
+    ]
+
+
+def partition(lengths: np.ndarray, parts: int) -> list[list[int]]:
+    """Balance sequences by tokens: longest first, each to the least loaded part, ties to the lower
+    index."""
+    loads = [0] * parts
+    shares: list[list[int]] = [[] for _ in range(parts)]
+    for index in np.argsort(-lengths, kind="stable").tolist():
+        part = loads.index(min(loads))
+        loads[part] += int(lengths[index])
+        shares[part].append(index)
+    return shares
+
+
+def fill(lengths: np.ndarray, members: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """First-fit into bins of at most max_tokens; members come longest first, so equal lengths end
+    up together."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in members:
+        length = int(lengths[index])
+        place = next((k for k, free in enumerate(room) if free >= length), None)
+        if place is None:
+            bins.append([index])
+            room.append(max_tokens - length)
+        else:
+            bins[place].append(index)
+            room[place] -= length
+    return bins
+
+
+def _length(sample: Sample) -> int:
+    return len(sample.prompt_token_ids) + len(sample.response_token_ids)
+
+
+def _check(index: int, sample: Sample, weight: TokenWeights) -> None:
+    if not sample.prompt_token_ids:
+        raise ValueError(
+            f"sample {index} ({sample.prompt_id}) has an empty prompt: "
+            "nothing predicts its first token"
+        )
+    expected = len(sample.response_token_ids)
+    for name, values in (
+        ("trained", sample.trained),
+        ("rollout_logprobs", sample.rollout_logprobs),
+        ("repetitive", sample.repetitive),
+        ("pg", weight.pg),
+        ("kl", weight.kl),
+        ("sft", weight.sft),
+        ("advantage", weight.advantage),
+    ):
+        if values is not None and len(values) != expected:
+            raise ValueError(
+                f"sample {index} ({sample.prompt_id}) has {len(values)} values of {name} for "
+                f"{expected} response tokens"
+            )
+
+
+def _build(
+    samples: Sequence[Sample],
+    weights: Sequence[TokenWeights],
+    members: Sequence[int],
+    pad_to_multiple: int,
+    advantages_given: bool,
+    device: str | torch.device,
+) -> MicroBatch:
+    chosen = [samples[index] for index in members]
+    chosen_weights = [weights[index] for index in members]
+    prompts_S = np.array([len(sample.prompt_token_ids) for sample in chosen], dtype=np.int64)
+    responses_S = np.array([len(sample.response_token_ids) for sample in chosen], dtype=np.int64)
+    lengths_S = prompts_S + responses_S
+    used = int(lengths_S.sum())
+    total = max(pad_to_multiple, -(-used // pad_to_multiple) * pad_to_multiple)
+    padding = total - used
+    sequences_S = np.append(lengths_S, padding) if padding else lengths_S
+    starts_S = np.cumsum(lengths_S) - lengths_S
+
+    tokens = [
+        part for sample in chosen for part in (sample.prompt_token_ids, sample.response_token_ids)
+    ]
+    tokens_T = _join([*tokens, (_PAD_TOKEN,) * padding], np.int64)
+    positions_T = _counters(sequences_S)
+    token_index_N = _counters(responses_S)
+    # The token at position p predicts p + 1: the prompt's last token predicts the response's first.
+    rows_N = np.repeat(starts_S + prompts_S - 1, responses_S) + token_index_N
+
+    def of_weights(name: str) -> np.ndarray:
+        return _join([getattr(weight, name) for weight in chosen_weights], np.float32)
+
+    def or_zeros(values: Sequence[tuple | None], dtype: type) -> np.ndarray:
+        filled = [
+            (0,) * int(n) if v is None else v for v, n in zip(values, responses_S, strict=True)
+        ]
+        return _join(filled, dtype)
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
+    given = [weight.advantage for weight in chosen_weights]
+    return MicroBatch(
+        tokens_T=tensor(tokens_T),
+        positions_T=tensor(positions_T),
+        cu_seqlens=tensor(np.append(0, np.cumsum(sequences_S)).astype(np.int32)),
+        max_seqlen=int(sequences_S.max()),
+        rows_N=tensor(rows_N),
+        targets_N=tensor(tokens_T[rows_N + 1]),
+        sample_index_N=tensor(np.repeat(np.array(members, dtype=np.int64), responses_S)),
+        token_index_N=tensor(token_index_N),
+        pg_weight_N=tensor(of_weights("pg")),
+        kl_weight_N=tensor(of_weights("kl")),
+        sft_weight_N=tensor(of_weights("sft")),
+        rollout_logprob_N=tensor(
+            or_zeros([sample.rollout_logprobs for sample in chosen], np.float32)
+        ),
+        repetitive_N=tensor(or_zeros([sample.repetitive for sample in chosen], np.bool_)),
+        given_advantage_N=tensor(or_zeros(given, np.float32)) if advantages_given else None,
+    )
+
+
+def _join(parts: Sequence[Sequence], dtype: type) -> np.ndarray:
+    """One flat array of all parts; empty for no parts."""
+    return np.concatenate([np.empty(0, dtype), *(np.asarray(part, dtype) for part in parts)])
+
+
+def _counters(lengths: np.ndarray) -> np.ndarray:
+    """0 .. length-1 for each length, end to end."""
+    ends = np.cumsum(lengths)
+    return np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(ends - lengths, lengths)

@@ -1,0 +1,211 @@
+"""Chain arithmetic with golden solutions, generated row by row from (seed, index), never stored.
+
+A problem "2+1+0-3*4" is worked from left to right modulo 5, one step at a time, and the answer
+ends the response: "2+1=3;3+0=3;3-3=0;0*4=0;[0]". A step may be re-checked, any number of times:
+"2+1=3;w2+1=3;". Besides these solutions a source can hold documents that train the models of a
+demonstration: loops and junk loops run on to the window's end, and training on them starts after a
+few repeats, so continuing a loop is taught and entering one is not.
+
+Not a benchmark of reasoning: a task small enough that a two-layer model learns it on a laptop in a
+minute.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+
+from stable_opd_mcore.data.errors import DataError
+from stable_opd_mcore.data.rows import Row
+
+ARITHMETIC = "synthetic:arithmetic"
+
+SYMBOLS = "0123456789+-*=;w[]#_"
+STOP, SECOND_STOP, PAD, UNUSED = "$", "!", ".", "<unused>"
+VOCABULARY = (*SYMBOLS, STOP, SECOND_STOP, PAD, UNUSED)  # 24 tokens, in id order
+PROMPT_END = "#"  # the chat template's generation prompt
+
+_JUNK_REPEATS = 4  # a random unit is recognisable as a loop only after a few repeats
+_EVAL_ONE_IN = 8  # share of all problems that only the eval split may draw
+
+
+class ArithmeticOptions(BaseModel):
+    """`options` of a synthetic source."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rows: PositiveInt = 1024
+    seed: int = 0
+    min_operations: PositiveInt = 2
+    max_operations: PositiveInt = 5
+    modulus: int = Field(5, ge=2, le=10)
+    recheck: tuple[float, ...] = (
+        0.0,
+    )  # P(re-check again | m re-checks made); the last holds for all further m
+    error_rate: float = Field(0.0, ge=0, le=1)  # share of steps whose result is a random digit
+    loop: float = Field(0.0, ge=0, le=1)  # share of rows that repeat a step to the window's end
+    junk: float = Field(
+        0.0, ge=0, le=1
+    )  # share of rows that repeat random symbols to the window's end
+    loop_repeats: PositiveInt = 2  # repeats that stand before training starts
+    window: PositiveInt | None = (
+        None  # tokens of prompt and response; needed by loops and long re-checking
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self):
+        if self.min_operations > self.max_operations:
+            raise ValueError(
+                f"min_operations={self.min_operations} exceeds max_operations={self.max_operations}"
+            )
+        if not self.recheck or not all(0 <= p <= 1 for p in self.recheck):
+            raise ValueError("recheck needs one or more probabilities between 0 and 1")
+        if self.loop + self.junk > 1:
+            raise ValueError(f"loop={self.loop} and junk={self.junk} add up to more than 1")
+        if self.window is None and (self.loop or self.junk or self.recheck[-1] > 0.9):
+            raise ValueError(
+                "loop, junk and recheck ending above 0.9 need window, the length to fill"
+            )
+        longest = 2 * self.max_operations + 2 + 6 * self.max_operations + 3  # prompt, steps, "[a]"
+        if self.window is not None and self.window < longest:
+            raise ValueError(
+                f"window={self.window} is shorter than the longest solution: {longest}"
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class _Problem:
+    text: str
+    steps: list[str]  # "2+1=3;" each, wrong results included
+    answer: str  # the true one
+    claimed: str  # what the steps arrive at
+
+
+def arithmetic_rows(options: dict[str, Any], split: str, limit: int | None = None) -> list[Row]:
+    """The rows of one split. "train" and every other split never share a problem text.
+
+    Raises:
+        DataError: unknown or inconsistent options.
+    """
+    try:
+        parsed = ArithmeticOptions.model_validate(options)
+    except ValidationError as error:
+        details = "; ".join(
+            ".".join(map(str, item["loc"])) + (": " if item["loc"] else "") + item["msg"]
+            for item in error.errors()
+        )
+        known = ", ".join(ArithmeticOptions.model_fields)
+        raise DataError(f"{ARITHMETIC}: options: {details} (options are: {known})") from None
+    count = parsed.rows if limit is None else min(parsed.rows, limit)
+    return [arithmetic_row(parsed, split, index) for index in range(count)]
+
+
+def arithmetic_row(options: ArithmeticOptions, split: str, index: int) -> Row:
+    """Row `index` of a split: a pure function of its arguments."""
+    # A string seed is hashed by its bytes, the same in every process and Python version.
+    rng = random.Random(f"{options.seed}/{split}/{index}")
+    problem = _draw_problem(options, rng)
+    while is_held_out(problem.text) != (split != "train"):
+        problem = _draw_problem(options, rng)
+    style = rng.random()
+    if style < options.loop:
+        prefix, solution, complete = *_loop(problem, options, rng), False
+    elif style < options.loop + options.junk:
+        prefix, solution, complete = *_junk(problem, options, rng), False
+    else:
+        prefix, (solution, complete) = "", _solution(problem, options, rng)
+    return Row(
+        row_id=f"{ARITHMETIC}/{split}:{index}",
+        problem=problem.text,
+        answer=problem.answer,
+        solution=solution,
+        answer_format="bracket",
+        prefix=prefix,
+        complete=complete,
+    )
+
+
+def is_held_out(problem: str) -> bool:
+    """Whether only splits other than "train" may draw this problem."""
+    return hashlib.sha256(problem.encode()).digest()[0] % _EVAL_ONE_IN == 0
+
+
+def _draw_problem(options: ArithmeticOptions, rng: random.Random) -> _Problem:
+    modulus = options.modulus
+    truth = value = rng.randrange(modulus)
+    text, steps = str(value), []
+    for _ in range(rng.randint(options.min_operations, options.max_operations)):
+        operator, operand = rng.choice("+-*"), rng.randrange(modulus)
+        truth = _apply(truth, operator, operand) % modulus
+        result = _apply(value, operator, operand) % modulus
+        if options.error_rate and rng.random() < options.error_rate:
+            result = rng.randrange(modulus)
+        text += f"{operator}{operand}"
+        steps.append(f"{value}{operator}{operand}={result};")
+        value = result
+    return _Problem(text, steps, str(truth), str(value))
+
+
+def _apply(left: int, operator: str, right: int) -> int:
+    if operator == "+":
+        return left + right
+    return left - right if operator == "-" else left * right
+
+
+def _solution(
+    problem: _Problem, options: ArithmeticOptions, rng: random.Random
+) -> tuple[str, bool]:
+    """The steps with their re-checks and the answer, cut at the window; False where it was cut."""
+    room = _room(problem, options)
+    text = ""
+    for step in problem.steps:
+        text += step
+        checks = 0
+        while rng.random() < options.recheck[min(checks, len(options.recheck) - 1)]:
+            text += "w" + step
+            checks += 1
+            if room is not None and len(text) >= room:
+                return text[:room], False
+    text += f"[{problem.claimed}]"
+    # One more place for the stop token.
+    return (text, True) if room is None or len(text) < room else (text[:room], False)
+
+
+def _loop(problem: _Problem, options: ArithmeticOptions, rng: random.Random) -> tuple[str, str]:
+    """Some steps, then one of them over and over: (what stands before training, what is trained)."""
+    done = rng.randint(1, len(problem.steps))
+    last = problem.steps[done - 1]
+    last_two = "".join(problem.steps[max(0, done - 2) : done])
+    unit = rng.choice(["w" + last] * 4 + [last] * 2 + [last_two])
+    return _repeat_to_window(
+        problem, options, "".join(problem.steps[:done]), unit, options.loop_repeats
+    )
+
+
+def _junk(problem: _Problem, options: ArithmeticOptions, rng: random.Random) -> tuple[str, str]:
+    """As `_loop`, with a unit of random symbols after some steps and some noise."""
+    opening = "".join(problem.steps[: rng.randint(0, len(problem.steps))])
+    opening += "".join(rng.choice(SYMBOLS) for _ in range(rng.randint(0, 6)))
+    unit = "".join(rng.choice(SYMBOLS) for _ in range(rng.randint(1, 10)))
+    return _repeat_to_window(problem, options, opening, unit, _JUNK_REPEATS)
+
+
+def _repeat_to_window(
+    problem: _Problem, options: ArithmeticOptions, opening: str, unit: str, repeats: int
+) -> tuple[str, str]:
+    room = _room(problem, options)
+    assert room is not None, "ArithmeticOptions requires a window for loops"
+    # A window too small for all repeats keeps one unit to train on.
+    prefix = (opening + unit * repeats)[: max(1, room - len(unit))]
+    text = opening + unit * (room // len(unit) + 1)
+    return prefix, text[len(prefix) : room]
+
+
+def _room(problem: _Problem, options: ArithmeticOptions) -> int | None:
+    """Response tokens the window leaves; every character is a token, and so is the prompt's end."""
+    return None if options.window is None else options.window - len(problem.text) - len(PROMPT_END)

@@ -1,0 +1,155 @@
+"""Packing: every token once, on the right row, the same plan on every rank."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from stable_opd_mcore.data.packing import pack, partition
+from stable_opd_mcore.records import Sample, TokenWeights
+
+
+def make_samples(count, seed=0, longest=30):
+    rng = random.Random(seed)
+    samples, weights = [], []
+    for index in range(count):
+        prompt = tuple(rng.randrange(1, 50) for _ in range(rng.randint(1, 9)))
+        response = tuple(rng.randrange(1, 50) for _ in range(rng.randint(1, longest)))
+        n = len(response)
+        is_golden = index % 4 == 3
+        samples.append(
+            Sample(
+                source="golden" if is_golden else "rollout",
+                prompt_id=f"p:{index}",
+                prompt_token_ids=prompt,
+                response_token_ids=response,
+                trained=(True,) * n,
+                rollout_logprobs=None if is_golden else tuple(-rng.random() for _ in range(n)),
+                repetitive=None if is_golden else tuple(rng.random() < 0.3 for _ in range(n)),
+            )
+        )
+        weights.append(
+            TokenWeights(
+                pg=tuple(rng.random() for _ in range(n)),
+                kl=tuple(rng.random() for _ in range(n)),
+                sft=tuple(rng.random() for _ in range(n)),
+            )
+        )
+    return samples, weights
+
+
+@pytest.mark.parametrize("data_size", [1, 3])
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_every_response_token_is_predicted_by_the_token_before_it(data_size, multiple):
+    samples, weights = make_samples(17)
+    seen = {}
+    for rank in range(data_size):
+        for batch in pack(
+            samples,
+            weights,
+            max_tokens=64,
+            data_rank=rank,
+            data_size=data_size,
+            pad_to_multiple=multiple,
+        ):
+            assert len(batch.tokens_T) % multiple == 0
+            for row in range(len(batch.rows_N)):
+                index = int(batch.sample_index_N[row])
+                token = int(batch.token_index_N[row])
+                key = (index, token)
+                assert key not in seen
+                seen[key] = True
+                sample, place = samples[index], int(batch.rows_N[row])
+                whole = sample.prompt_token_ids + sample.response_token_ids
+                here = len(sample.prompt_token_ids) - 1 + token
+                assert int(batch.tokens_T[place]) == whole[here]
+                assert int(batch.positions_T[place]) == here
+                assert int(batch.targets_N[row]) == whole[here + 1]
+                for name in ("pg", "kl", "sft"):
+                    packed = float(getattr(batch, f"{name}_weight_N")[row])
+                    assert packed == pytest.approx(getattr(weights[index], name)[token])
+                if sample.rollout_logprobs is None:
+                    assert float(batch.rollout_logprob_N[row]) == 0
+                    assert not bool(batch.repetitive_N[row])
+                else:
+                    expected = sample.rollout_logprobs[token]
+                    assert float(batch.rollout_logprob_N[row]) == pytest.approx(expected)
+                    assert bool(batch.repetitive_N[row]) == sample.repetitive[token]
+    assert len(seen) == sum(len(sample.response_token_ids) for sample in samples)
+
+
+def test_sequences_are_whole_and_padding_is_a_sequence_of_its_own():
+    samples, weights = make_samples(9)
+    for batch in pack(samples, weights, max_tokens=50, data_rank=0, data_size=1, pad_to_multiple=8):
+        bounds = batch.cu_seqlens.tolist()
+        assert batch.cu_seqlens.dtype == torch.int32
+        assert bounds[0] == 0 and bounds[-1] == len(batch.tokens_T)
+        lengths = np.diff(bounds)
+        assert batch.max_seqlen == lengths.max()
+        positions = np.concatenate([np.arange(n) for n in lengths])
+        assert batch.positions_T.tolist() == positions.tolist()
+        used = {
+            int(i): len(samples[i].prompt_token_ids) + len(samples[i].response_token_ids)
+            for i in batch.sample_index_N.unique()
+        }
+        padding = len(batch.tokens_T) - sum(used.values())
+        assert sorted(lengths) == sorted([*used.values()] + [padding] * (padding > 0))
+        if padding:
+            assert lengths[-1] == padding
+            assert (batch.rows_N < bounds[-2]).all()
+
+
+def test_all_ranks_get_the_same_number_of_micro_batches_some_of_them_empty():
+    samples, weights = make_samples(3, longest=4)
+    ranks = [
+        pack(samples, weights, max_tokens=8, data_rank=r, data_size=4, microbatch_multiple=2)
+        for r in range(4)
+    ]
+    assert {len(batches) for batches in ranks} == {2}
+    empty = ranks[3][0]
+    assert len(empty.rows_N) == 0
+    assert empty.tokens_T.tolist() == [0]
+    assert empty.cu_seqlens.tolist() == [0, 1]
+
+
+def test_no_samples_still_give_one_empty_micro_batch():
+    (batch,) = pack([], [], max_tokens=8, data_rank=0, data_size=1, pad_to_multiple=4)
+    assert len(batch.rows_N) == 0 and len(batch.tokens_T) == 4
+
+
+def test_a_sequence_longer_than_a_micro_batch_stands_alone_and_limits_hold_otherwise():
+    samples, weights = make_samples(20, longest=40)
+    for batch in pack(samples, weights, max_tokens=30, data_rank=0, data_size=1):
+        assert len(batch.tokens_T) <= 30 or len(batch.sample_index_N.unique()) == 1
+
+
+def test_partition_balances_tokens():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 1000, 64)
+    loads = [lengths[share].sum() for share in partition(lengths, 4)]
+    # Longest-first greedy is within the shortest items of the even split.
+    assert max(loads) - min(loads) <= lengths.min() + lengths.max() // 8
+    assert sorted(sum(partition(lengths, 4), [])) == list(range(64))
+
+
+def test_given_advantages_reach_every_micro_batch_even_those_without():
+    samples, weights = make_samples(4)
+    first = weights[0]
+    weights[0] = TokenWeights(
+        first.pg, first.kl, first.sft, advantage=tuple(float(k) for k in range(len(first.pg)))
+    )
+    batches = pack(samples, weights, max_tokens=20, data_rank=0, data_size=1)
+    for batch in batches:
+        expected = torch.where(batch.sample_index_N == 0, batch.token_index_N, 0).float()
+        assert torch.equal(batch.given_advantage_N, expected)
+    plain = pack(samples[1:], weights[1:], max_tokens=20, data_rank=0, data_size=1)
+    assert all(batch.given_advantage_N is None for batch in plain)
+
+
+def test_wrong_lengths_are_refused_with_both_numbers():
+    samples, weights = make_samples(2)
+    bad = TokenWeights(pg=(1.0,), kl=weights[1].kl, sft=weights[1].sft)
+    expected = rf"p:1.*1 values of pg for {len(samples[1].response_token_ids)} response tokens"
+    with pytest.raises(ValueError, match=expected):
+        pack(samples, [weights[0], bad], max_tokens=64, data_rank=0, data_size=1)
