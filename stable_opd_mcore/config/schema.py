@@ -211,6 +211,7 @@ class EvaluationConfig(Section):
 
 class MonitoringConfig(Section):
     tensorboard: bool = True
+    wandb: bool = False  # needs the wandb package; its own settings say where the run goes
     repetition_tail_characters: PositiveInt | None = None  # None: min(10000, 2.5 x max_new_tokens)
     repetition_ratio: float = Field(
         10.0, gt=1

@@ -1,0 +1,227 @@
+"""Where metrics go: metrics.jsonl always, TensorBoard and Weights & Biases when configured.
+
+`metrics.jsonl` holds one JSON object a step: "step", then the metrics in sorted order. JSON has no
+NaN: a metric that is undefined (a mean over nothing) or not finite is null, and the non-finite ones
+are named, as in `"non_finite": {"grad_norm": "nan"}`, and warned about. A resumed run drops the
+rows it will write again, so every step stands in the file exactly once.
+
+Only rank 0 opens sinks. Not where metrics are computed or reduced (health.py, ../metrics.py), and
+not where rollouts are stored (data/rollout_files.py).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.metrics import Metrics
+from stable_opd_mcore.monitoring.names import require_known
+
+METRICS_FILE = "metrics.jsonl"
+
+logger = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    def write(self, step: int, values: Mapping[str, float | None]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Sinks:
+    """All sinks of a run, as one context manager.
+
+    Args:
+        directory: the run directory.
+        config: `run.name` and the `monitoring` section are read.
+        first_step: the first step that will be written: 0 for a new run, the checkpoint's step + 1
+            for a resumed one. Rows from there on are dropped before anything is written.
+    """
+
+    def __init__(self, directory: str | Path, config: Config, first_step: int):
+        directory = Path(directory)
+        self._sinks: list[Sink] = [JsonlSink(directory / METRICS_FILE, first_step)]
+        if config.monitoring.tensorboard:
+            self._sinks.append(TensorBoardSink(directory / "tensorboard", first_step))
+        if config.monitoring.wandb:
+            self._sinks.append(WandbSink(directory, config))
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Write one row everywhere.
+
+        Raises:
+            ValueError: a metric that monitoring/names.py does not describe, or a step written
+            before.
+        """
+        require_known(metrics)
+        values = metrics.values_by_key()
+        for sink in self._sinks:
+            sink.write(step, values)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+    def __enter__(self) -> Sinks:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class JsonlSink:
+    """Appends one line a step, flushed at once, so that a killed run loses no finished step.
+
+    Raises:
+        ValueError: a row in the middle of an existing file is no metrics row; names file and line.
+    """
+
+    def __init__(self, path: str | Path, first_step: int = 0):
+        self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        kept = _drop_from(self._path, first_step) if self._path.exists() else []
+        self._last_step = kept[-1]["step"] if kept else -1
+        self._file = self._path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, step: int, values: Mapping[str, float | None]) -> None:
+        if step <= self._last_step:
+            raise ValueError(
+                f"{self._path}: step {step} after step {self._last_step}; steps are written once, "
+                "in order"
+            )
+        non_finite = {key: str(value) for key, value in values.items() if not _is_finite(value)}
+        row: dict[str, Any] = {"step": step}
+        for key in sorted(values):
+            row[key] = None if key in non_finite else values[key]
+        if non_finite:
+            named = ", ".join(f"{key} is {value}" for key, value in sorted(non_finite.items()))
+            logger.warning("step %d: %s; written as null", step, named)
+            row["non_finite"] = non_finite
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+        self._last_step = step
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardSink:
+    """Scalars under their keys; what is undefined leaves a gap. A resumed run purges what it
+    redoes."""
+
+    def __init__(self, directory: str | Path, first_step: int = 0):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory), purge_step=first_step or None)
+
+    def write(self, step: int, values: Mapping[str, float | None]) -> None:
+        for key, value in values.items():
+            if value is not None:
+                self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """Weights & Biases, when installed and `monitoring.wandb` is set; its settings say where to.
+
+    Raises:
+        ValueError: wandb is not installed.
+    """
+
+    def __init__(self, directory: str | Path, config: Config):
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ValueError(
+                "monitoring.wandb=true needs the wandb package: pip install wandb, or set "
+                "monitoring.wandb=false"
+            ) from error
+        self._run = wandb.init(
+            project="stable-opd",
+            name=config.run.name,
+            id=config.run.name,
+            resume="allow",
+            dir=str(directory),
+            config=config.model_dump(mode="json", by_alias=True),
+        )
+
+    def write(self, step: int, values: Mapping[str, float | None]) -> None:
+        self._run.log({key: value for key, value in values.items() if value is not None}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl, in order.
+
+    Raises:
+        ValueError: the file is missing or empty, or a row is malformed or repeats a step; the
+            message names file and line.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; give the directory of a run that has started")
+    lines = path.read_bytes().splitlines()
+    if not lines:
+        raise ValueError(f"{path}: empty; the run has not finished its first step")
+    return _parse(path, lines)
+
+
+def _drop_from(path: Path, first_step: int) -> list[dict[str, Any]]:
+    """Rewrite `path` without the rows of step >= first_step; returns the rows that stay.
+
+    A last line without its end was cut by a kill in the middle of a write: it goes too.
+    """
+    data = path.read_bytes()
+    lines = data.split(b"\n")[:-1]
+    rows = [row for row in _parse(path, lines) if row["step"] < first_step]
+    kept = b"".join(line + b"\n" for line in lines[: len(rows)])
+    if kept != data:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(handle, "wb") as file:
+            file.write(kept)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    return rows
+
+
+def _parse(path: Path, lines: list[bytes]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+        if not isinstance(row, dict) or type(row.get("step")) is not int:
+            raise ValueError(f"{path}, line {number}: not a metrics row: it has no integer step")
+        for key, value in row.items():
+            if key != "non_finite" and type(value) not in (int, float, type(None)):
+                raise ValueError(f"{path}, line {number}: {key} is {value!r:.60}, not a number")
+        if rows and row["step"] <= rows[-1]["step"]:
+            raise ValueError(
+                f"{path}, line {number}: step {row['step']} after step {rows[-1]['step']}; every "
+                "step stands once, in order"
+            )
+        rows.append(row)
+    return rows
+
+
+def _is_finite(value: float | None) -> bool:
+    return value is None or math.isfinite(value)

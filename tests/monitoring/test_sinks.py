@@ -1,0 +1,174 @@
+"""metrics.jsonl has every step exactly once, whatever happened to the process, and no NaN."""
+
+import json
+import logging
+import math
+import sys
+
+import pytest
+
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.metrics import Mean, Metrics, Sum
+from stable_opd_mcore.monitoring.sinks import JsonlSink, Sinks, read_metrics
+
+
+def config(**monitoring) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"name": "a-run"},
+            "student": {"path": "somewhere"},
+            "data": {"train": {"path": "synthetic:arithmetic"}},
+            "monitoring": monitoring,
+        }
+    )
+
+
+def write_steps(path, steps, first_step=0, value=0.5):
+    sink = JsonlSink(path, first_step)
+    for step in steps:
+        sink.write(step, {"loss/total": value, "grad_norm": 1.0})
+    sink.close()
+
+
+def test_a_row_is_step_then_sorted_keys(tmp_path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    write_steps(path, [0, 1])
+    assert path.read_text() == (
+        '{"step": 0, "grad_norm": 1.0, "loss/total": 0.5}\n'
+        '{"step": 1, "grad_norm": 1.0, "loss/total": 0.5}\n'
+    )
+
+
+def test_a_row_is_on_disk_before_the_next_step(tmp_path):
+    sink = JsonlSink(tmp_path / "m.jsonl")
+    sink.write(1, {"grad_norm": 0.1})
+    assert read_metrics(tmp_path / "m.jsonl") == [{"step": 1, "grad_norm": 0.1}]
+    sink.close()
+
+
+def test_resuming_rewrites_the_steps_after_the_checkpoint_only(tmp_path):
+    path = tmp_path / "m.jsonl"
+    write_steps(path, range(8), value=1 / 3)
+    write_steps(path, range(5, 8), first_step=5, value=2.0)
+    rows = read_metrics(path)
+    assert [row["step"] for row in rows] == list(range(8))
+    assert [row["loss/total"] for row in rows] == [1 / 3] * 5 + [2.0] * 3
+    assert [p.name for p in tmp_path.iterdir()] == ["m.jsonl"]
+
+
+def test_a_line_cut_by_a_kill_is_dropped_on_resume(tmp_path):
+    path = tmp_path / "m.jsonl"
+    write_steps(path, range(3))
+    path.write_bytes(path.read_bytes() + b'{"step": 3, "loss/to')
+    write_steps(path, [3], first_step=3)
+    assert [row["step"] for row in read_metrics(path)] == [0, 1, 2, 3]
+
+
+def test_a_broken_row_in_the_middle_is_not_dropped_silently(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 0}\n{"step"\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"m.jsonl, line 2: not JSON"):
+        JsonlSink(path, first_step=3)
+    assert path.read_text().count("\n") == 3
+
+
+def test_a_step_is_never_written_twice(tmp_path):
+    write_steps(tmp_path / "m.jsonl", [0, 1])
+    sink = JsonlSink(tmp_path / "m.jsonl", first_step=2)
+    with pytest.raises(ValueError, match="step 1 after step 1"):
+        sink.write(1, {"grad_norm": 1.0})
+    sink.close()
+
+
+def test_values_that_are_not_finite_are_null_and_named(tmp_path, caplog):
+    sink = JsonlSink(tmp_path / "m.jsonl")
+    with caplog.at_level(logging.WARNING):
+        sink.write(4, {"grad_norm": math.nan, "loss/kl": -math.inf, "eval/accuracy": None})
+    sink.close()
+    (row,) = read_metrics(tmp_path / "m.jsonl")
+    assert row == {
+        "step": 4,
+        "eval/accuracy": None,
+        "grad_norm": None,
+        "loss/kl": None,
+        "non_finite": {"grad_norm": "nan", "loss/kl": "-inf"},
+    }
+    assert "step 4: grad_norm is nan, loss/kl is -inf" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"step": 0}\n{"loss/total": 1}\n', "line 2: not a metrics row: it has no integer step"),
+        ('{"step": 0}\n[]\n', "line 2: not a metrics row"),
+        ('{"step": 0, "loss/total": "low"}\n', "line 1: loss/total is 'low', not a number"),
+        ('{"step": 1}\n{"step": 1}\n', "line 2: step 1 after step 1"),
+        ("", "empty"),
+    ],
+)
+def test_malformed_metrics_are_named(tmp_path, text, message):
+    (tmp_path / "m.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=rf"m.jsonl.*{message}"):
+        read_metrics(tmp_path / "m.jsonl")
+
+
+def test_missing_metrics_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"nowhere.*no such file"):
+        read_metrics(tmp_path / "nowhere" / "metrics.jsonl")
+
+
+def test_sinks_write_metrics_and_tensorboard(tmp_path):
+    with Sinks(tmp_path, config(), first_step=0) as sinks:
+        for step in range(3):
+            sinks.write(step, Metrics({"loss/total": Sum(step / 4), "kl/teacher": Mean(0.0, 0)}))
+    assert read_metrics(tmp_path / "metrics.jsonl")[2] == {
+        "step": 2,
+        "kl/teacher": None,
+        "loss/total": 0.5,
+    }
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss/total")] == [
+        (0, 0),
+        (1, 0.25),
+        (2, 0.5),
+    ]
+    assert events.Tags()["scalars"] == ["loss/total"]
+
+
+def test_a_resumed_tensorboard_shows_each_step_once(tmp_path):
+    for first_step, value in [(0, 0.25), (2, 0.75)]:
+        with Sinks(tmp_path, config(), first_step) as sinks:
+            for step in range(first_step, 4):
+                sinks.write(step, Metrics({"loss/total": Sum(value)}))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    seen = [(e.step, e.value) for e in events.Scalars("loss/total")]
+    assert seen == [(0, 0.25), (1, 0.25), (2, 0.75), (3, 0.75)]
+
+
+def test_a_metric_nobody_described_is_refused_before_anything_is_written(tmp_path):
+    with (
+        Sinks(tmp_path, config(tensorboard=False), first_step=0) as sinks,
+        pytest.raises(ValueError, match="unknown metrics loss/totla"),
+    ):
+        sinks.write(0, Metrics({"loss/totla": Sum(1.0)}))
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    assert not (tmp_path / "tensorboard").exists()
+
+
+def test_wandb_without_the_package_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r"pip install wandb, or set monitoring\.wandb=false"):
+        Sinks(tmp_path, config(tensorboard=False, wandb=True), first_step=0)
+
+
+def test_json_of_every_row_is_strict(tmp_path):
+    write_steps(tmp_path / "m.jsonl", [0], value=math.inf)
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    json.loads((tmp_path / "m.jsonl").read_text(), parse_constant=refuse)
