@@ -203,4 +203,5 @@ def _ignore_harmless_warnings() -> None:
 _HARMLESS = (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
+    "full scope is deprecated",
 )

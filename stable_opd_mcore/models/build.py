@@ -1,0 +1,269 @@
+"""Build a model on this rank: Megatron's GPTModel that answers with hidden states, and the head
+that goes with it.
+
+    chunks = build_model(read_architecture(path), world, precision="bf16", recompute="none",
+    trainable=True, seed=0) load_hf(chunks, path)                          # convert.py; without it
+    the weights are random hidden_TH = forward_hidden(chunks[-1], microbatch) head =
+    output_head(chunks)
+
+A model is a list of chunks: one, or with virtual pipelining several per rank. The product of hidden
+states and head belongs to losses/, so logits of a whole micro-batch never exist. Not here:
+gradients' reduction and the optimizer (train/student.py), the schedule over micro-batches
+(parallel/schedule.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from stable_opd_mcore.losses.head import Head
+from stable_opd_mcore.models.attention import Buckets, PackedSequences, RotaryByPosition
+from stable_opd_mcore.models.convert import random_weights
+from stable_opd_mcore.models.families import Architecture, rotary_frequencies
+from stable_opd_mcore.models.spec import layer_spec, transformer_engine_is_usable
+from stable_opd_mcore.parallel import megatron_cpu
+from stable_opd_mcore.parallel.world import World
+from stable_opd_mcore.records import MicroBatch
+
+megatron_cpu.install()
+
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core.utils import unwrap_model  # noqa: E402
+
+Precision = Literal["fp32", "bf16"]
+Recompute = Literal["none", "selective", "full"]
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class HiddenStatesGPTModel(GPTModel):
+    """GPTModel whose last stage returns normalised hidden states [s, b, H], full over s, instead of
+    logits.
+
+    Under sequence parallelism the hidden states are gathered over the tensor ranks. The gradient
+    that comes back must be complete on every one of them (the loss sums it over the vocabulary
+    shards), so it is only split, not summed.
+    """
+
+    architecture: Architecture
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> Tensor:
+        """[b, s] ids and positions in; other arguments are GPTModel's."""
+        if isinstance(self.rotary_pos_emb, RotaryByPosition):
+            self.rotary_pos_emb.positions = position_ids
+        return super().forward(input_ids, position_ids, attention_mask, **options)  # pyright: ignore
+
+    def _postprocess(self, hidden_states: Tensor, **unused: Any) -> Tensor:  # pyright: ignore
+        if self.post_process and self.config.sequence_parallel:
+            return gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        return hidden_states
+
+
+def build_model(
+    architecture: Architecture,
+    world: World,
+    *,
+    precision: Precision = "fp32",
+    recompute: Recompute = "none",
+    trainable: bool = True,
+    seed: int = 0,
+) -> list[HiddenStatesGPTModel]:
+    """This rank's chunks, with random weights that depend on `seed` and not on the layout.
+
+    Args:
+        trainable: False gives a frozen model in evaluation mode.
+
+    Raises:
+        ValueError: heads or key-value heads not divisible by the tensor ranks, layers not by the
+            pipeline stages; the message holds the numbers and what to change.
+    """
+    check_layout(architecture, world)
+    config = transformer_config(architecture, world, precision, recompute)
+    chunks = [_build_chunk(architecture, world, config, stage) for stage in range(world.num_chunks)]
+    random_weights(chunks, seed)
+    for chunk in chunks:
+        chunk.train(trainable)
+        chunk.requires_grad_(trainable)
+    return chunks
+
+
+def check_layout(architecture: Architecture, world: World) -> None:
+    """Refuse a layout that cannot hold this architecture; see `build_model`."""
+    sizes = _divisors(architecture.num_key_value_heads)
+    for name in ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size"):
+        number = getattr(architecture, name)
+        if number % world.tensor_size:
+            raise ValueError(
+                f"parallel.tensor={world.tensor_size} does not divide {name}={number} of this "
+                f"{architecture.model_type} model: choose a tensor size among {sizes}"
+            )
+    stages = world.pipeline_size * world.num_chunks
+    if architecture.num_layers % stages:
+        raise ValueError(
+            f"{architecture.num_layers} layers do not divide into parallel.pipeline="
+            f"{world.pipeline_size} x parallel.virtual_pipeline={world.num_chunks} = {stages} "
+            f"stages: choose a product among {_divisors(architecture.num_layers)}"
+        )
+
+
+def output_head(chunks: Sequence[torch.nn.Module], vocab_size: int | None = None) -> Head | None:
+    """The head's shard of this tensor rank on the last pipeline stage, None elsewhere. It is the
+    live parameter.
+
+    Args:
+        vocab_size: the common vocabulary of student and teacher; default: the architecture's. Rows
+            beyond are padding.
+    """
+    last = unwrap_model(chunks[-1])
+    if not last.post_process:
+        return None
+    weight_VH = last.output_layer.weight
+    if weight_VH is None:  # tied, and the embedding lives in this chunk
+        weight_VH = last.embedding.word_embeddings.weight
+    group = last.pg_collection.tp
+    return Head(
+        weight_VH=weight_VH,
+        vocab_start=group.rank() * weight_VH.shape[0],
+        vocab_size=vocab_size or last.architecture.vocab_size,
+        group=group if group.size() > 1 else None,
+    )
+
+
+def forward_hidden(chunk: torch.nn.Module, microbatch: MicroBatch) -> Tensor:
+    """Run one chunk (wrapped for data parallelism or not) over packed sequences.
+
+    Returns:
+        hidden_TH on the last stage, complete on every tensor rank; elsewhere what the pipeline
+        sends on.
+
+    Raises:
+        ValueError: sequence parallelism, and T is no multiple of the tensor ranks.
+    """
+    model = unwrap_model(chunk)
+    num_tokens, ranks = microbatch.tokens_T.numel(), model.pg_collection.tp.size()
+    if model.config.sequence_parallel and num_tokens % ranks:
+        raise ValueError(
+            f"a micro-batch of {num_tokens} tokens cannot be cut over {ranks} sequence-parallel "
+            f"ranks: pad it to a multiple of {ranks} (World.token_multiple)"
+        )
+    output = chunk(
+        input_ids=microbatch.tokens_T[None],
+        position_ids=microbatch.positions_T[None],
+        attention_mask=None,
+        packed_seq_params=_packed_sequences(
+            microbatch, isinstance(model.rotary_pos_emb, RotaryByPosition)
+        ),
+    )
+    return output.squeeze(1) if model.post_process else output
+
+
+def transformer_config(
+    architecture: Architecture, world: World, precision: Precision, recompute: Recompute
+) -> TransformerConfig:
+    """Megatron's settings for an architecture on this layout. Losses are sums: no token count
+    divides them."""
+    dtype = _DTYPES[precision]
+    fused = transformer_engine_is_usable()
+    interleaved = world.virtual_pipeline is not None
+    return TransformerConfig(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        ffn_hidden_size=architecture.ffn_hidden_size,
+        num_attention_heads=architecture.num_attention_heads,
+        num_query_groups=architecture.num_key_value_heads,
+        kv_channels=architecture.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=architecture.rms_norm_eps,
+        qk_layernorm=architecture.family.qk_norm,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=architecture.family.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=architecture.initializer_range,
+        perform_initialization=False,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=precision == "bf16",
+        tensor_model_parallel_size=world.tensor_size,
+        sequence_parallel=world.sequence_parallel,
+        pipeline_model_parallel_size=world.pipeline_size,
+        virtual_pipeline_model_parallel_size=world.virtual_pipeline,
+        # Packed micro-batches differ in length; Megatron ties that option to this dispatcher, dense
+        # models included.
+        variable_seq_lengths=world.pipeline_size > 1,
+        moe_token_dispatcher_type="alltoall",
+        # Two stages that exchange both directions in one batch swap their messages: interleaving
+        # must not batch.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        calculate_per_token_loss=True,
+        recompute_granularity=None if recompute == "none" else recompute,
+        recompute_method="uniform" if recompute == "full" else None,
+        recompute_num_layers=1 if recompute == "full" else None,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=fused,
+        bias_activation_fusion=fused,
+        bias_dropout_fusion=fused,
+        apply_rope_fusion=fused,
+    )
+
+
+def _build_chunk(
+    architecture: Architecture, world: World, config: TransformerConfig, stage: int
+) -> HiddenStatesGPTModel:
+    vp_stage = stage if world.virtual_pipeline is not None else None
+    chunk = HiddenStatesGPTModel(
+        config,
+        layer_spec(config, vp_stage, world.pipeline_rank),
+        vocab_size=-(-architecture.vocab_size // world.tensor_size) * world.tensor_size,
+        max_sequence_length=architecture.max_positions,
+        pre_process=world.is_first_stage and stage == 0,
+        post_process=world.is_last_stage and stage == world.num_chunks - 1,
+        share_embeddings_and_output_weights=architecture.tied,
+        position_embedding_type="rope",
+        rotary_base=int(architecture.rope_theta),
+        pg_collection=world.groups,
+        vp_stage=vp_stage,
+    )
+    chunk.architecture = architecture
+    chunk.to(config.params_dtype)
+    frequencies = rotary_frequencies(architecture)
+    if transformer_engine_is_usable():
+        chunk.rotary_pos_emb.inv_freq = frequencies.to(world.device)
+    else:
+        chunk.rotary_pos_emb = RotaryByPosition(frequencies, config.params_dtype)
+    return chunk.to(world.device)
+
+
+def _packed_sequences(microbatch: MicroBatch, by_position: bool) -> PackedSeqParams:
+    kind: Any = PackedSequences if by_position else PackedSeqParams
+    extra = {}
+    if by_position:
+        lengths = microbatch.cu_seqlens.diff().tolist()
+        extra["buckets"] = Buckets.of(lengths, microbatch.tokens_T.device)
+    return kind(
+        qkv_format="thd",
+        cu_seqlens_q=microbatch.cu_seqlens,
+        cu_seqlens_kv=microbatch.cu_seqlens,
+        max_seqlen_q=microbatch.max_seqlen,
+        max_seqlen_kv=microbatch.max_seqlen,
+        **extra,
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

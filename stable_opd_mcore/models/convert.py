@@ -1,0 +1,372 @@
+"""Weights in and out of a built model: Hugging Face directories, random draws, another model of the
+same shape.
+
+    load_hf(chunks, path)                    # all is checked before the first weight is overwritten
+    export_hf(chunks, directory)             # whole or not at all for name, tensor in
+    iter_hf_tensors(chunks): ...    # full tensors, one parameter at a time, in step on all ranks
+
+Exact in both directions; padded vocabulary rows are zero when loaded and never leave. Not here:
+Megatron's own distributed checkpoints (train/checkpoint.py), the table of names and layouts
+(tensors.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import Module
+
+from stable_opd_mcore.models import tensors
+from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.models.tensors import Parameter
+from stable_opd_mcore.parallel import megatron_cpu
+
+megatron_cpu.install()
+
+from megatron.core.utils import unwrap_model  # noqa: E402
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+@torch.no_grad()
+def random_weights(chunks: Sequence[Module], seed: int) -> None:
+    """Draw every weight: normal with the architecture's initializer_range, norms one, biases zero.
+
+    Each full tensor has a generator of its own, seeded by (seed, its HF name), so the layout does
+    not matter.
+    """
+    architecture = architecture_of(chunks)
+
+    def draw(name: str) -> Tensor:
+        shape = tensors.hf_shape(name, architecture)
+        if name.endswith(".bias"):
+            return torch.zeros(shape)
+        if len(shape) == 1:
+            return torch.ones(shape)
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return torch.randn(shape, generator=generator) * architecture.initializer_range
+
+    _fill(chunks, draw)
+
+
+def load_hf(chunks: Sequence[Module], path: str | Path) -> None:
+    """Read a Hugging Face directory's safetensors (one file or an index of several) into the
+    chunks.
+
+    Raises:
+        ValueError: a file or tensor is missing, a file is truncated, or a shape or a set of tensors
+            belongs to another architecture; the message names the file and the tensor. No weight
+            has changed then.
+    """
+    with _Checkpoint(Path(path)) as checkpoint:
+        checkpoint.check(architecture_of(chunks))
+        with torch.no_grad():
+            _fill(chunks, checkpoint.tensor)
+
+
+def iter_hf_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
+    """Every HF tensor, whole, on this rank's device, in forward order, on every tensor and pipeline
+    rank.
+
+    Collective over tensor and pipeline ranks: all of them iterate in step and to the end. One
+    parameter's tensors exist at a time; the tensors may share memory with the weights, so copy what
+    is kept.
+    """
+    models = [unwrap_model(chunk) for chunk in chunks]
+    architecture = architecture_of(chunks)
+    groups = models[0].pg_collection
+    local = {entry.hf_names: weight for _, weight, entry in _parameters(chunks)}
+    owners = _owners(list(local), groups.pp)
+    for entry in tensors.canonical_parameters(architecture):
+        owner = owners[entry.hf_names]
+        with torch.no_grad():
+            if groups.pp.rank() == owner:
+                full = _gather(local[entry.hf_names].detach(), entry, architecture, groups.tp)
+            else:
+                full = tuple(
+                    torch.empty(
+                        tensors.hf_shape(name, architecture),
+                        dtype=models[0].config.params_dtype,
+                        device=next(models[0].parameters()).device,
+                    )
+                    for name in entry.hf_names
+                )
+            for name, tensor in zip(entry.hf_names, full, strict=True):
+                tensor = tensor.contiguous()
+                if groups.pp.size() > 1:
+                    source = dist.get_global_rank(groups.pp, owner)
+                    dist.broadcast(tensor, src=source, group=groups.pp)
+                yield name, tensor
+
+
+def export_hf(
+    chunks: Sequence[Module],
+    directory: str | Path,
+    *,
+    tokenizer_from: str | Path | None = None,
+    max_file_bytes: int = 5 * 1024**3,
+) -> None:
+    """Write config.json and safetensors that `transformers` loads, in the weights' own precision.
+
+    Collective over all ranks; the global rank 0 writes, into a temporary directory beside
+    `directory` that takes its name when complete. An existing `directory` is replaced.
+
+    Args:
+        tokenizer_from: a directory whose tokenizer and generation settings are copied along.
+        max_file_bytes: a file holds at most this much, one tensor at least.
+    """
+    writes = dist.get_rank() == 0
+    directory = Path(directory)
+    temporary = None
+    if writes:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}-"))
+    try:
+        writer = _ShardWriter(temporary, max_file_bytes) if temporary else None
+        for name, tensor in iter_hf_tensors(chunks):
+            if writer is not None:
+                writer.add(name, tensor)
+        if writer is not None and temporary is not None:
+            writer.finish()
+            _write_config(
+                architecture_of(chunks), unwrap_model(chunks[0]).config.params_dtype, temporary
+            )
+            _copy_tokenizer(tokenizer_from, temporary)
+            _replace(temporary, directory)
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+    dist.barrier()
+
+
+@torch.no_grad()
+def copy_weights(from_chunks: Sequence[Module], to_chunks: Sequence[Module]) -> None:
+    """Copy this rank's weights between two models of one architecture and layout, e.g. to freeze a
+    reference.
+
+    Raises:
+        ValueError: the models differ.
+    """
+    if architecture_of(from_chunks) != architecture_of(to_chunks):
+        raise ValueError(
+            f"cannot copy weights of {architecture_of(from_chunks)} "
+            f"into {architecture_of(to_chunks)}"
+        )
+    for source, target in zip(_parameters(from_chunks), _parameters(to_chunks), strict=True):
+        target[1].copy_(source[1])
+
+
+def architecture_of(chunks: Sequence[Module]) -> Architecture:
+    """What the chunks were built from."""
+    return unwrap_model(chunks[0]).architecture
+
+
+def _parameters(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor, Parameter]]:
+    """This rank's parameters with their table entries. A tied head's copy on the last stage comes
+    last."""
+    for model in map(unwrap_model, chunks):
+        numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
+        for name, weight in model.named_parameters():
+            yield name, weight, tensors.describe(name, numbers, model.architecture.tied)
+
+
+def _fill(chunks: Sequence[Module], source: Callable[[str], Tensor]) -> None:
+    group = unwrap_model(chunks[0]).pg_collection.tp
+    architecture = architecture_of(chunks)
+    for _, weight, entry in _parameters(chunks):
+        full = [source(name) for name in entry.hf_names]
+        weight.copy_(tensors.shard(full, entry.layout, architecture, group.rank(), group.size()))
+
+
+def _owners(local: list[tuple[str, ...]], group: dist.ProcessGroup) -> dict[tuple[str, ...], int]:
+    """For every parameter the first pipeline rank that holds it."""
+    held: list[Any] = [None] * group.size()
+    dist.all_gather_object(held, local, group=group)
+    owners: dict[tuple[str, ...], int] = {}
+    for rank, names in enumerate(held):
+        for name in names:
+            owners.setdefault(name, rank)
+    return owners
+
+
+def _gather(
+    weight: Tensor, entry: Parameter, architecture: Architecture, group: dist.ProcessGroup
+) -> tuple[Tensor, ...]:
+    shards = [weight]
+    if entry.layout != "whole" and group.size() > 1:
+        shards = [torch.empty_like(weight) for _ in range(group.size())]
+        dist.all_gather(shards, weight.contiguous(), group=group)
+    return tensors.unshard(shards, entry.layout, architecture)
+
+
+class _Checkpoint:
+    """The safetensors of one directory, opened file by file, read tensor by tensor."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._file_of: dict[str, str] = {}
+        self._open: dict[str, Any] = {}
+
+    def __enter__(self) -> _Checkpoint:
+        index = self._directory / _INDEX
+        if index.is_file():
+            try:
+                self._file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            except (json.JSONDecodeError, KeyError) as error:
+                raise ValueError(f"{index}: not an index of safetensors files ({error})") from None
+        elif (self._directory / _SINGLE).is_file():
+            self._file_of = dict.fromkeys(self._handle(_SINGLE).keys(), _SINGLE)
+        else:
+            raise ValueError(f"{self._directory}: neither {_SINGLE} nor {_INDEX} is there")
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._open.clear()
+
+    def check(self, architecture: Architecture) -> None:
+        """Refuse anything but exactly this architecture's tensors, on all ranks alike."""
+        wanted = {
+            name: tensors.hf_shape(name, architecture)
+            for entry in tensors.canonical_parameters(architecture)
+            for name in entry.hf_names
+        }
+        hint = (
+            "is this the checkpoint of another architecture? The model is "
+            f"{architecture.model_type} with {architecture.num_layers} layers "
+            f"of {architecture.hidden_size}"
+        )
+        for name, shape in wanted.items():
+            if name not in self._file_of:
+                raise ValueError(f"{self._directory}: tensor {name} is missing; {hint}")
+            found = tuple(self._view(name).get_shape())
+            if found != shape:
+                raise ValueError(
+                    f"{self._path(name)}: tensor {name} has shape {found}, expected {shape}; {hint}"
+                )
+        ignored = {"lm_head.weight"} if architecture.tied else set()
+        for name in self._file_of.keys() - wanted.keys() - ignored:
+            if not name.endswith("rotary_emb.inv_freq"):
+                raise ValueError(
+                    f"{self._path(name)}: tensor {name} has no place in the model; {hint}"
+                )
+
+    def tensor(self, name: str) -> Tensor:
+        return self._handle(self._file_of[name]).get_tensor(name)
+
+    def _view(self, name: str) -> Any:
+        try:
+            return self._handle(self._file_of[name]).get_slice(name)
+        except SafetensorError:
+            raise ValueError(
+                f"{self._path(name)}: tensor {name} is not in this file, though {_INDEX} says so"
+            ) from None
+
+    def _path(self, name: str) -> Path:
+        return self._directory / self._file_of[name]
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            path = self._directory / file
+            if not path.is_file():
+                raise ValueError(f"{path}: no such file, though {_INDEX} names it")
+            try:
+                self._open[file] = safe_open(path, framework="pt").__enter__()
+            except SafetensorError as error:
+                raise ValueError(
+                    f"{path}: not readable, probably truncated ({path.stat().st_size} bytes): "
+                    f"{error}; copy or download it again"
+                ) from None
+        return self._open[file]
+
+
+class _ShardWriter:
+    """Collects tensors into files of bounded size, and their index."""
+
+    def __init__(self, directory: Path, max_file_bytes: int) -> None:
+        self._directory = directory
+        self._max_file_bytes = max_file_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._total_bytes = 0
+        self._files: list[list[str]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if self._pending and self._pending_bytes + tensor.nbytes > self._max_file_bytes:
+            self._flush()
+        self._pending[name] = tensor.to("cpu", copy=True)
+        self._pending_bytes += tensor.nbytes
+
+    def finish(self) -> None:
+        self._flush()
+        if len(self._files) == 1:
+            os.rename(self._part(1), self._directory / _SINGLE)
+            return
+        weight_map = {}
+        for number, names in enumerate(self._files, start=1):
+            file = f"model-{number:05d}-of-{len(self._files):05d}.safetensors"
+            os.rename(self._part(number), self._directory / file)
+            weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+        (self._directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+    def _flush(self) -> None:
+        self._files.append(list(self._pending))
+        save_file(self._pending, self._part(len(self._files)), metadata={"format": "pt"})
+        self._total_bytes += self._pending_bytes
+        self._pending, self._pending_bytes = {}, 0
+
+    def _part(self, number: int) -> Path:
+        return self._directory / f"part-{number:05d}.safetensors"
+
+
+def _write_config(architecture: Architecture, dtype: torch.dtype, directory: Path) -> None:
+    settings = {**architecture.source}
+    settings["torch_dtype" if "torch_dtype" in settings else "dtype"] = str(dtype).removeprefix(
+        "torch."
+    )
+    text = json.dumps(settings, indent=2) + "\n"
+    (directory / "config.json").write_text(text, encoding="utf-8")
+
+
+def _copy_tokenizer(source: str | Path | None, directory: Path) -> None:
+    if source is None:
+        return
+    for file in _TOKENIZER_FILES:
+        if (Path(source) / file).is_file():
+            shutil.copy(Path(source) / file, directory / file)
+
+
+def _replace(temporary: Path, directory: Path) -> None:
+    os.chmod(temporary, 0o755)
+    if directory.exists():
+        old = temporary.with_name(temporary.name + ".old")
+        os.rename(directory, old)
+        os.rename(temporary, directory)
+        shutil.rmtree(old)
+    else:
+        os.rename(temporary, directory)

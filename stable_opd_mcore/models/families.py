@@ -1,0 +1,197 @@
+"""Which models can be built: the architecture of a Hugging Face `config.json`, one table entry per
+family.
+
+Adding a dense decoder family is an entry of FAMILIES (and, when its tensors have other names, one
+of convert.py's table). Not here: weights, Megatron, transformers; a config is read as plain JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Family:
+    """What distinguishes one `model_type` from the next: pre-norm decoders with RMSNorm, SwiGLU and
+    rotary positions."""
+
+    qkv_bias: bool
+    qk_norm: bool
+    refused: Mapping[
+        str, Any
+    ]  # keys that must be absent or have this value: others are not implemented
+
+
+_PLAIN = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
+FAMILIES: dict[str, Family] = {
+    "qwen2": Family(qkv_bias=True, qk_norm=False, refused=_PLAIN),
+    "qwen3": Family(qkv_bias=False, qk_norm=True, refused=_PLAIN | {"attention_bias": False}),
+    "llama": Family(qkv_bias=False, qk_norm=False, refused=_PLAIN | {"attention_bias": False}),
+}
+
+
+@dataclass(frozen=True)
+class RotaryScaling:
+    """Stretching of the rotary frequencies: "linear" divides them, "llama3" divides the low
+    ones."""
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """All that is needed to build a model; read from config.json."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    ffn_hidden_size: int
+    vocab_size: int  # rows of the embedding as stored, which may exceed the tokenizer's
+    max_positions: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RotaryScaling | None
+    tied: bool  # the output head is the embedding
+    initializer_range: float
+    source: dict[str, Any] = field(compare=False, repr=False)  # config.json itself, for export
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.model_type]
+
+
+def read_architecture(source: str | Path | Mapping[str, Any]) -> Architecture:
+    """Read a model directory, a config.json, or its fields given inline.
+
+    Raises:
+        ValueError: no such file, not JSON, unknown model_type, a key missing or with a value that
+            is not implemented; the message names the file and the key.
+    """
+    origin, fields = _fields(source)
+    model_type = fields.get("model_type")
+    if model_type not in FAMILIES:
+        raise ValueError(
+            f"{origin}: model_type {model_type!r} is not supported; "
+            f"known: {', '.join(sorted(FAMILIES))}"
+        )
+    for key, wanted in FAMILIES[model_type].refused.items():
+        if fields.get(key, wanted) != wanted:
+            raise ValueError(
+                f"{origin}: {key}={fields[key]!r} is not supported for {model_type}; "
+                f"expected {wanted!r}"
+            )
+
+    def count(key: str, default: int | None = None) -> int:
+        value = fields.get(key, default)
+        if value is None:
+            raise ValueError(f"{origin}: key {key} is missing; a {model_type} config needs it")
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{origin}: {key}={value!r} should be a positive whole number")
+        return value
+
+    heads, hidden = count("num_attention_heads"), count("hidden_size")
+    if fields.get("head_dim") is None and hidden % heads:
+        raise ValueError(
+            f"{origin}: hidden_size={hidden} is no multiple of num_attention_heads={heads}: "
+            "set head_dim"
+        )
+    groups = count("num_key_value_heads", heads)
+    if heads % groups:
+        raise ValueError(
+            f"{origin}: num_attention_heads={heads} is no multiple of num_key_value_heads={groups}"
+        )
+    theta, scaling = _rotary(origin, fields)
+    return Architecture(
+        model_type=model_type,
+        num_layers=count("num_hidden_layers"),
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=fields.get("head_dim") or hidden // heads,
+        ffn_hidden_size=count("intermediate_size"),
+        vocab_size=count("vocab_size"),
+        max_positions=count("max_position_embeddings"),
+        rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tied=bool(fields.get("tie_word_embeddings", False)),
+        initializer_range=float(fields.get("initializer_range", 0.02)),
+        source=dict(fields),
+    )
+
+
+def rotary_frequencies(architecture: Architecture) -> Tensor:
+    """Radians per position, fp32 [head_dim / 2]; as transformers' "default", "linear" and
+    "llama3"."""
+    size = architecture.head_dim
+    frequencies = architecture.rope_theta ** -(torch.arange(0, size, 2, dtype=torch.float32) / size)
+    scaling = architecture.rope_scaling
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    # llama3: wavelengths beyond the original window are stretched, short ones kept, those between
+    # blended.
+    wavelengths = 2 * math.pi / frequencies
+    turns = scaling.original_max_positions / wavelengths
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = blend.clamp(0, 1)
+    return frequencies * (blend + (1 - blend) / scaling.factor)
+
+
+def _fields(source: str | Path | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    if isinstance(source, Mapping):
+        return "architecture", source
+    path = Path(source)
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path}: no such file; a model directory holds config.json and safetensors"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: line {error.lineno} is not JSON: {error.msg}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path}: expected a JSON object with the model's settings")
+    return str(path), fields
+
+
+def _rotary(origin: str, fields: Mapping[str, Any]) -> tuple[float, RotaryScaling | None]:
+    """From `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
+    given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    theta = given.get("rope_theta", fields.get("rope_theta"))
+    if theta is None:
+        raise ValueError(f"{origin}: key rope_theta is missing (also not in rope_parameters)")
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind == "default":
+        return float(theta), None
+    if kind not in ("linear", "llama3"):
+        raise ValueError(
+            f"{origin}: rope_type {kind!r} is not supported; expected default, linear or llama3"
+        )
+    if "factor" not in given:
+        raise ValueError(f"{origin}: rope_type {kind!r} needs the key factor")
+    return float(theta), RotaryScaling(
+        kind=kind,
+        factor=float(given["factor"]),
+        low_freq_factor=float(given.get("low_freq_factor", 1.0)),
+        high_freq_factor=float(given.get("high_freq_factor", 4.0)),
+        original_max_positions=int(given.get("original_max_position_embeddings", 8192)),
+    )

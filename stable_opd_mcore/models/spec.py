@@ -1,0 +1,57 @@
+"""Which layers a model is made of: Transformer Engine's where it is installed and CUDA is there,
+torch's otherwise.
+
+Both specs name the same parameters for checkpoints (Megatron maps the names), so a checkpoint of
+one loads in the other. Not here: sizes and parallel layout (build.py), the torch attention itself
+(attention.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+
+from stable_opd_mcore.models.attention import RMSNorm, TorchSelfAttention
+from stable_opd_mcore.parallel import megatron_cpu
+
+megatron_cpu.install()
+
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
+from megatron.core.transformer.transformer_block import (  # noqa: E402
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+
+def transformer_engine_is_usable() -> bool:
+    """Whether layers come from Transformer Engine: CUDA is there and the package is installed."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def layer_spec(config: TransformerConfig, vp_stage: int | None, pipeline_rank: int) -> Any:
+    """What GPTModel takes as `transformer_layer_spec`, for one model chunk."""
+    if transformer_engine_is_usable():
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    return _torch_block_spec(config, vp_stage, pipeline_rank)
+
+
+def _torch_block_spec(
+    config: TransformerConfig, vp_stage: int | None, pipeline_rank: int
+) -> TransformerBlockSubmodules:
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.self_attention.module = TorchSelfAttention
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = IdentityOp  # TorchSelfAttention has it built in
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pipeline_rank)
+    # The final norm must be named here: the block would take Apex's or Megatron's own.
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)

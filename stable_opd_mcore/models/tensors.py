@@ -1,0 +1,162 @@
+"""The table between Hugging Face's tensors and Megatron's parameters, read in both directions.
+
+A parameter is assembled from one to three HF tensors in one of five layouts, then cut over the
+tensor ranks. Pure functions of tensors and sizes: no files, no process groups (convert.py has
+those).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from stable_opd_mcore.models.families import Architecture
+
+# whole: the same on every rank.        columns: cut along dimension 1.
+# qkv: heads interleaved by group.      gate_up: both halves cut alike.      vocab: padded rows,
+# then cut.
+Layout = Literal["whole", "columns", "qkv", "gate_up", "vocab"]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One Megatron parameter (its full form): where it comes from and how it is laid out."""
+
+    hf_names: tuple[str, ...]
+    layout: Layout
+
+
+_TOP: dict[str, Parameter] = {
+    "embedding.word_embeddings.weight": Parameter(("model.embed_tokens.weight",), "vocab"),
+    "decoder.final_layernorm.weight": Parameter(("model.norm.weight",), "whole"),
+    "output_layer.weight": Parameter(("lm_head.weight",), "vocab"),
+}
+_INPUT_NORM = Parameter(("input_layernorm.weight",), "whole")
+_MLP_NORM = Parameter(("post_attention_layernorm.weight",), "whole")
+_LAYER: dict[str, Parameter] = {
+    "input_layernorm.weight": _INPUT_NORM,
+    "self_attention.linear_qkv.layer_norm_weight": _INPUT_NORM,  # Transformer Engine's fused name
+    "self_attention.linear_qkv.weight": Parameter(
+        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"), "qkv"
+    ),
+    "self_attention.linear_qkv.bias": Parameter(
+        ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"), "qkv"
+    ),
+    "self_attention.q_layernorm.weight": Parameter(("self_attn.q_norm.weight",), "whole"),
+    "self_attention.k_layernorm.weight": Parameter(("self_attn.k_norm.weight",), "whole"),
+    "self_attention.linear_proj.weight": Parameter(("self_attn.o_proj.weight",), "columns"),
+    "pre_mlp_layernorm.weight": _MLP_NORM,
+    "mlp.linear_fc1.layer_norm_weight": _MLP_NORM,
+    "mlp.linear_fc1.weight": Parameter(("mlp.gate_proj.weight", "mlp.up_proj.weight"), "gate_up"),
+    "mlp.linear_fc2.weight": Parameter(("mlp.down_proj.weight",), "columns"),
+}
+_LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+
+
+def describe(name: str, layer_numbers: Sequence[int], tied: bool) -> Parameter:
+    """The table's entry for a parameter of a model chunk.
+
+    Args:
+        name: as in `named_parameters` of the chunk.
+        layer_numbers: the model-wide index, from 0, of each of the chunk's layers.
+        tied: the head is the embedding; a last stage's copy of it comes from there.
+    """
+    match = _LAYER_NAME.fullmatch(name)
+    if match is None:
+        if tied and name == "output_layer.weight":
+            name = "embedding.word_embeddings.weight"
+        return _TOP[name]
+    entry = _LAYER[match[2]]
+    prefix = f"model.layers.{layer_numbers[int(match[1])]}"
+    return Parameter(tuple(f"{prefix}.{hf}" for hf in entry.hf_names), entry.layout)
+
+
+def canonical_parameters(architecture: Architecture) -> list[Parameter]:
+    """Every parameter of the whole model, in the order of the forward pass."""
+    family = architecture.family
+    layer = [
+        _INPUT_NORM,
+        _LAYER["self_attention.linear_qkv.weight"],
+        *([_LAYER["self_attention.linear_qkv.bias"]] if family.qkv_bias else []),
+        *([_LAYER[f"self_attention.{x}_layernorm.weight"] for x in "qk"] if family.qk_norm else []),
+        _LAYER["self_attention.linear_proj.weight"],
+        _MLP_NORM,
+        _LAYER["mlp.linear_fc1.weight"],
+        _LAYER["mlp.linear_fc2.weight"],
+    ]
+    layers = [
+        Parameter(tuple(f"model.layers.{i}.{hf}" for hf in entry.hf_names), entry.layout)
+        for i in range(architecture.num_layers)
+        for entry in layer
+    ]
+    embedding, norm, head = _TOP.values()
+    return [embedding, *layers, norm, *([] if architecture.tied else [head])]
+
+
+def hf_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
+    """The shape of a Hugging Face tensor of this architecture."""
+    a = architecture
+    query, group = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
+    kind = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens": (a.vocab_size, a.hidden_size),
+        "lm_head": (a.vocab_size, a.hidden_size),
+        "q_proj": (query, a.hidden_size),
+        "k_proj": (group, a.hidden_size),
+        "v_proj": (group, a.hidden_size),
+        "o_proj": (a.hidden_size, query),
+        "gate_proj": (a.ffn_hidden_size, a.hidden_size),
+        "up_proj": (a.ffn_hidden_size, a.hidden_size),
+        "down_proj": (a.hidden_size, a.ffn_hidden_size),
+        "q_norm": (a.head_dim,),
+        "k_norm": (a.head_dim,),
+    }
+    shape = shapes.get(kind, (a.hidden_size,))
+    return shape[:1] if name.endswith(".bias") else shape
+
+
+def shard(
+    tensors: Sequence[Tensor], layout: Layout, architecture: Architecture, rank: int, size: int
+) -> Tensor:
+    """Full HF tensors to the shard that tensor rank `rank` of `size` holds."""
+    if layout == "qkv":
+        groups = architecture.num_key_value_heads
+        rows = [tensor.reshape(groups, -1, *tensor.shape[1:]) for tensor in tensors]
+        return torch.cat([part.chunk(size)[rank] for part in rows], dim=1).flatten(0, 1)
+    if layout == "gate_up":
+        return torch.cat([tensor.chunk(size)[rank] for tensor in tensors])
+    (tensor,) = tensors
+    if layout == "whole":
+        return tensor
+    if layout == "columns":
+        return tensor.chunk(size, dim=1)[rank]
+    rows_each = -(-tensor.shape[0] // size)
+    part = tensor[rank * rows_each : (rank + 1) * rows_each]
+    missing = rows_each - part.shape[0]
+    return torch.cat([part, part.new_zeros(missing, part.shape[1])]) if missing else part
+
+
+def unshard(
+    shards: Sequence[Tensor], layout: Layout, architecture: Architecture
+) -> tuple[Tensor, ...]:
+    """The shards of all tensor ranks, in rank order, to full HF tensors. Inverse of `shard`."""
+    if layout == "qkv":
+        size, per_group = architecture.head_dim, architecture.num_attention_heads
+        per_group = per_group // architecture.num_key_value_heads
+        groups = torch.cat(list(shards))
+        groups = groups.reshape(architecture.num_key_value_heads, -1, *groups.shape[1:])
+        parts = groups.split([per_group * size, size, size], dim=1)
+        return tuple(part.flatten(0, 1) for part in parts)
+    if layout == "gate_up":
+        halves = [piece.chunk(2) for piece in shards]
+        return tuple(torch.cat(pieces) for pieces in zip(*halves, strict=True))
+    if layout == "whole":
+        return (shards[0],)
+    if layout == "columns":
+        return (torch.cat(list(shards), dim=1),)
+    return (torch.cat(list(shards))[: architecture.vocab_size],)
