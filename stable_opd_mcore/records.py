@@ -1,11 +1,13 @@
-"""The records that flow through one training step: Prompt -> Rollout -> Sample -> MicroBatch -> LossOutput.
+"""The records that flow through one training step: Prompt -> Rollout -> Sample -> MicroBatch ->
+LossOutput.
 
-Frozen dataclasses with a shape on every field; no behaviour that needs a device, a model or a process group.
-Prompts, rollouts and samples are plain Python (they cross ranks and files); micro-batches hold tensors.
+Frozen dataclasses with a shape on every field; no behaviour that needs a device, a model or a
+process group. Prompts, rollouts and samples are plain Python (they cross ranks and files); micro-
+batches hold tensors.
 
 Dimensions: T tokens that enter the model in one micro-batch (several sequences packed end to end),
-S sequences in it, N response tokens that are scored and trained on (N <= T), K entries of a top-K list,
-H hidden size, V common vocabulary.
+S sequences in it, N response tokens that are scored and trained on (N <= T), K entries of a top-K
+list, H hidden size, V common vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "abort"]
 SampleSource = Literal["rollout", "golden"]
-AnswerFormat = Literal["boxed", "bracket"]  # LaTeX judged by math-verify; "[a]" right before the stop, exact
+AnswerFormat = Literal["boxed", "bracket"]  # by math-verify; "[a]" at the end
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Rollout:
 
     prompt: Prompt
     sample_index: int  # 0 .. samples_per_prompt-1
-    token_ids: tuple[int, ...]  # the response; ends with its stop token when finish_reason is "stop"
+    token_ids: tuple[int, ...]  # ends with its stop token when finish_reason is "stop"
     rollout_logprobs: tuple[float, ...]  # per token, full softmax at the sampling temperature
     finish_reason: FinishReason
     weight_version: int  # version of the student's weights it was drawn from
@@ -58,24 +60,27 @@ class Sample:
     response_token_ids: tuple[int, ...]
     trained: tuple[bool, ...]  # per response token: False where a token mask removes it
     rollout_logprobs: tuple[float, ...] | None = None  # None for golden solutions
-    repetitive: tuple[bool, ...] | None = None  # per response token: inside the maximal periodic suffix
+    repetitive: tuple[bool, ...] | None = None  # in the maximal periodic suffix
     reward: float | None = None
     truncated: bool = False
 
 
 @dataclass(frozen=True)
 class TokenWeights:
-    """Per response token of one sample: the weight of each loss component, global normaliser included."""
+    """Per response token of one sample: the weight of each loss component, global normaliser
+    included.
+    """
 
     pg: tuple[float, ...]
     kl: tuple[float, ...]
     sft: tuple[float, ...]
-    advantage: tuple[float, ...] | None = None  # a given advantage (grpo); None: from teacher scores
+    advantage: tuple[float, ...] | None = None  # given (grpo); None: from scores
 
 
 @dataclass(frozen=True)
 class TeacherScores:
-    """What a teacher says of the N response tokens of one micro-batch, at the sampling temperature."""
+    """What a teacher says of the N response tokens of one micro-batch, at the sampling temperature.
+    """
 
     sampled_logprob_N: Tensor  # fp32; the stop class where the target is a stop token
     entropy_N: Tensor | None = None  # fp32
@@ -96,9 +101,10 @@ class ReferenceScores:
 class MicroBatch:
     """Packed sequences for one forward pass on this data-parallel rank.
 
-    The model reads tokens_T, positions_T, cu_seqlens; the loss reads the N rows whose next token is a response
-    token. Weights hold the global normaliser already, so the loss is a plain sum over N, and sums over
-    micro-batches and data-parallel ranks are the global loss. An empty micro-batch has N = 0.
+    The model reads tokens_T, positions_T, cu_seqlens; the loss reads the N rows whose next token is
+    a response token. Weights hold the global normaliser already, so the loss is a plain sum over N,
+    and sums over micro-batches and data-parallel ranks are the global loss. An empty micro-batch
+    has N = 0.
     """
 
     tokens_T: Tensor  # int64
@@ -115,7 +121,7 @@ class MicroBatch:
     rollout_logprob_N: Tensor  # fp32, 0 on golden tokens
     repetitive_N: Tensor  # bool
     given_advantage_N: Tensor | None = None  # fp32, for objectives without a teacher
-    old_logprob_N: Tensor | None = None  # fp32, the behaviour policy; None: the current one (ratio exactly 1)
+    old_logprob_N: Tensor | None = None  # fp32, behaviour policy; None: the current one
     teacher: TeacherScores | None = None
     reference: ReferenceScores | None = None
 
@@ -133,4 +139,4 @@ class LossOutput:
     advantage_N: Tensor  # 0 where pg_weight is 0
     ratio_clipped_N: Tensor  # bool: the clip bound was active
     kl_reference_N: Tensor  # KL(student || reference) per prefix, 0 where not computed
-    kl_teacher_N: Tensor  # sampled estimate log pi_student - log pi_teacher, or exact where computed
+    kl_teacher_N: Tensor  # log pi_student - log pi_teacher, or exact where computed

@@ -1,8 +1,9 @@
 """Every setting of a run, in one frozen, typed tree. Loads without torch.
 
-One owner per value: the temperature lives in `sampling`, the reference's weight in `kl.beta`, the stop ids of a
-model in its own section. Relations between settings are checked here when they need nothing but the settings
-(parallel sizes against the world size are checked where the world is known).
+One owner per value: the temperature lives in `sampling`, the reference's weight in `kl.beta`, the
+stop ids of a model in its own section. Relations between settings are checked here when they need
+nothing but the settings (parallel sizes against the world size are checked where the world is
+known).
 """
 
 from __future__ import annotations
@@ -29,13 +30,9 @@ class ModelConfig(Section):
     """A Hugging Face model directory, or an inline architecture of random weights."""
 
     path: str | None = None  # directory with config.json and safetensors
-    architecture: dict[str, Any] | None = (
-        None  # config.json's fields, in place of a path; weights are random
-    )
+    architecture: dict[str, Any] | None = None  # config.json's fields, inline; random weights
     random_init: bool = False  # take only config.json from `path`, draw the weights
-    stop_token_ids: tuple[int, ...] | None = (
-        None  # None: from generation_config.json, config.json, tokenizer
-    )
+    stop_token_ids: tuple[int, ...] | None = None  # None: from the model's configs and tokenizer
 
     @model_validator(mode="after")
     def _one_source(self):
@@ -53,9 +50,7 @@ class ReferenceConfig(Section):
 
 
 class TokenizerConfig(Section):
-    path: str | None = (
-        None  # None: student.path; "synthetic": the built-in characters of the arithmetic task
-    )
+    path: str | None = None  # None: student.path; "synthetic": the arithmetic task's characters
 
 
 class ParallelConfig(Section):
@@ -91,7 +86,9 @@ class ColumnsConfig(Section):
 
 
 class SourceConfig(Section):
-    """Where prompts come from: "synthetic:arithmetic", a .jsonl or .parquet file, a datasets directory or a hub id."""
+    """Where prompts come from: "synthetic:arithmetic", a .jsonl or .parquet file, a datasets
+    directory or a hub id.
+    """
 
     path: str
     split: str = "train"
@@ -184,9 +181,7 @@ class TrainConfig(Section):
     steps: PositiveInt = 800
     seed: int = Field(0, ge=0)
     precision: Literal["fp32", "bf16"] = "fp32"
-    micro_batch_tokens: PositiveInt = (
-        16384  # packed tokens per micro-batch; one longer sequence stands alone
-    )
+    micro_batch_tokens: PositiveInt = 16384  # packed; a longer sequence stands alone
     minibatches: PositiveInt = 1  # optimizer steps per rollout batch
     recompute: Literal["none", "selective", "full"] = "none"
     loss_chunk_tokens: PositiveInt = 1024  # tokens whose logits exist at once in the loss
@@ -219,7 +214,9 @@ class MonitoringConfig(Section):
 
 
 class ColdStartConfig(Section):
-    """Supervised steps on golden solutions before distillation, as a run of its own inside this one."""
+    """Supervised steps on golden solutions before distillation, as a run of its own inside this
+    one.
+    """
 
     steps: PositiveInt
     lr: float = Field(gt=0)
