@@ -1,5 +1,248 @@
-"""From hidden states and output heads to a loss and its gradients, never holding [N, V]."""
+"""From hidden states and output heads to a loss and its gradients, never holding [N, V].
 
-from stable_opd_mcore.losses.head import Head, StopClass, align_head, stop_classes
+The N scored rows go through in chunks: logits by one GEMM per model, sums of the chunk, per-token
+coefficients from the sums, the gradient written over the logits, two GEMMs. Both gradients are
+complete when the forward returns; backward only hands them out. Peak extra memory, whatever N: one
+logits chunk per model, plus the gradients themselves. METHOD §2 has the algebra; objectives.py
+says which terms an objective is made of.
 
-__all__ = ["Head", "StopClass", "align_head", "stop_classes"]
+N scored rows, C rows of a chunk, V columns of this rank's vocabulary shard, J looked-up columns of
+a row (the target first, then stop ids), K entries of a support, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from stable_opd_mcore.losses.advantages import return_to_go
+from stable_opd_mcore.losses.chunk import Chunk
+from stable_opd_mcore.losses.head import (
+    Head,
+    StopClass,
+    accumulation_dtype,
+    align_head,
+    require_same_columns,
+    stop_classes,
+)
+from stable_opd_mcore.losses.lookup import Lookup, Support
+from stable_opd_mcore.losses.passes import local_sums, reduce_pairs
+from stable_opd_mcore.losses.terms import Rows, Terms
+from stable_opd_mcore.records import LossOutput, MicroBatch
+
+__all__ = ["Head", "StopClass", "Terms", "align_head", "fused_loss", "stop_classes"]
+
+
+def fused_loss(
+    hidden_NH: Tensor,
+    head: Head,
+    batch: MicroBatch,
+    terms: Terms,
+    *,
+    teacher_head: Head | None = None,
+    reference_head: Head | None = None,
+    chunk_tokens: int = 1024,
+) -> LossOutput:
+    """The loss of one micro-batch, differentiable in hidden_NH and head.weight_VH.
+
+    Under tensor parallelism every rank of the group calls it with the same rows; the loss is the
+    same on all of them, and the gradient by hidden_NH comes out summed over the shards. Weight
+    gradients accumulate over chunks in the weight's dtype, fp32 inside each product.
+
+    Raises:
+        ValueError: a score the terms need is missing, or heads cover different vocabulary ranges.
+    """
+    run = _Run(head, Rows.of(batch), batch, terms, teacher_head, reference_head, chunk_tokens)
+    run.check(hidden_NH)
+    loss = _FusedLoss.apply(hidden_NH, head.weight_VH, run, torch.is_grad_enabled())
+    found = run.found
+    return LossOutput(
+        loss=loss,
+        pg=found["pg"].sum(),
+        kl=found["kl"].sum(),
+        sft=found["sft"].sum(),
+        student_logprob_N=found["logprob"],
+        entropy_N=found["entropy"],
+        advantage_N=found["advantage"],
+        ratio_clipped_N=found["clipped"].bool(),
+        kl_reference_N=found["kl_reference"],
+        kl_teacher_N=found["kl_teacher"],
+    )
+
+
+class _FusedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_NH: Tensor, weight_VH: Tensor, run: _Run, grad_enabled: bool) -> Tensor:
+        wants = [grad_enabled and needed for needed in ctx.needs_input_grad[:2]]
+        d_hidden, d_weight = run(hidden_NH, weight_VH, wants_hidden=wants[0], wants_weight=wants[1])
+        ctx.save_for_backward(d_hidden, d_weight)
+        return (run.found["pg"] + run.found["kl"] + run.found["sft"]).sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grad_outputs: Tensor):
+        scale = grad_outputs[0]
+        gradients = ctx.saved_tensors
+        if not torch.equal(scale, torch.ones_like(scale)):
+            gradients = [g if g is None else g * scale.to(g.dtype) for g in gradients]
+        return (*gradients, None, None)
+
+
+class _Run:
+    """One evaluation over all chunks; `found` holds its per-token results."""
+
+    FOUND = (
+        "pg",
+        "kl",
+        "sft",
+        "logprob",
+        "entropy",
+        "advantage",
+        "clipped",
+        "kl_reference",
+        "kl_teacher",
+    )
+
+    def __init__(self, head, rows, batch, terms, teacher_head, reference_head, chunk_tokens):
+        self.head: Head = head
+        self.rows: Rows = rows
+        self.batch: MicroBatch = batch
+        self.terms: Terms = terms
+        self.teacher_head: Head | None = teacher_head
+        self.reference_head: Head | None = reference_head
+        self.chunk_tokens: int = chunk_tokens
+        self.scale = 1.0 / terms.temperature
+        self.found: dict[str, Tensor] = {}
+        self.buffers: dict[str, Tensor] = {}
+
+    def check(self, hidden_NH: Tensor) -> None:
+        """Say what is missing before any work is done."""
+        terms, rows = self.terms, self.rows
+        if hidden_NH.shape[0] != rows.targets.shape[0]:
+            raise ValueError(
+                f"{hidden_NH.shape[0]} hidden states for {rows.targets.shape[0]} scored rows: "
+                "select them with hidden_TH.index_select(0, microbatch.rows_N)"
+            )
+        for name, needed, head, hidden in (
+            ("teacher", terms.teacher_logits, self.teacher_head, rows.teacher_hidden),
+            ("reference", terms.reference == "exact", self.reference_head, rows.reference_hidden),
+        ):
+            if needed and (head is None or hidden is None):
+                raise ValueError(f"the loss needs the {name}'s hidden states and output head")
+            if needed and head is not None:
+                require_same_columns(self.head, head, name)
+        if terms.reference == "k3" and rows.reference_logprob is None:
+            raise ValueError("kl.estimator=k3 needs the reference's log-probabilities")
+        if terms.divergence == "teacher_support" and rows.topk_ids is None:
+            raise ValueError("the loss needs the teacher's top-k ids and log-probabilities")
+
+    def __call__(
+        self, hidden_NH: Tensor, weight_VH: Tensor, *, wants_hidden: bool, wants_weight: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Run all chunks; return the gradients that are wanted."""
+        dtype = accumulation_dtype(hidden_NH)
+        self.found = {
+            name: torch.zeros(hidden_NH.shape[0], dtype=dtype, device=hidden_NH.device)
+            for name in self.FOUND
+        }
+        if self.terms.advantage is not None and self.terms.discount > 0:
+            self.rows = replace(self.rows, advantage=self._returns(hidden_NH))
+        d_hidden = torch.zeros_like(hidden_NH) if wants_hidden else None
+        d_weight = torch.zeros_like(weight_VH) if wants_weight else None
+        for rows in self._chunks():
+            chunk = self._open(hidden_NH[rows], self.rows[rows])
+            gradient_CV = chunk.finish(self.found, rows, wants_hidden or wants_weight)
+            if gradient_CV is None or self.head.num_columns == 0:
+                continue
+            columns = slice(0, self.head.num_columns)
+            if d_hidden is not None:
+                d_hidden[rows] = gradient_CV @ weight_VH[columns]
+            if d_weight is not None:
+                hidden_CH = hidden_NH[rows].to(gradient_CV.dtype)
+                torch.addmm(d_weight[columns], gradient_CV.T, hidden_CH, out=d_weight[columns])
+        if d_hidden is not None:
+            self.head.reduce_(d_hidden)
+        self.buffers.clear()
+        return d_hidden, d_weight
+
+    def _returns(self, hidden_NH: Tensor) -> Tensor:
+        """Discounted returns of the whole micro-batch: a first, forward-only pass when pi_old is
+        the present policy.
+
+        Masked tokens add nothing to the returns of those before them.
+        """
+        logprob_N = self.rows.old_logprob
+        if logprob_N is None:
+            logprob_N = torch.empty_like(self.found["logprob"])
+            for rows in self._chunks():
+                logprob_N[rows] = self._open(hidden_NH[rows], self.rows[rows]).target.logprob_C
+        terms, rows = self.terms, self.rows
+        assert terms.advantage is not None
+        values_N = terms.advantage(logprob_N, rows.teacher_logprob, rows.advantage, terms.settings)
+        values_N = values_N.masked_fill(rows.pg_weight == 0, 0)
+        return return_to_go(
+            values_N, self.batch.sample_index_N, self.batch.token_index_N, terms.discount
+        )
+
+    def _chunks(self) -> Iterator[slice]:
+        count = self.rows.targets.shape[0]
+        for start in range(0, count, self.chunk_tokens):
+            yield slice(start, min(start + self.chunk_tokens, count))
+
+    def _logits(self, name: str, head: Head, hidden_CH: Tensor) -> Tensor:
+        """Logits into a buffer that all chunks share; the last chunk may fill only part of it."""
+        buffer = self.buffers.get(name)
+        if buffer is None:
+            buffer = head.weight_VH.new_empty(hidden_CH.shape[0], head.num_columns)
+            self.buffers[name] = buffer
+        return head.logits(hidden_CH, out=buffer[: hidden_CH.shape[0]])
+
+    def _open(self, hidden_CH: Tensor, rows: Rows) -> Chunk:
+        """Logits and everything that is known of a chunk before coefficients."""
+        terms, head = self.terms, self.head
+        logits_CV = self._logits("student", head, hidden_CH)
+        reference_CV = teacher_CV = None
+        if terms.reference == "exact":
+            assert self.reference_head is not None and rows.reference_hidden is not None
+            reference_CV = self._logits("reference", self.reference_head, rows.reference_hidden)
+        if terms.teacher_logits:
+            assert self.teacher_head is not None and rows.teacher_hidden is not None
+            teacher_CV = self._logits("teacher", self.teacher_head, rows.teacher_hidden)
+
+        lookup = Lookup.of(rows.targets, terms.stop, head.vocab_size)
+        looked_up = [head.gather_columns(logits_CV, lookup.ids_CJ)]
+        support_ids = None
+        if terms.divergence == "teacher_support":
+            support_ids = rows.topk_ids
+        elif terms.divergence == "student_support":
+            support_ids = head.top_k(logits_CV, terms.top_k)[1]
+        if support_ids is not None:
+            looked_up.append(head.gather_columns(logits_CV, support_ids))
+            if teacher_CV is not None:
+                looked_up.append(head.gather_columns(teacher_CV, support_ids))
+
+        paired = (reference_CV, teacher_CV if terms.teacher_pair else None)
+        others = [x for x in paired if x is not None]
+        pairs = [local_sums(logits_CV, other, self.scale) for other in others or [None]]
+        statistics, looked_up = reduce_pairs(pairs, [bool(others)] * len(pairs), looked_up, head)
+        support = None
+        if support_ids is not None:
+            student_CK = looked_up[1] * self.scale
+            teacher_CK = looked_up[2] * self.scale if teacher_CV is not None else rows.topk_logprobs
+            support = Support.of(support_ids, student_CK, teacher_CK)
+        return Chunk(
+            head=head,
+            terms=terms,
+            rows=rows,
+            logits_CV=logits_CV,
+            reference_CV=reference_CV,
+            teacher_CV=teacher_CV if terms.teacher_pair else None,
+            reference=statistics[0] if reference_CV is not None else None,
+            teacher=statistics[-1] if terms.teacher_pair else None,
+            student=statistics[0],
+            target=lookup.read(looked_up[0] * self.scale, statistics[0].student),
+            support=support,
+        )

@@ -1,7 +1,8 @@
-"""The output head as a loss sees it: one vocabulary shard, and what it takes to treat the shards as one.
+"""The output head as a loss sees it: one vocabulary shard, and what it takes to treat the shards
+as one.
 
-Dimensions: C rows of a chunk, V columns of this rank's shard (padding excluded), J looked-up columns per row,
-H hidden size. Logits chunks are local, [C, V]; ids are global.
+Dimensions: C rows of a chunk, V columns of this rank's shard (padding excluded), J looked-up
+columns per row, H hidden size. Logits chunks are local, [C, V]; ids are global.
 Not here: any sum over the vocabulary (passes.py) and any loss (fused.py).
 """
 
@@ -20,8 +21,8 @@ from torch.distributed import ProcessGroup
 class Head:
     """One rank's shard of an output head.
 
-    Rows whose global id is vocab_size or more are padding: they are sliced off before any product, so models
-    that pad one tokenizer's vocabulary to different sizes can be compared.
+    Rows whose global id is vocab_size or more are padding: they are sliced off before any product,
+    so models that pad one tokenizer's vocabulary to different sizes can be compared.
     """
 
     weight_VH: Tensor  # [rows of this shard, H]
@@ -38,9 +39,10 @@ class Head:
         """Rows of this shard that are real vocabulary entries, >= 0."""
         return max(0, min(self.weight_VH.shape[0], self.vocab_size - self.vocab_start))
 
-    def logits(self, hidden_CH: Tensor) -> Tensor:
+    def logits(self, hidden_CH: Tensor, out: Tensor | None = None) -> Tensor:
         """Local logits [C, V] of hidden states in the weight's dtype, no temperature applied."""
-        return hidden_CH.to(self.weight_VH.dtype) @ self.weight_VH[: self.num_columns].T
+        weight_VH = self.weight_VH[: self.num_columns]
+        return torch.mm(hidden_CH.to(weight_VH.dtype), weight_VH.T, out=out)
 
     def reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """All-reduce in place over the shards; nothing to do when there is one."""
@@ -49,13 +51,13 @@ class Head:
         return tensor
 
     def local_columns(self, ids_CJ: Tensor) -> tuple[Tensor, Tensor]:
-        """Column of each id in this shard (0 where it lives elsewhere), and whether it lives here."""
+        """Column of each id in this shard (0 if it lives elsewhere), and whether it lives here."""
         columns_CJ = ids_CJ - self.vocab_start
         here_CJ = (columns_CJ >= 0) & (columns_CJ < self.num_columns)
         return columns_CJ.masked_fill(~here_CJ, 0), here_CJ
 
     def gather_columns(self, logits_CV: Tensor, ids_CJ: Tensor) -> Tensor:
-        """This shard's part of logits at ids, fp32 (fp64 for fp64) [C, J]; the sum over shards is the whole."""
+        """This shard's part of logits at ids [C, J], fp32 or fp64; summed over shards, the whole."""
         dtype = accumulation_dtype(logits_CV)
         if self.num_columns == 0:
             return torch.zeros(ids_CJ.shape, dtype=dtype, device=logits_CV.device)
@@ -71,7 +73,8 @@ class Head:
         logits_CV.scatter_add_(1, columns_CJ, values_CJ)
 
     def top_k(self, logits_CV: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k largest logits of every row over all shards: values (fp32) and global ids, [C, k] each.
+        """The k largest logits of every row over all shards: values (fp32) and global ids, [C, k]
+        each.
 
         Raises:
             ValueError: k exceeds the vocabulary.
@@ -108,12 +111,13 @@ class StopClass:
 def stop_classes(
     student_stop_ids: Sequence[int], teacher_stop_ids: Sequence[int]
 ) -> tuple[StopClass | None, StopClass | None]:
-    """The student's and the teacher's stop class; None and None where both stop on one and the same token."""
+    """Student's and teacher's stop class; None twice where both stop on one and the same token."""
     student, teacher = tuple(sorted(set(student_stop_ids))), tuple(sorted(set(teacher_stop_ids)))
     if not student or not teacher:
         raise ValueError(
-            f"a stop class needs stop ids on both sides; student has {student}, teacher has {teacher}: "
-            "set student.stop_token_ids and teacher.stop_token_ids, or objective.stop_class=false"
+            f"a stop class needs stop ids of both models; student has {student}, teacher has "
+            f"{teacher}: set student.stop_token_ids and teacher.stop_token_ids, "
+            "or objective.stop_class=false"
         )
     if student == teacher and len(student) == 1:
         return None, None
@@ -139,17 +143,19 @@ def require_same_columns(student: Head, other: Head, name: str) -> None:
         (start, stop, size), (other_start, other_stop, other_size) = ranges
         raise ValueError(
             f"this rank holds vocabulary entries {start}..{stop} of {size} for the student, but "
-            f"{other_start}..{other_stop} of {other_size} for the {name}: give both the common vocabulary size "
-            f"and re-shard the {name}'s head once with losses.fused.align_head"
+            f"{other_start}..{other_stop} of {other_size} for the {name}: give both the common "
+            f"vocabulary size and re-shard the {name}'s head once with losses.fused.align_head"
         )
 
 
 @torch.no_grad()
 def align_head(head: Head, like: Head) -> Head:
-    """A frozen head re-sharded at another head's boundaries (collective over the group, once per run).
+    """A frozen head re-sharded at another head's boundaries (collective over the group, once per
+    run).
 
-    Two models that pad one vocabulary to different sizes are cut at different rows under tensor parallelism.
-    Returns `head` itself where nothing moves; otherwise a copy of this rank's new rows. Peak memory: two shards.
+    Two models that pad one vocabulary to different sizes are cut at different rows under tensor
+    parallelism. Returns `head` itself where nothing moves; otherwise a copy of this rank's new
+    rows. Peak memory: two shards.
     """
     if head.vocab_size != like.vocab_size:
         require_same_columns(like, head, "other model")

@@ -1,0 +1,225 @@
+"""Every objective by name: which terms its loss has, which scores it needs, how its tokens are
+weighted.
+
+To add an objective: write its per-token definition in reference.py, and one line in OBJECTIVES
+that says which terms compute it. The tests hold every entry against its definition. Not here: how
+terms are computed (fused.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from stable_opd_mcore.config.load import ConfigError
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.losses import reference, weights
+from stable_opd_mcore.losses.advantages import given_with_sample, teacher_over_student
+from stable_opd_mcore.losses.fused import fused_loss
+from stable_opd_mcore.losses.head import Head, StopClass, stop_classes
+from stable_opd_mcore.losses.scores import score
+from stable_opd_mcore.losses.terms import Terms
+from stable_opd_mcore.records import LossOutput, MicroBatch, Sample, TokenWeights
+
+Scores = Literal[
+    "none", "sampled", "topk", "hidden"
+]  # each includes the ones before it, but topk and hidden
+
+# Small vocabularies go through in fewer, larger chunks than train.loss_chunk_tokens: up to this many logits.
+SMALL_CHUNK_ELEMENTS = 2**22
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of the registry."""
+
+    definition: reference.PolicyTerm | None  # the plain per-token form; None: no policy term
+    terms: Callable[[Config], Terms]
+    teacher: Scores
+    rewards: bool = False  # advantages come from graded rollouts
+
+
+OBJECTIVES: dict[str, Entry] = {
+    "sft": Entry(None, lambda config: Terms(), "none"),
+    "grpo": Entry(
+        reference.grpo, lambda config: Terms(advantage=given_with_sample), "none", rewards=True
+    ),
+    "opd": Entry(reference.opd, lambda config: Terms(advantage=teacher_over_student), "sampled"),
+    "lsm": Entry(reference.lsm, lambda config: Terms(divergence="teacher_support"), "topk"),
+    "student_topk": Entry(
+        reference.student_topk, lambda config: Terms(divergence="student_support"), "hidden"
+    ),
+    "gkd": Entry(
+        reference.gkd, lambda config: Terms(divergence=config.objective.divergence), "hidden"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A configured objective: weights for the global batch, and the loss of a micro-batch."""
+
+    name: str
+    teacher_needs: Scores  # what `microbatch.teacher` must carry
+    reference_needs: Scores  # what `microbatch.reference` must carry
+    top_k: int  # entries per row when teacher_needs is "topk"
+    needs_golden: bool  # golden solutions must be among the samples
+    needs_rewards: bool  # rollouts must be graded before weighting
+    student_stop: StopClass | None  # for scoring the student (old log-probabilities)
+    teacher_stop: StopClass | None  # for scoring the teacher; the reference is scored without
+    terms: Terms
+    config: Config
+
+    @property
+    def temperature(self) -> float:
+        """Of every log-probability that the loss compares."""
+        return self.terms.temperature
+
+    def token_weights(self, samples: Sequence[Sample]) -> list[TokenWeights]:
+        """Weights of all samples of the step (every data-parallel rank's), global normalisers
+        inside.
+
+        Raises:
+            ValueError: a rollout without reward (grpo), an off-policy prompt without golden
+            solution (gkd).
+        """
+        config = self.config
+        policy = [sample.source == "rollout" and self.name != "sft" for sample in samples]
+        if self.name == "gkd" and config.objective.on_policy_fraction < 1:
+            policy = weights.on_policy_share(samples, config.objective.on_policy_fraction)
+        advantages = None
+        if self.needs_rewards:
+            advantages = weights.group_advantages(samples, config.objective.std_normalise)
+        return weights.token_weights(
+            samples,
+            policy=policy,
+            aggregation=config.aggregation,
+            max_new_tokens=config.sampling.max_new_tokens,
+            beta=config.kl.beta,
+            sft_weight=1.0 if self.name == "sft" else config.mixture.lambda_,
+            advantages=advantages,
+        )
+
+    def __call__(
+        self,
+        hidden_NH: Tensor,
+        head: Head,
+        microbatch: MicroBatch,
+        *,
+        teacher_head: Head | None = None,
+        reference_head: Head | None = None,
+    ) -> LossOutput:
+        """The summed loss of one micro-batch, differentiable in hidden_NH and head.weight_VH.
+
+        Args:
+            hidden_NH: the student's last hidden states of the scored rows:
+            hidden_TH.index_select(0, rows_N). head: the student's output head, this rank's shard.
+            teacher_head: where teacher_needs is "hidden"; cut at the student's shard boundaries
+            (align_head). reference_head: where reference_needs is "hidden".
+
+        Raises:
+            ValueError: scores are missing or heads do not fit, naming which.
+        """
+        return fused_loss(
+            hidden_NH,
+            head,
+            microbatch,
+            self.terms,
+            teacher_head=teacher_head,
+            reference_head=reference_head,
+            chunk_tokens=self.chunk_tokens(head),
+        )
+
+    def old_logprobs(self, hidden_NH: Tensor, head: Head, microbatch: MicroBatch) -> Tensor:
+        """The present policy's log-probabilities [N], to keep as old_logprob_N for later minibatches."""
+        found = score(
+            hidden_NH,
+            head,
+            microbatch.targets_N,
+            temperature=self.temperature,
+            stop=self.student_stop,
+            chunk_tokens=self.chunk_tokens(head),
+        )
+        return found.logprob_N
+
+    def chunk_tokens(self, head: Head) -> int:
+        """Rows per chunk: train.loss_chunk_tokens, more where the vocabulary is small."""
+        return max(
+            self.config.train.loss_chunk_tokens, SMALL_CHUNK_ELEMENTS // max(1, head.vocab_size)
+        )
+
+
+def build_objective(
+    config: Config, student_stop_ids: Sequence[int], teacher_stop_ids: Sequence[int] | None
+) -> Objective:
+    """The objective of a run.
+
+    Args:
+        student_stop_ids: all ids that end a student's response.
+        teacher_stop_ids: all ids that end a teacher's response; None without a teacher.
+
+    Raises:
+        ConfigError: an unknown name, or options that do not go together.
+    """
+    settings = config.objective
+    if settings.name not in OBJECTIVES:
+        raise ConfigError(
+            f"objective.name={settings.name!r}: expected one of {', '.join(OBJECTIVES)}"
+        )
+    entry = OBJECTIVES[settings.name]
+    _check(config, entry)
+    student_stop = teacher_stop = None
+    if settings.stop_class and entry.teacher != "none" and teacher_stop_ids is not None:
+        student_stop, teacher_stop = stop_classes(student_stop_ids, teacher_stop_ids)
+    terms = replace(
+        entry.terms(config),
+        settings=settings.advantage,
+        clip=settings.clip,
+        discount=settings.discount,
+        jsd_beta=settings.jsd_beta,
+        top_k=settings.top_k,
+        reference=config.kl.estimator if config.kl.beta else "none",
+        temperature=config.sampling.temperature,
+        stop=student_stop,
+    )
+    reference_needs: dict[str, Scores] = {"none": "none", "k3": "sampled", "exact": "hidden"}
+    return Objective(
+        name=settings.name,
+        teacher_needs="hidden" if terms.teacher_logits else entry.teacher,
+        reference_needs=reference_needs[terms.reference],
+        top_k=settings.top_k,
+        needs_golden=settings.name == "sft"
+        or config.mixture.lambda_ > 0
+        or (settings.name == "gkd" and settings.on_policy_fraction < 1),
+        needs_rewards=entry.rewards,
+        student_stop=student_stop,
+        teacher_stop=teacher_stop,
+        terms=terms,
+        config=config,
+    )
+
+
+def _check(config: Config, entry: Entry) -> None:
+    """Refuse options that the named objective would ignore."""
+    settings, name = config.objective, config.objective.name
+    from_teacher = entry.terms(config).advantage is teacher_over_student
+    if entry.teacher != "none" and config.teacher is None:
+        raise ConfigError(f"objective.name={name} needs a teacher: set teacher.path")
+    for option, given in (
+        ("discount", settings.discount > 0),
+        ("advantage.control_variate", settings.advantage.control_variate),
+        ("advantage.power", settings.advantage.power is not None),
+    ):
+        if given and not from_teacher:
+            raise ConfigError(
+                f"objective.{option} has no meaning for objective.name={name}: drop it"
+            )
+    if settings.on_policy_fraction < 1 and name != "gkd":
+        raise ConfigError(
+            f"objective.on_policy_fraction={settings.on_policy_fraction} is gkd's, not {name}'s: "
+            "drop it, or set objective.name=gkd"
+        )

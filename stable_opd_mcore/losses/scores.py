@@ -1,0 +1,124 @@
+"""What a model says of the scored rows, forward only and in chunks: log-probabilities, entropy,
+top-K, overlap.
+
+Teacher, reference and student all go through here; nothing of size [N, V] is kept. Not here:
+gradients (fused.py). N scored rows, K entries of a top-K list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stable_opd_mcore.losses.head import Head, StopClass, accumulation_dtype
+from stable_opd_mcore.losses.lookup import Lookup
+from stable_opd_mcore.losses.passes import local_sums, reduce_pairs
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """One model's scores at the sampling temperature."""
+
+    logprob_N: (
+        Tensor  # fp32; of the stop class where the target is a stop token and a class was given
+    )
+    entropy_N: Tensor  # fp32
+    topk_ids_NK: Tensor | None = None  # int64, most probable first
+    topk_logprobs_NK: Tensor | None = None  # fp32, of the full softmax
+
+
+@torch.no_grad()
+def score(
+    hidden_NH: Tensor,
+    head: Head,
+    targets_N: Tensor,
+    *,
+    temperature: float,
+    stop: StopClass | None = None,
+    top_k: int | None = None,
+    chunk_tokens: int = 1024,
+) -> TokenScores:
+    """Score targets under log-softmax(hidden @ weight.T / temperature). Collective over head.group.
+
+    Args:
+        hidden_NH: last hidden states of the scored rows.
+        targets_N: int64 token ids.
+        stop: this model's stop class (objective.student_stop or .teacher_stop), None for the plain
+        token. top_k: also return the K most probable tokens.
+
+    Raises:
+        ValueError: row counts differ, or top_k exceeds the vocabulary.
+    """
+    count = targets_N.shape[0]
+    if hidden_NH.shape[0] != count:
+        raise ValueError(
+            f"{hidden_NH.shape[0]} hidden states for {count} targets: select the scored rows"
+        )
+    dtype = accumulation_dtype(head.weight_VH)
+    logprob_N, entropy_N = hidden_NH.new_empty(2, count, dtype=dtype)
+    ids_NK = logprobs_NK = None
+    if top_k is not None:
+        ids_NK = targets_N.new_empty(count, top_k)
+        logprobs_NK = hidden_NH.new_empty(count, top_k, dtype=dtype)
+    scale = 1.0 / temperature
+    buffer_CV = head.weight_VH.new_empty(min(count, chunk_tokens), head.num_columns)
+    for start in range(0, count, chunk_tokens):
+        rows = slice(start, min(start + chunk_tokens, count))
+        logits_CV = head.logits(hidden_NH[rows], out=buffer_CV[: rows.stop - start])
+        lookup = Lookup.of(targets_N[rows], stop, head.vocab_size)
+        looked_up = [head.gather_columns(logits_CV, lookup.ids_CJ)]
+        pairs = [local_sums(logits_CV, None, scale)]
+        (statistics,), (target_CJ,) = reduce_pairs(pairs, [False], looked_up, head)
+        logprob_N[rows] = lookup.read(target_CJ * scale, statistics.student).logprob_C
+        entropy_N[rows] = statistics.entropy_C
+        if ids_NK is not None and logprobs_NK is not None:
+            values_CK, ids_NK[rows] = head.top_k(logits_CV, ids_NK.shape[1])
+            student = statistics.student
+            shifted_CK = values_CK * scale - student.maximum_C[:, None]
+            logprobs_NK[rows] = shifted_CK - student.log_sum_C[:, None]
+    return TokenScores(logprob_N, entropy_N, ids_NK, logprobs_NK)
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How far student and teacher look at the same tokens (METHOD §5), per row."""
+
+    ratio_N: Tensor  # |S_student and S_teacher| / K
+    student_mass_N: Tensor  # the student's probability on the intersection
+    teacher_mass_N: Tensor  # the teacher's
+    advantage_N: (
+        Tensor  # E_p[log q - log p], both renormalised on the intersection; 0 where it is empty
+    )
+    entropy_gap_N: Tensor  # |H(teacher) - H(student)|
+
+
+def overlap(student: TokenScores, teacher: TokenScores) -> Overlap:
+    """Compare two top-K lists of equal K and the entropies; ids are unique within a row.
+
+    Raises:
+        ValueError: a side was scored without top_k, or the lists differ in size.
+    """
+    p_ids, p_logprobs = student.topk_ids_NK, student.topk_logprobs_NK
+    q_ids, q_logprobs = teacher.topk_ids_NK, teacher.topk_logprobs_NK
+    if p_ids is None or p_logprobs is None or q_ids is None or q_logprobs is None:
+        raise ValueError("overlap needs both models scored with top_k")
+    if p_ids.shape != q_ids.shape:
+        raise ValueError(f"top-k lists of shape {tuple(p_ids.shape)} and {tuple(q_ids.shape)}")
+    same_NKK = p_ids[:, :, None] == q_ids[:, None, :]
+    shared_NK = same_NKK.any(2)
+    log_q = torch.einsum("nij,nj->ni", same_NKK.to(q_logprobs.dtype), q_logprobs)
+    log_p = p_logprobs.masked_fill(~shared_NK, -torch.inf)
+    log_q = log_q.masked_fill(~shared_NK, -torch.inf)
+    found_N = shared_NK.any(1)
+    p_NK = log_p.masked_fill(~found_N[:, None], 0).softmax(1)
+    gap_NK = (log_q - log_q.logsumexp(1, keepdim=True)) - (log_p - log_p.logsumexp(1, keepdim=True))
+    advantage_N = (p_NK * gap_NK.masked_fill(~shared_NK, 0)).sum(1)
+    return Overlap(
+        ratio_N=shared_NK.to(p_logprobs.dtype).mean(1),
+        student_mass_N=log_p.exp().sum(1),
+        teacher_mass_N=log_q.exp().sum(1),
+        advantage_N=advantage_N,
+        entropy_gap_N=(teacher.entropy_N - student.entropy_N).abs(),
+    )

@@ -1,0 +1,210 @@
+"""Small random micro-batches and heads for the loss tests, and the definition evaluated on them in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stable_opd_mcore.config.load import parse_config
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.losses.fused import Head
+from stable_opd_mcore.losses.objectives import OBJECTIVES, Objective, build_objective
+from stable_opd_mcore.losses.reference import Components, class_logprob, objective_loss
+from stable_opd_mcore.records import MicroBatch, ReferenceScores, TeacherScores
+
+STUDENT_STOP, TEACHER_STOP = (1,), (2,)
+
+
+def make_config(**changes: Any) -> Config:
+    """A config with dotted changes, keys written with double underscores: objective__name="lsm"."""
+    values: dict[str, Any] = {
+        "run": {"name": "test"},
+        "student": {"architecture": {}},
+        "teacher": {"architecture": {}},
+        "tokenizer": {"path": "synthetic"},
+        "data": {"train": {"path": "synthetic:arithmetic"}},
+    }
+    for key, value in changes.items():
+        node = values
+        *path, leaf = key.split("__")
+        for part in path:
+            node = node.setdefault(part, {})
+        node[leaf] = value
+    return parse_config(values, "test")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One micro-batch with everything any objective may ask for, in float64."""
+
+    objective: Objective
+    hidden_NH: Tensor
+    weight_VH: Tensor
+    teacher_hidden_NH: Tensor
+    teacher_weight_VH: Tensor
+    reference_hidden_NH: Tensor
+    reference_weight_VH: Tensor
+    batch: MicroBatch
+
+
+def make_case(
+    config: Config,
+    rows: int = 13,
+    vocab: int = 31,
+    *,
+    seed: int = 0,
+    spread: float = 1.5,
+    stop_ids: tuple[tuple[int, ...], tuple[int, ...]] = (STUDENT_STOP, TEACHER_STOP),
+    old: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> Case:
+    """Random hidden states and heads (three hidden sizes); a third of the rows golden, some masked.
+
+    dtype: values are rounded to it first, so that a low-precision run and its float64 oracle see
+    the same numbers.
+    """
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        x = torch.randn(*shape, generator=draw, dtype=torch.float64) * scale
+        return x.to(dtype).double()
+
+    objective = build_objective(config, *stop_ids)
+    hidden, teacher, reference = normal(rows, 8), normal(rows, 6), normal(rows, 5)
+    heads = [normal(vocab, size, scale=spread / size**0.5) for size in (8, 6, 5)]
+    targets = torch.randint(vocab, (rows,), generator=draw)
+    targets[::4] = min(1, vocab - 1)
+    targets[1::5] = min(2, vocab - 1)
+    golden = torch.arange(rows) % 3 == 2
+    masked = torch.arange(rows) % 7 == 3
+    temperature = config.sampling.temperature
+    log_q = (teacher @ heads[1].T / temperature).log_softmax(-1)
+    log_r = (reference @ heads[2].T / temperature).log_softmax(-1)
+    log_p = (hidden @ heads[0].T / temperature).log_softmax(-1)
+    top_k = min(objective.top_k, vocab)
+    top = log_q.topk(top_k, dim=1)
+    weight = torch.rand(3, rows, generator=draw, dtype=torch.float64) + 0.1
+    old_logprob = class_logprob(log_p, targets, objective.student_stop)
+    old_logprob = old_logprob + 0.3 * torch.randn(rows, generator=draw, dtype=torch.float64)
+    batch = MicroBatch(
+        tokens_T=torch.zeros(rows + 2, dtype=torch.int64),
+        positions_T=torch.arange(rows + 2),
+        cu_seqlens=torch.tensor([0, rows + 2], dtype=torch.int32),
+        max_seqlen=rows + 2,
+        rows_N=torch.arange(rows),
+        targets_N=targets,
+        sample_index_N=torch.arange(rows) // 4,
+        token_index_N=torch.arange(rows) % 4,
+        pg_weight_N=weight[0].masked_fill(golden | masked, 0),
+        kl_weight_N=weight[1].masked_fill(golden, 0) * config.kl.beta,
+        sft_weight_N=weight[2].masked_fill(~golden, 0),
+        rollout_logprob_N=old_logprob,
+        repetitive_N=torch.zeros(rows, dtype=torch.bool),
+        given_advantage_N=normal(rows),
+        old_logprob_N=old_logprob if old else None,
+        teacher=TeacherScores(
+            sampled_logprob_N=class_logprob(log_q, targets, objective.teacher_stop),
+            topk_ids_NK=top.indices,
+            topk_logprobs_NK=top.values,
+            hidden_NH=teacher,
+        ),
+        reference=ReferenceScores(
+            sampled_logprob_N=log_r.gather(1, targets[:, None])[:, 0], hidden_NH=reference
+        ),
+    )
+    return Case(objective, hidden, heads[0], teacher, heads[1], reference, heads[2], batch)
+
+
+def cast_batch(batch: MicroBatch, dtype: torch.dtype, hidden_dtype: torch.dtype) -> MicroBatch:
+    """The micro-batch with per-token numbers in dtype and hidden states in hidden_dtype."""
+
+    def cast(record):
+        changes = {}
+        for name, value in vars(record).items():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                changes[name] = value.to(hidden_dtype if name == "hidden_NH" else dtype)
+            elif isinstance(value, TeacherScores | ReferenceScores):
+                changes[name] = cast(value)
+        return replace(record, **changes)
+
+    return cast(batch)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Loss, its components, and both gradients, in float64."""
+
+    loss: Tensor
+    pg: Tensor
+    kl: Tensor
+    sft: Tensor
+    d_hidden: Tensor
+    d_weight: Tensor
+
+
+def run_fused(
+    case: Case,
+    dtype: torch.dtype = torch.float64,
+    padding: int = 0,
+    objective: Objective | None = None,
+    group: torch.distributed.ProcessGroup | None = None,
+) -> Result:
+    """The fused path, padded with garbage vocabulary rows, on one shard or on this rank's of the group."""
+    objective = objective or case.objective
+    vocab = case.weight_VH.shape[0]
+    hidden = case.hidden_NH.to(dtype, copy=True).requires_grad_()
+    heads = []
+    for index, weight in enumerate(
+        (case.weight_VH, case.teacher_weight_VH, case.reference_weight_VH)
+    ):
+        whole = torch.cat([weight, torch.full((padding, weight.shape[1]), 30.0 + index)])
+        start, shard = 0, whole
+        if group is not None:
+            shard = whole.chunk(group.size())[group.rank()]
+            start = group.rank() * -(-len(whole) // group.size())
+        heads.append(Head(shard.to(dtype).clone(), start, vocab, group))
+    heads[0].weight_VH.requires_grad_()
+    fp = torch.float64 if dtype == torch.float64 else torch.float32
+    batch = cast_batch(case.batch, fp, dtype)
+    out = objective(hidden, heads[0], batch, teacher_head=heads[1], reference_head=heads[2])
+    out.loss.backward()
+    assert hidden.grad is not None and heads[0].weight_VH.grad is not None
+    parts = (out.loss.detach(), out.pg, out.kl, out.sft, hidden.grad, heads[0].weight_VH.grad)
+    return Result(*(part.double() for part in parts))
+
+
+def run_reference(case: Case) -> Result:
+    """The definition, float64."""
+    hidden = case.hidden_NH.clone().requires_grad_()
+    weight = case.weight_VH.clone().requires_grad_()
+    parts: Components = objective_loss(
+        OBJECTIVES[case.objective.name].definition,
+        case.objective.config,
+        case.batch,
+        hidden @ weight.T,
+        case.teacher_hidden_NH @ case.teacher_weight_VH.T,
+        case.reference_hidden_NH @ case.reference_weight_VH.T,
+        case.objective.student_stop,
+    )
+    parts.loss.backward()
+    assert hidden.grad is not None and weight.grad is not None
+    sums = (parts.loss, parts.pg, parts.kl, parts.sft)
+    return Result(*(x.detach() for x in sums), hidden.grad, weight.grad)
+
+
+def assert_close(found: Result, expected: Result, tolerance: float) -> None:
+    """Relative to the largest entry of each; no NaN anywhere."""
+    for name in ("loss", "pg", "kl", "sft", "d_hidden", "d_weight"):
+        a, b = getattr(found, name), getattr(expected, name)
+        assert torch.isfinite(a).all(), f"{name} is not finite"
+        a = a[: len(b)] if name == "d_weight" else a
+        if b.numel() == 0:
+            continue
+        scale = max(b.abs().max().item(), 1e-6)
+        if name in ("loss", "pg", "kl", "sft"):
+            scale = max(scale, 0.1)
+        error = (a - b).abs().max().item() / scale
+        assert error <= tolerance, f"{name}: relative error {error:.2e} > {tolerance:.0e}"
