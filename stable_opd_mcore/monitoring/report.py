@@ -1,0 +1,172 @@
+"""One self-contained HTML page for one run, or for several laid over each other.
+
+    write_report(["runs/opd", "runs/stable_opd"], "report.html")
+
+It holds the paper's Figures 2-4 and the other curves, a table of outcomes, the settings in which
+the runs differ, and rollouts to read. The plotting library is inside the page; nothing is fetched
+when it is opened, and the page's own policy forbids it. Everything read from the runs is escaped.
+
+Not a live dashboard (that is TensorBoard), and it changes nothing in the runs.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from plotly.offline import get_plotlyjs
+
+from stable_opd_mcore.monitoring import tables
+from stable_opd_mcore.monitoring.figures import FIGURES, Row, draw, style
+from stable_opd_mcore.monitoring.sinks import METRICS_FILE, read_metrics
+
+TEMPLATES = Path(__file__).with_name("templates")
+
+
+@dataclass(frozen=True)
+class ReportRun:
+    """A run and how the report names it.
+
+    Runs of one section share its figures. Runs of one section with one label (an arm's seeds) share
+    a colour and a legend entry; a label keeps its colour in every section.
+    """
+
+    directory: Path
+    label: str
+    section: str = ""
+
+
+def write_report(
+    runs: Sequence[str | Path | ReportRun],
+    output: str | Path,
+    *,
+    title: str = "On-policy distillation",
+    summary: Sequence[Mapping[str, Any]] = (),
+    captions: Mapping[str, str] | None = None,
+) -> Path:
+    """Write the report of `runs` to `output`, whole or not at all, and return its path.
+
+    Args:
+        runs: run directories (labelled by their names), or `ReportRun`s with labels and sections.
+        output: the HTML file; its directory is made.
+        title: the page's heading.
+        summary: flat records for a table of their own at the top, e.g. `arms` of a summary.json.
+        captions: section -> a sentence under its heading.
+
+    Raises:
+        ValueError: no runs; or a run without metrics.jsonl, with a malformed row there, or with a
+            malformed config or rollout file. Names file and line.
+    """
+    named = _named(runs)
+    if not named:
+        raise ValueError("no runs to report on: give at least one run directory")
+    rows = {run.directory: read_metrics(run.directory / METRICS_FILE) for run in named}
+    styles = {
+        label: style(index) for index, label in enumerate(dict.fromkeys(run.label for run in named))
+    }
+    sections = [
+        _section(name, [run for run in named if run.section == name], rows, styles)
+        for name in dict.fromkeys(run.section for run in named)
+    ]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page = environment.get_template("page.html.j2").render(
+        title=tables.printable(title),
+        plotly=_script(get_plotlyjs()),
+        data=_json_script([section.pop("drawn") for section in sections]),
+        sections=sections,
+        summary=tables.table_of_records(summary) if summary else None,
+        captions=captions or {},
+    )
+    return _write(Path(output), page)
+
+
+def _named(runs: Sequence[str | Path | ReportRun]) -> list[ReportRun]:
+    """Directories as runs labelled by their names; by parent/name where names repeat."""
+    paths = [Path(run).resolve() for run in runs if not isinstance(run, ReportRun)]
+    names = [path.name for path in paths]
+    named = []
+    for run in runs:
+        if isinstance(run, ReportRun):
+            named.append(run)
+            continue
+        path = Path(run).resolve()
+        repeated = names.count(path.name) > 1
+        label = f"{path.parent.name}/{path.name}" if repeated else path.name
+        named.append(ReportRun(Path(run), label))
+    return named
+
+
+def _section(
+    name: str,
+    runs: Sequence[ReportRun],
+    rows: Mapping[Path, Sequence[Row]],
+    styles: Mapping[str, Mapping[str, str]],
+) -> dict[str, Any]:
+    """What the template shows of one section, and under "drawn" what its script draws."""
+    labelled = [(run.label, rows[run.directory]) for run in runs]
+    drawn = [figure for figure in (draw(figure, labelled) for figure in FIGURES) if figure]
+    labels = list(dict.fromkeys(run.label for run in runs))
+    first_of_label = {run.label: run.directory for run in reversed(runs)}
+    return {
+        "name": tables.printable(name),
+        "seeds": len(labels) < len(runs),
+        "labels": [{"name": tables.printable(label), **styles[label]} for label in labels],
+        "figures": drawn,
+        "outcomes": tables.outcome_table(labelled),
+        "differences": tables.config_differences([(run.label, run.directory) for run in runs]),
+        "samples": [
+            {"label": tables.printable(label), "style": styles[label], "rollouts": samples}
+            for label in labels
+            if (
+                samples := tables.sample_rollouts(
+                    first_of_label[label], rows[first_of_label[label]]
+                )
+            )
+        ],
+        "drawn": {
+            "figures": [[_for_script(panel) for panel in figure["panels"]] for figure in drawn],
+            "styles": [[label, styles[label]] for label in labels],
+        },
+    }
+
+
+def _for_script(panel: Mapping[str, Any]) -> dict[str, Any]:
+    """A panel as the script wants it. Plotly reads markup in names: theirs is escaped."""
+    curves = [
+        {**curve, "name": html.escape(tables.printable(curve["label"]))}
+        for curve in panel["curves"]
+    ]
+    return {"key": panel["key"], "unit": panel["unit"], "share": panel["share"], "curves": curves}
+
+
+def _json_script(data: Any) -> str:
+    """JSON that may stand inside a <script>: no "<" can end or open an element."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _script(code: str) -> str:
+    assert "</script" not in code.lower(), "the plotting library would end its own element"
+    return code
+
+
+def _write(output: Path, page: str) -> Path:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
+    with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
+        file.write(page)
+    os.chmod(temporary, 0o644)
+    os.replace(temporary, output)
+    return output
