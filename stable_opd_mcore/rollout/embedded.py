@@ -1,0 +1,317 @@
+"""Rollouts from the student's own Megatron chunks: no second copy of the weights, nothing to
+synchronise.
+
+Each distinct prompt of a batch is run once; its keys and values are then repeated for its
+samples, and all rows are decoded one token a step. Rows that have finished leave the batch. The
+noise of a token depends on its coordinates only (noise.py), so neither batch size, nor
+neighbours, nor the parallel layout change what is drawn.
+
+Megatron runs the chunks in its static inference mode, with one replacement: attention keeps keys
+and values in KVCache. Megatron's own static cache rotates every cached key again at each step
+(2.4 times the whole step's cost at 4 layers of 256), has no mask for padding after the prompt,
+and cannot drop rows.
+
+Ordering: weights are read where they lie, so `publish` only stamps the version. Not here:
+servers, weight transfer. Letters: P prompts, R rollouts of one batch, B rows still running, T
+prompt slots, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stable_opd_mcore.models.build import HiddenStatesGPTModel, output_head
+from stable_opd_mcore.models.families import rotary_frequencies
+from stable_opd_mcore.parallel import megatron_cpu
+from stable_opd_mcore.parallel.world import World
+from stable_opd_mcore.records import FinishReason, Prompt, Rollout
+from stable_opd_mcore.rollout.base import Sampling, check_prompts
+from stable_opd_mcore.rollout.kv_cache import KVCache
+from stable_opd_mcore.rollout.noise import row_key, sample_tokens, uniforms
+
+megatron_cpu.install()
+
+from megatron.core.inference.contexts import StaticInferenceContext  # noqa: E402
+from megatron.core.transformer.attention import SelfAttention  # noqa: E402
+from megatron.core.utils import unwrap_model  # noqa: E402
+
+# Finished rows are dropped when no more than this share of the batch is still running.
+_COMPACT_BELOW = 0.75
+
+
+class EmbeddedEngine:
+    """A `RolloutEngine` over the model chunks that are being trained.
+
+    Args:
+        chunks: this rank's chunks, gradient wrapper or not.
+        world: this rank's place.
+        decode: token ids (no stop token) to text.
+        vocab_size: of the tokenizer both student and teacher use; larger ids are never drawn.
+        max_rows: responses decoded at once; more are drawn in turns.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        world: World,
+        decode: Callable[[Sequence[int]], str],
+        *,
+        vocab_size: int,
+        max_rows: int = 256,
+    ):
+        self.weight_version = 0
+        self._chunks: list[HiddenStatesGPTModel] = unwrap_model(list(chunks))
+        self._head = output_head(self._chunks)
+        self._world = world
+        self._decode = decode
+        self._vocab_size = vocab_size
+        self._max_rows = max_rows
+        self._window: int = self._chunks[0].max_sequence_length
+        self._attentions = [
+            module
+            for chunk in self._chunks
+            for module in chunk.modules()
+            if isinstance(module, SelfAttention)
+        ]
+        # Only its type matters: it puts Megatron's model into inference; the memory is KVCache's.
+        self._context = StaticInferenceContext(max_rows, self._window)
+
+    def publish(self, weight_version: int) -> None:
+        """Stamp the rollouts to come; the weights themselves are the student's."""
+        self.weight_version = weight_version
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int
+    ) -> list[Rollout]:
+        """See `RolloutEngine.generate`. All ranks of the replica call it together."""
+        check_prompts(prompts, sampling, vocab_size=self._vocab_size, window=self._window)
+        rows = [(prompt, sample) for prompt in prompts for sample in range(sampling.num_samples)]
+        rollouts: list[Rollout] = []
+        with _inference_mode(self._chunks, self._attentions):
+            for start in range(0, len(rows), self._max_rows):
+                rollouts += self._draw(rows[start : start + self._max_rows], sampling, step)
+        return rollouts
+
+    def _draw(
+        self, rows: Sequence[tuple[Prompt, int]], sampling: Sampling, step: int
+    ) -> list[Rollout]:
+        """Decode `rows` (prompt, sample index) together."""
+        device = self._world.device
+        prompts: list[Prompt] = []
+        prompt_of_row: list[int] = []
+        for prompt, _ in rows:  # samples of one prompt stand side by side
+            if not prompts or prompts[-1] is not prompt:
+                prompts.append(prompt)
+            prompt_of_row.append(len(prompts) - 1)
+        keys = [row_key(sampling.seed, step, prompt.prompt_id, sample) for prompt, sample in rows]
+        tokens_RL, logprobs_RL = self._decode_rows(
+            prompts,
+            torch.tensor(prompt_of_row, device=device),
+            torch.tensor(keys, dtype=torch.int64, device=device),
+            sampling,
+        )
+        lengths = _lengths(tokens_RL, sampling.stop_token_ids)
+        return [
+            self._rollout(prompt, sample, tokens, logprobs, length, stopped)
+            for (prompt, sample), tokens, logprobs, (length, stopped) in zip(
+                rows, tokens_RL.tolist(), logprobs_RL.tolist(), lengths, strict=True
+            )
+        ]
+
+    def _rollout(
+        self,
+        prompt: Prompt,
+        sample: int,
+        tokens: list[int],
+        logprobs: list[float],
+        length: int,
+        stopped: bool,
+    ) -> Rollout:
+        reason: FinishReason = "stop" if stopped else "length"
+        return Rollout(
+            prompt=prompt,
+            sample_index=sample,
+            token_ids=tuple(tokens[:length]),
+            rollout_logprobs=tuple(logprobs[:length]),
+            finish_reason=reason,
+            weight_version=self.weight_version,
+            text=self._decode(tokens[: length - 1] if stopped else tokens[:length]),
+        )
+
+    def _decode_rows(
+        self, prompts: Sequence[Prompt], prompt_of_row_R: Tensor, keys_R: Tensor, sampling: Sampling
+    ) -> tuple[Tensor, Tensor]:
+        """The decode loop: tokens and log-probabilities [R, L], void after a row's stop token."""
+        num_rows, device = len(keys_R), self._world.device
+        tokens_RL = torch.zeros(num_rows, sampling.max_new_tokens, dtype=torch.int64, device=device)
+        logprobs_RL = torch.zeros(num_rows, sampling.max_new_tokens, device=device)
+        stop_ids = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
+
+        cache = self._new_cache(prompts, sampling.max_new_tokens)
+        hidden_BH = self._forward(_left_padded(prompts, device), cache)
+        if len(prompts) < num_rows:
+            cache.select(prompt_of_row_R)
+            hidden_BH = None if hidden_BH is None else hidden_BH[prompt_of_row_R]
+
+        running_B, keys_B = torch.arange(num_rows, device=device), keys_R
+        done_B = torch.zeros(num_rows, dtype=torch.bool, device=device)
+        for position in range(sampling.max_new_tokens):
+            tokens_B, logprobs_B = self._sample(hidden_BH, keys_B, position, sampling)
+            tokens_RL[running_B, position] = tokens_B
+            logprobs_RL[running_B, position] = logprobs_B
+            done_B = done_B | (tokens_B[:, None] == stop_ids).any(dim=1)
+            if position + 1 == sampling.max_new_tokens:
+                break
+            num_running = len(done_B) - int(done_B.sum())
+            if num_running == 0:
+                break
+            if num_running <= _COMPACT_BELOW * len(done_B):
+                alive = (~done_B).nonzero()[:, 0]
+                cache.select(alive)
+                running_B, keys_B, tokens_B, done_B = (
+                    x[alive] for x in (running_B, keys_B, tokens_B, done_B)
+                )
+            hidden_BH = self._forward(tokens_B[:, None], cache)
+        return tokens_RL, logprobs_RL
+
+    def _new_cache(self, prompts: Sequence[Prompt], max_new_tokens: int) -> KVCache:
+        """An empty cache for `prompts`, which every attention of the chunks uses from now on."""
+        chunk = self._chunks[0]
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        positions_P = torch.arange(max(lengths) + max_new_tokens, dtype=torch.float32)
+        angles_PD = torch.outer(positions_P, rotary_frequencies(chunk.architecture))
+        cache = KVCache(lengths, angles_PD.to(self._world.device), chunk.config.params_dtype)
+        for attention in self._attentions:
+            attention.forward = partial(_attention_forward, attention, cache)
+        return cache
+
+    def _forward(self, tokens_BT: Tensor, cache: KVCache) -> Tensor | None:
+        """Run new tokens through all stages: last hidden states [B, H] on the last, else None."""
+        batch, num_tokens = tokens_BT.shape
+        output: Tensor | None = None
+        positions_BT = cache.begin(num_tokens)
+        for chunk in self._chunks:
+            if not chunk.pre_process:
+                shape = (num_tokens, batch, chunk.config.hidden_size)
+                received = torch.empty(
+                    shape, dtype=chunk.config.params_dtype, device=tokens_BT.device
+                )
+                _receive(received, self._world)
+                chunk.set_input_tensor(received)
+            output = chunk(tokens_BT, positions_BT, None, inference_context=self._context)
+            if not chunk.post_process:
+                _send(output, self._world)
+        cache.end()
+        return output[-1] if self._world.is_last_stage and output is not None else None
+
+    def _sample(
+        self, hidden_BH: Tensor | None, keys_B: Tensor, position: int, sampling: Sampling
+    ) -> tuple[Tensor, Tensor]:
+        """Draw on the last stage, tell every rank of the replica: tokens_B, logprobs_B."""
+        drawn_2B = torch.empty(2, len(keys_B), dtype=torch.float64, device=keys_B.device)
+        if hidden_BH is not None:
+            tokens_B, logprobs_B = sample_tokens(
+                self._logits(hidden_BH),
+                sampling.temperature,
+                sampling.top_p,
+                uniforms(keys_B, position),
+            )
+            if self._world.model_group.size() == 1:
+                return tokens_B, logprobs_B
+            drawn_2B = torch.stack((tokens_B.double(), logprobs_B.double()))
+        # One rank decides: reductions of other ranks need not round alike on every device.
+        source = (self._world.pipeline_size - 1) * self._world.tensor_size
+        dist.broadcast(drawn_2B, group=self._world.model_group, group_src=source)
+        return drawn_2B[0].long(), drawn_2B[1].float()
+
+    def _logits(self, hidden_BH: Tensor) -> Tensor:
+        """fp32 logits over the common vocabulary [B, V], gathered over the head's shards."""
+        head = self._head
+        assert head is not None
+        logits_BV = hidden_BH @ head.weight_VH.t()
+        if head.group is not None and head.group.size() > 1:
+            shards = [torch.empty_like(logits_BV) for _ in range(head.group.size())]
+            dist.all_gather(shards, logits_BV.contiguous(), group=head.group)
+            logits_BV = torch.cat(shards, dim=1)
+        return logits_BV[:, : self._vocab_size].float()
+
+
+def _left_padded(prompts: Sequence[Prompt], device: torch.device) -> Tensor:
+    """Prompt ids [P, T], int64, each prompt's last token in the last column."""
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    rows = [(0,) * (longest - len(prompt.token_ids)) + prompt.token_ids for prompt in prompts]
+    return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+def _lengths(tokens_RL: Tensor, stop_ids: Sequence[int]) -> list[tuple[int, bool]]:
+    """Per row: response length with its stop token, and whether there was one."""
+    is_stop_RL = torch.isin(
+        tokens_RL, torch.tensor(stop_ids, dtype=torch.int64, device=tokens_RL.device)
+    )
+    first_R = is_stop_RL.int().argmax(dim=1)
+    return [
+        (first + 1, True) if stopped else (tokens_RL.shape[1], False)
+        for first, stopped in zip(first_R.tolist(), is_stop_RL.any(dim=1).tolist(), strict=True)
+    ]
+
+
+def _attention_forward(
+    attention: SelfAttention, cache: KVCache, hidden_TBH: Tensor, **_: Any
+) -> tuple[Tensor, Any]:
+    """What Megatron's attention does when it decodes, `cache` its memory: output and its bias."""
+    q_TBQD, k_TBGD, v_TBGD = attention.get_query_key_value_tensors(hidden_TBH)
+    mixed_TBE = cache.attend(
+        attention.layer_number, q_TBQD, k_TBGD, v_TBGD, attention.config.softmax_scale
+    )
+    return attention.linear_proj(mixed_TBE)
+
+
+@contextmanager
+def _inference_mode(
+    chunks: Sequence[HiddenStatesGPTModel], attentions: Sequence[SelfAttention]
+) -> Iterator[None]:
+    """Evaluation mode without sequence parallelism: one token cannot be cut over ranks.
+
+    Everything is as before afterwards, the attentions' own forward included.
+    """
+    training = [chunk.training for chunk in chunks]
+    flags: list[tuple[Any, str]] = []
+    for chunk in chunks:
+        for module in chunk.modules():
+            for owner in (module, getattr(module, "config", None)):
+                for name in (
+                    "sequence_parallel",
+                    "scatter_to_sequence_parallel",
+                    "reduce_scatter_embeddings",
+                ):
+                    if getattr(owner, name, False) is True:
+                        flags.append((owner, name))
+                        setattr(owner, name, False)
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for attention in attentions:
+            attention.__dict__.pop("forward", None)
+        for owner, name in flags:
+            setattr(owner, name, True)
+        for chunk, mode in zip(chunks, training, strict=True):
+            chunk.train(mode)
+
+
+def _send(hidden: Tensor, world: World) -> None:
+    target = (world.pipeline_rank + 1) % world.pipeline_size
+    dist.send(hidden.contiguous(), group=world.pipeline_group, group_dst=target)
+
+
+def _receive(hidden: Tensor, world: World) -> None:
+    source = (world.pipeline_rank - 1) % world.pipeline_size
+    dist.recv(hidden, group=world.pipeline_group, group_src=source)

@@ -1,0 +1,137 @@
+"""Keys and values of the rows being decoded, and attention over them.
+
+Rows share one slot axis: prompts are padded on the left, so every row writes its next token into
+the same slot, and a row's padding is hidden by an additive mask. Keys are stored already rotated
+to the row's own position (padding does not count), so a row's numbers do not depend on how long
+its neighbours' prompts are, and no key is rotated twice. Memory follows need: slots grow by half,
+rows that have finished are dropped, and slots that have become padding for all rows go with them.
+
+Not a model and not a scheduler: embedded.py says when rows enter and leave. No Megatron here.
+Letters: B rows, T new tokens per row, S slots, Q query heads, G key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_SLOT_BLOCK = 128  # slots are allocated in multiples of this
+
+
+class KVCache:
+    """Cached keys and values of one batch, for all layers of this rank.
+
+    Args:
+        prompt_lengths: tokens of each row's prompt.
+        angles_PD: fp32 [positions, D/2], rotary angles of every position there will be.
+        dtype: of keys and values.
+    """
+
+    def __init__(self, prompt_lengths: list[int], angles_PD: Tensor, dtype: torch.dtype):
+        longest = max(prompt_lengths)
+        device = angles_PD.device
+        self.used = 0  # slots filled so far
+        self.pad_B = longest - torch.tensor(prompt_lengths, dtype=torch.int64, device=device)
+        cosine_PD, sine_PD = angles_PD.cos(), angles_PD.sin()
+        self._cosine_PD = torch.cat((cosine_PD, cosine_PD), dim=1).to(dtype)
+        # x.roll(D/2) puts the second half first; with these signs the rotation is x*cos +
+        # roll(x)*sin.
+        self._signed_sine_PD = torch.cat((-sine_PD, sine_PD), dim=1).to(dtype)
+        self._dtype = dtype
+        self._layers: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # keys and values, each [B, G, capacity, D]
+        self._capacity = 0
+        self._padded = min(prompt_lengths) != longest
+
+    def begin(self, num_tokens: int) -> Tensor:
+        """Prepare to run `num_tokens` more tokens per row: `attend` once per layer, then `end`.
+
+        Returns their positions [B, T], 0 on padding.
+        """
+        stop = self.used + num_tokens
+        self._reserve(stop)
+        slots_T = torch.arange(self.used, stop, device=self.pad_B.device)
+        positions_TB = (slots_T[:, None] - self.pad_B[None]).clamp_(min=0)
+        self._cosine_TB1D = self._cosine_PD[positions_TB][:, :, None]
+        self._signed_sine_TB1D = self._signed_sine_PD[positions_TB][:, :, None]
+        self._bias_B1TS = self._bias(slots_T, stop)
+        self._stop = stop
+        return positions_TB.t()
+
+    def end(self) -> None:
+        self.used = self._stop
+
+    def attend(
+        self, layer: int, q_TBQD: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, scale: float | None
+    ) -> Tensor:
+        """Rotate, store, and attend to everything stored; returns [T, B, Q*D].
+
+        `scale` None is 1/sqrt(D).
+        """
+        (T, B, Q, D), G = q_TBQD.shape, k_TBGD.shape[2]
+        if layer not in self._layers:
+            shape = (B, G, self._capacity, D)
+            self._layers[layer] = (k_TBGD.new_empty(shape), v_TBGD.new_empty(shape))
+        keys, values = self._layers[layer]
+        keys[:, :, self.used : self._stop] = self._rotate(k_TBGD).permute(1, 2, 0, 3)
+        values[:, :, self.used : self._stop] = v_TBGD.permute(1, 2, 0, 3)
+        # The query heads of one group become more queries: no key is ever repeated for its group.
+        repeats = Q // G
+        q = self._rotate(q_TBQD).view(T, B, G, repeats, D).permute(1, 2, 3, 0, 4)
+        bias = self._bias_B1TS
+        if bias is not None and repeats > 1 and T > 1:
+            bias = bias.repeat(1, 1, repeats, 1)
+        out = F.scaled_dot_product_attention(
+            q.reshape(B, G, repeats * T, D),
+            keys[:, :, : self._stop],
+            values[:, :, : self._stop],
+            attn_mask=bias,
+            scale=scale,
+        )
+        return out.view(B, G, repeats, T, D).permute(3, 0, 1, 2, 4).reshape(T, B, Q * D)
+
+    def select(self, index_B: Tensor) -> None:
+        """Make row i what row `index_B[i]` was: repeat rows (samples of a prompt) or drop them."""
+        self.pad_B = self.pad_B[index_B]
+        trim = int(self.pad_B.min()) if self._padded else 0
+        self.pad_B = self.pad_B - trim
+        for layer, (keys, values) in self._layers.items():
+            self._layers[layer] = (keys[index_B, :, trim:], values[index_B, :, trim:])
+        self.used -= trim
+        self._capacity -= trim
+        self._padded = self._padded and bool(self.pad_B.any())
+
+    def _rotate(self, x_TBND: Tensor) -> Tensor:
+        rolled = x_TBND.roll(x_TBND.shape[-1] // 2, -1)
+        return torch.addcmul(x_TBND * self._cosine_TB1D, rolled, self._signed_sine_TB1D)
+
+    def _reserve(self, num_slots: int) -> None:
+        if num_slots <= self._capacity:
+            return
+        wanted = max(num_slots, self._capacity * 3 // 2)
+        capacity = -(-wanted // _SLOT_BLOCK) * _SLOT_BLOCK
+        for layer, (keys, values) in self._layers.items():
+            self._layers[layer] = (self._grown(keys, capacity), self._grown(values, capacity))
+        self._capacity = capacity
+
+    def _grown(self, old: Tensor, capacity: int) -> Tensor:
+        new = old.new_empty(*old.shape[:2], capacity, old.shape[3])
+        new[:, :, : self.used] = old[:, :, : self.used]
+        return new
+
+    def _bias(self, slots_T: Tensor, stop: int) -> Tensor | None:
+        """Additive mask [B|1, 1, T, stop]: 0 where a token may look, else -inf; None: anywhere."""
+        if len(slots_T) == 1 and not self._padded:
+            return None
+        slots_S = torch.arange(stop, device=slots_T.device)
+        slots_11T1 = slots_T[:, None][None, None]
+        hidden_B1TS = slots_S > slots_11T1
+        if self._padded:
+            hidden_B1TS = hidden_B1TS | (slots_S < self.pad_B[:, None, None, None])
+        # A padding token sees itself: a row of -inf alone is NaN, and NaN survives every later
+        # mask.
+        hidden_B1TS = hidden_B1TS & (slots_S != slots_11T1)
+        bias = torch.zeros(hidden_B1TS.shape, dtype=self._dtype, device=slots_T.device)
+        return bias.masked_fill_(hidden_B1TS, float("-inf"))

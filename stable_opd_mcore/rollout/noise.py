@@ -1,0 +1,98 @@
+"""Sampling noise as a pure function of (seed, step, prompt, sample, position), and the draw itself.
+
+A random stream that is consumed in order would make a rollout depend on which other rows share
+its batch, on the parallel layout and on restarts. Here every uniform is computed from its
+coordinates: a row's 64-bit key is a BLAKE2b digest of (seed, step, prompt id, sample index), and
+position t takes output t of the SplitMix64 generator seeded with that key (Steele, Lea, Flood
+2014: state + (t+1) * gamma, then a bijective mix).
+
+Not a general random number generator, and no use of torch's. Letters in names: B rows, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+
+def _signed(value: int) -> int:
+    """An unsigned 64-bit constant as torch's int64 holds it."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+GAMMA = _signed(0x9E3779B97F4A7C15)
+MIX_1 = _signed(0xBF58476D1CE4E5B9)
+MIX_2 = _signed(0x94D049BB133111EB)
+
+
+def row_key(seed: int, step: int, prompt_id: str, sample_index: int) -> int:
+    """The signed 64-bit key of one rollout's noise, the same in every process."""
+    name = f"{seed}/{step}/{sample_index}/{prompt_id}".encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little", signed=True)
+
+
+def uniforms(keys_B: Tensor, position: int) -> Tensor:
+    """Uniforms in [0, 1), float64 [B], for response token `position` of rows with these int64 keys.
+
+    53 bits each; int64 arithmetic wraps modulo 2^64, and the shifts are made logical by a mask.
+    """
+    state = keys_B + _signed((position + 1) * GAMMA % (1 << 64))
+    state = (state ^ _shift(state, 30)) * MIX_1
+    state = (state ^ _shift(state, 27)) * MIX_2
+    state = state ^ _shift(state, 31)
+    return _shift(state, 11).double() * 2.0**-53
+
+
+def _shift(value: Tensor, bits: int) -> Tensor:
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def sample_tokens(
+    logits_BV: Tensor, temperature: float, top_p: float, uniform_B: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Draw one token per row by inverse CDF.
+
+    Args:
+        logits_BV: fp32, the common vocabulary only (no padded columns).
+        temperature: 0 takes the most likely token.
+        top_p: keep the smallest set of most likely tokens whose mass reaches this.
+        uniform_B: float64 in [0, 1); not read when the temperature is 0.
+
+    Returns:
+        tokens_B (int64) and logprobs_B (fp32): of the full softmax at the temperature, not
+        renormalised over the top-p set, because that is the distribution the loss compares; greedy:
+        at temperature 1. A token of probability zero is never drawn.
+    """
+    if temperature == 0:
+        logprobs_BV = torch.log_softmax(logits_BV, dim=-1)
+        tokens_B = logits_BV.argmax(dim=-1)
+        return tokens_B, logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
+    assert uniform_B is not None
+    logprobs_BV = torch.log_softmax(
+        logits_BV if temperature == 1 else logits_BV / temperature, dim=-1
+    )
+    mass_BV = logprobs_BV.exp()
+    if top_p < 1:
+        mass_BV = _keep_top_p(mass_BV, top_p)
+    # Sums of many small masses need the wider type, or the vocabulary's tail would never be
+    # reached.
+    cdf_BV = mass_BV.cumsum(dim=-1, dtype=torch.float64)
+    total_B1 = cdf_BV[:, -1:].contiguous()
+    # Strictly below the total: rounding u * total up to it would point past the last token that
+    # has mass.
+    target_B1 = torch.minimum(
+        uniform_B[:, None] * total_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1))
+    )
+    tokens_B1 = torch.searchsorted(cdf_BV, target_B1, right=True)
+    return tokens_B1[:, 0], logprobs_BV.gather(1, tokens_B1)[:, 0]
+
+
+def _keep_top_p(mass_BV: Tensor, top_p: float) -> Tensor:
+    """Zero the mass outside the nucleus; the most likely token always stays, ties by lower id."""
+    sorted_BV, order_BV = mass_BV.sort(dim=-1, descending=True, stable=True)
+    before_BV = sorted_BV.cumsum(dim=-1, dtype=torch.float64) - sorted_BV
+    sorted_BV = sorted_BV.masked_fill(before_BV >= top_p, 0.0)
+    return torch.zeros_like(mass_BV).scatter_(1, order_BV, sorted_BV)

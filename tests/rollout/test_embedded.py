@@ -1,0 +1,148 @@
+"""The embedded engine against transformers' full forward, and against itself in other company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM
+
+from stable_opd_mcore.records import Prompt
+from stable_opd_mcore.rollout.base import Sampling
+from tests.rollout.tiny import VOCAB, WINDOW, build_engine, decode, make_prompts
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_path, world):
+    return build_engine(tiny_path, world)
+
+
+@pytest.fixture(scope="module")
+def transformer(tiny_path):
+    return Qwen2ForCausalLM.from_pretrained(tiny_path).eval()
+
+
+def full_forward_logits(transformer, rollout) -> torch.Tensor:
+    """[response tokens, V]: logits that predict each response token, without any cache."""
+    ids = torch.tensor([rollout.prompt.token_ids + rollout.token_ids])
+    with torch.no_grad():
+        logits = transformer(ids).logits[0].float()
+    return logits[len(rollout.prompt.token_ids) - 1 : -1]
+
+
+def test_greedy_is_the_argmax_of_the_full_forward(engine, transformer):
+    rollouts = engine.generate(make_prompts(5), Sampling(temperature=0, max_new_tokens=30), step=0)
+    for rollout in rollouts:
+        logits = full_forward_logits(transformer, rollout)
+        assert logits.argmax(1).tolist() == list(rollout.token_ids)
+        expected = torch.log_softmax(logits, 1).max(1).values
+        assert torch.allclose(torch.tensor(rollout.rollout_logprobs), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.8)])
+def test_logprobs_are_the_full_softmax_at_the_temperature(engine, transformer, temperature, top_p):
+    sampling = Sampling(temperature, top_p, max_new_tokens=40, num_samples=3)
+    rollouts = engine.generate(make_prompts(4), sampling, step=2)
+    assert [(r.prompt.prompt_id, r.sample_index) for r in rollouts] == [
+        (f"set:{i}", sample) for i in range(4) for sample in range(3)
+    ]
+    assert len({r.token_ids for r in rollouts}) == 12
+    for rollout in rollouts:
+        logprobs = torch.log_softmax(full_forward_logits(transformer, rollout) / temperature, 1)
+        expected = logprobs.gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
+        assert torch.allclose(torch.tensor(rollout.rollout_logprobs), expected, atol=1e-5)
+
+
+def test_a_rollout_does_not_depend_on_its_company(engine, tiny_path, world):
+    prompts = make_prompts(6)
+    sampling = Sampling(max_new_tokens=40, num_samples=2, stop_token_ids=(4, 9), seed=11)
+    together = engine.generate(prompts, sampling, step=3)
+    in_turns = build_engine(tiny_path, world, max_rows=5).generate(prompts, sampling, step=3)
+    assert [r.token_ids for r in in_turns] == [r.token_ids for r in together]
+    for i in (0, 3, 5):
+        alone = engine.generate([prompts[i]], sampling, step=3)
+        assert [r.token_ids for r in alone] == [r.token_ids for r in together[2 * i : 2 * i + 2]]
+    assert engine.generate(prompts, sampling, step=3) == together
+    other_step = engine.generate(prompts, sampling, step=4)
+    assert all(a.token_ids != b.token_ids for a, b in zip(together, other_step, strict=True))
+
+
+def test_rows_end_with_their_first_stop_token(engine):
+    prompts = make_prompts(8)
+    free = engine.generate(prompts, Sampling(max_new_tokens=20, num_samples=4), step=0)
+    stops = (4, 9)
+    rollouts = engine.generate(
+        prompts, Sampling(max_new_tokens=20, num_samples=4, stop_token_ids=stops), step=0
+    )
+    assert {r.finish_reason for r in rollouts} == {"stop", "length"}
+    for rollout, unstopped in zip(rollouts, free, strict=True):
+        tokens = list(unstopped.token_ids)
+        first = min((tokens.index(s) for s in stops if s in tokens), default=None)
+        expected = tokens if first is None else tokens[: first + 1]
+        assert list(rollout.token_ids) == expected
+        assert len(rollout.rollout_logprobs) == len(expected)
+        assert rollout.finish_reason == ("length" if first is None else "stop")
+        assert rollout.text == decode(expected if first is None else expected[:-1])
+
+
+def test_a_single_token_and_no_prompts(engine):
+    (rollout,) = engine.generate(make_prompts(1), Sampling(max_new_tokens=1), step=0)
+    assert len(rollout.token_ids) == 1 and rollout.finish_reason == "length"
+    assert engine.generate([], Sampling(), step=0) == []
+
+
+def test_memory_grows_past_its_first_block(tiny_path, world, transformer, monkeypatch):
+    monkeypatch.setattr("stable_opd_mcore.rollout.kv_cache._SLOT_BLOCK", 8)
+    sampling = Sampling(max_new_tokens=80, stop_token_ids=(4,))
+    rollouts = build_engine(tiny_path, world).generate(make_prompts(8), sampling, step=1)
+    assert max(len(r.token_ids) for r in rollouts) > 32
+    for rollout in rollouts:
+        logprobs = torch.log_softmax(full_forward_logits(transformer, rollout), 1)
+        expected = logprobs.gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
+        assert torch.allclose(torch.tensor(rollout.rollout_logprobs), expected, atol=1e-5)
+
+
+def test_only_the_common_vocabulary_is_drawn(tiny_path, world):
+    engine = build_engine(tiny_path, world, vocab_size=5)
+    prompts = [Prompt("p", "", (1, 2, 3))]
+    for temperature in (0.0, 3.0):
+        sampling = Sampling(temperature, max_new_tokens=60, num_samples=4)
+        for rollout in engine.generate(prompts, sampling, step=0):
+            assert max(rollout.token_ids) < 5
+
+
+def test_the_model_is_left_as_it_was(engine):
+    chunk = engine._chunks[0]
+    engine.generate(make_prompts(2), Sampling(max_new_tokens=2), step=0)
+    assert all(module.training for module in chunk.modules())
+    assert all("forward" not in vars(module) for module in chunk.modules())
+
+
+def test_rollouts_carry_the_published_version(engine):
+    engine.publish(7)
+    assert engine.weight_version == 7
+    (rollout,) = engine.generate(make_prompts(1), Sampling(max_new_tokens=1), step=0)
+    assert rollout.weight_version == 7
+
+
+@pytest.mark.parametrize(
+    ("ids", "new_tokens", "stops", "message"),
+    [
+        ((1, VOCAB), 4, (), f"prompt bad: token id {VOCAB} is outside .* {VOCAB}"),
+        ((-1, 2), 4, (), "prompt bad: token id -1 is outside"),
+        ((), 4, (), "prompt bad: no tokens"),
+        ((1,) * 50, 50, (), f"50 prompt tokens .* 50 = 100 exceed .* window of {WINDOW}"),
+        ((1, 2), 4, (99,), r"stop token ids \[99\]"),
+    ],
+)
+def test_impossible_prompts_are_refused(engine, ids, new_tokens, stops, message):
+    sampling = Sampling(max_new_tokens=new_tokens, stop_token_ids=stops)
+    with pytest.raises(ValueError, match=message):
+        engine.generate([Prompt("bad", "", ids)], sampling, step=0)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1.0}, {"top_p": 0.0}, {"max_new_tokens": 0}, {"num_samples": 0}]
+)
+def test_impossible_sampling_is_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Sampling(**wrong)

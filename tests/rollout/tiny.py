@@ -1,0 +1,62 @@
+"""The tiny model of the rollout tests, and prompts for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from stable_opd_mcore.models.build import build_model
+from stable_opd_mcore.models.convert import load_hf
+from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.parallel.world import World
+from stable_opd_mcore.records import Prompt
+from stable_opd_mcore.rollout.embedded import EmbeddedEngine
+
+VOCAB = 37  # odd: tensor parallelism pads it
+WINDOW = 96
+
+
+def save_tiny(directory: Path) -> Path:
+    """Four layers, grouped queries, weights large enough that distributions are uneven."""
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=WINDOW,
+        tie_word_embeddings=False,
+        initializer_range=0.25,
+    )
+    torch.manual_seed(5)
+    model = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.3)
+    model.save_pretrained(directory)
+    return directory
+
+
+def build_engine(path: Path, world: World, **options) -> EmbeddedEngine:
+    chunks = build_model(read_architecture(path), world, trainable=True)
+    load_hf(chunks, path)
+    options = {"vocab_size": VOCAB} | options
+    return EmbeddedEngine(chunks, world, decode, **options)
+
+
+def decode(ids) -> str:
+    return " ".join(map(str, ids))
+
+
+def make_prompts(count: int, longest: int = 9) -> list[Prompt]:
+    """Prompts of different lengths."""
+    generator = torch.Generator().manual_seed(3)
+    prompts = []
+    for i in range(count):
+        ids = torch.randint(0, VOCAB, (1 + (5 * i + 2) % longest,), generator=generator)
+        prompts.append(Prompt(f"set:{i}", f"problem {i}", tuple(ids.tolist())))
+    return prompts
