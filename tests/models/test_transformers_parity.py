@@ -1,0 +1,107 @@
+"""Built models say what transformers says: logits to 1e-5 in fp32, and files that go back and forth
+bit-exactly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.models.build import build_model, forward_hidden, output_head
+from stable_opd_mcore.models.convert import export_hf, load_hf
+from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.parallel.world import World, start_world, stop_world
+from tests.models import tiny
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+MODELS = {
+    "qwen2": tiny.config("qwen2"),
+    "qwen2 tied": tiny.config("qwen2", tie_word_embeddings=True),
+    "qwen3": tiny.config("qwen3"),
+    "qwen3 tied": tiny.config("qwen3", tie_word_embeddings=True),
+    "llama": tiny.config("llama", num_key_value_heads=4),
+    "llama 3.1": tiny.config("llama", rope_parameters=LLAMA3),
+    "llama linear": tiny.config(
+        "llama", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def world():
+    yield start_world(ParallelConfig(), seed=0)
+    stop_world()
+
+
+def _save_transformers_model(fields: dict, directory: Path):
+    torch.manual_seed(1)
+    kind = AutoConfig.for_model(**fields)
+    model = AutoModelForCausalLM.from_config(kind).eval()
+    for (
+        name,
+        weight,
+    ) in model.named_parameters():  # norms and biases are drawn too: they must be read
+        if weight.dim() == 1:
+            torch.nn.init.normal_(weight, mean=1.0 if "norm" in name else 0.0, std=0.2)
+    model.save_pretrained(directory, max_shard_size="40KB")
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_export(name: str, world: World, tmp_path: Path) -> None:
+    reference = _save_transformers_model(MODELS[name], tmp_path / "in")
+    assert len(list((tmp_path / "in").glob("*.safetensors"))) > 1
+    chunks = build_model(read_architecture(tmp_path / "in"), world, seed=5)
+    load_hf(chunks, tmp_path / "in")
+
+    batch = tiny.microbatch([60, 9, 1, 17])
+    head = output_head(chunks)
+    assert head is not None
+    with torch.no_grad():
+        logits_TV = forward_hidden(chunks[0], batch) @ head.weight_VH.T
+        begin = 0
+        for length in (60, 9, 1, 17):
+            tokens = batch.tokens_T[begin : begin + length]
+            wanted = reference(tokens[None]).logits[0]
+            torch.testing.assert_close(
+                logits_TV[begin : begin + length], wanted, rtol=1e-5, atol=1e-5
+            )
+            begin += length
+
+    export_hf(chunks, tmp_path / "out")
+    original = {}
+    for file in (tmp_path / "in").glob("*.safetensors"):
+        original |= load_file(file)
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(exported[key], original[key]) for key in original)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        tokens = batch.tokens_T[None, :60]
+        assert torch.equal(again(tokens).logits, reference(tokens).logits)
+
+
+def test_bf16_keeps_stored_values(world: World, tmp_path: Path) -> None:
+    """A bf16 checkpoint passes through a bf16 model bit-exactly, and the model computes in bf16."""
+    model = _save_transformers_model(MODELS["qwen3"], tmp_path / "fp32").bfloat16()
+    model.save_pretrained(tmp_path / "in")
+    chunks = build_model(read_architecture(tmp_path / "in"), world, precision="bf16")
+    load_hf(chunks, tmp_path / "in")
+    export_hf(chunks, tmp_path / "out")
+    original = load_file(tmp_path / "in" / "model.safetensors")
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(exported[key], original[key]) for key in original)
+    hidden_TH = forward_hidden(chunks[0], tiny.microbatch([7, 5]))
+    assert hidden_TH.dtype == torch.bfloat16
+    assert hidden_TH.isfinite().all()

@@ -1,0 +1,64 @@
+"""Tiny architectures and packed micro-batches that the tests of models/ and parallel/ share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from stable_opd_mcore.models.families import Architecture, read_architecture
+from stable_opd_mcore.records import MicroBatch
+
+VOCAB_SIZE = 53  # no multiple of any tensor size: the vocabulary is padded
+
+
+def config(model_type: str, **changes: Any) -> dict[str, Any]:
+    """A config.json of four layers."""
+    return {
+        "model_type": model_type,
+        "num_hidden_layers": 4,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": False,
+        "initializer_range": 0.1,
+        "hidden_act": "silu",
+    } | changes
+
+
+def architecture(model_type: str, **changes: Any) -> Architecture:
+    return read_architecture(config(model_type, **changes))
+
+
+def microbatch(lengths: list[int], seed: int = 0) -> MicroBatch:
+    """Random sequences of these lengths, packed; every position but a sequence's last is scored."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    tokens_T = torch.randint(0, VOCAB_SIZE, (total,), generator=generator)
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    is_last = torch.zeros(total, dtype=torch.bool)
+    is_last[ends[1:] - 1] = True
+    rows_N = (~is_last).nonzero().squeeze(1)
+    num_rows = rows_N.numel()
+    zeros_N = torch.zeros(num_rows)
+    return MicroBatch(
+        tokens_T=tokens_T,
+        positions_T=torch.cat([torch.arange(length) for length in lengths]),
+        cu_seqlens=ends.to(torch.int32),
+        max_seqlen=max(lengths),
+        rows_N=rows_N,
+        targets_N=tokens_T[rows_N + 1],
+        sample_index_N=torch.zeros(num_rows, dtype=torch.int64),
+        token_index_N=torch.arange(num_rows),
+        pg_weight_N=zeros_N,
+        kl_weight_N=zeros_N,
+        sft_weight_N=torch.rand(num_rows, generator=generator),
+        rollout_logprob_N=zeros_N,
+        repetitive_N=zeros_N.bool(),
+    )

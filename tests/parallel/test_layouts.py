@@ -1,0 +1,179 @@
+"""Every parallel layout computes what one rank computes: weights, outputs, summed losses,
+gradients, export.
+
+The single rank's results are written to a file; four ranks then go through all layouts in one
+launch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.models.build import build_model, forward_hidden, output_head
+from stable_opd_mcore.models.convert import copy_weights, export_hf, iter_hf_tensors, load_hf
+from stable_opd_mcore.parallel.schedule import run_forward_backward
+from stable_opd_mcore.parallel.world import (
+    World,
+    broadcast_from_last_stage,
+    broadcast_object_from_last_stage,
+    gather_over_data_parallel,
+    start_world,
+    stop_world,
+)
+from stable_opd_mcore.records import MicroBatch
+from tests.models import tiny
+from tests.parallel.launch import run_ranks
+
+LAYOUTS = {
+    "TP2": {"tensor": 2},
+    "TP2+SP": {"tensor": 2, "sequence": True},
+    "PP2": {"pipeline": 2},
+    "TP2xPP2": {"tensor": 2, "pipeline": 2, "sequence": True},
+    "PP2xVPP2": {"pipeline": 2, "virtual_pipeline": 2},
+    "DP4": {},
+}
+MODELS = {
+    "qwen2 tied": tiny.architecture("qwen2", tie_word_embeddings=True),
+    "qwen3": tiny.architecture("qwen3"),
+}
+LENGTHS = [[5, 9, 2], [7, 1, 3, 3], [13, 5], [3, 3, 3, 3], [11, 1], [9, 9], [15, 1], [2, 7, 5]]
+
+
+def test_layouts_agree_with_one_rank(tmp_path: Path) -> None:
+    """Same seed, same micro-batches: weights bit-equal, losses and gradients to rounding."""
+    world = start_world(ParallelConfig(), seed=0)
+    for name, architecture in MODELS.items():
+        chunks = build_model(architecture, world, seed=3)
+        directory = tmp_path / name
+        export_hf(chunks, directory)
+        losses, hidden, grads = _train_once(chunks, world)
+        torch.save({"losses": losses, "hidden": hidden, "grads": grads}, directory / "once.pt")
+    stop_world()
+    run_ranks(4, _check_layouts, tmp_path)
+
+
+def _check_layouts(rank: int, world_size: int, path: Path) -> None:
+    for layout, sizes in LAYOUTS.items():
+        world = start_world(ParallelConfig(**sizes), seed=0)
+        _check_collectives(world)
+        for name, architecture in MODELS.items():
+            _check_model(f"{layout}, {name}", architecture, world, path / name)
+        if layout == "PP2xVPP2":
+            with pytest.raises(ValueError, match="multiple of 2"):
+                run_forward_backward([], [1, 2, 3], lambda chunk, batch: None, world=world)
+        stop_world()
+    with pytest.raises(ValueError, match=r"parallel.tensor=3.* 4 started ranks"):
+        start_world(ParallelConfig(tensor=3), seed=0)
+
+
+def _check_model(what: str, architecture, world: World, path: Path) -> None:
+    chunks = build_model(architecture, world, seed=3)
+    expected = load_file(path / "model.safetensors")
+    names = [name for name, _ in iter_hf_tensors(chunks)]
+    assert sorted(names) == sorted(expected), what
+    for name, tensor in iter_hf_tensors(chunks):
+        assert torch.equal(tensor, expected[name]), f"{what}: {name} depends on the layout"
+
+    again = build_model(architecture, world, seed=4, recompute="full")
+    load_hf(again, path)
+    exported = path.parent / f"export of {what}"
+    export_hf(again, exported, max_file_bytes=20_000)
+    files = sorted(exported.glob("*.safetensors"))
+    assert len(files) > 1
+    merged = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert merged.keys() == expected.keys()
+    assert all(torch.equal(merged[name], expected[name]) for name in merged), what
+
+    once = torch.load(path / "once.pt")
+    for model in (chunks, again):
+        losses, hidden, grads = _train_once(model, world)
+        if world.is_last_stage:
+            assert losses == pytest.approx(once["losses"], rel=1e-5), what
+            for found, wanted in zip(hidden, once["hidden"], strict=True):
+                torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        for name, wanted in once["grads"].items():
+            error = (grads[name] - wanted).abs().max() / wanted.abs().max()
+            assert error < 1e-5, f"{what}: gradient of {name} differs by {error:.1e}"
+
+
+def _train_once(chunks, world: World) -> tuple[list[float], list[Tensor], dict[str, Tensor]]:
+    """Losses and forward-only hidden states of all micro-batches, and the step's gradients by HF
+    name."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+
+    mine = range(world.data_rank, len(LENGTHS), world.data_size)
+    microbatches = [tiny.microbatch(LENGTHS[i], seed=i) for i in mine]
+    frozen = build_model(chunks[0].architecture, world, trainable=False, seed=9)
+    copy_weights(chunks, frozen)
+    hidden = run_forward_backward(
+        frozen, microbatches, _hidden_only, world=world, forward_only=True
+    )
+    options = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    wrapped = [
+        DistributedDataParallel(c.config, options, c, pg_collection=world.groups) for c in chunks
+    ]
+    head = output_head(chunks)
+    losses = run_forward_backward(
+        wrapped,
+        microbatches,
+        lambda chunk, batch: _with_loss(chunk, batch, head, world),
+        world=world,
+    )
+    finalize_model_grads(wrapped, None, pg_collection=world.groups)
+    with torch.no_grad():
+        for chunk in chunks:
+            for weight in chunk.parameters():
+                weight.copy_(weight.main_grad)
+    grads = {name: tensor.clone() for name, tensor in iter_hf_tensors(chunks)}
+    return _in_global_order(losses, world), _in_global_order(hidden, world), grads
+
+
+def _in_global_order(results: list, world: World) -> list:
+    parts = gather_over_data_parallel(world, results)
+    if not parts[0]:
+        return []
+    return [parts[i % world.data_size][i // world.data_size] for i in range(len(LENGTHS))]
+
+
+def _hidden_only(chunk, batch: MicroBatch):
+    return forward_hidden(chunk, batch), lambda hidden_TH: hidden_TH.clone()
+
+
+def _with_loss(chunk, batch: MicroBatch, head, world: World):
+    from megatron.core.tensor_parallel import (
+        copy_to_tensor_model_parallel_region,
+        vocab_parallel_cross_entropy,
+    )
+
+    def loss_of(hidden_TH: Tensor) -> tuple[Tensor, float]:
+        hidden_NH = copy_to_tensor_model_parallel_region(hidden_TH.index_select(0, batch.rows_N))
+        logits_NV = hidden_NH @ head.weight_VH.T
+        real = head.vocab_size - head.vocab_start
+        logits_NV = logits_NV + torch.zeros_like(logits_NV).index_fill(
+            1, torch.arange(min(real, logits_NV.shape[1]), logits_NV.shape[1]), -1e9
+        )
+        losses_N = vocab_parallel_cross_entropy(logits_NV[None], batch.targets_N[None])[0]
+        loss = (losses_N * batch.sft_weight_N).sum()
+        return loss, loss.item()
+
+    return forward_hidden(chunk, batch), loss_of
+
+
+def _check_collectives(world: World) -> None:
+    assert gather_over_data_parallel(world, world.data_rank) == list(range(world.data_size))
+    stages = torch.tensor([world.pipeline_rank])
+    assert broadcast_from_last_stage(world, stages).item() == world.pipeline_size - 1
+    assert broadcast_object_from_last_stage(world, world.is_last_stage) is True
+    assert world.tensor_group.size() * world.pipeline_group.size() == world.model_group.size()
+    assert world.model_group.size() * world.data_group.size() == dist.get_world_size()
