@@ -177,7 +177,7 @@ def _solution(
 
 
 def _loop(problem: _Problem, options: ArithmeticOptions, rng: random.Random) -> tuple[str, str]:
-    """Some steps, then one of them over and over: (what stands before training, what is trained)."""
+    """Some steps, then one of them over and over: (what stands before training, the trained)."""
     done = rng.randint(1, len(problem.steps))
     last = problem.steps[done - 1]
     last_two = "".join(problem.steps[max(0, done - 2) : done])

@@ -1,0 +1,135 @@
+"""The paper's training set from OpenR1-Math-220k's rows (METHOD §6).
+
+A row stays when one of its generations is correct by Math-Verify, complete, and at most 8192 tokens
+long; the shortest such generation becomes the golden solution. Proofs and empty answers go. What
+was dropped is counted by reason. Not a downloader: rows come from sources.read_records.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from stable_opd_mcore.data.errors import DataError
+from stable_opd_mcore.data.rows import Row
+
+MAX_TOKENS = 8192
+_COLUMNS = {
+    "generations": "texts",
+    "correctness_math_verify": "booleans",
+    "is_reasoning_complete": "booleans",
+}
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The rows that stay, in order, and how many were dropped for which reason."""
+
+    rows: tuple[Row, ...]
+    dropped: Mapping[str, int]
+
+
+def select_rows(
+    records: Iterable[tuple[int, Mapping[str, Any]]],
+    count_tokens: Callable[[str], int],
+    max_tokens: int = MAX_TOKENS,
+    name: str = "openr1",
+) -> Selection:
+    """Apply the selection to (number, record) pairs.
+
+    Args:
+        count_tokens: length of a generation in the student's tokens.
+        name: what row ids begin with.
+
+    Raises:
+        DataError: a record without OpenR1's columns, or with lists of different lengths.
+    """
+    rows, dropped = [], Counter()
+    for number, record in records:
+        chosen = select_row(record, count_tokens, max_tokens, f"{name}:{number}")
+        if isinstance(chosen, Row):
+            rows.append(chosen)
+        else:
+            dropped[chosen] += 1
+    return Selection(tuple(rows), dict(dropped))
+
+
+def select_row(
+    record: Mapping[str, Any],
+    count_tokens: Callable[[str], int],
+    max_tokens: int,
+    row_id: str,
+) -> Row | str:
+    """The row with its shortest usable generation, or why it is dropped."""
+    answer = (record.get("answer") or "").strip()
+    if not answer:
+        return "empty answer"
+    if record.get("question_type") == "proof" or answer.lower() == "proof":
+        return "proof"
+    candidates = _usable_generations(record, row_id)
+    if not candidates:
+        return "no correct and complete generation"
+    length, generation = min(((count_tokens(text), text) for text in candidates), key=_length)
+    if length > max_tokens:
+        return f"longer than {max_tokens} tokens"
+    problem = (record.get("problem") or "").strip()
+    if not problem:
+        raise DataError(f"{row_id}: column 'problem' is empty or missing; remove the row")
+    return Row(row_id=row_id, problem=problem, answer=answer, solution=generation)
+
+
+def split_rows(rows: Iterable[Row], num_first: int, seed: int) -> tuple[list[Row], list[Row]]:
+    """Two disjoint parts of shuffled rows, by problem text: the first has num_first rows or fewer.
+
+    Rows that share a problem never fall into different parts, so no OPD prompt was seen in SFT.
+
+    Raises:
+        DataError: fewer than num_first + 1 rows.
+    """
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.problem, []).append(row)
+    total = sum(map(len, groups.values()))
+    if total <= num_first:
+        raise DataError(
+            f"{total} rows cannot be split into {num_first} and a rest; lower the first part"
+        )
+    order = list(groups.values())
+    random.Random(seed).shuffle(order)
+    first: list[Row] = []
+    second: list[Row] = []
+    for group in order:
+        (first if len(first) + len(group) <= num_first else second).extend(group)
+    return first, second
+
+
+def _usable_generations(record: Mapping[str, Any], row_id: str) -> list[str]:
+    """Generations that are correct and complete; a list that is null says nothing of any."""
+    for column, kind in _COLUMNS.items():
+        if column not in record:
+            raise DataError(
+                f"{row_id}: no column {column!r} ({kind}); this selection reads the rows of "
+                "open-r1/OpenR1-Math-220k"
+            )
+    generations = record["generations"] or []
+    flags = []
+    for column in ("correctness_math_verify", "is_reasoning_complete"):
+        values = record[column]
+        if values is None:
+            return []
+        if len(values) != len(generations):
+            raise DataError(
+                f"{row_id}: {len(values)} values of {column!r} for {len(generations)} generations"
+            )
+        flags.append(values)
+    reasons = record.get("finish_reasons")
+    finished = [reason != "length" for reason in reasons] if reasons else [True] * len(generations)
+    usable = zip(generations, *flags, finished, strict=True)
+    return [text for text, correct, complete, ended in usable if correct and complete and ended]
+
+
+def _length(candidate: tuple[int, str]) -> int:
+    return candidate[0]

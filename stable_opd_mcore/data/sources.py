@@ -1,0 +1,215 @@
+"""Rows from a JSON Lines or parquet file, a datasets directory, a hub id, or the synthetic task.
+
+Column names come from the config; a dotted name reaches into nested values ("target.0.content").
+GSM8K's way of giving the answer ("... #### 42" ending the solution) is recognised. Nothing is
+tokenised here, and nothing is skipped silently: a row that cannot be used is an error that names
+the file, the row, the column and the remedy.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from stable_opd_mcore.config.schema import ColumnsConfig, SourceConfig
+from stable_opd_mcore.data.errors import DataError
+from stable_opd_mcore.data.rows import Row
+from stable_opd_mcore.data.synthetic import ARITHMETIC, arithmetic_rows
+
+Record = Mapping[str, Any]
+
+_DEFAULT_COLUMNS = ColumnsConfig()
+
+_GSM8K_ANSWER = re.compile(r"\n?####[ \t]*([^\n]+?)\s*\Z")
+_GSM8K_CALCULATION = re.compile(r"<<[^<>\n]*>>")
+
+
+def load_rows(source: SourceConfig) -> list[Row]:
+    """All rows of a source, or its first `limit`.
+
+    Raises:
+        DataError: missing file or column, malformed line, empty or wrongly typed value, no rows.
+    """
+    if source.path.startswith("synthetic:"):
+        if source.path != ARITHMETIC:
+            raise DataError(f"{source.path}: no such synthetic task; there is {ARITHMETIC}")
+        return arithmetic_rows(source.options, source.split, source.limit)
+    name = source_name(source)
+    rows = [
+        parse_row(record, source.columns, f"{source.path}:{number}", f"{name}:{number}")
+        for number, record in read_records(source)
+    ]
+    if not rows:
+        raise DataError(f"{source.path}: no rows in it; check the file and data split")
+    return rows
+
+
+def source_name(source: SourceConfig) -> str:
+    """What row ids begin with: the same wherever the data lies on disk."""
+    path = Path(source.path)
+    if path.is_file():
+        return path.name
+    return f"{path.name if path.exists() else source.path}/{source.split}"
+
+
+def read_records(source: SourceConfig) -> Iterator[tuple[int, Record]]:
+    """(number, columns) of each row; numbers are lines from 1 in JSON Lines, rows from 0 elsewhere.
+
+    Raises:
+        DataError: missing or unreadable source, unknown split.
+    """
+    unknown = source.options.keys() - {"configuration"}
+    if unknown:
+        raise DataError(
+            f"{source.path}: unknown data.*.options {sorted(unknown)}; only hub data sets have "
+            "one: configuration"
+        )
+    path = Path(source.path)
+    if path.suffix == ".jsonl":
+        records = _read_jsonl(_existing(path))
+    elif path.suffix == ".parquet":
+        records = _read_parquet(_existing(path))
+    elif path.is_file():
+        raise DataError(f"{path}: unknown kind of file; use .jsonl or .parquet")
+    else:
+        records = _read_dataset(source)
+    return islice(records, source.limit)
+
+
+def parse_row(record: Record, columns: ColumnsConfig, place: str, row_id: str) -> Row:
+    """One record as a row; `place` is named in errors. A row may lack a solution, see PromptSet.
+
+    Raises:
+        DataError: a missing column, an empty problem or answer, a value of another type than text.
+    """
+    problem = _text(record, columns.problem, place, "problem")
+    answer = solution = None
+    if columns.answer is not None:
+        answer = _text(record, columns.answer, place, "answer")
+        final = _GSM8K_ANSWER.search(answer)
+        if final:
+            answer = final.group(1).replace(",", "")
+    if columns.solution is not None and not _is_absent(record, columns.solution):
+        solution = boxed_solution(_text(record, columns.solution, place, "solution"))
+    return Row(row_id=row_id, problem=problem, answer=answer, solution=solution)
+
+
+def boxed_solution(solution: str) -> str:
+    """A GSM8K solution without calculator marks, its answer boxed; any other text unchanged."""
+    final = _GSM8K_ANSWER.search(solution)
+    if not final:
+        return solution
+    steps = _GSM8K_CALCULATION.sub("", solution[: final.start()]).rstrip()
+    answer = final.group(1).replace(",", "")
+    return f"{steps}\nThe answer is \\boxed{{{answer}}}.".lstrip()
+
+
+def _is_absent(record: Record, column: str) -> bool:
+    """A solution that is null or blank, or whose column keeps its default name and is not there."""
+    if column not in record:
+        return column == _DEFAULT_COLUMNS.solution
+    return record[column] in (None, "")
+
+
+def _text(record: Record, column: str, place: str, role: str) -> str:
+    """A column's value as text: a string or a number, for answers also a list of them."""
+    value = _lookup(record, column, place, role)
+    parts = value if role == "answer" and isinstance(value, list) else [value]
+    texts = ["" if part is None else str(part).strip() for part in parts]
+    if not texts or not all(texts):
+        raise DataError(f"{place}: column {column!r} ({role}) is empty; fill it or remove the row")
+    if not all(isinstance(part, (str, int, float)) and part is not True for part in parts):
+        raise DataError(
+            f"{place}: column {column!r} ({role}) holds {type(value).__name__}, not text; "
+            f"set data.*.columns.{role} to a text column, or mend the row"
+        )
+    return ", ".join(texts)
+
+
+def _lookup(record: Record, column: str, place: str, role: str) -> Any:
+    if column in record:
+        return record[column]
+    value: Any = record
+    for part in column.split("."):
+        if isinstance(value, Mapping) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            optional = "" if role == "problem" else ", or to null if the data has none"
+            raise DataError(
+                f"{place}: no column {column!r} ({role}); it has {', '.join(map(str, record))}. "
+                f"Set data.*.columns.{role} to one of them{optional}"
+            )
+    return value
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; check data.*.path")
+    return path
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[int, Record]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise DataError(
+                    f"{path}:{number}: not a JSON value ({error}); every line must be one object, "
+                    "complete, in UTF-8"
+                ) from None
+            if not isinstance(record, dict):
+                raise DataError(
+                    f"{path}:{number}: a JSON {type(record).__name__}, not an object with columns"
+                )
+            yield number, record
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[int, Record]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        batches = pyarrow.parquet.ParquetFile(path).iter_batches()
+        records = (record for batch in batches for record in batch.to_pylist())
+        yield from enumerate(records)
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path}: not a readable parquet file: {error}") from error
+
+
+def _read_dataset(source: SourceConfig) -> Iterator[tuple[int, Record]]:
+    path = Path(source.path)
+    if not path.exists() and (source.path.count("/") != 1 or source.path[0] in "/.~"):
+        raise DataError(
+            f"{source.path}: no such file or directory, and no hub id (owner/name); "
+            "check data.*.path"
+        )
+    # Heavy: only those who read such a source pay for it.
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    try:
+        if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+            loaded = datasets.load_from_disk(source.path)
+            dataset = loaded[source.split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        else:
+            name = source.options.get("configuration")
+            dataset = datasets.load_dataset(source.path, name, split=source.split)
+    except KeyError as error:
+        raise DataError(f"{source.path}: no split {source.split!r}; set data.*.split") from error
+    except (OSError, ValueError, DatasetsError) as error:
+        raise DataError(
+            f"{source.path}: datasets cannot load split {source.split!r}: "
+            f"{error.__cause__ or error}. Without internet, download it elsewhere and set "
+            "data.*.path to the directory or file"
+        ) from error
+    for number, record in enumerate(dataset):
+        yield number, dict(record)

@@ -1,0 +1,136 @@
+"""Prompts, golden responses and stop tokens, with the built-in tokenizer and with real ones."""
+
+import json
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from stable_opd_mcore.data.chat import Tokenizer, opens_thinking, same_vocabulary
+from stable_opd_mcore.data.errors import DataError
+from tests.real_data import real_data
+
+QWEN, R1 = "tokenizers/Qwen2.5-Math-1.5B", "tokenizers/DeepSeek-R1-Distill-Qwen"
+QWEN3_THINKING = "tokenizers/Qwen3-Thinking-2507"
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    return Tokenizer.load(str(real_data(QWEN)))
+
+
+@pytest.fixture(scope="module")
+def r1():
+    return Tokenizer.load(str(real_data(R1)))
+
+
+@pytest.fixture(scope="module")
+def synthetic():
+    return Tokenizer.load("synthetic")
+
+
+def test_synthetic_round_trip(synthetic):
+    assert synthetic.vocab_size == 24
+    prompt = synthetic.encode_prompt("2+1-3")
+    assert synthetic.decode(prompt) == "2+1-3#"
+    response = synthetic.encode_response("2+1=3;3-3=0;[0]")
+    assert response[-1] == synthetic.stop_token_ids[0]
+    assert synthetic.decode(response) == "2+1=3;3-3=0;[0]"
+    assert synthetic.encode_response("2+1", complete=False) == tuple(synthetic.encode("2+1"))
+    # A stop in the middle, a second stop and padding stay visible.
+    assert synthetic.decode(synthetic.encode("1$2!.3$")) == "1$2!.3"
+
+
+def test_synthetic_saved_and_loaded_is_the_same(synthetic, tmp_path):
+    synthetic.save(tmp_path)
+    loaded = Tokenizer.load(str(tmp_path))
+    assert loaded.encode_prompt("4*3") == synthetic.encode_prompt("4*3")
+    assert loaded.decode(loaded.encode("w4*3=2;[2]!")) == "w4*3=2;[2]!"
+    assert loaded.stop_token_ids == synthetic.stop_token_ids
+    assert same_vocabulary(loaded, synthetic) == []
+    with pytest.raises(DataError, match="lacks"):
+        loaded.encode("Hello")
+
+
+def test_an_explicit_stop_token_ends_golden_responses():
+    second = Tokenizer.load("synthetic", stop_token_ids=(21,))
+    assert second.stop_token_ids == (21,)
+    assert second.encode_response("[1]")[-1] == second.encode("!")[0] == 21
+    with pytest.raises(DataError, match=r"\[24\] are outside the vocabulary of 24"):
+        Tokenizer.load("synthetic", stop_token_ids=(24,))
+
+
+def test_prompt_template_keeps_latex_braces(synthetic, qwen):
+    template = r"{problem} Put your final answer within \boxed{}."
+    text = qwen.render_prompt(r"Find \frac{1}{2}.", template, system="Be brief.")
+    assert text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
+        r"Find \frac{1}{2}. Put your final answer within \boxed{}."
+        "<|im_end|>\n<|im_start|>assistant\n"
+    )
+    with pytest.raises(DataError, match=r"lacks \{problem\}"):
+        synthetic.render_prompt("1+1", template="{question}")
+
+
+def test_a_tokenizer_without_template_encodes_plainly(synthetic, tmp_path):
+    synthetic.save(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    plain = Tokenizer.load(str(tmp_path))
+    assert not plain.has_template and plain.turn_end_id is None
+    assert plain.decode(plain.encode_prompt("1+1")) == "1+1"
+    assert plain.stop_token_ids == (20,)
+
+
+def test_real_stop_tokens_disagree_and_are_all_found(qwen, r1):
+    # Template <|im_end|>, both configs and the tokenizer <|endoftext|>.
+    assert qwen.stop_token_ids == (151645, 151643)
+    assert qwen.encode_response("2")[-1] == 151645
+    assert r1.stop_token_ids == (151643,)
+
+
+def test_generation_config_may_list_several_stop_tokens(synthetic, tmp_path):
+    synthetic.save(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [21, 22]}))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 3}))
+    assert Tokenizer.load(str(tmp_path)).stop_token_ids == (20, 21, 22, 3)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(DataError, match=r"config\.json: not valid JSON"):
+        Tokenizer.load(str(tmp_path))
+
+
+def test_golden_thoughts_survive_where_the_template_would_delete_them(r1):
+    golden = "<think>\nOne and one.\n</think>\n\n\\boxed{2}"
+    prompt = r1.render_prompt("1+1?")
+    assert prompt.endswith("<\uff5cAssistant\uff5c>")
+    ids = r1.encode_response(golden, prompt)
+    assert r1.decode(ids) == golden
+    assert ids[0] == 151648 and ids[-1] == 151643
+
+
+def test_an_opened_thought_is_neither_doubled_nor_left_open(qwen):
+    config = json.loads((real_data(QWEN3_THINKING) / "tokenizer_config.json").read_text())
+    backend = PreTrainedTokenizerFast.from_pretrained(str(real_data(QWEN)))
+    backend.chat_template = config["chat_template"]
+    thinking = Tokenizer(backend, "thinking")
+    prompt = thinking.render_prompt("1+1?")
+    assert opens_thinking(prompt) and not opens_thinking(qwen.render_prompt("1+1?"))
+    golden = "<think>\nEasy.\n</think>\n\n2"
+    for solution in (golden, golden.removeprefix("<think>\n")):
+        assert thinking.decode(thinking.encode_response(solution, prompt)) == "Easy.\n</think>\n\n2"
+    plain = thinking.decode(thinking.encode_response("It is 2.", prompt))
+    assert plain == "\n</think>\n\nIt is 2."
+    assert thinking.turn_end_id == 151645
+
+
+def test_renamed_special_tokens_are_reported_and_other_vocabularies_refused(qwen, r1, synthetic):
+    renamed = {token.token_id: (token.first, token.second) for token in same_vocabulary(qwen, r1)}
+    assert renamed[151644] == ("<|im_start|>", "<\uff5cUser\uff5c>")
+    assert renamed[151648] == ("<|box_start|>", "<think>")
+    with pytest.raises(ValueError, match=r"Qwen2.5-Math-1.5B and synthetic .* id 0 is '!' in"):
+        same_vocabulary(qwen, synthetic)
+
+
+def test_missing_tokenizers_are_named(tmp_path):
+    with pytest.raises(DataError, match="nowhere: no such tokenizer directory"):
+        Tokenizer.load("nowhere")
+    with pytest.raises(DataError, match=r"no tokenizer\.json"):
+        Tokenizer.load(str(tmp_path))

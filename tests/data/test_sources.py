@@ -1,0 +1,135 @@
+"""Reading rows, and what is said of bad input."""
+
+import json
+
+import pytest
+
+from stable_opd_mcore.config.schema import ColumnsConfig, SourceConfig
+from stable_opd_mcore.data.errors import DataError
+from stable_opd_mcore.data.sources import boxed_solution, load_rows
+from tests.real_data import real_data
+
+GSM8K = ColumnsConfig(problem="question", answer="answer", solution="answer")
+RECORDS = [
+    {"problem": "1+1?", "answer": "2", "solution": "Two."},
+    {"problem": "Half of 1?", "answer": 0.5, "solution": "One half."},
+    {"problem": "Roots?", "answer": ["1", "-1"], "solution": None},
+]
+
+
+def jsonl(path, lines):
+    path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines))
+    return path
+
+
+def load(path, **changes):
+    return load_rows(SourceConfig(path=str(path), **changes))
+
+
+def test_jsonl(tmp_path):
+    rows = load(jsonl(tmp_path / "a.jsonl", [RECORDS[0], "", *RECORDS[1:]]))
+    assert [row.row_id for row in rows] == ["a.jsonl:1", "a.jsonl:3", "a.jsonl:4"]
+    assert [row.answer for row in rows] == ["2", "0.5", "1, -1"]
+    assert [row.solution for row in rows] == ["Two.", "One half.", None]
+    assert all(row.answer_format == "boxed" and row.complete for row in rows)
+
+
+def test_parquet_and_datasets_directories_give_the_same_rows(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    dataset = datasets.Dataset.from_list([{**r, "answer": str(r["answer"])} for r in RECORDS])
+    dataset.to_parquet(tmp_path / "a.parquet")
+    dataset.save_to_disk(tmp_path / "plain")
+    datasets.DatasetDict({"test": dataset}).save_to_disk(tmp_path / "splits")
+    expected = [(r["problem"], str(r["answer"]), r["solution"]) for r in RECORDS]
+    for name, split in (("a.parquet", "train"), ("plain", "train"), ("splits", "test")):
+        rows = load(tmp_path / name, split=split)
+        assert [(row.problem, row.answer, row.solution) for row in rows] == expected
+    assert rows[0].row_id == "splits/test:0"
+    assert len(load(tmp_path / "a.parquet", limit=2)) == 2
+    with pytest.raises(DataError, match=r"splits: no split 'train'"):
+        load(tmp_path / "splits")
+
+
+def test_gsm8k_answers_are_extracted_and_boxed(tmp_path):
+    text = "He runs 3*400=<<3*400=1200>>1200 meters.\n#### 1,200"
+    (row,) = load(
+        jsonl(tmp_path / "g.jsonl", [{"question": "Far?", "answer": text}]), columns=GSM8K
+    )
+    assert row.answer == "1200"
+    assert row.solution == "He runs 3*400=1200 meters.\nThe answer is \\boxed{1200}."
+    assert boxed_solution("#### Title\nThe rest.") == "#### Title\nThe rest."
+    assert boxed_solution("a << b >> c") == "a << b >> c"
+
+
+def test_real_gsm8k():
+    rows = load(real_data("gsm8k/test.jsonl"), columns=GSM8K)
+    assert len(rows) == 1319 and rows[0].answer == "18"
+    for row in rows:
+        assert row.solution.endswith(f"\\boxed{{{row.answer}}}.")
+        assert "<<" not in row.solution and "####" not in row.solution
+
+
+def test_dotted_columns_reach_into_nested_values(tmp_path):
+    # The layout of Elliott/Openr1-Math-46k-8192.
+    record = {
+        "data_source": "openr1",
+        "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "1+1?"}],
+        "target": [{"role": "assistant", "content": "<think>\n</think>\n2"}],
+        "reward_model": {"ground_truth": "2"},
+    }
+    columns = ColumnsConfig(
+        problem="prompt.1.content",
+        answer="reward_model.ground_truth",
+        solution="target.0.content",
+    )
+    (row,) = load(jsonl(tmp_path / "p.jsonl", [record]), columns=columns)
+    assert (row.problem, row.answer, row.solution) == ("1+1?", "2", "<think>\n</think>\n2")
+
+
+GOOD = json.dumps(RECORDS[0])
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([GOOD, '{"problem": "cut'], r"bad\.jsonl:2: not a JSON value"),
+        ([GOOD, "", "[1, 2]"], r"bad\.jsonl:3: a JSON list, not an object"),
+        (['{"question": "x", "answer": "1"}'], r":1: no column 'problem'.*it has question, answer"),
+        (['{"problem": "x", "solution": "y"}'], r":1: no column 'answer'.*or to null"),
+        (['{"problem": "x", "answer": " "}'], r":1: column 'answer' \(answer\) is empty"),
+        (['{"problem": "x", "answer": null}'], r":1: column 'answer' \(answer\) is empty"),
+        (['{"problem": "x", "answer": []}'], r":1: column 'answer' \(answer\) is empty"),
+        (['{"problem": "", "answer": "1"}'], r":1: column 'problem' \(problem\) is empty"),
+        (['{"problem": ["x"], "answer": "1"}'], r"column 'problem' \(problem\) holds list"),
+        (['{"problem": "x", "answer": {"a": 1}}'], r"column 'answer' \(answer\) holds dict"),
+        (['{"problem": "x", "answer": true}'], r"column 'answer' \(answer\) holds bool"),
+        (['{"problem": "x", "answer": "1", "solution": 2}'], None),
+        ([], r"bad\.jsonl: no rows in it"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path, lines, message):
+    path = jsonl(tmp_path / "bad.jsonl", lines)
+    if message is None:
+        assert load(path)[0].solution == "2"
+        return
+    with pytest.raises(DataError, match=message):
+        load(path)
+
+
+def test_bad_sources_are_named(tmp_path):
+    with pytest.raises(DataError, match=r"gone\.jsonl: no such file"):
+        load(tmp_path / "gone.jsonl")
+    with pytest.raises(DataError, match="no such file or directory, and no hub id"):
+        load(tmp_path / "gone")
+    (tmp_path / "a.csv").write_text("problem,answer")
+    with pytest.raises(DataError, match=r"a\.csv: unknown kind of file"):
+        load(tmp_path / "a.csv")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 not really")
+    with pytest.raises(DataError, match=r"a\.parquet: not a readable parquet file"):
+        load(tmp_path / "a.parquet")
+    (tmp_path / "latin.jsonl").write_bytes('{"problem": "é", "answer": "1"}'.encode("latin-1"))
+    with pytest.raises(DataError, match=r"latin\.jsonl:1: .*UTF-8"):
+        load(tmp_path / "latin.jsonl")
+    path = jsonl(tmp_path / "a.jsonl", RECORDS)
+    with pytest.raises(DataError, match=r"unknown data\.\*\.options"):
+        load(path, options={"rows": 3})

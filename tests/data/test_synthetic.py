@@ -1,0 +1,111 @@
+"""The arithmetic task: pure in (seed, index), true answers, disjoint splits, documents that fit."""
+
+import re
+
+import pytest
+
+from stable_opd_mcore.config.schema import SourceConfig
+from stable_opd_mcore.data.errors import DataError
+from stable_opd_mcore.data.sources import load_rows
+from stable_opd_mcore.data.synthetic import ArithmeticOptions, arithmetic_row, arithmetic_rows
+
+FROZEN = ("1-1+1-4-1-3", "1-1=0;0+1=1;1-4=2;2-1=1;1-3=3;[3]")
+HAZARD = {"recheck": [0.3, 0.5, 0.9, 0.99], "loop": 0.3, "junk": 0.2, "window": 120}
+
+
+def true_answer(problem, modulus):
+    value, *rest = re.findall(r"\d|[+*-]", problem)
+    value = int(value)
+    for operator, operand in zip(rest[::2], rest[1::2], strict=True):
+        value = {"+": value + int(operand), "-": value - int(operand), "*": value * int(operand)}[
+            operator
+        ] % modulus
+    return str(value)
+
+
+def test_answers_and_solutions_are_right_and_ranges_hold():
+    rows = arithmetic_rows(
+        {"rows": 300, "modulus": 7, "min_operations": 1, "recheck": [0.2]}, "train"
+    )
+    for row in rows:
+        assert row.answer == true_answer(row.problem, 7)
+        assert row.answer_format == "bracket"
+        steps = [s for s in row.solution.split(";")[:-1] if not s.startswith("w")]
+        assert 1 <= len(steps) <= 5
+        assert all(s[-1] == true_answer(s[:-2], 7) for s in steps)
+        assert row.solution.endswith(f"[{row.answer}]") and row.complete and not row.prefix
+    assert any("w" in row.solution for row in rows)
+
+
+def test_a_row_depends_on_seed_and_index_alone():
+    options = ArithmeticOptions(seed=3, rows=50)
+    rows = arithmetic_rows({"seed": 3, "rows": 50}, "train")
+    assert arithmetic_row(options, "train", 49) == rows[49]
+    assert rows[:20] == arithmetic_rows({"seed": 3, "rows": 50}, "train", limit=20)
+    assert rows != arithmetic_rows({"seed": 4, "rows": 50}, "train")
+    # A frozen example: rows must not change between versions, finished runs refer to them.
+    assert (rows[0].problem, rows[0].solution) == FROZEN
+
+
+def test_train_and_eval_share_no_problem():
+    train = {row.problem for row in arithmetic_rows({"rows": 3000}, "train")}
+    held_out = {row.problem for row in arithmetic_rows({"rows": 500, "seed": 1}, "test")}
+    assert len(train) > 2500 and len(held_out) > 400
+    assert not train & held_out
+
+
+def test_wrong_steps_change_solutions_but_never_the_gold_answer():
+    rows = arithmetic_rows({"rows": 400, "error_rate": 0.5}, "train")
+    assert all(row.answer == true_answer(row.problem, 5) for row in rows)
+    wrong = sum(not row.solution.endswith(f"[{row.answer}]") for row in rows)
+    assert 100 < wrong < 390
+
+
+def test_loops_fill_the_window_and_training_starts_after_the_repeats():
+    rows = arithmetic_rows({"rows": 400, **HAZARD}, "train")
+    cut = [row for row in rows if not row.complete]
+    loops = [row for row in rows if row.prefix]
+    assert 140 < len(loops) < 260
+    for row in cut:
+        assert len(row.problem) + 1 + len(row.prefix) + len(row.solution) == 120
+    for row in loops:
+        assert not row.complete
+        whole = row.prefix + row.solution
+        period = next(p for p in range(1, 30) if row.solution[p:] == row.solution[:-p])
+        # What is trained continues a loop that the prefix already shows twice.
+        seen = whole[len(row.prefix) - 2 * period : len(row.prefix)]
+        assert seen[:period] == seen[period:]
+        assert row.solution.startswith(seen[:period])
+    for row in rows:
+        if row.complete:
+            assert len(row.problem) + 1 + len(row.solution) + 1 <= 120
+
+
+def test_repeated_rechecks_follow_their_hazard():
+    rows = arithmetic_rows({"rows": 2000, "recheck": [0.5, 0.0]}, "train")
+    steps = sum(row.solution.count(";") - row.solution.count("w") for row in rows)
+    rechecks = sum(row.solution.count("w") for row in rows)
+    assert rechecks / steps == pytest.approx(0.5, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rowz": 3}, "rowz.*options are: rows, seed"),
+        ({"loop": 0.1}, "need window"),
+        ({"loop": 0.6, "junk": 0.6, "window": 200}, "more than 1"),
+        ({"min_operations": 6}, "min_operations=6 exceeds max_operations=5"),
+        ({"window": 20}, "window=20 is shorter than the longest solution: 45"),
+        ({"recheck": [1.5]}, "between 0 and 1"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(DataError, match=message):
+        arithmetic_rows(options, "train")
+
+
+def test_it_is_a_source_like_any_other():
+    source = SourceConfig(path="synthetic:arithmetic", split="test", limit=5)
+    assert load_rows(source)[4].row_id == "synthetic:arithmetic/test:4"
+    with pytest.raises(DataError, match="no such synthetic task"):
+        load_rows(SourceConfig(path="synthetic:geometry"))
