@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stable_opd_mcore.config.schema import AdvantageConfig
 
-# (behaviour log-prob, teacher log-prob, advantage given with the sample, settings) -> per-token advantage
+# (behaviour log-prob, teacher log-prob, advantage given with the sample, settings) -> advantage
 AdvantageFunction = Callable[[Tensor, Tensor | None, Tensor | None, AdvantageConfig], Tensor]
 
 

@@ -70,7 +70,7 @@ class Chunk:
         return self.logits_CV
 
     def _policy(self, found: dict[str, Tensor], rows: slice) -> tuple[Tensor, DenseTerm | None]:
-        """d loss / d log pi of the target (or class), and the full-vocabulary term if the objective has one."""
+        """d loss / d log pi of the target (or class), and the full-vocabulary term if any."""
         weight_C = self.rows.pg_weight
         nothing_C = torch.zeros_like(self.target.logprob_C)
         if self.terms.advantage is not None:
@@ -97,7 +97,7 @@ class Chunk:
         assert advantage_C is not None
         if terms.settings.control_variate:
             assert self.teacher is not None and self.teacher.student_to_other_C is not None
-            # A baseline of the present state alone: added after the return-to-go, so it stays unbiased.
+            # A baseline of the present state alone, so it comes after the return-to-go.
             advantage_C = advantage_C + self.teacher.student_to_other_C
         loss_C, derivative_C, clipped_C = clipped_surrogate(
             self.target.logprob_C, given.old_logprob, advantage_C, terms.clip
@@ -126,7 +126,7 @@ class Chunk:
         return value_C, DenseTerm(kind, self.teacher_CV, teacher.other, weight_C, centre_C, beta)
 
     def _reference(self, found: dict[str, Tensor], rows: slice) -> tuple[Tensor, DenseTerm | None]:
-        """The KL to the reference: coefficient of the sampled token's log-probability (k3), or a dense term."""
+        """The KL to the reference: d loss / d log pi of the target (k3), or a dense term."""
         weight_C = self.rows.kl_weight
         nothing_C = torch.zeros_like(self.target.logprob_C)
         if self.terms.reference == "none":

@@ -57,7 +57,7 @@ class Head:
         return columns_CJ.masked_fill(~here_CJ, 0), here_CJ
 
     def gather_columns(self, logits_CV: Tensor, ids_CJ: Tensor) -> Tensor:
-        """This shard's part of logits at ids [C, J], fp32 or fp64; summed over shards, the whole."""
+        """This shard's part of logits at ids [C, J], fp32 or fp64; the shards add up."""
         dtype = accumulation_dtype(logits_CV)
         if self.num_columns == 0:
             return torch.zeros(ids_CJ.shape, dtype=dtype, device=logits_CV.device)

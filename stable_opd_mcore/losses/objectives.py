@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from stable_opd_mcore.config.load import ConfigError
@@ -29,7 +28,7 @@ Scores = Literal[
     "none", "sampled", "topk", "hidden"
 ]  # each includes the ones before it, but topk and hidden
 
-# Small vocabularies go through in fewer, larger chunks than train.loss_chunk_tokens: up to this many logits.
+# Small vocabularies go through in larger chunks than train.loss_chunk_tokens: this many logits.
 SMALL_CHUNK_ELEMENTS = 2**22
 
 
@@ -67,6 +66,7 @@ class Objective:
     teacher_needs: Scores  # what `microbatch.teacher` must carry
     reference_needs: Scores  # what `microbatch.reference` must carry
     top_k: int  # entries per row when teacher_needs is "topk"
+    needs_rollouts: bool  # False: golden solutions alone are trained on
     needs_golden: bool  # golden solutions must be among the samples
     needs_rewards: bool  # rollouts must be graded before weighting
     student_stop: StopClass | None  # for scoring the student (old log-probabilities)
@@ -88,7 +88,7 @@ class Objective:
             solution (gkd).
         """
         config = self.config
-        policy = [sample.source == "rollout" and self.name != "sft" for sample in samples]
+        policy = [sample.source == "rollout" and self.needs_rollouts for sample in samples]
         if self.name == "gkd" and config.objective.on_policy_fraction < 1:
             policy = weights.on_policy_share(samples, config.objective.on_policy_fraction)
         advantages = None
@@ -135,7 +135,7 @@ class Objective:
         )
 
     def old_logprobs(self, hidden_NH: Tensor, head: Head, microbatch: MicroBatch) -> Tensor:
-        """The present policy's log-probabilities [N], to keep as old_logprob_N for later minibatches."""
+        """The present policy's log-probabilities [N], old_logprob_N of later minibatches."""
         found = score(
             hidden_NH,
             head,
@@ -192,6 +192,7 @@ def build_objective(
         teacher_needs="hidden" if terms.teacher_logits else entry.teacher,
         reference_needs=reference_needs[terms.reference],
         top_k=settings.top_k,
+        needs_rollouts=settings.name != "sft",
         needs_golden=settings.name == "sft"
         or config.mixture.lambda_ > 0
         or (settings.name == "gkd" and settings.on_policy_fraction < 1),

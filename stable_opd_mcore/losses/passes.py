@@ -33,7 +33,7 @@ NUM_SUMS = 7
 
 @dataclass(frozen=True)
 class Normaliser:
-    """log-softmax of one model's logits x is (x - maximum) - log_sum, in this order: exact at large x."""
+    """log-softmax of logits x is (x - maximum) - log_sum, in this order: exact at large x."""
 
     maximum_C: Tensor
     log_sum_C: Tensor
@@ -210,7 +210,10 @@ def write_gradient_(
 def _statistics(
     sums_CS: Tensor, maxima_CM: Tensor, has_other: Sequence[bool]
 ) -> list[PairStatistics]:
-    """Entropies and divergences from whole sums. H = log S - E_p[z'], KL(p||o) = E_p[z'-o'] - (log S_z - log S_o)."""
+    """Entropies and divergences from whole sums.
+
+    H = log S - E_p[z'] and KL(p || o) = E_p[z' - o'] - (log S_z - log S_o).
+    """
     results, sums, maxima = [], iter(sums_CS.unbind(1)), iter(maxima_CM.unbind(1))
     for other in has_other:
         sum_z, dot_zz = next(sums), next(sums)

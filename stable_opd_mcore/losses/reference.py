@@ -147,13 +147,13 @@ def kl_divergence(log_p_NV: Tensor, log_q_NV: Tensor) -> Tensor:
 
 
 def k3(logprob_N: Tensor, reference_logprob_N: Tensor) -> Tensor:
-    """r - log r - 1 with r = pi_ref / pi_theta of the sampled token: an estimate of KL(theta || ref), >= 0."""
+    """r - log r - 1 with r = pi_ref / pi of the sampled token: estimates KL(pi || ref), >= 0."""
     log_ratio_N = reference_logprob_N - logprob_N
     return log_ratio_N.exp() - log_ratio_N - 1
 
 
 def class_logprob(log_p_NV: Tensor, targets_N: Tensor, stop: StopClass | None) -> Tensor:
-    """log sum over the stop class where the target is a stop token, else log p of the target (METHOD §4)."""
+    """log p of the target, or of its stop class where it is a stop token (METHOD §4)."""
     token_N = log_p_NV.gather(1, targets_N[:, None])[:, 0]
     if stop is None:
         return token_N
@@ -184,7 +184,7 @@ def _surrogate(view: View, old_N: Tensor, advantage_N: Tensor) -> Tensor:
 
 
 def _discounted(reward_N: Tensor, batch: MicroBatch, discount: float) -> Tensor:
-    """G_t = sum over t' >= t of discount^(t'-t) r_t' within the sample; masked tokens reward nothing."""
+    """G_t = sum over t' >= t of discount^(t'-t) r_t' in the sample; masked tokens add nothing."""
     place = list(zip(batch.sample_index_N.tolist(), batch.token_index_N.tolist(), strict=True))
     returns = []
     for sample, token in place:

@@ -7,7 +7,7 @@ chunk.py).
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -17,16 +17,17 @@ from stable_opd_mcore.losses.head import StopClass
 from stable_opd_mcore.records import MicroBatch
 
 Divergence = Literal["forward", "reverse", "jsd", "teacher_support", "student_support"]
+NO_OPTIONS = AdvantageConfig.model_validate({})
 DENSE: tuple[Divergence, ...] = ("forward", "reverse", "jsd")
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What an objective's loss is made of; the policy term is either a surrogate or a divergence."""
+    """What an objective's loss is made of; its policy term is a surrogate or a divergence."""
 
     advantage: AdvantageFunction | None = None  # surrogate on the sampled token
     divergence: Divergence | None = None  # of student and teacher at every visited prefix
-    settings: AdvantageConfig = AdvantageConfig()
+    settings: AdvantageConfig = NO_OPTIONS
     clip: float = 0.2
     discount: float = 0.0
     jsd_beta: float = 0.5
@@ -82,5 +83,5 @@ class Rows:
         )
 
     def __getitem__(self, rows: slice) -> Rows:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         return Rows(**{name: x if x is None else x[rows] for name, x in values.items()})

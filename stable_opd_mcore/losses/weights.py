@@ -100,7 +100,7 @@ def group_advantages(samples: Sequence[Sample], std_normalise: bool) -> list[flo
             )
         groups.setdefault(sample.prompt_id, []).append(sample.reward)
     centre = {prompt: statistics.fmean(rewards) for prompt, rewards in groups.items()}
-    spread = {prompt: 1.0 for prompt in groups}
+    spread = dict.fromkeys(groups, 1.0)
     if std_normalise:
         spread = {
             prompt: (statistics.stdev(rewards) if len(rewards) > 1 else 0.0) + STD_EPSILON

@@ -1,4 +1,4 @@
-"""Small random micro-batches and heads for the loss tests, and the definition evaluated on them in float64."""
+"""Small random micro-batches and heads for the loss tests, and the float64 definition on them."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def run_fused(
     objective: Objective | None = None,
     group: torch.distributed.ProcessGroup | None = None,
 ) -> Result:
-    """The fused path, padded with garbage vocabulary rows, on one shard or on this rank's of the group."""
+    """The fused path, garbage vocabulary rows added as padding, on this rank's shard."""
     objective = objective or case.objective
     vocab = case.weight_VH.shape[0]
     hidden = case.hidden_NH.to(dtype, copy=True).requires_grad_()
