@@ -1,7 +1,7 @@
 """Where a run stands: the few numbers that, with weights and optimizer, determine every later step.
 
-Not here: anything derived from them. Rollout noise and data order are pure functions of the seed and these
-counters, so a restored state continues exactly as the uninterrupted run would have.
+Not here: anything derived from them. Rollout noise and data order are pure functions of the seed
+and these counters, so a restored state continues exactly as the uninterrupted run would have.
 """
 
 from __future__ import annotations

@@ -1,0 +1,172 @@
+"""The loop around the step: cold start, resume, evaluation, files, checkpoints, and the report at
+the end.
+
+Order within a step, for a process may die anywhere: update, evaluate, write the rollouts, write the
+metrics row, save the checkpoint. A resumed run drops the rows after its checkpoint and writes them
+again, identical. Not here: what a step computes (step.py) and how a run's parts are built
+(setup.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from stable_opd_mcore.config.load import save_config
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.data.rollout_files import RolloutWriter
+from stable_opd_mcore.metrics import Metrics
+from stable_opd_mcore.models.convert import export_hf
+from stable_opd_mcore.monitoring.report import write_report
+from stable_opd_mcore.monitoring.sinks import Sinks
+from stable_opd_mcore.parallel.world import World, start_world, stop_world
+from stable_opd_mcore.train.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from stable_opd_mcore.train.evaluation import evaluate_student
+from stable_opd_mcore.train.setup import architecture_of, build_run
+from stable_opd_mcore.train.state import TrainState
+from stable_opd_mcore.train.step import train_step
+
+MODEL = "model"  # the trained student in Hugging Face form, inside the run directory
+
+
+def run_directory(config: Config) -> Path:
+    return Path(config.run.directory) / config.run.name
+
+
+def train(config: Config, show_progress: bool = True) -> Path:
+    """Train to the last step, from the newest checkpoint where there is one; return the run
+    directory.
+    """
+    world = start_world(config.parallel, config.train.seed)
+    if config.cold_start is not None:
+        config = _after_cold_start(config, world, show_progress)
+    directory = _train_phase(config, world, show_progress)
+    stop_world()
+    return directory
+
+
+def cold_start_config(config: Config) -> Config:
+    """The supervised run before distillation, in `<run>/cold_start`."""
+    assert config.cold_start is not None
+    cold = config.cold_start
+    values = config.model_dump(by_alias=True)
+    values["run"] = {"name": "cold_start", "directory": str(run_directory(config))}
+    values["objective"] = {"name": "sft"}
+    values["rollout"] |= {
+        "prompts_per_step": cold.prompts_per_step,
+        "engine": "embedded",
+        "replay_from": None,
+    }
+    values["kl"]["beta"] = 0.0
+    values["mixture"]["lambda"] = 0.0
+    values["optimizer"] |= {"lr": cold.lr, "warmup_steps": cold.warmup_steps}
+    values["train"] |= {"steps": cold.steps, "minibatches": 1}
+    values |= {"teacher": None, "cold_start": None}
+    return Config.model_validate(values)
+
+
+def _after_cold_start(config: Config, world: World, show_progress: bool) -> Config:
+    """Run the cold start unless its model is there; the config that starts from it."""
+    cold = cold_start_config(config)
+    model = run_directory(cold) / MODEL
+    if not model.is_dir():
+        _train_phase(cold, world, show_progress)
+    values = config.model_dump(by_alias=True)
+    values["tokenizer"]["path"] = config.tokenizer.path or config.student.path
+    values["student"] |= {"path": str(model), "architecture": None, "random_init": False}
+    values["cold_start"] = None
+    return Config.model_validate(values)
+
+
+def _train_phase(config: Config, world: World, show_progress: bool) -> Path:
+    directory = run_directory(config)
+    run = build_run(config, world)
+    architecture = architecture_of(config.student)
+    state = TrainState()
+    newest = newest_checkpoint(directory / "checkpoints")
+    if newest is not None:
+        state = load_checkpoint(newest, run.student, architecture)
+        run.engine.publish(state.weight_version)
+    speaks = world.rank == 0
+    if speaks:
+        save_config(config, directory / "config.resolved.yaml")
+
+    with ExitStack() as stack:
+        stack.enter_context(run.grader)
+        first_row = state.step + 1 if state.step else 0  # row 0 is the evaluation before training
+        sinks = stack.enter_context(Sinks(directory, config, first_row)) if speaks else None
+        writer = RolloutWriter(directory, config.rollout.save)
+        advance = stack.enter_context(_progress(config, state, show_progress and speaks))
+        if state.step == 0 and config.evaluation.every and run.held_out is not None:
+            metrics = evaluate_student(run, state)
+            if sinks is not None:
+                sinks.write(0, metrics)
+        while state.step < config.train.steps:
+            result = train_step(run, state)
+            state, metrics = result.state, result.metrics
+            if run.held_out is not None and _due(state.step, config.evaluation.every, config):
+                metrics = metrics | evaluate_student(run, state)
+            if sinks is not None:
+                writer.write(state.step, result.rollouts)
+                sinks.write(state.step, metrics)
+            if _due(state.step, config.checkpoint.every or config.train.steps, config):
+                save_checkpoint(
+                    directory / "checkpoints",
+                    state,
+                    run.student,
+                    architecture,
+                    config.checkpoint.keep,
+                )
+            advance(metrics)
+
+    export_hf(run.student.chunks, directory / MODEL)
+    if speaks:
+        run.tokenizer.save(directory / MODEL)
+        _summarise(directory)
+        write_report([directory], directory / "report.html")
+    return directory
+
+
+def _due(step: int, every: int, config: Config) -> bool:
+    """Every `every` steps, and after the last one; 0 is never."""
+    return bool(every) and (step % every == 0 or step == config.train.steps)
+
+
+def _summarise(directory: Path) -> None:
+    """summary.json: the last value of every metric."""
+    last: dict[str, float] = {}
+    for line in (directory / "metrics.jsonl").read_text().splitlines():
+        last |= {key: value for key, value in json.loads(line).items() if value is not None}
+    (directory / "summary.json").write_text(json.dumps(last, indent=1, sort_keys=True))
+
+
+@contextmanager
+def _progress(
+    config: Config, state: TrainState, shown: bool
+) -> Iterator[Callable[[Metrics], None]]:
+    """A progress bar on stderr with the numbers one watches; yields the function that moves it."""
+    columns = (
+        TextColumn("[bold]{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[numbers]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
+        task = bar.add_task(
+            config.run.name, total=config.train.steps, completed=state.step, numbers=""
+        )
+
+        def advance(metrics: Metrics) -> None:
+            watched = ("loss/total", "rollout/accuracy", "rollout/truncation_rate")
+            values = metrics.values_by_key()
+            shown_values = [(key, values.get(key)) for key in watched]
+            text = "  ".join(f"{key} {v:.3g}" for key, v in shown_values if v is not None)
+            bar.update(task, advance=1, numbers=text)
+
+        yield advance

@@ -1,0 +1,199 @@
+"""From a config to a run's parts: tokenizer, prompts, models, engine, objective.
+
+Everything a user can get wrong is refused here, before the first token is drawn. Not here: the
+step, the loop, or anything that changes while training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from stable_opd_mcore.config.schema import Config, ModelConfig
+from stable_opd_mcore.data.chat import Tokenizer, resolve_stop_ids, same_vocabulary
+from stable_opd_mcore.data.order import PromptOrder, PromptSet
+from stable_opd_mcore.data.sources import load_rows
+from stable_opd_mcore.evaluation.grading import Grader
+from stable_opd_mcore.losses.objectives import Objective, Scores, build_objective
+from stable_opd_mcore.models.build import HiddenStatesGPTModel, build_model, output_head
+from stable_opd_mcore.models.convert import copy_weights, load_hf
+from stable_opd_mcore.models.families import Architecture, read_architecture
+from stable_opd_mcore.parallel.world import World
+from stable_opd_mcore.rollout.build import build_engine, embedded_engine, training_sampling
+from stable_opd_mcore.teacher.megatron import FrozenModel
+from stable_opd_mcore.train.step import Run
+from stable_opd_mcore.train.student import Student
+
+
+def build_run(config: Config, world: World) -> Run:
+    """Build every part on this rank.
+
+    Raises:
+        ValueError: settings, data, weights or layout that do not fit together; the message names
+            which.
+    """
+    tokenizer = load_tokenizer(config)
+    objective = build_objective(
+        config, tokenizer.stop_token_ids, teacher_stop_ids(config, tokenizer)
+    )
+    architecture = architecture_of(config.student)
+    prompts = load_prompts(config, tokenizer, architecture, objective)
+    held_out = load_held_out(config, tokenizer, architecture)
+
+    models = _Models(config, world, objective, tokenizer.vocab_size)
+    chunks = models.load(config.student, trainable=True)
+    return Run(
+        config=config,
+        world=world,
+        tokenizer=tokenizer,
+        student=Student(chunks, config.optimizer, config.train.precision),
+        head=output_head(chunks, tokenizer.vocab_size),
+        teacher=models.teacher(chunks),
+        reference=models.reference(chunks),
+        behaviour=models.behaviour(chunks) if config.train.minibatches > 1 else None,
+        engine=build_engine(config, world, chunks, tokenizer),
+        held_out_engine=embedded_engine(world, chunks, tokenizer),
+        sampling=training_sampling(config, tokenizer.stop_token_ids),
+        objective=objective,
+        prompts=prompts,
+        held_out=held_out,
+        order=PromptOrder(len(prompts), config.train.seed),
+        grader=Grader(config.evaluation.grading_timeout_seconds),
+    )
+
+
+def load_tokenizer(config: Config) -> Tokenizer:
+    """The student's tokenizer, with the ids its responses stop on."""
+    path = config.tokenizer.path or config.student.path
+    assert path is not None, "the schema asks for one of the two"
+    return Tokenizer.load(path, config.student.stop_token_ids)
+
+
+def teacher_stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...] | None:
+    """The ids the teacher's responses stop on; None without a teacher.
+
+    A teacher directory with a tokenizer of its own must have the student's vocabulary.
+
+    Raises:
+        ValueError: it has another.
+    """
+    if config.teacher is None:
+        return None
+    path, given = config.teacher.path, config.teacher.stop_token_ids
+    if path is not None and (Path(path) / "tokenizer.json").is_file():
+        own = Tokenizer.load(path, given)
+        same_vocabulary(tokenizer, own)
+        return own.stop_token_ids
+    if path is not None or given is not None:
+        return resolve_stop_ids(path, tokenizer, given)
+    return tokenizer.stop_token_ids
+
+
+def load_prompts(
+    config: Config, tokenizer: Tokenizer, architecture: Architecture, objective: Objective
+) -> PromptSet:
+    """The training prompts, with golden solutions where the objective trains on them."""
+    return PromptSet(
+        load_rows(config.data.train),
+        tokenizer,
+        config.data,
+        window=architecture.max_positions,
+        max_new_tokens=config.sampling.max_new_tokens if objective.needs_rollouts else 0,
+        golden="required" if objective.needs_golden else "none",
+    )
+
+
+def load_held_out(
+    config: Config, tokenizer: Tokenizer, architecture: Architecture
+) -> PromptSet | None:
+    """The held-out prompts, None without `data.eval`."""
+    if config.data.eval is None:
+        return None
+    return PromptSet(
+        load_rows(config.data.eval),
+        tokenizer,
+        config.data,
+        window=architecture.max_positions,
+        max_new_tokens=config.evaluation.max_new_tokens or config.sampling.max_new_tokens,
+        golden="none",
+    )
+
+
+def architecture_of(model: ModelConfig) -> Architecture:
+    """From the model's config.json, or its inline fields."""
+    source = model.path if model.architecture is None else model.architecture
+    assert source is not None, "the schema asks for one of the two"
+    return read_architecture(source)
+
+
+class _Models:
+    """Builds the models of a run on one layout."""
+
+    def __init__(self, config: Config, world: World, objective: Objective, vocab_size: int):
+        self.config, self.world, self.objective = config, world, objective
+        self.vocab_size = vocab_size
+
+    def load(self, model: ModelConfig, *, trainable: bool) -> list[HiddenStatesGPTModel]:
+        """The chunks of a model with its weights; random ones are drawn from the run's seed."""
+        architecture = architecture_of(model)
+        if architecture.vocab_size < self.vocab_size:
+            raise ValueError(
+                f"{model.path or 'student.architecture'}: vocab_size={architecture.vocab_size} is "
+                f"smaller than the tokenizer's {self.vocab_size} tokens; take the model's own "
+                "tokenizer"
+            )
+        chunks = build_model(
+            architecture,
+            self.world,
+            precision=self.config.train.precision,
+            recompute=self.config.train.recompute if trainable else "none",
+            trainable=trainable,
+            seed=self.config.train.seed,
+        )
+        if model.path is not None and not model.random_init:
+            load_hf(chunks, model.path)
+        return chunks
+
+    def teacher(self, student: Sequence[HiddenStatesGPTModel]) -> FrozenModel | None:
+        needs = self.objective.teacher_needs
+        if self.config.teacher is None or needs == "none":
+            return None
+        chunks = self.load(self.config.teacher, trainable=False)
+        return self._scorer(chunks, student, needs, stop=self.objective.teacher_stop)
+
+    def reference(self, student: Sequence[HiddenStatesGPTModel]) -> FrozenModel | None:
+        """The student as it is before its first update, or `reference.path`."""
+        needs = self.objective.reference_needs
+        if needs == "none":
+            return None
+        path = self.config.reference.path
+        frozen = self.config.student.model_copy(update={"random_init": True})
+        chunks = self.load(frozen, trainable=False)
+        if path is None:
+            copy_weights(student, chunks)
+        else:
+            load_hf(chunks, path)
+        return self._scorer(chunks, student, needs)
+
+    def behaviour(self, student: Sequence[HiddenStatesGPTModel]) -> FrozenModel:
+        """The student itself, asked before the first of several updates on one batch."""
+        return self._scorer(student, student, "sampled", stop=self.objective.student_stop)
+
+    def _scorer(
+        self,
+        chunks: Sequence[HiddenStatesGPTModel],
+        student: Sequence[HiddenStatesGPTModel],
+        needs: Scores,
+        stop=None,
+    ) -> FrozenModel:
+        return FrozenModel(
+            chunks,
+            self.world,
+            vocab_size=self.vocab_size,
+            temperature=self.objective.temperature,
+            stop=stop,
+            top_k=self.objective.top_k if needs == "topk" else None,
+            keep_hidden=needs == "hidden",
+            like=output_head(student, self.vocab_size),
+            chunk_tokens=self.config.train.loss_chunk_tokens,
+        )

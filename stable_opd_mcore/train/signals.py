@@ -1,0 +1,87 @@
+"""Stopping when the scheduler asks: all ranks after the same step, with a checkpoint, and a marker
+that says so.
+
+    with StopSignals(device) as stop:
+        for each step:
+            ...
+            if stop.asked_on_any_rank():
+                ...save a checkpoint...
+                leave_for_requeue(run_directory, state.step)
+
+Slurm announces a time limit or a preemption with SIGUSR1 or SIGTERM, to each process at a slightly
+different moment; the ranks therefore agree by one all-reduce a step. An exit code does not survive
+`srun`, so the verdict is a file. Not here: who requeues (slurm/common.sh), and hangs (watchdog.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+MARKER = (
+    "REQUEUE"  # in the run directory: stopped between two steps, checkpoint complete, start again
+)
+STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+
+
+class StopSignals:
+    """Notes SIGUSR1 and SIGTERM while the block lasts; the handlers that stood before are put back
+    after it.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu"):
+        self._device = device  # where the backend of the default process group wants its tensors
+        self._asked = False
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        for number in STOP_SIGNALS:
+            self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def asked_on_any_rank(self) -> bool:
+        """Whether some rank was signalled by now; the same answer on every rank, which must all
+        call it.
+        """
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return self._asked
+        asked = torch.tensor([int(self._asked)], device=self._device)
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+        return bool(asked.item())
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._asked = True
+
+
+def clear_marker(run_directory: Path) -> None:
+    """A run that starts again is not stopped any more. Rank 0 calls it before the first step."""
+    (run_directory / MARKER).unlink(missing_ok=True)
+
+
+def leave_for_requeue(run_directory: Path, step: int) -> None:
+    """Rank 0 writes the marker; no rank goes before it stands. Call after the checkpoint of `step`
+    is complete.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if rank == 0:
+        partial = run_directory / f"{MARKER}.partial"
+        partial.write_text(json.dumps({"step": step}))
+        os.replace(partial, run_directory / MARKER)
+    if dist.is_initialized():
+        dist.barrier()

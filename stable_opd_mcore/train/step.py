@@ -1,0 +1,204 @@
+"""One training step, as the method describes it. Start reading here.
+
+The step is written once for every layout: data-parallel ranks draw rollouts for their share of the
+prompts and then all hold the same global list, from which weights, packing and metrics follow; the
+loss is a plain sum whose weights hold the global normalisers. Not here: the loop around it,
+evaluation, checkpoints, files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.data.golden import golden_samples, rollout_samples
+from stable_opd_mcore.data.order import PromptOrder, PromptSet
+from stable_opd_mcore.data.packing import pack
+from stable_opd_mcore.evaluation.grading import Grader
+from stable_opd_mcore.losses.head import Head
+from stable_opd_mcore.losses.objectives import Objective
+from stable_opd_mcore.metrics import Mean, Metrics, Same, reduce_over_ranks
+from stable_opd_mcore.models.build import forward_hidden
+from stable_opd_mcore.monitoring.health import rollout_metrics, sample_metrics, token_metrics
+from stable_opd_mcore.monitoring.throughput import PhaseTimer
+from stable_opd_mcore.parallel.schedule import run_forward_backward
+from stable_opd_mcore.parallel.world import World, gather_over_data_parallel
+from stable_opd_mcore.records import LossOutput, MicroBatch, Prompt, Rollout, Sample
+from stable_opd_mcore.rollout.base import RolloutEngine, Sampling
+from stable_opd_mcore.teacher.base import Scorer, with_scores
+from stable_opd_mcore.train.schedule import learning_rate
+from stable_opd_mcore.train.state import TrainState
+from stable_opd_mcore.train.student import Student
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything one run holds on this rank; only the student's weights and optimizer change."""
+
+    config: Config
+    world: World
+    tokenizer: Tokenizer
+    student: Student
+    head: Head | None  # the student's, on the last pipeline stage
+    teacher: Scorer | None
+    reference: Scorer | None
+    behaviour: Scorer | None  # the student itself, asked before the first of several updates
+    engine: RolloutEngine
+    held_out_engine: RolloutEngine  # evaluates; the same as `engine` in all but a replay
+    sampling: Sampling
+    objective: Objective
+    prompts: PromptSet
+    held_out: PromptSet | None
+    order: PromptOrder
+    grader: Grader
+
+
+@dataclass(frozen=True)
+class StepResult:
+    state: TrainState
+    metrics: Metrics  # global: the same on every rank
+    rollouts: Sequence[Rollout]  # global, in the order of the prompts
+
+
+def train_step(run: Run, state: TrainState) -> StepResult:
+    """Sample from the student, score with teacher and reference, update the student, publish its
+    weights.
+    """
+    config, timer = run.config, PhaseTimer(run.world.device)
+    prompts = run.prompts.select(run.order.indices(state.cursor, config.rollout.prompts_per_step))
+
+    with timer.phase("rollout"):
+        rollouts = draw_rollouts(run, prompts, state)  # stamped with the weights they come from
+        samples = rollout_samples(rollouts, config.objective.masks)
+        if run.objective.needs_golden:
+            samples += golden_samples(prompts)
+
+    with timer.phase("score"):
+        minibatches = [
+            with_scores(
+                pack_minibatch(run, part),
+                teacher=run.teacher,
+                reference=run.reference,
+                behaviour=run.behaviour,
+            )
+            for part in split_by_prompt(samples, config.train.minibatches)
+        ]
+
+    with timer.phase("update"):
+        lr = learning_rate(state.step, config.train.steps, config.optimizer)
+        updates = [update(run, batches, lr, state.step + 1) for batches in minibatches]
+
+    state = state.advance(num_prompts=len(prompts), optimizer_steps=len(updates))
+    run.engine.publish(state.weight_version)
+    return StepResult(state, step_metrics(run, rollouts, samples, updates, timer), rollouts)
+
+
+def draw_rollouts(run: Run, prompts: Sequence[Prompt], state: TrainState) -> list[Rollout]:
+    """Graded rollouts of all prompts; each data-parallel rank draws and grades its share."""
+    if not run.objective.needs_rollouts:
+        return []
+    ranks = run.world.data_size
+    mine = run.engine.generate(prompts[run.world.data_rank :: ranks], run.sampling, step=state.step)
+    shares = gather_over_data_parallel(run.world, run.grader.grade_rollouts(mine))
+    samples = run.sampling.num_samples
+    return [
+        shares[position % ranks][position // ranks * samples + sample]
+        for position in range(len(prompts))
+        for sample in range(samples)
+    ]
+
+
+def pack_minibatch(run: Run, samples: Sequence[Sample]) -> list[MicroBatch]:
+    """This data-parallel rank's micro-batches, each token carrying its global weights."""
+    return pack(
+        samples,
+        run.objective.token_weights(samples),
+        max_tokens=run.config.train.micro_batch_tokens,
+        data_rank=run.world.data_rank,
+        data_size=run.world.data_size,
+        pad_to_multiple=run.world.token_multiple,
+        microbatch_multiple=run.world.microbatch_multiple,
+        device=run.world.device,
+    )
+
+
+def split_by_prompt(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:
+    """Samples in `parts` lists; prompts are dealt in turn, and stay whole."""
+    place: dict[str, int] = {}
+    split: list[list[Sample]] = [[] for _ in range(parts)]
+    for sample in samples:
+        split[place.setdefault(sample.prompt_id, len(place) % parts)].append(sample)
+    return [part for part in split if part]
+
+
+def update(run: Run, batches: Sequence[MicroBatch], lr: float, step: int) -> Metrics:
+    """One optimizer step on scored micro-batches; its metrics, the same on every rank."""
+
+    def forward_step(chunk: Module, batch: MicroBatch) -> tuple[Tensor, Callable[[Tensor], tuple]]:
+        return forward_hidden(chunk, batch), lambda hidden_TH: loss_of(run, batch, hidden_TH)
+
+    run.student.zero_grad()
+    results = run_forward_backward(run.student.model, batches, forward_step, world=run.world)
+    grad_norm = run.student.finish_grads()
+
+    mine = token_metrics(results, batches) if results and run.world.tensor_rank == 0 else Metrics()
+    metrics = reduce_over_ranks(mine, dist.group.WORLD, run.world.device)
+    require_finite(metrics, grad_norm, step)  # before any weight moves
+    run.student.update(lr)
+    return metrics | Metrics({"grad_norm": Mean(grad_norm, 1), "optimizer/lr": Same(lr)})
+
+
+def loss_of(run: Run, batch: MicroBatch, hidden_TH: Tensor) -> tuple[Tensor, LossOutput]:
+    """The loss of one micro-batch from the student's hidden states, on the last pipeline stage."""
+    assert run.head is not None, "the last pipeline stage holds the output head"
+    output = run.objective(
+        hidden_TH.index_select(0, batch.rows_N),
+        run.head,
+        batch,
+        teacher_head=run.teacher.head if run.teacher else None,
+        reference_head=run.reference.head if run.reference else None,
+    )
+    return output.loss, output
+
+
+def require_finite(metrics: Metrics, grad_norm: float, step: int) -> None:
+    """Stop before damage.
+
+    Raises:
+        ValueError: the loss or the gradient norm is not finite; no weight has moved yet.
+    """
+    loss = metrics["loss/total"].value()
+    if loss is None or not math.isfinite(loss) or not math.isfinite(grad_norm):
+        parts = ", ".join(
+            f"{key}={metrics[key].value()}" for key in metrics if key.startswith("loss/")
+        )
+        raise ValueError(
+            f"step {step}: {parts}, grad_norm={grad_norm}: not finite, so no weight was moved; the "
+            "newest checkpoint is intact. Lower optimizer.lr, or look at the step's rollouts"
+        )
+
+
+def step_metrics(
+    run: Run,
+    rollouts: Sequence[Rollout],
+    samples: Sequence[Sample],
+    updates: Sequence[Metrics],
+    timer: PhaseTimer,
+) -> Metrics:
+    """Everything the step has to say, the same on every rank."""
+    tokens = sum(len(s.prompt_token_ids) + len(s.response_token_ids) for s in samples)
+    merged = reduce_over_ranks(timer.metrics(tokens), dist.group.WORLD, run.world.device)
+    merged = merged | sample_metrics(samples)
+    if rollouts:
+        budget = run.config.sampling.max_new_tokens
+        merged = merged | rollout_metrics(rollouts, budget, run.config.monitoring)
+    for metrics in updates:
+        merged = merged | metrics
+    return merged

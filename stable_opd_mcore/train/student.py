@@ -1,0 +1,88 @@
+"""The model that learns: Megatron chunks under Megatron's gradient buffers, and its Adam.
+
+Gradients are sums over micro-batches and data-parallel ranks; nothing here averages, because the
+loss weights already hold the global normaliser. Not here: the loss, the schedule of the learning
+rate, checkpoints.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.transformer.module import MegatronModule
+
+from stable_opd_mcore.config.schema import OptimizerConfig
+
+
+class Student:
+    """Trainable model chunks of this rank with their optimizer.
+
+    Args:
+        chunks: this rank's pipeline chunks, without a gradient wrapper.
+        config: Adam's settings.
+        precision: "fp32" or "bf16"; gradients and main weights are fp32 either way.
+    """
+
+    def __init__(self, chunks: list[MegatronModule], config: OptimizerConfig, precision: str):
+        self.chunks = chunks
+        self.clip_grad = config.clip_grad
+        self.distributed = config.distributed
+        bf16 = precision == "bf16"
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=config.distributed,
+            average_in_collective=False,
+            check_for_nan_in_grad=False,  # require_finite names the step, before any weight moves
+        )
+        self.model = [
+            DistributedDataParallel(chunk.config, ddp, chunk, disable_bucketing=index > 0)
+            for index, chunk in enumerate(chunks)
+        ]
+        self.optimizer = get_megatron_optimizer(
+            MegatronOptimizerConfig(
+                optimizer="adam",
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.beta1,
+                adam_beta2=config.beta2,
+                adam_eps=config.eps,
+                clip_grad=config.clip_grad,
+                bf16=bf16,
+                params_dtype=torch.bfloat16 if bf16 else torch.float32,
+                use_distributed_optimizer=config.distributed,
+            ),
+            self.model,
+        )
+        self._grad_norm = 0.0
+        self._inner = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+
+    def zero_grad(self) -> None:
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def finish_grads(self) -> float:
+        """Sum gradients over all ranks and return their global L2 norm, the same number on every
+        rank.
+        """
+        finalize_model_grads(self.model, num_tokens=None)
+        self.optimizer.prepare_grads()
+        self._grad_norm = float(self.optimizer.get_grad_norm())
+        return self._grad_norm
+
+    def update(self, lr: float) -> None:
+        """Clip to `clip_grad` and step Adam at learning rate `lr`. Call after `finish_grads`."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        for optimizer in self._inner:
+            clip_grad_by_total_norm_fp32(
+                optimizer.get_parameters(), self.clip_grad, self._grad_norm
+            )
+        self.optimizer.step_with_ready_grads()
