@@ -1,0 +1,45 @@
+"""The rollout engine that a config names. Not here: engines themselves, or models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.nn import Module
+
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.parallel.world import World
+from stable_opd_mcore.rollout.base import RolloutEngine, Sampling
+from stable_opd_mcore.rollout.embedded import EmbeddedEngine
+from stable_opd_mcore.rollout.replay import ReplayEngine
+
+
+def build_engine(
+    config: Config, world: World, chunks: Sequence[Module], tokenizer: Tokenizer
+) -> RolloutEngine:
+    """What `rollout.engine` names, over the student's chunks of this rank.
+
+    Raises:
+        ValueError: the run to replay has no stored rollouts.
+    """
+    if config.rollout.engine == "replay":
+        assert config.rollout.replay_from is not None, "the schema asks for it"
+        return ReplayEngine(config.rollout.replay_from)
+    return embedded_engine(world, chunks, tokenizer)
+
+
+def embedded_engine(world: World, chunks: Sequence[Module], tokenizer: Tokenizer) -> EmbeddedEngine:
+    """The engine that evaluations use as well: a replay has no answers to new prompts."""
+    return EmbeddedEngine(chunks, world, tokenizer.decode, vocab_size=tokenizer.vocab_size)
+
+
+def training_sampling(config: Config, stop_token_ids: Sequence[int]) -> Sampling:
+    """How the rollouts of a training step are drawn."""
+    return Sampling(
+        temperature=config.sampling.temperature,
+        top_p=config.sampling.top_p,
+        max_new_tokens=config.sampling.max_new_tokens,
+        num_samples=config.rollout.samples_per_prompt,
+        stop_token_ids=tuple(stop_token_ids),
+        seed=config.train.seed,
+    )

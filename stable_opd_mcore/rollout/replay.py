@@ -1,0 +1,94 @@
+"""Rollouts of a stored run, read again step by step in place of sampling.
+
+Two layouts, versions or objectives that are given the same rollouts can be compared number by
+number. The stored responses and their log-probabilities are returned as they are; what the student
+of this run would have said plays no part. Not here: the file format (data/rollout_files.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from stable_opd_mcore.data.rollout_files import read_rollouts, rollout_path
+from stable_opd_mcore.records import Prompt, Rollout
+from stable_opd_mcore.rollout.base import Sampling
+
+
+class ReplayEngine:
+    """A `RolloutEngine` over the files of a run that was stored with rollout.save=all.
+
+    Args:
+        run_directory: the stored run; `rollouts/step_000012.jsonl` in it holds what the step
+            numbered 12 (counted from 1) was trained on.
+
+    Raises:
+        ValueError: the run has no rollouts.
+    """
+
+    def __init__(self, run_directory: str | Path):
+        self.weight_version = 0
+        self._run_directory = Path(run_directory)
+        if not any((self._run_directory / "rollouts").glob("step_*.jsonl")):
+            raise ValueError(
+                f"{self._run_directory}: no stored rollouts in it; rollout.replay_from must be a "
+                "run directory that was trained with rollout.save=all"
+            )
+
+    def publish(self, weight_version: int) -> None:
+        """Remember the version; the stored rollouts keep theirs."""
+        self.weight_version = weight_version
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int
+    ) -> list[Rollout]:
+        """The stored rollouts of `prompts` at the step that follows `step` finished ones.
+
+        Graded anew by the caller; the prompts are the caller's own (golden solutions included).
+
+        Raises:
+            ValueError: the step was not stored, or holds other prompts, other prompt tokens or
+                another number of samples, each with the file and the remedy.
+        """
+        path = rollout_path(self._run_directory, step + 1)
+        if not path.is_file():
+            raise ValueError(
+                f"{path}: step {step + 1} was not stored; the run to replay must have at least as "
+                f"many steps as this one (it has {self._stored_steps()}), and rollout.save=all"
+            )
+        stored: dict[str, dict[int, Rollout]] = {}
+        for rollout in read_rollouts(path):
+            stored.setdefault(rollout.prompt.prompt_id, {})[rollout.sample_index] = rollout
+        return [
+            replace(_stored_sample(stored, prompt, sample, path), prompt=prompt)
+            for prompt in prompts
+            for sample in range(sampling.num_samples)
+        ]
+
+    def _stored_steps(self) -> int:
+        return len(list((self._run_directory / "rollouts").glob("step_*.jsonl")))
+
+
+def _stored_sample(
+    stored: dict[str, dict[int, Rollout]], prompt: Prompt, sample: int, path: Path
+) -> Rollout:
+    samples = stored.get(prompt.prompt_id)
+    if samples is None:
+        raise ValueError(
+            f"{path}: no rollouts of prompt {prompt.prompt_id}; a replay needs the same data, "
+            "train.seed and rollout.prompts_per_step as the stored run, and rollout.save=all there"
+        )
+    if sample not in samples:
+        raise ValueError(
+            f"{path}: prompt {prompt.prompt_id} has {len(samples)} stored samples, sample "
+            f"{sample} was asked for; set rollout.samples_per_prompt as in the stored run"
+        )
+    found = samples[sample]
+    if found.prompt.token_ids != prompt.token_ids:
+        raise ValueError(
+            f"{path}: prompt {prompt.prompt_id} was stored with other tokens "
+            f"({len(found.prompt.token_ids)}, now {len(prompt.token_ids)}); a replay needs the "
+            "same tokenizer, chat template and data as the stored run"
+        )
+    return found

@@ -1,0 +1,59 @@
+"""What happened to the servers: one line per event in a log file, one count per kind in the metrics.
+
+Not a monitoring sink: events are rare and are written when they happen, so that the file tells the story even of
+a run that ended badly.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Literal
+
+from stable_opd_mcore.metrics import Metrics, Sum
+
+Event = Literal[
+    "failure",  # a server did not do its part
+    "restart",  # an owned server was ended and started again
+    "redrawn",  # responses asked for again because of either
+    "stale",  # responses from weights too old, dropped and drawn again
+    "resent",  # weights sent again outside the usual publish
+    "published",  # weights sent and verified
+    "lost",  # no restarts are left
+]
+_COUNTED: tuple[Event, ...] = ("failure", "restart", "redrawn", "stale", "resent")
+_log = logging.getLogger("stable_opd_mcore.rollout.sglang")
+
+
+class EventLog:
+    """Appends to `path`; safe from many threads."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def add(self, event: Event, server: str, detail: str, count: int = 1) -> None:
+        row = {
+            "time": time.time(),
+            "event": event,
+            "server": server,
+            "detail": detail,
+            "count": count,
+        }
+        with self._lock, self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+            self._counts[event] += count
+        if event != "published":
+            _log.warning("%s %s: %s", server, event, detail)
+
+    def take_metrics(self) -> Metrics:
+        """Counts since the last call, a zero for every kind that did not happen."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        return Metrics({f"engine/{event}": Sum(float(counts[event])) for event in _COUNTED})

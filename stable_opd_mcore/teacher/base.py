@@ -1,0 +1,112 @@
+"""What a scorer is: a model that is only asked how probable the response tokens are.
+
+The teacher, the frozen reference and, when one batch of rollouts serves several updates, the
+student itself as its behaviour policy are all asked in the same way, over the micro-batches that
+the update will use. Not here: how a model answers (megatron.py), which scores an objective needs
+(losses/).
+
+Ordering: scores describe the weights at the time of the call; nothing is cached between calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from stable_opd_mcore.losses.head import Head
+from stable_opd_mcore.records import MicroBatch, ReferenceScores, TeacherScores
+
+
+class Scorer(Protocol):
+    """A model on the same tensor x pipeline x data ranks as the student."""
+
+    @property
+    def head(self) -> Head | None:
+        """This rank's shard of the output head, which turns the kept hidden states into logits.
+
+        None off the last pipeline stage.
+        """
+        ...
+
+    def score(self, microbatches: Sequence[MicroBatch]) -> list[TeacherScores]:
+        """Scores of each micro-batch's N rows; an empty list off the last pipeline stage.
+
+        Every rank of the replica makes the call, with the same micro-batches.
+        """
+        ...
+
+
+def with_scores(
+    microbatches: Sequence[MicroBatch],
+    *,
+    teacher: Scorer | None = None,
+    reference: Scorer | None = None,
+    behaviour: Scorer | None = None,
+) -> list[MicroBatch]:
+    """The micro-batches with what each scorer says of them; unchanged off the last pipeline stage.
+
+    Args:
+        behaviour: gives `old_logprob_N`. Without it the present policy stands for the old one,
+            which is exact for the first update of a batch.
+    """
+    scored = list(microbatches)
+    if teacher is not None:
+        scored = [
+            replace(batch, teacher=said)
+            for batch, said in zip(scored, _asked(teacher, microbatches), strict=True)
+        ]
+    if reference is not None:
+        scored = [
+            replace(batch, reference=None if said is None else _as_reference(said))
+            for batch, said in zip(scored, _asked(reference, microbatches), strict=True)
+        ]
+    if behaviour is not None:
+        scored = [
+            replace(batch, old_logprob_N=None if said is None else said.sampled_logprob_N)
+            for batch, said in zip(scored, _asked(behaviour, microbatches), strict=True)
+        ]
+    return scored
+
+
+def require_repeatable(
+    scorer: Scorer, microbatches: Sequence[MicroBatch], tolerance: float = 0.0
+) -> None:
+    """Ask twice and compare: a scorer that contradicts itself would be trained on as a signal.
+
+    Args:
+        tolerance: largest difference allowed in any score; 0 asks for equal bits.
+
+    Raises:
+        ValueError: names the score and how far the two answers are apart.
+    """
+    first, second = scorer.score(microbatches), scorer.score(microbatches)
+    for number, (once, again) in enumerate(zip(first, second, strict=True)):
+        for name in ("sampled_logprob_N", "entropy_N", "topk_logprobs_NK", "hidden_NH"):
+            difference = _difference(getattr(once, name), getattr(again, name))
+            if not difference <= tolerance:  # written so that NaN fails
+                raise ValueError(
+                    f"asked twice about micro-batch {number}, the scorer's {name} differs by "
+                    f"{difference:.3g} (allowed {tolerance:g}): its forward is not deterministic; "
+                    "check for dropout and for weights that change while it is asked"
+                )
+
+
+def _difference(once: Tensor | None, again: Tensor | None) -> float:
+    if once is None or again is None or once.numel() == 0:
+        return 0.0
+    if torch.equal(once, again):  # also where both are -inf
+        return 0.0
+    return float((once.float() - again.float()).abs().max())
+
+
+def _asked(scorer: Scorer, microbatches: Sequence[MicroBatch]) -> Sequence[TeacherScores | None]:
+    """One answer per micro-batch; None off the last pipeline stage."""
+    return scorer.score(microbatches) or [None] * len(microbatches)
+
+
+def _as_reference(scores: TeacherScores) -> ReferenceScores:
+    return ReferenceScores(scores.sampled_logprob_N, scores.hidden_NH)

@@ -1,0 +1,110 @@
+"""A model that is asked, not trained, on the student's own ranks: teacher, reference, old policy.
+
+Any architecture that models/ can build, cut over the same tensor and pipeline ranks, run forward
+only over the student's micro-batches by the same schedule. Its hidden states meet its head in
+chunks over tokens (losses/scores.py), so logits of a whole micro-batch never exist; where the loss
+needs the full vocabulary it takes the hidden states themselves. Not here: served teachers, losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+from torch.nn import Module
+
+from stable_opd_mcore.losses.head import Head, StopClass, align_head
+from stable_opd_mcore.losses.scores import score
+from stable_opd_mcore.models.build import forward_hidden, output_head
+from stable_opd_mcore.models.convert import architecture_of
+from stable_opd_mcore.parallel.schedule import run_forward_backward
+from stable_opd_mcore.parallel.world import World
+from stable_opd_mcore.records import MicroBatch, TeacherScores
+
+# Chunks of a small vocabulary hold more rows than asked for: up to this many logits at once.
+_SMALL_CHUNK_ELEMENTS = 2**22
+
+
+class FrozenModel:
+    """A `Scorer` over Megatron chunks.
+
+    Args:
+        chunks: this rank's chunks of the model, in evaluation mode or without dropout.
+        world: this rank's place.
+        vocab_size: the common vocabulary of student and teacher; larger ids are padding.
+        temperature: of the rollouts, so that all log-probabilities compare.
+        stop: the model's own stop class (METHOD §4), None to score the plain token.
+        top_k: also keep the K most probable tokens and their log-probabilities.
+        keep_hidden: also keep hidden_NH, for losses over the full vocabulary.
+        like: the student's head; the kept head is cut over the tensor ranks at the same vocabulary
+            entries, which a model with more padding rows is not by itself.
+        chunk_tokens: rows whose logits exist at once.
+
+    Raises:
+        ValueError: the model has fewer vocabulary entries than `vocab_size`.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Module],
+        world: World,
+        *,
+        vocab_size: int,
+        temperature: float = 1.0,
+        stop: StopClass | None = None,
+        top_k: int | None = None,
+        keep_hidden: bool = False,
+        like: Head | None = None,
+        chunk_tokens: int = 1024,
+    ):
+        held = architecture_of(chunks).vocab_size
+        if held < vocab_size:
+            raise ValueError(
+                f"the model has {held} vocabulary entries, fewer than the {vocab_size} of the "
+                "student's tokenizer: it belongs to another tokenizer"
+            )
+        self._chunks = list(chunks)
+        self._world = world
+        self._temperature = temperature
+        self._stop = stop
+        self._top_k = top_k
+        self._keep_hidden = keep_hidden
+        self._chunk_tokens = max(chunk_tokens, _SMALL_CHUNK_ELEMENTS // vocab_size)
+        head = output_head(chunks, vocab_size)
+        self._head = head if head is None or like is None else align_head(head, like)
+
+    @property
+    def head(self) -> Head | None:
+        """See `Scorer.head`."""
+        return self._head
+
+    def score(self, microbatches: Sequence[MicroBatch]) -> list[TeacherScores]:
+        """See `Scorer.score`."""
+        return run_forward_backward(
+            self._chunks, microbatches, self._forward_step, world=self._world, forward_only=True
+        )
+
+    def _forward_step(
+        self, chunk: Module, batch: MicroBatch
+    ) -> tuple[Tensor, Callable[[Tensor], TeacherScores]]:
+        return forward_hidden(chunk, batch), lambda hidden_TH: self._scores_of(hidden_TH, batch)
+
+    def _scores_of(self, hidden_TH: Tensor, batch: MicroBatch) -> TeacherScores:
+        assert self._head is not None, "the last pipeline stage holds the output head"
+        hidden_NH = hidden_TH.index_select(0, batch.rows_N)
+        found = score(
+            hidden_NH,
+            self._head,
+            batch.targets_N,
+            temperature=self._temperature,
+            stop=self._stop,
+            top_k=self._top_k,
+            chunk_tokens=self._chunk_tokens,
+        )
+        return TeacherScores(
+            sampled_logprob_N=found.logprob_N,
+            entropy_N=found.entropy_N,
+            topk_ids_NK=found.topk_ids_NK,
+            topk_logprobs_NK=found.topk_logprobs_NK,
+            hidden_NH=hidden_NH if self._keep_hidden else None,
+        )
