@@ -70,8 +70,8 @@ FIGURES = (
     ),
     Figure(
         "Log-probabilities and advantage",
-        "At the onset all three rise: the student moves to tokens that both models find easy, not "
-        "to better answers (the paper's Figure 3).",
+        "In a collapse all three rise at its onset: the student moves to tokens that both models "
+        "find easy, not to better answers (the paper's Figure 3).",
         (
             Panel("logprob/student", "Student log-probability"),
             Panel("logprob/teacher", "Teacher log-probability"),
@@ -80,8 +80,8 @@ FIGURES = (
     ),
     Figure(
         "Repetitive and regular tokens",
-        "Inside repetitive tails the advantage is close to zero, elsewhere negative, so the mean "
-        "rises as the tails take over the batch (the paper's Figure 4).",
+        "In a collapse the advantage is near zero inside repetitive tails and negative elsewhere, "
+        "so its mean rises as the tails take over the batch (the paper's Figure 4).",
         (
             Panel("advantage/repetitive", "Advantage, repetitive tokens"),
             Panel("advantage/regular", "Advantage, regular tokens"),
@@ -124,7 +124,7 @@ FIGURES = (
     ),
     Figure(
         "Speed and memory",
-        "Wall-clock time of rank 0's process tree.",
+        "Wall-clock time of a step and its phases; memory since the process started.",
         (
             Panel("throughput/tokens_per_second", "Throughput"),
             Panel("time/total", "Step"),

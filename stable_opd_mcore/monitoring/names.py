@@ -92,7 +92,11 @@ _ALL = [
         "rollout batch (prompts + responses) over step time",
         "tokens/s",
     ),
-    Name("memory/peak_gib", "peak memory of the largest rank", "GiB"),
+    Name(
+        "memory/peak_gib",
+        "peak memory since start: of the device, or of the process without one",
+        "GiB",
+    ),
 ]
 
 NAMES: dict[str, Name] = {name.key: name for name in _ALL}

@@ -88,24 +88,24 @@ def write_report(
         data=_json_script([section.pop("drawn") for section in sections]),
         sections=sections,
         summary=tables.table_of_records(summary) if summary else None,
-        captions=captions or {},
+        captions={tables.printable(key): text for key, text in (captions or {}).items()},
     )
     return _write(Path(output), page)
 
 
 def _named(runs: Sequence[str | Path | ReportRun]) -> list[ReportRun]:
-    """Directories as runs labelled by their names; by parent/name where names repeat."""
+    """Directories as runs labelled by their names (parent/name where names repeat), printable."""
     paths = [Path(run).resolve() for run in runs if not isinstance(run, ReportRun)]
     names = [path.name for path in paths]
     named = []
     for run in runs:
-        if isinstance(run, ReportRun):
-            named.append(run)
-            continue
-        path = Path(run).resolve()
-        repeated = names.count(path.name) > 1
-        label = f"{path.parent.name}/{path.name}" if repeated else path.name
-        named.append(ReportRun(Path(run), label))
+        if not isinstance(run, ReportRun):
+            path = Path(run).resolve()
+            repeated = names.count(path.name) > 1
+            label = f"{path.parent.name}/{path.name}" if repeated else path.name
+            run = ReportRun(Path(run), label)
+        label, section = tables.printable(run.label), tables.printable(run.section)
+        named.append(ReportRun(Path(run.directory), label, section))
     return named
 
 
@@ -121,14 +121,16 @@ def _section(
     labels = list(dict.fromkeys(run.label for run in runs))
     first_of_label = {run.label: run.directory for run in reversed(runs)}
     return {
-        "name": tables.printable(name),
+        "name": name,
         "seeds": len(labels) < len(runs),
-        "labels": [{"name": tables.printable(label), **styles[label]} for label in labels],
+        "labels": [{"name": label, **styles[label]} for label in labels],
         "figures": drawn,
-        "outcomes": tables.outcome_table(labelled),
+        "outcomes": tables.outcome_table(
+            [(run.label, run.directory, rows[run.directory]) for run in runs]
+        ),
         "differences": tables.config_differences([(run.label, run.directory) for run in runs]),
         "samples": [
-            {"label": tables.printable(label), "style": styles[label], "rollouts": samples}
+            {"label": label, "style": styles[label], "rollouts": samples}
             for label in labels
             if (
                 samples := tables.sample_rollouts(
@@ -145,10 +147,7 @@ def _section(
 
 def _for_script(panel: Mapping[str, Any]) -> dict[str, Any]:
     """A panel as the script wants it. Plotly reads markup in names: theirs is escaped."""
-    curves = [
-        {**curve, "name": html.escape(tables.printable(curve["label"]))}
-        for curve in panel["curves"]
-    ]
+    curves = [{**curve, "name": html.escape(curve["label"])} for curve in panel["curves"]]
     return {"key": panel["key"], "unit": panel["unit"], "share": panel["share"], "curves": curves}
 
 

@@ -23,32 +23,44 @@ CONFIG_FILE = "config.resolved.yaml"
 HEAD_CHARACTERS, TAIL_CHARACTERS = 1500, 700  # of a sample that is longer than both
 MISSING = "\N{EN DASH}"
 
-Table = dict[str, Any]  # {"columns": [str], "rows": [[str]]}
+Table = dict[str, Any]  # {"columns": [str], "rows": [[str]], "texts": leading columns of words}
 
 
-def outcome_table(runs: Sequence[tuple[str, Sequence[Row]]]) -> Table:
+def outcome_table(runs: Sequence[tuple[str, Path, Sequence[Row]]]) -> Table:
     """One row a run: accuracy at start, peak and end; truncation and repetition, worst and last."""
     columns = [
         "run",
+        "directory",
         "steps",
-        "accuracy: start",
-        "peak",
-        "end",
-        "truncated: worst",
-        "end",
-        "repetitive: worst",
-        "end",
-        "length: end",
-        "tokens/s",
+        "accuracy at start",
+        "accuracy at peak",
+        "accuracy at end",
+        "truncated at worst",
+        "truncated at end",
+        "repetitive at worst",
+        "repetitive at end",
+        "length at end",
+        "tokens per second",
     ]
-    return {"columns": columns, "rows": [_outcome(label, rows) for label, rows in runs]}
+    return {
+        "columns": columns,
+        "rows": [
+            [label, printable(directory.name), *_outcome(rows)] for label, directory, rows in runs
+        ],
+        "texts": 2,
+    }
 
 
 def table_of_records(records: Sequence[Mapping[str, Any]]) -> Table:
     """Any list of flat records (a summary.json's `arms`), columns in order of appearance."""
     columns = list(dict.fromkeys(key for record in records for key in record))
     rows = [[_cell(record.get(key)) for key in columns] for record in records]
-    return {"columns": [column.replace("_", " ") for column in columns], "rows": rows}
+    words = [any(isinstance(record.get(key), str) for record in records) for key in columns]
+    return {
+        "columns": [column.replace("_", " ") for column in columns],
+        "rows": rows,
+        "texts": (*words, False).index(False),
+    }
 
 
 def config_differences(runs: Sequence[tuple[str, Path]]) -> Table | None:
@@ -72,7 +84,7 @@ def config_differences(runs: Sequence[tuple[str, Path]]) -> Table | None:
         ]
         if len(set(cells)) > 1:
             rows.append([key, *cells])
-    return {"columns": ["setting", *labels], "rows": rows} if rows else None
+    return {"columns": ["setting", *labels], "rows": rows, "texts": 1} if rows else None
 
 
 def sample_rollouts(directory: Path, rows: Sequence[Row]) -> list[dict[str, str]]:
@@ -147,9 +159,9 @@ def _badness(row: Row) -> tuple[float, float]:
     return (row.get("rollout/repetition_rate") or 0.0, row.get("rollout/truncation_rate") or 0.0)
 
 
-def _outcome(label: str, rows: Sequence[Row]) -> list[str]:
+def _outcome(rows: Sequence[Row]) -> list[str]:
     accuracy = _defined(rows, "eval/accuracy") or _defined(rows, "rollout/accuracy")
-    cells = [label, str(rows[-1]["step"])]
+    cells = [str(rows[-1]["step"])]
     if accuracy:
         step, peak = max(accuracy, key=lambda pair: pair[1])
         cells += [_cell(accuracy[0][1]), f"{_cell(peak)} @ {step}", _cell(accuracy[-1][1])]

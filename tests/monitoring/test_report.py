@@ -1,0 +1,239 @@
+"""The report: curves and tables of known runs, hostile text, errors that name file and line."""
+
+import json
+from html.parser import HTMLParser
+
+import pytest
+
+from stable_opd_mcore.monitoring.figures import COLOURS, DASHES, FIGURES, draw, style, trailing_mean
+from stable_opd_mcore.monitoring.names import require_known
+from stable_opd_mcore.monitoring.report import ReportRun, write_report
+from stable_opd_mcore.monitoring.tables import (
+    MISSING,
+    compression,
+    config_differences,
+    outcome_table,
+    printable,
+    sample_rollouts,
+    table_of_records,
+)
+from tests.monitoring.make_run import HOSTILE, make_run
+
+
+class Page(HTMLParser):
+    """Elements, headings and visible text of a page; the inside of scripts apart."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.elements: list[tuple[str, dict]] = []
+        self.text: list[str] = []
+        self.scripts: list[str] = []
+        self._in_script = False
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        self._in_script = tag == "script"
+        if self._in_script:
+            self.scripts.append("")
+
+    def handle_endtag(self, tag):
+        self._in_script = False
+
+    def handle_data(self, data):
+        if self._in_script:
+            self.scripts[-1] += data
+        else:
+            self.text.append(data)
+
+    def count(self, tag, **attributes):
+        return sum(t == tag and attributes.items() <= a.items() for t, a in self.elements)
+
+
+def page_of(path) -> Page:
+    return Page(path.read_text(encoding="utf-8"))
+
+
+def data_of(page: Page) -> list:
+    return json.loads(page.scripts[1])
+
+
+def test_figures_show_known_metrics_once():
+    keys = [panel.key for figure in FIGURES for panel in figure.panels]
+    require_known(keys)
+    assert len(keys) == len(set(keys))
+
+
+def test_no_two_labels_look_alike():
+    styles = [tuple(style(index).values()) for index in range(len(COLOURS) * len(DASHES))]
+    assert len(set(styles)) == len(styles)
+
+
+def test_trailing_mean_skips_what_is_undefined():
+    assert trailing_mean([1, None, 5, None, None], window=2) == [1, 1, 5, 5, None]
+
+
+def test_curves_keep_gaps_and_evaluations_are_dots():
+    rows = [{"step": step, "loss/total": float(step)} for step in range(30)]
+    rows[3] |= {"eval/accuracy": 0.25}
+    rows[9] |= {"eval/accuracy": 0.75}
+    figures = {figure.title: figure for figure in FIGURES}
+    loss = draw(figures["Loss and gradient"], [("a", rows)])
+    assert [panel["key"] for panel in loss["panels"]] == ["loss/total"]
+    (curve,) = loss["panels"][0]["curves"]
+    assert curve["steps"] == list(range(30)) and not curve["dots"]
+    assert curve["values"][10] == 8.0 and curve["each"][10] == 10.0
+    accuracy = draw(figures["Truncation, repetition, accuracy"], [("a", rows)])
+    (curve,) = accuracy["panels"][0]["curves"]
+    assert curve == {"label": "a", "steps": [3, 9], "values": [0.25, 0.75], "dots": True}
+    assert draw(figures["Speed and memory"], [("a", rows)]) is None
+
+
+def test_outcomes(tmp_path):
+    rows = [
+        {"step": step, "rollout/truncation_rate": float(step > 5), "eval/accuracy": accuracy}
+        for step, accuracy in enumerate([0.25, None, None, 0.75, None, None, 0.5])
+    ]
+    table = outcome_table([("run", tmp_path / "x", rows)])
+    assert dict(zip(table["columns"], table["rows"][0], strict=True)) == {
+        "run": "run",
+        "directory": "x",
+        "steps": "6",
+        "accuracy at start": "0.250",
+        "accuracy at peak": "0.750 @ 3",
+        "accuracy at end": "0.500",
+        "truncated at worst": "0.200",
+        "truncated at end": "0.200",
+        "repetitive at worst": MISSING,
+        "repetitive at end": MISSING,
+        "length at end": MISSING,
+        "tokens per second": MISSING,
+    }
+
+
+def test_records_become_a_table_with_words_to_the_left():
+    table = table_of_records(
+        [{"act": "a", "seed": 0, "peak_accuracy": 0.5}, {"act": "b", "x": None}]
+    )
+    assert table["columns"] == ["act", "seed", "peak accuracy", "x"] and table["texts"] == 1
+    assert table["rows"] == [["a", "0", "0.500", MISSING], ["b", MISSING, MISSING, MISSING]]
+
+
+def test_settings_that_differ_stand_by_label_and_names_do_not_count(tmp_path):
+    plain = make_run(tmp_path / "plain", 1)
+    held = [make_run(tmp_path / f"kl-{seed}", 1, beta=0.5) for seed in range(2)]
+    runs = [("opd", plain), ("kl", held[0]), ("kl", held[1])]
+    table = config_differences(runs)
+    assert table["columns"] == ["setting", "opd", "kl"]
+    assert table["rows"] == [["kl.beta", "0.0", "0.5"]]
+    assert config_differences(runs[1:]) is None
+
+
+def test_samples_are_the_first_the_last_and_the_most_repetitive(tmp_path):
+    run = make_run(tmp_path / "run", 30, collapse_at=10)
+    rows = [{"step": 1}, {"step": 2}, {"step": 30, "rollout/repetition_rate": 0.5}]
+    first, last, worst = sample_rollouts(run, rows)
+    assert "step 1 " in first["facts"] and "step 30 " in last["facts"]
+    assert "step 30 " in worst["facts"] and "truncated" in worst["facts"]
+    assert worst["response"].endswith("w1;w1;")
+    assert sample_rollouts(tmp_path / "elsewhere", rows) == []
+
+
+def test_a_long_response_keeps_its_head_and_tail(tmp_path):
+    run = make_run(tmp_path / "run", 1, text="head " + "x" * 5000 + " tail")
+    response = sample_rollouts(run, [{"step": 1}])[0]["response"]
+    assert response.startswith("head") and response.endswith("tail") and len(response) < 2500
+    assert "2,810 characters" in response
+
+
+def test_what_cannot_be_printed_is_made_visible():
+    assert printable("a\x00\x1b\u202e\ud83d\n\té") == "a␀␛��\n\té"
+    assert compression("") == 0.0
+
+
+def test_one_run(tmp_path):
+    page = page_of(write_report([make_run(tmp_path / "a-run")], tmp_path / "out" / "report.html"))
+    panels = sum(len(figure.panels) for figure in FIGURES) - 1  # kl/reference has no values
+    assert page.count("div", **{"class": "plot"}) == panels
+    assert [len(figure) for figure in data_of(page)[0]["figures"]] == [6, 3, 4, 6, 3, 5, 6]
+    assert page.count("button") == len(FIGURES)
+    assert "a-run" in page.text and "Settings that differ" not in page.text
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["report.html"]
+
+
+def test_the_page_refers_to_nothing_outside_itself(tmp_path):
+    page = page_of(write_report([make_run(tmp_path / "a-run")], tmp_path / "report.html"))
+    links = [a[key] for _, a in page.elements for key in ("src", "href") if key in a]
+    assert links == ["data:,"]
+    (policy,) = [a["content"] for t, a in page.elements if a.get("http-equiv")]
+    assert policy.startswith("default-src 'none'")
+
+
+def test_arms_with_seeds_in_sections_keep_one_colour(tmp_path):
+    runs = [
+        ReportRun(make_run(tmp_path / f"{act}-{arm}-{seed}", 2), arm, act)
+        for act, arms in {"collapse": ["opd", "stable_opd"], "stop": ["opd", "fixed"]}.items()
+        for arm in arms
+        for seed in range(2)
+    ]
+    summary = [{"act": "collapse", "arm": "opd", "seed": 0, "final_accuracy": 0.25}]
+    captions = {"stop": "Other stops."}
+    page = page_of(
+        write_report(runs, tmp_path / "r.html", title="T", summary=summary, captions=captions)
+    )
+    first, second = data_of(page)
+    assert [label for label, _ in first["styles"]] == ["opd", "stable_opd"]
+    assert [label for label, _ in second["styles"]] == ["opd", "fixed"]
+    assert first["styles"][0] == second["styles"][0]
+    curves = first["figures"][0][0]["curves"]
+    assert [curve["label"] for curve in curves] == ["opd", "opd", "stable_opd", "stable_opd"]
+    assert page.count("button") == 2 * 2 * len(FIGURES)
+    assert {"collapse", "stop", "Summary", "final accuracy", "0.250"} <= set(page.text)
+    assert "Other stops." in page.text
+
+
+def test_equal_directory_names_are_told_apart(tmp_path):
+    runs = [make_run(tmp_path / parent / "run", 2) for parent in ("x", "y")]
+    (section,) = data_of(page_of(write_report(runs, tmp_path / "r.html")))
+    assert [label for label, _ in section["styles"]] == ["x/run", "y/run"]
+
+
+def test_hostile_text_stays_text(tmp_path):
+    run = make_run(tmp_path / "run", 2, text=HOSTILE)
+    page = page_of(
+        write_report([ReportRun(run, HOSTILE, HOSTILE)], tmp_path / "r.html", title=HOSTILE)
+    )
+    assert page.count("script") == 3 and page.count("img") == 0
+    shown = [text for text in page.text if "fail()" in text]
+    assert len(shown) > 5
+    assert all("{{ 7 * 7 }} ␀�" in text for text in shown)
+    curve = data_of(page)[0]["figures"][0][0]["curves"][0]
+    assert "<" not in page.scripts[1]
+    assert "<" not in curve["name"] and "&lt;img" in curve["name"]
+
+
+def test_no_runs_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="give at least one run"):
+        write_report([], tmp_path / "r.html")
+
+
+def test_broken_runs_are_named_and_nothing_is_written(tmp_path):
+    run = make_run(tmp_path / "run", 3)
+    missing = r"nothing/metrics\.jsonl: no such file"
+    with pytest.raises(ValueError, match=missing):
+        write_report([run, tmp_path / "nothing"], tmp_path / "r.html")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "loss/total": NaNN}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 5: not JSON"):
+        write_report([run], tmp_path / "r.html")
+    other = make_run(tmp_path / "other", 3)
+    (other / "config.resolved.yaml").write_text("a: [1")
+    with pytest.raises(ValueError, match=r"config\.resolved\.yaml: not readable as YAML"):
+        write_report([other], tmp_path / "r.html")
+    (other / "config.resolved.yaml").unlink()
+    (other / "rollouts" / "step_000001.jsonl").write_text("{}\n")
+    with pytest.raises(
+        ValueError, match=r"step_000001\.jsonl, line 1: column prompt_id is missing"
+    ):
+        write_report([other], tmp_path / "r.html")
+    assert not (tmp_path / "r.html").exists()
