@@ -1,18 +1,18 @@
-"""Self-attention in plain torch for Megatron's layers: packed, padded and cached, without
-Transformer Engine.
+"""Self-attention in plain torch for Megatron's layers, packed or padded.
 
-Shapes: s tokens of a sequence, b sequences, T packed tokens, A query heads and G key-value groups
-of this tensor rank, D head size, L cached length.
+Shapes: s tokens of a sequence, b sequences, T packed tokens, P slots of their padded rectangles,
+A query heads and G key-value groups of this tensor rank, D head size.
 
-One class replaces the forward of Megatron's SelfAttention (its projections, norms and parallelism
-stay): rotary positions come per token, so packed sequences and left-padded rows need no loop, and
-keys are cached after rotation, so a decoding step touches one token. Not used where Transformer
-Engine is available.
+One class replaces the forward of Megatron's SelfAttention; its projections, norms and parallelism
+stay. Rotary positions come per token and sequences of similar length are attended to together, so
+nothing loops over the sequences of a micro-batch. Not decoding (rollout/ has its own cached
+attention), and not used where Transformer Engine is available.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,8 +31,7 @@ _BUCKET_RATIO = 0.75  # a sequence joins a bucket when at least this share of th
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Megatron's torch norm refuses sequence parallelism, because it does not mark its weight: this
-    one does."""
+    """RMSNorm whose weight is marked for sequence parallelism, which Megatron's own refuses."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps)
@@ -139,77 +138,40 @@ class TorchSelfAttention(SelfAttention):
         hidden_states: Tensor,
         attention_mask: Tensor | None,
         *,
-        inference_context: Any = None,
-        rotary_pos_emb: Tensor | None = None,
+        rotary_pos_emb: Tensor,
         packed_seq_params: PackedSequences | None = None,
+        inference_context: None = None,
         **unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of [s, b, H] (or its sequence-parallel slice), by the first of these that
-        applies.
+        """Attention of [s, b, H], or of its sequence-parallel slice.
 
-        - `inference_context`: keys and values are appended to its cache. `attention_mask` [b, 1, s,
-          L] is bool (True: hidden, Megatron's convention) or additive; None is causal in the first
-          call and all-visible after.
-        - `packed_seq_params`: b = 1, causal within each sequence.
-        - otherwise padded: `attention_mask` as above, None is causal.
+        With `packed_seq_params` b is 1 and each sequence attends to itself, causally. Without, it
+        is plain causal attention over s, or what `attention_mask` leaves: [b, 1, s, s], bool, True
+        hides (Megatron's convention).
         """
+        assert inference_context is None, "cached decoding brings its own attention"
         query, key, value = self.get_query_key_value_tensors(hidden_states, None)
-        assert rotary_pos_emb is not None
-        query, key = rotate(query, rotary_pos_emb), rotate(key, rotary_pos_emb)
-        if inference_context is not None:
-            output = self._cached(query, key, value, attention_mask, inference_context)
-        elif packed_seq_params is not None:
-            assert packed_seq_params.buckets is not None
-            output = self._maybe_recomputed(
-                lambda q, k, v: _packed(q, k, v, packed_seq_params.buckets), query, key, value
-            )
+        heads = (rotate(query, rotary_pos_emb), rotate(key, rotary_pos_emb), value)
+        if packed_seq_params is not None:
+            attention = partial(_packed, buckets=packed_seq_params.buckets)
         else:
-            output = self._maybe_recomputed(
-                lambda q, k, v: _rectangle(
-                    _heads_first(q), _heads_first(k), _heads_first(v), attention_mask
-                ),
-                query,
-                key,
-                value,
-            )
+            attention = partial(_padded, mask=attention_mask)
+        if self.checkpoint_core_attention and self.training:
+            output = tensor_parallel.checkpoint(attention, False, *heads)
+        else:
+            output = attention(*heads)
         return self.linear_proj(output)
 
-    def _maybe_recomputed(self, attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if self.checkpoint_core_attention and self.training:
-            return tensor_parallel.checkpoint(attention, False, query, key, value)  # pyright: ignore
-        return attention(query, key, value)
 
-    def _cached(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, context: Any
-    ) -> Tensor:
-        cache = context.key_value_memory_dict
-        batch, begin = key.shape[1], context.sequence_len_offset
-        end = begin + key.shape[0]
-        if self.layer_number not in cache:
-            shape = (batch, key.shape[2], context.max_sequence_length, key.shape[3])
-            cache[self.layer_number] = (key.new_empty(shape), value.new_empty(shape))
-        keys, values = cache[self.layer_number]  # [b, G, max L, D], rotated
-        keys[:, :, begin:end] = _heads_first(key)
-        values[:, :, begin:end] = _heads_first(value)
-        return _rectangle(_heads_first(query), keys[:, :, :end], values[:, :, :end], mask)
-
-
-def _heads_first(heads: Tensor) -> Tensor:
-    """[s, b, heads, D] as [b, heads, s, D]."""
-    return heads.permute(1, 2, 0, 3)
-
-
-def _rectangle(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of [b, A, s, D] over [b, G, L, D], as [s, b, A D]. Without a mask: causal when s =
-    L, else all of L."""
-    if mask is not None and mask.dtype == torch.bool:
-        mask = ~mask
+def _padded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of [s, b, heads, D], as [s, b, A D]."""
+    query, key, value = (heads.permute(1, 2, 0, 3) for heads in (query, key, value))
     output = F.scaled_dot_product_attention(
         query,
         key,
         value,
-        attn_mask=mask,
-        is_causal=mask is None and query.shape[2] == key.shape[2],
+        attn_mask=None if mask is None else ~mask,
+        is_causal=mask is None,
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return output.permute(2, 0, 1, 3).flatten(2)

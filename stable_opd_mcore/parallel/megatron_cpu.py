@@ -204,4 +204,5 @@ _HARMLESS = (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
     "full scope is deprecated",
+    "If you are using transformer_engine as the transformer implementation",
 )

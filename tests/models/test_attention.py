@@ -1,0 +1,101 @@
+"""The torch attention: packing by rectangles equals attention sequence by sequence, recomputation
+changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.models.attention import Buckets, RotaryByPosition, _packed, rotate
+from stable_opd_mcore.models.build import build_model, forward_hidden
+from stable_opd_mcore.parallel.world import World, start_world, stop_world
+from tests.models import tiny
+
+
+@pytest.fixture(scope="module")
+def world():
+    yield start_world(ParallelConfig(), seed=0)
+    stop_world()
+
+
+@pytest.mark.parametrize("lengths", [[7], [5, 5, 5], [1, 90, 3, 64, 2, 65, 1], [4, 0, 6], [1, 1]])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_packed_equals_each_sequence_alone(lengths: list[int], groups: int) -> None:
+    torch.manual_seed(0)
+    total = sum(lengths)
+    query, key, value = (
+        torch.randn(total, 1, heads, 8, dtype=torch.float64, requires_grad=True)
+        for heads in (4, groups, groups)
+    )
+    out_weight = torch.randn(total, 1, 32, dtype=torch.float64)
+    buckets = Buckets.of(lengths, torch.device("cpu"))
+    found = _packed(query, key, value, buckets)
+    found_grads = torch.autograd.grad((found * out_weight).sum(), (query, key, value))
+
+    alone = []
+    for q, k, v in zip(*(x.squeeze(1).split(lengths) for x in (query, key, value)), strict=True):
+        k, v = (x.repeat_interleave(4 // groups, dim=1) for x in (k, v))
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        hidden = torch.ones(q.shape[1], q.shape[1]).triu(1).bool()
+        scores = (q @ k.transpose(1, 2) / 8**0.5).masked_fill(hidden, -torch.inf)
+        alone.append((F.softmax(scores, dim=-1) @ v).transpose(0, 1).flatten(1))
+    wanted = torch.cat(alone).unsqueeze(1)
+    wanted_grads = torch.autograd.grad((wanted * out_weight).sum(), (query, key, value))
+    torch.testing.assert_close(found, wanted)
+    for found_grad, wanted_grad in zip(found_grads, wanted_grads, strict=True):
+        torch.testing.assert_close(found_grad, wanted_grad)
+
+
+def test_rectangles_waste_little() -> None:
+    lengths = [20 + 7 * i % 400 for i in range(64)]
+    slots = sum(sequences * longest for sequences, longest in Buckets.of(lengths, "cpu").shapes)
+    assert sum(lengths) <= slots < sum(lengths) / 0.75
+
+
+def test_rotation_depends_on_distance_only() -> None:
+    """Dot products of rotated vectors are functions of the positions' difference."""
+    rotary = RotaryByPosition(torch.tensor([1.0, 0.1]), torch.float64)
+    torch.manual_seed(0)
+    a, b = torch.randn(2, 1, 1, 1, 4, dtype=torch.float64)
+
+    def dot(position_a: int, position_b: int) -> float:
+        rotary.positions = torch.tensor([[position_a, position_b]])
+        cos_sin = rotary(0)
+        return (rotate(a, cos_sin[:1]) * rotate(b, cos_sin[1:])).sum().item()
+
+    assert dot(3, 1) == pytest.approx(dot(12, 10), rel=1e-6)  # the table holds fp32 angles
+    assert dot(3, 1) != pytest.approx(dot(3, 2), rel=1e-2)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputation_changes_nothing(recompute, world: World) -> None:
+    architecture = tiny.architecture("qwen3")
+    batch = tiny.microbatch([9, 4, 1, 12])
+    results = []
+    for how in ("none", recompute):
+        (chunk,) = build_model(architecture, world, recompute=how)
+        assert chunk.decoder.layers[0].self_attention.checkpoint_core_attention == (
+            how == "selective"
+        )
+        hidden_TH = forward_hidden(chunk, batch)
+        (hidden_TH * torch.linspace(-1, 1, 32)).sum().backward()
+        grads = [p.grad for p in chunk.decoder.parameters()]
+        results.append([hidden_TH, *grads, chunk.embedding.word_embeddings.weight.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_padded_equals_packed(world: World) -> None:
+    (chunk,) = build_model(tiny.architecture("qwen2"), world, trainable=False)
+    lengths = [9, 4]
+    batch = tiny.microbatch(lengths)
+    packed = forward_hidden(chunk, batch).split(lengths)
+    ids = torch.nn.utils.rnn.pad_sequence(batch.tokens_T.split(lengths), batch_first=True)
+    positions = torch.arange(9).expand(2, 9)
+    padded = chunk(ids, positions, None)
+    hides = torch.ones(9, 9).triu(1).bool()[None, None]
+    masked = chunk(ids, positions, hides)
+    for i, length in enumerate(lengths):
+        torch.testing.assert_close(padded[:length, i], packed[i], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(masked[:length, i], packed[i], rtol=1e-5, atol=1e-6)

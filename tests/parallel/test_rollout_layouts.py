@@ -1,0 +1,133 @@
+"""The embedded engine and the frozen model say the same on every tensor x pipeline layout."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.models.build import build_model
+from stable_opd_mcore.models.convert import load_hf
+from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.rollout.base import Sampling
+from stable_opd_mcore.teacher.base import with_scores
+from stable_opd_mcore.teacher.megatron import FrozenModel
+from tests.models.tiny import microbatch
+from tests.parallel.launch import run_ranks
+from tests.rollout.tiny import VOCAB, build_engine, make_prompts, save_tiny
+
+LAYOUTS = {
+    "dp4": {},
+    "tp2_sp": {"tensor": 2, "sequence": True},
+    "pp2": {"pipeline": 2},
+    "pp2_vpp2": {"pipeline": 2, "virtual_pipeline": 2},
+    "tp2_pp2": {"tensor": 2, "pipeline": 2},
+}
+SAMPLINGS = (
+    Sampling(max_new_tokens=30, num_samples=2, stop_token_ids=(4, 9), seed=5),
+    Sampling(temperature=0.7, top_p=0.9, max_new_tokens=20, num_samples=2),
+    Sampling(temperature=0, max_new_tokens=20),
+)
+BATCHES = [microbatch([8, 12]), microbatch([6, 4], seed=1)]
+BATCHES = [replace(b, tokens_T=b.tokens_T % VOCAB, targets_N=b.targets_N % VOCAB) for b in BATCHES]
+
+
+def run_layouts(rank: int, world_size: int, model: Path, results: Path) -> None:
+    for name, layout in LAYOUTS.items():
+        world = start_world(ParallelConfig(**layout), seed=0)
+        engine = build_engine(model, world)
+        prompts = make_prompts(6)[world.data_rank :: world.data_size]
+        rollouts = [r for s in SAMPLINGS for r in engine.generate(prompts, s, step=2)]
+        chunks = build_model(read_architecture(model), world, trainable=False)
+        load_hf(chunks, model)
+        teacher = FrozenModel(
+            chunks, world, vocab_size=VOCAB, temperature=0.7, top_k=4, keep_hidden=True
+        )
+        scores = [b.teacher for b in with_scores(BATCHES, teacher=teacher) if b.teacher is not None]
+        assert bool(scores) == world.is_last_stage
+        record = {
+            "rollouts": [
+                (
+                    r.prompt.prompt_id,
+                    r.sample_index,
+                    r.token_ids,
+                    r.rollout_logprobs,
+                    r.finish_reason,
+                )
+                for r in rollouts
+            ],
+            "scores": [
+                [
+                    getattr(s, field).tolist()
+                    for field in (
+                        "sampled_logprob_N",
+                        "topk_ids_NK",
+                        "topk_logprobs_NK",
+                        "hidden_NH",
+                    )
+                ]
+                for s in scores
+            ],
+            "replica": world.data_rank,
+        }
+        (results / f"{name}_{rank}.json").write_text(json.dumps(record))
+        stop_world()
+
+
+def test_rollouts_and_scores_do_not_depend_on_the_layout(tmp_path):
+    model = save_tiny(tmp_path / "model")
+    run_ranks(4, run_layouts, model, tmp_path)
+    found = {
+        name: [json.loads((tmp_path / f"{name}_{rank}.json").read_text()) for rank in range(4)]
+        for name in LAYOUTS
+    }
+    # The unsharded ranks of dp4 together hold every prompt: they are what the others must say.
+    expected = {
+        tuple(map(str, (row[0], row[1], number))): row
+        for rank in found["dp4"]
+        for number, row in numbered(rank["rollouts"])
+    }
+    assert len(expected) == 6 * 5
+    assert {row[4] for row in expected.values()} == {"stop", "length"}
+    scores = found["dp4"][0]["scores"]
+    for name, ranks in found.items():
+        seen = set()
+        for record in ranks:
+            for number, row in numbered(record["rollouts"]):
+                key = tuple(map(str, (row[0], row[1], number)))
+                seen.add(key)
+                assert row[2] == expected[key][2], (name, key)
+                torch.testing.assert_close(
+                    torch.tensor(row[3]), torch.tensor(expected[key][3]), atol=1e-5, rtol=0
+                )
+                assert row[4] == expected[key][4]
+            for batch, batch_expected in zip(record["scores"], scores, strict=False):
+                assert batch[1] == batch_expected[1], name
+                for field in (0, 2, 3):
+                    torch.testing.assert_close(
+                        torch.tensor(batch[field]),
+                        torch.tensor(batch_expected[field]),
+                        atol=1e-5,
+                        rtol=1e-5,
+                    )
+        assert seen == expected.keys(), name
+        for (
+            record
+        ) in ranks:  # ranks of one replica return the same list, log-probabilities included
+            same = next(r for r in ranks if r["replica"] == record["replica"])
+            assert record["rollouts"] == same["rollouts"], name
+
+
+def numbered(rows: list) -> list[tuple[int, list]]:
+    """Rows with how often their (prompt, sample) came before: the number of the sampling."""
+    counts: dict[tuple, int] = {}
+    out = []
+    for row in rows:
+        key = (row[0], row[1])
+        out.append((counts.setdefault(key, 0), row))
+        counts[key] += 1
+    return out
