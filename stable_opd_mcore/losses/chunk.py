@@ -17,7 +17,13 @@ from torch import Tensor
 from stable_opd_mcore.losses.advantages import clipped_surrogate
 from stable_opd_mcore.losses.head import Head
 from stable_opd_mcore.losses.lookup import Support, Target
-from stable_opd_mcore.losses.passes import DenseTerm, PairStatistics, jsd_sums, write_gradient_
+from stable_opd_mcore.losses.passes import (
+    DenseTerm,
+    PairStatistics,
+    SparseColumns,
+    jsd_sums,
+    write_gradient_,
+)
 from stable_opd_mcore.losses.terms import DENSE, Rows, Terms
 
 
@@ -59,10 +65,12 @@ class Chunk:
 
         scale = 1.0 / self.terms.temperature
         dense = [term for term in (reference_term, policy_term) if term is not None]
-        write_gradient_(self.logits_CV, self.student.student, class_C + token_C, dense, scale)
         at_target_CJ = self.target.share_CJ * class_C[:, None]
         at_target_CJ[:, 0] += token_C
-        self.head.scatter_add_(self.logits_CV, self.target.ids_CJ, at_target_CJ * scale)
+        columns_CJ, here_CJ = self.head.local_columns(self.target.ids_CJ)
+        sparse = SparseColumns(columns_CJ.masked_fill(~here_CJ, -1), at_target_CJ)
+        probability_C = class_C + token_C
+        write_gradient_(self.logits_CV, self.student.student, probability_C, sparse, dense, scale)
         if self.support is not None:
             weight_C1 = self.rows.pg_weight[:, None] * scale
             gradient_CK = self.support.gradient_CK * weight_C1

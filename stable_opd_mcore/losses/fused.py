@@ -196,7 +196,7 @@ class _Run:
         """Logits into a buffer that all chunks share; the last chunk may fill only part of it."""
         buffer = self.buffers.get(name)
         if buffer is None:
-            buffer = head.weight_VH.new_empty(hidden_CH.shape[0], head.num_columns)
+            buffer = head.logits_buffer(hidden_CH.shape[0])
             self.buffers[name] = buffer
         return head.logits(hidden_CH, out=buffer[: hidden_CH.shape[0]])
 

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+ROW_ALIGNMENT = 64  # elements; 128 bytes in bf16
+
 
 @dataclass(frozen=True)
 class Head:
@@ -39,8 +41,19 @@ class Head:
         """Rows of this shard that are real vocabulary entries, >= 0."""
         return max(0, min(self.weight_VH.shape[0], self.vocab_size - self.vocab_start))
 
+    def logits_buffer(self, rows: int) -> Tensor:
+        """Uninitialised memory for local logits [rows, V]; each row begins on a 128-byte boundary.
+
+        An odd vocabulary size would otherwise keep GEMMs and kernels from wide loads.
+        """
+        width = -(-self.num_columns // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        return self.weight_VH.new_empty(rows, width)[:, : self.num_columns]
+
     def logits(self, hidden_CH: Tensor, out: Tensor | None = None) -> Tensor:
-        """Local logits [C, V] of hidden states in the weight's dtype, no temperature applied."""
+        """Local logits [C, V] of hidden states in the weight's dtype, no temperature applied.
+
+        out: rows of a logits_buffer; without it the result is new memory.
+        """
         weight_VH = self.weight_VH[: self.num_columns]
         return torch.mm(hidden_CH.to(weight_VH.dtype), weight_VH.T, out=out)
 

@@ -22,9 +22,8 @@ from torch import Tensor
 
 from stable_opd_mcore.losses.head import Head, accumulation_dtype
 
-BLOCK_ELEMENTS = (
-    2**18
-)  # rows x columns in flight in the torch form: a few buffers of 1 MiB stay in cache
+# Rows x columns in flight in the torch form: a few buffers of 1 MiB stay in cache.
+BLOCK_ELEMENTS = 2**18
 
 # Columns of a pair of sums. With z' = z - max z and o' = o - max o over the shard:
 #   max z, sum e^z', sum e^z' z', max o, sum e^o', sum e^z'(z' - o'), sum e^o'(o' - z')
@@ -48,6 +47,14 @@ class PairStatistics:
     other: Normaliser | None = None
     student_to_other_C: Tensor | None = None  # KL(student || other)
     other_to_student_C: Tensor | None = None  # KL(other || student)
+
+
+@dataclass(frozen=True)
+class SparseColumns:
+    """Numbers to add at a few columns of every row, before the temperature's factor."""
+
+    columns_CJ: Tensor  # int64, local column, -1 where it lives in another shard
+    values_CJ: Tensor
 
 
 @dataclass(frozen=True)
@@ -167,22 +174,24 @@ def write_gradient_(
     logits_CV: Tensor,
     student: Normaliser,
     logprob_gradient_C: Tensor,
+    target: SparseColumns,
     terms: Sequence[DenseTerm],
     scale: float,
 ) -> None:
-    """Overwrite logits with the dense part of d loss / d (logits before the temperature).
+    """Overwrite logits with d loss / d (logits before the temperature).
 
     With p the student's probabilities and c = d loss / d log p(target) (METHOD §2):
         -c p + sum over terms of  reverse: w p (log p - log o - KL)    forward: w (p - o)
                                   jsd: w (1 - beta) p (log p - log m - KL(p || m))
-    all times scale. The +c at the target's own column is sparse: the caller adds it. At most one
-    term of each of reverse-to-a-reference and any-kind-to-a-teacher. Rows of zero weight come out
-    exactly zero.
+    plus `target`'s values at its columns (c at the target itself), all times scale. The sum is
+    rounded once, so a confident token's c - c p survives bf16. At most one term of
+    reverse-to-a-reference and one of any kind to a teacher. Rows of zero weight come out exactly
+    zero.
     """
     if logits_CV.is_cuda:
         from stable_opd_mcore.losses import kernels
 
-        kernels.write_gradient_(logits_CV, student, logprob_gradient_C, terms, scale)
+        kernels.write_gradient_(logits_CV, student, logprob_gradient_C, target, terms, scale)
         return
     dtype = accumulation_dtype(logits_CV)
     for block in _row_blocks(logits_CV):
@@ -204,6 +213,9 @@ def write_gradient_(
         gradient = log_p.exp_().mul_(bracket)
         if subtracted is not None:
             gradient -= subtracted
+        columns_CJ = target.columns_CJ[block]
+        values_CJ = scale * target.values_CJ[block].masked_fill(columns_CJ < 0, 0)
+        gradient.scatter_add_(1, columns_CJ.clamp_min(0), values_CJ)
         logits_CV[block] = gradient
 
 

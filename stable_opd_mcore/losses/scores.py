@@ -63,7 +63,7 @@ def score(
         ids_NK = targets_N.new_empty(count, top_k)
         logprobs_NK = hidden_NH.new_empty(count, top_k, dtype=dtype)
     scale = 1.0 / temperature
-    buffer_CV = head.weight_VH.new_empty(min(count, chunk_tokens), head.num_columns)
+    buffer_CV = head.logits_buffer(min(count, chunk_tokens))
     for start in range(0, count, chunk_tokens):
         rows = slice(start, min(start + chunk_tokens, count))
         logits_CV = head.logits(hidden_NH[rows], out=buffer_CV[: rows.stop - start])

@@ -1,0 +1,358 @@
+"""Triton kernels for the passes over a chunk's logits; passes.py defines and calls them on CUDA.
+
+Memory-bound on purpose: `local_sums` and `jsd_sums` read each logits chunk once, `write_gradient_`
+reads each once and writes the student's over itself. Logits stay in their own dtype in memory and
+are fp32 (fp64 for fp64) in registers. Not here: merging of vocabulary shards, and GEMMs.
+
+C rows, V columns of the local shard; z student logits, o another model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stable_opd_mcore.losses.head import accumulation_dtype
+
+if TYPE_CHECKING:
+    from stable_opd_mcore.losses.passes import DenseTerm, Normaliser, SparseColumns
+
+# Columns a program holds at once. The sums keep six running vectors of this length in registers:
+# 2048 columns over 8 warps are 8 values per thread and vector.
+BLOCK_COLUMNS = 2048
+NUM_WARPS = 8
+NUM_SUMS = 7  # as in passes.NUM_SUMS
+VECTOR = 16  # columns that the widest load takes at most
+
+
+def local_sums(logits_CV: Tensor, other_CV: Tensor | None, scale: float) -> Tensor:
+    """As passes.local_sums: [C, NUM_SUMS]."""
+    rows, columns = logits_CV.shape
+    dtype = accumulation_dtype(logits_CV)
+    sums_CS = torch.zeros(rows, NUM_SUMS, dtype=dtype, device=logits_CV.device)
+    if columns == 0:
+        sums_CS[:, [0, 3]] = -torch.inf
+    elif rows:
+        other = logits_CV if other_CV is None else other_CV
+        _sums_kernel[(rows,)](
+            logits_CV,
+            other,
+            sums_CS,
+            logits_CV.stride(0),
+            other.stride(0),
+            scale,
+            COLUMNS=columns,
+            READABLE=_readable(logits_CV, other),
+            HAS_OTHER=other_CV is not None,
+            WIDTH=NUM_SUMS,
+            DTYPE=_triton_dtype(dtype),
+            BLOCK=BLOCK_COLUMNS,
+            num_warps=NUM_WARPS,
+        )
+    return sums_CS
+
+
+def jsd_sums(
+    logits_CV: Tensor,
+    other_CV: Tensor,
+    student: Normaliser,
+    other: Normaliser,
+    beta: float,
+    scale: float,
+) -> Tensor:
+    """This shard's part of KL(other || m) and KL(student || m): [C, 2] (see passes.jsd_sums)."""
+    rows, columns = logits_CV.shape
+    dtype = accumulation_dtype(logits_CV)
+    sums_C2 = torch.zeros(rows, 2, dtype=dtype, device=logits_CV.device)
+    if rows and columns:
+        _jsd_kernel[(rows,)](
+            logits_CV,
+            other_CV,
+            sums_C2,
+            _row_scalars(student.maximum_C, student.log_sum_C, other.maximum_C, other.log_sum_C),
+            logits_CV.stride(0),
+            other_CV.stride(0),
+            scale,
+            beta,
+            COLUMNS=columns,
+            READABLE=_readable(logits_CV, other_CV),
+            DTYPE=_triton_dtype(dtype),
+            BLOCK=BLOCK_COLUMNS,
+            num_warps=NUM_WARPS,
+        )
+    return sums_C2
+
+
+def write_gradient_(
+    logits_CV: Tensor,
+    student: Normaliser,
+    logprob_gradient_C: Tensor,
+    target: SparseColumns,
+    terms: Sequence[DenseTerm],
+    scale: float,
+) -> None:
+    """As passes.write_gradient_, for at most two terms."""
+    rows, columns = logits_CV.shape
+    if rows == 0 or columns == 0:
+        return
+    assert len(terms) <= 2, "a reference and a teacher"
+    scalars = [student.maximum_C, student.log_sum_C, logprob_gradient_C]
+    others: list[Tensor] = []
+    options: dict[str, Any] = {"FIRST": "none", "SECOND": "none"}
+    betas = [0.5, 0.5]
+    for index, (name, term) in enumerate(zip(options, terms, strict=False)):
+        options[name] = term.kind
+        betas[index] = term.jsd_beta
+        others.append(term.logits_CV)
+        normaliser = term.normaliser
+        scalars += [normaliser.maximum_C, normaliser.log_sum_C, term.weight_C, term.value_C]
+    first = others[0] if others else logits_CV
+    second = others[1] if len(others) > 1 else logits_CV
+    table_CA = _row_scalars(*scalars)
+    _gradient_kernel[(rows, triton.cdiv(columns, BLOCK_COLUMNS))](
+        logits_CV,
+        first,
+        second,
+        table_CA,
+        target.columns_CJ.contiguous(),
+        target.values_CJ.to(table_CA.dtype).contiguous(),
+        logits_CV.stride(0),
+        first.stride(0),
+        second.stride(0),
+        scale,
+        betas[0],
+        betas[1],
+        READABLE=_readable(logits_CV, first, second),
+        WIDTH=table_CA.shape[1],
+        NUM_SPARSE=target.columns_CJ.shape[1],
+        DTYPE=_triton_dtype(accumulation_dtype(logits_CV)),
+        BLOCK=BLOCK_COLUMNS,
+        num_warps=NUM_WARPS,
+        **options,
+    )
+
+
+def _row_scalars(*columns_C: Tensor) -> Tensor:
+    """Per-row numbers side by side, so that a kernel takes one pointer for all."""
+    dtype = accumulation_dtype(columns_C[0])
+    return torch.stack([column.to(dtype) for column in columns_C], dim=1).contiguous()
+
+
+def _readable(*logits_CV: Tensor) -> int:
+    """Columns that may be touched in every row: V rounded up to whole vectors where rows have the
+    room.
+
+    A mask that ends inside a vector would split every load of the kernel into single elements.
+    What lies beyond V is never used, and is scratch: write_gradient_ overwrites it.
+    """
+    columns = logits_CV[0].shape[1]
+    whole = triton.cdiv(columns, VECTOR) * VECTOR
+    for x in logits_CV:
+        last = x.storage_offset() + (x.shape[0] - 1) * x.stride(0) + whole
+        if x.stride(0) < whole or last * x.element_size() > x.untyped_storage().nbytes():
+            return columns
+    return whole
+
+
+def _triton_dtype(dtype: torch.dtype) -> tl.dtype:
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+@triton.jit
+def _sums_kernel(
+    z_ptr,  # [C, V] student logits
+    o_ptr,  # [C, V] the other model's; unread without HAS_OTHER
+    out_ptr,  # [C, WIDTH]
+    z_stride,
+    o_stride,
+    scale,  # 1 / temperature
+    COLUMNS: tl.constexpr,  # V, one per run
+    READABLE: tl.constexpr,  # >= V, see _readable
+    HAS_OTHER: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row per program, one read. Running maxima are scalars; the sums stay per-lane until the
+    end.
+
+    When a maximum grows by -shift, sums of e^z' shrink by e^shift and their dots gain sum * shift:
+    the same algebra as merging two shards (passes.reduce_pairs).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    max_z = tl.full((), float("-inf"), DTYPE)
+    max_o = tl.full((), float("-inf"), DTYPE)
+    sum_z = tl.zeros((BLOCK,), DTYPE)
+    sum_o = tl.zeros((BLOCK,), DTYPE)
+    dot_zz = tl.zeros((BLOCK,), DTYPE)
+    dot_zo = tl.zeros((BLOCK,), DTYPE)
+    dot_oz = tl.zeros((BLOCK,), DTYPE)
+    for start in range(0, COLUMNS, BLOCK):
+        inside = start + lanes < COLUMNS
+        readable = start + lanes < READABLE
+        offsets = row * z_stride + start + lanes
+        z = tl.load(z_ptr + offsets, mask=readable, other=0.0).to(DTYPE) * scale
+        z = tl.where(inside, z, float("-inf"))
+        new_max_z = tl.maximum(max_z, tl.max(z, 0))
+        shift_z = tl.where(max_z == float("-inf"), 0.0, max_z - new_max_z)
+        shrink_z = tl.exp(shift_z)
+        z = tl.where(inside, z - new_max_z, 0.0)
+        exp_z = tl.where(inside, tl.exp(z), 0.0)
+        dot_zz = (dot_zz + sum_z * shift_z) * shrink_z + exp_z * z
+        if HAS_OTHER:
+            offsets = row * o_stride + start + lanes
+            o = tl.load(o_ptr + offsets, mask=readable, other=0.0).to(DTYPE) * scale
+            o = tl.where(inside, o, float("-inf"))
+            new_max_o = tl.maximum(max_o, tl.max(o, 0))
+            shift_o = tl.where(max_o == float("-inf"), 0.0, max_o - new_max_o)
+            shrink_o = tl.exp(shift_o)
+            o = tl.where(inside, o - new_max_o, 0.0)
+            exp_o = tl.where(inside, tl.exp(o), 0.0)
+            apart = shift_z - shift_o
+            dot_zo = (dot_zo + sum_z * apart) * shrink_z + exp_z * (z - o)
+            dot_oz = (dot_oz - sum_o * apart) * shrink_o + exp_o * (o - z)
+            sum_o = sum_o * shrink_o + exp_o
+            max_o = new_max_o
+        sum_z = sum_z * shrink_z + exp_z
+        max_z = new_max_z
+    out = out_ptr + row * WIDTH
+    tl.store(out, max_z)
+    tl.store(out + 1, tl.sum(sum_z, 0))
+    tl.store(out + 2, tl.sum(dot_zz, 0))
+    if HAS_OTHER:
+        tl.store(out + 3, max_o)
+        tl.store(out + 4, tl.sum(sum_o, 0))
+        tl.store(out + 5, tl.sum(dot_zo, 0))
+        tl.store(out + 6, tl.sum(dot_oz, 0))
+
+
+@triton.jit
+def _log_mixture(log_o, log_p, beta):
+    """log(beta o + (1 - beta) p) without overflow."""
+    a = log_o + tl.log(beta)
+    b = log_p + tl.log(1.0 - beta)
+    high = tl.maximum(a, b)
+    return high + tl.log(1.0 + tl.exp(tl.minimum(a, b) - high))
+
+
+@triton.jit
+def _jsd_kernel(
+    z_ptr,  # [C, V] student logits
+    o_ptr,  # [C, V] the other model's
+    out_ptr,  # [C, 2]
+    rows_ptr,  # [C, 4] maximum and log-sum of z, then of o
+    z_stride,
+    o_stride,
+    scale,  # 1 / temperature
+    beta,  # share of o in the mixture
+    COLUMNS: tl.constexpr,  # V, one per run
+    READABLE: tl.constexpr,  # >= V, see _readable
+    DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row per program: sum o (log o - log m) and sum p (log p - log m)."""
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    max_z = tl.load(rows_ptr + row * 4)
+    log_sum_z = tl.load(rows_ptr + row * 4 + 1)
+    max_o = tl.load(rows_ptr + row * 4 + 2)
+    log_sum_o = tl.load(rows_ptr + row * 4 + 3)
+    share = tl.full((), 1.0, DTYPE) * beta
+    from_o = tl.zeros((BLOCK,), DTYPE)
+    from_p = tl.zeros((BLOCK,), DTYPE)
+    for start in range(0, COLUMNS, BLOCK):
+        inside = start + lanes < COLUMNS
+        readable = start + lanes < READABLE
+        z = tl.load(z_ptr + row * z_stride + start + lanes, mask=readable, other=0.0).to(DTYPE)
+        o = tl.load(o_ptr + row * o_stride + start + lanes, mask=readable, other=0.0).to(DTYPE)
+        log_p = z * scale - max_z - log_sum_z
+        log_o = o * scale - max_o - log_sum_o
+        log_m = _log_mixture(log_o, log_p, share)
+        from_o += tl.where(inside, tl.exp(log_o) * (log_o - log_m), 0.0)
+        from_p += tl.where(inside, tl.exp(log_p) * (log_p - log_m), 0.0)
+    tl.store(out_ptr + row * 2, tl.sum(from_o, 0))
+    tl.store(out_ptr + row * 2 + 1, tl.sum(from_p, 0))
+
+
+@triton.jit
+def _dense_term(o_ptr, offsets, readable, row_ptr, log_p, p, scale, beta, KIND: tl.constexpr):
+    """One term's gradient by the divided logits; row_ptr holds maximum, log-sum, weight, value."""
+    log_o = tl.load(o_ptr + offsets, mask=readable, other=0.0).to(log_p.dtype) * scale
+    log_o = log_o - tl.load(row_ptr) - tl.load(row_ptr + 1)
+    weight = tl.load(row_ptr + 2)
+    value = tl.load(row_ptr + 3)
+    if KIND == "forward":
+        return weight * (p - tl.exp(log_o))
+    if KIND == "jsd":
+        return weight * (1.0 - beta) * p * (log_p - _log_mixture(log_o, log_p, beta) - value)
+    return weight * p * (log_p - log_o - value)
+
+
+@triton.jit
+def _gradient_kernel(
+    z_ptr,  # [C, V] student logits in, gradient out
+    first_ptr,  # [C, V] logits of the first term
+    second_ptr,  # [C, V] logits of the second term
+    rows_ptr,  # [C, WIDTH] maximum, log-sum, d loss / d log p; then 4 numbers per term
+    columns_ptr,  # [C, NUM_SPARSE] int64, -1 for none
+    values_ptr,  # [C, NUM_SPARSE] added at those columns
+    z_stride,
+    first_stride,
+    second_stride,
+    scale,  # 1 / temperature
+    first_beta,
+    second_beta,
+    READABLE: tl.constexpr,  # >= V, see _readable
+    FIRST: tl.constexpr,  # "none", "reverse", "forward", "jsd"
+    SECOND: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NUM_SPARSE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One block of one row per program: no reduction, one read and one write."""
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    readable = lanes < READABLE
+    row_ptr = rows_ptr + row * WIDTH
+    z = tl.load(z_ptr + row * z_stride + lanes, mask=readable, other=0.0).to(DTYPE) * scale
+    log_p = z - tl.load(row_ptr) - tl.load(row_ptr + 1)
+    p = tl.exp(log_p)
+    gradient = -tl.load(row_ptr + 2) * p
+    one = tl.full((), 1.0, DTYPE)
+    if FIRST != "none":
+        gradient += _dense_term(
+            first_ptr,
+            row * first_stride + lanes,
+            readable,
+            row_ptr + 3,
+            log_p,
+            p,
+            scale,
+            one * first_beta,
+            FIRST,
+        )
+    if SECOND != "none":
+        gradient += _dense_term(
+            second_ptr,
+            row * second_stride + lanes,
+            readable,
+            row_ptr + 7,
+            log_p,
+            p,
+            scale,
+            one * second_beta,
+            SECOND,
+        )
+    for index in tl.static_range(NUM_SPARSE):
+        column = tl.load(columns_ptr + row * NUM_SPARSE + index)
+        value = tl.load(values_ptr + row * NUM_SPARSE + index)
+        gradient += tl.where(lanes == column, value, 0.0)
+    gradient = gradient * scale
+    tl.store(z_ptr + row * z_stride + lanes, gradient.to(z_ptr.dtype.element_ty), mask=readable)

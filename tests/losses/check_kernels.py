@@ -1,0 +1,105 @@
+"""Hold the Triton kernels against the torch passes.
+
+Run with TRITON_INTERPRET=1 on a CPU, as it is on a GPU. A program of its own: the interpreter must be chosen before triton is first imported.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from stable_opd_mcore.losses import kernels, passes
+from stable_opd_mcore.losses.head import Head
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2}
+SIZES = ((1, 1), (3, 31), (2, 2048), (3, 2053))
+
+
+def check(rows: int, columns: int, dtype: torch.dtype, scale: float, device: str) -> None:
+    """All three kernels, on ordinary logits and on rows of +-1e4."""
+    draw = torch.Generator().manual_seed(rows * columns)
+    z, r, t = torch.randn(3, rows, columns, generator=draw, dtype=torch.float64) * 2
+    z[0, ::2], r[0, ::3] = 1e4, -1e4
+    # Rows with room, as a logits_buffer has, filled with NaN that must never be used; t without.
+    z, r = (torch.cat([x, torch.full((rows, 16), torch.nan)], dim=1) for x in (z, r))
+    z, r, t = (x.to(device, dtype) for x in (z, r, t))
+    z, r = z[:, :columns], r[:, :columns]
+    head = Head(torch.empty(columns, 1, device=device), 0, columns)
+    tolerance = TOLERANCE[dtype]
+
+    pairs = [torch_sums(z, o, scale) for o in (r, t)]
+    for other, expected in zip((r, t, None), [*pairs, torch_sums(z, None, scale)], strict=True):
+        close(
+            kernels.local_sums(z, other, scale), expected, 1e-12 if dtype == torch.float64 else 2e-5
+        )
+    (reference, teacher), _ = passes.reduce_pairs(pairs, [True, True], [z[:, :0].float()], head)
+    assert reference.other is not None and teacher.other is not None
+    assert reference.student_to_other_C is not None and teacher.student_to_other_C is not None
+
+    found = kernels.jsd_sums(z, t, teacher.student, teacher.other, 0.3, scale)
+    expected_pair = passes.jsd_sums(z.cpu(), t.cpu(), _cpu(teacher), 0.3, scale, head)
+    close(found, torch.stack(expected_pair, dim=1).to(device), tolerance)
+
+    weights = torch.randn(3, rows, generator=draw).to(device, reference.entropy_C.dtype)
+    at = torch.arange(2 * rows, device=device).view(rows, 2) % (columns + 1) - 1
+    sparse = passes.SparseColumns(at, weights[:2].T * 3)
+    for kind in ("none", "reverse", "forward", "jsd"):
+        value = teacher.student_to_other_C if kind == "reverse" else found[:, 1]
+        terms = [
+            passes.DenseTerm(
+                "reverse", r, reference.other, weights[0], reference.student_to_other_C
+            )
+        ]
+        if kind != "none":
+            terms.append(passes.DenseTerm(kind, t, teacher.other, weights[1], value, 0.3))
+        for count in range(len(terms) + 1):
+            mine, plain = roomy(z), z.cpu().clone()
+            kernels.write_gradient_(mine, teacher.student, weights[2], sparse, terms[:count], scale)
+            passes.write_gradient_(
+                plain,
+                _cpu(teacher.student),
+                weights[2].cpu(),
+                _cpu(sparse),
+                [_cpu(term) for term in terms[:count]],
+                scale,
+            )
+            close(mine, plain.to(device), tolerance)
+
+
+def roomy(z: torch.Tensor) -> torch.Tensor:
+    """A copy whose rows have room for whole vectors beyond the last column, as z has."""
+    wide = torch.full((z.shape[0], z.stride(0)), torch.nan, dtype=z.dtype, device=z.device)
+    wide[:, : z.shape[1]] = z
+    return wide[:, : z.shape[1]]
+
+
+def torch_sums(z: torch.Tensor, other: torch.Tensor | None, scale: float) -> torch.Tensor:
+    cpu = passes.local_sums(z.cpu(), None if other is None else other.cpu(), scale)
+    return cpu.to(z.device)
+
+
+def _cpu(record):
+    values = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in vars(record).items()}
+    values = {k: _cpu(v) if isinstance(v, passes.Normaliser) else v for k, v in values.items()}
+    return type(record)(**values)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    found, expected = found.double(), expected.double()
+    assert torch.isfinite(found).all()
+    error = (found - expected).abs() / expected.abs().clamp_min(1.0)
+    assert error.max().item() <= tolerance, f"{error.max().item():.2e} > {tolerance:.0e}"
+
+
+def main() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    checked = 0
+    for (rows, columns), dtype, scale in itertools.product(SIZES, TOLERANCE, (1.0, 1.4)):
+        check(rows, columns, dtype, scale, device)
+        checked += 1
+    print(f"{checked} cases on {device}")
+
+
+if __name__ == "__main__":
+    main()
