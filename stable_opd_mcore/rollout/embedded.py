@@ -190,27 +190,28 @@ class EmbeddedEngine:
         angles_PD = torch.outer(positions_P, rotary_frequencies(chunk.architecture))
         cache = KVCache(lengths, angles_PD.to(self._world.device), chunk.config.params_dtype)
         for attention in self._attentions:
-            attention.forward = partial(_attention_forward, attention, cache)
+            vars(attention)["forward"] = partial(_attention_forward, attention, cache)
         return cache
 
     def _forward(self, tokens_BT: Tensor, cache: KVCache) -> Tensor | None:
         """Run new tokens through all stages: last hidden states [B, H] on the last, else None."""
         batch, num_tokens = tokens_BT.shape
-        output: Tensor | None = None
+        config = self._chunks[0].config
+        hidden_TBH = torch.empty(
+            (num_tokens, batch, config.hidden_size),
+            dtype=config.params_dtype,
+            device=tokens_BT.device,
+        )
         positions_BT = cache.begin(num_tokens)
         for chunk in self._chunks:
             if not chunk.pre_process:
-                shape = (num_tokens, batch, chunk.config.hidden_size)
-                received = torch.empty(
-                    shape, dtype=chunk.config.params_dtype, device=tokens_BT.device
-                )
-                _receive(received, self._world)
-                chunk.set_input_tensor(received)
-            output = chunk(tokens_BT, positions_BT, None, inference_context=self._context)
+                _receive(hidden_TBH, self._world)
+                chunk.set_input_tensor(hidden_TBH)
+            hidden_TBH = chunk(tokens_BT, positions_BT, None, inference_context=self._context)
             if not chunk.post_process:
-                _send(output, self._world)
+                _send(hidden_TBH, self._world)
         cache.end()
-        return output[-1] if self._world.is_last_stage and output is not None else None
+        return hidden_TBH[-1] if self._world.is_last_stage else None
 
     def _sample(
         self, hidden_BH: Tensor | None, keys_B: Tensor, position: int, sampling: Sampling
@@ -267,7 +268,8 @@ def _attention_forward(
     attention: SelfAttention, cache: KVCache, hidden_TBH: Tensor, **_: Any
 ) -> tuple[Tensor, Any]:
     """What Megatron's attention does when it decodes, `cache` its memory: output and its bias."""
-    q_TBQD, k_TBGD, v_TBGD = attention.get_query_key_value_tensors(hidden_TBH)
+    heads: Any = attention.get_query_key_value_tensors(hidden_TBH)
+    q_TBQD, k_TBGD, v_TBGD = heads
     mixed_TBE = cache.attend(
         attention.layer_number, q_TBQD, k_TBGD, v_TBGD, attention.config.softmax_scale
     )
@@ -300,7 +302,7 @@ def _inference_mode(
         yield
     finally:
         for attention in attentions:
-            attention.__dict__.pop("forward", None)
+            vars(attention).pop("forward", None)
         for owner, name in flags:
             setattr(owner, name, True)
         for chunk, mode in zip(chunks, training, strict=True):
