@@ -28,7 +28,7 @@ THIRD_PARTIES = {
     "megatron": {"parallel", "models", "teacher/megatron", "rollout/embedded", "train"},
     "triton": {"losses/kernels"},
     "transformers": {"models", "data/chat"},
-    "math_verify": {"evaluation/grading"},
+    "math_verify": {"evaluation/grading_worker"},
     "plotly": {"monitoring"},
     "tensorboard": {"monitoring"},
 }

@@ -1,0 +1,167 @@
+"""Grading: exact brackets, math-verify in processes that may hang, crash or never start."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from stable_opd_mcore.evaluation import grading
+from stable_opd_mcore.evaluation.grading import Grader, GradingItem, grading_item
+from stable_opd_mcore.records import Prompt, Rollout
+from tests.real_data import real_data
+
+
+@pytest.fixture(scope="module")
+def grader():
+    with Grader(timeout_seconds=20, workers=2) as grader:
+        yield grader
+
+
+def test_brackets_are_exact_and_need_no_worker():
+    items = [
+        GradingItem("2+1=3;[3]", "3", "bracket"),
+        GradingItem("2+1=3;[13]", "3", "bracket"),
+        GradingItem("[3]2+1=3;", "3", "bracket"),
+        GradingItem("2+1=3;[3]", "3", "bracket", stopped=False),
+    ]
+    with Grader() as grader:
+        assert grader.grade(items) == [True, False, False, False]
+        assert grader._workers == []
+
+
+def test_boxed_answers_keep_their_order(grader):
+    items = [
+        GradingItem(r"So it is $\boxed{\frac{1}{2}}$.", "0.5"),
+        GradingItem(r"So it is $\boxed{\frac{1}{3}}$.", "0.5"),
+        GradingItem(r"\boxed{73}", "073"),
+        GradingItem(r"\boxed{142}", "142.0"),
+        GradingItem(r"\boxed{\$18.90}", r"\$18.90"),
+        GradingItem(r"\boxed{(C)}", "C"),
+        GradingItem("no idea", "7"),
+        GradingItem("", "7"),
+        GradingItem("\\boxed{7} \ud800", "7"),
+    ]
+    expected = [True, False, True, True, True, True, False, False, True]
+    assert grader.grade(items) == expected
+    assert grader.grade(items[::-1]) == expected[::-1]
+    assert grader.grade([]) == []
+
+
+def test_an_unfinished_thought_has_no_answer(grader):
+    items = [
+        GradingItem(r"Is it \boxed{2}? Wait", "2", opens_thinking=True),
+        GradingItem(r"Is it \boxed{3}?</think>It is \boxed{2}.", "2", opens_thinking=True),
+        GradingItem(r"Is it \boxed{2}?</think>It is \boxed{3}.", "2", opens_thinking=True),
+        GradingItem(r"<think>Is it \boxed{2}? Wait", "2"),
+        GradingItem(r"It is \boxed{2}.", "2"),
+    ]
+    assert grader.grade(items) == [False, True, False, False, True]
+
+
+STAND_IN = """
+import json, os, sys, time
+print("ready", flush=True)
+for line in sys.stdin:
+    response, gold = json.loads(line)
+    if response == "hang":
+        time.sleep(60)
+    if response == "crash":
+        os._exit(1)
+    print(json.dumps(response == gold), flush=True)
+"""
+
+
+def test_hanging_and_crashing_items_are_wrong_and_counted(tmp_path, monkeypatch):
+    worker = tmp_path / "worker.py"
+    worker.write_text(STAND_IN)
+    monkeypatch.setattr(grading, "_WORKER_FILE", worker)
+    words = ["a", "hang", "b", "crash", "c", "hang", "d"]
+    began = time.monotonic()
+    with Grader(timeout_seconds=1.0, workers=2) as grader:
+        verdicts = grader.grade([GradingItem(word, word) for word in words])
+        assert verdicts == [word not in ("hang", "crash") for word in words]
+        assert (grader.num_timed_out, grader.num_crashed) == (2, 1)
+        assert grader.grade([GradingItem("a", "a")]) == [True]
+        pids = [worker._process.pid for worker in grader._workers]
+    assert time.monotonic() - began < 15
+    assert pids and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_worker_that_cannot_start_says_why(tmp_path, monkeypatch):
+    worker = tmp_path / "worker.py"
+    worker.write_text("import no_such_module_anywhere")
+    monkeypatch.setattr(grading, "_WORKER_FILE", worker)
+    with Grader() as grader, pytest.raises(RuntimeError, match="no_such_module_anywhere"):
+        grader.grade([GradingItem("a", "a")])
+
+
+def test_sympy_running_wild_is_stopped():
+    with Grader(timeout_seconds=2.0, workers=1) as grader:
+        began = time.monotonic()
+        verdicts = grader.grade(
+            [
+                GradingItem(r"\boxed{7}", "7"),
+                GradingItem(r"\boxed{9^{9^{9^{9}}}+1}", "7"),
+                GradingItem(r"\boxed{8}", "8"),
+            ]
+        )
+        assert verdicts == [True, False, True]
+        assert time.monotonic() - began < 30
+
+
+def test_rollouts_become_items():
+    prompt = Prompt("s:1", "1+1", (1,), "2", answer_format="bracket", opens_thinking=True)
+    rollout = Rollout(prompt, 0, (5, 6), (0.0, 0.0), "length", 0, text="[2]")
+    assert grading_item(rollout) == GradingItem("[2]", "2", "bracket", True, stopped=False)
+    with pytest.raises(ValueError, match="s:1: no gold answer"):
+        grading_item(Rollout(Prompt("s:1", "x", (1,)), 0, (), (), "stop", 0))
+
+
+def test_rollouts_get_rewards_where_there_is_a_gold_answer(grader):
+    gold = Prompt("s:1", "1+1", (1,), "2", answer_format="bracket")
+    texts = [(gold, "1+1=2;[2]"), (Prompt("s:2", "?", (1,)), "[2]"), (gold, "[3]")]
+    rollouts = [Rollout(p, 0, (5,), (0.0,), "stop", 0, text=text) for p, text in texts]
+    assert [r.reward for r in grader.grade_rollouts(rollouts)] == [1.0, None, 0.0]
+
+
+def test_a_loop_of_empty_boxes_is_graded_fast(grader):
+    loop = r"It is \boxed{4}. " + r"\boxed{}. " * 3000
+    began = time.monotonic()
+    assert grader.grade([GradingItem(loop, "4"), GradingItem(loop, "5")]) == [True, False]
+    assert time.monotonic() - began < 10
+
+
+def test_agreement_with_math_verify_on_published_pairs(grader):
+    pairs = [json.loads(x) for x in real_data("grader/pairs.jsonl").read_text().splitlines()]
+    items = []
+    for pair in pairs:
+        # Bare pairs are answers that a response would box; the others are whole responses.
+        is_bare = pair["kind"] == "answer_pair" and "boxed" not in pair["prediction"]
+        text = f"\\boxed{{{pair['prediction']}}}" if is_bare else pair["prediction"]
+        items.append(GradingItem(text, pair["gold"]))
+    verdicts = grader.grade(items)
+    differ = [
+        pair["id"]
+        for pair, verdict in zip(pairs, verdicts, strict=True)
+        if verdict != pair["math_verify"]
+    ]
+    # "1 000" for 1000 and 10 for \\$10: right in truth, and right here as the gold is a formula.
+    assert set(differ) <= {"g0002", "g0297"}
+    assert grader.num_timed_out == 0
+
+
+@pytest.mark.parametrize("name", ["aime24", "aime25", "amc"])
+def test_real_golds_are_found_in_their_own_box(grader, name):
+    lines = real_data(f"eval/{name}.jsonl").read_text().splitlines()
+    golds = [json.loads(line)["answer"] for line in lines]
+    assert all(grader.grade([GradingItem(f"\\boxed{{{gold}}}", gold) for gold in golds]))
+
+
+def test_workers_know_nothing_of_a_distributed_run(grader):
+    grader.grade([GradingItem(r"\boxed{1}", "1")])
+    for worker in grader._workers:
+        maps = Path(f"/proc/{worker._process.pid}/maps").read_text()
+        assert "torch" not in maps
+        assert worker._process.pid != os.getpid()
