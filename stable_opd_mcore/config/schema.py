@@ -213,6 +213,14 @@ class MonitoringConfig(Section):
     )  # bytes / zlib bytes above which a tail counts as repetitive
 
 
+class FaultConfig(Section):
+    """What ends a run that cannot go on."""
+
+    watchdog_minutes: float | None = Field(
+        60.0, gt=0
+    )  # without a step: every rank writes its stacks and exits; None: wait for ever
+
+
 class ColdStartConfig(Section):
     """Supervised steps on golden solutions before distillation, as a run of its own inside this
     one.
@@ -242,6 +250,7 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     cold_start: ColdStartConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
+    fault: FaultConfig = FaultConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     monitoring: MonitoringConfig = MonitoringConfig()
 
