@@ -1,5 +1,4 @@
-"""Stopping when the scheduler asks: all ranks after the same step, with a checkpoint, and a marker
-that says so.
+"""Stopping when the scheduler asks: all ranks after the same step, with a checkpoint and a marker.
 
     with StopSignals(device) as stop:
         for each step:
@@ -10,7 +9,8 @@ that says so.
 
 Slurm announces a time limit or a preemption with SIGUSR1 or SIGTERM, to each process at a slightly
 different moment; the ranks therefore agree by one all-reduce a step. An exit code does not survive
-`srun`, so the verdict is a file. Not here: who requeues (slurm/common.sh), and hangs (watchdog.py).
+`srun`, so the verdict is a file. Not here: who starts the run again (slurm/common.sh), and hangs
+(watchdog.py).
 """
 
 from __future__ import annotations
@@ -32,18 +32,22 @@ STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 
 class StopSignals:
-    """Notes SIGUSR1 and SIGTERM while the block lasts; the handlers that stood before are put back
-    after it.
+    """Notes SIGUSR1 and SIGTERM while the block lasts, then puts back what stood before.
+
+    SIGUSR1 is also blocked in this thread: the processes it starts inherit that, and live on where
+    Slurm signals every process of a step (a killed grading worker would change the rewards).
     """
 
     def __init__(self, device: torch.device | str = "cpu"):
-        self._device = device  # where the backend of the default process group wants its tensors
-        self._asked = False
-        self._previous: dict[int, Any] = {}
+        self._device = device  # where the default group's backend wants its tensors
+        self._noted = False
+        self._handlers: dict[signal.Signals, Any] = {}
+        self._mask: set[int] = set()
 
     def __enter__(self) -> StopSignals:
-        for number in STOP_SIGNALS:
-            self._previous[number] = signal.signal(number, self._note)
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            self._handlers[number] = signal.signal(number, self._note)
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         return self
 
     def __exit__(
@@ -52,21 +56,22 @@ class StopSignals:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for number, handler in self._previous.items():
+        # The mask first: a pending SIGUSR1 then meets our handler, not the default that kills.
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
     def asked_on_any_rank(self) -> bool:
-        """Whether some rank was signalled by now; the same answer on every rank, which must all
-        call it.
-        """
+        """Whether some rank was signalled by now; every rank must call it, all get one answer."""
+        asked = self._noted or signal.SIGUSR1 in signal.sigpending()
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            return self._asked
-        asked = torch.tensor([int(self._asked)], device=self._device)
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-        return bool(asked.item())
+            return asked
+        flag = torch.tensor([int(asked)], device=self._device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._asked = True
+        self._noted = True
 
 
 def clear_marker(run_directory: Path) -> None:

@@ -1,5 +1,4 @@
-"""Ends a run that hangs: no step for N minutes, and every rank writes the stack of each of its
-threads and exits.
+"""Ends a run that hangs: no step for N minutes, and every rank writes its stacks and exits.
 
     with Watchdog(minutes, run_directory / STACKS, rank) as watchdog:
         for each step:
@@ -7,10 +6,9 @@ threads and exits.
             watchdog.step_done()
 
 The clock is faulthandler's, a thread in C: it also fires while a collective or a kernel holds the
-interpreter. A stack file is empty until the clock fires and removed at the end, so a file with text
-in it means a hang; a stopped or lost process writes none, and the rank whose file is empty is the
-one to look at. Not here: the time-outs of the collectives themselves, and what happens next
-(slurm/common.sh).
+interpreter. A stack file is empty until then and removed at the end, so one with text in it means a
+hang; a stopped or lost process writes none, and the rank whose file is empty is the one to look at.
+Not here: the time-outs of the collectives, and what happens next (slurm/common.sh).
 """
 
 from __future__ import annotations

@@ -1,0 +1,25 @@
+#!/bin/bash
+# Evaluate a trained student on held-out problems (data.eval of a config; evaluation.* says how).
+#
+# Resources: one node of 8 GPUs, for at most 4 hours.
+#   sbatch options win over the lines below: sbatch --nodes=4 --time=2-00:00:00 --partition=h200 --account=me slurm/evaluate.sh
+#   Fewer GPUs a node: RANKS_PER_NODE=4 sbatch --gpus-per-node=4 slurm/evaluate.sh
+# Settings: arguments go to `stable-opd evaluate` unchanged, another .yaml among them replaces the config.
+# Every other setting of the batch side (virtual environment or container, checks, limits): see common.sh.
+#   sbatch slurm/evaluate.sh student.path=runs/stable_opd_7b/model run.name=eval_7b evaluation.num_samples=16
+#   bash slurm/evaluate.sh --dry-run             prints what would run
+#SBATCH --job-name=evaluate
+#SBATCH --nodes=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --time=04:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@120
+#SBATCH --output=%x-%j.out
+source "${ROOT:=${SLURM_SUBMIT_DIR:-$PWD}}/slurm/common.sh" || {
+  echo "submit from the repository's root, or set ROOT to it" >&2
+  exit 2
+}
+run_on_cluster evaluate configs/stable_opd_7b.yaml "$@"

@@ -1,0 +1,280 @@
+"""A real Slurm cluster on this machine: munged, one slurmctld and several slurmd, without systemd
+or root.
+
+    with SlurmCluster(directory, num_nodes=3) as cluster:
+        job = cluster.submit(["slurm/stable_opd_7b.sh", "train.steps=4"], options=["--nodes=2"])
+        cluster.wait(job, {"COMPLETED"}, timeout=120)
+
+All nodes are this machine, each with its own port, eight CPUs and eight pretended GPUs; every
+file and port is the cluster's own. `sacct` is a stand-in over `scontrol`, for there is no
+accounting database. Not here: cgroups, containers, several machines' file systems and names, real
+GPUs.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol")
+SEARCH_PATH = f"{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin"
+PREEMPTION_GRACE_SECONDS = 20
+SACCT = r"""#!/bin/bash
+# sacct --parsable2 -j ID, answered by scontrol
+while [ $# -gt 0 ]; do case "$1" in -j) id=$2; shift;; esac; shift; done
+job=$(scontrol -o show job "$id")
+field() { sed -nE "s/.*\b$1=(\S+).*/\1/p" <<<"$job"; }
+echo "JobID|JobName|Partition|Account|AllocCPUS|State|ExitCode"
+echo "$id|$(field JobName)|$(field Partition)||1|$(field JobState)|$(field ExitCode)"
+"""
+
+
+def missing_programs() -> list[str]:
+    return [name for name in PROGRAMS if shutil.which(name, path=SEARCH_PATH) is None]
+
+
+class SlurmCluster:
+    """Daemons that live as long as the `with` block; `env` is what Slurm's commands need to reach
+    them.
+    """
+
+    def __init__(self, directory: Path, num_nodes: int = 3):
+        self.directory = directory
+        self.nodes = [f"n{index + 1}" for index in range(num_nodes)]
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        tools = directory / "bin"
+        self.env = os.environ | {
+            "SLURM_CONF": str(directory / "slurm.conf"),
+            "PATH": f"{tools}:{SEARCH_PATH}",
+        }
+        for inherited in [name for name in self.env if name.startswith(("SLURM_", "SBATCH_"))]:
+            if inherited != "SLURM_CONF":
+                del self.env[inherited]
+
+    def __enter__(self) -> SlurmCluster:
+        for name in ("state", "log", "run", "spool", "munge", "bin"):
+            (self.directory / name).mkdir(parents=True, mode=0o755)
+        (self.directory / "munge").chmod(0o700)
+        sacct = self.directory / "bin" / "sacct"
+        sacct.write_text(SACCT)
+        sacct.chmod(0o755)
+        self._write_configuration()
+        try:
+            self._start_munge()
+            self._start("slurmctld", "-D", "-f", self.env["SLURM_CONF"])
+            for node in self.nodes:
+                self.start_node(node)
+            self.until(lambda: self._idle_nodes() == len(self.nodes), 30, "all nodes idle")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        user = getpass.getuser()
+        if "slurmctld" in self._daemons:
+            self._run("scancel", "-u", user, check=False)
+            deadline = time.monotonic() + 20
+            while self.call("squeue", "-h", check=False).strip() and time.monotonic() < deadline:
+                time.sleep(0.2)
+        for daemon in reversed(list(self._daemons.values())):
+            daemon.terminate()
+        for daemon in self._daemons.values():
+            try:
+                daemon.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+
+    def submit(
+        self,
+        script: Sequence[str],
+        options: Sequence[str] = (),
+        env: dict[str, str] | None = None,
+        directory: Path = REPOSITORY,
+    ) -> str:
+        """sbatch a script with its arguments from `directory`; the job's id."""
+        answer = subprocess.run(
+            ["sbatch", "--parsable", *options, *script],
+            cwd=directory,
+            env=self.env | (env or {}),
+            capture_output=True,
+            text=True,
+        )
+        assert answer.returncode == 0, f"sbatch: {answer.stderr}"
+        return answer.stdout.strip()
+
+    def call(self, *command: str, check: bool = True) -> str:
+        """Run a Slurm command; its standard output."""
+        return self._run(*command, check=check).stdout
+
+    def field(self, job: str, name: str) -> str:
+        """A field of `scontrol show job`, "" when it is absent."""
+        found = re.search(rf"\b{name}=(\S*)", self.call("scontrol", "-o", "show", "job", job))
+        return found.group(1) if found else ""
+
+    def state(self, job: str) -> str:
+        return self.field(job, "JobState")
+
+    def wait(self, job: str, states: set[str], timeout: float) -> str:
+        """Wait until the job is in one of `states`.
+
+        Raises:
+            AssertionError: not within `timeout` seconds, or it ended otherwise.
+        """
+        final = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "DEADLINE"}
+        deadline = time.monotonic() + timeout
+        while (state := self.state(job)) not in states:
+            assert state not in final - states, f"job {job} ended as {state}, wanted {states}"
+            assert time.monotonic() < deadline, f"job {job} is {state}, wanted {states}"
+            time.sleep(0.3)
+        return state
+
+    def until(self, condition: Callable[[], bool], timeout: float, what: str) -> None:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {timeout} s: {what}\n{self._logs()}"
+            time.sleep(0.1)
+
+    def start_node(self, node: str) -> None:
+        self._start(f"slurmd-{node}", "-D", "-N", node, "-f", self.env["SLURM_CONF"])
+
+    def lose_node(self, node: str) -> None:
+        """What a power cut looks like: the node's daemon and every process of its jobs are gone,
+        and it is down.
+        """
+        self._daemons.pop(f"slurmd-{node}").kill()
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                environment = (process / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if (
+                f"SLURMD_NODENAME={node}".encode() in environment
+                and f"SLURM_CONF={self.env['SLURM_CONF']}".encode() in environment
+            ):
+                os.kill(int(process.name), signal.SIGKILL)
+        self.call("scontrol", "update", f"nodename={node}", "state=down", "reason=power")
+
+    def restore_node(self, node: str) -> None:
+        self.start_node(node)
+        self.call("scontrol", "update", f"nodename={node}", "state=resume", check=False)
+        self.until(lambda: self._idle_nodes(node) == 1, 30, f"{node} idle again")
+
+    def _idle_nodes(self, *names: str) -> int:
+        selection = ["-n", ",".join(names)] if names else []
+        listing = self.call(
+            "sinfo", "-h", "-N", "-p", "main", "-t", "idle", "-o", "%N", *selection, check=False
+        )
+        return len(listing.split())
+
+    def _start_munge(self) -> None:
+        home = self.directory / "munge"
+        (home / "munge.key").write_bytes(os.urandom(1024))
+        (home / "munge.key").chmod(0o600)
+        self._start(
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={home / 'munge.key'}",
+            f"--socket={self.directory / 'run/munge.sock'}",
+            f"--pid-file={home / 'munged.pid'}",
+            f"--log-file={home / 'munged.log'}",
+            f"--seed-file={home / 'munged.seed'}",
+        )
+        self.until((self.directory / "run/munge.sock").is_socket, 10, "munged's socket")
+
+    def _start(self, name: str, *arguments: str) -> None:
+        program = name.split("-")[0]
+        with (self.directory / "log" / f"{name}.out").open("ab") as output:
+            self._daemons[name] = subprocess.Popen(
+                [program, *arguments],
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def _run(self, *command: str, check: bool) -> subprocess.CompletedProcess[str]:
+        answer = subprocess.run(command, env=self.env, capture_output=True, text=True)
+        assert not check or answer.returncode == 0, f"{' '.join(command)}: {answer.stderr}"
+        return answer
+
+    def _logs(self) -> str:
+        logs = sorted((self.directory / "log").glob("*"))
+        return "\n".join(f"== {log.name}\n{log.read_text(errors='replace')[-800:]}" for log in logs)
+
+    def _write_configuration(self) -> None:
+        at, user, host = self.directory, getpass.getuser(), socket.gethostname().split(".")[0]
+        controller, daemon, *ports = _free_ports(2 + len(self.nodes))
+        names = f"n[1-{len(self.nodes)}]"
+        lines = [
+            "ClusterName=test",
+            f"SlurmctldHost={host}(127.0.0.1)",
+            f"SlurmctldPort={controller}",
+            f"SlurmdPort={daemon}",
+            "AuthType=auth/munge",
+            "CredType=cred/munge",
+            # cred_expire is also how long a requeued job must wait: 120 s by default
+            f"AuthInfo=socket={at}/run/munge.sock,cred_expire=5",
+            f"SlurmUser={user}",
+            f"SlurmdUser={user}",
+            f"StateSaveLocation={at}/state",
+            f"SlurmdSpoolDir={at}/spool/%n",
+            f"SlurmctldPidFile={at}/run/slurmctld.pid",
+            f"SlurmdPidFile={at}/run/slurmd-%n.pid",
+            f"SlurmctldLogFile={at}/log/slurmctld.log",
+            f"SlurmdLogFile={at}/log/slurmd-%n.log",
+            "ProctrackType=proctrack/linuxproc",
+            "TaskPlugin=task/none",
+            "MpiDefault=none",
+            "SwitchType=switch/none",
+            "SelectType=select/cons_tres",
+            "SelectTypeParameters=CR_CPU",
+            "SlurmdParameters=config_overrides",
+            "SchedulerType=sched/backfill",
+            "SchedulerParameters=bf_interval=1,sched_interval=2,batch_sched_delay=0,sched_min_interval=0",
+            "ReturnToService=2",
+            "KillWait=10",
+            "MinJobAge=3600",
+            "SlurmdTimeout=300",
+            "JobRequeue=1",
+            "JobAcctGatherType=jobacct_gather/none",
+            "AccountingStorageType=accounting_storage/none",
+            "GresTypes=gpu",
+            "PreemptType=preempt/partition_prio",
+            "PreemptMode=REQUEUE",
+            "SlurmctldParameters=preempt_send_user_signal",
+        ]
+        lines += [
+            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8"
+            " RealMemory=8000 Gres=gpu:8"
+            for node, port in zip(self.nodes, ports, strict=True)
+        ]
+        lines += [
+            f"PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP"
+            f" PriorityTier=10 GraceTime={PREEMPTION_GRACE_SECONDS}",
+            f"PartitionName=high Nodes={names} MaxTime=INFINITE State=UP"
+            " PriorityTier=100 PreemptMode=OFF",
+        ]
+        (at / "slurm.conf").write_text("\n".join(lines) + "\n")
+        (at / "gres.conf").write_text(f"NodeName={names} Name=gpu File=/dev/tty[0-7]\n")
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports

@@ -1,0 +1,69 @@
+"""Stopping between steps: every rank after the same one, and the marker stands before any goes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import torch.distributed as dist
+
+from stable_opd_mcore.train.signals import (
+    MARKER,
+    StopSignals,
+    clear_marker,
+    leave_for_requeue,
+)
+from tests.parallel.launch import run_ranks
+
+
+def stop_when_one_rank_is_signalled(rank, world_size, directory):
+    before = signal.getsignal(signal.SIGTERM)
+    step = 0
+    with StopSignals() as stop:
+        while not stop.asked_on_any_rank():
+            step += 1
+            time.sleep(0.01 * rank)
+            if rank == 1 and step == 3:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            assert step < 10
+        if rank == 0:
+            time.sleep(0.3)  # the marker comes late; nobody may leave before
+        leave_for_requeue(directory, step)
+    assert (directory / MARKER).read_text() == '{"step": 3}'
+    assert signal.getsignal(signal.SIGTERM) == before
+    dist.barrier()
+    if rank == 0:
+        clear_marker(directory)
+        clear_marker(directory)  # also where none stands
+        assert not (directory / MARKER).exists()
+
+
+def test_ranks_agree_on_the_step(tmp_path):
+    run_ranks(2, stop_when_one_rank_is_signalled, tmp_path)
+
+
+def test_sigterm_is_noted_without_a_process_group():
+    with StopSignals() as stop:
+        assert not stop.asked_on_any_rank()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.asked_on_any_rank()
+
+
+def test_processes_started_meanwhile_survive_sigusr1():
+    """Slurm may signal every process of a step; only the ranks are meant."""
+    listen = "import time; print('up', flush=True); time.sleep(30)"
+    with StopSignals():
+        child = subprocess.Popen([sys.executable, "-c", listen], stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"up\n"
+        child.send_signal(signal.SIGUSR1)
+        time.sleep(0.3)
+        assert child.poll() is None
+        child.terminate()
+        assert child.wait(timeout=10) == -signal.SIGTERM
+
+
+def test_a_signal_that_arrives_at_the_end_kills_nobody():
+    with StopSignals():
+        os.kill(os.getpid(), signal.SIGUSR1)
