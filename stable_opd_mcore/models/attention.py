@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -123,11 +123,14 @@ class Buckets:
         return cls(tuple(shapes), torch.cat(token_of_slot).to(device), slot_of_token.to(device))
 
 
+_NO_BUCKETS = Buckets((), None, None)
+
+
 @dataclass
 class PackedSequences(PackedSeqParams):
     """Megatron's description of packed sequences, with their rectangles."""
 
-    buckets: Buckets | None = None
+    buckets: Buckets = _NO_BUCKETS
 
 
 class TorchSelfAttention(SelfAttention):
@@ -150,7 +153,9 @@ class TorchSelfAttention(SelfAttention):
         hides (Megatron's convention).
         """
         assert inference_context is None, "cached decoding brings its own attention"
-        query, key, value = self.get_query_key_value_tensors(hidden_states, None)
+        query, key, value = cast(
+            tuple[Tensor, Tensor, Tensor], self.get_query_key_value_tensors(hidden_states, None)
+        )
         heads = (rotate(query, rotary_pos_emb), rotate(key, rotary_pos_emb), value)
         if packed_seq_params is not None:
             attention = partial(_packed, buckets=packed_seq_params.buckets)

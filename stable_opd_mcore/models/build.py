@@ -1,73 +1,48 @@
-"""Build a model on this rank: Megatron's GPTModel that answers with hidden states, and the head
-that goes with it.
+"""Build the chunks of a model that belong on this rank, with random weights.
 
-    chunks = build_model(read_architecture(path), world, precision="bf16", recompute="none",
-    trainable=True, seed=0) load_hf(chunks, path)                          # convert.py; without it
-    the weights are random hidden_TH = forward_hidden(chunks[-1], microbatch) head =
-    output_head(chunks)
+    architecture = read_architecture(path)
+    chunks = build_model(architecture, world, precision="bf16", recompute="none", trainable=True)
+    load_hf(chunks, path)                               # convert.py
 
-A model is a list of chunks: one, or with virtual pipelining several per rank. The product of hidden
-states and head belongs to losses/, so logits of a whole micro-batch never exist. Not here:
-gradients' reduction and the optimizer (train/student.py), the schedule over micro-batches
-(parallel/schedule.py).
+A model is a list of chunks: one, or with virtual pipelining several per rank. Not here: gradients'
+reduction and the optimizer (train/student.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor
 
-from stable_opd_mcore.losses.head import Head
-from stable_opd_mcore.models.attention import Buckets, PackedSequences, RotaryByPosition
+from stable_opd_mcore.models.attention import RotaryByPosition
 from stable_opd_mcore.models.convert import random_weights
 from stable_opd_mcore.models.families import Architecture, rotary_frequencies
+from stable_opd_mcore.models.hidden_states import (
+    HiddenStatesGPTModel,
+    forward_hidden,
+    output_head,
+)
 from stable_opd_mcore.models.spec import layer_spec, transformer_engine_is_usable
 from stable_opd_mcore.parallel import megatron_cpu
 from stable_opd_mcore.parallel.world import World
-from stable_opd_mcore.records import MicroBatch
 
 megatron_cpu.install()
 
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-from megatron.core.utils import unwrap_model  # noqa: E402
+
+__all__ = [
+    "HiddenStatesGPTModel",
+    "build_model",
+    "check_layout",
+    "forward_hidden",
+    "output_head",
+    "transformer_config",
+]
 
 Precision = Literal["fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-class HiddenStatesGPTModel(GPTModel):
-    """GPTModel whose last stage returns normalised hidden states [s, b, H], full over s, instead of
-    logits.
-
-    Under sequence parallelism the hidden states are gathered over the tensor ranks. The gradient
-    that comes back must be complete on every one of them (the loss sums it over the vocabulary
-    shards), so it is only split, not summed.
-    """
-
-    architecture: Architecture
-
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, **options: Any
-    ) -> Tensor:
-        """[b, s] ids and positions in; other arguments are GPTModel's."""
-        if isinstance(self.rotary_pos_emb, RotaryByPosition):
-            self.rotary_pos_emb.positions = position_ids
-        return super().forward(input_ids, position_ids, attention_mask, **options)  # pyright: ignore
-
-    def _postprocess(self, hidden_states: Tensor, **unused: Any) -> Tensor:  # pyright: ignore
-        if self.post_process and self.config.sequence_parallel:
-            return gather_from_sequence_parallel_region(
-                hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
-            )
-        return hidden_states
 
 
 def build_model(
@@ -115,57 +90,6 @@ def check_layout(architecture: Architecture, world: World) -> None:
             f"{world.pipeline_size} x parallel.virtual_pipeline={world.num_chunks} = {stages} "
             f"stages: choose a product among {_divisors(architecture.num_layers)}"
         )
-
-
-def output_head(chunks: Sequence[torch.nn.Module], vocab_size: int | None = None) -> Head | None:
-    """The head's shard of this tensor rank on the last pipeline stage, None elsewhere. It is the
-    live parameter.
-
-    Args:
-        vocab_size: the common vocabulary of student and teacher; default: the architecture's. Rows
-            beyond are padding.
-    """
-    last = unwrap_model(chunks[-1])
-    if not last.post_process:
-        return None
-    weight_VH = last.output_layer.weight
-    if weight_VH is None:  # tied, and the embedding lives in this chunk
-        weight_VH = last.embedding.word_embeddings.weight
-    group = last.pg_collection.tp
-    return Head(
-        weight_VH=weight_VH,
-        vocab_start=group.rank() * weight_VH.shape[0],
-        vocab_size=vocab_size or last.architecture.vocab_size,
-        group=group if group.size() > 1 else None,
-    )
-
-
-def forward_hidden(chunk: torch.nn.Module, microbatch: MicroBatch) -> Tensor:
-    """Run one chunk (wrapped for data parallelism or not) over packed sequences.
-
-    Returns:
-        hidden_TH on the last stage, complete on every tensor rank; elsewhere what the pipeline
-        sends on.
-
-    Raises:
-        ValueError: sequence parallelism, and T is no multiple of the tensor ranks.
-    """
-    model = unwrap_model(chunk)
-    num_tokens, ranks = microbatch.tokens_T.numel(), model.pg_collection.tp.size()
-    if model.config.sequence_parallel and num_tokens % ranks:
-        raise ValueError(
-            f"a micro-batch of {num_tokens} tokens cannot be cut over {ranks} sequence-parallel "
-            f"ranks: pad it to a multiple of {ranks} (World.token_multiple)"
-        )
-    output = chunk(
-        input_ids=microbatch.tokens_T[None],
-        position_ids=microbatch.positions_T[None],
-        attention_mask=None,
-        packed_seq_params=_packed_sequences(
-            microbatch, isinstance(model.rotary_pos_emb, RotaryByPosition)
-        ),
-    )
-    return output.squeeze(1) if model.post_process else output
 
 
 def transformer_config(
@@ -247,22 +171,6 @@ def _build_chunk(
     else:
         chunk.rotary_pos_emb = RotaryByPosition(frequencies, config.params_dtype)
     return chunk.to(world.device)
-
-
-def _packed_sequences(microbatch: MicroBatch, by_position: bool) -> PackedSeqParams:
-    kind: Any = PackedSequences if by_position else PackedSeqParams
-    extra = {}
-    if by_position:
-        lengths = microbatch.cu_seqlens.diff().tolist()
-        extra["buckets"] = Buckets.of(lengths, microbatch.tokens_T.device)
-    return kind(
-        qkv_format="thd",
-        cu_seqlens_q=microbatch.cu_seqlens,
-        cu_seqlens_kv=microbatch.cu_seqlens,
-        max_seqlen_q=microbatch.max_seqlen,
-        max_seqlen_kv=microbatch.max_seqlen,
-        **extra,
-    )
 
 
 def _divisors(number: int) -> list[int]:

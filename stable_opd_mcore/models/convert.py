@@ -30,12 +30,8 @@ from torch.nn import Module
 
 from stable_opd_mcore.models import tensors
 from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.models.hidden_states import unwrap
 from stable_opd_mcore.models.tensors import Parameter
-from stable_opd_mcore.parallel import megatron_cpu
-
-megatron_cpu.install()
-
-from megatron.core.utils import unwrap_model  # noqa: E402
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -97,7 +93,7 @@ def iter_hf_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
     parameter's tensors exist at a time; the tensors may share memory with the weights, so copy what
     is kept.
     """
-    models = [unwrap_model(chunk) for chunk in chunks]
+    models = [unwrap(chunk) for chunk in chunks]
     architecture = architecture_of(chunks)
     groups = models[0].pg_collection
     local = {entry.hf_names: weight for _, weight, entry in _parameters(chunks)}
@@ -153,9 +149,7 @@ def export_hf(
                 writer.add(name, tensor)
         if writer is not None and temporary is not None:
             writer.finish()
-            _write_config(
-                architecture_of(chunks), unwrap_model(chunks[0]).config.params_dtype, temporary
-            )
+            _write_config(architecture_of(chunks), unwrap(chunks[0]).config.params_dtype, temporary)
             _copy_tokenizer(tokenizer_from, temporary)
             _replace(temporary, directory)
     finally:
@@ -183,20 +177,21 @@ def copy_weights(from_chunks: Sequence[Module], to_chunks: Sequence[Module]) -> 
 
 def architecture_of(chunks: Sequence[Module]) -> Architecture:
     """What the chunks were built from."""
-    return unwrap_model(chunks[0]).architecture
+    return unwrap(chunks[0]).architecture
 
 
 def _parameters(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor, Parameter]]:
     """This rank's parameters with their table entries. A tied head's copy on the last stage comes
     last."""
-    for model in map(unwrap_model, chunks):
-        numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
+    for model in map(unwrap, chunks):
+        layers: Any = model.decoder.layers
+        numbers = [layer.layer_number - 1 for layer in layers]
         for name, weight in model.named_parameters():
             yield name, weight, tensors.describe(name, numbers, model.architecture.tied)
 
 
 def _fill(chunks: Sequence[Module], source: Callable[[str], Tensor]) -> None:
-    group = unwrap_model(chunks[0]).pg_collection.tp
+    group = unwrap(chunks[0]).pg_collection.tp
     architecture = architecture_of(chunks)
     for _, weight, entry in _parameters(chunks):
         full = [source(name) for name in entry.hf_names]

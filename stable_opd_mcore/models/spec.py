@@ -45,13 +45,14 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, pipeline_rank: i
 def _torch_block_spec(
     config: TransformerConfig, vp_stage: int | None, pipeline_rank: int
 ) -> TransformerBlockSubmodules:
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer: Any = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    norm: Any = RMSNorm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     layer.submodules.self_attention.module = TorchSelfAttention
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = IdentityOp  # TorchSelfAttention has it built in
     if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.q_layernorm = attention.k_layernorm = norm
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pipeline_rank)
     # The final norm must be named here: the block would take Apex's or Megatron's own.
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)

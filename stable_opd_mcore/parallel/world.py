@@ -215,7 +215,8 @@ def _join() -> torch.device:
         if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
             dist.init_process_group(backend, timeout=_TIMEOUT)
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
         _created_process_group = True
     if on_gpu:
         return torch.device("cuda", torch.cuda.current_device())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -17,20 +18,15 @@ needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the hook i
 
 def _run(source: str, tmp_path: Path) -> dict:
     """Execute `source` as if it were a module of Megatron."""
+    megatron_cpu.install()
     file = tmp_path / "module.py"
     file.write_text(source)
     loader = megatron_cpu._Loader("module", str(file))
-    spec = importlib_spec(loader, file)
-    module = type(sys)("module")
-    module.__spec__ = spec
+    spec = spec_from_file_location("module", file, loader=loader)
+    assert spec is not None
+    module = module_from_spec(spec)
     loader.exec_module(module)
     return vars(module)
-
-
-def importlib_spec(loader, file: Path):
-    from importlib.util import spec_from_file_location
-
-    return spec_from_file_location("module", file, loader=loader)
 
 
 @needs_no_cuda
