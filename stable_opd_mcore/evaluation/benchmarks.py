@@ -1,0 +1,98 @@
+"""The paper's six benchmarks (METHOD §6): where they are, what their columns are called, and k.
+
+Read from a local directory (`<directory>/<name>.jsonl` or `.parquet`, with the hub's column names
+or with problem and answer), or from the hub and its cache. Nothing is bundled or downloaded here
+beyond what `datasets` does for a hub id.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from stable_opd_mcore.config.schema import ColumnsConfig, SourceConfig
+from stable_opd_mcore.data.errors import DataError
+from stable_opd_mcore.data.rows import Row
+from stable_opd_mcore.data.sources import parse_row, read_records, source_name
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One data set as the hub has it."""
+
+    hub_id: str
+    split: str
+    num_samples: int  # k of avg@k; 1 is pass@1
+    problem: str = "problem"
+    answer: str = "answer"
+    context: str | None = None  # column that stands before the problem where it is not empty
+    configuration: str | None = None
+
+
+BENCHMARKS = {
+    "aime24": Benchmark("HuggingFaceH4/aime_2024", "train", 32),
+    "aime25": Benchmark("math-ai/aime25", "test", 32),
+    "amc": Benchmark("AI-MO/aimo-validation-amc", "train", 32),
+    "math500": Benchmark("HuggingFaceH4/MATH-500", "test", 1),
+    "minerva": Benchmark("math-ai/minervamath", "test", 1, problem="question"),
+    "olympiadbench": Benchmark(
+        "Hothan/OlympiadBench",
+        "train",
+        1,
+        problem="question",
+        answer="final_answer",
+        context="context",
+        configuration="OE_TO_maths_en_COMP",
+    ),
+}
+
+
+def load_benchmark(
+    name: str, directory: str | Path | None = None, limit: int | None = None
+) -> list[Row]:
+    """The rows of a benchmark, without golden solutions.
+
+    Args:
+        directory: where its file lies; None reads the hub.
+
+    Raises:
+        DataError: unknown name, no file of that name in the directory, or bad rows.
+    """
+    benchmark = _find(name)
+    source = SourceConfig(
+        path=benchmark.hub_id if directory is None else str(_local_file(name, Path(directory))),
+        split=benchmark.split,
+        limit=limit,
+        options={"configuration": benchmark.configuration}
+        if directory is None and benchmark.configuration
+        else {},
+    )
+    prefix = source_name(source)
+    rows = []
+    for number, record in read_records(source):
+        columns = ColumnsConfig(
+            problem=benchmark.problem if benchmark.problem in record else "problem",
+            answer=benchmark.answer if benchmark.answer in record else "answer",
+            solution=None,
+        )
+        context = (record.get(benchmark.context) or "").strip() if benchmark.context else ""
+        if context and columns.problem in record:
+            record = {**record, columns.problem: f"{context}\n{record[columns.problem]}"}
+        rows.append(parse_row(record, columns, f"{source.path}:{number}", f"{prefix}:{number}"))
+    if not rows:
+        raise DataError(f"{source.path}: no rows in it")
+    return rows
+
+
+def _find(name: str) -> Benchmark:
+    if name not in BENCHMARKS:
+        raise DataError(f"no benchmark {name!r}; there are {', '.join(BENCHMARKS)}")
+    return BENCHMARKS[name]
+
+
+def _local_file(name: str, directory: Path) -> Path:
+    for suffix in (".jsonl", ".parquet"):
+        path = directory / f"{name}{suffix}"
+        if path.is_file():
+            return path
+    raise DataError(f"{directory}: neither {name}.jsonl nor {name}.parquet in it")

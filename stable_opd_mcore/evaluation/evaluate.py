@@ -1,0 +1,152 @@
+"""One evaluation: responses to held-out prompts, graded, and what share of them was right.
+
+Engine, grader and communication come as arguments, so the same function serves the training loop
+on any layout and the command line on one process. Not here: which prompts (benchmarks.py,
+data.order.PromptSet), the metrics of the generations (monitoring/health.py works on `rollouts`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.records import Prompt, Rollout
+from stable_opd_mcore.rollout.base import RolloutEngine, Sampling
+
+Gather = Callable[[list[Rollout]], list[list[Rollout]]]
+
+
+@dataclass(frozen=True)
+class PromptResult:
+    """The k responses to one prompt."""
+
+    prompt_id: str
+    num_samples: int
+    num_correct: int
+    num_truncated: int
+    num_repetitive: int
+    num_tokens: int  # of all its responses, stop tokens included
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Sums over prompts; every rate is over all responses, so accuracy is avg@k."""
+
+    prompts: tuple[PromptResult, ...]  # in the order given
+    rollouts: tuple[Rollout, ...]  # graded, k per prompt
+
+    @property
+    def num_samples(self) -> int:
+        return sum(prompt.num_samples for prompt in self.prompts)
+
+    @property
+    def accuracy(self) -> float:
+        return sum(prompt.num_correct for prompt in self.prompts) / self.num_samples
+
+    @property
+    def accuracy_interval(self) -> tuple[float, float]:
+        """95 % Wilson interval over prompts; wider than needed where k > 1 samples agree little."""
+        return wilson_interval(self.accuracy, len(self.prompts))
+
+    @property
+    def truncation_rate(self) -> float:
+        return sum(prompt.num_truncated for prompt in self.prompts) / self.num_samples
+
+    @property
+    def repetition_rate(self) -> float:
+        return sum(prompt.num_repetitive for prompt in self.prompts) / self.num_samples
+
+    @property
+    def response_length_mean(self) -> float:
+        return sum(prompt.num_tokens for prompt in self.prompts) / self.num_samples
+
+
+def evaluate(
+    engine: RolloutEngine,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    *,
+    step: int,
+    grade: Callable[[Sequence[Rollout]], list[Rollout]],
+    is_repetitive: Callable[[str], bool],
+    gather: Gather | None = None,
+    data_rank: int = 0,
+    data_size: int = 1,
+    prompts_per_batch: int = 64,
+) -> EvaluationResult:
+    """Sample, grade and count; the result is the same on every rank.
+
+    Args:
+        prompts: all of them, the same on every rank; each rank draws those of its data rank.
+        step: of the sampling noise.
+        grade: gives rollouts their rewards (Grader.grade_rollouts). Where several ranks form one
+            replica it must give them the same verdicts.
+        gather: a list from every data-parallel rank, in rank order; None for a single one.
+        prompts_per_batch: prompts handed to the engine at once.
+
+    Raises:
+        ValueError: no prompts, or one without a gold answer.
+    """
+    missing = next((prompt.prompt_id for prompt in prompts if prompt.answer is None), None)
+    if missing is not None or not prompts:
+        what = f"{missing}: no gold answer" if prompts else "no held-out prompts"
+        raise ValueError(f"{what}; set data.eval.path and data.eval.columns.answer")
+    mine = prompts[data_rank::data_size]
+    drawn: list[Rollout] = []
+    for start in range(0, len(mine), prompts_per_batch):
+        batch = mine[start : start + prompts_per_batch]
+        drawn.extend(grade(engine.generate(batch, sampling, step=step)))
+    shares = gather(drawn) if gather is not None else [drawn]
+    k = sampling.num_samples
+    by_prompt = [
+        shares[place % data_size][place // data_size * k :][:k] for place in range(len(prompts))
+    ]
+    return EvaluationResult(
+        prompts=tuple(
+            _count(prompt, responses, is_repetitive)
+            for prompt, responses in zip(prompts, by_prompt, strict=True)
+        ),
+        rollouts=tuple(rollout for responses in by_prompt for rollout in responses),
+    )
+
+
+def evaluation_sampling(
+    config: Config, stop_token_ids: Sequence[int], *, greedy: bool = False
+) -> Sampling:
+    """How held-out responses are drawn: `evaluation`'s settings, or one greedy response each."""
+    settings = config.evaluation
+    is_greedy = greedy or settings.temperature == 0
+    return Sampling(
+        temperature=0.0 if is_greedy else settings.temperature,
+        top_p=1.0 if is_greedy else settings.top_p,
+        max_new_tokens=settings.max_new_tokens or config.sampling.max_new_tokens,
+        num_samples=1 if is_greedy else settings.num_samples,
+        stop_token_ids=tuple(stop_token_ids),
+        seed=config.train.seed,
+    )
+
+
+def wilson_interval(rate: float, count: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Wilson's score interval for a share `rate` of `count` independent trials."""
+    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    centre = rate + z * z / (2 * count)
+    spread = z * math.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count))
+    scale = 1 + z * z / count
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+
+
+def _count(
+    prompt: Prompt, responses: Sequence[Rollout], is_repetitive: Callable[[str], bool]
+) -> PromptResult:
+    assert all(rollout.prompt.prompt_id == prompt.prompt_id for rollout in responses)
+    return PromptResult(
+        prompt_id=prompt.prompt_id,
+        num_samples=len(responses),
+        num_correct=sum(rollout.reward == 1.0 for rollout in responses),
+        num_truncated=sum(rollout.finish_reason == "length" for rollout in responses),
+        num_repetitive=sum(is_repetitive(rollout.text) for rollout in responses),
+        num_tokens=sum(len(rollout.token_ids) for rollout in responses),
+    )

@@ -1,0 +1,118 @@
+"""Evaluation with a scripted engine: counts, order over data-parallel ranks, settings."""
+
+import pytest
+
+from stable_opd_mcore.config.load import parse_config
+from stable_opd_mcore.evaluation.evaluate import evaluate, evaluation_sampling, wilson_interval
+from stable_opd_mcore.evaluation.grading import Grader
+from stable_opd_mcore.records import Prompt, Rollout
+from stable_opd_mcore.rollout.base import Sampling
+
+PROMPTS = [
+    Prompt(f"s:{i}", f"{i}+1", (i,), answer=str(i + 1), answer_format="bracket") for i in range(7)
+]
+
+
+class ScriptedEngine:
+    """Sample j of prompt i is right when (i + j) is even; the last prompt never ends."""
+
+    weight_version = 0
+
+    def __init__(self):
+        self.calls = []
+
+    def generate(self, prompts, sampling, *, step):
+        self.calls.append((len(prompts), step))
+        return [self.answer(p, j) for p in prompts for j in range(sampling.num_samples)]
+
+    def answer(self, prompt, j):
+        i = prompt.token_ids[0]
+        is_last = i == 6
+        text = "w" * 20 if is_last else f"[{i + 1 + (i + j) % 2}]"
+        reason = "length" if is_last else "stop"
+        return Rollout(prompt, j, (1,) * len(text), (0.0,) * len(text), reason, 0, text=text)
+
+    def publish(self, weight_version):
+        self.weight_version = weight_version
+
+
+def run(engine=None, prompts=PROMPTS, num_samples=2, **changes):
+    with Grader() as grader:
+        return evaluate(
+            engine or ScriptedEngine(),
+            prompts,
+            Sampling(num_samples=num_samples),
+            step=5,
+            grade=grader.grade_rollouts,
+            is_repetitive=lambda text: len(text) > 10,
+            **changes,
+        )
+
+
+def test_rates_are_over_all_responses():
+    engine = ScriptedEngine()
+    result = run(engine, prompts_per_batch=3)
+    assert engine.calls == [(3, 5), (3, 5), (1, 5)]
+    assert result.num_samples == 14
+    assert result.accuracy == pytest.approx(6 / 14)
+    assert result.truncation_rate == result.repetition_rate == pytest.approx(2 / 14)
+    assert result.response_length_mean == pytest.approx((12 * 3 + 2 * 20) / 14)
+    assert [p.num_correct for p in result.prompts] == [1] * 6 + [0]
+    low, high = result.accuracy_interval
+    assert low < result.accuracy < high
+    assert [r.prompt.prompt_id for r in result.rollouts[:4]] == ["s:0", "s:0", "s:1", "s:1"]
+
+
+@pytest.mark.parametrize("data_size", [2, 3, 8])
+def test_every_layout_gives_the_same_result(data_size):
+    whole = run()
+    # What rank r hands to gather is what a single process makes of the rank's prompts.
+    shares = [
+        list(run(prompts=PROMPTS[rank::data_size]).rollouts) if PROMPTS[rank::data_size] else []
+        for rank in range(data_size)
+    ]
+    for rank in range(data_size):
+        handed = []
+
+        def gather(share, handed=handed):
+            handed.extend(share)
+            return shares
+
+        assert run(gather=gather, data_rank=rank, data_size=data_size) == whole
+        assert handed == shares[rank]
+
+
+def test_a_prompt_without_gold_answer_or_no_prompt_at_all_is_refused():
+    with pytest.raises(ValueError, match="s:9: no gold answer"):
+        run(prompts=[PROMPTS[0], Prompt("s:9", "x", (1,))])
+    with pytest.raises(ValueError, match="no held-out prompts"):
+        run(prompts=[])
+
+
+def test_wilson_interval_against_published_values():
+    # Newcombe (1998), table I: 81 of 263, and 0 of 20.
+    assert wilson_interval(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
+    assert wilson_interval(0.0, 20) == pytest.approx((0.0, 0.1611), abs=1e-4)
+
+
+def config(**evaluation):
+    return parse_config(
+        {
+            "run": {"name": "x"},
+            "student": {"path": "m"},
+            "data": {"train": {"path": "synthetic:arithmetic"}},
+            "sampling": {"max_new_tokens": 50},
+            "train": {"seed": 4},
+            "evaluation": evaluation,
+        },
+        "test",
+    )
+
+
+def test_sampling_follows_the_evaluation_settings():
+    settings = config(temperature=0.6, num_samples=8, top_p=0.95)
+    expected = Sampling(0.6, 0.95, 50, 8, (20, 21), 4)
+    assert evaluation_sampling(settings, [20, 21]) == expected
+    assert evaluation_sampling(settings, [20], greedy=True) == Sampling(0.0, 1.0, 50, 1, (20,), 4)
+    zero = config(temperature=0, num_samples=8, max_new_tokens=9)
+    assert evaluation_sampling(zero, []) == Sampling(0.0, 1.0, 9, 1, (), 4)
