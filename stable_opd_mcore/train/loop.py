@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -28,10 +29,20 @@ from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from stable_opd_mcore.train.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from stable_opd_mcore.train.evaluation import evaluate_student
 from stable_opd_mcore.train.setup import architecture_of, build_run
+from stable_opd_mcore.train.signals import Stopped, StopSignals, clear_marker, leave_for_requeue
 from stable_opd_mcore.train.state import TrainState
 from stable_opd_mcore.train.step import train_step
+from stable_opd_mcore.train.watchdog import STACKS, Watchdog
 
 MODEL = "model"  # the trained student in Hugging Face form, inside the run directory
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What may end a run before its last step."""
+
+    stop: StopSignals
+    watchdog: Watchdog
 
 
 def run_directory(config: Config) -> Path:
@@ -41,13 +52,28 @@ def run_directory(config: Config) -> Path:
 def train(config: Config, show_progress: bool = True) -> Path:
     """Train to the last step, from the newest checkpoint where there is one; return the run
     directory.
+
+    Raises:
+        Stopped: the scheduler asked; a checkpoint is saved and a marker says so.
     """
     world = start_world(config.parallel, config.train.seed)
-    if config.cold_start is not None:
-        config = _after_cold_start(config, world, show_progress)
-    directory = _train_phase(config, world, show_progress)
-    stop_world()
-    return directory
+    home = run_directory(config)
+    if world.rank == 0:
+        clear_marker(home)
+    stop = StopSignals(world.device)
+    watchdog = Watchdog(config.fault.watchdog_minutes, home / STACKS, world.rank)
+    with stop, watchdog:
+        guard = Guard(stop, watchdog)
+        try:
+            if config.cold_start is not None:
+                config = _after_cold_start(config, world, guard, show_progress)
+            _train_phase(config, world, guard, show_progress)
+        except Stopped as stopped:
+            leave_for_requeue(home, stopped.step)
+            stop_world()
+            raise
+        stop_world()
+    return home
 
 
 def cold_start_config(config: Config) -> Config:
@@ -70,12 +96,12 @@ def cold_start_config(config: Config) -> Config:
     return Config.model_validate(values)
 
 
-def _after_cold_start(config: Config, world: World, show_progress: bool) -> Config:
+def _after_cold_start(config: Config, world: World, guard: Guard, show_progress: bool) -> Config:
     """Run the cold start unless its model is there; the config that starts from it."""
     cold = cold_start_config(config)
     model = run_directory(cold) / MODEL
     if not model.is_dir():
-        _train_phase(cold, world, show_progress)
+        _train_phase(cold, world, guard, show_progress)
     values = config.model_dump(by_alias=True)
     values["tokenizer"]["path"] = config.tokenizer.path or config.student.path
     values["student"] |= {"path": str(model), "architecture": None, "random_init": False}
@@ -83,7 +109,7 @@ def _after_cold_start(config: Config, world: World, show_progress: bool) -> Conf
     return Config.model_validate(values)
 
 
-def _train_phase(config: Config, world: World, show_progress: bool) -> Path:
+def _train_phase(config: Config, world: World, guard: Guard, show_progress: bool) -> None:
     directory = run_directory(config)
     run = build_run(config, world)
     architecture = architecture_of(config.student)
@@ -114,7 +140,8 @@ def _train_phase(config: Config, world: World, show_progress: bool) -> Path:
             if sinks is not None:
                 writer.write(state.step, result.rollouts)
                 sinks.write(state.step, metrics)
-            if _due(state.step, config.checkpoint.every or config.train.steps, config):
+            stopping = guard.stop.asked_on_any_rank()
+            if stopping or _due(state.step, config.checkpoint.every or config.train.steps, config):
                 save_checkpoint(
                     directory / "checkpoints",
                     state,
@@ -123,13 +150,15 @@ def _train_phase(config: Config, world: World, show_progress: bool) -> Path:
                     config.checkpoint.keep,
                 )
             advance(metrics)
+            guard.watchdog.step_done()
+            if stopping and state.step < config.train.steps:
+                raise Stopped(state.step)
 
     export_hf(run.student.chunks, directory / MODEL)
     if speaks:
         run.tokenizer.save(directory / MODEL)
         _summarise(directory)
         write_report([directory], directory / "report.html")
-    return directory
 
 
 def _due(step: int, every: int, config: Config) -> bool:

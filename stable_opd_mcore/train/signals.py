@@ -5,7 +5,7 @@
             ...
             if stop.asked_on_any_rank():
                 ...save a checkpoint...
-                leave_for_requeue(run_directory, state.step)
+                raise Stopped(state.step)      # whoever started the loop calls leave_for_requeue
 
 Slurm announces a time limit or a preemption with SIGUSR1 or SIGTERM, to each process at a slightly
 different moment; the ranks therefore agree by one all-reduce a step. An exit code does not survive
@@ -29,6 +29,14 @@ MARKER = (
     "REQUEUE"  # in the run directory: stopped between two steps, checkpoint complete, start again
 )
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+
+
+class Stopped(SystemExit):
+    """The program ends well (code 0), its work unfinished, from however deep it is raised."""
+
+    def __init__(self, step: int):
+        super().__init__(0)
+        self.step = step
 
 
 class StopSignals:
