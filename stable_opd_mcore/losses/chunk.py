@@ -121,17 +121,19 @@ class Chunk:
         assert teacher is not None and teacher.other is not None and self.teacher_CV is not None
         assert teacher.student_to_other_C is not None and teacher.other_to_student_C is not None
         assert kind in DENSE
-        value_C, centre_C = teacher.student_to_other_C, teacher.student_to_other_C
+        weight_C = self.rows.pg_weight
+        if kind == "reverse":
+            return teacher.student_to_other_C, teacher.reverse_term(self.teacher_CV, weight_C)
         if kind == "forward":
             value_C = teacher.other_to_student_C
-        elif kind == "jsd":
-            scale = 1.0 / self.terms.temperature
-            teacher_to_mix_C, centre_C = jsd_sums(
-                self.logits_CV, self.teacher_CV, teacher, beta, scale, self.head
-            )
-            value_C = beta * teacher_to_mix_C + (1 - beta) * centre_C
-        weight_C = self.rows.pg_weight
-        return value_C, DenseTerm(kind, self.teacher_CV, teacher.other, weight_C, centre_C, beta)
+            return value_C, DenseTerm(kind, self.teacher_CV, teacher.other, weight_C, value_C)
+        scale = 1.0 / self.terms.temperature
+        teacher_to_mix_C, student_to_mix_C = jsd_sums(
+            self.logits_CV, self.teacher_CV, teacher, beta, scale, self.head
+        )
+        value_C = beta * teacher_to_mix_C + (1 - beta) * student_to_mix_C
+        term = DenseTerm(kind, self.teacher_CV, teacher.other, weight_C, student_to_mix_C, beta)
+        return value_C, term
 
     def _reference(self, found: dict[str, Tensor], rows: slice) -> tuple[Tensor, DenseTerm | None]:
         """The KL to the reference: d loss / d log pi of the target (k3), or a dense term."""
@@ -147,13 +149,12 @@ class Chunk:
             found["kl"][rows] = _weighted(weight_C, ratio_C - log_ratio_C - 1)
             return _weighted(weight_C, 1 - ratio_C), None
         reference = self.reference
-        assert reference is not None and reference.other is not None
-        assert reference.student_to_other_C is not None and self.reference_CV is not None
+        assert reference is not None and reference.student_to_other_C is not None
+        assert self.reference_CV is not None
         value_C = reference.student_to_other_C
         found["kl_reference"][rows] = value_C
         found["kl"][rows] = _weighted(weight_C, value_C)
-        term = DenseTerm("reverse", self.reference_CV, reference.other, weight_C, value_C)
-        return nothing_C, term
+        return nothing_C, reference.reverse_term(self.reference_CV, weight_C)
 
 
 def _weighted(weight_C: Tensor, value_C: Tensor) -> Tensor:

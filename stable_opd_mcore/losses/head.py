@@ -57,11 +57,19 @@ class Head:
         weight_VH = self.weight_VH[: self.num_columns]
         return torch.mm(hidden_CH.to(weight_VH.dtype), weight_VH.T, out=out)
 
-    def reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """All-reduce in place over the shards; nothing to do when there is one."""
+    def reduce_(self, tensor: Tensor) -> Tensor:
+        """Sum in place over the shards; nothing to do when there is one."""
         if self.group is not None and self.group.size() > 1:
-            dist.all_reduce(tensor, op=op, group=self.group)
+            dist.all_reduce(tensor, group=self.group)
         return tensor
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Every shard's tensor along a new first dimension, in rank order."""
+        if self.group is None or self.group.size() == 1:
+            return tensor[None]
+        parts = [torch.empty_like(tensor) for _ in range(self.group.size())]
+        dist.all_gather(parts, tensor.contiguous(), group=self.group)
+        return torch.stack(parts)
 
     def local_columns(self, ids_CJ: Tensor) -> tuple[Tensor, Tensor]:
         """Column of each id in this shard (0 if it lives elsewhere), and whether it lives here."""
@@ -104,10 +112,10 @@ class Head:
             ids_CK[:, :width] = top.indices + self.vocab_start
         if self.group is None or self.group.size() == 1:
             return values_CK, ids_CK
-        merged_values = _gather_last(values_CK, self.group)
-        merged_ids = _gather_last(ids_CK, self.group)
-        top = merged_values.topk(k, dim=1)
-        return top.values, merged_ids.gather(1, top.indices)
+        values_CK = torch.cat(self.gather(values_CK).unbind(0), dim=1)
+        ids_CK = torch.cat(self.gather(ids_CK).unbind(0), dim=1)
+        top = values_CK.topk(k, dim=1)
+        return top.values, ids_CK.gather(1, top.indices)
 
 
 @dataclass(frozen=True)
@@ -196,10 +204,3 @@ def align_head(head: Head, like: Head) -> Head:
         if low < high:
             weight_VH[low - start : high - start] = rows[low - first : high - first]
     return replace(head, weight_VH=weight_VH, vocab_start=start)
-
-
-def _gather_last(tensor_CK: Tensor, group: ProcessGroup) -> Tensor:
-    """Concatenate every rank's [C, K] along the last dimension, rank order."""
-    parts = [torch.empty_like(tensor_CK) for _ in range(group.size())]
-    dist.all_gather(parts, tensor_CK.contiguous(), group=group)
-    return torch.cat(parts, dim=1)

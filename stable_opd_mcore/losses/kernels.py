@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # 2048 columns over 8 warps are 8 values per thread and vector.
 BLOCK_COLUMNS = 2048
 NUM_WARPS = 8
-NUM_SUMS = 7  # as in passes.NUM_SUMS
+NUM_SUMS = 8  # as in passes.NUM_SUMS
 VECTOR = 16  # columns that the widest load takes at most
 
 
@@ -188,6 +188,7 @@ def _sums_kernel(
     lanes = tl.arange(0, BLOCK)
     max_z = tl.full((), float("-inf"), DTYPE)
     max_o = tl.full((), float("-inf"), DTYPE)
+    anchor = tl.zeros((), DTYPE)  # the other's logit where the student's maximum lies
     sum_z = tl.zeros((BLOCK,), DTYPE)
     sum_o = tl.zeros((BLOCK,), DTYPE)
     dot_zz = tl.zeros((BLOCK,), DTYPE)
@@ -199,7 +200,8 @@ def _sums_kernel(
         offsets = row * z_stride + start + lanes
         z = tl.load(z_ptr + offsets, mask=readable, other=0.0).to(DTYPE) * scale
         z = tl.where(inside, z, float("-inf"))
-        new_max_z = tl.maximum(max_z, tl.max(z, 0))
+        block_max, block_at = tl.max(z, 0, return_indices=True)
+        new_max_z = tl.maximum(max_z, block_max)
         shift_z = tl.where(max_z == float("-inf"), 0.0, max_z - new_max_z)
         shrink_z = tl.exp(shift_z)
         z = tl.where(inside, z - new_max_z, 0.0)
@@ -212,11 +214,15 @@ def _sums_kernel(
             new_max_o = tl.maximum(max_o, tl.max(o, 0))
             shift_o = tl.where(max_o == float("-inf"), 0.0, max_o - new_max_o)
             shrink_o = tl.exp(shift_o)
+            at_block_max = tl.sum(tl.where(lanes == block_at, o, 0.0), 0)
+            new_anchor = tl.where(block_max > max_z, at_block_max, anchor)
+            anchored = shift_z + tl.where(max_z == float("-inf"), 0.0, new_anchor - anchor)
+            gap = tl.where(inside, z - (o - new_anchor), 0.0)
+            dot_zo = (dot_zo + sum_z * anchored) * shrink_z + exp_z * gap
             o = tl.where(inside, o - new_max_o, 0.0)
             exp_o = tl.where(inside, tl.exp(o), 0.0)
-            apart = shift_z - shift_o
-            dot_zo = (dot_zo + sum_z * apart) * shrink_z + exp_z * (z - o)
-            dot_oz = (dot_oz - sum_o * apart) * shrink_o + exp_o * (o - z)
+            dot_oz = (dot_oz - sum_o * (shift_z - shift_o)) * shrink_o + exp_o * (o - z)
+            anchor = new_anchor
             sum_o = sum_o * shrink_o + exp_o
             max_o = new_max_o
         sum_z = sum_z * shrink_z + exp_z
@@ -230,6 +236,7 @@ def _sums_kernel(
         tl.store(out + 4, tl.sum(sum_o, 0))
         tl.store(out + 5, tl.sum(dot_zo, 0))
         tl.store(out + 6, tl.sum(dot_oz, 0))
+        tl.store(out + 7, anchor)
 
 
 @triton.jit

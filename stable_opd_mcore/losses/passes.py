@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from stable_opd_mcore.losses.head import Head, accumulation_dtype
@@ -25,9 +24,11 @@ from stable_opd_mcore.losses.head import Head, accumulation_dtype
 # Rows x columns in flight in the torch form: a few buffers of 1 MiB stay in cache.
 BLOCK_ELEMENTS = 2**18
 
-# Columns of a pair of sums. With z' = z - max z and o' = o - max o over the shard:
-#   max z, sum e^z', sum e^z' z', max o, sum e^o', sum e^z'(z' - o'), sum e^o'(o' - z')
-NUM_SUMS = 7
+# Columns of a pair of sums. With z' = z - max z, o' = o - max o over the shard, and an anchor a:
+#   max z, sum e^z', sum e^z' z', max o, sum e^o', sum e^z'(z' - (o - a)), sum e^o'(o' - z'), a
+# The anchor is any number near E_p[o]: without it KL, and every gap - KL of its gradient, would be
+# a difference of large numbers where two confident models are far apart.
+NUM_SUMS = 8
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,19 @@ class PairStatistics:
     student: Normaliser
     entropy_C: Tensor  # of the student
     other: Normaliser | None = None
+    anchor_C: Tensor | None = None  # a number near E_p[o]
+    centre_C: Tensor | None = None  # E_p[log p - (o - anchor)]
     student_to_other_C: Tensor | None = None  # KL(student || other)
     other_to_student_C: Tensor | None = None  # KL(other || student)
+
+    def reverse_term(self, logits_CV: Tensor, weight_C: Tensor) -> DenseTerm:
+        """weight * KL(student || other) for the gradient pass.
+
+        log p - log o - KL = log p - (o - anchor) - centre: the other's normaliser cancels.
+        """
+        assert self.anchor_C is not None and self.centre_C is not None
+        normaliser = Normaliser(self.anchor_C, torch.zeros_like(self.anchor_C))
+        return DenseTerm("reverse", logits_CV, normaliser, weight_C, self.centre_C)
 
 
 @dataclass(frozen=True)
@@ -63,9 +75,9 @@ class DenseTerm:
 
     kind: str  # "reverse" KL(p||o), "forward" KL(o||p), "jsd"
     logits_CV: Tensor
-    normaliser: Normaliser
+    normaliser: Normaliser  # reverse: up to a constant, see PairStatistics.reverse_term
     weight_C: Tensor
-    value_C: Tensor  # reverse: KL(p||o); jsd: KL(p||m); forward: unused
+    value_C: Tensor  # reverse: E_p[log p - log o]; jsd: KL(p||m); forward: unused
     jsd_beta: float = 0.5  # share of the other model in the mixture m
 
 
@@ -90,24 +102,27 @@ def local_sums(logits_CV: Tensor, other_CV: Tensor | None, scale: float) -> Tens
         z -= out[:, :1]
         exp_z = z.exp()
         out[:, 1] = exp_z.sum(1)
-        out[:, 2] = torch.linalg.vecdot(exp_z, z)
+        out[:, 2] = (exp_z * z).sum(1)
         if other_CV is None:
             continue
         o = _scaled(other_CV[block], scale, dtype)
         out[:, 3] = o.amax(1)
-        o -= out[:, 3:4]
-        z -= o
-        out[:, 5] = torch.linalg.vecdot(exp_z, z)
-        exp_o = o.exp_()
+        shifted = o - out[:, 3:4]
+        gap = z - shifted
+        mean_gap_B = (exp_z * gap).sum(1) / out[:, 1]
+        exp_o = shifted.exp_()
         out[:, 4] = exp_o.sum(1)
-        out[:, 6] = -torch.linalg.vecdot(exp_o, z)
+        out[:, 6] = -(exp_o * gap).sum(1)
+        out[:, 7] = out[:, 3] - mean_gap_B
+        torch.sub(z, o.sub_(out[:, 7:]), out=gap)
+        out[:, 5] = (exp_z * gap).sum(1)
     return sums_CS
 
 
 def reduce_pairs(
     pairs: Sequence[Tensor], has_other: Sequence[bool], looked_up: Sequence[Tensor], head: Head
 ) -> tuple[list[PairStatistics], list[Tensor]]:
-    """Merge the shards' sums and looked-up logits: one MAX and one packed SUM all-reduce for the
+    """Merge the shards' sums and looked-up logits: one gather of maxima, one packed sum for the
     chunk.
 
     Args:
@@ -116,32 +131,32 @@ def reduce_pairs(
         looked_up: local parts of gathered logits, [C, J] each; come back whole.
         head: gives the group.
     """
-    columns = [column for other in has_other for column in ((0, 3) if other else (0,))]
-    owners = [index for index, other in enumerate(has_other) for _ in range(2 if other else 1)]
-    maxima_CM = torch.stack([pairs[i][:, c] for i, c in zip(owners, columns, strict=True)], dim=1)
-    local_CM = maxima_CM.clone()
-    head.reduce_(maxima_CM, dist.ReduceOp.MAX)
-    shifts_CM = torch.where(local_CM == -torch.inf, 0, local_CM - maxima_CM)
+    ranks_RCP3 = head.gather(torch.stack([pair[:, [0, 3, 7]] for pair in pairs], dim=1))
+    maxima_CP3 = ranks_RCP3.amax(0)
+    # The anchor of the shard where the student's maximum lies: moving it there would cost digits.
+    winner_1CP1 = ranks_RCP3[..., :1].argmax(0, keepdim=True)
+    maxima_CP3[..., 2:] = ranks_RCP3[..., 2:].gather(0, winner_1CP1)[0]
 
-    packed, position = [], 0
-    for pair, other in zip(pairs, has_other, strict=True):
-        shift_z = shifts_CM[:, position]
+    packed = []
+    for index, (pair, other) in enumerate(zip(pairs, has_other, strict=True)):
+        max_z, max_o, anchor = maxima_CP3[:, index].unbind(1)
+        shift_z = _shift(pair[:, 0], max_z)
         scale_z = shift_z.exp()
         packed += [pair[:, 1] * scale_z, (pair[:, 2] + pair[:, 1] * shift_z) * scale_z]
         if other:
-            shift_o = shifts_CM[:, position + 1]
+            shift_o = _shift(pair[:, 3], max_o)
             scale_o, apart = shift_o.exp(), shift_z - shift_o
+            anchored = shift_z + (anchor - pair[:, 7])
             packed += [
                 pair[:, 4] * scale_o,
-                (pair[:, 5] + pair[:, 1] * apart) * scale_z,
+                (pair[:, 5] + pair[:, 1] * anchored) * scale_z,
                 (pair[:, 6] - pair[:, 4] * apart) * scale_o,
             ]
-        position += 2 if other else 1
     whole = torch.cat([torch.stack(packed, dim=1), *looked_up], dim=1)
     head.reduce_(whole)
     widths = [len(packed), *(part.shape[1] for part in looked_up)]
     sums_CS, *found = whole.split(widths, dim=1)
-    return _statistics(sums_CS, maxima_CM, has_other), list(found)
+    return _statistics(sums_CS, maxima_CP3, has_other), list(found)
 
 
 def jsd_sums(
@@ -164,8 +179,8 @@ def jsd_sums(
             log_p = _log_softmax(logits_CV, pair.student, block, scale, dtype)
             log_o = _log_softmax(other_CV, pair.other, block, scale, dtype)
             log_m = _log_mixture(log_o, log_p, beta)
-            sums_C2[block, 0] = torch.linalg.vecdot(log_o.exp(), log_o - log_m)
-            sums_C2[block, 1] = torch.linalg.vecdot(log_p.exp(), log_p - log_m)
+            sums_C2[block, 0] = (log_o.exp() * (log_o - log_m)).sum(1)
+            sums_C2[block, 1] = (log_p.exp() * (log_p - log_m)).sum(1)
     head.reduce_(sums_C2)
     return sums_C2[:, 0], sums_C2[:, 1]
 
@@ -220,29 +235,41 @@ def write_gradient_(
 
 
 def _statistics(
-    sums_CS: Tensor, maxima_CM: Tensor, has_other: Sequence[bool]
+    sums_CS: Tensor, maxima_CP3: Tensor, has_other: Sequence[bool]
 ) -> list[PairStatistics]:
     """Entropies and divergences from whole sums.
 
-    H = log S - E_p[z'] and KL(p || o) = E_p[z' - o'] - (log S_z - log S_o).
+    H = log S_z - E_p[z'],  KL(p || o) = E_p[z' - (o - a)] - log S_z + (max o - a) + log S_o.
     """
-    results, sums, maxima = [], iter(sums_CS.unbind(1)), iter(maxima_CM.unbind(1))
-    for other in has_other:
+    results, sums = [], iter(sums_CS.unbind(1))
+    for index, other in enumerate(has_other):
+        max_z, max_o, anchor = maxima_CP3[:, index].unbind(1)
         sum_z, dot_zz = next(sums), next(sums)
-        student = Normaliser(next(maxima), sum_z.log())
+        student = Normaliser(max_z, sum_z.log())
         entropy_C = student.log_sum_C - dot_zz / sum_z
         if not other:
             results.append(PairStatistics(student, entropy_C))
             continue
         sum_o, dot_zo, dot_oz = next(sums), next(sums), next(sums)
-        normaliser = Normaliser(next(maxima), sum_o.log())
-        gap = student.log_sum_C - normaliser.log_sum_C
+        normaliser = Normaliser(max_o, sum_o.log())
+        centre_C = dot_zo / sum_z - student.log_sum_C
         results.append(
             PairStatistics(
-                student, entropy_C, normaliser, dot_zo / sum_z - gap, dot_oz / sum_o + gap
+                student=student,
+                entropy_C=entropy_C,
+                other=normaliser,
+                anchor_C=anchor,
+                centre_C=centre_C,
+                student_to_other_C=centre_C + (max_o - anchor) + normaliser.log_sum_C,
+                other_to_student_C=dot_oz / sum_o + student.log_sum_C - normaliser.log_sum_C,
             )
         )
     return results
+
+
+def _shift(local_C: Tensor, whole_C: Tensor) -> Tensor:
+    """local - whole maximum, <= 0; 0 for an empty shard, whose sums are 0 anyway."""
+    return torch.where(local_C == -torch.inf, 0, local_C - whole_C)
 
 
 def _row_blocks(logits_CV: Tensor) -> Iterator[slice]:

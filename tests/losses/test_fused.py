@@ -1,0 +1,309 @@
+"""The fused path against the float64 definition: values and both gradients, for every objective."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from stable_opd_mcore.losses.fused import Head, StopClass, fused_loss
+from stable_opd_mcore.losses.objectives import OBJECTIVES
+from stable_opd_mcore.records import MicroBatch
+from tests.losses.cases import (
+    Case,
+    assert_close,
+    cast_batch,
+    make_case,
+    make_config,
+    run_fused,
+    run_reference,
+)
+
+# Every objective of the registry as it is, and every option that changes what is computed.
+VARIANTS = {name: {"objective__name": name, "objective__top_k": 1} for name in OBJECTIVES} | {
+    "opd_exact_kl": {"kl__beta": 0.3},
+    "opd_k3": {"kl__beta": 0.3, "kl__estimator": "k3"},
+    "opd_discounted": {"objective__discount": 0.5},
+    "opd_sequence": {"objective__discount": 1.0},
+    "opd_vopd": {"objective__advantage__control_variate": True, "kl__beta": 0.1},
+    "opd_vopd_sequence": {
+        "objective__advantage__control_variate": True,
+        "objective__discount": 1.0,
+    },
+    "opd_power_clamp": {"objective__advantage__power": 0.5, "objective__advantage__clamp": 0.2},
+    "opd_plain_stop": {"objective__stop_class": False},
+    "grpo_exact_kl": {"objective__name": "grpo", "kl__beta": 0.3},
+    "gkd_forward": {
+        "objective__name": "gkd",
+        "objective__divergence": "forward",
+        "kl__beta": 0.2,
+    },
+    "gkd_jsd": {
+        "objective__name": "gkd",
+        "objective__divergence": "jsd",
+        "objective__jsd_beta": 0.3,
+        "kl__beta": 0.2,
+    },
+    "lsm_exact_kl": {"objective__name": "lsm", "objective__top_k": 4, "kl__beta": 0.2},
+    "student_topk_k3": {
+        "objective__name": "student_topk",
+        "objective__top_k": 4,
+        "kl__beta": 0.2,
+        "kl__estimator": "k3",
+    },
+}
+SIZES = ((1, 1), (1, 5), (13, 31), (17, 257))
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def case_of(variant: str, rows: int = 13, vocab: int = 31, **options) -> Case:
+    changes = dict(VARIANTS[variant])
+    changes["objective__top_k"] = min(changes.get("objective__top_k", 1), vocab)
+    config = make_config(sampling__temperature=options.pop("temperature", 1.0), **changes)
+    if vocab == 1:
+        options["stop_ids"] = ((0,), (0,))
+    return make_case(config, rows, vocab, **options)
+
+
+@every_variant
+def test_equals_definition_exactly_in_float64(variant):
+    for rows, vocab in SIZES:
+        for temperature, old in ((1.0, False), (0.7, True)):
+            case = case_of(variant, rows, vocab, temperature=temperature, old=old)
+            assert_close(run_fused(case, padding=3), run_reference(case), 1e-10)
+
+
+@every_variant
+def test_equals_definition_in_fp32(variant):
+    for rows, vocab in SIZES:
+        case = case_of(variant, rows, vocab, temperature=0.7, old=True, dtype=torch.float32)
+        assert_close(run_fused(case, torch.float32), run_reference(case), 1e-5)
+
+
+@every_variant
+def test_equals_definition_in_bf16(variant):
+    case = case_of(variant, 29, 257, dtype=torch.bfloat16, seed=2, spread=2.0)
+    assert_close(run_fused(case, torch.bfloat16), run_reference(case), 2e-2)
+
+
+def extreme(case: Case) -> Case:
+    """Logits of +-1e4 for all models, exact in fp32: entries are multiples of 1/8 plus one column
+    of bias."""
+    draw = torch.Generator().manual_seed(5)
+
+    def grid(*shape):
+        return torch.randint(-12, 13, shape, generator=draw).double() / 8
+
+    changes = {}
+    for index, name in enumerate(("", "teacher_", "reference_")):
+        hidden, weight = getattr(case, f"{name}hidden_NH"), getattr(case, f"{name}weight_VH")
+        hidden, weight = grid(*hidden.shape), grid(*weight.shape)
+        hidden[:, 0] = 1
+        weight[:, 0] = 0
+        weight[index::3, 0] = -1e4
+        weight[index + 3 :: 7, 0] = 1e4
+        changes[f"{name}hidden_NH"], changes[f"{name}weight_VH"] = hidden, weight
+    teacher = case.batch.teacher
+    reference = case.batch.reference
+    assert teacher is not None and reference is not None
+    log_q = (changes["teacher_hidden_NH"] @ changes["teacher_weight_VH"].T).log_softmax(-1)
+    top = log_q.topk(case.objective.top_k, dim=1)
+    sampled = log_q.gather(1, case.batch.targets_N[:, None])[:, 0]
+    batch = replace(
+        case.batch,
+        teacher=replace(
+            teacher,
+            sampled_logprob_N=sampled,
+            topk_ids_NK=top.indices,
+            topk_logprobs_NK=top.values,
+            hidden_NH=changes["teacher_hidden_NH"],
+        ),
+        reference=replace(reference, hidden_NH=changes["reference_hidden_NH"]),
+    )
+    return replace(case, batch=batch, **changes)
+
+
+@every_variant
+def test_extreme_logits(variant):
+    if VARIANTS[variant].get("kl__estimator") == "k3":
+        pytest.skip("k3 is e^20000 there by definition")
+    case = extreme(case_of(variant, 23, 61))
+    found, expected = run_fused(case, torch.float32), run_reference(case)
+    # The bias column's product with the head is a sum of +-1e4 that nearly cancels: held to 1e-5 of its terms.
+    bias_error = (found.d_hidden - expected.d_hidden)[:, 0].abs().max()
+    assert bias_error <= 1e-5 * 1e4 * expected.d_weight.abs().max()
+    found, expected = (replace(x, d_hidden=x.d_hidden[:, 1:]) for x in (found, expected))
+    assert_close(found, expected, 1e-5)
+
+
+@every_variant
+def test_improbable_targets(variant):
+    """Targets near probability 1e-30."""
+    case = case_of(variant, 12, 31, dtype=torch.float32)
+    weight = case.weight_VH.clone()
+    hidden = case.hidden_NH.clone()
+    hidden[:, 0] = 1
+    weight[case.batch.targets_N, 0] = -69.0
+    case = replace(case, hidden_NH=hidden, weight_VH=weight)
+    if VARIANTS[variant].get("kl__estimator") == "k3":
+        reference = replace(
+            case.batch.reference, sampled_logprob_N=torch.full((12,), -68.0).double()
+        )
+        case = replace(case, batch=replace(case.batch, reference=reference))
+    logprob_N = (hidden @ weight.T).log_softmax(-1).gather(1, case.batch.targets_N[:, None])
+    assert logprob_N.min() < -65
+    # One rounding of a logit of 69 is 4e-6 absolute, so of a probability 4e-6 relative.
+    assert_close(run_fused(case, torch.float32), run_reference(case), 3e-5)
+
+
+@every_variant
+def test_zero_weights_give_exactly_zero_gradient(variant):
+    case = extreme(case_of(variant, 16, 61))
+    zero = torch.zeros(16, dtype=torch.float64)
+    batch = replace(case.batch, pg_weight_N=zero, kl_weight_N=zero, sft_weight_N=zero)
+    found = run_fused(replace(case, batch=batch), torch.float32)
+    assert found.loss == 0 and not found.d_hidden.any() and not found.d_weight.any()
+
+
+@every_variant
+def test_empty_microbatch_stays_connected(variant):
+    found = run_fused(case_of(variant, 0, 31), torch.float32)
+    assert found.loss == 0
+    assert found.d_hidden.shape == (0, 8) and not found.d_weight.any()
+
+
+def fused_in_chunks(case: Case, chunk_tokens: int) -> tuple[torch.Tensor, ...]:
+    hidden = case.hidden_NH.float().requires_grad_()
+    weight = case.weight_VH.float().requires_grad_()
+    vocab = len(weight)
+    out = fused_loss(
+        hidden,
+        Head(weight, 0, vocab),
+        cast_batch(case.batch, torch.float32, torch.float32),
+        case.objective.terms,
+        teacher_head=Head(case.teacher_weight_VH.float(), 0, vocab),
+        reference_head=Head(case.reference_weight_VH.float(), 0, vocab),
+        chunk_tokens=chunk_tokens,
+    )
+    return out.loss, *torch.autograd.grad(out.loss, (hidden, weight)), out.student_logprob_N
+
+
+@every_variant
+def test_one_chunk_equals_many(variant):
+    case = case_of(variant, 37, 61, seed=3)
+    whole = fused_in_chunks(case, 37)
+    for chunk_tokens in (1, 5, 36, 1000):
+        for a, b in zip(whole, fused_in_chunks(case, chunk_tokens), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def select(batch: MicroBatch, rows: torch.Tensor) -> MicroBatch:
+    """The micro-batch of some rows."""
+    count = len(batch.targets_N)
+
+    def pick(record):
+        changes = {
+            name: value[rows]
+            for name, value in vars(record).items()
+            if isinstance(value, torch.Tensor) and value.shape[:1] == (count,)
+        }
+        return replace(record, **changes)
+
+    return replace(pick(batch), teacher=pick(batch.teacher), reference=pick(batch.reference))
+
+
+@every_variant
+def test_micro_batches_add_up_to_the_whole(variant):
+    """Any split at sequence boundaries, in any order, has the same sum: weights hold the
+    normaliser."""
+    case = case_of(variant, 24, 31, seed=4)
+    whole = run_fused(case)
+    first = (case.batch.sample_index_N % 2 == 0).nonzero()[:, 0].flip(0)
+    second = (case.batch.sample_index_N % 2 == 1).nonzero()[:, 0]
+    parts = [
+        run_fused(replace(case, hidden_NH=case.hidden_NH[rows], batch=select(case.batch, rows)))
+        for rows in (first, second)
+    ]
+    torch.testing.assert_close(parts[0].loss + parts[1].loss, whole.loss)
+    torch.testing.assert_close(parts[0].d_weight + parts[1].d_weight, whole.d_weight)
+    torch.testing.assert_close(parts[0].d_hidden, whole.d_hidden[first])
+
+
+@every_variant
+def test_gradcheck(variant):
+    """With pi_old given, nothing of the loss but the clip is held constant, so differences
+    apply."""
+    if VARIANTS[variant].get("objective__advantage__control_variate"):
+        pytest.skip("the control variate is a constant of the loss that depends on the parameters")
+    case = case_of(variant, 5, 7, old=True, seed=6)
+    heads = [Head(weight, 0, 7) for weight in (case.teacher_weight_VH, case.reference_weight_VH)]
+
+    def loss(hidden, weight):
+        head = Head(weight, 0, 7)
+        out = case.objective(
+            hidden, head, case.batch, teacher_head=heads[0], reference_head=heads[1]
+        )
+        return out.loss
+
+    inputs = (case.hidden_NH.clone().requires_grad_(), case.weight_VH.clone().requires_grad_())
+    assert torch.autograd.gradcheck(loss, inputs)
+
+
+def test_incoming_gradient_scales_and_a_frozen_head_costs_nothing():
+    case = case_of("opd_exact_kl")
+    hidden = case.hidden_NH.clone().requires_grad_()
+    heads = [Head(w, 0, 31) for w in (case.weight_VH, case.reference_weight_VH)]
+    out = case.objective(hidden, heads[0], case.batch, reference_head=heads[1])
+    (once,) = torch.autograd.grad(out.loss, hidden, retain_graph=True)
+    (thrice,) = torch.autograd.grad(3 * out.loss, hidden)
+    torch.testing.assert_close(thrice, 3 * once)
+    torch.testing.assert_close(once, run_reference(case).d_hidden)
+    assert heads[0].weight_VH.grad is None
+    with torch.no_grad():
+        assert not case.objective(
+            hidden, heads[0], case.batch, reference_head=heads[1]
+        ).loss.requires_grad
+
+
+def test_per_token_results():
+    case = case_of("opd_exact_kl", 24, old=True)
+    heads = [Head(w, 0, 31) for w in (case.weight_VH, case.reference_weight_VH)]
+    out = case.objective(case.hidden_NH, heads[0], case.batch, reference_head=heads[1])
+    log_p = (case.hidden_NH @ case.weight_VH.T).log_softmax(-1)
+    log_r = (case.batch.reference.hidden_NH @ case.reference_weight_VH.T).log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    kl = (log_p.exp() * (log_p - log_r)).sum(-1)
+    torch.testing.assert_close(out.entropy_N, entropy)
+    torch.testing.assert_close(out.kl_reference_N, kl)
+    torch.testing.assert_close(out.kl, (case.batch.kl_weight_N * kl).sum())
+    trained = case.batch.pg_weight_N != 0
+    advantage = case.batch.teacher.sampled_logprob_N - case.batch.old_logprob_N
+    torch.testing.assert_close(out.advantage_N, advantage * trained)
+    ratio = (out.student_logprob_N - case.batch.old_logprob_N).exp()
+    clipped = ((ratio > 1.2) & (advantage > 0)) | ((ratio < 0.8) & (advantage < 0))
+    assert torch.equal(out.ratio_clipped_N, clipped & trained) and clipped.any()
+    assert (out.kl_teacher_N == out.student_logprob_N - case.batch.teacher.sampled_logprob_N).all()
+
+
+def test_says_what_is_missing():
+    case = case_of("opd_vopd")
+    head = Head(case.weight_VH, 0, 31)
+    teacher = Head(case.teacher_weight_VH, 0, 31)
+    with pytest.raises(ValueError, match="teacher's hidden states"):
+        case.objective(case.hidden_NH, head, case.batch)
+    with pytest.raises(ValueError, match="reference's hidden states"):
+        case.objective(case.hidden_NH, head, case.batch, teacher_head=teacher)
+    with pytest.raises(ValueError, match=r"0\.\.31 of 31 .* 0\.\.30 of 30 for the teacher"):
+        case.objective(
+            case.hidden_NH, head, case.batch, teacher_head=Head(teacher.weight_VH, 0, 30)
+        )
+    with pytest.raises(ValueError, match="12 hidden states for 13 scored rows"):
+        case.objective(case.hidden_NH[1:], head, case.batch, teacher_head=teacher)
+    lone = replace(case.batch, teacher=None, reference=None)
+    for variant, message in (("opd", "teacher scores"), ("lsm", "top-k"), ("opd_k3", "k3")):
+        with pytest.raises(ValueError, match=message):
+            case_of(variant).objective(case.hidden_NH, head, lone)
+    with pytest.raises(ValueError, match=r"stop ids \[40\]"):
+        outside = replace(case_of("opd").objective.terms, stop=StopClass((40,), (40,), True))
+        fused_loss(case.hidden_NH, head, case.batch, outside)
