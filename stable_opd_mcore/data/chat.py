@@ -121,7 +121,10 @@ class Tokenizer:
             return []
         if self._is_synthetic:
             _check_symbols(texts)
-        return self._backend(list(texts), add_special_tokens=False)["input_ids"]
+        encodings = self._backend.backend_tokenizer.encode_batch_fast(
+            list(texts), add_special_tokens=False
+        )
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a response without the stop token at its end; other special tokens show."""
