@@ -182,6 +182,15 @@ def gather_over_data_parallel(world: World, item: Object) -> list[Object]:
     return items
 
 
+def agree_within_replica(world: World, item: Object) -> Object:
+    """The first tensor x pipeline rank's `item` on all of them. Pickled: for small records."""
+    items: list[Any] = [item]
+    if dist.get_world_size(world.model_group) > 1:
+        first = dist.get_global_rank(world.model_group, 0)
+        dist.broadcast_object_list(items, src=first, group=world.model_group)
+    return items[0]
+
+
 def broadcast_from_last_stage(world: World, tensor: Tensor) -> Tensor:
     """The last pipeline stage's values, written into `tensor` (same shape and dtype on every
     stage), and returned.

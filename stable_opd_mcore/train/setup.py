@@ -126,6 +126,39 @@ def architecture_of(model: ModelConfig) -> Architecture:
     return read_architecture(source)
 
 
+def load_student(config: Config, world: World, tokenizer: Tokenizer) -> list[HiddenStatesGPTModel]:
+    """The student alone, frozen, for an evaluation."""
+    return load_model(config, world, config.student, tokenizer.vocab_size, trainable=False)
+
+
+def load_model(
+    config: Config, world: World, model: ModelConfig, vocab_size: int, *, trainable: bool
+) -> list[HiddenStatesGPTModel]:
+    """The chunks of a model with its weights; random ones are drawn from the run's seed.
+
+    Raises:
+        ValueError: fewer vocabulary entries than the tokenizer has, or what `build_model` and
+            `load_hf` refuse.
+    """
+    architecture = architecture_of(model)
+    if architecture.vocab_size < vocab_size:
+        raise ValueError(
+            f"{model.path or 'the inline architecture'}: vocab_size={architecture.vocab_size} is "
+            f"smaller than the tokenizer's {vocab_size} tokens; take the model's own tokenizer"
+        )
+    chunks = build_model(
+        architecture,
+        world,
+        precision=config.train.precision,
+        recompute=config.train.recompute if trainable else "none",
+        trainable=trainable,
+        seed=config.train.seed,
+    )
+    if model.path is not None and not model.random_init:
+        load_hf(chunks, model.path)
+    return chunks
+
+
 class _Models:
     """Builds the models of a run on one layout."""
 
@@ -134,25 +167,7 @@ class _Models:
         self.vocab_size = vocab_size
 
     def load(self, model: ModelConfig, *, trainable: bool) -> list[HiddenStatesGPTModel]:
-        """The chunks of a model with its weights; random ones are drawn from the run's seed."""
-        architecture = architecture_of(model)
-        if architecture.vocab_size < self.vocab_size:
-            raise ValueError(
-                f"{model.path or 'student.architecture'}: vocab_size={architecture.vocab_size} is "
-                f"smaller than the tokenizer's {self.vocab_size} tokens; take the model's own "
-                "tokenizer"
-            )
-        chunks = build_model(
-            architecture,
-            self.world,
-            precision=self.config.train.precision,
-            recompute=self.config.train.recompute if trainable else "none",
-            trainable=trainable,
-            seed=self.config.train.seed,
-        )
-        if model.path is not None and not model.random_init:
-            load_hf(chunks, model.path)
-        return chunks
+        return load_model(self.config, self.world, model, self.vocab_size, trainable=trainable)
 
     def teacher(self, student: Sequence[HiddenStatesGPTModel]) -> FrozenModel | None:
         needs = self.objective.teacher_needs

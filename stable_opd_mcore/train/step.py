@@ -29,7 +29,7 @@ from stable_opd_mcore.models.build import forward_hidden
 from stable_opd_mcore.monitoring.health import rollout_metrics, sample_metrics, token_metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.schedule import run_forward_backward
-from stable_opd_mcore.parallel.world import World, gather_over_data_parallel
+from stable_opd_mcore.parallel.world import World, agree_within_replica, gather_over_data_parallel
 from stable_opd_mcore.records import LossOutput, MicroBatch, Prompt, Rollout, Sample
 from stable_opd_mcore.rollout.base import RolloutEngine, Sampling
 from stable_opd_mcore.teacher.base import Scorer, with_scores
@@ -106,13 +106,19 @@ def draw_rollouts(run: Run, prompts: Sequence[Prompt], state: TrainState) -> lis
         return []
     ranks = run.world.data_size
     mine = run.engine.generate(prompts[run.world.data_rank :: ranks], run.sampling, step=state.step)
-    shares = gather_over_data_parallel(run.world, run.grader.grade_rollouts(mine))
+    shares = gather_over_data_parallel(run.world, grade(run.world, run.grader, mine))
     samples = run.sampling.num_samples
     return [
         shares[position % ranks][position // ranks * samples + sample]
         for position in range(len(prompts))
         for sample in range(samples)
     ]
+
+
+def grade(world: World, grader: Grader, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Rollouts with their rewards. One rank of a replica judges: a time-out must not divide it."""
+    judges = dist.get_rank(world.model_group) == 0
+    return agree_within_replica(world, grader.grade_rollouts(rollouts) if judges else [])
 
 
 def pack_minibatch(run: Run, samples: Sequence[Sample]) -> list[MicroBatch]:

@@ -1,0 +1,126 @@
+"""Evaluate the student on held-out prompts: while it trains, and on its own by the command line.
+
+Not here: sampling, grading or counting (evaluation/), which know nothing of a run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from stable_opd_mcore.config.load import ConfigError
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.data.rollout_files import write_rollouts
+from stable_opd_mcore.evaluation.evaluate import (
+    EvaluationResult,
+    evaluate,
+    evaluation_sampling,
+)
+from stable_opd_mcore.evaluation.grading import Grader
+from stable_opd_mcore.metrics import Metrics
+from stable_opd_mcore.monitoring.health import is_repetitive, rollout_metrics, tail_characters
+from stable_opd_mcore.parallel.world import (
+    World,
+    gather_over_data_parallel,
+    start_world,
+    stop_world,
+)
+from stable_opd_mcore.records import Prompt
+from stable_opd_mcore.rollout.base import RolloutEngine, Sampling
+from stable_opd_mcore.rollout.build import embedded_engine
+from stable_opd_mcore.train.setup import (
+    architecture_of,
+    load_held_out,
+    load_student,
+    load_tokenizer,
+)
+from stable_opd_mcore.train.state import TrainState
+from stable_opd_mcore.train.step import Run, grade
+
+
+def evaluate_student(run: Run, state: TrainState) -> Metrics:
+    """`eval/*` metrics of the present weights, and `eval_greedy/*` where the config asks for both.
+
+    The sampling noise is the same at every step: two evaluations differ by the weights alone.
+    """
+    assert run.held_out is not None
+    prompts = run.held_out.select(range(len(run.held_out)))
+    run.held_out_engine.publish(state.weight_version)
+    metrics = Metrics()
+    passes = (
+        {"eval": False, "eval_greedy": True}
+        if run.config.evaluation.also_greedy
+        else {"eval": False}
+    )
+    for area, greedy in passes.items():
+        sampling = evaluation_sampling(run.config, run.tokenizer.stop_token_ids, greedy=greedy)
+        result = _evaluate(
+            run.config, run.world, run.held_out_engine, run.grader, prompts, sampling
+        )
+        metrics = metrics | rollout_metrics(
+            result.rollouts, sampling.max_new_tokens, run.config.monitoring, area
+        )
+    return metrics
+
+
+def evaluate_config(config: Config) -> EvaluationResult:
+    """Evaluate `student.path` on `data.eval`; write the responses and a summary to the run
+    directory.
+
+    Raises:
+        ValueError: no held-out problems, or a model or data that do not fit.
+    """
+    world = start_world(config.parallel, config.train.seed)
+    tokenizer = load_tokenizer(config)
+    held_out = load_held_out(config, tokenizer, architecture_of(config.student))
+    if held_out is None:
+        raise ConfigError("nothing to evaluate on: set data.eval.path")
+    engine = embedded_engine(world, load_student(config, world, tokenizer), tokenizer)
+    sampling = evaluation_sampling(config, tokenizer.stop_token_ids)
+    with Grader(config.evaluation.grading_timeout_seconds) as grader:
+        prompts = held_out.select(range(len(held_out)))
+        result = _evaluate(config, world, engine, grader, prompts, sampling)
+    if world.rank == 0:
+        directory = Path(config.run.directory) / config.run.name
+        write_rollouts(directory / "evaluation.jsonl", result.rollouts)
+        low, high = result.accuracy_interval
+        summary = {
+            "accuracy": result.accuracy,
+            "accuracy_low": low,
+            "accuracy_high": high,
+            "num_prompts": len(result.prompts),
+            "num_samples": sampling.num_samples,
+            "truncation_rate": result.truncation_rate,
+            "repetition_rate": result.repetition_rate,
+            "response_length_mean": result.response_length_mean,
+        }
+        (directory / "evaluation.json").write_text(json.dumps(summary, indent=1))
+    stop_world()
+    return result
+
+
+def _evaluate(
+    config: Config,
+    world: World,
+    engine: RolloutEngine,
+    grader: Grader,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+) -> EvaluationResult:
+    characters = tail_characters(config.monitoring, sampling.max_new_tokens)
+    return evaluate(
+        engine,
+        prompts,
+        sampling,
+        step=0,
+        grade=partial(grade, world, grader),
+        is_repetitive=partial(
+            is_repetitive, tail_characters=characters, ratio=config.monitoring.repetition_ratio
+        ),
+        gather=partial(gather_over_data_parallel, world),
+        data_rank=world.data_rank,
+        data_size=world.data_size,
+        prompts_per_batch=max(1, 256 // sampling.num_samples),
+    )
