@@ -15,8 +15,8 @@ from torch.nn import Module
 
 from stable_opd_mcore.losses.head import Head, StopClass, align_head
 from stable_opd_mcore.losses.scores import score
-from stable_opd_mcore.models.build import forward_hidden, output_head
 from stable_opd_mcore.models.convert import architecture_of
+from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
 from stable_opd_mcore.parallel.schedule import run_forward_backward
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import MicroBatch, TeacherScores

@@ -1,0 +1,50 @@
+"""Which engine a config gives."""
+
+from __future__ import annotations
+
+import pytest
+
+from stable_opd_mcore.config.load import parse_config
+from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.models.build import build_model
+from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.records import Prompt
+from stable_opd_mcore.rollout.build import build_engine, training_sampling
+from stable_opd_mcore.rollout.embedded import EmbeddedEngine
+
+
+def config(**rollout):
+    values = {
+        "run": {"name": "test"},
+        "student": {"architecture": {"model_type": "qwen2"}},
+        "tokenizer": {"path": "synthetic"},
+        "data": {"train": {"path": "synthetic:arithmetic"}},
+        "objective": {"name": "grpo"},
+        "sampling": {"temperature": 0.9, "top_p": 0.8, "max_new_tokens": 12},
+        "train": {"seed": 3},
+        "rollout": {"samples_per_prompt": 2} | rollout,
+    }
+    return parse_config(values, "test")
+
+
+def test_the_embedded_engine_speaks_the_tokenizer(tiny_path, world):
+    tokenizer = Tokenizer.load("synthetic")
+    chunks = build_model(read_architecture(tiny_path), world)
+    settings = config()
+    engine = build_engine(settings, world, chunks, tokenizer)
+    assert isinstance(engine, EmbeddedEngine)
+    sampling = training_sampling(settings, (1,))
+    assert (sampling.temperature, sampling.top_p, sampling.max_new_tokens) == (0.9, 0.8, 12)
+    assert (sampling.num_samples, sampling.seed, sampling.stop_token_ids) == (2, 3, (1,))
+    prompt = Prompt("p", "1+2", tuple(tokenizer.encode("1+2")))
+    for rollout in engine.generate([prompt], sampling, step=0):
+        assert max(rollout.token_ids) < tokenizer.vocab_size
+        stopped = rollout.finish_reason == "stop"
+        ids = rollout.token_ids[:-1] if stopped else rollout.token_ids
+        assert rollout.text == tokenizer.decode(ids)
+
+
+def test_a_replay_needs_stored_rollouts(tmp_path, world):
+    settings = config(engine="replay", replay_from=str(tmp_path))
+    with pytest.raises(ValueError, match="no stored rollouts"):
+        build_engine(settings, world, [], Tokenizer.load("synthetic"))
