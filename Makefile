@@ -2,6 +2,7 @@
 #   make demo    watch plain on-policy distillation collapse and Stable-OPD hold (at most 10 minutes on 2 cores)
 #   make test    all tests
 #   make checks  format, lint, types
+#   make sglang  a venv of SGLang's own, .venv-sglang, for rollout servers on a CPU (about 1.6 GB)
 #
 # PYTHON=python3.12 picks an interpreter. Without a GPU, a CPU build of torch saves gigabytes:
 #   make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
@@ -10,7 +11,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test checks install format clean
+.PHONY: sglang demo test checks install format clean
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -34,9 +35,16 @@ checks: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
+sglang: .venv-sglang/.installed
+.venv-sglang/.installed: requirements/sglang-cpu.txt requirements/sglang-cpu-nodeps.txt
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --requirement requirements/sglang-cpu.txt
+	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --requirement requirements/sglang-cpu-nodeps.txt
+	@touch $@
+
 format: $(INSTALLED)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache
+	rm -rf .venv .venv-sglang .pytest_cache .ruff_cache

@@ -20,6 +20,7 @@ ROWS = {
     "losses": 1,  # losses and data know no model: one below, so that models may name a Head
     "data": 1,
     "parallel": 1,
+    "serving": 1,  # processes and HTTP; knows neither models nor weights
     "config": 0,
     "records": 0,
     "metrics": 0,
@@ -30,6 +31,9 @@ THIRD_PARTIES = {
     "transformers": {"models", "data/chat"},
     "math_verify": {"evaluation/grading_worker"},
     "plotly": {"monitoring"},
+    "sglang": {"serving/sglang_cpu"},
+    "httpx": {"serving"},
+    "tenacity": {"serving", "rollout/sglang_sync"},
     "tensorboard": {"monitoring"},
 }
 FILES = sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py")

@@ -113,17 +113,85 @@ class SamplingConfig(Section):
     max_new_tokens: PositiveInt = 1024
 
 
+class SglangConfig(Section):
+    """SGLang servers that draw the rollouts, and how the student's weights reach them."""
+
+    # colocated: on the trainer's machine and GPUs, memory released while training; disaggregated:
+    # on the trainer's machine, devices of their own; external: started by others (`stable-opd
+    # serve`), see urls.
+    placement: Literal["colocated", "disaggregated", "external"] = "disaggregated"
+    urls: tuple[str, ...] = ()  # external only
+    num_servers: PositiveInt = 1  # of all data-parallel ranks together; each owns its share
+    tensor: PositiveInt = 1  # ranks of one server
+    first_gpu: int = Field(
+        0, ge=0
+    )  # disaggregated, with GPUs: servers take the devices from here on
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535)  # of the first server, then counted up; 0: any free ones
+    api_key: str | None = None  # None: none on loopback, a random one on any other host
+    python: str = ".venv-sglang/bin/python"  # of the servers' own venv
+    dtype: Literal["float32", "bfloat16"] | None = None  # None: train.precision
+    max_running_requests: PositiveInt | None = None  # of one server
+    arguments: tuple[str, ...] = ()  # more of SGLang's own, as on its command line
+    startup_timeout_seconds: float = Field(600.0, gt=0)
+    request_timeout_seconds: float = Field(1800.0, gt=0)  # of one prompt's responses
+    health_interval_seconds: float = Field(10.0, gt=0)  # a server that misses two probes is hung
+    max_restarts: int = Field(3, ge=0)  # of one data-parallel rank's servers, over the run
+    sync: Literal["distributed", "tensor", "disk"] = "distributed"
+    sync_host: str = "127.0.0.1"  # the trainer's address as the servers see it
+    sync_timeout_seconds: float = Field(600.0, gt=0)  # of one bucket
+    bucket_mib: PositiveInt = 512  # of weights that travel at once
+
+    @model_validator(mode="after")
+    def _consistent(self):
+        if (self.placement == "external") != bool(self.urls):
+            raise ValueError(
+                "sglang.placement=external and sglang.urls=[http://HOST:PORT, ...] go together"
+            )
+        if self.placement == "external" and self.sync == "tensor":
+            raise ValueError(
+                "sglang.sync=tensor shares memory, so it needs servers this run starts itself"
+            )
+        return self
+
+
 class RolloutConfig(Section):
-    engine: Literal["embedded", "replay"] = "embedded"
+    engine: Literal["embedded", "replay", "sglang"] = "embedded"
     prompts_per_step: PositiveInt = 64
     samples_per_prompt: PositiveInt = 4
     replay_from: str | None = None  # a run directory whose rollouts/ are read again, step by step
     save: Literal["all", "samples", "none"] = "all"  # samples: the first 16 of each step
+    sglang: SglangConfig = SglangConfig()
+    async_steps: Literal[0, 1] = 0  # 1: the next step's rollouts are drawn while this one trains
+    max_staleness: int = Field(
+        0, ge=0
+    )  # oldest weights a rollout may come from, in published versions
+    # Train/inference mismatch: weigh tokens by trainer's over engine's probability, cut at the
+    # threshold (truncated), or drop those outside [1/threshold, threshold] (masked).
+    importance_correction: Literal["none", "truncated", "masked"] = "none"
+    importance_threshold: float = Field(2.0, gt=1)
 
     @model_validator(mode="after")
     def _replay(self):
         if (self.engine == "replay") != (self.replay_from is not None):
             raise ValueError("rollout.engine=replay and rollout.replay_from=RUN go together")
+        return self
+
+    @model_validator(mode="after")
+    def _one_step_off(self):
+        if self.async_steps and self.engine != "sglang":
+            raise ValueError(
+                "rollout.async_steps=1 needs rollout.engine=sglang: other engines train in turn"
+            )
+        if self.async_steps and self.sglang.placement == "colocated":
+            raise ValueError(
+                "rollout.async_steps=1 needs servers with devices of their own, not colocated ones"
+            )
+        if self.async_steps > self.max_staleness:
+            raise ValueError(
+                f"rollout.async_steps={self.async_steps} draws from weights one step old: "
+                "set rollout.max_staleness=1"
+            )
         return self
 
 

@@ -1,7 +1,8 @@
-"""What happened to the servers: one line per event in a log file, one count per kind in the metrics.
+"""What happened to the servers: one line per event in a log file, one count per kind in the
+metrics.
 
-Not a monitoring sink: events are rare and are written when they happen, so that the file tells the story even of
-a run that ended badly.
+Not a monitoring sink: events are rare and are written when they happen, so that the file tells
+the story even of a run that ended badly.
 """
 
 from __future__ import annotations

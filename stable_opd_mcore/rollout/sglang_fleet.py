@@ -1,11 +1,14 @@
-"""One data-parallel rank's servers: many requests in flight, and no failure that loses or doubles one.
+"""One data-parallel rank's servers: many requests in flight, and no failure that loses or doubles
+one.
 
-A request goes to the ready server with the fewest in flight. When a server fails, it is taken out, an owned one
-is killed and started again at once (it boots while the others work), and its requests go to those that remain.
-A request counts when its answer was accepted, once; what is left when no server is ready comes back as None.
+A request goes to the ready server with the fewest in flight. When a server fails, it is taken
+out, an owned one is killed and started again at once (it boots while the others work), and its
+requests go to those that remain. A request counts when its answer was accepted, once; what is
+left when no server is ready comes back as None.
 
-A member's life: restarting -> needs_weights -> ready -> failed -> restarting ... Only `weights_arrived` makes one
-ready. Not here: how weights get there (sglang_sync.py), and agreement between ranks (sglang_engine.py).
+A member's life: restarting -> needs_weights -> ready -> failed -> restarting ... Only
+`weights_arrived` makes one ready. Not here: how weights get there (sglang_sync.py), and agreement
+between ranks (sglang_engine.py).
 """
 
 from __future__ import annotations
@@ -32,14 +35,20 @@ class Member:
     name: str
     client: SglangClient
     server: SglangServer | None  # None: somebody else's
+    tensor: int = 1  # its tensor-parallel ranks
     state: str = "restarting"  # restarting | needs_weights | ready | failed
     in_flight: int = 0
     missed_probes: int = 0
+    life: int = 0  # one more after every failure
+    released: bool = False  # its GPU memory is the trainer's for now
 
     def reconnect(self) -> None:
-        """Fail everything in flight; later requests use new connections."""
-        self.client.close()
+        """Later requests use new connections; those in flight end with the server, or with their
+        timeout.
+        """
         self.client = self.client.copy()
+        self.life += 1
+        self.released = False
 
 
 class Fleet:
@@ -61,7 +70,6 @@ class Fleet:
         self._health_interval = health_interval_seconds
         self._startup_timeout = startup_timeout_seconds
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
 
     def start(self) -> None:
         """Start the owned servers, all at once, and wait for every member."""
@@ -92,8 +100,7 @@ class Fleet:
         if not num_threads:
             return answers
         done = threading.Event()
-        watch = threading.Thread(target=self._watch, args=(done,), daemon=True)
-        watch.start()
+        threading.Thread(target=self._watch, args=(done,), daemon=True).start()
         try:
             with ThreadPoolExecutor(num_threads, thread_name_prefix="draw") as pool:
                 workers = [
@@ -103,8 +110,7 @@ class Fleet:
                 for worker in workers:
                     worker.result()
         finally:
-            done.set()
-            watch.join()
+            done.set()  # not joined: a probe takes a second, and its verdict no longer counts
         return answers
 
     def fail(self, member: Member, reason: str) -> None:
@@ -122,10 +128,11 @@ class Fleet:
             else:
                 member.server.kill()
                 self._lose(f"{member.name} failed and max_restarts is used up ({reason})")
-            self._changed.notify_all()
 
     def await_restarts(self) -> None:
-        """Wait until every restarting member answers; it then needs weights. Gives up where it must."""
+        """Wait until every restarting member answers; it then needs weights. Gives up where it
+        must.
+        """
         for member in self.members:
             while member.state == "restarting" and self.lost is None:
                 self._await(member)
@@ -135,7 +142,6 @@ class Fleet:
         with self._lock:
             if member.state == "needs_weights":
                 member.state = "ready"
-                self._changed.notify_all()
 
     def weights_outdated(self, member: Member) -> None:
         """The member must not be asked until it has the current weights."""

@@ -1,0 +1,326 @@
+"""Three ways for a bucket of weights to reach servers: a process group, shared memory, files.
+
+    transport.open(targets, label); transport.send(bucket) ...; transport.close()
+
+A server that does not do its part is noted in `failed` and left out from there on; nothing raises
+for it. One sender, all servers at once. Not here: which weights (sglang_sync.py), verification,
+restarts.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from safetensors.torch import save_file
+from torch import Tensor
+
+from stable_opd_mcore.serving.client import RefusedRequest, ServerFailure, SglangClient
+
+_POLL_SECONDS = 0.0005
+GROUP_LOST = "the process group is lost"  # how a failure reads that may be another server's
+INCOMPLETE = "incomplete"  # the version a server states between the first bucket and verification
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server to be given weights."""
+
+    name: str
+    client: SglangClient
+    tensor: int  # its tensor-parallel ranks
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Some whole tensors, end to end in one buffer that is used again for the next bucket."""
+
+    flat: Tensor  # uint8
+    tensors: tuple[tuple[str, Tensor], ...]  # views into flat
+
+
+class Transport:
+    """What the three have in common: targets, and asking all of them at once."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self.failed: dict[str, str] = {}
+        self._timeout = timeout_seconds
+        self._targets: list[Target] = []
+
+    @property
+    def alive(self) -> list[Target]:
+        return [target for target in self._targets if target.name not in self.failed]
+
+    def open(self, targets: Sequence[Target], label: str) -> None:
+        """Get ready for one publish; `label` is unique to it."""
+        self._targets, self.failed = list(targets), {}
+
+    def send(self, bucket: Bucket) -> None:
+        """Hand a bucket over; its buffer is free again on return."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """After the last bucket."""
+
+    def post(self, path: str, payload: Callable[[Target], dict[str, Any]]) -> Pending:
+        """Ask every living target at once; `Pending.wait` notes who failed."""
+        return Pending(self, path, payload)
+
+    def fail(self, target: Target, reason: str) -> None:
+        self.failed.setdefault(target.name, reason)
+
+
+class Pending:
+    """One POST to every living target, on its way."""
+
+    def __init__(
+        self, transport: Transport, path: str, payload: Callable[[Target], dict[str, Any]]
+    ) -> None:
+        self._transport = transport
+        targets = transport.alive
+        self._pool = ThreadPoolExecutor(max(1, len(targets)), thread_name_prefix="sync")
+        self._futures = [
+            (target, self._pool.submit(self._call, target, path, payload(target)))
+            for target in targets
+        ]
+
+    def _call(self, target: Target, path: str, payload: dict[str, Any]) -> None:
+        timeout = self._transport._timeout
+        answer = target.client.call("POST", path, payload, timeout_seconds=timeout)
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise ServerFailure(target.client.url, "status", f"{path}: {answer.get('message')}")
+
+    def has_failed(self) -> bool:
+        """Whether some target has already said no: then nobody should wait for its part."""
+        return any(future.done() and future.exception() for _, future in self._futures)
+
+    def wait(self) -> None:
+        for target, future in self._futures:
+            try:
+                future.result()
+            except (ServerFailure, RefusedRequest) as error:
+                self._transport.fail(target, str(error))
+        self._pool.shutdown()
+
+
+def _description(bucket: Bucket) -> dict[str, Any]:
+    return {
+        "names": [name for name, _ in bucket.tensors],
+        "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket.tensors],
+        "shapes": [list(tensor.shape) for _, tensor in bucket.tensors],
+        "flush_cache": False,  # once, when all have arrived
+        "weight_version": INCOMPLETE,
+    }
+
+
+class DistributedTransport(Transport):
+    """Broadcast over a process group of the sender (rank 0) and every server's tensor ranks: NCCL
+    between GPUs, gloo between CPUs. The group stands as long as the targets stay the same.
+    """
+
+    def __init__(self, timeout_seconds: float, host: str, backend: str) -> None:
+        super().__init__(timeout_seconds)
+        self._host = host
+        self._backend = backend
+        self._group: dist.ProcessGroup | None = None
+        self._label = ""
+        self._members: list[tuple[str, SglangClient]] = []
+
+    def open(self, targets: Sequence[Target], label: str) -> None:
+        members = [(target.name, target.client) for target in targets]
+        if self._group is not None and members != self._members:
+            self.leave()
+        super().open(targets, label)
+        self._members = members
+        if self._group is None:
+            self._join(label)
+
+    def send(self, bucket: Bucket) -> None:
+        if self._group is None:
+            return  # broken by an earlier bucket: nobody gets any more
+        body = _description(bucket) | {"group_name": self._label, "load_format": "flattened_bucket"}
+        pending = self.post("/update_weights_from_distributed", lambda target: body)
+        try:
+            work = dist.broadcast(bucket.flat, src=0, group=self._group, async_op=True)
+            assert work is not None
+            while not work.is_completed() and not pending.has_failed():
+                time.sleep(_POLL_SECONDS)
+            if not pending.has_failed():
+                work.wait()
+        except RuntimeError as error:
+            self._break(f"the broadcast failed: {error}")
+        pending.wait()
+        if self.failed:
+            self._break("it lost a member")
+
+    def leave(self) -> None:
+        """Dissolve the group on both sides."""
+        if self._group is None:
+            return
+        pending = self.post(
+            "/destroy_weights_update_group", lambda target: {"group_name": self._label}
+        )
+        self._destroy()
+        pending.wait()
+
+    def _join(self, label: str) -> None:
+        self._label = f"stable-opd-{label}"
+        listener = socket.create_server((self._host, 0))
+        port = listener.getsockname()[1]
+        offsets, world_size = {}, 1
+        for target in self._targets:
+            offsets[target.name], world_size = world_size, world_size + target.tensor
+        pending = self.post(
+            "/init_weights_update_group",
+            lambda target: {
+                "master_address": self._host,
+                "master_port": port,
+                "rank_offset": offsets[target.name],
+                "world_size": world_size,
+                "group_name": self._label,
+                "backend": self._backend,
+            },
+        )
+        try:
+            self._group = join_group(
+                self._backend, listener, world_size, self._label, self._timeout
+            )
+        except (RuntimeError, ValueError) as error:  # torch's DistStoreError is a RuntimeError
+            self._break(f"it did not form: {error}")
+        pending.wait()
+        if self.failed:
+            self._break("it did not form")
+
+    def _break(self, reason: str) -> None:
+        """A group that lost a member is of no use to the others; each is given the weights anew."""
+        self._destroy()
+        for target in self.alive:
+            self.fail(target, f"{GROUP_LOST}: {reason}")
+
+    def _destroy(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()  # or what is still on its way would be waited for
+            dist.destroy_process_group(group)
+
+
+def join_group(
+    backend: str, listener: socket.socket, world_size: int, name: str, timeout_seconds: float
+) -> dist.ProcessGroup:
+    """Rank 0 of a process group apart from the default one, which the servers' ranks join on
+    their side.
+
+    torch has no public call for a group across programs; this takes the steps SGLang takes
+    (sglang.srt.utils.common.init_custom_process_group), so that the keys in the store agree.
+    """
+    torch_c10d: Any = dist
+    new_group: Any = c10d._new_process_group_helper
+    timeout = timedelta(seconds=timeout_seconds)
+    host, port = listener.getsockname()[:2]
+    store = torch_c10d.TCPStore(
+        host,
+        port,
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),  # on this one interface, not on all
+    )
+    group, _ = new_group(
+        world_size,
+        0,
+        [],
+        dist.Backend(backend),
+        torch_c10d.PrefixStore(name, store),
+        group_name=name,
+        timeout=timeout,
+    )
+    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+    return group
+
+
+class TensorTransport(Transport):
+    """Hand over memory, not bytes: CUDA IPC between processes of one GPU machine, shared memory
+    on a CPU.
+    """
+
+    def send(self, bucket: Bucket) -> None:
+        with _sharing_by_file_name():
+            buffer = io.BytesIO()
+            ForkingPickler(buffer).dump(list(bucket.tensors))
+            handles = base64.b64encode(buffer.getvalue()).decode()
+            pending = self.post(
+                "/update_weights_from_tensor",
+                lambda target: {
+                    "serialized_named_tensors": [handles] * target.tensor,
+                    "flush_cache": False,
+                    "weight_version": INCOMPLETE,
+                },
+            )
+            pending.wait()  # the server copies before it answers
+
+
+@contextlib.contextmanager
+def _sharing_by_file_name() -> Iterator[None]:
+    """Between unrelated processes a CPU tensor is found by name; torch's default passes
+    descriptors.
+    """
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        yield
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+
+
+class DiskTransport(Transport):
+    """Safetensors in a directory that the servers see too; read when complete."""
+
+    def __init__(
+        self, timeout_seconds: float, directory: Path, model_config: dict[str, Any]
+    ) -> None:
+        super().__init__(timeout_seconds)
+        self._root = directory
+        self._model_config = model_config
+        self._directory = directory
+        self._num_files = 0
+
+    def open(self, targets: Sequence[Target], label: str) -> None:
+        super().open(targets, label)
+        self._directory = self._root / label
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.mkdir(parents=True)
+        self._num_files = 0
+        (self._directory / "config.json").write_text(
+            json.dumps(self._model_config), encoding="utf-8"
+        )
+
+    def send(self, bucket: Bucket) -> None:
+        self._num_files += 1
+        file = self._directory / f"model-{self._num_files:05d}.safetensors"
+        # a copy on the host, for safetensors refuses tensors that share one buffer
+        save_file({name: tensor.to("cpu", copy=True) for name, tensor in bucket.tensors}, file)
+
+    def close(self) -> None:
+        body = {
+            "model_path": str(self._directory.resolve()),
+            "flush_cache": False,
+            "weight_version": INCOMPLETE,
+        }
+        self.post("/update_weights_from_disk", lambda target: body).wait()
+        shutil.rmtree(self._directory)

@@ -1,0 +1,313 @@
+"""What one SGLang server is asked over HTTP, and what it must answer to be believed.
+
+Token ids go in and come out; every answer is checked (ids inside the vocabulary, a finite
+log-probability per token, a finish that matches the request) before anything is built on it. Safe
+to use from many threads. Not here: which server is asked, restarts, redrawing
+(rollout/sglang_fleet.py), weights (rollout/sglang_sync.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
+
+_ROUNDING = 1e-3  # a log-probability may exceed 0 by this much
+_PLAIN_TEXT = ("/flush_cache", "/abort_request")  # routes whose answer is a sentence
+_CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+
+
+class ServerFailure(RuntimeError):
+    """The server did not do its part. `kind`: unreachable, timeout, status, garbage or aborted."""
+
+    def __init__(self, url: str, kind: str, detail: str) -> None:
+        super().__init__(f"{url}: {kind}: {detail}")
+        self.url = url
+        self.kind = kind
+        self.detail = detail
+
+
+class _Transient(ServerFailure):
+    """One that the same server may well not repeat."""
+
+
+class RefusedRequest(ValueError):
+    """The server refuses what it was asked (HTTP 4xx): repeating it cannot help."""
+
+    def __init__(self, url: str, path: str, status: int, detail: str) -> None:
+        super().__init__(f"{url}{path}: HTTP {status}: {detail}")
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One drawn response."""
+
+    token_ids: tuple[int, ...]  # its stop token included
+    logprobs: tuple[float, ...]  # per token, full softmax at the sampling temperature
+    finish_reason: str  # "stop" or "length"
+    weight_versions: tuple[
+        str, ...
+    ]  # in the order its tokens were drawn; one unless weights changed midway
+    cached_tokens: int  # prompt tokens whose keys and values were in the server's prefix cache
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One request: how many responses to one prompt, drawn how."""
+
+    token_ids: tuple[int, ...]
+    num_samples: int
+    temperature: float
+    top_p: float
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+    vocab_size: int  # ids at or above it never leave, and are garbage when they come
+
+    def payload(self) -> dict[str, Any]:
+        """The body of /generate.
+
+        Raises:
+            ValueError: an id outside the vocabulary, which would end the server.
+        """
+        require_in_vocabulary(self.token_ids, self.vocab_size)
+        return {
+            "input_ids": [list(self.token_ids)],
+            "sampling_params": {
+                "n": self.num_samples,
+                "temperature": self.temperature,
+                "top_p": self.top_p,
+                "max_new_tokens": self.max_new_tokens,
+                "stop_token_ids": list(self.stop_token_ids),
+                "ignore_eos": True,  # the stop ids above are the whole truth
+                "skip_special_tokens": False,
+            },
+            "return_logprob": True,
+        }
+
+
+@dataclass(frozen=True)
+class SequenceScores:
+    """Log-probabilities of a given sequence, temperature 1; entry t is of token t after tokens
+    0..t-1.
+    """
+
+    logprobs: tuple[float, ...]  # of the tokens from `start` on
+    top_ids: tuple[tuple[int, ...], ...] | None = None  # per token, most probable first
+    top_logprobs: tuple[tuple[float, ...], ...] | None = None
+
+
+def require_in_vocabulary(token_ids: Sequence[int], vocab_size: int) -> None:
+    """
+    Raises:
+        ValueError: some id is outside [0, vocab_size): SGLang's scheduler does not survive one.
+    """
+    outside = next((token for token in token_ids if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        raise ValueError(
+            f"token id {outside} is outside the server's vocabulary of {vocab_size}: not sent; "
+            "the tokenizer belongs to another model"
+        )
+
+
+class SglangClient:
+    """One server's address."""
+
+    def __init__(
+        self, url: str, *, api_key: str | None = None, request_timeout_seconds: float = 600.0
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.api_key = api_key
+        self._timeout = request_timeout_seconds
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        timeout = httpx.Timeout(request_timeout_seconds, connect=10.0, pool=None)
+        self._http = httpx.Client(
+            base_url=self.url,
+            headers=headers,
+            timeout=timeout,
+            limits=_CONNECTIONS,
+            trust_env=False,
+        )
+
+    def copy(self) -> SglangClient:
+        """The same address over new connections."""
+        return SglangClient(self.url, api_key=self.api_key, request_timeout_seconds=self._timeout)
+
+    def close(self) -> None:
+        """Drop every connection; requests in flight fail as unreachable."""
+        self._http.close()
+
+    def is_healthy(self, timeout_seconds: float = 20.0) -> bool:
+        """Whether the server's scheduler answers; asked for one token, it takes a second."""
+        try:
+            return self._http.get("/health", timeout=timeout_seconds).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def weight_version(self) -> str:
+        """The version the last publish stamped on the server; "default" before the first."""
+        return str(self.call("GET", "/model_info").get("weight_version"))
+
+    def generate(self, request: Generation, attempts: int = 2) -> list[Completion]:
+        """`num_samples` responses to one prompt; they share its prefix in the server's cache.
+
+        A 5xx or an unusable answer is asked for again, `attempts` times in all.
+
+        Raises:
+            ServerFailure: no usable answer.
+            RefusedRequest: the server will not do it.
+        """
+        payload = request.payload()
+        retrying = Retrying(
+            retry=retry_if_exception_type(_Transient),
+            stop=stop_after_attempt(attempts),
+            wait=wait_exponential_jitter(initial=0.2, max=2.0),
+            reraise=True,
+        )
+        return retrying(self._generate_once, request, payload)
+
+    def _generate_once(self, request: Generation, payload: dict[str, Any]) -> list[Completion]:
+        answer = self.call("POST", "/generate", payload)
+        answers = answer if isinstance(answer, list) else [answer]
+        if len(answers) != request.num_samples:
+            raise self._garbage(f"{len(answers)} responses, asked for {request.num_samples}")
+        return [self._completion(item, request) for item in answers]
+
+    def score(
+        self, token_ids: Sequence[int], start: int, vocab_size: int, top_k: int = 0
+    ) -> SequenceScores:
+        """What the served model says of a sequence's tokens from `start` (at least 1) on,
+        temperature 1.
+
+        Raises:
+            ServerFailure, RefusedRequest: as for `generate`.
+            ValueError: an id outside the vocabulary; nothing is sent.
+        """
+        require_in_vocabulary(token_ids, vocab_size)
+        payload = {
+            "input_ids": list(token_ids),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": start
+            - 1,  # the first entry, of the token that starts it, is empty
+            "top_logprobs_num": top_k,
+        }
+        answer = self.call("POST", "/generate", payload)
+        try:
+            meta = answer["meta_info"]
+            entries = meta["input_token_logprobs"][1:]
+            logprobs = tuple(float(value) for value, _, _ in entries)
+            ids = [token for _, token, _ in entries]
+            tops = meta["input_top_logprobs"][1:] if top_k else []
+            top_ids = tuple(tuple(int(token) for _, token, _ in row) for row in tops)
+            top_logprobs = tuple(tuple(float(value) for value, _, _ in row) for row in tops)
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._garbage(f"not scores: {error!r}") from error
+        if ids != list(token_ids[start:]):
+            raise self._garbage(
+                f"scores of {len(ids)} tokens that are not the {len(token_ids) - start} sent"
+            )
+        if not _are_logprobs(logprobs):
+            raise self._garbage("a score that is no log-probability")
+        if not top_k:
+            return SequenceScores(logprobs)
+        if len(top_ids) != len(ids) or any(len(row) != top_k for row in top_ids):
+            raise self._garbage(f"top-{top_k} lists of other lengths")
+        return SequenceScores(logprobs, top_ids, top_logprobs)
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        payload: Mapping[str, Any] | None = None,
+        timeout_seconds: float | None = None,
+    ) -> Any:
+        """One request, its JSON answer (None where the body is empty).
+
+        Raises:
+            ServerFailure: unreachable, too late, 5xx, or not JSON.
+            RefusedRequest: 4xx.
+        """
+        response = self._send(method, path, payload, timeout_seconds)
+        if response.status_code >= 500:
+            raise _Transient(self.url, "status", f"{path}: HTTP {response.status_code}")
+        if response.status_code >= 400:
+            raise RefusedRequest(self.url, path, response.status_code, response.text[:500])
+        if path in _PLAIN_TEXT or not response.content:
+            return None
+        try:
+            return response.json()
+        except ValueError as error:
+            raise self._garbage(f"{path}: not JSON: {response.text[:80]!r}") from error
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        payload: Mapping[str, Any] | None,
+        timeout_seconds: float | None,
+    ) -> httpx.Response:
+        timeout = httpx.USE_CLIENT_DEFAULT if timeout_seconds is None else timeout_seconds
+        try:
+            return self._http.request(method, path, json=payload, timeout=timeout)
+        except httpx.TimeoutException as error:
+            raise ServerFailure(self.url, "timeout", f"{path}: {type(error).__name__}") from error
+        except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: closed while in flight
+            raise ServerFailure(self.url, "unreachable", f"{path}: {error!r}") from error
+
+    def _completion(self, answer: Any, request: Generation) -> Completion:
+        try:
+            meta = answer["meta_info"]
+            finish = meta["finish_reason"]["type"]
+            if finish == "abort":
+                raise ServerFailure(self.url, "aborted", str(meta["finish_reason"].get("message")))
+            ids = tuple(int(token) for token in answer["output_ids"])
+            drawn = meta["output_token_logprobs"]
+            logprobs = tuple(float(value) for value, _, _ in drawn)
+            scored_ids = tuple(token for _, token, _ in drawn)
+            spans = meta.get("weight_versions") or [{"version": meta["weight_version"]}]
+            versions = tuple(str(span["version"]) for span in spans)
+            cached = int(meta.get("cached_tokens") or 0)
+            if ids and ids[-1] in request.stop_token_ids:
+                finish = "stop"  # SGLang says "length" when the budget's last token is a stop token
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise self._garbage(f"not a response: {error!r}") from error
+        wrong = _what_is_wrong(ids, scored_ids, logprobs, finish, request)
+        if wrong is not None:
+            raise self._garbage(wrong)
+        return Completion(ids, logprobs, finish, versions, cached)
+
+    def _garbage(self, detail: str) -> ServerFailure:
+        return _Transient(self.url, "garbage", detail)
+
+
+def _what_is_wrong(
+    ids: tuple[int, ...],
+    scored_ids: tuple[int, ...],
+    logprobs: tuple[float, ...],
+    finish: str,
+    request: Generation,
+) -> str | None:
+    if ids != scored_ids:
+        return f"{len(ids)} tokens with {len(scored_ids)} log-probabilities of others"
+    if not ids or len(ids) > request.max_new_tokens:
+        return f"{len(ids)} tokens, asked for 1 to {request.max_new_tokens}"
+    if not all(0 <= token < request.vocab_size for token in ids):
+        return f"a token outside the vocabulary of {request.vocab_size}"
+    if not _are_logprobs(logprobs):
+        return "a log-probability that is none"
+    if finish not in ("stop", "length"):
+        return f"finish reason {finish!r}"
+    if (finish == "stop") != (ids[-1] in request.stop_token_ids):
+        return f"finish reason {finish!r} with last token {ids[-1]}"
+    if finish == "length" and len(ids) != request.max_new_tokens:
+        return f"finish reason 'length' after {len(ids)} of {request.max_new_tokens} tokens"
+    return None
+
+
+def _are_logprobs(values: Sequence[float]) -> bool:
+    return all(math.isfinite(value) and value <= _ROUNDING for value in values)

@@ -1,0 +1,238 @@
+"""One SGLang server process: started, probed, and ended by whoever owns it.
+
+    server = SglangServer(options, log=run_directory / "sglang/server_0.log")
+    server.start(); server.wait_until_healthy()
+    ...
+    server.stop()
+
+The server is the leader of a process group of its own, so ending it ends its workers, by group id
+and nothing else. It also ends by itself when its owner dies, even by SIGKILL (sglang_cpu/serve.py
+watches). Not here: what it is asked (client.py), and when it deserves a restart
+(rollout/sglang_fleet.py).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ipaddress
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from stable_opd_mcore.serving.client import SglangClient
+
+PROGRAM = Path(__file__).parent / "sglang_cpu"
+_KEY_VARIABLE = (
+    "STABLE_OPD_SGLANG_API_KEY"  # hands the key to the child: argv is public on a machine
+)
+_POLL_SECONDS = 0.3
+_TERMINATE_SECONDS = 10.0
+
+
+class ServerStartError(ValueError):
+    """A server did not come up; the message holds the end of its log."""
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What one server is started with."""
+
+    python: str  # interpreter of the servers' venv
+    model: str  # directory with config.json, and weights unless dummy_weights
+    device: str = "cpu"  # cpu | cuda
+    dtype: str = "float32"
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: any free one
+    tensor: int = 1
+    api_key: str | None = None  # None: no key on loopback, a random one elsewhere
+    dummy_weights: bool = True  # drawn at random: the first publish brings the real ones
+    memory_saver: bool = False  # colocated on a GPU: weights and cache can be released
+    first_gpu: int = 0
+    max_running_requests: int | None = None
+    startup_timeout_seconds: float = 600.0
+    request_timeout_seconds: float = 600.0
+    arguments: tuple[str, ...] = ()  # handed to SGLang as they are
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` can be reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def free_port(host: str) -> int:
+    """A port nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+class SglangServer:
+    """An owned server. `start` may be called again after `stop` or after the process died."""
+
+    def __init__(self, options: ServerOptions, log: Path) -> None:
+        self.options = options
+        self.log = log
+        key = options.api_key
+        if key is None and not is_loopback(options.host):
+            key = secrets.token_urlsafe(24)
+        self.api_key = key
+        self.port = options.port or free_port(options.host)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        host = "127.0.0.1" if self.options.host == "0.0.0.0" else self.options.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, and group id, while started."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def client(self) -> SglangClient:
+        return SglangClient(
+            self.url,
+            api_key=self.api_key,
+            request_timeout_seconds=self.options.request_timeout_seconds,
+        )
+
+    def start(self) -> None:
+        """Launch the process; returns at once.
+
+        Raises:
+            ServerStartError: the servers' interpreter does not exist.
+        """
+        assert not self.is_running, "a running server is stopped before it is started again"
+        if not os.access(self.options.python, os.X_OK):
+            raise ServerStartError(
+                f"rollout.sglang.python={self.options.python}: no such interpreter; `make sglang` "
+                "builds the servers' venv for a CPU, the README says what a GPU machine needs"
+            )
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._process = self._launch(log)
+        atexit.register(self.stop)
+
+    def _launch(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        environment = os.environ | self._environment()
+        for name in (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+        ):
+            environment.pop(name, None)  # the trainer's rendezvous is not the server's
+        command = [self.options.python, str(PROGRAM / "serve.py"), "--owner-pid", str(os.getpid())]
+        return subprocess.Popen(
+            command + self.command_arguments(),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def command_arguments(self) -> list[str]:
+        """SGLang's arguments. Prompts and responses are token ids throughout, so no tokenizer is
+        loaded.
+        """
+        options = self.options
+        arguments = [
+            *("--model-path", options.model),
+            *("--host", options.host),
+            *("--port", str(self.port)),
+            *("--dtype", options.dtype),
+            *("--tp-size", str(options.tensor)),
+            *("--device", options.device),
+            "--skip-tokenizer-init",
+            "--skip-server-warmup",
+        ]
+        if options.dummy_weights:
+            arguments += ["--load-format", "dummy"]
+        if options.max_running_requests is not None:
+            arguments += ["--max-running-requests", str(options.max_running_requests)]
+        if options.device == "cpu":
+            arguments += ["--attention-backend", "torch_native"]
+        else:
+            arguments += ["--base-gpu-id", str(options.first_gpu)]
+        if options.memory_saver and options.device != "cpu":
+            arguments.append("--enable-memory-saver")
+        return arguments + list(options.arguments)
+
+    def _environment(self) -> dict[str, str]:
+        environment = dict(self.options.environment)
+        if self.api_key is not None:
+            environment[_KEY_VARIABLE] = self.api_key
+        if self.options.device == "cpu":
+            environment["PYTHONPATH"] = str(PROGRAM)  # its sgl_kernel and model families
+            environment.setdefault("OMP_NUM_THREADS", "1")
+            if self.options.tensor > 1:  # SGLang binds each rank to cores, and must be told which
+                cores = sorted(os.sched_getaffinity(0))
+                ranks = (str(cores[rank % len(cores)]) for rank in range(self.options.tensor))
+                environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(ranks)
+        return environment
+
+    def wait_until_healthy(self) -> float:
+        """Block until the server answers; the seconds it took.
+
+        Raises:
+            ServerStartError: it ended, or `startup_timeout_seconds` passed; it is stopped then.
+        """
+        began = time.monotonic()
+        with contextlib.closing(self.client()) as client:
+            while not client.is_healthy(timeout_seconds=5.0):
+                waited = time.monotonic() - began
+                if not self.is_running or waited > self.options.startup_timeout_seconds:
+                    ended = "ended" if not self.is_running else f"did not answer in {waited:.0f} s"
+                    self.stop()
+                    raise ServerStartError(
+                        f"SGLang server {self.url} {ended}; {self._end_of_log()}"
+                    )
+                time.sleep(_POLL_SECONDS)
+        return time.monotonic() - began
+
+    def stop(self) -> None:
+        """End the process and its workers: politely, then by force. Harmless when nothing runs."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        atexit.unregister(self.stop)
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_TERMINATE_SECONDS)
+        self._kill_group(process)
+
+    def kill(self) -> None:
+        """End it by force at once: it hangs, or what it answers cannot be trusted."""
+        process, self._process = self._process, None
+        if process is not None:
+            atexit.unregister(self.stop)
+            self._kill_group(process)
+
+    @staticmethod
+    def _kill_group(process: subprocess.Popen[bytes]) -> None:
+        with contextlib.suppress(ProcessLookupError):  # workers and all are gone already
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def _end_of_log(self, num_lines: int = 15) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()[-num_lines:]
+        return f"the end of {self.log}:\n" + "\n".join(lines)

@@ -1,0 +1,7 @@
+"""The registry's entries; each class is SGLang's, unchanged."""
+
+from sglang.srt.models.llama import LlamaForCausalLM
+from sglang.srt.models.qwen2 import Qwen2ForCausalLM
+from sglang.srt.models.qwen3 import Qwen3ForCausalLM
+
+EntryClass = [Qwen2ForCausalLM, Qwen3ForCausalLM, LlamaForCausalLM]

@@ -1,0 +1,50 @@
+"""Run one SGLang server that ends when its owner does: python serve.py --owner-pid PID
+SGLANG_ARGUMENT...
+
+SGLang spawns its workers, and each imports this file again: what must happen before SGLang is
+imported (the CPU preparation) therefore stands at the top, outside the main guard. With a GPU it
+does nothing. Not part of the trainer: runs in the servers' venv, where neither this package nor
+Megatron is installed.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+if any(a == "--device" and b == "cpu" for a, b in zip(sys.argv, sys.argv[1:], strict=False)):
+    import cpu
+
+    cpu.prepare()
+
+
+def end_with_owner(pid: int, interval_seconds: float = 0.5) -> None:
+    """Kill this server's whole process group once `pid` is no longer its parent.
+
+    A poll rather than PR_SET_PDEATHSIG: that fires when the *thread* that started the server ends.
+    """
+    while os.getppid() == pid:
+        time.sleep(interval_seconds)
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def main(arguments: list[str]) -> None:
+    if arguments[:1] == ["--owner-pid"]:
+        owner, arguments = int(arguments[1]), arguments[2:]
+        threading.Thread(target=end_with_owner, args=(owner,), daemon=True).start()
+
+    key = os.environ.pop(
+        "STABLE_OPD_SGLANG_API_KEY", None
+    )  # not in argv, which every user can read
+    if key is not None:
+        arguments += ["--api-key", key]
+
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.server_args import prepare_server_args
+
+    launch_server(prepare_server_args(arguments))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
