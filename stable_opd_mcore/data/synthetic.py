@@ -70,12 +70,20 @@ class ArithmeticOptions(BaseModel):
             raise ValueError(
                 "loop, junk and recheck ending above 0.9 need window, the length to fill"
             )
-        longest = 2 * self.max_operations + 2 + 6 * self.max_operations + 3  # prompt, steps, "[a]"
-        if self.window is not None and self.window < longest:
-            raise ValueError(
-                f"window={self.window} is shorter than the longest solution: {longest}"
-            )
+        needed = self._longest_document()
+        if self.window is not None and self.window < needed:
+            raise ValueError(f"window={self.window} is too short for these documents: {needed}")
         return self
+
+    def _longest_document(self) -> int:
+        """Tokens of the longest solution, or of a loop up to the end of its first trained unit."""
+        prompt, steps = 2 * self.max_operations + 2, 6 * self.max_operations
+        longest = prompt + steps + len("[0]$")
+        if self.loop:
+            longest = max(longest, prompt + steps + 12 * (self.loop_repeats + 1))
+        if self.junk:
+            longest = max(longest, prompt + steps + 6 + 10 * (_JUNK_REPEATS + 1))
+        return longest
 
 
 @dataclass(frozen=True)
@@ -200,8 +208,7 @@ def _repeat_to_window(
 ) -> tuple[str, str]:
     room = _room(problem, options)
     assert room is not None, "ArithmeticOptions requires a window for loops"
-    # A window too small for all repeats keeps one unit to train on.
-    prefix = (opening + unit * repeats)[: max(1, room - len(unit))]
+    prefix = opening + unit * repeats
     text = opening + unit * (room // len(unit) + 1)
     return prefix, text[len(prefix) : room]
 

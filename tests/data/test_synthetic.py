@@ -95,7 +95,9 @@ def test_repeated_rechecks_follow_their_hazard():
         ({"loop": 0.1}, "need window"),
         ({"loop": 0.6, "junk": 0.6, "window": 200}, "more than 1"),
         ({"min_operations": 6}, "min_operations=6 exceeds max_operations=5"),
-        ({"window": 20}, "window=20 is shorter than the longest solution: 45"),
+        ({"window": 45}, "window=45 is too short for these documents: 46"),
+        ({"window": 77, "loop": 0.1}, "window=77 is too short for these documents: 78"),
+        ({"window": 97, "junk": 0.1}, "window=97 is too short for these documents: 98"),
         ({"recheck": [1.5]}, "between 0 and 1"),
     ],
 )
