@@ -1,0 +1,114 @@
+"""One, two and four vocabulary shards give the same loss, gradients and scores. One launch of four
+ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stable_opd_mcore.losses.fused import Head, align_head
+from stable_opd_mcore.losses.scores import score
+from tests.losses.cases import assert_close, run_fused, run_reference
+from tests.losses.test_fused import VARIANTS, case_of
+from tests.parallel.launch import run_ranks
+
+
+def shard_slice(vocab: int, padding: int, group: dist.ProcessGroup) -> slice:
+    """Real vocabulary entries of this rank when vocab + padding rows are cut evenly."""
+    size = -(-(vocab + padding) // group.size())
+    start = group.rank() * size
+    return slice(min(start, vocab), min(start + size, vocab))
+
+
+def check_losses(groups: list[dist.ProcessGroup]) -> None:
+    """V=5 with 3 padding rows leaves the last of four shards without a single real entry."""
+    for variant in VARIANTS:
+        for rows, vocab, padding in ((13, 31, 1), (7, 5, 3), (0, 31, 1)):
+            case = case_of(variant, rows, vocab, temperature=0.7, old=True, dtype=torch.float32)
+            expected = run_reference(case)
+            for group in groups:
+                mine = shard_slice(vocab, padding, group)
+                found = run_fused(case, torch.float32, padding, group=group)
+                rows_of_shard = replace(expected, d_weight=expected.d_weight[mine])
+                assert not found.d_weight[mine.stop - mine.start :].any(), "padding has a gradient"
+                assert_close(found, rows_of_shard, 2e-5)
+
+
+def check_far_apart(groups: list[dist.ProcessGroup]) -> None:
+    """Confident models that disagree, the student's mass within one shard: no digits lost in
+    merging."""
+    case = case_of("gkd", 9, 32, dtype=torch.float32)
+    weight, teacher = case.weight_VH.clone(), case.teacher_weight_VH.clone()
+    weight[3:5] += 40
+    teacher[20:22] += 300
+    ones = {
+        "hidden_NH": torch.ones(9, 8).double(),
+        "weight_VH": weight,
+        "teacher_weight_VH": teacher,
+    }
+    hidden = torch.ones(9, 6).double()
+    scores = replace(case.batch.teacher, hidden_NH=hidden)
+    case = replace(
+        case, teacher_hidden_NH=hidden, batch=replace(case.batch, teacher=scores), **ones
+    )
+    expected = run_reference(case)
+    assert expected.loss.abs() > 1000
+    for group in groups:
+        found = run_fused(case, torch.float32, group=group)
+        mine = shard_slice(32, 0, group)
+        assert_close(found, replace(expected, d_weight=expected.d_weight[mine]), 2e-5)
+
+
+def check_scores(groups: list[dist.ProcessGroup]) -> None:
+    case = case_of("opd", 13, 31)
+    log_p = (case.hidden_NH @ case.weight_VH.T / 0.7).log_softmax(-1)
+    for group in groups:
+        size = 32 // group.size()
+        whole = torch.cat([case.weight_VH, torch.full((1, 8), 9.0)])
+        shard = whole[group.rank() * size : (group.rank() + 1) * size]
+        head = Head(shard, group.rank() * size, 31, group)
+        found = score(
+            case.hidden_NH, head, case.batch.targets_N, temperature=0.7, top_k=20, chunk_tokens=4
+        )
+        top = log_p.topk(20, dim=1)
+        torch.testing.assert_close(found.topk_logprobs_NK, top.values)
+        assert torch.equal(found.topk_ids_NK, top.indices)
+        torch.testing.assert_close(found.entropy_N, -(log_p.exp() * log_p).sum(1))
+
+
+def check_alignment(group: dist.ProcessGroup) -> None:
+    """Vocabulary of 7: the student pads it to 8 rows, the teacher to 12, so shards begin
+    elsewhere."""
+    whole = torch.arange(12.0)[:, None].expand(12, 2).contiguous()
+    rank = group.rank()
+    student = Head(torch.zeros(2, 3), rank * 2, 7, group)
+    teacher = Head(whole[rank * 3 : rank * 3 + 3], rank * 3, 7, group)
+    aligned = align_head(teacher, like=student)
+    assert (aligned.vocab_start, aligned.num_columns) == (student.vocab_start, student.num_columns)
+    expected = whole[student.vocab_start : student.vocab_start + student.num_columns]
+    assert torch.equal(aligned.weight_VH[: aligned.num_columns], expected)
+    assert align_head(aligned, like=student) is aligned
+    case = case_of("gkd", 4, 7)
+    if rank > 0:
+        hidden = torch.zeros(4, 3)
+        batch = replace(case.batch, teacher=replace(case.batch.teacher, hidden_NH=hidden[:, :2]))
+        with pytest.raises(ValueError, match="align_head"):
+            case.objective(hidden, student, batch, teacher_head=teacher)
+
+
+def check_on_rank(rank: int, world_size: int) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    groups = [pairs[rank // 2], everyone]
+    check_losses(groups)
+    check_far_apart(groups)
+    check_scores(groups)
+    check_alignment(everyone)
+
+
+def test_shards_are_invisible():
+    run_ranks(4, check_on_rank)
