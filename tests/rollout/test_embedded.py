@@ -6,8 +6,14 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from stable_opd_mcore.records import Prompt
+from stable_opd_mcore.data.packing import pack
+from stable_opd_mcore.models.build import build_model
+from stable_opd_mcore.models.convert import load_hf
+from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.records import Prompt, Sample, TokenWeights
 from stable_opd_mcore.rollout.base import Sampling
+from stable_opd_mcore.rollout.embedded import EmbeddedEngine
+from stable_opd_mcore.teacher.megatron import FrozenModel
 from tests.rollout.tiny import VOCAB, WINDOW, build_engine, decode, make_prompts
 
 
@@ -146,3 +152,44 @@ def test_impossible_prompts_are_refused(engine, ids, new_tokens, stops, message)
 def test_impossible_sampling_is_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Sampling(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("precision", "largest", "mean"), [("fp32", 1e-5, 1e-6), ("bf16", 0.3, 0.04)]
+)
+def test_the_trainer_agrees_with_the_rollouts(tiny_path, world, precision, largest, mean):
+    chunks = build_model(read_architecture(tiny_path), world, precision=precision)
+    load_hf(chunks, tiny_path)
+    engine = EmbeddedEngine(chunks, world, decode, vocab_size=VOCAB)
+    sampling = Sampling(0.8, max_new_tokens=25, num_samples=3, stop_token_ids=(4,))
+    rollouts = engine.generate(make_prompts(5), sampling, step=0)
+    samples = [
+        Sample("rollout", r.prompt.prompt_id, r.prompt.token_ids, r.token_ids, (True,) * n)
+        for r in rollouts
+        for n in [len(r.token_ids)]
+    ]
+    weights = [TokenWeights(*[(1.0,) * len(s.response_token_ids)] * 3) for s in samples]
+    batches = pack(samples, weights, max_tokens=200, data_rank=0, data_size=1)
+    trainer = FrozenModel(chunks, world, vocab_size=VOCAB, temperature=0.8)
+    for batch, scores in zip(batches, trainer.score(batches), strict=True):
+        drawn = torch.tensor(
+            [
+                rollouts[sample].rollout_logprobs[token]
+                for sample, token in zip(
+                    batch.sample_index_N.tolist(), batch.token_index_N.tolist(), strict=True
+                )
+            ]
+        )
+        gap = (scores.sampled_logprob_N - drawn).abs()  # bf16: one unit of a logit of 8 is 0.06
+        assert gap.max() < largest and gap.mean() < mean
+
+
+def test_weights_are_read_where_they_lie(tiny_path, world):
+    engine = build_engine(tiny_path, world)
+    greedy = Sampling(temperature=0, max_new_tokens=10)
+    before = engine.generate(make_prompts(3), greedy, step=0)
+    with torch.no_grad():
+        for parameter in engine._chunks[0].parameters():
+            parameter.data = parameter.data * 1.5  # as when gradient buffers take the memory over
+    after = engine.generate(make_prompts(3), greedy, step=0)
+    assert any(a.token_ids != b.token_ids for a, b in zip(after, before, strict=True))
