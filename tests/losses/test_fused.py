@@ -130,7 +130,7 @@ def test_extreme_logits(variant):
         pytest.skip("k3 is e^20000 there by definition")
     case = extreme(case_of(variant, 23, 61))
     found, expected = run_fused(case, torch.float32), run_reference(case)
-    # The bias column's product with the head is a sum of +-1e4 that nearly cancels: held to 1e-5 of its terms.
+    # The bias column's gradient is a sum of +-1e4 that nearly cancels: held to 1e-5 of its terms.
     bias_error = (found.d_hidden - expected.d_hidden)[:, 0].abs().max()
     assert bias_error <= 1e-5 * 1e4 * expected.d_weight.abs().max()
     found, expected = (replace(x, d_hidden=x.d_hidden[:, 1:]) for x in (found, expected))

@@ -1,0 +1,40 @@
+"""The Triton kernels against the torch passes: interpreted on a CPU, compiled on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed: pip install 'triton>=3.4'")
+
+
+def run_check(**environment: str) -> str:
+    """Run the kernel check as a program: triton reads its mode when it is first imported."""
+    finished = subprocess.run(
+        [sys.executable, "-m", "tests.losses.check_kernels"],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def test_kernels_interpreted_equal_the_torch_passes():
+    assert "24 cases on cpu" in run_check(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.gpu
+def test_kernels_compiled_equal_the_torch_passes():
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    assert "24 cases on cuda" in run_check()
