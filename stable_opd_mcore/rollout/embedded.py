@@ -33,7 +33,7 @@ from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_h
 from stable_opd_mcore.parallel import megatron_cpu
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import FinishReason, Prompt, Rollout
-from stable_opd_mcore.rollout.base import Sampling, check_prompts
+from stable_opd_mcore.rollout.base import NothingInFlight, Sampling, check_prompts
 from stable_opd_mcore.rollout.kv_cache import KVCache
 from stable_opd_mcore.rollout.noise import row_key, sample_tokens, uniforms
 
@@ -52,7 +52,7 @@ from megatron.core.utils import unwrap_model  # noqa: E402
 _COMPACT_BELOW = 0.85
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(NothingInFlight):
     """A `RolloutEngine` over the model chunks that are being trained.
 
     Args:
@@ -61,6 +61,9 @@ class EmbeddedEngine:
         decode: token ids (no stop token) to text.
         vocab_size: of the tokenizer both student and teacher use; larger ids are never drawn.
         max_rows: responses decoded at once; more are drawn in turns.
+
+    Raises:
+        ValueError: the model has fewer vocabulary entries than `vocab_size`.
     """
 
     def __init__(
@@ -79,7 +82,13 @@ class EmbeddedEngine:
         self._decode = decode
         self._vocab_size = vocab_size
         self._max_rows = max_rows
-        self._window: int = self._chunks[0].max_sequence_length
+        architecture = self._chunks[0].architecture
+        if architecture.vocab_size < vocab_size:
+            raise ValueError(
+                f"the student has {architecture.vocab_size} vocabulary entries, fewer than the "
+                f"{vocab_size} of its tokenizer: it belongs to another tokenizer"
+            )
+        self._window = architecture.max_positions
         self._attentions = [
             module
             for chunk in self._chunks

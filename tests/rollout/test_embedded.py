@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.models.build import build_model
@@ -193,3 +193,32 @@ def test_weights_are_read_where_they_lie(tiny_path, world):
             parameter.data = parameter.data * 1.5  # as when gradient buffers take the memory over
     after = engine.generate(make_prompts(3), greedy, step=0)
     assert any(a.token_ids != b.token_ids for a, b in zip(after, before, strict=True))
+
+
+def test_normalised_queries_and_a_tied_head(world, tmp_path):
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=WINDOW,
+        tie_word_embeddings=True,
+        initializer_range=0.25,
+    )
+    torch.manual_seed(1)
+    model = Qwen3ForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    engine = build_engine(tmp_path, world)
+    sampling = Sampling(max_new_tokens=30, num_samples=2, stop_token_ids=(4,))
+    for rollout in engine.generate(make_prompts(4), sampling, step=0):
+        logprobs = torch.log_softmax(full_forward_logits(model, rollout), 1)
+        expected = logprobs.gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
+        assert torch.allclose(torch.tensor(rollout.rollout_logprobs), expected, atol=1e-5)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tiny_path, world):
+    with pytest.raises(ValueError, match=f"{VOCAB} vocabulary entries, fewer than the 99"):
+        build_engine(tiny_path, world, vocab_size=99)
