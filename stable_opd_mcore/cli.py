@@ -1,7 +1,8 @@
-"""The `stable-opd` command. Heavy imports happen after the arguments are parsed, so `--help` is instant.
+"""The `stable-opd` command. Heavy imports happen after the arguments are parsed, so `--help` is
+instant.
 
-Errors a user can mend (bad settings, bad data, a wrong layout) end with one message and exit code 2; anything
-else is a defect of ours and keeps its traceback.
+Errors a user can mend (bad settings, bad data, a wrong layout) end with one message and exit code
+2; anything else is a defect of ours and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -42,9 +43,15 @@ def evaluate(config: ConfigPath, overrides: Overrides = None) -> None:
     from stable_opd_mcore.config.load import load_config
 
     settings = load_config(config, overrides or [])
-    from stable_opd_mcore.train.evaluate import evaluate as run_evaluation
+    from stable_opd_mcore.train.evaluation import evaluate_config
 
-    run_evaluation(settings)
+    result = evaluate_config(settings)
+    low, high = result.accuracy_interval
+    typer.echo(
+        f"accuracy {result.accuracy:.3f} (95 % interval {low:.3f} to {high:.3f}), truncated "
+        f"{result.truncation_rate:.3f}, repetitive {result.repetition_rate:.3f}, "
+        f"{result.response_length_mean:.0f} tokens a response; {len(result.prompts)} problems"
+    )
 
 
 @app.command()
@@ -53,11 +60,13 @@ def convert(
         Path, typer.Argument(help="A Hugging Face directory or a Megatron checkpoint.")
     ],
     target: Annotated[Path, typer.Argument(help="The directory to write; must not exist.")],
+    tensor: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks (torchrun).")] = 1,
+    pipeline: Annotated[int, typer.Option(min=1, help="Pipeline stages (torchrun).")] = 1,
 ) -> None:
-    """Convert weights: Hugging Face to Megatron, or Megatron to Hugging Face (told by what SOURCE holds)."""
+    """Convert weights: Hugging Face to Megatron or back, told by what SOURCE holds."""
     from stable_opd_mcore.train.convert import convert as run_conversion
 
-    run_conversion(source, target)
+    typer.echo(f"{run_conversion(source, target, tensor, pipeline)}: {target}")
 
 
 @app.command()

@@ -149,7 +149,7 @@ def export_hf(
                 writer.add(name, tensor)
         if writer is not None and temporary is not None:
             writer.finish()
-            _write_config(architecture_of(chunks), unwrap(chunks[0]).config.params_dtype, temporary)
+            write_config(architecture_of(chunks), unwrap(chunks[0]).config.params_dtype, temporary)
             _copy_tokenizer(tokenizer_from, temporary)
             _replace(temporary, directory)
     finally:
@@ -339,7 +339,7 @@ class _ShardWriter:
         return self._directory / f"part-{number:05d}.safetensors"
 
 
-def _write_config(architecture: Architecture, dtype: torch.dtype, directory: Path) -> None:
+def write_config(architecture: Architecture, dtype: torch.dtype, directory: Path) -> None:
     settings = {**architecture.source}
     settings["torch_dtype" if "torch_dtype" in settings else "dtype"] = str(dtype).removeprefix(
         "torch."

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
 import shutil
 from dataclasses import asdict
 from importlib.metadata import version
@@ -23,29 +22,18 @@ from megatron.core import dist_checkpointing
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors.torch import load_file, save_file
 
+from stable_opd_mcore.models.distributed import (
+    SHARDING,
+    describe_weights,
+    refuse_foreign_pickle,
+    weights_of,
+)
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.train.state import TrainState
 from stable_opd_mcore.train.student import Student
 
 FORMAT = 1
 STATE_FILE = "state.json"
-# Both ends must agree on these; "fully_reshardable" is what lets another layout read the optimizer.
-SHARDING = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": False,
-    "chained_optim_avoid_prefix": True,
-}
-# What torch's checkpoint metadata is made of; anything else in that pickle is refused.
-METADATA_MODULES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
-METADATA_NAMES = {
-    ("torch", "Size"),
-    ("torch", "float32"),
-    ("torch", "bfloat16"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    ("torch._utils", "_rebuild_tensor_v2"),
-}
-
 logger = logging.getLogger(__name__)
 
 
@@ -66,6 +54,7 @@ def save_checkpoint(
     save_file(_rng_state(), partial / f"rng_rank_{rank:05d}.safetensors")
     dist.barrier()
     if rank == 0:
+        describe_weights(student.chunks, partial)
         record = {
             "format": FORMAT,
             "state": asdict(state),
@@ -131,7 +120,7 @@ def load_checkpoint(path: Path, student: Student, architecture: Architecture) ->
             f"{path}: written with optimizer.distributed={record['distributed_optimizer']}, "
             f"resumed with {student.distributed}; set it back"
         )
-    _refuse_foreign_pickle(path / ".metadata")
+    refuse_foreign_pickle(path)
     loaded = dist_checkpointing.load(_state_dict(student, loading=True), str(path))
     for index, chunk in enumerate(student.model):
         chunk.module.load_state_dict(loaded[f"model{index}"])
@@ -145,10 +134,7 @@ def load_checkpoint(path: Path, student: Student, architecture: Architecture) ->
 
 
 def _state_dict(student: Student, loading: bool) -> dict[str, Any]:
-    tree: dict[str, Any] = {
-        f"model{index}": chunk.module.sharded_state_dict(metadata=SHARDING)
-        for index, chunk in enumerate(student.model)
-    }
+    tree = weights_of(student.chunks)
     tree["optimizer"] = student.optimizer.sharded_state_dict(
         tree.copy(), is_loading=loading, metadata=SHARDING
     )
@@ -189,26 +175,3 @@ def _restore_rng(saved: dict[str, torch.Tensor]) -> None:
     named = {k.removeprefix("tracker."): v for k, v in saved.items() if k != "torch"}
     tracker.set_states({**tracker.get_states(), **named})
     torch.set_rng_state(saved["torch"])
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        known = (module, name) in METADATA_NAMES
-        if known or (module.startswith(METADATA_MODULES) and "." not in name):
-            found = super().find_class(module, name)
-            if known or isinstance(found, type):
-                return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
-
-
-def _refuse_foreign_pickle(path: Path) -> None:
-    """torch reads this file with an unrestricted unpickler: let nothing but checkpoint metadata
-    reach it.
-    """
-    try:
-        with path.open("rb") as file:
-            _MetadataUnpickler(file).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError) as error:
-        raise ValueError(
-            f"{path}: not a checkpoint's metadata ({error}); the file may be hostile"
-        ) from error

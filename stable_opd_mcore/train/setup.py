@@ -17,6 +17,7 @@ from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.losses.objectives import Objective, Scores, build_objective
 from stable_opd_mcore.models.build import HiddenStatesGPTModel, build_model, output_head
 from stable_opd_mcore.models.convert import copy_weights, load_hf
+from stable_opd_mcore.models.distributed import is_megatron, load_weights
 from stable_opd_mcore.models.families import Architecture, read_architecture
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.rollout.build import build_engine, embedded_engine, training_sampling
@@ -50,7 +51,7 @@ def build_run(config: Config, world: World) -> Run:
         head=output_head(chunks, tokenizer.vocab_size),
         teacher=models.teacher(chunks),
         reference=models.reference(chunks),
-        behaviour=models.behaviour(chunks) if config.train.minibatches > 1 else None,
+        behaviour=models.behaviour(chunks) if needs_behaviour(config) else None,
         engine=build_engine(config, world, chunks, tokenizer),
         held_out_engine=embedded_engine(world, chunks, tokenizer),
         sampling=training_sampling(config, tokenizer.stop_token_ids),
@@ -60,6 +61,11 @@ def build_run(config: Config, world: World) -> Run:
         order=PromptOrder(len(prompts), config.train.seed),
         grader=Grader(config.evaluation.grading_timeout_seconds),
     )
+
+
+def needs_behaviour(config: Config) -> bool:
+    """Whether the student is asked what it thinks of the rollouts before it is updated."""
+    return config.train.minibatches > 1 or config.rollout.importance_correction != "none"
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
@@ -155,8 +161,16 @@ def load_model(
         seed=config.train.seed,
     )
     if model.path is not None and not model.random_init:
-        load_hf(chunks, model.path)
+        read_weights(chunks, model.path)
     return chunks
+
+
+def read_weights(chunks: Sequence[HiddenStatesGPTModel], path: str) -> None:
+    """From a Hugging Face directory or a Megatron checkpoint, told by what it holds."""
+    if is_megatron(path):
+        load_weights(chunks, path)
+    else:
+        load_hf(chunks, path)
 
 
 class _Models:
@@ -187,7 +201,7 @@ class _Models:
         if path is None:
             copy_weights(student, chunks)
         else:
-            load_hf(chunks, path)
+            read_weights(chunks, path)
         return self._scorer(chunks, student, needs)
 
     def behaviour(self, student: Sequence[HiddenStatesGPTModel]) -> FrozenModel:

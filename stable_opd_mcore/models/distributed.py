@@ -1,0 +1,118 @@
+"""Weights in Megatron's distributed checkpoint form, which any TP x PP layout reads and writes.
+
+A directory of weights alone is a model directory like a Hugging Face one: config.json beside them.
+A run's checkpoint (train/checkpoint.py) is such a directory too, with optimizer and counters. Not
+here: Hugging Face weights (convert.py).
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn import Module
+
+from stable_opd_mcore.models.convert import architecture_of, write_config
+from stable_opd_mcore.parallel import megatron_cpu
+
+megatron_cpu.install()
+
+from megatron.core import dist_checkpointing  # noqa: E402
+from megatron.core.utils import unwrap_model  # noqa: E402
+
+METADATA = ".metadata"
+# Both ends must agree on these; "fully_reshardable" is what lets another layout read the optimizer.
+SHARDING = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+}
+# What torch's checkpoint metadata is made of; anything else in that pickle is refused.
+METADATA_MODULES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
+METADATA_NAMES = {
+    ("torch", "Size"),
+    ("torch", "float32"),
+    ("torch", "bfloat16"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("torch._utils", "_rebuild_tensor_v2"),
+}
+
+
+def is_megatron(path: str | Path) -> bool:
+    """Whether a model directory holds a distributed checkpoint."""
+    return (Path(path) / METADATA).is_file()
+
+
+def weights_of(chunks: Sequence[Module]) -> dict[str, Any]:
+    """The sharded weights of this rank's chunks, as Megatron saves and loads them."""
+    return {
+        f"model{index}": unwrap_model(chunk).sharded_state_dict(metadata=SHARDING)
+        for index, chunk in enumerate(chunks)
+    }
+
+
+def save_weights(chunks: Sequence[Module], directory: Path) -> None:
+    """Write weights and config.json into a new directory, on all ranks together.
+
+    Raises:
+        ValueError: the directory exists.
+    """
+    if directory.exists():
+        raise ValueError(f"{directory} exists; name a directory that does not")
+    partial = directory.with_name(f"partial-{directory.name}")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        partial.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    dist_checkpointing.save(weights_of(chunks), str(partial), content_metadata=SHARDING)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        describe_weights(chunks, partial)
+        partial.rename(directory)
+    dist.barrier()
+
+
+def describe_weights(chunks: Sequence[Module], directory: Path) -> None:
+    """Write the config.json that belongs to these weights."""
+    dtype = unwrap_model(chunks[0]).config.params_dtype
+    write_config(architecture_of(chunks), dtype, directory)
+
+
+def load_weights(chunks: Sequence[Module], path: str | Path) -> None:
+    """Read a distributed checkpoint's weights into the chunks, whatever layout wrote them.
+
+    Raises:
+        ValueError: not a checkpoint's metadata.
+    """
+    refuse_foreign_pickle(Path(path))
+    loaded = dist_checkpointing.load(weights_of(chunks), str(path))
+    for index, chunk in enumerate(chunks):
+        unwrap_model(chunk).load_state_dict(loaded[f"model{index}"])
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = (module, name) in METADATA_NAMES
+        if known or (module.startswith(METADATA_MODULES) and "." not in name):
+            found = super().find_class(module, name)
+            if known or isinstance(found, type):
+                return found
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def refuse_foreign_pickle(checkpoint: Path) -> None:
+    """torch reads this file with an unrestricted unpickler: let nothing but checkpoint metadata
+    reach it.
+    """
+    path = checkpoint / METADATA
+    try:
+        with path.open("rb") as file:
+            _MetadataUnpickler(file).load()
+    except (pickle.UnpicklingError, EOFError, AttributeError) as error:
+        raise ValueError(
+            f"{path}: not a checkpoint's metadata ({error}); the file may be hostile"
+        ) from error

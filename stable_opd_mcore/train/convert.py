@@ -1,0 +1,46 @@
+"""Convert weights between Hugging Face and Megatron's distributed form, by the command line.
+
+Runs on one process, or on a grid of ranks for models that one cannot hold. Not here: the table of
+names (models/tensors.py) or reading and writing (models/).
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.models.build import build_model
+from stable_opd_mcore.models.convert import export_hf, load_hf
+from stable_opd_mcore.models.distributed import is_megatron, load_weights, save_weights
+from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.parallel.world import start_world, stop_world
+
+
+def convert(source: Path, target: Path, tensor: int = 1, pipeline: int = 1) -> str:
+    """Write `source` in the other form to the new directory `target`; return what was done.
+
+    Raises:
+        ValueError: `target` exists, or `source` is no model directory.
+    """
+    if target.exists():
+        raise ValueError(f"{target} exists; name a directory that does not")
+    architecture = read_architecture(source)
+    dtype = architecture.source.get("dtype") or architecture.source.get("torch_dtype")
+    precision = "bf16" if dtype == "bfloat16" else "fp32"
+    world = start_world(ParallelConfig(tensor=tensor, pipeline=pipeline), seed=0)
+    chunks = build_model(architecture, world, precision=precision, trainable=False)
+    if is_megatron(source):
+        load_weights(chunks, source)
+        export_hf(chunks, target, tokenizer_from=source)
+        done = "Megatron to Hugging Face"
+    else:
+        load_hf(chunks, source)
+        save_weights(chunks, target)
+        if world.rank == 0:
+            for file in source.iterdir():
+                if file.suffix in (".json", ".jinja", ".txt") and not (target / file.name).exists():
+                    shutil.copy(file, target / file.name)
+        done = "Hugging Face to Megatron"
+    stop_world()
+    return done
