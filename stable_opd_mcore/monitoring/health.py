@@ -209,7 +209,7 @@ def _mean_terms(
 def _engine_gap(output: LossOutput, microbatch: MicroBatch) -> Tensor:
     """|log-probability at sampling - log-probability in the trainer|, fp32 [N]."""
     trainer_N = microbatch.old_logprob_N
-    if trainer_N is None:
+    if trainer_N is None or trainer_N is microbatch.rollout_logprob_N:
         trainer_N = output.student_logprob_N.detach()
     return (microbatch.rollout_logprob_N - trainer_N).abs()
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.records import Prompt, Rollout
 
 
@@ -61,6 +62,50 @@ class RolloutEngine(Protocol):
     def publish(self, weight_version: int) -> None:
         """The student's weights have changed and are complete: draw from them from now on."""
         ...
+
+    def prefetch(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> None:
+        """These are the prompts of `step`: an engine that can draws them while this step trains."""
+        ...
+
+    def in_flight(self) -> tuple[int, list[Rollout]] | None:
+        """What was drawn ahead, for a checkpoint: the step, and this rank's rollouts of it."""
+        ...
+
+    def restore(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        """Rollouts of `step` that a checkpoint held, of any rank's prompts."""
+        ...
+
+    def take_metrics(self) -> Metrics:
+        """What the engine has to say since it was last asked; ranks' answers add."""
+        ...
+
+    def close(self) -> None:
+        """End what the engine started."""
+        ...
+
+
+class NothingInFlight:
+    """The part of an engine that draws in this process, when asked, and is done."""
+
+    def prefetch(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> None:
+        """Nothing is drawn ahead."""
+
+    def in_flight(self) -> tuple[int, list[Rollout]] | None:
+        return None
+
+    def restore(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        """What was drawn ahead by another engine is drawn again."""
+
+    def take_metrics(self) -> Metrics:
+        return Metrics()
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+class EngineLost(ValueError):
+    """No rollouts can be drawn any more. Raised by `generate` on every rank, before the step has
+    changed anything: the training state can be saved."""
 
 
 def check_prompts(

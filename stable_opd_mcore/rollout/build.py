@@ -12,6 +12,7 @@ from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.rollout.base import RolloutEngine, Sampling
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
 from stable_opd_mcore.rollout.replay import ReplayEngine
+from stable_opd_mcore.rollout.sglang_build import build_sglang_engine
 
 
 def build_engine(
@@ -20,11 +21,13 @@ def build_engine(
     """What `rollout.engine` names, over the student's chunks of this rank.
 
     Raises:
-        ValueError: the run to replay has no stored rollouts.
+        ValueError: the run to replay has no stored rollouts, or a server does not start.
     """
     if config.rollout.engine == "replay":
         assert config.rollout.replay_from is not None, "the schema asks for it"
         return ReplayEngine(config.rollout.replay_from)
+    if config.rollout.engine == "sglang":
+        return build_sglang_engine(config, world, chunks, tokenizer.decode, tokenizer.vocab_size)
     return embedded_engine(world, chunks, tokenizer)
 
 

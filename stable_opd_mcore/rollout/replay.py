@@ -13,10 +13,10 @@ from pathlib import Path
 
 from stable_opd_mcore.data.rollout_files import read_rollouts, rollout_path
 from stable_opd_mcore.records import Prompt, Rollout
-from stable_opd_mcore.rollout.base import Sampling
+from stable_opd_mcore.rollout.base import NothingInFlight, Sampling
 
 
-class ReplayEngine:
+class ReplayEngine(NothingInFlight):
     """A `RolloutEngine` over the files of a run that was stored with rollout.save=all.
 
     Args:

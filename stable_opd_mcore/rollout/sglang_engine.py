@@ -32,7 +32,7 @@ from torch.nn import Module
 from stable_opd_mcore.metrics import Mean, Metrics, Sum
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import Prompt, Rollout
-from stable_opd_mcore.rollout.base import Sampling, check_prompts
+from stable_opd_mcore.rollout.base import EngineLost, Sampling, check_prompts
 from stable_opd_mcore.rollout.sglang_events import EventLog
 from stable_opd_mcore.rollout.sglang_fleet import Fleet, Member
 from stable_opd_mcore.rollout.sglang_sync import publish_weights
@@ -49,12 +49,6 @@ _MOST_ROUNDS = 5
 _LOOK = "sglang/events.jsonl and the servers' logs in the run directory tell why"
 
 Decode = Callable[[Sequence[int]], str]
-
-
-class EngineLost(ValueError):
-    """No server is left and no restart either. Raised on every rank, before the step changes
-    anything.
-    """
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,10 @@ from stable_opd_mcore.models.convert import export_hf
 from stable_opd_mcore.monitoring.report import write_report
 from stable_opd_mcore.monitoring.sinks import Sinks
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
+from stable_opd_mcore.rollout.base import EngineLost
 from stable_opd_mcore.train.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from stable_opd_mcore.train.evaluation import evaluate_student
+from stable_opd_mcore.train.in_flight import restore_in_flight, save_in_flight
 from stable_opd_mcore.train.setup import architecture_of, build_run
 from stable_opd_mcore.train.signals import Stopped, StopSignals, clear_marker, leave_for_requeue
 from stable_opd_mcore.train.state import TrainState
@@ -117,12 +119,21 @@ def _train_phase(config: Config, world: World, guard: Guard, show_progress: bool
     newest = newest_checkpoint(directory / "checkpoints")
     if newest is not None:
         state = load_checkpoint(newest, run.student, architecture)
+        restore_in_flight(directory, state.step, run.engine)
         run.engine.publish(state.weight_version)
     speaks = world.rank == 0
+
+    def save(state: TrainState) -> None:
+        save_in_flight(directory, state.step, run.engine, world)
+        save_checkpoint(
+            directory / "checkpoints", state, run.student, architecture, config.checkpoint.keep
+        )
+
     if speaks:
         save_config(config, directory / "config.resolved.yaml")
 
     with ExitStack() as stack:
+        stack.callback(run.engine.close)
         stack.enter_context(run.grader)
         first_row = state.step + 1 if state.step else 0  # row 0 is the evaluation before training
         sinks = stack.enter_context(Sinks(directory, config, first_row)) if speaks else None
@@ -133,7 +144,11 @@ def _train_phase(config: Config, world: World, guard: Guard, show_progress: bool
             if sinks is not None:
                 sinks.write(0, metrics)
         while state.step < config.train.steps:
-            result = train_step(run, state)
+            try:
+                result = train_step(run, state)
+            except EngineLost:  # nothing has changed since the last step
+                save(state)
+                raise
             state, metrics = result.state, result.metrics
             if run.held_out is not None and _due(state.step, config.evaluation.every, config):
                 metrics = metrics | evaluate_student(run, state)
@@ -142,13 +157,7 @@ def _train_phase(config: Config, world: World, guard: Guard, show_progress: bool
                 sinks.write(state.step, metrics)
             stopping = guard.stop.asked_on_any_rank()
             if stopping or _due(state.step, config.checkpoint.every or config.train.steps, config):
-                save_checkpoint(
-                    directory / "checkpoints",
-                    state,
-                    run.student,
-                    architecture,
-                    config.checkpoint.keep,
-                )
+                save(state)
             advance(metrics)
             guard.watchdog.step_done()
             if stopping and state.step < config.train.steps:

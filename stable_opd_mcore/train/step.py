@@ -23,6 +23,7 @@ from stable_opd_mcore.data.order import PromptOrder, PromptSet
 from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.losses.head import Head
+from stable_opd_mcore.losses.importance import correct, use_rollout_policy
 from stable_opd_mcore.losses.objectives import Objective
 from stable_opd_mcore.metrics import Mean, Metrics, Same, reduce_over_ranks
 from stable_opd_mcore.models.build import forward_hidden
@@ -76,6 +77,7 @@ def train_step(run: Run, state: TrainState) -> StepResult:
 
     with timer.phase("rollout"):
         rollouts = draw_rollouts(run, prompts, state)  # stamped with the weights they come from
+        draw_ahead(run, state)
         samples = rollout_samples(rollouts, config.objective.masks)
         if run.objective.needs_golden:
             samples += golden_samples(prompts)
@@ -91,13 +93,17 @@ def train_step(run: Run, state: TrainState) -> StepResult:
             for part in split_by_prompt(samples, config.train.minibatches)
         ]
 
+    minibatches, correction = off_policy(run, minibatches)
+
     with timer.phase("update"):
         lr = learning_rate(state.step, config.train.steps, config.optimizer)
         updates = [update(run, batches, lr, state.step + 1) for batches in minibatches]
 
     state = state.advance(num_prompts=len(prompts), optimizer_steps=len(updates))
-    run.engine.publish(state.weight_version)
-    return StepResult(state, step_metrics(run, rollouts, samples, updates, timer), rollouts)
+    with timer.phase("sync"):
+        run.engine.publish(state.weight_version)
+    metrics = step_metrics(run, rollouts, samples, [correction, *updates], timer)
+    return StepResult(state, metrics, rollouts)
 
 
 def draw_rollouts(run: Run, prompts: Sequence[Prompt], state: TrainState) -> list[Rollout]:
@@ -113,6 +119,36 @@ def draw_rollouts(run: Run, prompts: Sequence[Prompt], state: TrainState) -> lis
         for position in range(len(prompts))
         for sample in range(samples)
     ]
+
+
+def draw_ahead(run: Run, state: TrainState) -> None:
+    """With rollout.async_steps=1: start on the next step's rollouts, from the weights of now."""
+    config, ranks = run.config, run.world.data_size
+    if not config.rollout.async_steps or state.step + 1 == config.train.steps:
+        return
+    count = config.rollout.prompts_per_step
+    prompts = run.prompts.select(run.order.indices(state.cursor + count, count))
+    run.engine.prefetch(prompts[run.world.data_rank :: ranks], run.sampling, step=state.step + 1)
+
+
+def off_policy(
+    run: Run, minibatches: Sequence[Sequence[MicroBatch]]
+) -> tuple[list[list[MicroBatch]], Metrics]:
+    """Account for rollouts from other probabilities than the trainer's, as rollout.* says."""
+    settings = run.config.rollout
+    if settings.importance_correction != "none":
+        kind, threshold = settings.importance_correction, settings.importance_threshold
+        corrected, mine = [], Metrics()
+        for batches in minibatches:
+            batches, done = correct(batches, kind, threshold)
+            corrected.append(batches)
+            mine = mine | done
+        if run.world.tensor_rank != 0:  # its twin speaks for it
+            mine = Metrics()
+        return corrected, reduce_over_ranks(mine, dist.group.WORLD, run.world.device)
+    if settings.async_steps:
+        return [use_rollout_policy(batches) for batches in minibatches], Metrics()
+    return [list(batches) for batches in minibatches], Metrics()
 
 
 def grade(world: World, grader: Grader, rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -201,6 +237,9 @@ def step_metrics(
     """Everything the step has to say, the same on every rank."""
     tokens = sum(len(s.prompt_token_ids) + len(s.response_token_ids) for s in samples)
     merged = reduce_over_ranks(timer.metrics(tokens), dist.group.WORLD, run.world.device)
+    merged = merged | reduce_over_ranks(
+        run.engine.take_metrics(), dist.group.WORLD, run.world.device
+    )
     merged = merged | sample_metrics(samples)
     if rollouts:
         budget = run.config.sampling.max_new_tokens
