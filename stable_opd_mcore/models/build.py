@@ -52,12 +52,14 @@ def build_model(
     precision: Precision = "fp32",
     recompute: Recompute = "none",
     trainable: bool = True,
-    seed: int = 0,
+    seed: int | None = 0,
 ) -> list[HiddenStatesGPTModel]:
     """This rank's chunks, with random weights that depend on `seed` and not on the layout.
 
     Args:
         trainable: False gives a frozen model in evaluation mode.
+        seed: None leaves the weights undefined, for load_hf or copy_weights to fill: drawing those
+            of a large model takes minutes.
 
     Raises:
         ValueError: heads or key-value heads not divisible by the tensor ranks, layers not by the
@@ -66,7 +68,8 @@ def build_model(
     check_layout(architecture, world)
     config = transformer_config(architecture, world, precision, recompute)
     chunks = [_build_chunk(architecture, world, config, stage) for stage in range(world.num_chunks)]
-    random_weights(chunks, seed)
+    if seed is not None:
+        random_weights(chunks, seed)
     for chunk in chunks:
         chunk.train(trainable)
         chunk.requires_grad_(trainable)

@@ -1,18 +1,15 @@
 """Let unmodified megatron-core import and run in a process without CUDA.
 
     from stable_opd_mcore.parallel import megatron_cpu
-    megatron_cpu.install()            # before the first `import megatron`; does nothing where CUDA
-    is available
+    megatron_cpu.install()            # before the first `import megatron`
 
 An import hook compiles `megatron.*`, and nothing else, after replacing the spellings that can only
-raise without
-CUDA: `torch.cuda.x` becomes a facade whose device is the CPU, `"cuda"` constants become `"cpu"`,
-`tensor.cuda()` becomes `tensor.cpu()`. Valid for megatron-core 0.16 to 0.19.
+raise without CUDA: `torch.cuda.x` becomes a facade whose device is the CPU, `"cuda"` constants
+become `"cpu"`, `tensor.cuda()` becomes `tensor.cpu()`. Valid for megatron-core 0.16 to 0.19.
 
 Not a monkeypatch: no attribute of torch changes, so transformers, dynamo and user code see the real
-torch. Not a
-second implementation: schedules, layers, optimizer and checkpoints are Megatron's own. Streams,
-NCCL, CUDA graphs and fused kernels are not exercised here.
+torch. Not a second implementation: schedules, layers, optimizer and checkpoints are Megatron's own.
+Streams, NCCL, CUDA graphs and fused kernels are not exercised here.
 """
 
 from __future__ import annotations
@@ -37,12 +34,13 @@ _FACADE = "_cpu_cuda"  # the name the rewritten modules know the facade by
 
 
 def install() -> bool:
-    """Install the hook; True when Megatron now runs on the CPU, False when CUDA is available and
-    nothing is done.
+    """Install the hook, once; nothing is done where CUDA is available.
+
+    Returns:
+        Whether Megatron runs on the CPU in this process.
 
     Raises:
-        RuntimeError: megatron.core was imported before, so its modules hold references to
-            torch.cuda.
+        RuntimeError: megatron.core was imported before; its modules refer to torch.cuda already.
     """
     if torch.cuda.is_available():
         return False
@@ -69,7 +67,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Compiles the rewritten source, and keeps its bytecode apart from the package's own.
+    """Compiles the rewritten source and keeps its bytecode apart from the package's own.
 
     The bytecode lies in this package's `__pycache__`, under the digest of the hook's source: as
     trustworthy as the code around it, validated against the Megatron file's time and size by
@@ -100,7 +98,10 @@ def _own_bytecode(path: str) -> str:
     return str(_BYTECODE / f"{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.pyc")
 
 
-_HOOK_DIGEST = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+_TRITON_IS_MISSING = importlib.util.find_spec("triton") is None
+_HOOK_DIGEST = hashlib.sha256(
+    Path(__file__).read_bytes() + bytes([_TRITON_IS_MISSING])  # all that shapes the bytecode
+).hexdigest()[:16]
 _BYTECODE = Path(importlib.util.cache_from_source(__file__)).parent / f"megatron-{_HOOK_DIGEST}"
 
 
@@ -145,7 +146,7 @@ def _without_triton(statement: ast.stmt) -> ast.stmt:
     # From 0.18 on, mixture-of-experts modules that gpt_model imports need triton to be importable.
     # Only imports outside a `try` are replaced: inside one, the ImportError is what Megatron waits
     # for.
-    if not isinstance(statement, ast.Import) or importlib.util.find_spec("triton") is not None:
+    if not isinstance(statement, ast.Import) or not _TRITON_IS_MISSING:
         return statement
     module = statement.names[0]
     if module.name.partition(".")[0] != "triton":
@@ -195,14 +196,16 @@ _AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
 
 
 def _ignore_harmless_warnings() -> None:
-    """Silence what Megatron says of missing GPU packages, and of its own deprecated calls."""
     for message in _HARMLESS:
         warnings.filterwarnings("ignore", message=message)
 
 
+# What Megatron says of GPU packages and settings, and torch of Megatron's calls.
 _HARMLESS = (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
     "full scope is deprecated",
     "If you are using transformer_engine as the transformer implementation",
+    "When using async grad allreduce it is recommended to set the environment variable CUDA",
+    "`torch.distributed.[a-z_]+` is deprecated",
 )

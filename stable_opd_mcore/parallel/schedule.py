@@ -1,5 +1,4 @@
-"""Run micro-batches through a model's chunks by Megatron's pipeline schedules, losses as plain
-sums.
+"""Run micro-batches through a model by Megatron's pipeline schedules; losses are plain sums.
 
     outputs = run_forward_backward(chunks, microbatches, forward_step, world=world)
 
@@ -24,9 +23,9 @@ from stable_opd_mcore.parallel.world import World
 megatron_cpu.install()
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.utils import get_model_config  # noqa: E402
 
 MicroBatch = TypeVar("MicroBatch")
-Output = TypeVar("Output")
 LossFunction = Callable[[Tensor], Any]
 
 
@@ -49,8 +48,7 @@ def run_forward_backward(
             without gradients.
 
     Returns:
-        The results in micro-batch order on the last pipeline stage, an empty list elsewhere. A
-        result that refers to the loss tensor itself must hold a clone.
+        The results in micro-batch order on the last pipeline stage, an empty list elsewhere.
 
     Raises:
         ValueError: no micro-batches, or their number does not suit interleaving
@@ -64,6 +62,8 @@ def run_forward_backward(
             return output, lambda tensor, non_loss_data=True: function(tensor)
         return output, lambda tensor: _as_sum(function(tensor))
 
+    # Else Megatron divides by the number of micro-batches.
+    assert forward_only or get_model_config(chunks[0]).calculate_per_token_loss
     run = get_forward_backward_func()
     with torch.no_grad() if forward_only else nullcontext():
         return run(
@@ -79,8 +79,7 @@ def run_forward_backward(
 
 
 def _as_sum(loss_and_result: tuple[Tensor, Any]) -> tuple[Tensor, Tensor, Any]:
-    """The three-part return makes Megatron leave the loss undivided (calculate_per_token_loss); its
-    count is unused."""
+    """With a token count in the middle Megatron leaves the loss undivided; the count is unused."""
     loss, result = loss_and_result
     return loss, torch.zeros([], dtype=torch.int32, device=loss.device), result
 

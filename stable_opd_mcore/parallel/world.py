@@ -95,15 +95,17 @@ class World:
 
     @property
     def token_multiple(self) -> int:
-        """What T of every micro-batch must be a multiple of: sequence parallelism cuts T into equal
-        parts.
+        """T of every micro-batch must be a multiple of this.
+
+        Sequence parallelism cuts T into equal parts.
         """
         return self.tensor_size if self.sequence_parallel else 1
 
     @property
     def microbatch_multiple(self) -> int:
-        """What the number of micro-batches must be a multiple of: interleaving works in groups of
-        stages.
+        """The number of micro-batches must be a multiple of this.
+
+        An interleaved pipeline works through them in groups of its stages.
         """
         return self.pipeline_size if self.virtual_pipeline else 1
 
@@ -157,8 +159,9 @@ def start_world(parallel: ParallelConfig, seed: int) -> World:
 
 
 def stop_world() -> None:
-    """Wait for every rank, then leave. Without it a gloo rank may abort at exit. Harmless when
-    nothing is started.
+    """Wait for every rank, then leave; without it a gloo rank may abort at exit.
+
+    Harmless when nothing is started. A process group that others created is left standing.
     """
     global _created_process_group
     if not dist.is_initialized():
@@ -172,8 +175,9 @@ def stop_world() -> None:
 
 
 def gather_over_data_parallel(world: World, item: Object) -> list[Object]:
-    """Every data-parallel rank's `item`, in rank order, on every rank. For small Python records;
-    they are pickled.
+    """Every data-parallel rank's `item`, in rank order, on every rank.
+
+    Pickled: for small Python records.
     """
     if world.data_size == 1:
         return [item]
@@ -192,8 +196,9 @@ def agree_within_replica(world: World, item: Object) -> Object:
 
 
 def broadcast_from_last_stage(world: World, tensor: Tensor) -> Tensor:
-    """The last pipeline stage's values, written into `tensor` (same shape and dtype on every
-    stage), and returned.
+    """Write the last pipeline stage's values into `tensor` on every stage, and return it.
+
+    Shape and dtype must be the same on all stages.
     """
     if world.pipeline_size > 1:
         dist.broadcast(tensor, src=_last_stage_rank(world), group=world.pipeline_group)
