@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from stable_opd_mcore.data.errors import DataError
-from stable_opd_mcore.records import FinishReason, Prompt, Rollout
+from stable_opd_mcore.records import AnswerFormat, FinishReason, Prompt, Rollout
 
 NUM_SAMPLES = 16  # what rollout.save=samples keeps of each step
 
@@ -33,6 +33,8 @@ _COLUMNS: dict[str, tuple[type | None, ...]] = {
     "finish_reason": (str,),
     "reward": (int, float, None),
     "answer": (str, None),
+    "answer_format": (str,),
+    "opens_thinking": (bool,),
     "weight_version": (int,),
     "prompt_token_ids": (list,),
     "response_token_ids": (list,),
@@ -132,6 +134,8 @@ def _to_row(rollout: Rollout) -> dict[str, Any]:
         "finish_reason": rollout.finish_reason,
         "reward": rollout.reward,
         "answer": rollout.prompt.answer,
+        "answer_format": rollout.prompt.answer_format,
+        "opens_thinking": rollout.prompt.opens_thinking,
         "weight_version": rollout.weight_version,
         "prompt_token_ids": list(rollout.prompt.token_ids),
         "response_token_ids": list(rollout.token_ids),
@@ -150,6 +154,11 @@ def _from_row(row: Any, where: str) -> Rollout:
             f"{where}: column finish_reason is {row['finish_reason']!r}; "
             f"expected one of {', '.join(get_args(FinishReason))}"
         )
+    if row["answer_format"] not in get_args(AnswerFormat):
+        raise DataError(
+            f"{where}: column answer_format is {row['answer_format']!r}; "
+            f"expected one of {', '.join(get_args(AnswerFormat))}"
+        )
     ids, logprobs = row["response_token_ids"], row["rollout_logprobs"]
     if len(ids) != len(logprobs):
         raise DataError(
@@ -162,6 +171,8 @@ def _from_row(row: Any, where: str) -> Rollout:
         text=row["prompt"],
         token_ids=_token_ids(row, "prompt_token_ids", where),
         answer=row["answer"],
+        answer_format=row["answer_format"],
+        opens_thinking=row["opens_thinking"],
         golden_token_ids=None if golden is None else _token_ids(row, "golden_token_ids", where),
     )
     return Rollout(
@@ -188,7 +199,7 @@ def _require_column(
     if value is None and None in kinds:
         return
     types = tuple(kind for kind in kinds if kind is not None)
-    if not isinstance(value, types) or isinstance(value, bool):
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         names = " or ".join("null" if kind is None else kind.__name__ for kind in kinds)
         raise DataError(f"{where}: column {column} is {value!r:.60}; expected {names}")
 
