@@ -52,7 +52,7 @@ class Chunk:
         """
         found["logprob"][rows] = self.target.logprob_C
         found["entropy"][rows] = self.student.entropy_C
-        if self.teacher is not None:
+        if self.teacher is not None and self.teacher.student_to_other_C is not None:
             found["kl_teacher"][rows] = self.teacher.student_to_other_C
         elif self.rows.teacher_logprob is not None:
             found["kl_teacher"][rows] = self.target.logprob_C - self.rows.teacher_logprob

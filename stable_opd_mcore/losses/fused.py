@@ -231,7 +231,10 @@ class _Run:
         support = None
         if support_ids is not None:
             student_CK = looked_up[1] * self.scale
-            teacher_CK = looked_up[2] * self.scale if teacher_CV is not None else rows.topk_logprobs
+            teacher_CK = rows.topk_logprobs
+            if teacher_CV is not None:
+                teacher_CK = looked_up[2] * self.scale
+            assert teacher_CK is not None
             support = Support.of(support_ids, student_CK, teacher_CK)
         return Chunk(
             head=head,

@@ -7,6 +7,9 @@ are fp32 (fp64 for fp64) in registers. Not here: merging of vocabulary shards, a
 C rows, V columns of the local shard; z student logits, o another model's.
 """
 
+# Triton comes with the gpu extra; where it is missing nothing here can be resolved.
+# pyright: reportMissingImports=false, reportIndexIssue=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -84,8 +84,8 @@ def objective_loss(
 
 def opd(view: View) -> Tensor:
     """Clipped surrogate of A = log pi_T - log pi_old with its options (METHOD §1, §3)."""
-    assert view.batch.teacher is not None
     settings, batch = view.config.objective, view.batch
+    assert batch.teacher is not None
     old_N = _behaviour(view)
     teacher_N = batch.teacher.sampled_logprob_N
     alpha = settings.advantage.power

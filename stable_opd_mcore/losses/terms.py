@@ -6,7 +6,7 @@ chunk.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from torch import Tensor
@@ -83,5 +83,8 @@ class Rows:
         )
 
     def __getitem__(self, rows: slice) -> Rows:
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Rows(**{name: x if x is None else x[rows] for name, x in values.items()})
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        chosen: dict[str, Any] = {
+            name: value[rows] for name, value in values.items() if value is not None
+        }
+        return replace(self, **chosen)

@@ -1,0 +1,296 @@
+"""Time and peak memory of the loss, forward and backward: ours, plain torch, Liger's fused-linear
+JSD.
+
+    python -m benchmarks.loss                     # CPU: one point; CUDA: the sweep over T and both
+    heads python -m benchmarks.loss --tokens 8192 --hidden 3584 --vocab 152064 --dtype bf16
+    python -m benchmarks.loss --json loss.json
+
+Full-vocabulary reverse KL of a student to a frozen model, from hidden states and heads, with
+gradients to the student's hidden states and head: the work of gkd, and of opd's exact KL to the
+reference. Every figure is from a process of its own; memory is what forward and backward add at
+their peak to the inputs, gradients included, and beside it without the two gradients. "gemms" is
+four matrix products of the same sizes, the floor. Not a test: nothing here asserts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from stable_opd_mcore.losses.fused import Head, fused_loss
+from stable_opd_mcore.losses.terms import Terms
+from stable_opd_mcore.records import MicroBatch, TeacherScores
+
+CPU_POINT = (4096, 512, 32768)  # T, H, V
+CUDA_HEADS = ((3584, 152064), (1536, 151936))
+CUDA_TOKENS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement to make."""
+
+    implementation: str
+    tokens: int
+    hidden: int
+    vocab: int
+    dtype: str
+    device: str
+    chunk_tokens: int
+    repeats: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class Inputs:
+    student_TH: Tensor
+    student_VH: Tensor
+    teacher_TH: Tensor
+    teacher_VH: Tensor
+
+
+Step = Callable[[Inputs], Tensor]
+
+
+def ours(point: Point) -> Step:
+    terms = Terms(divergence="reverse")
+
+    def step(x: Inputs) -> Tensor:
+        count = point.tokens
+        index = torch.zeros(count, dtype=torch.int64, device=point.device)
+        zero = torch.zeros(count, device=point.device)
+        batch = MicroBatch(
+            tokens_T=index,
+            positions_T=index,
+            cu_seqlens=index[:2].int(),
+            max_seqlen=count,
+            rows_N=index,
+            targets_N=index,
+            sample_index_N=index,
+            token_index_N=index,
+            pg_weight_N=torch.full_like(zero, 1 / count),
+            kl_weight_N=zero,
+            sft_weight_N=zero,
+            rollout_logprob_N=zero,
+            repetitive_N=zero.bool(),
+            teacher=TeacherScores(sampled_logprob_N=zero, hidden_NH=x.teacher_TH),
+        )
+        heads = [Head(weight, 0, point.vocab) for weight in (x.student_VH, x.teacher_VH)]
+        return fused_loss(
+            x.student_TH,
+            heads[0],
+            batch,
+            terms,
+            teacher_head=heads[1],
+            chunk_tokens=point.chunk_tokens,
+        ).loss
+
+    return step
+
+
+def plain_torch(point: Point) -> Step:
+    def step(x: Inputs) -> Tensor:
+        log_p = (x.student_TH @ x.student_VH.T).float().log_softmax(-1)
+        log_q = (x.teacher_TH @ x.teacher_VH.T).float().log_softmax(-1)
+        kl = torch.nn.functional.kl_div(log_q, log_p, reduction="sum", log_target=True)
+        return kl / point.tokens
+
+    return step
+
+
+def liger(point: Point) -> Step:
+    from liger_kernel.transformers import LigerFusedLinearJSD
+
+    loss = LigerFusedLinearJSD(jsd_beta=1.0)  # 1 is the reverse KL
+
+    def step(x: Inputs) -> Tensor:
+        return loss(x.student_TH, x.student_VH, x.teacher_TH, x.teacher_VH, None)
+
+    return step
+
+
+def gemms(point: Point) -> Step:
+    """The four products of the other implementations, in the same chunks, and no pass over their
+    results."""
+
+    class Products(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, student_TH, student_VH, teacher_TH, teacher_VH):
+            d_TH, d_VH = torch.zeros_like(student_TH), torch.zeros_like(student_VH)
+            rows = min(point.chunk_tokens, point.tokens)
+            buffers = student_VH.new_empty(2, rows, point.vocab)
+            for start in range(0, point.tokens, rows):
+                chunk = slice(start, min(start + rows, point.tokens))
+                logits, other = buffers[:, : chunk.stop - start]
+                torch.mm(student_TH[chunk], student_VH.T, out=logits)
+                torch.mm(teacher_TH[chunk], teacher_VH.T, out=other)
+                d_TH[chunk] = logits @ student_VH
+                d_VH.addmm_(logits.T, student_TH[chunk])
+            ctx.save_for_backward(d_TH, d_VH)
+            return student_TH.new_zeros(())
+
+        @staticmethod
+        def backward(ctx, *grad_outputs):
+            return *ctx.saved_tensors, None, None
+
+    return lambda x: Products.apply(x.student_TH, x.student_VH, x.teacher_TH, x.teacher_VH)
+
+
+IMPLEMENTATIONS: dict[str, Callable[[Point], Step]] = {
+    "ours": ours,
+    "plain torch": plain_torch,
+    "liger": liger,
+    "gemms": gemms,
+}
+
+
+def make_inputs(point: Point) -> Inputs:
+    draw = torch.Generator(point.device).manual_seed(0)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[point.dtype]
+
+    def normal(*shape: int, scale: float) -> Tensor:
+        x = torch.empty(*shape, dtype=dtype, device=point.device)
+        return x.normal_(generator=draw).mul_(scale)
+
+    student_TH, teacher_TH = (normal(point.tokens, point.hidden, scale=1.0) for _ in range(2))
+    student_VH, teacher_VH = (
+        normal(point.vocab, point.hidden, scale=point.hidden**-0.5) for _ in range(2)
+    )
+    return Inputs(student_TH.requires_grad_(), student_VH.requires_grad_(), teacher_TH, teacher_VH)
+
+
+def measure(point: Point) -> dict[str, float]:
+    """Seconds (median of repeats, after one warm-up) and MiB of one point, in this process."""
+    torch.set_num_threads(point.threads)
+    inputs = make_inputs(point)
+    step = IMPLEMENTATIONS[point.implementation](point)
+    held = memory(point, reset=True)
+    seconds = []
+    for _ in range(point.repeats + 1):
+        inputs.student_TH.grad = inputs.student_VH.grad = None
+        synchronize(point)
+        start = time.perf_counter()
+        loss = step(inputs)
+        loss.backward()
+        synchronize(point)
+        seconds.append(time.perf_counter() - start)
+    extra = memory(point, reset=False) - held
+    gradients = sum(x.numel() * x.element_size() for x in (inputs.student_TH, inputs.student_VH))
+    timed = sorted(seconds[1:])
+    return {
+        "seconds": timed[len(timed) // 2],
+        "peak_mib": extra / MIB,
+        "peak_without_gradients_mib": (extra - gradients) / MIB,
+        "loss": float(loss.detach()),
+    }
+
+
+def memory(point: Point, reset: bool) -> int:
+    """Bytes in use now (reset: and the peak starts anew), else the peak since."""
+    if point.device == "cuda":
+        if not reset:
+            return torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    field = "VmRSS:" if reset else "VmHWM:"
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith(field)) * 1024
+
+
+def synchronize(point: Point) -> None:
+    if point.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def points(options: argparse.Namespace) -> list[Point]:
+    """What to measure: the sizes asked for, or the device's own."""
+    device = options.device
+    if options.tokens:
+        sizes = [(options.tokens, options.hidden, options.vocab)]
+    elif device == "cuda":
+        sizes = [(tokens, *head) for head in CUDA_HEADS for tokens in CUDA_TOKENS]
+    else:
+        sizes = [CPU_POINT]
+    names = [n for n in IMPLEMENTATIONS if n != "liger" or device == "cuda"]
+    dtype = options.dtype or ("bf16" if device == "cuda" else "fp32")
+    repeats = options.repeats or (5 if device == "cuda" else 3)
+    return [
+        Point(name, *size, dtype, device, options.chunk_tokens, repeats, options.threads)
+        for size in sizes
+        for name in options.only or names
+    ]
+
+
+def in_own_process(point: Point) -> dict[str, float | str]:
+    """Measure in a fresh process; a failure (out of memory, not installed) is its last line."""
+    finished = subprocess.run(
+        [sys.executable, "-m", "benchmarks.loss", "--measure", json.dumps(asdict(point))],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if finished.returncode:
+        lines = finished.stderr.strip().splitlines() or [f"exit code {finished.returncode}"]
+        return {"failed": lines[-1]}
+    return json.loads(finished.stdout)
+
+
+def print_table(rows: list[dict], device: str) -> None:
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
+    table = Table(title=f"{name or platform.machine()}, torch {torch.__version__}")
+    for column in ("T", "H", "V", "dtype", "", "seconds", "peak MiB", "without gradients", "loss"):
+        table.add_column(column, justify="left" if column == "" else "right")
+    for row in rows:
+        sizes = [f"{row[key]:,}" for key in ("tokens", "hidden", "vocab")]
+        if "failed" in row:
+            figures = [row["failed"][:60], "", "", ""]
+        else:
+            figures = [f"{row['seconds']:.4f}", f"{row['peak_mib']:,.0f}"]
+            figures += [f"{row['peak_without_gradients_mib']:,.0f}", f"{row['loss']:.5f}"]
+        table.add_row(*sizes, row["dtype"], row["implementation"], *figures)
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
+    parser.add_argument("--tokens", type=int, help="T; without it the device's own sizes")
+    parser.add_argument("--hidden", type=int, default=CPU_POINT[1])
+    parser.add_argument("--vocab", type=int, default=CPU_POINT[2])
+    parser.add_argument("--dtype", choices=("fp32", "bf16"))
+    parser.add_argument("--only", nargs="+", choices=list(IMPLEMENTATIONS))
+    parser.add_argument("--chunk-tokens", type=int, default=1024)
+    parser.add_argument("--repeats", type=int, help="timed runs after one warm-up")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        print(json.dumps(measure(Point(**json.loads(options.measure)))))
+        return
+    rows = []
+    with Console(stderr=True).status("measuring"):
+        rows = [asdict(point) | in_own_process(point) for point in points(options)]
+    print_table(rows, options.device)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
