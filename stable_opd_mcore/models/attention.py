@@ -73,8 +73,7 @@ class RotaryByPosition(torch.nn.Module):
 
 
 def rotate(heads: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotary embedding of [s, b, heads, D] by [s, b, 1, D]; halves are paired, as in
-    transformers."""
+    """Rotate [s, b, heads, D] by [s, b, 1, D]; halves are paired, as in transformers."""
     cos, sin = cos_sin.chunk(2, dim=-1)
     first, second = heads.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -82,8 +81,7 @@ def rotate(heads: Tensor, cos_sin: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Buckets:
-    """How T packed tokens are laid out as few rectangles [sequences, longest] for batched
-    attention.
+    """T packed tokens laid out as a few rectangles [sequences, longest], attended to at once.
 
     Every packed token stands in exactly one slot. Padding stands right of its sequence, where
     causal attention never looks at it; it repeats the sequence's first token, and what it yields is

@@ -1,9 +1,8 @@
-"""Weights in and out of a built model: Hugging Face directories, random draws, another model of the
-same shape.
+"""Weights in and out of a built model: Hugging Face directories, random draws, another model.
 
-    load_hf(chunks, path)                    # all is checked before the first weight is overwritten
-    export_hf(chunks, directory)             # whole or not at all for name, tensor in
-    iter_hf_tensors(chunks): ...    # full tensors, one parameter at a time, in step on all ranks
+    load_hf(chunks, path)              # all is checked before the first weight is overwritten
+    export_hf(chunks, directory)       # whole or not at all
+    for name, tensor in iter_hf_tensors(chunks): ...    # full tensors, in step on all ranks
 
 Exact in both directions; padded vocabulary rows are zero when loaded and never leave. Not here:
 Megatron's own distributed checkpoints (train/checkpoint.py), the table of names and layouts
@@ -71,8 +70,7 @@ def random_weights(chunks: Sequence[Module], seed: int) -> None:
 
 
 def load_hf(chunks: Sequence[Module], path: str | Path) -> None:
-    """Read a Hugging Face directory's safetensors (one file or an index of several) into the
-    chunks.
+    """Fill the chunks from a Hugging Face directory's safetensors, one file or several.
 
     Raises:
         ValueError: a file or tensor is missing, a file is truncated, or a shape or a set of tensors
@@ -86,12 +84,11 @@ def load_hf(chunks: Sequence[Module], path: str | Path) -> None:
 
 
 def iter_hf_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
-    """Every HF tensor, whole, on this rank's device, in forward order, on every tensor and pipeline
-    rank.
+    """Every HF tensor, whole, on this rank's device, in the order of the forward pass.
 
-    Collective over tensor and pipeline ranks: all of them iterate in step and to the end. One
-    parameter's tensors exist at a time; the tensors may share memory with the weights, so copy what
-    is kept.
+    Collective over the tensor and pipeline ranks: all of them iterate in step, to the end, and see
+    the same. One parameter's tensors exist at a time; they may share memory with the weights, so
+    copy what is kept.
     """
     models = [unwrap(chunk) for chunk in chunks]
     architecture = architecture_of(chunks)

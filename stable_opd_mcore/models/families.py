@@ -1,8 +1,8 @@
-"""Which models can be built: the architecture of a Hugging Face `config.json`, one table entry per
-family.
+"""Which models can be built: architectures read from Hugging Face's config.json, by family.
 
-Adding a dense decoder family is an entry of FAMILIES (and, when its tensors have other names, one
-of convert.py's table). Not here: weights, Megatron, transformers; a config is read as plain JSON.
+Adding a dense decoder family is an entry of FAMILIES (and, when its tensors have other names,
+entries of
+tensors.py's table). Not here: weights, Megatron, transformers; a config is read as plain JSON.
 """
 
 from __future__ import annotations
@@ -20,28 +20,24 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Family:
-    """What distinguishes one `model_type` from the next: pre-norm decoders with RMSNorm, SwiGLU and
-    rotary positions."""
+    """What tells one `model_type` from the next; all have RMSNorm before, SwiGLU and RoPE."""
 
     qkv_bias: bool
     qk_norm: bool
-    refused: Mapping[
-        str, Any
-    ]  # keys that must be absent or have this value: others are not implemented
+    supported: Mapping[str, Any]  # the one value of these keys that is implemented, and default
 
 
 _PLAIN = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
 FAMILIES: dict[str, Family] = {
-    "qwen2": Family(qkv_bias=True, qk_norm=False, refused=_PLAIN),
-    "qwen3": Family(qkv_bias=False, qk_norm=True, refused=_PLAIN | {"attention_bias": False}),
-    "llama": Family(qkv_bias=False, qk_norm=False, refused=_PLAIN | {"attention_bias": False}),
+    "qwen2": Family(qkv_bias=True, qk_norm=False, supported=_PLAIN),
+    "qwen3": Family(qkv_bias=False, qk_norm=True, supported=_PLAIN | {"attention_bias": False}),
+    "llama": Family(qkv_bias=False, qk_norm=False, supported=_PLAIN | {"attention_bias": False}),
 }
 
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """Stretching of the rotary frequencies: "linear" divides them, "llama3" divides the low
-    ones."""
+    """Stretched rotary frequencies: "linear" divides all of them, "llama3" the low ones."""
 
     kind: str
     factor: float
@@ -89,7 +85,7 @@ def read_architecture(source: str | Path | Mapping[str, Any]) -> Architecture:
             f"{origin}: model_type {model_type!r} is not supported; "
             f"known: {', '.join(sorted(FAMILIES))}"
         )
-    for key, wanted in FAMILIES[model_type].refused.items():
+    for key, wanted in FAMILIES[model_type].supported.items():
         if fields.get(key, wanted) != wanted:
             raise ValueError(
                 f"{origin}: {key}={fields[key]!r} is not supported for {model_type}; "

@@ -30,8 +30,7 @@ from megatron.core.utils import unwrap_model  # noqa: E402
 
 
 class HiddenStatesGPTModel(GPTModel):
-    """GPTModel whose last stage returns normalised hidden states [s, b, H], full over s, instead of
-    logits.
+    """GPTModel whose last stage returns normalised hidden states [s, b, H] instead of logits.
 
     Under sequence parallelism the hidden states are gathered over the tensor ranks. The gradient
     that comes back must be complete on every one of them (the loss sums it over the vocabulary
@@ -63,8 +62,7 @@ def unwrap(chunk: torch.nn.Module) -> HiddenStatesGPTModel:
 
 
 def output_head(chunks: Sequence[torch.nn.Module], vocab_size: int | None = None) -> Head | None:
-    """The head's shard of this tensor rank on the last pipeline stage, None elsewhere. It is the
-    live parameter.
+    """The head's shard of this tensor rank, the live parameter; None before the last stage.
 
     Args:
         vocab_size: the common vocabulary of student and teacher; default: the architecture's. Rows
