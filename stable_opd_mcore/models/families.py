@@ -1,8 +1,7 @@
 """Which models can be built: architectures read from Hugging Face's config.json, by family.
 
 Adding a dense decoder family is an entry of FAMILIES (and, when its tensors have other names,
-entries of
-tensors.py's table). Not here: weights, Megatron, transformers; a config is read as plain JSON.
+entries of tensors.py's table). Not here: weights, Megatron, transformers; a config is plain JSON.
 """
 
 from __future__ import annotations
