@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,6 +67,7 @@ def build_sglang_engine(
     return SglangEngine(
         EngineSettings(
             vocab_size=vocab_size,
+            padded_vocab_size=architecture.vocab_size,
             window=architecture.max_positions,
             dtype=dtype,
             bucket_bytes=sglang.bucket_mib * _MIB,
@@ -112,7 +114,7 @@ def write_model_config(architecture: Architecture, directory: Path) -> Path:
     return directory
 
 
-def model_config(architecture: Architecture) -> dict[str, object]:
+def model_config(architecture: Architecture) -> dict[str, Any]:
     """config.json as SGLang wants it: with the class that an inline architecture may leave out."""
     classes = {
         "qwen2": "Qwen2ForCausalLM",

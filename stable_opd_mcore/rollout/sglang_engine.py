@@ -55,7 +55,8 @@ Decode = Callable[[Sequence[int]], str]
 class EngineSettings:
     """What the engine needs to know of the model and of the run."""
 
-    vocab_size: int
+    vocab_size: int  # of the tokenizer
+    padded_vocab_size: int  # rows of the model's embedding
     window: int  # most tokens of prompt and response together
     dtype: torch.dtype  # of the servers' weights
     bucket_bytes: int
@@ -150,7 +151,7 @@ class SglangEngine:
             self._resume_memory()
             self._send_weights(resent=False)
         held = self._held.pop(step, {})
-        requests = [_request(prompt, sampling, settings.vocab_size) for prompt in prompts]
+        requests = [_request(prompt, sampling, settings) for prompt in prompts]
         answers = self._take_ahead(prompts, sampling, step)
         wanted = [i for i, prompt in enumerate(prompts) if (prompt.prompt_id, 0) not in held]
         for _ in range(_MOST_ROUNDS):
@@ -189,7 +190,7 @@ class SglangEngine:
         assert self._ahead is None, "the rollouts drawn ahead have not been collected"
         settings = self._settings
         check_prompts(prompts, sampling, vocab_size=settings.vocab_size, window=settings.window)
-        requests = [_request(prompt, sampling, settings.vocab_size) for prompt in prompts]
+        requests = [_request(prompt, sampling, settings) for prompt in prompts]
         accept = self._accept(settings.max_staleness - 1)  # they train one version later
 
         def work() -> None:
@@ -449,7 +450,7 @@ def is_leader(world: World) -> bool:
     return world.tensor_rank == 0 and world.pipeline_rank == 0
 
 
-def _request(prompt: Prompt, sampling: Sampling, vocab_size: int) -> Generation:
+def _request(prompt: Prompt, sampling: Sampling, settings: EngineSettings) -> Generation:
     return Generation(
         token_ids=prompt.token_ids,
         num_samples=sampling.num_samples,
@@ -457,7 +458,8 @@ def _request(prompt: Prompt, sampling: Sampling, vocab_size: int) -> Generation:
         top_p=sampling.top_p,
         max_new_tokens=sampling.max_new_tokens,
         stop_token_ids=sampling.stop_token_ids,
-        vocab_size=vocab_size,
+        vocab_size=settings.vocab_size,
+        padded_vocab_size=settings.padded_vocab_size,
     )
 
 

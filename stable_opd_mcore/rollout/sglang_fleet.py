@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -69,6 +69,7 @@ class Fleet:
         self._restarts_left = max_restarts
         self._health_interval = health_interval_seconds
         self._startup_timeout = startup_timeout_seconds
+        self._redrawn: Counter[str] = Counter()  # responses to ask for again, by who failed
         self._lock = threading.RLock()
 
     def start(self) -> None:
@@ -111,6 +112,9 @@ class Fleet:
                     worker.result()
         finally:
             done.set()  # not joined: a probe takes a second, and its verdict no longer counts
+            for name, count in self._redrawn.items():
+                self._events.add("redrawn", name, f"{count} responses after a failure", count)
+            self._redrawn.clear()
         return answers
 
     def fail(self, member: Member, reason: str) -> None:
@@ -215,9 +219,7 @@ class Fleet:
             with self._lock:
                 waiting.append(index)
                 if answer is None:
-                    self._events.add(
-                        "redrawn", member.name, "after a failure", requests[index].num_samples
-                    )
+                    self._redrawn[member.name] += requests[index].num_samples
 
     def _least_loaded(self) -> Member | None:
         ready = [member for member in self.members if member.state == "ready"]

@@ -319,6 +319,7 @@ class DiskTransport(Transport):
     def close(self) -> None:
         body = {
             "model_path": str(self._directory.resolve()),
+            "load_format": "safetensors",  # the server itself started with random weights
             "flush_cache": False,
             "weight_version": INCOMPLETE,
         }

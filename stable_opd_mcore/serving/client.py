@@ -17,6 +17,7 @@ import httpx
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
 
 _ROUNDING = 1e-3  # a log-probability may exceed 0 by this much
+_NEVER = -1e9  # in a logit: probability exactly 0 (JSON has no infinity)
 _PLAIN_TEXT = ("/flush_cache", "/abort_request")  # routes whose answer is a sentence
 _CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=64)
 
@@ -67,6 +68,7 @@ class Generation:
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
     vocab_size: int  # ids at or above it never leave, and are garbage when they come
+    padded_vocab_size: int = 0  # the served model's rows; those beyond vocab_size are never drawn
 
     def payload(self) -> dict[str, Any]:
         """The body of /generate.
@@ -75,9 +77,12 @@ class Generation:
             ValueError: an id outside the vocabulary, which would end the server.
         """
         require_in_vocabulary(self.token_ids, self.vocab_size)
+        padding = range(self.vocab_size, self.padded_vocab_size)
         return {
             "input_ids": [list(self.token_ids)],
             "sampling_params": {
+                # applied before the softmax, so log-probabilities are over the vocabulary alone
+                "logit_bias": {str(token): _NEVER for token in padding} or None,
                 "n": self.num_samples,
                 "temperature": self.temperature,
                 "top_p": self.top_p,

@@ -147,7 +147,8 @@ def _train_phase(config: Config, world: World, guard: Guard, show_progress: bool
             try:
                 result = train_step(run, state)
             except EngineLost:  # nothing has changed since the last step
-                save(state)
+                if state.step:  # the optimizer has no state to save before its first step
+                    save(state)
                 raise
             state, metrics = result.state, result.metrics
             if run.held_out is not None and _due(state.step, config.evaluation.every, config):

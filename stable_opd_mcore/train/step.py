@@ -236,11 +236,8 @@ def step_metrics(
 ) -> Metrics:
     """Everything the step has to say, the same on every rank."""
     tokens = sum(len(s.prompt_token_ids) + len(s.response_token_ids) for s in samples)
-    merged = reduce_over_ranks(timer.metrics(tokens), dist.group.WORLD, run.world.device)
-    merged = merged | reduce_over_ranks(
-        run.engine.take_metrics(), dist.group.WORLD, run.world.device
-    )
-    merged = merged | sample_metrics(samples)
+    mine = timer.metrics(tokens) | run.engine.take_metrics()
+    merged = reduce_over_ranks(mine, dist.group.WORLD, run.world.device) | sample_metrics(samples)
     if rollouts:
         budget = run.config.sampling.max_new_tokens
         merged = merged | rollout_metrics(rollouts, budget, run.config.monitoring)
