@@ -137,7 +137,8 @@ step_id() { squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format='%i %j' | 
 signal_step() {
   local id
   id=$(step_id "$2")
-  [ -z "$id" ] || scancel --signal="$1" "$id"
+  # Slurm 22.05 delivers the signal and says "Invalid job id" all the same
+  [ -z "$id" ] || scancel --signal="$1" "$id" 2>/dev/null
 }
 
 describe() {
@@ -348,15 +349,20 @@ judge() {
   name_culprit
 }
 
-# Ranks whose stack file is empty did not even run their watchdog: stopped, or lost.
+# Suspects are ranks that do not wait for others: their stack is not in a collective, or they could not write one at all.
 hung_ranks() {
-  local file silent='' dumped=''
+  local file name suspects='' dumped=''
   for file in "$RUN_DIRECTORY"/stacks/rank_?????.txt; do
     [ -e "$file" ] || return 1
-    if [ -s "$file" ]; then dumped=yes; else silent+=" $(basename "$file" .txt) on $(cat "$ATTEMPT_DIR/ranks/$(basename "$file" .txt)")"; fi
+    name=$(basename "$file" .txt)
+    if [ -s "$file" ]; then dumped=yes; fi
+    # the main thread comes last in a dump, its innermost frame first
+    if ! awk '/^(Current t|T)hread /{getline; inner = $0} END {exit inner !~ /torch\/distributed/}' "$file"; then
+      suspects+=" $name on $(cat "$ATTEMPT_DIR/ranks/$name")"
+    fi
   done
   [ -n "$dumped" ] || return 1
-  echo "no step within fault.watchdog_minutes;${silent:+ silent:$silent}"
+  echo "no step within fault.watchdog_minutes${suspects:+; not waiting for others:$suspects}"
 }
 
 # The first that a signal killed, else the first that failed: the others fail because it is gone.
@@ -369,7 +375,7 @@ name_culprit() {
     requeue lost "the trainer ended without a word from its ranks"
     return
   fi
-  last=$(grep -v '^\s*$' "$ATTEMPT_DIR/$rank.log" | tail -n 1)
+  last=$(grep -v -e '^\s*$' -e '/rank\.sh: line ' "$ATTEMPT_DIR/$rank.log" | tail -n 1)
   verdict failed "$rank on $node ended with code $code: $last" "$((10#${rank#rank_}))" "$node" "$code"
   return 1
 }

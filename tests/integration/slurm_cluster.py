@@ -27,7 +27,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[2]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol")
 SEARCH_PATH = f"{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin"
-PREEMPTION_GRACE_SECONDS = 20
+PREEMPTION_GRACE_SECONDS = 60
 SACCT = r"""#!/bin/bash
 # sacct --parsable2 -j ID, answered by scontrol
 while [ $# -gt 0 ]; do case "$1" in -j) id=$2; shift;; esac; shift; done
@@ -115,6 +115,9 @@ class SlurmCluster:
     def call(self, *command: str, check: bool = True) -> str:
         """Run a Slurm command; its standard output."""
         return self._run(*command, check=check).stdout
+
+    def succeeds(self, *command: str) -> bool:
+        return self._run(*command, check=False).returncode == 0
 
     def field(self, job: str, name: str) -> str:
         """A field of `scontrol show job`, "" when it is absent."""
@@ -244,7 +247,7 @@ class SlurmCluster:
             "SchedulerType=sched/backfill",
             "SchedulerParameters=bf_interval=1,sched_interval=2,batch_sched_delay=0,sched_min_interval=0",
             "ReturnToService=2",
-            "KillWait=10",
+            "KillWait=30",
             "MinJobAge=3600",
             "SlurmdTimeout=300",
             "JobRequeue=1",

@@ -1,0 +1,90 @@
+"""What a reader of the batch scripts relies on, without a cluster: lint, headers, dry runs."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from stable_opd_mcore.config.load import load_config
+
+REPOSITORY = Path(__file__).parents[2]
+SHARED = {"common.sh", "rank.sh"}
+SHELL = sorted([*REPOSITORY.glob("slurm/*.sh"), *REPOSITORY.glob("launch/*.sh")])
+BATCH = [path for path in SHELL if path.parent.name == "slurm" and path.name not in SHARED]
+
+
+def dry_run(script: Path, *arguments: str, **settings: str) -> str:
+    answer = subprocess.run(
+        ["bash", str(script), "--dry-run", *arguments],
+        cwd=REPOSITORY,
+        env={"PATH": os.environ["PATH"], **settings},
+        capture_output=True,
+        text=True,
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    return answer.stdout
+
+
+@pytest.mark.parametrize("path", SHELL, ids=lambda path: path.name)
+def test_shellcheck_is_content(path):
+    if shutil.which("shellcheck") is None:
+        if os.environ.get("CI") == "true":
+            pytest.fail("no shellcheck: apt-get install shellcheck")
+        pytest.skip("no shellcheck")
+    answer = subprocess.run(
+        ["shellcheck", "--external-sources", str(path)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    assert answer.returncode == 0, answer.stdout
+
+
+@pytest.mark.parametrize("path", BATCH, ids=lambda path: path.name)
+def test_resources_and_how_to_change_them_come_first(path):
+    head = path.read_text().splitlines()[:30]
+    assert any(line.startswith("# Resources: ") for line in head)
+    assert any("sbatch --nodes=" in line for line in head)
+    assert any(line.startswith("#SBATCH --signal=B:USR1@") for line in head)
+
+
+@pytest.mark.parametrize("path", BATCH, ids=lambda path: path.name)
+def test_a_dry_run_prints_commands_with_a_config_that_loads(path):
+    printed = dry_run(path, "train.steps=3", "run.name=x", VENV="/shared/venv")
+    command = next(line for line in printed.splitlines() if "rank.sh" in line).split()
+    start = command.index("stable_opd_mcore")
+    assert command[start - 2] == "/shared/venv/bin/python"
+    config, overrides = command[start + 2], command[start + 3 :]
+    assert overrides[:2] == ["train.steps=3", "run.name=x"]
+    assert load_config(REPOSITORY / config, overrides[:2]).train.steps == 3
+
+
+def test_server_nodes_come_from_the_same_allocation():
+    script = REPOSITORY / "slurm" / "stable_opd_32b.sh"
+    printed = dry_run(script, SERVER_NODES="2")
+    assert printed.count("stable_opd_mcore serve") == 2
+    trainer = next(line for line in printed.splitlines() if "--job-name=trainer" in line)
+    assert "--nodes=4 " in trainer
+    assert "http://node5:30000" in trainer
+    assert "http://node6:30020" in trainer
+
+
+def test_more_servers_than_nodes_is_refused_with_the_sum():
+    answer = subprocess.run(
+        ["bash", "slurm/stable_opd_7b.sh", "--dry-run"],
+        cwd=REPOSITORY,
+        env={"PATH": os.environ["PATH"], "SERVER_NODES": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert answer.returncode == 2
+    assert "sbatch --nodes=2 or more" in answer.stdout
+
+
+def test_a_container_replaces_the_virtual_environment():
+    script = REPOSITORY / "slurm" / "stable_opd_7b.sh"
+    printed = dry_run(script, CONTAINER_IMAGE="/images/opd.sqsh")
+    assert "--container-image=/images/opd.sqsh" in printed
+    assert "rank.sh python3 -m stable_opd_mcore" in printed

@@ -1,0 +1,237 @@
+"""The shipped batch scripts on a real Slurm: three nodes, CPU ranks, a tiny student, real training.
+
+Each test costs minutes, so each tells one long story: a run that loses its nodes in every way and
+still ends like one left alone, and a run that hangs and then crashes.
+"""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.integration.slurm_cluster import SlurmCluster
+
+pytestmark = pytest.mark.slow
+
+STEPS = 20
+TINY = [
+    "configs/smoke_cpu.yaml",
+    f"train.steps={STEPS}",
+    "rollout.prompts_per_step=4",
+    "sampling.max_new_tokens=16",
+    "evaluation.every=0",
+    "checkpoint.every=3",
+    "monitoring.tensorboard=false",
+]
+MACHINE_KEYS = ("time/", "throughput/", "memory/")  # metrics that no two runs share
+
+
+class Run:
+    """One run of slurm/stable_opd_7b.sh and the files it leaves."""
+
+    def __init__(self, cluster: SlurmCluster, directory: Path, name: str):
+        self.cluster = cluster
+        self.directory = directory / name
+        self.logs = directory / f"{name}-logs"
+        self.output = directory / f"{name}.out"
+        self.arguments = [*TINY, f"run.directory={directory}", f"run.name={name}"]
+
+    def submit(
+        self,
+        *overrides: str,
+        options: tuple[str, ...] = (),
+        settings: dict[str, str] | None = None,
+    ) -> str:
+        virtual_environment = Path(sys.executable).parents[1]
+        env = {
+            "VENV": str(virtual_environment),
+            "LOG_DIR": str(self.logs),
+            "RANKS_PER_NODE": "1",
+            "REQUIRE_GPU": "0",
+            "MIN_FREE_GIB": "0.1",
+            "PREFLIGHT": "off",
+            "OMP_NUM_THREADS": "1",
+        }
+        return self.cluster.submit(
+            ["slurm/stable_opd_7b.sh", *self.arguments, *overrides],
+            options=["--nodes=2", "--time=01:00:00", f"--output={self.output}", *options],
+            env=env | (settings or {}),
+        )
+
+    def rows(self) -> list[dict]:
+        path = self.directory / "metrics.jsonl"
+        if not path.is_file():
+            return []
+        lines = path.read_text().splitlines()
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def until_step(self, step: int) -> None:
+        self.cluster.until(
+            lambda: any(row["step"] >= step for row in self.rows()),
+            90,
+            f"step {step} of {self.directory.name}:\n{self.told()}",
+        )
+
+    def until_attempt(self, attempt: int) -> None:
+        self.cluster.until(
+            (self.logs / f"attempt_{attempt}" / "exits").is_dir, 60, f"attempt {attempt}"
+        )
+
+    def verdicts(self) -> list[dict]:
+        path = self.logs / "verdicts.jsonl"
+        if not path.is_file():
+            return []
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    def told(self) -> str:
+        return self.output.read_text() if self.output.exists() else "(no output)"
+
+    def signal_ranks(self, number: signal.Signals, *ranks: int) -> None:
+        """To the trainer processes themselves, not to the shells above them."""
+        found = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                command = (process / "cmdline").read_bytes().split(b"\0")
+                environment = (process / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            mine = f"run.name={self.directory.name}".encode() in command and b"train" in command
+            rank = next((v[5:] for v in environment if v.startswith(b"RANK=")), None)
+            if mine and rank is not None and Path(os.fsdecode(command[0])).name.startswith("py"):
+                found[int(rank)] = int(process.name)
+        for rank in ranks:
+            if number != signal.SIGCONT or rank in found:  # those that are gone need not go on
+                os.kill(found[rank], number)
+
+    @contextmanager
+    def frozen_at(self, step: int) -> Iterator[None]:
+        """Holds both ranks once `step` is done, so that what happens in the block happens there."""
+        self.until_step(step)
+        self.signal_ranks(signal.SIGSTOP, 0, 1)
+        assert self.rows()[-1]["step"] < STEPS, "the run was over before it could be held"
+        yield
+        self.signal_ranks(signal.SIGCONT, 0, 1)
+
+    def until_asked_to_stop(self, times: int) -> None:
+        self.cluster.until(
+            lambda: self.told().count("USR1: the nodes are wanted") == times,
+            60,
+            f"USR1, the {times}. time:\n{self.told()}",
+        )
+
+
+def what_was_learnt(rows: list[dict]) -> list[dict]:
+    return [
+        {key: value for key, value in row.items() if not key.startswith(MACHINE_KEYS)}
+        for row in rows
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster, tmp_path_factory) -> Run:
+    """A run that ends at its first attempt that starts, all checks on, one node with a bad GPU."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    (directory / "bin").mkdir()
+    smi = directory / "bin" / "nvidia-smi"
+    smi.write_text(
+        "#!/bin/bash\n"
+        'errors=0; [ "$SLURMD_NODENAME" != n1 ] || errors=3\n'
+        'echo "0, $errors, No, No, No, Not Active, Not Active, Not Active"\n'
+    )
+    smi.chmod(0o755)
+    run = Run(cluster, directory, "undisturbed")
+    settings = {
+        "PREFLIGHT": "on",
+        "REQUIRE_GPU": "1",
+        "MIN_ALLREDUCE_GBPS": "0.0001",
+        "PATH": f"{directory / 'bin'}:{cluster.env['PATH']}",
+    }
+    job = run.submit(settings=settings)
+    cluster.wait(job, {"COMPLETED"}, timeout=240)
+    return run
+
+
+def test_a_bad_node_is_named_and_left_out(undisturbed):
+    assert "n1: GPU 0: ecc.errors.uncorrected.volatile.total is 3" in undisturbed.told()
+    assert [v["verdict"] for v in undisturbed.verdicts()] == ["requeued", "done"]
+    ranks = undisturbed.logs / "attempt_1" / "ranks"
+    assert sorted(path.read_text().strip() for path in ranks.iterdir()) == ["n2", "n3"]
+
+
+def test_the_script_trains_to_the_end(undisturbed):
+    assert [row["step"] for row in undisturbed.rows()] == list(range(1, STEPS + 1))
+    assert (undisturbed.directory / "model" / "config.json").is_file()
+    assert (undisturbed.directory / "report.html").is_file()
+
+
+def test_a_run_that_loses_its_nodes_in_every_way_ends_the_same(cluster, undisturbed, tmp_path):
+    run = Run(cluster, tmp_path, "disturbed")
+    job = run.submit(options=("--signal=B:USR1@120",))
+
+    with run.frozen_at(2):  # the time limit comes near
+        minutes = int(cluster.field(job, "RunTime").split(":")[1]) + 2
+        cluster.call("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
+        run.until_asked_to_stop(times=1)
+    cluster.until(lambda: len(run.verdicts()) == 1, 60, f"a verdict:\n{run.told()}")
+    longer = ("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    cluster.until(lambda: cluster.succeeds(*longer), 60, "a time limit for the next attempt")
+    run.until_attempt(1)
+
+    with run.frozen_at(run.rows()[-1]["step"] + 1):  # a job with more priority takes all nodes
+        options = ("--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null")
+        cluster.submit(["--wrap=sleep 1"], options=options)
+        run.until_asked_to_stop(times=2)
+    cluster.until(lambda: len(run.verdicts()) == 2, 60, f"a verdict:\n{run.told()}")
+    run.until_attempt(2)
+
+    with run.frozen_at(run.rows()[-1]["step"] + 1):  # a node goes dark
+        lost = (run.logs / "attempt_2" / "ranks" / "rank_00001").read_text().strip()
+        cluster.lose_node(lost)
+        run.until_attempt(3)
+
+    with run.frozen_at(run.rows()[-1]["step"] + 1):  # someone cancels the job ...
+        cluster.call("scancel", job)  # Slurm lets stopped processes go on, to end
+        cluster.wait(job, {"CANCELLED"}, timeout=90)
+    assert run.verdicts()[-1]["verdict"] == "stopped"
+    cluster.restore_node(lost)
+    again = run.submit(settings={"LOG_DIR": str(tmp_path / "second-logs")})  # ... and submits it
+    cluster.wait(again, {"COMPLETED"}, timeout=120)
+
+    assert [v["verdict"] for v in run.verdicts()[:2]] == ["stopped", "stopped"]
+    assert [row["step"] for row in run.rows()] == list(range(1, STEPS + 1))
+    assert what_was_learnt(run.rows()) == what_was_learnt(undisturbed.rows())
+
+
+def test_a_hang_is_ended_and_a_crash_is_named(cluster, tmp_path):
+    run = Run(cluster, tmp_path, "troubled")
+    job = run.submit("train.steps=1000", "fault.watchdog_minutes=0.6")
+
+    run.until_step(2)
+    run.signal_ranks(signal.SIGSTOP, 1)
+    cluster.until(lambda: len(run.verdicts()) == 1, 90, f"a verdict:\n{run.told()}")
+    hang = run.verdicts()[0]
+    assert hang["verdict"] == "hang"
+    assert "(most recent call first)" in run.told()
+    assert "torch/distributed/" in run.told()  # where rank 0 waited for the other
+    run.until_attempt(1)
+    step = run.rows()[-1]["step"]
+
+    run.until_step(step + 1)
+    run.signal_ranks(signal.SIGKILL, 1)
+    cluster.wait(job, {"FAILED"}, timeout=60)
+    crash = run.verdicts()[1]
+    assert (crash["verdict"], crash["rank"], crash["exit_code"]) == ("failed", 1, 137)
+    assert crash["node"] == (run.logs / "attempt_1" / "ranks" / "rank_00001").read_text().strip()
+
+
+def test_a_wrong_setting_ends_before_anything_starts(cluster, tmp_path):
+    run = Run(cluster, tmp_path, "misspelt")
+    job = run.submit("train.stepz=3", options=("--nodes=1",))
+    cluster.wait(job, {"FAILED"}, timeout=60)
+    assert "train.stepz" in run.verdicts()[0]["reason"]
+    assert not run.directory.exists()
