@@ -42,7 +42,22 @@ class ModelConfig(Section):
 
 
 class TeacherConfig(ModelConfig):
-    engine: Literal["megatron"] = "megatron"
+    engine: Literal["megatron", "sglang"] = "megatron"
+    # engine=sglang: addresses of servers. urls: replicas of one teacher. routes: several teachers,
+    # by the source of the prompt (prompt_id before its colon).
+    urls: tuple[str, ...] = ()
+    routes: dict[str, tuple[str, ...]] = {}
+    api_key: str | None = None
+    request_timeout_seconds: float = Field(600.0, gt=0)
+    self_test_tolerance: float = Field(1e-3, gt=0)  # replicas asked twice may differ by this
+
+    @model_validator(mode="after")
+    def _served(self):
+        if (self.engine == "sglang") != bool(self.urls or self.routes):
+            raise ValueError("teacher.engine=sglang and teacher.urls or teacher.routes go together")
+        if self.urls and self.routes:
+            raise ValueError("give either teacher.urls (one teacher) or teacher.routes (several)")
+        return self
 
 
 class ReferenceConfig(Section):
@@ -331,6 +346,12 @@ class Config(Section):
         if self.tokenizer.path is None and self.student.path is None:
             raise ValueError(
                 "tokenizer.path is needed when the student has no path to take it from"
+            )
+        if self.teacher and self.teacher.engine == "sglang" and self.sampling.temperature != 1:
+            raise ValueError(
+                f"sampling.temperature={self.sampling.temperature} with teacher.engine=sglang: a "
+                "server scores prompts at temperature 1 alone, so its log-probabilities would not "
+                "compare with the student's; set sampling.temperature=1 or teacher.engine=megatron"
             )
         if self.objective.name == "sft" and self.kl.beta:
             raise ValueError("kl.beta needs rollouts: objective.name=sft has none; set kl.beta=0")

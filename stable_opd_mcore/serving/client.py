@@ -8,6 +8,7 @@ to use from many threads. Not here: which server is asked, restarts, redrawing
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -96,14 +97,41 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class SequenceScores:
-    """Log-probabilities of a given sequence, temperature 1; entry t is of token t after tokens
-    0..t-1.
-    """
+class Scoring:
+    """One request for the log-probabilities of a given sequence."""
 
-    logprobs: tuple[float, ...]  # of the tokens from `start` on
-    top_ids: tuple[tuple[int, ...], ...] | None = None  # per token, most probable first
-    top_logprobs: tuple[tuple[float, ...], ...] | None = None
+    token_ids: tuple[int, ...]
+    start: int  # first token to score, at least 1
+    vocab_size: int
+    top_k: int = 0
+    extra_ids: tuple[int, ...] = ()  # tokens whose log-probability is wanted at every position
+
+    def payload(self) -> dict[str, Any]:
+        """The body of /generate.
+
+        Raises:
+            ValueError: an id outside the vocabulary, which would end the server.
+        """
+        assert self.start >= 1, "nothing predicts a sequence's first token"
+        require_in_vocabulary(self.token_ids, self.vocab_size)
+        return {
+            "input_ids": list(self.token_ids),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": self.start - 1,  # the first entry belongs to no token
+            "top_logprobs_num": self.top_k,
+            "token_ids_logprob": list(self.extra_ids) or None,
+        }
+
+
+@dataclass(frozen=True)
+class SequenceScores:
+    """Log-probabilities at temperature 1; one entry per scored token. Empty where not asked for."""
+
+    logprobs: tuple[float, ...]
+    top_ids: tuple[tuple[int, ...], ...]  # most probable first
+    top_logprobs: tuple[tuple[float, ...], ...]
+    extra_logprobs: tuple[tuple[float, ...], ...]  # in the order of extra_ids
 
 
 def require_in_vocabulary(token_ids: Sequence[int], vocab_size: int) -> None:
@@ -182,47 +210,38 @@ class SglangClient:
             raise self._garbage(f"{len(answers)} responses, asked for {request.num_samples}")
         return [self._completion(item, request) for item in answers]
 
-    def score(
-        self, token_ids: Sequence[int], start: int, vocab_size: int, top_k: int = 0
-    ) -> SequenceScores:
-        """What the served model says of a sequence's tokens from `start` (at least 1) on,
-        temperature 1.
+    def score(self, request: Scoring) -> SequenceScores:
+        """What the served model says of a sequence's tokens from `start` on, temperature 1.
 
         Raises:
             ServerFailure, RefusedRequest: as for `generate`.
             ValueError: an id outside the vocabulary; nothing is sent.
         """
-        require_in_vocabulary(token_ids, vocab_size)
-        payload = {
-            "input_ids": list(token_ids),
-            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-            "return_logprob": True,
-            "logprob_start_len": start
-            - 1,  # the first entry, of the token that starts it, is empty
-            "top_logprobs_num": top_k,
-        }
-        answer = self.call("POST", "/generate", payload)
+        answer = self.call("POST", "/generate", request.payload())
         try:
             meta = answer["meta_info"]
             entries = meta["input_token_logprobs"][1:]
             logprobs = tuple(float(value) for value, _, _ in entries)
-            ids = [token for _, token, _ in entries]
-            tops = meta["input_top_logprobs"][1:] if top_k else []
+            ids = tuple(token for _, token, _ in entries)
+            tops = meta["input_top_logprobs"][1:] if request.top_k else []
             top_ids = tuple(tuple(int(token) for _, token, _ in row) for row in tops)
             top_logprobs = tuple(tuple(float(value) for value, _, _ in row) for row in tops)
+            extra = meta["input_token_ids_logprobs"][1:] if request.extra_ids else []
+            extra_logprobs = tuple(tuple(float(value) for value, _, _ in row) for row in extra)
         except (KeyError, TypeError, ValueError) as error:
             raise self._garbage(f"not scores: {error!r}") from error
-        if ids != list(token_ids[start:]):
-            raise self._garbage(
-                f"scores of {len(ids)} tokens that are not the {len(token_ids) - start} sent"
-            )
-        if not _are_logprobs(logprobs):
+        wanted = request.token_ids[request.start :]
+        if ids != wanted:
+            raise self._garbage(f"scores of {len(ids)} tokens that are not the {len(wanted)} sent")
+        for rows, width in (
+            (top_logprobs, request.top_k),
+            (extra_logprobs, len(request.extra_ids)),
+        ):
+            if width and [len(row) for row in rows] != [width] * len(wanted):
+                raise self._garbage(f"lists of other lengths than {width} for {len(wanted)} tokens")
+        if not _are_logprobs([*logprobs, *itertools.chain(*top_logprobs, *extra_logprobs)]):
             raise self._garbage("a score that is no log-probability")
-        if not top_k:
-            return SequenceScores(logprobs)
-        if len(top_ids) != len(ids) or any(len(row) != top_k for row in top_ids):
-            raise self._garbage(f"top-{top_k} lists of other lengths")
-        return SequenceScores(logprobs, top_ids, top_logprobs)
+        return SequenceScores(logprobs, top_ids, top_logprobs, extra_logprobs)
 
     def call(
         self,

@@ -32,6 +32,10 @@ class Scorer(Protocol):
         """
         ...
 
+    def about(self, prompt_ids: Sequence[str]) -> Scorer:
+        """The scorer for micro-batches of these samples, whose prompts may decide who answers."""
+        ...
+
     def score(self, microbatches: Sequence[MicroBatch]) -> list[TeacherScores]:
         """Scores of each micro-batch's N rows; an empty list off the last pipeline stage.
 

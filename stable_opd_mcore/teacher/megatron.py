@@ -78,6 +78,10 @@ class FrozenModel:
         """See `Scorer.head`."""
         return self._head
 
+    def about(self, prompt_ids: Sequence[str]) -> FrozenModel:
+        """See `Scorer.about`: one model answers for all prompts."""
+        return self
+
     def score(self, microbatches: Sequence[MicroBatch]) -> list[TeacherScores]:
         """See `Scorer.score`."""
         return run_forward_backward(

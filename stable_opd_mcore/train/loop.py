@@ -27,6 +27,7 @@ from stable_opd_mcore.monitoring.report import write_report
 from stable_opd_mcore.monitoring.sinks import Sinks
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from stable_opd_mcore.rollout.base import EngineLost
+from stable_opd_mcore.teacher.sglang import TeacherLost
 from stable_opd_mcore.train.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from stable_opd_mcore.train.evaluation import evaluate_student
 from stable_opd_mcore.train.in_flight import restore_in_flight, save_in_flight
@@ -146,7 +147,7 @@ def _train_phase(config: Config, world: World, guard: Guard, show_progress: bool
         while state.step < config.train.steps:
             try:
                 result = train_step(run, state)
-            except EngineLost:  # nothing has changed since the last step
+            except (EngineLost, TeacherLost):  # nothing has changed since the last step
                 if state.step:  # the optimizer has no state to save before its first step
                     save(state)
                 raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from stable_opd_mcore.config.schema import Config, ModelConfig
+from stable_opd_mcore.config.schema import Config, ModelConfig, TeacherConfig
 from stable_opd_mcore.data.chat import Tokenizer, resolve_stop_ids, same_vocabulary
 from stable_opd_mcore.data.order import PromptOrder, PromptSet
 from stable_opd_mcore.data.sources import load_rows
@@ -21,7 +21,9 @@ from stable_opd_mcore.models.distributed import is_megatron, load_weights
 from stable_opd_mcore.models.families import Architecture, read_architecture
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.rollout.build import build_engine, embedded_engine, training_sampling
+from stable_opd_mcore.teacher.base import Scorer
 from stable_opd_mcore.teacher.megatron import FrozenModel
+from stable_opd_mcore.teacher.sglang import SglangTeacher
 from stable_opd_mcore.train.step import Run
 from stable_opd_mcore.train.student import Student
 
@@ -152,15 +154,16 @@ def load_model(
             f"{model.path or 'the inline architecture'}: vocab_size={architecture.vocab_size} is "
             f"smaller than the tokenizer's {vocab_size} tokens; take the model's own tokenizer"
         )
+    reads = model.path is not None and not model.random_init
     chunks = build_model(
         architecture,
         world,
         precision=config.train.precision,
         recompute=config.train.recompute if trainable else "none",
         trainable=trainable,
-        seed=config.train.seed,
+        seed=None if reads else config.train.seed,
     )
-    if model.path is not None and not model.random_init:
+    if model.path is not None and reads:
         read_weights(chunks, model.path)
     return chunks
 
@@ -183,12 +186,31 @@ class _Models:
     def load(self, model: ModelConfig, *, trainable: bool) -> list[HiddenStatesGPTModel]:
         return load_model(self.config, self.world, model, self.vocab_size, trainable=trainable)
 
-    def teacher(self, student: Sequence[HiddenStatesGPTModel]) -> FrozenModel | None:
+    def teacher(self, student: Sequence[HiddenStatesGPTModel]) -> Scorer | None:
         needs = self.objective.teacher_needs
         if self.config.teacher is None or needs == "none":
             return None
+        if self.config.teacher.engine == "sglang":
+            return self._served_teacher(self.config.teacher, needs)
         chunks = self.load(self.config.teacher, trainable=False)
         return self._scorer(chunks, student, needs, stop=self.objective.teacher_stop)
+
+    def _served_teacher(self, teacher: TeacherConfig, needs: Scores) -> SglangTeacher:
+        if needs == "hidden":
+            raise ValueError(
+                f"objective.name={self.config.objective.name} compares whole distributions, which "
+                "a served teacher does not send; set teacher.engine=megatron"
+            )
+        served = SglangTeacher(
+            teacher,
+            self.world,
+            vocab_size=self.vocab_size,
+            temperature=self.objective.temperature,
+            stop=self.objective.teacher_stop,
+            top_k=self.objective.top_k if needs == "topk" else None,
+        )
+        served.self_test(range(min(64, self.vocab_size)))
+        return served
 
     def reference(self, student: Sequence[HiddenStatesGPTModel]) -> FrozenModel | None:
         """The student as it is before its first update, or `reference.path`."""

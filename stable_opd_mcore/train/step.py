@@ -86,7 +86,7 @@ def train_step(run: Run, state: TrainState) -> StepResult:
         minibatches = [
             with_scores(
                 pack_minibatch(run, part),
-                teacher=run.teacher,
+                teacher=run.teacher and run.teacher.about([s.prompt_id for s in part]),
                 reference=run.reference,
                 behaviour=run.behaviour,
             )

@@ -1,0 +1,250 @@
+"""A teacher that is served: one or several SGLang addresses, any architecture SGLang knows.
+
+Scores are of the plain softmax at temperature 1 (SGLang ignores the temperature where it scores a
+prompt), so the rollouts must be drawn at 1. No hidden states come over HTTP: objectives over the
+full vocabulary need a teacher in the trainer (megatron.py).
+
+The last pipeline stage's first tensor rank asks and shares the answers with its twins. A replica
+that fails is passed over for the next; when all fail, they are asked again until
+`patience_seconds` have passed.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stable_opd_mcore.config.schema import TeacherConfig
+from stable_opd_mcore.losses.head import Head, StopClass
+from stable_opd_mcore.parallel.world import World
+from stable_opd_mcore.records import MicroBatch, TeacherScores
+from stable_opd_mcore.serving.client import (
+    Scoring,
+    SequenceScores,
+    ServerFailure,
+    SglangClient,
+)
+
+_IN_FLIGHT = 64
+_PAUSE_SECONDS = 2.0
+_ANY = ""  # the one route of a teacher that answers for every source
+
+
+class TeacherLost(ValueError):
+    """No replica of a teacher answers. Raised before the step has changed anything."""
+
+
+class SglangTeacher:
+    """A `Scorer` over HTTP.
+
+    Args:
+        settings: addresses and limits.
+        vocab_size: the common vocabulary of student and teacher.
+        temperature: of the rollouts; only 1 can be served.
+        stop: the teacher's own stop class (METHOD §4), None to score the plain token.
+        top_k: also ask for the K most probable tokens.
+        patience_seconds: how long an absent teacher is waited for.
+
+    Raises:
+        ValueError: a temperature other than 1.
+    """
+
+    def __init__(
+        self,
+        settings: TeacherConfig,
+        world: World,
+        *,
+        vocab_size: int,
+        temperature: float,
+        stop: StopClass | None = None,
+        top_k: int | None = None,
+        patience_seconds: float = 600.0,
+    ) -> None:
+        if temperature != 1.0:
+            raise ValueError(
+                f"a served teacher scores at temperature 1, rollouts are drawn at {temperature}: "
+                "their log-probabilities do not compare; set sampling.temperature=1, or "
+                "teacher.engine=megatron, which scores at any"
+            )
+        routes = {_ANY: settings.urls} if settings.urls else settings.routes
+        self._clients = {
+            route: [
+                SglangClient(
+                    url,
+                    api_key=settings.api_key,
+                    request_timeout_seconds=settings.request_timeout_seconds,
+                )
+                for url in urls
+            ]
+            for route, urls in routes.items()
+        }
+        self._tolerance = settings.self_test_tolerance
+        self._world = world
+        self._vocab_size = vocab_size
+        self._stop = stop
+        self._top_k = top_k or 0
+        self._patience = patience_seconds
+        self._turn = itertools.count()
+        self._prompt_ids: list[str] = []
+
+    @property
+    def head(self) -> Head | None:
+        """A served teacher's head stays where it is."""
+        return None
+
+    def about(self, prompt_ids: Sequence[str]) -> SglangTeacher:
+        """This teacher, told which prompt each sample of the next micro-batches answers.
+
+        Raises:
+            ValueError: a prompt whose source no route names.
+        """
+        for prompt_id in prompt_ids:
+            self._route(prompt_id)
+        self._prompt_ids = list(prompt_ids)
+        return self
+
+    def score(self, microbatches: Sequence[MicroBatch]) -> list[TeacherScores]:
+        """See `Scorer.score`.
+
+        Raises:
+            TeacherLost: no replica of some teacher answered in time.
+        """
+        if not self._world.is_last_stage:
+            return []
+        answers: list[Any] = [None]
+        if self._world.tensor_rank == 0:
+            try:
+                answers = [self._ask(microbatches)]
+            except TeacherLost as error:
+                answers = [error]
+        group = self._world.tensor_group
+        if group.size() > 1:
+            dist.broadcast_object_list(answers, src=dist.get_global_rank(group, 0), group=group)
+        if isinstance(answers[0], TeacherLost):
+            raise answers[0]
+        return [
+            self._scores(batch, said) for batch, said in zip(microbatches, answers[0], strict=True)
+        ]
+
+    def self_test(self, token_ids: Sequence[int]) -> float:
+        """Ask every replica twice about one sequence; the largest difference to its route's first
+        answer.
+
+        Raises:
+            ValueError: it exceeds the tolerance: replicas that disagree, or weights that change.
+            TeacherLost: a replica does not answer.
+        """
+        request = Scoring(tuple(token_ids), 1, self._vocab_size)
+        worst = 0.0
+        for route, clients in self._clients.items():
+            first: SequenceScores | None = None
+            for client in [client for client in clients for _ in range(2)]:
+                said = self._patiently([client], request)
+                first = first or said
+                pairs = zip(first.logprobs, said.logprobs, strict=True)
+                difference = max(abs(a - b) for a, b in pairs)
+                worst = max(worst, difference)
+                if difference > self._tolerance:
+                    raise ValueError(
+                        f"teacher {route or 'urls'}: {client.url} differs by {difference:.3g} "
+                        f"from {clients[0].url} (allowed {self._tolerance:g}) about one sequence: "
+                        "other weights, another precision, or a server that is not deterministic"
+                    )
+        return worst
+
+    def _route(self, prompt_id: str) -> str:
+        if _ANY in self._clients:
+            return _ANY
+        source = prompt_id.rpartition(":")[0]
+        if source not in self._clients:
+            raise ValueError(
+                f"prompt {prompt_id}: no teacher is routed for its source {source!r}; "
+                f"teacher.routes names {', '.join(sorted(self._clients))}"
+            )
+        return source
+
+    def _ask(self, microbatches: Sequence[MicroBatch]) -> list[list[SequenceScores]]:
+        """Per micro-batch, one answer per sequence that has rows, in their order."""
+        with ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="teacher") as pool:
+            futures = [
+                [
+                    pool.submit(self._patiently, self._clients[route], request)
+                    for route, request in self._requests(batch)
+                ]
+                for batch in microbatches
+            ]
+            return [[future.result() for future in batch] for batch in futures]
+
+    def _requests(self, batch: MicroBatch) -> list[tuple[str, Scoring]]:
+        tokens = batch.tokens_T.tolist()
+        bounds = batch.cu_seqlens.tolist()
+        rows, samples = batch.rows_N.tolist(), batch.sample_index_N.tolist()
+        first_row_of: dict[int, int] = {}
+        for row, sample in zip(rows, samples, strict=True):
+            first_row_of.setdefault(sample, row)
+        requests = []
+        for sample, first_row in first_row_of.items():
+            following = bisect.bisect_right(bounds, first_row)
+            start, end = bounds[following - 1], bounds[following]
+            request = Scoring(
+                token_ids=tuple(tokens[start:end]),
+                start=first_row + 1 - start,
+                vocab_size=self._vocab_size,
+                top_k=self._top_k,
+                extra_ids=self._stop.class_ids if self._stop else (),
+            )
+            route = self._route(self._prompt_ids[sample]) if self._prompt_ids else _ANY
+            requests.append((route, request))
+        return requests
+
+    def _patiently(self, clients: Sequence[SglangClient], request: Scoring) -> SequenceScores:
+        deadline = time.monotonic() + self._patience
+        turn = next(self._turn)
+        for attempt in itertools.count(turn):
+            try:
+                return clients[attempt % len(clients)].score(request)
+            except ServerFailure as failure:
+                if time.monotonic() > deadline:
+                    raise TeacherLost(
+                        f"no teacher answered for {self._patience:.0f} s; at last: {failure}"
+                    ) from failure
+            if (attempt - turn) % len(clients) == len(clients) - 1:
+                time.sleep(_PAUSE_SECONDS)
+        raise AssertionError("unreachable")
+
+    def _scores(self, batch: MicroBatch, answers: Sequence[SequenceScores]) -> TeacherScores:
+        device = batch.targets_N.device
+        logprobs = [value for said in answers for value in said.logprobs]
+        if self._stop is not None:
+            extra = [row for said in answers for row in said.extra_logprobs]
+            triggers = set(self._stop.trigger_ids)
+            logprobs = [
+                _log_sum(row) if target in triggers else value
+                for value, row, target in zip(
+                    logprobs, extra, batch.targets_N.tolist(), strict=True
+                )
+            ]
+        scores = TeacherScores(torch.tensor(logprobs, dtype=torch.float32, device=device))
+        if not self._top_k:
+            return scores
+        ids = [row for said in answers for row in said.top_ids]
+        values = [row for said in answers for row in said.top_logprobs]
+        shape = (len(logprobs), self._top_k)
+        return TeacherScores(
+            scores.sampled_logprob_N,
+            topk_ids_NK=torch.tensor(ids, dtype=torch.int64, device=device).view(shape),
+            topk_logprobs_NK=torch.tensor(values, dtype=torch.float32, device=device).view(shape),
+        )
+
+
+def _log_sum(logprobs: Sequence[float]) -> float:
+    largest = max(logprobs)
+    return largest + math.log(sum(math.exp(value - largest) for value in logprobs))
