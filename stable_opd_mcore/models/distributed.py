@@ -16,20 +16,14 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from stable_opd_mcore.models.convert import architecture_of, write_config
+from stable_opd_mcore.models.hidden_states import unwrap
 from stable_opd_mcore.parallel import megatron_cpu
 
 megatron_cpu.install()
 
 from megatron.core import dist_checkpointing  # noqa: E402
-from megatron.core.utils import unwrap_model  # noqa: E402
 
 METADATA = ".metadata"
-# Both ends must agree on these; "fully_reshardable" is what lets another layout read the optimizer.
-SHARDING = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": False,
-    "chained_optim_avoid_prefix": True,
-}
 # What torch's checkpoint metadata is made of; anything else in that pickle is refused.
 METADATA_MODULES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
 METADATA_NAMES = {
@@ -47,10 +41,22 @@ def is_megatron(path: str | Path) -> bool:
     return (Path(path) / METADATA).is_file()
 
 
+def sharding() -> dict[str, Any]:
+    """How a checkpoint is cut, for saving and loading alike: so that any layout can read it.
+
+    A new one each time: Megatron notes the process groups of the present layout in it.
+    """
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+    }
+
+
 def weights_of(chunks: Sequence[Module]) -> dict[str, Any]:
     """The sharded weights of this rank's chunks, as Megatron saves and loads them."""
     return {
-        f"model{index}": unwrap_model(chunk).sharded_state_dict(metadata=SHARDING)
+        f"model{index}": unwrap(chunk).sharded_state_dict(metadata=sharding())
         for index, chunk in enumerate(chunks)
     }
 
@@ -68,7 +74,7 @@ def save_weights(chunks: Sequence[Module], directory: Path) -> None:
     if dist.get_rank() == 0:
         partial.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    dist_checkpointing.save(weights_of(chunks), str(partial), content_metadata=SHARDING)
+    dist_checkpointing.save(weights_of(chunks), str(partial), content_metadata=sharding())
     dist.barrier()
     if dist.get_rank() == 0:
         describe_weights(chunks, partial)
@@ -78,7 +84,7 @@ def save_weights(chunks: Sequence[Module], directory: Path) -> None:
 
 def describe_weights(chunks: Sequence[Module], directory: Path) -> None:
     """Write the config.json that belongs to these weights."""
-    dtype = unwrap_model(chunks[0]).config.params_dtype
+    dtype = unwrap(chunks[0]).config.params_dtype
     write_config(architecture_of(chunks), dtype, directory)
 
 
@@ -89,9 +95,9 @@ def load_weights(chunks: Sequence[Module], path: str | Path) -> None:
         ValueError: not a checkpoint's metadata.
     """
     refuse_foreign_pickle(Path(path))
-    loaded = dist_checkpointing.load(weights_of(chunks), str(path))
+    loaded: Any = dist_checkpointing.load(weights_of(chunks), str(path))
     for index, chunk in enumerate(chunks):
-        unwrap_model(chunk).load_state_dict(loaded[f"model{index}"])
+        unwrap(chunk).load_state_dict(loaded[f"model{index}"])
 
 
 class _MetadataUnpickler(pickle.Unpickler):

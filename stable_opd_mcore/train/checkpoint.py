@@ -23,9 +23,9 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors.torch import load_file, save_file
 
 from stable_opd_mcore.models.distributed import (
-    SHARDING,
     describe_weights,
     refuse_foreign_pickle,
+    sharding,
     weights_of,
 )
 from stable_opd_mcore.models.families import Architecture
@@ -49,7 +49,7 @@ def save_checkpoint(
         partial.mkdir(parents=True)
     dist.barrier()
     dist_checkpointing.save(
-        _state_dict(student, loading=False), str(partial), content_metadata=SHARDING
+        _state_dict(student, loading=False), str(partial), content_metadata=sharding()
     )
     save_file(_rng_state(), partial / f"rng_rank_{rank:05d}.safetensors")
     dist.barrier()
@@ -121,7 +121,7 @@ def load_checkpoint(path: Path, student: Student, architecture: Architecture) ->
             f"resumed with {student.distributed}; set it back"
         )
     refuse_foreign_pickle(path)
-    loaded = dist_checkpointing.load(_state_dict(student, loading=True), str(path))
+    loaded: Any = dist_checkpointing.load(_state_dict(student, loading=True), str(path))
     for index, chunk in enumerate(student.model):
         chunk.module.load_state_dict(loaded[f"model{index}"])
     student.optimizer.load_state_dict(loaded["optimizer"])
@@ -136,7 +136,7 @@ def load_checkpoint(path: Path, student: Student, architecture: Architecture) ->
 def _state_dict(student: Student, loading: bool) -> dict[str, Any]:
     tree = weights_of(student.chunks)
     tree["optimizer"] = student.optimizer.sharded_state_dict(
-        tree.copy(), is_loading=loading, metadata=SHARDING
+        tree.copy(), is_loading=loading, metadata=sharding()
     )
     return tree
 
@@ -166,12 +166,18 @@ def _fault(path: Path) -> str | None:
 
 def _rng_state() -> dict[str, torch.Tensor]:
     """The generators that dropout draws from: torch's own and Megatron's named ones."""
-    named = {f"tracker.{k}": v.cpu() for k, v in get_cuda_rng_tracker().get_states().items()}
+    named = {f"tracker.{k}": v.cpu() for k, v in _tracker().get_states().items()}
     return {"torch": torch.get_rng_state(), **named}
 
 
-def _restore_rng(saved: dict[str, torch.Tensor]) -> None:
+def _tracker() -> Any:
     tracker = get_cuda_rng_tracker()
+    assert tracker is not None, "start_world seeds it"
+    return tracker
+
+
+def _restore_rng(saved: dict[str, torch.Tensor]) -> None:
+    tracker = _tracker()
     named = {k.removeprefix("tracker."): v for k, v in saved.items() if k != "torch"}
     tracker.set_states({**tracker.get_states(), **named})
     torch.set_rng_state(saved["torch"])

@@ -7,6 +7,9 @@ rate, checkpoints.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -16,9 +19,9 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.transformer.module import MegatronModule
 
 from stable_opd_mcore.config.schema import OptimizerConfig
+from stable_opd_mcore.models.build import HiddenStatesGPTModel
 
 
 class Student:
@@ -30,8 +33,10 @@ class Student:
         precision: "fp32" or "bf16"; gradients and main weights are fp32 either way.
     """
 
-    def __init__(self, chunks: list[MegatronModule], config: OptimizerConfig, precision: str):
-        self.chunks = chunks
+    def __init__(
+        self, chunks: Sequence[HiddenStatesGPTModel], config: OptimizerConfig, precision: str
+    ):
+        self.chunks = list(chunks)
         self.clip_grad = config.clip_grad
         self.distributed = config.distributed
         bf16 = precision == "bf16"
@@ -41,7 +46,7 @@ class Student:
             average_in_collective=False,
             check_for_nan_in_grad=False,  # require_finite names the step, before any weight moves
         )
-        self.model = [
+        self.model: list[Any] = [
             DistributedDataParallel(chunk.config, ddp, chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(chunks)
         ]

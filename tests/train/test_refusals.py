@@ -1,0 +1,149 @@
+"""What a user can get wrong ends with one message that names it, exit code 2, and no half run."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from stable_opd_mcore.cli import main
+from stable_opd_mcore.config.load import save_config
+from stable_opd_mcore.train.checkpoint import newest_checkpoint
+from stable_opd_mcore.train.loop import train
+from tests.parallel.launch import run_ranks
+from tests.train.runs import tiny_architecture, tiny_config
+
+ROWS = [{"problem": "1+1", "answer": "2", "solution": "1+1=2;[2]"}] * 2
+
+
+def trained(rank: int, world_size: int, directory: str) -> None:
+    train(tiny_config(Path(directory), "trained", train={"steps": 2}), show_progress=False)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("runs")
+    run_ranks(1, trained, str(directory))
+    return directory / "trained"
+
+
+def fails(capsys, monkeypatch, tmp_path, **sections) -> str:
+    """Run `stable-opd train` with a bad setting; its message, after checking that nothing is left."""
+    save_config(tiny_config(tmp_path / "runs", "bad", **sections), tmp_path / "bad.yaml")
+    monkeypatch.setattr("sys.argv", ["stable-opd", "train", str(tmp_path / "bad.yaml")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert not (tmp_path / "runs" / "bad" / "metrics.jsonl").exists()
+    assert not (tmp_path / "runs" / "bad" / "model").exists()
+    return capsys.readouterr().err
+
+
+def data(path: Path, lines: list[str]) -> dict:
+    path.write_text("\n".join(lines) + "\n")
+    return {"train": {"path": str(path)}}
+
+
+CASES = {
+    "malformed row": (['{"problem": "1+1",'], ["rows.jsonl", "2"]),
+    "missing column": ([json.dumps({"question": "1+1", "answer": "2"})], ["problem", "question"]),
+    "empty answer": (
+        [json.dumps({"problem": "1+1", "answer": "", "solution": "[2]"})],
+        ["answer", "empty"],
+    ),
+    "prompt too long": (
+        [json.dumps({"problem": "1" + "+1" * 60, "answer": "1", "solution": "[1]"})],
+        ["prompt", "window of 128", "data.overlong=drop"],
+    ),
+    "golden too long": (
+        [json.dumps({"problem": "1+1", "answer": "2", "solution": "1+1=2;" * 30 + "[2]"})],
+        ["golden solution", "window of 128", "data.overlong=drop"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_rows(capsys, monkeypatch, tmp_path, case):
+    lines, words = CASES[case]
+    message = fails(
+        capsys,
+        monkeypatch,
+        tmp_path,
+        data=data(tmp_path / "rows.jsonl", [json.dumps(ROWS[0]), *lines]),
+    )
+    for word in words:
+        assert word in message
+
+
+def test_missing_data_file(capsys, monkeypatch, tmp_path):
+    path = str(tmp_path / "absent.jsonl")
+    assert path in fails(capsys, monkeypatch, tmp_path, data={"train": {"path": path}})
+
+
+def test_layout_that_does_not_fit_the_ranks(capsys, monkeypatch, tmp_path):
+    message = fails(capsys, monkeypatch, tmp_path, parallel={"tensor": 2})
+    assert "parallel.tensor=2" in message
+    assert "1 started rank" in message
+
+
+def test_truncated_weights_and_another_architecture(capsys, monkeypatch, tmp_path, run):
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (damaged / name).write_bytes((run / "model" / name).read_bytes())
+    weights = (run / "model" / "model.safetensors").read_bytes()
+    (damaged / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    student = {"path": str(damaged), "architecture": None}
+    message = fails(capsys, monkeypatch, tmp_path, student=student)
+    assert str(damaged / "model.safetensors") in message
+
+    tensors = load_file(run / "model" / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:16].clone()
+    save_file(tensors, damaged / "model.safetensors")
+    message = fails(capsys, monkeypatch, tmp_path, student=student)
+    assert "model.norm.weight" in message
+    assert "32" in message
+
+
+def test_teacher_with_another_tokenizer(capsys, monkeypatch, tmp_path, run):
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    for file in (run / "model").iterdir():
+        (teacher / file.name).write_bytes(file.read_bytes())
+    tokenizer = json.loads((teacher / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["3"], vocabulary["4"] = vocabulary["4"], vocabulary["3"]
+    (teacher / "tokenizer.json").write_text(json.dumps(tokenizer))
+    message = fails(
+        capsys, monkeypatch, tmp_path, teacher={"path": str(teacher), "architecture": None}
+    )
+    assert str(teacher) in message
+    assert "different tokenizers" in message
+
+
+def test_checkpoint_of_another_architecture(capsys, monkeypatch, tmp_path, run):
+    target = tmp_path / "runs" / "bad" / "checkpoints" / "step_000002"
+    target.mkdir(parents=True)
+    for file in (run / "checkpoints" / "step_000002").iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    other = {"architecture": tiny_architecture(64, 4)}
+    message = fails(capsys, monkeypatch, tmp_path, student=other)
+    assert "another architecture" in message
+    assert "hidden_size=32 (the config's model has 64)" in message
+
+
+def test_half_written_checkpoints_are_named(tmp_path, run):
+    for step in (2, 4):
+        target = tmp_path / f"step_{step:06d}"
+        target.mkdir()
+        for file in (run / "checkpoints" / "step_000002").iterdir():
+            (target / file.name).write_bytes(file.read_bytes())
+    shard = next((tmp_path / "step_000004").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert newest_checkpoint(tmp_path) == tmp_path / "step_000002"
+    (tmp_path / "step_000002" / "state.json").unlink()
+    with pytest.raises(ValueError, match="no complete checkpoint") as caught:
+        newest_checkpoint(tmp_path)
+    assert shard.name in str(caught.value)
+    (tmp_path / "empty").mkdir()
+    assert newest_checkpoint(tmp_path / "empty") is None

@@ -1,0 +1,91 @@
+"""A killed run continues as if nothing had happened, on the same layout or another."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stable_opd_mcore.config.load import save_config
+from stable_opd_mcore.train.loop import train
+from tests.parallel.launch import run_ranks
+from tests.train.runs import metrics_of, tiny_config
+
+CHECKPOINTS = {"every": 2, "keep": 2}
+HELD_OUT = {
+    "train": {"path": "synthetic:arithmetic", "options": {"rows": 64}},
+    "eval": {"path": "synthetic:arithmetic", "split": "test", "options": {"rows": 8}},
+}
+
+
+def config_of(directory: Path, name: str, **sections):
+    return tiny_config(
+        directory,
+        name,
+        checkpoint=CHECKPOINTS,
+        data=HELD_OUT,
+        evaluation={"every": 3, "temperature": 1.0},
+        **sections,
+    )
+
+
+def start(config_file: Path) -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "stable_opd_mcore", "train", str(config_file)]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+
+
+def uninterrupted(rank: int, world_size: int, directory: str) -> None:
+    train(config_of(Path(directory), "uninterrupted"), show_progress=False)
+
+
+def four_steps(rank: int, world_size: int, directory: str) -> None:
+    """The first steps of a run on one rank, stopped as a kill would: after some checkpoint."""
+    config = config_of(Path(directory), "relaid")
+    train(config.model_copy(update={"train": config.train.model_copy(update={"steps": 4})}), False)
+
+
+def the_rest_on_two_ranks(rank: int, world_size: int, directory: str) -> None:
+    train(config_of(Path(directory), "relaid", parallel={"tensor": 2, "sequence": True}), False)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("runs")
+    run_ranks(1, uninterrupted, str(directory))
+    return directory
+
+
+def test_killed_at_any_moment_and_restarted_every_metric_is_identical(runs):
+    config = config_of(runs, "killed")
+    save_config(config, runs / "killed.yaml")
+    metrics = runs / "killed" / "metrics.jsonl"
+    for rows in (3, 7):  # row 0 is the evaluation before training
+        process = start(runs / "killed.yaml")
+        deadline = time.monotonic() + 240
+        while process.poll() is None and time.monotonic() < deadline:
+            if metrics.exists() and metrics.read_bytes().count(b"\n") >= rows:
+                break
+            time.sleep(0.01)
+        assert process.poll() is None, "the run ended before it could be killed"
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert start(runs / "killed.yaml").wait(timeout=240) == 0
+
+    assert metrics_of(runs / "killed") == metrics_of(runs / "uninterrupted")
+    kept = sorted(path.name for path in (runs / "killed" / "checkpoints").iterdir())
+    assert kept == ["step_000008", "step_000010"]
+
+
+def test_resumed_on_another_layout_within_rounding(runs):
+    run_ranks(1, four_steps, str(runs))
+    run_ranks(2, the_rest_on_two_ranks, str(runs))
+    expected, resumed = metrics_of(runs / "uninterrupted"), metrics_of(runs / "relaid")
+    assert [row["step"] for row in resumed] == [row["step"] for row in expected]
+    for key in ("loss/total", "grad_norm"):
+        assert [row[key] for row in resumed if key in row] == pytest.approx(
+            [row[key] for row in expected if key in row], rel=1e-4
+        )
