@@ -21,10 +21,12 @@ from stable_opd_mcore.monitoring.sinks import METRICS_FILE
 MODEL = "model"  # where a run leaves its student
 MAX_NEW_TOKENS = 160
 WINDOW = 172  # the longest prompt and MAX_NEW_TOKENS
+ARM_STEPS = 150
 
 CAPTIONS = {
     "collapse": "A teacher that is near-certain inside loops. Plain OPD improves, then collapses; "
-    "the KL to the frozen start, the golden mixture, or both prevent it. sft: golden solutions only.",
+    "the KL to the frozen start, the golden mixture, or both prevent it. "
+    "sft: golden solutions only.",
     "stop_mismatch": "Student and teacher end on different stop tokens. Plain OPD improves, then "
     "unlearns to stop; with each model's stop class summed (opd_stop_class) it does not.",
 }
@@ -68,7 +70,7 @@ class Job:
 
 
 def demo_jobs(directory: Path, seeds: Iterable[int]) -> list[Job]:
-    """All runs of the demo, each seed with a teacher and a student of its own, costly ones first."""
+    """All runs of the demo; each seed has a teacher and a student of its own."""
     models: list[Job] = []
     arms: list[Job] = []
     for seed in seeds:
@@ -101,11 +103,11 @@ def _models(directory: Path, seed: int) -> dict[str, Job]:
         "teacher",
         seed,
         clean_teacher,
-        {"steps": 160, "lr": 1.5e-3, "batch": 48},
+        {"steps": 200, "lr": 1.5e-3, "batch": 48},
         {
-            "recheck": [0.2, 0.5, 0.95, 0.99, 0.999],
+            "recheck": [0.25, 0.6, 0.97, 0.995, 0.999],
             "error_rate": 0.03,
-            "loop": 0.2,
+            "loop": 0.25,
             "junk": 0.06,
             "loop_repeats": 2,
             "window": WINDOW,
@@ -236,7 +238,7 @@ def _arm(
             "lr": 2e-3 if collapse else 1e-3,
             "warmup_steps": 60 if collapse else 20,
         },
-        "train": {"steps": 120 if collapse else 150, "seed": seed},
+        "train": {"steps": ARM_STEPS, "seed": seed},
         "checkpoint": {"every": 0},
         "evaluation": {"every": 10, "temperature": 1.0, "also_greedy": True},
         "monitoring": {
