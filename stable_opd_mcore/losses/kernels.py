@@ -167,6 +167,21 @@ def _triton_dtype(dtype: torch.dtype) -> tl.dtype:
 
 
 @triton.jit
+def _load_logits(
+    ptr,
+    lanes,
+    scale,
+    fill,
+    COLUMNS: tl.constexpr,
+    READABLE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Divided logits of one row at some lanes; `fill` beyond the last column."""
+    x = tl.load(ptr + lanes, mask=lanes < READABLE, other=0.0).to(DTYPE) * scale
+    return tl.where(lanes < COLUMNS, x, fill)
+
+
+@triton.jit
 def _sums_kernel(
     z_ptr,  # [C, V] student logits
     o_ptr,  # [C, V] the other model's; unread without HAS_OTHER
@@ -188,9 +203,9 @@ def _sums_kernel(
     the same algebra as merging two shards (passes.reduce_pairs).
     """
     row = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, BLOCK)
-    max_z = tl.full((), float("-inf"), DTYPE)
-    max_o = tl.full((), float("-inf"), DTYPE)
+    low = float("-inf")
+    max_z = tl.full((), low, DTYPE)
+    max_o = tl.full((), low, DTYPE)
     anchor = tl.zeros((), DTYPE)  # the other's logit where the student's maximum lies
     sum_z = tl.zeros((BLOCK,), DTYPE)
     sum_o = tl.zeros((BLOCK,), DTYPE)
@@ -198,36 +213,31 @@ def _sums_kernel(
     dot_zo = tl.zeros((BLOCK,), DTYPE)
     dot_oz = tl.zeros((BLOCK,), DTYPE)
     for start in range(0, COLUMNS, BLOCK):
-        inside = start + lanes < COLUMNS
-        readable = start + lanes < READABLE
-        offsets = row * z_stride + start + lanes
-        z = tl.load(z_ptr + offsets, mask=readable, other=0.0).to(DTYPE) * scale
-        z = tl.where(inside, z, float("-inf"))
+        lanes = start + tl.arange(0, BLOCK)
+        inside = lanes < COLUMNS
+        z = _load_logits(z_ptr + row * z_stride, lanes, scale, low, COLUMNS, READABLE, DTYPE)
         block_max, block_at = tl.max(z, 0, return_indices=True)
         new_max_z = tl.maximum(max_z, block_max)
-        shift_z = tl.where(max_z == float("-inf"), 0.0, max_z - new_max_z)
+        shift_z = tl.where(max_z == low, 0.0, max_z - new_max_z)
         shrink_z = tl.exp(shift_z)
         z = tl.where(inside, z - new_max_z, 0.0)
         exp_z = tl.where(inside, tl.exp(z), 0.0)
         dot_zz = (dot_zz + sum_z * shift_z) * shrink_z + exp_z * z
         if HAS_OTHER:
-            offsets = row * o_stride + start + lanes
-            o = tl.load(o_ptr + offsets, mask=readable, other=0.0).to(DTYPE) * scale
-            o = tl.where(inside, o, float("-inf"))
+            o = _load_logits(o_ptr + row * o_stride, lanes, scale, low, COLUMNS, READABLE, DTYPE)
             new_max_o = tl.maximum(max_o, tl.max(o, 0))
-            shift_o = tl.where(max_o == float("-inf"), 0.0, max_o - new_max_o)
+            shift_o = tl.where(max_o == low, 0.0, max_o - new_max_o)
             shrink_o = tl.exp(shift_o)
-            at_block_max = tl.sum(tl.where(lanes == block_at, o, 0.0), 0)
+            at_block_max = tl.sum(tl.where(lanes == start + block_at, o, 0.0), 0)
             new_anchor = tl.where(block_max > max_z, at_block_max, anchor)
-            anchored = shift_z + tl.where(max_z == float("-inf"), 0.0, new_anchor - anchor)
+            anchored = shift_z + tl.where(max_z == low, 0.0, new_anchor - anchor)
             gap = tl.where(inside, z - (o - new_anchor), 0.0)
             dot_zo = (dot_zo + sum_z * anchored) * shrink_z + exp_z * gap
             o = tl.where(inside, o - new_max_o, 0.0)
             exp_o = tl.where(inside, tl.exp(o), 0.0)
             dot_oz = (dot_oz - sum_o * (shift_z - shift_o)) * shrink_o + exp_o * (o - z)
-            anchor = new_anchor
             sum_o = sum_o * shrink_o + exp_o
-            max_o = new_max_o
+            max_o, anchor = new_max_o, new_anchor
         sum_z = sum_z * shrink_z + exp_z
         max_z = new_max_z
     out = out_ptr + row * WIDTH
@@ -291,9 +301,11 @@ def _jsd_kernel(
 
 
 @triton.jit
-def _dense_term(o_ptr, offsets, readable, row_ptr, log_p, p, scale, beta, KIND: tl.constexpr):
+def _dense_term(
+    o_ptr, lanes, row_ptr, log_p, p, scale, beta, READABLE: tl.constexpr, KIND: tl.constexpr
+):
     """One term's gradient by the divided logits; row_ptr holds maximum, log-sum, weight, value."""
-    log_o = tl.load(o_ptr + offsets, mask=readable, other=0.0).to(log_p.dtype) * scale
+    log_o = tl.load(o_ptr + lanes, mask=lanes < READABLE, other=0.0).to(log_p.dtype) * scale
     log_o = log_o - tl.load(row_ptr) - tl.load(row_ptr + 1)
     weight = tl.load(row_ptr + 2)
     value = tl.load(row_ptr + 3)
@@ -337,29 +349,11 @@ def _gradient_kernel(
     gradient = -tl.load(row_ptr + 2) * p
     one = tl.full((), 1.0, DTYPE)
     if FIRST != "none":
-        gradient += _dense_term(
-            first_ptr,
-            row * first_stride + lanes,
-            readable,
-            row_ptr + 3,
-            log_p,
-            p,
-            scale,
-            one * first_beta,
-            FIRST,
-        )
+        o_row, beta = first_ptr + row * first_stride, one * first_beta
+        gradient += _dense_term(o_row, lanes, row_ptr + 3, log_p, p, scale, beta, READABLE, FIRST)
     if SECOND != "none":
-        gradient += _dense_term(
-            second_ptr,
-            row * second_stride + lanes,
-            readable,
-            row_ptr + 7,
-            log_p,
-            p,
-            scale,
-            one * second_beta,
-            SECOND,
-        )
+        o_row, beta = second_ptr + row * second_stride, one * second_beta
+        gradient += _dense_term(o_row, lanes, row_ptr + 7, log_p, p, scale, beta, READABLE, SECOND)
     for index in tl.static_range(NUM_SPARSE):
         column = tl.load(columns_ptr + row * NUM_SPARSE + index)
         value = tl.load(values_ptr + row * NUM_SPARSE + index)

@@ -175,6 +175,13 @@ def build_objective(
     student_stop = teacher_stop = None
     if settings.stop_class and entry.teacher != "none" and teacher_stop_ids is not None:
         student_stop, teacher_stop = stop_classes(student_stop_ids, teacher_stop_ids)
+        if entry.terms(config).divergence and set(student_stop_ids) != set(teacher_stop_ids):
+            raise ConfigError(
+                f"objective.name={settings.name} compares whole distributions and does not merge "
+                f"stop ids, but the student stops on {sorted(set(student_stop_ids))} and the "
+                f"teacher on {sorted(set(teacher_stop_ids))}: it would unlearn stopping. Use "
+                "objective.name=opd, or objective.stop_class=false to train on them as they are"
+            )
     terms = replace(
         entry.terms(config),
         settings=settings.advantage,

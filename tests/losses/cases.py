@@ -72,6 +72,8 @@ def make_case(
         x = torch.randn(*shape, generator=draw, dtype=torch.float64) * scale
         return x.to(dtype).double()
 
+    if config.objective.name in ("gkd", "lsm", "student_topk"):
+        stop_ids = (stop_ids[0], stop_ids[0])
     objective = build_objective(config, *stop_ids)
     hidden, teacher, reference = normal(rows, 8), normal(rows, 6), normal(rows, 5)
     heads = [normal(vocab, size, scale=spread / size**0.5) for size in (8, 6, 5)]
@@ -84,8 +86,6 @@ def make_case(
     log_q = (teacher @ heads[1].T / temperature).log_softmax(-1)
     log_r = (reference @ heads[2].T / temperature).log_softmax(-1)
     log_p = (hidden @ heads[0].T / temperature).log_softmax(-1)
-    top_k = min(objective.top_k, vocab)
-    top = log_q.topk(top_k, dim=1)
     weight = torch.rand(3, rows, generator=draw, dtype=torch.float64) + 0.1
     old_logprob = class_logprob(log_p, targets, objective.student_stop)
     old_logprob = old_logprob + 0.3 * torch.randn(rows, generator=draw, dtype=torch.float64)
@@ -105,17 +105,25 @@ def make_case(
         repetitive_N=torch.zeros(rows, dtype=torch.bool),
         given_advantage_N=normal(rows),
         old_logprob_N=old_logprob if old else None,
-        teacher=TeacherScores(
-            sampled_logprob_N=class_logprob(log_q, targets, objective.teacher_stop),
-            topk_ids_NK=top.indices,
-            topk_logprobs_NK=top.values,
-            hidden_NH=teacher,
-        ),
+        teacher=teacher_scores(objective, log_q, targets, teacher),
         reference=ReferenceScores(
             sampled_logprob_N=log_r.gather(1, targets[:, None])[:, 0], hidden_NH=reference
         ),
     )
     return Case(objective, hidden, heads[0], teacher, heads[1], reference, heads[2], batch)
+
+
+def teacher_scores(
+    objective: Objective, log_q_NV: Tensor, targets_N: Tensor, hidden_NH: Tensor
+) -> TeacherScores:
+    """Everything a teacher can say, from its whole distribution."""
+    top = log_q_NV.topk(min(objective.top_k, log_q_NV.shape[1]), dim=1)
+    return TeacherScores(
+        sampled_logprob_N=class_logprob(log_q_NV, targets_N, objective.teacher_stop),
+        topk_ids_NK=top.indices,
+        topk_logprobs_NK=top.values,
+        hidden_NH=hidden_NH,
+    )
 
 
 def cast_batch(batch: MicroBatch, dtype: torch.dtype, hidden_dtype: torch.dtype) -> MicroBatch:

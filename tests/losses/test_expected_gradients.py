@@ -204,7 +204,7 @@ def test_sequence_level_is_the_gradient_of_the_sequence_kl():
 def test_half_discount_by_hand():
     world = World.of(3, seed=3)
     gradients = {g: world.gradient(make_config(objective__discount=g)) for g in (0.0, 0.5, 1.0)}
-    # In three steps the discounted gradient is a quadratic in gamma; its value at 0.5 lies off the chord.
+    # In three steps the gradient is a quadratic in the discount; at 0.5 it lies off the chord.
     chord = (gradients[0.0] + gradients[1.0]) / 2
     assert not torch.allclose(gradients[0.5], chord)
     quarter = world.gradient(make_config(objective__discount=0.25))

@@ -29,7 +29,7 @@ def check_losses(groups: list[dist.ProcessGroup]) -> None:
         for rows, vocab, padding in ((13, 31, 1), (7, 5, 3), (0, 31, 1)):
             case = case_of(variant, rows, vocab, temperature=0.7, old=True, dtype=torch.float32)
             expected = run_reference(case)
-            for group in groups:
+            for group in groups if rows == 13 else groups[-1:]:
                 mine = shard_slice(vocab, padding, group)
                 found = run_fused(case, torch.float32, padding, group=group)
                 rows_of_shard = replace(expected, d_weight=expected.d_weight[mine])

@@ -110,7 +110,7 @@ def test_gkd_trains_part_of_the_prompts_on_golden_solutions():
 
 def test_what_an_objective_needs():
     def needs(**changes):
-        objective = build_objective(make_config(**changes), (1,), (2,))
+        objective = build_objective(make_config(**changes), (1,), (1,))
         return objective.teacher_needs, objective.reference_needs
 
     assert {name: needs(objective__name=name)[0] for name in OBJECTIVES} == {
@@ -124,6 +124,15 @@ def test_what_an_objective_needs():
     assert needs(kl__beta=0.1) == ("sampled", "hidden")
     assert needs(kl__beta=0.1, kl__estimator="k3") == ("sampled", "sampled")
     assert needs(objective__advantage__control_variate=True) == ("hidden", "none")
+
+
+@pytest.mark.parametrize("name", ["gkd", "lsm", "student_topk"])
+def test_divergences_refuse_models_that_stop_differently(name):
+    with pytest.raises(ConfigError, match=r"student stops on \[1\] and the teacher on \[2\]"):
+        build_objective(make_config(objective__name=name), (1,), (2,))
+    assert build_objective(make_config(objective__name=name), (1, 2), (2, 1)).name == name
+    as_they_are = make_config(objective__name=name, objective__stop_class=False)
+    assert build_objective(as_they_are, (1,), (2,)).student_stop is None
 
 
 @pytest.mark.parametrize(
