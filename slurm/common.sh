@@ -224,7 +224,6 @@ exclude_nodes() {
     sleep 0.$try
   done
   scontrol release "$SLURM_JOB_ID"
-  sleep 60
 }
 
 # ---- SGLang servers on nodes of their own -----------------------------------------------------------------------
@@ -392,8 +391,7 @@ requeue() {
   fi
   verdict "$1" "$2; queued again"
   trap '' TERM CONT USR1
-  scontrol requeue "$SLURM_JOB_ID" || return 1
-  sleep 60 # Slurm ends this shell
+  scontrol requeue "$SLURM_JOB_ID" # the exit code of this attempt counts no more
 }
 
 json() { # the text as a JSON string

@@ -32,7 +32,13 @@ from stable_opd_mcore.train.checkpoint import load_checkpoint, newest_checkpoint
 from stable_opd_mcore.train.evaluation import evaluate_student
 from stable_opd_mcore.train.in_flight import restore_in_flight, save_in_flight
 from stable_opd_mcore.train.setup import architecture_of, build_run
-from stable_opd_mcore.train.signals import Stopped, StopSignals, clear_marker, leave_for_requeue
+from stable_opd_mcore.train.signals import (
+    Stopped,
+    StopSignals,
+    clear_marker,
+    leave_for_requeue,
+    shielded,
+)
 from stable_opd_mcore.train.state import TrainState
 from stable_opd_mcore.train.step import train_step
 from stable_opd_mcore.train.watchdog import STACKS, Watchdog
@@ -126,9 +132,10 @@ def _train_phase(config: Config, world: World, guard: Guard, show_progress: bool
 
     def save(state: TrainState) -> None:
         save_in_flight(directory, state.step, run.engine, world)
-        save_checkpoint(
-            directory / "checkpoints", state, run.student, architecture, config.checkpoint.keep
-        )
+        with shielded():
+            save_checkpoint(
+                directory / "checkpoints", state, run.student, architecture, config.checkpoint.keep
+            )
 
     if speaks:
         save_config(config, directory / "config.resolved.yaml")

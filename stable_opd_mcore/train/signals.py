@@ -18,6 +18,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -80,6 +82,20 @@ class StopSignals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted = True
+
+
+@contextmanager
+def shielded() -> Iterator[None]:
+    """SIGTERM waits until the end of the block, and the processes started in it never get it.
+
+    For checkpoints: Megatron keeps a helper process that it starts with the first one, and cannot
+    save again when Slurm's SIGTERM to every process of a step has ended that helper.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def clear_marker(run_directory: Path) -> None:

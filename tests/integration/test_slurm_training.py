@@ -197,7 +197,7 @@ def test_a_run_that_loses_its_nodes_in_every_way_ends_the_same(cluster, undistur
     with run.frozen_at(run.rows()[-1]["step"] + 1):  # someone cancels the job ...
         cluster.call("scancel", job)  # Slurm lets stopped processes go on, to end
         cluster.wait(job, {"CANCELLED"}, timeout=90)
-    assert run.verdicts()[-1]["verdict"] == "stopped"
+    assert run.verdicts()[-1]["reason"].startswith("stopped after a step, checkpoint")
     cluster.restore_node(lost)
     again = run.submit(settings={"LOG_DIR": str(tmp_path / "second-logs")})  # ... and submits it
     cluster.wait(again, {"COMPLETED"}, timeout=120)

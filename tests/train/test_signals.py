@@ -13,6 +13,7 @@ from stable_opd_mcore.train.signals import (
     StopSignals,
     clear_marker,
     leave_for_requeue,
+    shielded,
 )
 from tests.parallel.launch import run_ranks
 
@@ -62,6 +63,18 @@ def test_processes_started_meanwhile_survive_sigusr1():
         assert child.poll() is None
         child.terminate()
         assert child.wait(timeout=10) == -signal.SIGTERM
+
+
+def test_sigterm_waits_until_a_checkpoint_is_written():
+    with StopSignals() as stop:
+        with shielded():
+            child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+            child.terminate()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert not stop.asked_on_any_rank()
+        assert stop.asked_on_any_rank()
+        child.communicate(b"go on\n", timeout=30)
+        assert child.returncode == 0
 
 
 def test_a_signal_that_arrives_at_the_end_kills_nobody():
