@@ -36,7 +36,11 @@ def judge(response: str, gold: str) -> bool:
 
 
 def serve(orphan_seconds: float) -> None:
-    """Answer items until standard input ends."""
+    """Answer items until standard input ends.
+
+    Slurm sends SIGTERM to every process of a step, and the trainer then wants to finish its step.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # Libraries that print must not disturb the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
