@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from stable_opd_mcore.models.attention import RotaryByPosition
-from stable_opd_mcore.models.convert import random_weights
+from stable_opd_mcore.models.convert import mark_shards, random_weights
 from stable_opd_mcore.models.families import Architecture, rotary_frequencies
 from stable_opd_mcore.models.hidden_states import (
     HiddenStatesGPTModel,
@@ -68,6 +68,7 @@ def build_model(
     check_layout(architecture, world)
     config = transformer_config(architecture, world, precision, recompute)
     chunks = [_build_chunk(architecture, world, config, stage) for stage in range(world.num_chunks)]
+    mark_shards(chunks)
     if seed is not None:
         random_weights(chunks, seed)
     for chunk in chunks:

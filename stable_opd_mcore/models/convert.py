@@ -31,6 +31,13 @@ from stable_opd_mcore.models import tensors
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.hidden_states import unwrap
 from stable_opd_mcore.models.tensors import Parameter
+from stable_opd_mcore.parallel import megatron_cpu
+
+megatron_cpu.install()
+
+from megatron.core.tensor_parallel.layers import (  # noqa: E402
+    set_tensor_model_parallel_attributes,
+)
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -67,6 +74,19 @@ def random_weights(chunks: Sequence[Module], seed: int) -> None:
         return torch.randn(shape, generator=generator) * architecture.initializer_range
 
     _fill(chunks, draw)
+
+
+def mark_shards(chunks: Sequence[Module]) -> None:
+    """Tell Megatron which weights are one tensor rank's share.
+
+    It does so itself only where it also draws them. Unmarked, a share counts as a copy, and
+    gradient norms leave out all shares but the first rank's.
+    """
+    for _, weight, entry in _parameters(chunks):
+        marked = hasattr(weight, "tensor_model_parallel")
+        if entry.layout != "whole" and not marked:
+            dimension = 1 if entry.layout == "columns" else 0
+            set_tensor_model_parallel_attributes(weight, True, dimension, stride=1)
 
 
 def load_hf(chunks: Sequence[Module], path: str | Path) -> None:
