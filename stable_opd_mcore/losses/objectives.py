@@ -30,6 +30,8 @@ Scores = Literal[
 
 # Small vocabularies go through in larger chunks than train.loss_chunk_tokens: this many logits.
 SMALL_CHUNK_ELEMENTS = 2**22
+LARGE_CPU_CHUNK_ELEMENTS = 2**24  # 64 MiB of fp32 logits per model
+MIN_CPU_CHUNK_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -147,10 +149,15 @@ class Objective:
         return found.logprob_N
 
     def chunk_tokens(self, head: Head) -> int:
-        """Rows per chunk: train.loss_chunk_tokens, more where the vocabulary is small."""
-        return max(
-            self.config.train.loss_chunk_tokens, SMALL_CHUNK_ELEMENTS // max(1, head.vocab_size)
-        )
+        """Rows per chunk: train.loss_chunk_tokens, more where the vocabulary is small.
+
+        Fewer on a CPU with a large vocabulary, which has nothing to gain from larger products.
+        """
+        vocab = max(1, head.vocab_size)
+        rows = max(self.config.train.loss_chunk_tokens, SMALL_CHUNK_ELEMENTS // vocab)
+        if head.weight_VH.is_cuda:
+            return rows
+        return min(rows, max(MIN_CPU_CHUNK_TOKENS, LARGE_CPU_CHUNK_ELEMENTS // vocab))
 
 
 def build_objective(
