@@ -21,7 +21,7 @@ from stable_opd_mcore.monitoring.sinks import METRICS_FILE
 MODEL = "model"  # where a run leaves its student
 MAX_NEW_TOKENS = 160
 WINDOW = 172  # the longest prompt and MAX_NEW_TOKENS
-ARM_STEPS = 150
+STOP_MAX_NEW_TOKENS = 80  # three times the normal length; what follows an ignored stop is noise
 
 CAPTIONS = {
     "collapse": "A teacher that is near-certain inside loops. Plain OPD improves, then collapses; "
@@ -133,6 +133,7 @@ def _models(directory: Path, seed: int) -> dict[str, Job]:
         name=f"seed{seed}/teacher_other_stop",
         directory=directory / "teacher_other_stop",
         after=(clean_teacher.name,),
+        seed=seed,
         swap_from=clean_teacher.model,
     )
     made = (clean_teacher, clean_student, student, teacher, other_stop)
@@ -230,7 +231,7 @@ def _arm(
             "train": {**problems, "options": {**problems["options"], "recheck": [0.1]}},
             "eval": {**problems, "split": "test", "options": {"rows": 256}},
         },
-        "sampling": {"max_new_tokens": MAX_NEW_TOKENS},
+        "sampling": {"max_new_tokens": MAX_NEW_TOKENS if collapse else STOP_MAX_NEW_TOKENS},
         "rollout": {"prompts_per_step": 16 if collapse else 32, "samples_per_prompt": 1},
         "objective": {"name": "opd"},
         "aggregation": "token_mean",
@@ -238,7 +239,7 @@ def _arm(
             "lr": 2e-3 if collapse else 1e-3,
             "warmup_steps": 60 if collapse else 20,
         },
-        "train": {"steps": ARM_STEPS, "seed": seed},
+        "train": {"steps": 150 if collapse else 200, "seed": seed},
         "checkpoint": {"every": 0},
         "evaluation": {"every": 10, "temperature": 1.0, "also_greedy": True},
         "monitoring": {

@@ -1,7 +1,8 @@
 """`stable-opd demo`: train the models, run every arm with every seed, sum up, report.
 
 Each piece of work is an ordinary training run (`train.loop.train`) in one of two worker processes,
-one thread each; a run that has finished is not run again. Not here: what the runs are (recipe.py).
+one thread each. A run that has finished is kept: the same command after an interruption goes on
+with those that have not. Not here: what the runs are (recipe.py).
 """
 
 from __future__ import annotations
@@ -15,11 +16,19 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import asdict
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Column, Table
 
-from stable_opd_mcore.config.load import parse_config
+from stable_opd_mcore.config.load import load_config, parse_config
 from stable_opd_mcore.demo.recipe import CAPTIONS, Job, demo_jobs
 from stable_opd_mcore.demo.relabel import swap_stop_tokens
 from stable_opd_mcore.demo.summary import ArmSummary, summarise
@@ -30,19 +39,19 @@ POLL_SECONDS = 1.0
 
 
 def run_demo(directory: Path, num_seeds: int) -> None:
-    """Run all arms with seeds 0 .. num_seeds-1; write summary.json and report.html, print a table.
+    """Run all arms with seeds 0 .. num_seeds-1; write summary.json and report.html, print tables.
 
     Raises:
-        ValueError: a run failed; the message is the run's own.
+        ValueError: a run failed, or the directory holds runs with other settings.
     """
     started = time.monotonic()
+    directory = directory.resolve()
     jobs = demo_jobs(directory, range(num_seeds))
     run_jobs(jobs)
     arms = [summarise(job) for job in jobs if job.arm is not None]
-    seconds = time.monotonic() - started
     summary, report = directory / "summary.json", directory / "report.html"
     records = [asdict(arm) for arm in arms]
-    summary.write_text(json.dumps({"seconds": round(seconds), "arms": records}, indent=1))
+    summary.write_text(json.dumps({"arms": records}, indent=1))
     runs = [ReportRun(job.directory, job.arm, job.act) for job in jobs if job.arm and job.act]
     write_report(
         runs,
@@ -52,43 +61,102 @@ def run_demo(directory: Path, num_seeds: int) -> None:
         captions=CAPTIONS,
     )
     console = Console()
-    console.print(summary_table(arms))
-    console.print(f"{seconds:.0f} s. Curves: {report}  Numbers: {summary}")
+    for act in CAPTIONS:
+        console.print(summary_table(act, [arm for arm in arms if arm.act == act]))
+    console.print(
+        "Accuracy: 256 held-out problems, sampled at temperature 1 (greedy: its end).\n"
+        "trunc, rep: share of truncated and of repetitive rollouts, 5-step means.",
+        highlight=False,
+    )
+    console.print(f"{time.monotonic() - started:.0f} s", highlight=False)
+    console.print(f"curves   {report}\nnumbers  {summary}", highlight=False, soft_wrap=True)
 
 
 def run_jobs(jobs: Sequence[Job]) -> None:
-    """Run jobs in worker processes, each after those it builds on; two side by side."""
-    waiting = {job.name: job for job in jobs}
-    finished: set[str] = set()
-    running: dict[Future, str] = {}
+    """Run jobs in worker processes, each after those it builds on; two side by side.
+
+    Raises:
+        ValueError: a run failed; names it and its error. Or a finished run has other settings.
+    """
+    for job in jobs:
+        _require_same_settings(job)
+    finished = {job.name for job in jobs if job.model.is_dir()}
+    waiting = [job for job in jobs if job.name not in finished]
+    running: dict[Future, Job] = {}
     os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the workers: two threads a run would fight
     spawn = multiprocessing.get_context("spawn")
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with (
-        ProcessPoolExecutor(WORKERS, mp_context=spawn) as pool,
-        Progress(*columns, console=Console(stderr=True)) as bar,
-    ):
-        task = bar.add_task("demo", total=sum(job.steps for job in jobs))
+    with ProcessPoolExecutor(WORKERS, mp_context=spawn) as pool, _Bars(jobs) as bars:
         while waiting or running:
-            for job in [job for job in waiting.values() if finished.issuperset(job.after)]:
-                running[pool.submit(_work, job)] = waiting.pop(job.name).name
+            for job in [job for job in waiting if finished.issuperset(job.after)]:
+                if len(running) < WORKERS:
+                    waiting.remove(job)
+                    running[pool.submit(_work, job)] = job
+            bars.show(list(running.values()))
             done, _ = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
             for future in done:
-                future.result()  # a failed run ends the demo with its own message
-                finished.add(running.pop(future))
-            names = ", ".join(sorted(name for future, name in running.items() if future.running()))
-            bar.update(task, completed=sum(job.steps_done() for job in jobs), description=names)
+                job = running.pop(future)
+                try:
+                    future.result()
+                except Exception as error:
+                    others = " and ".join(other.name for other in running.values())
+                    bars.say(f"{job.name} failed" + (f", waiting for {others}" if others else ""))
+                    raise ValueError(
+                        f"the demo's run {job.name} failed: {type(error).__name__}: {error}. "
+                        "Finished runs are kept: the same command goes on from there"
+                    ) from error
+                finished.add(job.name)
+
+
+class _Bars:
+    """A bar over all steps of all runs, and below it one for each run in progress."""
+
+    def __init__(self, jobs: Sequence[Job]):
+        self._jobs = jobs
+        self._progress = Progress(
+            TextColumn("{task.description}", table_column=Column(width=31, no_wrap=True)),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(table_column=Column(width=11, justify="right")),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+        )
+        self._total = self._progress.add_task("all runs", total=sum(job.steps for job in jobs))
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> _Bars:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.show([])
+        self._progress.stop()
+
+    def show(self, running: Sequence[Job]) -> None:
+        for name in set(self._tasks) - {job.name for job in running}:
+            self._progress.remove_task(self._tasks.pop(name))
+        for job in running:
+            if job.name not in self._tasks:
+                self._tasks[job.name] = self._progress.add_task(job.name, total=job.steps)
+            self._progress.update(self._tasks[job.name], completed=job.steps_done())
+        self._progress.update(self._total, completed=sum(job.steps_done() for job in self._jobs))
+
+    def say(self, text: str) -> None:
+        self._progress.console.print(text, highlight=False)
+
+
+def _require_same_settings(job: Job) -> None:
+    """A kept run stands for the recipe only if it was made by it."""
+    if job.config is None or not job.model.is_dir():
+        return
+    made_with = load_config(job.directory / "config.resolved.yaml")
+    if made_with != parse_config(job.config, origin="the demo's recipe"):
+        raise ValueError(
+            f"{job.directory} was made with other settings than this version's demo: remove it, "
+            "or choose another --directory"
+        )
 
 
 def _work(job: Job) -> None:
-    """In a worker: one job, unless its model is there already."""
-    if job.model.is_dir():
-        return
+    """In a worker: one job."""
     if job.swap_from is not None:
         swap_stop_tokens(job.swap_from, job.model)
         return
@@ -97,28 +165,36 @@ def _work(job: Job) -> None:
     train(parse_config(job.config, origin="the demo's recipe"), show_progress=False)
 
 
-def summary_table(arms: Sequence[ArmSummary]) -> Table:
-    table = Table(title="Accuracy on held-out problems, sampled at temperature 1")
+def summary_table(act: str, arms: Sequence[ArmSummary]) -> Table:
+    """One row an arm and seed; at most 80 columns wide."""
+    table = Table(
+        title=act, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0)
+    )
+    table.add_column("arm", no_wrap=True)
     for heading in (
-        "act",
-        "arm",
         "seed",
         "start",
         "peak",
-        "lowest after",
+        "low",
         "end",
-        "truncation max",
-        "end",
+        "greedy",
+        "trunc\nmax",
+        "\nend",
+        "rep\nmax",
+        "\nend",
     ):
-        table.add_column(heading, justify="left" if heading in ("act", "arm") else "right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for arm in arms:
         numbers = (
             arm.initial_accuracy,
             arm.peak_accuracy,
             arm.lowest_accuracy_after_peak,
             arm.final_accuracy,
+            arm.greedy_final_accuracy,
             arm.max_truncation_rate,
             arm.final_truncation_rate,
+            arm.max_repetition_rate,
+            arm.final_repetition_rate,
         )
-        table.add_row(arm.act, arm.arm, str(arm.seed), *(f"{number:.2f}" for number in numbers))
+        table.add_row(arm.arm, str(arm.seed), *(f"{number:.2f}" for number in numbers))
     return table

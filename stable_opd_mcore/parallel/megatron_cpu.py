@@ -208,4 +208,5 @@ _HARMLESS = (
     "If you are using transformer_engine as the transformer implementation",
     "When using async grad allreduce it is recommended to set the environment variable CUDA",
     "`torch.distributed.[a-z_]+` is deprecated",
+    "The .grad attribute of a Tensor that is not a leaf Tensor is being accessed",
 )

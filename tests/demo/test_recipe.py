@@ -1,0 +1,127 @@
+"""The demo's jobs: what waits for what, and in what the arms of an act differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stable_opd_mcore.config.load import parse_config
+from stable_opd_mcore.data.sources import load_rows
+from stable_opd_mcore.data.synthetic import SECOND_STOP, VOCABULARY
+from stable_opd_mcore.demo.recipe import COLLAPSE_ARMS, STOP_ARMS, Job, demo_jobs
+
+NAMING = {  # per arm, the settings in which it may differ from its act's plain OPD
+    "opd_kl": {"kl.beta"},
+    "opd_mixture": {"mixture.lambda"},
+    "stable_opd": {"kl.beta", "mixture.lambda"},
+    "sft": {"objective.name", "teacher"},
+    "opd_stop_class": {"objective.stop_class"},
+}
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> list[Job]:
+    return demo_jobs(tmp_path, range(2))
+
+
+def resolved(job: Job) -> dict[str, object]:
+    """Every setting by its dotted key, except the run's own name."""
+    config = parse_config(job.config, origin=job.name)
+
+    def flatten(value: object, prefix: str) -> dict[str, object]:
+        if not isinstance(value, dict) or prefix == "teacher":
+            return {prefix: value}
+        flat: dict[str, object] = {}
+        for key, item in value.items():
+            flat |= flatten(item, f"{prefix}.{key}" if prefix else key)
+        return flat
+
+    flat = flatten(config.model_dump(by_alias=True), "")
+    del flat["run.name"]
+    return flat
+
+
+def test_every_seed_has_every_arm_once(jobs):
+    arms = [(job.seed, job.act, job.arm) for job in jobs if job.arm]
+    expected = {("collapse", arm) for arm in COLLAPSE_ARMS}
+    expected |= {("stop_mismatch", arm) for arm in STOP_ARMS}
+    assert len(arms) == len(set(arms))
+    for seed in range(2):
+        assert {(act, arm) for owner, act, arm in arms if owner == seed} == expected
+
+
+def test_jobs_wait_for_the_models_they_read_and_for_nothing_else(jobs):
+    made = {job.model: job.name for job in jobs}
+    for job in jobs:
+        read = {job.swap_from} if job.swap_from else set()
+        if job.config:
+            config = parse_config(job.config, origin=job.name)
+            sections = [config.student, config.teacher]
+            read = {Path(model.path) for model in sections if model and model.path}
+        assert {made[path] for path in read} <= set(job.after)
+        assert all(name.startswith(f"seed{job.seed}/") for name in job.after)
+
+
+def test_an_order_exists(jobs):
+    finished: set[str] = set()
+    while len(finished) < len(jobs):
+        ready = {job.name for job in jobs if finished.issuperset(job.after)} - finished
+        assert ready, "jobs wait for each other"
+        finished |= ready
+
+
+def test_names_and_directories_are_unique(jobs):
+    assert len({job.name for job in jobs}) == len({job.directory for job in jobs}) == len(jobs)
+
+
+def test_arms_of_an_act_differ_only_in_what_names_them(jobs):
+    arms = [job for job in jobs if job.arm]
+    plain = {(job.seed, job.act): resolved(job) for job in arms if job.arm == "opd"}
+    for job in arms:
+        base, mine = plain[job.seed, job.act], resolved(job)
+        assert job.arm is not None
+        assert base.keys() == mine.keys()
+        assert {key for key in base if base[key] != mine[key]} == NAMING.get(job.arm, set())
+
+
+def test_seeds_differ_in_nothing_but_seeds_and_places(jobs):
+    by_seed = [{job.directory.parts[-2:]: job for job in jobs if job.seed == s} for s in (0, 1)]
+    for first, second in zip(*(sorted(jobs_of.items()) for jobs_of in by_seed), strict=False):
+        if first[1].config is None:
+            continue
+        one, other = resolved(first[1]), resolved(second[1])
+        for flat in (one, other):
+            for key in ("run.directory", "student.path", "teacher", "train.seed"):
+                flat.pop(key)
+            flat.pop("data.train.options.seed")
+        assert one == other
+
+
+def test_the_stop_act_s_teacher_ends_on_the_second_stop(jobs):
+    for job in jobs:
+        if job.act == "stop_mismatch":
+            config = parse_config(job.config, origin=job.name)
+            assert config.teacher is not None
+            assert config.teacher.stop_token_ids == (VOCABULARY.index(SECOND_STOP),)
+            assert "teacher_other_stop" in str(config.teacher.path)
+
+
+def test_every_source_gives_rows(jobs):
+    sources = {}
+    for job in jobs:
+        if job.config:
+            data = parse_config(job.config, origin=job.name).data
+            sources |= {repr(source): source for source in (data.train, data.eval) if source}
+    for source in sources.values():
+        assert load_rows(source.model_copy(update={"limit": 3}))
+
+
+def test_evaluations_are_sampled_at_temperature_1_on_at_least_256_problems(jobs):
+    for job in jobs:
+        if job.arm:
+            config = parse_config(job.config, origin=job.name)
+            assert config.evaluation.temperature == 1.0
+            assert config.evaluation.also_greedy
+            assert config.data.eval is not None
+            assert config.data.eval.options["rows"] >= 256
