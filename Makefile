@@ -3,6 +3,7 @@
 #   make test    all tests
 #   make checks  format, lint, types
 #   make sglang  a venv of SGLang's own, .venv-sglang, for rollout servers on a CPU (about 1.6 GB)
+#   make launch  a venv of NeMo-Run's own, .venv-launch, for the experiments in launch/ (about 0.5 GB)
 #
 # PYTHON=python3.12 picks an interpreter. Without a GPU, a CPU build of torch saves gigabytes:
 #   make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
@@ -11,7 +12,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: sglang demo test checks install format clean
+.PHONY: sglang launch demo test checks install format clean
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -42,9 +43,16 @@ sglang: .venv-sglang/.installed
 	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --requirement requirements/sglang-cpu-nodeps.txt
 	@touch $@
 
+launch: .venv-launch/.installed
+.venv-launch/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-launch
+	$(PYTHON) -c 'import tomllib; print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["launch"]))' > .venv-launch/requirements.txt
+	.venv-launch/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --requirement .venv-launch/requirements.txt
+	@touch $@
+
 format: $(INSTALLED)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-sglang .pytest_cache .ruff_cache
+	rm -rf .venv .venv-sglang .venv-launch .pytest_cache .ruff_cache
