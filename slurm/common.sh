@@ -2,7 +2,7 @@
 # What the batch scripts of this folder share: one allocation is checked, split into trainer and server nodes, run,
 # judged, and queued again when that is the remedy. A script states its resources and calls `run_on_cluster`.
 # Settings are environment variables (`VENV=/shared/venv sbatch slurm/...`), each below with its default and its reason.
-# Not here: what one rank does (rank.sh), the checks of a node (preflight.py), anything about training.
+# Not here: what one rank does (rank.sh), server nodes (servers.sh), the checks of a node (preflight.py), training.
 set -uo pipefail
 
 # ---- where things are -------------------------------------------------------------------------------------------
@@ -31,6 +31,9 @@ set -uo pipefail
 : "${MAX_REQUEUES:=50}"                  # how often the job may start again in all
 : "${MAX_HANGS:=3}"                      # of these, after the watchdog ended it
 : "${NETWORK_INTERFACE:=}"               # e.g. bond0, where the default route is not the cluster's own network
+
+# shellcheck source=slurm/servers.sh
+source "$ROOT/slurm/servers.sh"
 
 ATTEMPT=${SLURM_RESTART_COUNT:-0}
 export ATTEMPT_DIR=$LOG_DIR/attempt_$ATTEMPT
@@ -188,7 +191,7 @@ check_nodes() {
     requeue stopped "asked to stop during the checks"
     return 1
   else
-    exclude_nodes "${bad[@]}"
+    exclude_nodes "requeued" "${bad[@]}"
     return 1
   fi
 }
@@ -207,94 +210,24 @@ check_network() {
   done
 }
 
-# A held job may be told which nodes to avoid; a running one may not.
+# exclude_nodes VERDICT NODE...: a held job may be told which nodes to avoid, a running one may not.
 exclude_nodes() {
-  local excluded try
+  local verdict=$1 excluded try
+  shift
   excluded=$(scontrol -o show job "$SLURM_JOB_ID" | sed -nE 's/.* ExcNodeList=(\S+).*/\1/p')
   excluded=$(joined ${excluded:+"${excluded/(null)/}"} "$@")
   if ((ATTEMPT >= MAX_REQUEUES)); then
     verdict failed "bad node(s) $*; submit again with --exclude=${excluded#,}"
     return
   fi
-  verdict requeued "bad node(s) $* excluded"
+  verdict "$verdict" "bad node(s) $* excluded; queued again"
   trap '' TERM CONT
   scontrol requeuehold "$SLURM_JOB_ID"
-  for try in 1 2 3 4 5 6 7 8 9 10; do
+  for try in 1 2 3 4 5 6 7 8; do
     scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${excluded#,}" && break
-    sleep 0.$try
+    sleep "0.$try"
   done
   scontrol release "$SLURM_JOB_ID"
-}
-
-# ---- SGLang servers on nodes of their own -----------------------------------------------------------------------
-connect_servers() {
-  local index
-  SERVER_URLS=()
-  API_KEY=$(head -c 16 /dev/urandom | od -An -tx1 | tr -d ' \n') # servers off loopback demand one
-  for index in "${!SERVER_NODE_NAMES[@]}"; do
-    SERVER_URLS+=("http://$(address_of "${SERVER_NODE_NAMES[index]}"):$((MASTER_PORT + 10000 + 20 * index))")
-  done
-  TRAINER+=(rollout.engine=sglang rollout.sglang.placement=external "rollout.sglang.urls=[$(joined "${SERVER_URLS[@]}")]"
-    "rollout.sglang.api_key=$API_KEY" "rollout.sglang.sync_host=$MASTER_ADDR")
-}
-
-# The command of server $1, in $SERVER
-server_command() {
-  local address=${SERVER_URLS[$1]#http://}
-  if [ -n "$SERVER_COMMAND" ]; then
-    read -ra SERVER <<<"$SERVER_COMMAND"
-  else
-    SERVER=("${PYTHON[@]}" -m stable_opd_mcore serve)
-  fi
-  SERVER+=("${COMMAND_LINE[@]}" rollout.engine=sglang rollout.sglang.placement=disaggregated rollout.sglang.num_servers=1
-    "rollout.sglang.host=${address%:*}" "rollout.sglang.port=${address##*:}" "rollout.sglang.api_key=$API_KEY")
-}
-
-start_servers() {
-  local index waited
-  for index in "${!SERVER_NODE_NAMES[@]}"; do keep_server "$index" & done
-  for index in "${!SERVER_NODE_NAMES[@]}"; do
-    waited=0
-    until curl --silent --fail --output /dev/null --max-time 5 "${SERVER_URLS[index]}/health"; do
-      if [ -e "$ATTEMPT_DIR/server_$index.given_up" ] || ((waited++ >= SERVER_TIMEOUT)); then
-        stop_servers
-        verdict failed "server $index on ${SERVER_NODE_NAMES[index]} is not healthy; $ATTEMPT_DIR/server_$index.*.log"
-        return 1
-      elif [ -n "$STOP_WANTED" ]; then
-        stop_servers
-        requeue stopped "asked to stop while the servers started"
-        return 1
-      fi
-      sleep 1
-    done
-    log "server $index on ${SERVER_NODE_NAMES[index]} is healthy"
-  done
-}
-
-# Runs a server until stop_servers, starting it again when it dies; the trainer sends it the weights anew.
-keep_server() {
-  local index=$1 starts=0
-  trap '' USR1 TERM
-  step "server_$index" "${SERVER_NODE_NAMES[index]}" 1
-  server_command "$index"
-  while [ ! -e "$ATTEMPT_DIR/servers_stop" ]; do
-    "${STEP[@]}" --output="$ATTEMPT_DIR/server_$index.start_$starts.log" "${SERVER[@]}"
-    [ ! -e "$ATTEMPT_DIR/servers_stop" ] || return
-    if ((++starts > SERVER_RESTARTS)); then
-      log "server $index ended $starts times: given up"
-      touch "$ATTEMPT_DIR/server_$index.given_up"
-      return
-    fi
-    log "server $index on ${SERVER_NODE_NAMES[index]} ended: start $starts of at most $SERVER_RESTARTS more"
-    sleep 2
-  done
-}
-
-stop_servers() {
-  local index
-  ((SERVER_NODES > 0)) || return 0
-  touch "$ATTEMPT_DIR/servers_stop"
-  for index in "${!SERVER_NODE_NAMES[@]}"; do signal_step TERM "server_$index"; done
 }
 
 # ---- the trainer ------------------------------------------------------------------------------------------------
@@ -364,9 +297,26 @@ hung_ranks() {
   echo "no step within fault.watchdog_minutes${suspects:+; not waiting for others:$suspects}"
 }
 
+# Trainer nodes that do not run a command any more: their ranks did not fail, they are gone.
+silent_nodes() {
+  local node
+  step alive "$(joined "${TRAINER_NODES[@]}")" 1
+  # shellcheck disable=SC2016 # for the nodes' shells
+  timeout 40 "${STEP[@]}" --output=none bash -c 'touch "$ATTEMPT_DIR/alive_$SLURMD_NODENAME"' 2>/dev/null
+  for node in "${TRAINER_NODES[@]}"; do
+    [ -e "$ATTEMPT_DIR/alive_$node" ] || echo "$node"
+  done
+}
+
 # The first that a signal killed, else the first that failed: the others fail because it is gone.
 name_culprit() {
   local rank node code last
+  local -a silent
+  mapfile -t silent < <(silent_nodes)
+  if [ ${#silent[@]} != 0 ]; then # Slurm itself may need minutes to notice
+    exclude_nodes "lost" "${silent[@]}"
+    return 1
+  fi
   read -r rank code node < <(cd "$ATTEMPT_DIR/exits" && awk '
     $1 != 0 && $1 != 143 {order = ($1 > 128 ? 0 : 1); print order, $2, FILENAME, $1, $3}' rank_????? 2>/dev/null |
     sort -k1,1n -k2,2n | awk '{print $3, $4, $5; exit}')

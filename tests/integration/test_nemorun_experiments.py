@@ -63,7 +63,7 @@ def launch(
 def states(output: str) -> dict[str, str]:
     """What the launcher says of each stage in its last lines."""
     lines = [line.split(": ") for line in output.splitlines()]
-    return {line[0]: line[1] for line in lines if len(line) == 2 and line[1].isupper()}
+    return {line[0]: line[1] for line in lines if len(line) == 2 and line[0].isidentifier()}
 
 
 @pytest.mark.parametrize("where", ["slurm", "local"])

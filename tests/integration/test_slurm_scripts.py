@@ -10,7 +10,7 @@ import pytest
 from stable_opd_mcore.config.load import load_config
 
 REPOSITORY = Path(__file__).parents[2]
-SHARED = {"common.sh", "rank.sh"}
+SHARED = {"common.sh", "rank.sh", "servers.sh"}
 SHELL = sorted([*REPOSITORY.glob("slurm/*.sh"), *REPOSITORY.glob("launch/*.sh")])
 BATCH = [path for path in SHELL if path.parent.name == "slurm" and path.name not in SHARED]
 

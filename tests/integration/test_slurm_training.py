@@ -235,3 +235,12 @@ def test_a_wrong_setting_ends_before_anything_starts(cluster, tmp_path):
     cluster.wait(job, {"FAILED"}, timeout=60)
     assert "train.stepz" in run.verdicts()[0]["reason"]
     assert not run.directory.exists()
+
+
+def test_a_server_that_never_gets_healthy_is_named(cluster, tmp_path):
+    run = Run(cluster, tmp_path, "serverless")
+    settings = {"SERVER_NODES": "1", "SERVER_COMMAND": "false", "SERVER_RESTARTS": "1"}
+    job = run.submit(options=("--nodes=2",), settings=settings)
+    cluster.wait(job, {"FAILED"}, timeout=60)
+    assert "server 0 on n2 is not healthy" in run.verdicts()[0]["reason"]
+    assert run.told().count("server 0 on n2 ended") == 1

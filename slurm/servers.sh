@@ -1,0 +1,75 @@
+# shellcheck shell=bash
+# SGLang servers on nodes of their own: started before the trainer, which waits for their health, watched while it runs,
+# started again when they die. Part of common.sh, whose settings and variables it uses.
+# Not here: what a server is (`stable-opd serve`), servers that share the trainer's nodes (rollout.sglang.placement).
+# shellcheck disable=SC2034 # TRAINER and SERVER are common.sh's
+
+connect_servers() {
+  local index
+  SERVER_URLS=()
+  API_KEY=$(head -c 16 /dev/urandom | od -An -tx1 | tr -d ' \n') # servers off loopback demand one
+  for index in "${!SERVER_NODE_NAMES[@]}"; do
+    SERVER_URLS+=("http://$(address_of "${SERVER_NODE_NAMES[index]}"):$((MASTER_PORT + 10000 + 20 * index))")
+  done
+  TRAINER+=(rollout.engine=sglang rollout.sglang.placement=external "rollout.sglang.urls=[$(joined "${SERVER_URLS[@]}")]"
+    "rollout.sglang.api_key=$API_KEY" "rollout.sglang.sync_host=$MASTER_ADDR")
+}
+
+# The command of server $1, in $SERVER
+server_command() {
+  local address=${SERVER_URLS[$1]#http://}
+  if [ -n "$SERVER_COMMAND" ]; then
+    read -ra SERVER <<<"$SERVER_COMMAND"
+  else
+    SERVER=("${PYTHON[@]}" -m stable_opd_mcore serve)
+  fi
+  SERVER+=("${COMMAND_LINE[@]}" rollout.engine=sglang rollout.sglang.placement=disaggregated rollout.sglang.num_servers=1
+    "rollout.sglang.host=${address%:*}" "rollout.sglang.port=${address##*:}" "rollout.sglang.api_key=$API_KEY")
+}
+
+start_servers() {
+  local index waited
+  for index in "${!SERVER_NODE_NAMES[@]}"; do keep_server "$index" & done
+  for index in "${!SERVER_NODE_NAMES[@]}"; do
+    waited=0
+    until curl --silent --fail --output /dev/null --max-time 5 "${SERVER_URLS[index]}/health"; do
+      if [ -e "$ATTEMPT_DIR/server_$index.given_up" ] || ((waited++ >= SERVER_TIMEOUT)); then
+        stop_servers
+        verdict failed "server $index on ${SERVER_NODE_NAMES[index]} is not healthy; $ATTEMPT_DIR/server_$index.*.log"
+        return 1
+      elif [ -n "$STOP_WANTED" ]; then
+        stop_servers
+        requeue stopped "asked to stop while the servers started"
+        return 1
+      fi
+      sleep 1
+    done
+    log "server $index on ${SERVER_NODE_NAMES[index]} is healthy"
+  done
+}
+
+# Runs a server until stop_servers, starting it again when it dies; the trainer sends it the weights anew.
+keep_server() {
+  local index=$1 starts=0
+  trap '' USR1 TERM
+  step "server_$index" "${SERVER_NODE_NAMES[index]}" 1
+  server_command "$index"
+  while [ ! -e "$ATTEMPT_DIR/servers_stop" ]; do
+    "${STEP[@]}" --output="$ATTEMPT_DIR/server_$index.start_$starts.log" "${SERVER[@]}"
+    [ ! -e "$ATTEMPT_DIR/servers_stop" ] || return
+    if ((++starts > SERVER_RESTARTS)); then
+      log "server $index ended $starts times: given up"
+      touch "$ATTEMPT_DIR/server_$index.given_up"
+      return
+    fi
+    log "server $index on ${SERVER_NODE_NAMES[index]} ended: start $starts of at most $SERVER_RESTARTS more"
+    sleep 2
+  done
+}
+
+stop_servers() {
+  local index
+  ((SERVER_NODES > 0)) || return 0
+  touch "$ATTEMPT_DIR/servers_stop"
+  for index in "${!SERVER_NODE_NAMES[@]}"; do signal_step TERM "server_$index"; done
+}
