@@ -1,4 +1,6 @@
-"""Tiny complete runs for tests: a Qwen2 student and a larger teacher of random weights, generated problems."""
+"""Tiny complete runs for tests: a Qwen2 student and a larger teacher of random weights, generated
+problems.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def tiny_architecture(hidden: int, layers: int, **fields: Any) -> dict[str, Any]
 
 
 def tiny_config(directory: Path, name: str, **sections: Any) -> Config:
-    """A Stable-OPD run of a few seconds; `sections` are merged over the defaults, section by section."""
+    """A Stable-OPD run of a few seconds; `sections` are merged over the defaults, section by
+    section.
+    """
     values: dict[str, Any] = {
         "run": {"name": name, "directory": str(directory)},
         "student": {"architecture": tiny_architecture(32, 4)},

@@ -1,0 +1,103 @@
+"""Whole runs: the smoke config, the command line, teacher = student, and real problems."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stable_opd_mcore.cli import main
+from stable_opd_mcore.config.load import load_config
+from stable_opd_mcore.train.loop import train
+from tests.parallel.launch import run_ranks
+from tests.real_data import real_data
+from tests.train.runs import metrics_of, tiny_architecture, tiny_config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def smoke(rank: int, world_size: int, directory: str) -> None:
+    train(load_config(CONFIGS / "smoke_cpu.yaml", [f"run.directory={directory}"]), False)
+
+
+def own_teacher(rank: int, world_size: int, directory: str) -> None:
+    """Teacher and student of the same random weights; an update of size zero keeps them equal."""
+    config = tiny_config(
+        Path(directory),
+        "own_teacher",
+        teacher={"architecture": tiny_architecture(32, 4)},
+        kl={"beta": 0.0},
+        mixture={"lambda": 0.0},
+        optimizer={"lr": 1e-30, "warmup_steps": 0},
+        train={"steps": 2},
+    )
+    train(config, show_progress=False)
+
+
+def gsm8k(rank: int, world_size: int, directory: str, data: str) -> None:
+    overrides = [
+        f"run.directory={directory}",
+        f"tokenizer.path={data}/tokenizers/Qwen2.5-Math-1.5B",
+        f"data.train.path={data}/gsm8k/train.jsonl",
+        f"data.eval.path={data}/gsm8k/test.jsonl",
+        "data.train.limit=48",
+        "sampling.max_new_tokens=24",
+        "cold_start.steps=6",
+        "cold_start.prompts_per_step=4",
+        "rollout.prompts_per_step=2",
+        "train.steps=2",
+    ]
+    train(load_config(CONFIGS / "gsm8k_cpu.yaml", overrides), show_progress=False)
+
+
+def test_the_smoke_config_leaves_a_whole_run_behind(tmp_path, monkeypatch, capsys):
+    run_ranks(1, smoke, str(tmp_path))
+    run = tmp_path / "smoke_cpu"
+    rows = metrics_of(run)
+    assert [row["step"] for row in rows] == list(range(11))
+    assert "eval/accuracy" in rows[0]
+    assert rows[-1]["logprob/rollout_gap_max"] < 1e-4  # the engine's view is the trainer's
+    names = {path.name for path in run.iterdir()}
+    assert names >= {
+        "config.resolved.yaml",
+        "metrics.jsonl",
+        "rollouts",
+        "checkpoints",
+        "summary.json",
+        "report.html",
+        "model",
+        "tensorboard",
+    }
+    assert json.loads((run / "summary.json").read_text())["step"] == 10
+    assert len(list((run / "rollouts").iterdir())) == 10
+    assert load_config(run / "config.resolved.yaml").run.name == "smoke_cpu"
+
+    monkeypatch.setattr(
+        "sys.argv", ["stable-opd", "report", str(run), "--output", f"{run}/again.html"]
+    )
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert (run / "again.html").stat().st_size > 1_000_000  # self-contained
+
+
+def test_a_teacher_equal_to_the_student_teaches_nothing(tmp_path):
+    run_ranks(1, own_teacher, str(tmp_path))
+    for row in metrics_of(tmp_path / "own_teacher"):
+        assert row["loss/total"] == pytest.approx(0, abs=1e-6)
+        assert row["grad_norm"] == pytest.approx(0, abs=1e-5)
+        assert row["logprob/teacher"] == pytest.approx(row["logprob/student"], abs=1e-6)
+
+
+def test_real_problems_with_the_real_tokenizer(tmp_path):
+    data = real_data("gsm8k/train.jsonl").parents[1]
+    run_ranks(1, gsm8k, str(tmp_path), str(data))
+    cold = metrics_of(tmp_path / "gsm8k_cpu" / "cold_start")
+    assert cold[-1]["loss/sft"] < cold[0]["loss/sft"] - 0.1
+    rows = metrics_of(tmp_path / "gsm8k_cpu")
+    assert len(rows) == 2
+    assert all(row["loss/kl"] is not None and row["loss/sft"] > 0 for row in rows)
+    stored = (tmp_path / "gsm8k_cpu" / "rollouts" / "step_000001.jsonl").read_text()
+    assert len(stored.splitlines()) == 4  # 2 prompts, 2 samples each
+    assert (
+        "reason step by step" not in json.loads(stored.splitlines()[0])["prompt"]
+    )  # as in the data
