@@ -28,7 +28,7 @@ def run(tmp_path_factory) -> Path:
 
 
 def fails(capsys, monkeypatch, tmp_path, **sections) -> str:
-    """Run `stable-opd train` with a bad setting; its message, after checking that nothing is left."""
+    """Run `stable-opd train` with a bad setting; its message. Nothing may be left behind."""
     save_config(tiny_config(tmp_path / "runs", "bad", **sections), tmp_path / "bad.yaml")
     monkeypatch.setattr("sys.argv", ["stable-opd", "train", str(tmp_path / "bad.yaml")])
     with pytest.raises(SystemExit) as ended:
