@@ -25,6 +25,7 @@ from rich.progress import (
     TaskID,
     TextColumn,
     TimeElapsedColumn,
+    TimeRemainingColumn,
 )
 from rich.table import Column, Table
 
@@ -36,6 +37,7 @@ from stable_opd_mcore.monitoring.report import ReportRun, write_report
 
 WORKERS = 2
 POLL_SECONDS = 1.0
+NAME_WIDTH = 34  # seed0/stop_mismatch/opd_stop_class
 
 
 def run_demo(directory: Path, num_seeds: int) -> None:
@@ -62,6 +64,7 @@ def run_demo(directory: Path, num_seeds: int) -> None:
     )
     console = Console()
     for act in CAPTIONS:
+        console.print()
         console.print(summary_table(act, [arm for arm in arms if arm.act == act]))
     console.print(
         "Accuracy: 256 held-out problems, sampled at temperature 1 (greedy: its end).\n"
@@ -105,6 +108,17 @@ def run_jobs(jobs: Sequence[Job]) -> None:
                         "Finished runs are kept: the same command goes on from there"
                     ) from error
                 finished.add(job.name)
+                if job.arm is not None:
+                    bars.say(_outcome(summarise(job), job))
+
+
+def _outcome(arm: ArmSummary, job: Job) -> str:
+    """Accuracy at the start, at its peak, at the end; the highest truncation rate."""
+    return (
+        f"{job.name:<{NAME_WIDTH}} accuracy {arm.initial_accuracy:.2f} → "
+        f"{arm.peak_accuracy:.2f} → {arm.final_accuracy:.2f}  "
+        f"truncation {arm.max_truncation_rate:.2f}"
+    )
 
 
 class _Bars:
@@ -113,10 +127,11 @@ class _Bars:
     def __init__(self, jobs: Sequence[Job]):
         self._jobs = jobs
         self._progress = Progress(
-            TextColumn("{task.description}", table_column=Column(width=31, no_wrap=True)),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(table_column=Column(width=11, justify="right")),
+            TextColumn("{task.description}", table_column=Column(width=NAME_WIDTH, no_wrap=True)),
+            BarColumn(bar_width=14),
+            MofNCompleteColumn(table_column=Column(width=9, justify="right")),
             TimeElapsedColumn(),
+            TimeRemainingColumn(),
             console=Console(stderr=True),
         )
         self._total = self._progress.add_task("all runs", total=sum(job.steps for job in jobs))
