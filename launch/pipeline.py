@@ -11,7 +11,7 @@ cancels what follows. Not here: how a stage runs (stages.py).
 import shlex
 
 import nemo_run as run
-from stages import Stage, add, batch_settings, judge, launch
+from stages import Stage, add, batch_settings, judge, launch, main
 
 
 @run.cli.entrypoint(namespace="stable_opd", type="experiment")
@@ -74,4 +74,4 @@ def pipeline(
 
 
 if __name__ == "__main__":
-    run.cli.main(pipeline)
+    main(pipeline)

@@ -9,7 +9,7 @@ Not here: which stages make an experiment. NeMo-Run reads annotations, so they a
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import nemo_run as run
 
 ROOT = Path(__file__).resolve().parents[1]
 SUCCEEDED = "SUCCEEDED"
+_reached_the_end = False  # of an experiment; NeMo-Run prints an error and returns
 
 
 @dataclass
@@ -138,10 +139,9 @@ def note(experiment: run.Experiment, stage: str) -> Path:
 
 def launch(experiment: run.Experiment, context: run.cli.RunContext) -> None:
     """Start it; leaving the experiment's block waits for its end."""
-    on_slurm = isinstance(context.executor, run.SlurmExecutor)
-    if not on_slurm:
+    if not isinstance(context.executor, run.SlurmExecutor):
         note(experiment, "").mkdir(parents=True, exist_ok=True)
-    context.launch(experiment, sequential=not on_slurm)
+    context.launch(experiment)
 
 
 def judge(experiment: run.Experiment, context: run.cli.RunContext) -> None:
@@ -149,6 +149,8 @@ def judge(experiment: run.Experiment, context: run.cli.RunContext) -> None:
 
     NeMo-Run itself returns 0 whatever happened. Call after the experiment's block.
     """
+    global _reached_the_end
+    _reached_the_end = True
     if context.dryrun or context.detach:
         return
     if isinstance(context.executor, run.SlurmExecutor):
@@ -162,6 +164,13 @@ def judge(experiment: run.Experiment, context: run.cli.RunContext) -> None:
     for name, state in states.items():
         print(f"{name}: {state}")
     if any(state != SUCCEEDED for state in states.values()):
+        sys.exit(1)
+
+
+def main(entrypoint: Callable[..., None]) -> None:
+    """The command line of an experiment; any error is an exit code, which NeMo-Run's own is not."""
+    run.cli.main(entrypoint)
+    if not _reached_the_end and "--help" not in sys.argv:
         sys.exit(1)
 
 

@@ -11,7 +11,7 @@ import itertools
 import shlex
 
 import nemo_run as run
-from stages import Stage, add, batch_settings, judge, launch
+from stages import Stage, add, batch_settings, judge, launch, main
 
 
 @run.cli.entrypoint(namespace="stable_opd", type="experiment")
@@ -52,7 +52,8 @@ def sweep(
                 f"run.name={name}_{point}",
             ]
             stage = Stage(point, f"stable_opd_{size}", "train", config, overrides)
-            points.append(add(experiment, stage, ctx.executor, settings=batch_settings()))
+            before = [] if isinstance(ctx.executor, run.SlurmExecutor) else points[-1:]
+            points.append(add(experiment, stage, ctx.executor, before, batch_settings()))
         report = Stage(
             "report", "report", "report", "", [*runs, f"--output={directory}/{name}.html"]
         )
@@ -62,4 +63,4 @@ def sweep(
 
 
 if __name__ == "__main__":
-    run.cli.main(sweep)
+    main(sweep)

@@ -297,13 +297,16 @@ hung_ranks() {
   echo "no step within fault.watchdog_minutes${suspects:+; not waiting for others:$suspects}"
 }
 
-# Trainer nodes that do not run a command any more: their ranks did not fail, they are gone.
+# Trainer nodes that do not run a command any more: their ranks did not fail, they are gone. One step a node, for a step
+# over several fails as a whole. This node runs the script, so it is there.
 silent_nodes() {
   local node
-  step alive "$(joined "${TRAINER_NODES[@]}")" 1
-  # shellcheck disable=SC2016 # for the nodes' shells
-  timeout 40 "${STEP[@]}" --output=none bash -c 'touch "$ATTEMPT_DIR/alive_$SLURMD_NODENAME"' 2>/dev/null
-  for node in "${TRAINER_NODES[@]}"; do
+  for node in "${TRAINER_NODES[@]:1}"; do
+    step alive "$node" 1
+    timeout 40 "${STEP[@]}" --output=none touch "$ATTEMPT_DIR/alive_$node" 2>/dev/null &
+  done
+  wait
+  for node in "${TRAINER_NODES[@]:1}"; do
     [ -e "$ATTEMPT_DIR/alive_$node" ] || echo "$node"
   done
 }

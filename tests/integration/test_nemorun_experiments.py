@@ -96,7 +96,7 @@ def test_a_failed_stage_cancels_the_rest_and_the_next_launch_completes(
     assert mended.returncode == 0, mended.stdout
     assert set(states(mended.stdout).values()) == {"SUCCEEDED"}
     assert (tmp_path / "pipeline_opd" / "model" / "config.json").is_file()
-    assert json.loads((tmp_path / "pipeline_evaluation" / "summary.json").read_text())
+    assert json.loads((tmp_path / "pipeline_evaluation" / "evaluation.json").read_text())
 
 
 def test_a_sweep_gives_one_run_a_point_and_one_report(nemorun_python, cluster, tmp_path):
