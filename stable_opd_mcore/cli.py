@@ -55,6 +55,23 @@ def evaluate(config: ConfigPath, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def serve(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    teacher: Annotated[
+        bool, typer.Option("--teacher", help="Serve teacher.path instead of the student.")
+    ] = False,
+) -> None:
+    """Start the SGLang servers of rollout.sglang for runs elsewhere; they end with this command."""
+    from stable_opd_mcore.config.load import load_config
+
+    settings = load_config(config, overrides or [])
+    from stable_opd_mcore.rollout.sglang_serve import serve as run_servers
+
+    run_servers(settings, teacher=teacher, tell=typer.echo)
+
+
+@app.command()
 def convert(
     source: Annotated[
         Path, typer.Argument(help="A Hugging Face directory or a Megatron checkpoint.")

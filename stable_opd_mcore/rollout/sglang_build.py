@@ -84,7 +84,9 @@ def build_sglang_engine(
     )
 
 
-def server_options(config: Config, model: Path, number: int, device: str) -> ServerOptions:
+def server_options(
+    config: Config, model: Path, number: int, device: str, *, dummy_weights: bool = True
+) -> ServerOptions:
     """What server `number` of the run is started with."""
     sglang = config.rollout.sglang
     colocated = sglang.placement == "colocated"
@@ -97,6 +99,7 @@ def server_options(config: Config, model: Path, number: int, device: str) -> Ser
         port=sglang.port + number if sglang.port else 0,
         tensor=sglang.tensor,
         api_key=sglang.api_key,
+        dummy_weights=dummy_weights,
         memory_saver=colocated,
         first_gpu=(0 if colocated else sglang.first_gpu) + number * sglang.tensor,
         max_running_requests=sglang.max_running_requests,
