@@ -79,8 +79,7 @@ class TokenWeights:
 
 @dataclass(frozen=True)
 class TeacherScores:
-    """What a teacher says of the N response tokens of one micro-batch, at the sampling temperature.
-    """
+    """What a teacher says of a micro-batch's N response tokens, at the sampling temperature."""
 
     sampled_logprob_N: Tensor  # fp32; the stop class where the target is a stop token
     entropy_N: Tensor | None = None  # fp32

@@ -16,7 +16,9 @@ from stable_opd_mcore.records import Prompt, Rollout
 
 ROLLOUTS = [
     Rollout(
-        prompt=Prompt("train:3", '1+1 =\u2028?\n"<b>" \x00', (5, 0, 7), "2", (9, 1), "bracket", True),
+        prompt=Prompt(
+            "train:3", '1+1 =\u2028?\n"<b>" \x00', (5, 0, 7), "2", (9, 1), "bracket", True
+        ),
         sample_index=1,
         token_ids=(4, 4, 151645),
         rollout_logprobs=(-0.1, -1e-17, -(2**0.5)),
