@@ -231,8 +231,14 @@ class SglangClient:
         except (KeyError, TypeError, ValueError) as error:
             raise self._garbage(f"not scores: {error!r}") from error
         wanted = request.token_ids[request.start :]
-        if ids != wanted:
-            raise self._garbage(f"scores of {len(ids)} tokens that are not the {len(wanted)} sent")
+        last = request.vocab_size - 1  # SGLang reports the last id of its vocabulary as 0
+        if len(ids) != len(wanted) or any(
+            found != sent and not (found == 0 and sent == last)
+            for found, sent in zip(ids, wanted, strict=True)
+        ):
+            raise self._garbage(
+                f"scores of tokens {ids[:8]}... ({len(ids)}), sent {wanted[:8]}... ({len(wanted)})"
+            )
         for rows, width in (
             (top_logprobs, request.top_k),
             (extra_logprobs, len(request.extra_ids)),
