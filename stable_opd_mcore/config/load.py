@@ -1,4 +1,4 @@
-"""From a YAML file and dotted overrides to a `Config`, with errors that name the key, the file and the remedy.
+"""From a YAML file and dotted overrides to a `Config`; errors name key, file and remedy.
 
 Not a config language: no inheritance, no interpolation from the environment, one file per run.
 """
@@ -28,7 +28,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read `path`, apply overrides such as "train.steps=10", validate.
 
     Raises:
-        ConfigError: missing file, broken YAML, unknown key (with the nearest right spelling), wrong type or value.
+        ConfigError: missing file, broken YAML, unknown key (with the nearest right spelling),
+            wrong type or value.
     """
     path = Path(path)
     if not path.is_file():

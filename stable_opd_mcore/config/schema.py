@@ -12,8 +12,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
-NonNegative = Field(ge=0)
-
 
 class Section(BaseModel):
     model_config = ConfigDict(
@@ -48,8 +46,10 @@ class TeacherConfig(ModelConfig):
     urls: tuple[str, ...] = ()
     routes: dict[str, tuple[str, ...]] = {}
     api_key: str | None = None
-    request_timeout_seconds: float = Field(600.0, gt=0)
-    self_test_tolerance: float = Field(1e-3, gt=0)  # replicas asked twice may differ by this
+    request_timeout_seconds: float = Field(default=600.0, gt=0)
+    self_test_tolerance: float = Field(
+        default=1e-3, gt=0
+    )  # replicas asked twice may differ by this
 
     @model_validator(mode="after")
     def _served(self):
@@ -122,9 +122,9 @@ class DataConfig(Section):
 
 class SamplingConfig(Section):
     temperature: float = Field(
-        1.0, gt=0
+        default=1.0, gt=0
     )  # of rollouts, and of every log-probability the loss compares
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     max_new_tokens: PositiveInt = 1024
 
 
@@ -139,22 +139,26 @@ class SglangConfig(Section):
     num_servers: PositiveInt = 1  # of all data-parallel ranks together; each owns its share
     tensor: PositiveInt = 1  # ranks of one server
     first_gpu: int = Field(
-        0, ge=0
+        default=0, ge=0
     )  # disaggregated, with GPUs: servers take the devices from here on
     host: str = "127.0.0.1"
-    port: int = Field(0, ge=0, le=65535)  # of the first server, then counted up; 0: any free ones
+    port: int = Field(
+        default=0, ge=0, le=65535
+    )  # of the first server, then counted up; 0: any free ones
     api_key: str | None = None  # None: none on loopback, a random one on any other host
     python: str = ".venv-sglang/bin/python"  # of the servers' own venv
     dtype: Literal["float32", "bfloat16"] | None = None  # None: train.precision
     max_running_requests: PositiveInt | None = None  # of one server
     arguments: tuple[str, ...] = ()  # more of SGLang's own, as on its command line
-    startup_timeout_seconds: float = Field(600.0, gt=0)
-    request_timeout_seconds: float = Field(1800.0, gt=0)  # of one prompt's responses
-    health_interval_seconds: float = Field(10.0, gt=0)  # a server that misses two probes is hung
-    max_restarts: int = Field(3, ge=0)  # of one data-parallel rank's servers, over the run
+    startup_timeout_seconds: float = Field(default=600.0, gt=0)
+    request_timeout_seconds: float = Field(default=1800.0, gt=0)  # of one prompt's responses
+    health_interval_seconds: float = Field(
+        default=10.0, gt=0
+    )  # a server that misses two probes is hung
+    max_restarts: int = Field(default=3, ge=0)  # of one data-parallel rank's servers, over the run
     sync: Literal["distributed", "tensor", "disk"] = "distributed"
     sync_host: str = "127.0.0.1"  # the trainer's address as the servers see it
-    sync_timeout_seconds: float = Field(600.0, gt=0)  # of one bucket
+    sync_timeout_seconds: float = Field(default=600.0, gt=0)  # of one bucket
     bucket_mib: PositiveInt = 512  # of weights that travel at once
 
     @model_validator(mode="after")
@@ -179,12 +183,12 @@ class RolloutConfig(Section):
     sglang: SglangConfig = SglangConfig()
     async_steps: Literal[0, 1] = 0  # 1: the next step's rollouts are drawn while this one trains
     max_staleness: int = Field(
-        0, ge=0
+        default=0, ge=0
     )  # oldest weights a rollout may come from, in published versions
     # Train/inference mismatch: weigh tokens by trainer's over engine's probability, cut at the
     # threshold (truncated), or drop those outside [1/threshold, threshold] (masked).
     importance_correction: Literal["none", "truncated", "masked"] = "none"
-    importance_threshold: float = Field(2.0, gt=1)
+    importance_threshold: float = Field(default=2.0, gt=1)
 
     @model_validator(mode="after")
     def _replay(self):
@@ -212,8 +216,8 @@ class RolloutConfig(Section):
 
 class AdvantageConfig(Section):
     control_variate: bool = False  # vOPD: A + KL(student || teacher)
-    power: float | None = Field(None, gt=0)  # PowerOPD: teacher^alpha - student^alpha
-    clamp: float | None = Field(None, gt=0)  # to [-clamp, clamp]
+    power: float | None = Field(default=None, gt=0)  # PowerOPD: teacher^alpha - student^alpha
+    clamp: float | None = Field(default=None, gt=0)  # to [-clamp, clamp]
 
 
 class TokenMasksConfig(Section):
@@ -224,14 +228,14 @@ class TokenMasksConfig(Section):
 
 class ObjectiveConfig(Section):
     name: str = "opd"  # a name of losses.objectives
-    clip: float = Field(0.2, gt=0)
-    discount: float = Field(0.0, ge=0, le=1)  # gamma of the return-to-go; 0 is token-level
+    clip: float = Field(default=0.2, gt=0)
+    discount: float = Field(default=0.0, ge=0, le=1)  # gamma of the return-to-go; 0 is token-level
     stop_class: bool = True  # sum each model's own stop ids where the sampled token is one
     top_k: PositiveInt = 32  # lsm, student_topk
     divergence: Literal["forward", "reverse", "jsd"] = "reverse"  # gkd
-    jsd_beta: float = Field(0.5, gt=0, lt=1)
+    jsd_beta: float = Field(default=0.5, gt=0, lt=1)
     on_policy_fraction: float = Field(
-        1.0, ge=0, le=1
+        default=1.0, ge=0, le=1
     )  # gkd's lambda: share of prompts trained on rollouts
     std_normalise: bool = True  # grpo; false with aggregation=constant is Dr.GRPO
     advantage: AdvantageConfig = AdvantageConfig()
@@ -239,30 +243,30 @@ class ObjectiveConfig(Section):
 
 
 class KLConfig(Section):
-    beta: float = Field(0.0, ge=0)
+    beta: float = Field(default=0.0, ge=0)
     estimator: Literal["exact", "k3"] = "exact"
 
 
 class MixtureConfig(Section):
-    lambda_: float = Field(0.0, ge=0, alias="lambda")
+    lambda_: float = Field(default=0.0, ge=0, alias="lambda")
 
 
 class OptimizerConfig(Section):
-    lr: float = Field(1e-6, gt=0)
-    min_lr: float = Field(0.0, ge=0)
+    lr: float = Field(default=1e-6, gt=0)
+    min_lr: float = Field(default=0.0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.999, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    clip_grad: float = Field(1.0, gt=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip_grad: float = Field(default=1.0, gt=0)
     distributed: bool = True  # shard optimizer state over data-parallel ranks
 
 
 class TrainConfig(Section):
     steps: PositiveInt = 800
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     precision: Literal["fp32", "bf16"] = "fp32"
     micro_batch_tokens: PositiveInt = 16384  # packed; a longer sequence stands alone
     minibatches: PositiveInt = 1  # optimizer steps per rollout batch
@@ -271,20 +275,20 @@ class TrainConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every: int = Field(100, ge=0)  # steps; 0: only at the end
+    every: int = Field(default=100, ge=0)  # steps; 0: only at the end
     keep: PositiveInt = 2
 
 
 class EvaluationConfig(Section):
     every: int = Field(
-        50, ge=0
+        default=50, ge=0
     )  # steps; 0: never (step 0 and the last step are evaluated otherwise)
     num_samples: PositiveInt = 1  # k of avg@k
-    temperature: float = Field(0.6, ge=0)  # 0: greedy
-    top_p: float = Field(1.0, gt=0, le=1)
+    temperature: float = Field(default=0.6, ge=0)  # 0: greedy
+    top_p: float = Field(default=1.0, gt=0, le=1)
     max_new_tokens: PositiveInt | None = None  # None: sampling.max_new_tokens
     also_greedy: bool = False  # a second, greedy pass beside the sampled one
-    grading_timeout_seconds: float = Field(10.0, gt=0)
+    grading_timeout_seconds: float = Field(default=10.0, gt=0)
 
 
 class MonitoringConfig(Section):
@@ -292,7 +296,7 @@ class MonitoringConfig(Section):
     wandb: bool = False  # needs the wandb package; its own settings say where the run goes
     repetition_tail_characters: PositiveInt | None = None  # None: min(10000, 2.5 x max_new_tokens)
     repetition_ratio: float = Field(
-        10.0, gt=1
+        default=10.0, gt=1
     )  # bytes / zlib bytes above which a tail counts as repetitive
 
 
@@ -300,7 +304,7 @@ class FaultConfig(Section):
     """What ends a run that cannot go on."""
 
     watchdog_minutes: float | None = Field(
-        60.0, gt=0
+        default=60.0, gt=0
     )  # without a step: every rank writes its stacks and exits; None: wait for ever
 
 
@@ -312,7 +316,7 @@ class ColdStartConfig(Section):
     steps: PositiveInt
     lr: float = Field(gt=0)
     prompts_per_step: PositiveInt = 64
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
 
 
 class Config(Section):

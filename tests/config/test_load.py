@@ -1,4 +1,4 @@
-"""Settings: every shipped file loads, and every mistake is named with its key, its file and the remedy."""
+"""Settings: every shipped file loads; every mistake is named with key, file and remedy."""
 
 import subprocess
 import sys
