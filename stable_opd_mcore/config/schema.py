@@ -47,9 +47,8 @@ class TeacherConfig(ModelConfig):
     routes: dict[str, tuple[str, ...]] = {}
     api_key: str | None = None
     request_timeout_seconds: float = Field(default=600.0, gt=0)
-    self_test_tolerance: float = Field(
-        default=1e-3, gt=0
-    )  # replicas asked twice may differ by this
+    # replicas asked twice may differ by this
+    self_test_tolerance: float = Field(default=1e-3, gt=0)
 
     @model_validator(mode="after")
     def _served(self):
@@ -121,9 +120,8 @@ class DataConfig(Section):
 
 
 class SamplingConfig(Section):
-    temperature: float = Field(
-        default=1.0, gt=0
-    )  # of rollouts, and of every log-probability the loss compares
+    # of rollouts, and of every log-probability the loss compares
+    temperature: float = Field(default=1.0, gt=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     max_new_tokens: PositiveInt = 1024
 
@@ -138,13 +136,11 @@ class SglangConfig(Section):
     urls: tuple[str, ...] = ()  # external only
     num_servers: PositiveInt = 1  # of all data-parallel ranks together; each owns its share
     tensor: PositiveInt = 1  # ranks of one server
-    first_gpu: int = Field(
-        default=0, ge=0
-    )  # disaggregated, with GPUs: servers take the devices from here on
+    # disaggregated, with GPUs: servers take the devices from here on
+    first_gpu: int = Field(default=0, ge=0)
     host: str = "127.0.0.1"
-    port: int = Field(
-        default=0, ge=0, le=65535
-    )  # of the first server, then counted up; 0: any free ones
+    # of the first server, then counted up; 0: any free ones
+    port: int = Field(default=0, ge=0, le=65535)
     api_key: str | None = None  # None: none on loopback, a random one on any other host
     python: str = ".venv-sglang/bin/python"  # of the servers' own venv
     dtype: Literal["float32", "bfloat16"] | None = None  # None: train.precision
@@ -152,9 +148,8 @@ class SglangConfig(Section):
     arguments: tuple[str, ...] = ()  # more of SGLang's own, as on its command line
     startup_timeout_seconds: float = Field(default=600.0, gt=0)
     request_timeout_seconds: float = Field(default=1800.0, gt=0)  # of one prompt's responses
-    health_interval_seconds: float = Field(
-        default=10.0, gt=0
-    )  # a server that misses two probes is hung
+    # a server that misses two probes is hung
+    health_interval_seconds: float = Field(default=10.0, gt=0)
     max_restarts: int = Field(default=3, ge=0)  # of one data-parallel rank's servers, over the run
     sync: Literal["distributed", "tensor", "disk"] = "distributed"
     sync_host: str = "127.0.0.1"  # the trainer's address as the servers see it
@@ -182,9 +177,8 @@ class RolloutConfig(Section):
     save: Literal["all", "samples", "none"] = "all"  # samples: the first 16 of each step
     sglang: SglangConfig = SglangConfig()
     async_steps: Literal[0, 1] = 0  # 1: the next step's rollouts are drawn while this one trains
-    max_staleness: int = Field(
-        default=0, ge=0
-    )  # oldest weights a rollout may come from, in published versions
+    # oldest weights a rollout may come from, in published versions
+    max_staleness: int = Field(default=0, ge=0)
     # Train/inference mismatch: weigh tokens by trainer's over engine's probability, cut at the
     # threshold (truncated), or drop those outside [1/threshold, threshold] (masked).
     importance_correction: Literal["none", "truncated", "masked"] = "none"
@@ -234,9 +228,8 @@ class ObjectiveConfig(Section):
     top_k: PositiveInt = 32  # lsm, student_topk
     divergence: Literal["forward", "reverse", "jsd"] = "reverse"  # gkd
     jsd_beta: float = Field(default=0.5, gt=0, lt=1)
-    on_policy_fraction: float = Field(
-        default=1.0, ge=0, le=1
-    )  # gkd's lambda: share of prompts trained on rollouts
+    # gkd's lambda: share of prompts trained on rollouts
+    on_policy_fraction: float = Field(default=1.0, ge=0, le=1)
     std_normalise: bool = True  # grpo; false with aggregation=constant is Dr.GRPO
     advantage: AdvantageConfig = AdvantageConfig()
     masks: TokenMasksConfig = TokenMasksConfig()
@@ -280,9 +273,8 @@ class CheckpointConfig(Section):
 
 
 class EvaluationConfig(Section):
-    every: int = Field(
-        default=50, ge=0
-    )  # steps; 0: never (step 0 and the last step are evaluated otherwise)
+    # steps; 0: never (step 0 and the last step are evaluated otherwise)
+    every: int = Field(default=50, ge=0)
     num_samples: PositiveInt = 1  # k of avg@k
     temperature: float = Field(default=0.6, ge=0)  # 0: greedy
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -295,17 +287,15 @@ class MonitoringConfig(Section):
     tensorboard: bool = True
     wandb: bool = False  # needs the wandb package; its own settings say where the run goes
     repetition_tail_characters: PositiveInt | None = None  # None: min(10000, 2.5 x max_new_tokens)
-    repetition_ratio: float = Field(
-        default=10.0, gt=1
-    )  # bytes / zlib bytes above which a tail counts as repetitive
+    # bytes / zlib bytes above which a tail counts as repetitive
+    repetition_ratio: float = Field(default=10.0, gt=1)
 
 
 class FaultConfig(Section):
     """What ends a run that cannot go on."""
 
-    watchdog_minutes: float | None = Field(
-        default=60.0, gt=0
-    )  # without a step: every rank writes its stacks and exits; None: wait for ever
+    # without a step: every rank writes its stacks and exits; None: wait for ever
+    watchdog_minutes: float | None = Field(default=60.0, gt=0)
 
 
 class ColdStartConfig(Section):
