@@ -1,0 +1,371 @@
+"""One real server: its life, what it answers, and a proxy before it that lets it fail in every way.
+
+Faults are injected between our client and the real server, which itself stays as it is.
+"""
+
+import http.server
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from stable_opd_mcore.config.schema import TeacherConfig
+from stable_opd_mcore.data.packing import pack
+from stable_opd_mcore.losses.head import StopClass
+from stable_opd_mcore.models.build import build_model
+from stable_opd_mcore.models.convert import export_hf
+from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.records import Sample, TokenWeights
+from stable_opd_mcore.rollout.sglang_build import model_config
+from stable_opd_mcore.rollout.sglang_events import EventLog
+from stable_opd_mcore.rollout.sglang_fleet import Fleet, Member
+from stable_opd_mcore.serving.client import Generation, RefusedRequest, Scoring, SglangClient
+from stable_opd_mcore.serving.process import ServerOptions, SglangServer
+from stable_opd_mcore.teacher.megatron import FrozenModel
+from stable_opd_mcore.teacher.sglang import SglangTeacher, TeacherLost
+from tests.integration.sglang_tools import (
+    PYTHON,
+    SERVER_ARGUMENTS,
+    VOCABULARY,
+    architecture,
+    needs_sglang,
+)
+
+pytestmark = [needs_sglang, pytest.mark.slow]
+FIELDS = architecture("qwen3", tied=False, head_dim=16)
+
+
+@pytest.fixture(scope="module")
+def world():
+    from stable_opd_mcore.config.schema import ParallelConfig
+
+    yield start_world(ParallelConfig(), seed=0)
+    stop_world()
+
+
+@pytest.fixture(scope="module")
+def chunks(world):
+    return build_model(read_architecture(FIELDS), world, precision="fp32", trainable=False, seed=5)
+
+
+@pytest.fixture(scope="module")
+def server(world, chunks, tmp_path_factory) -> Iterator[SglangServer]:
+    """A server with real weights from a directory, and a key although it is on loopback."""
+    directory = tmp_path_factory.mktemp("server")
+    export_hf(chunks, directory / "model")
+    config = model_config(read_architecture(FIELDS))
+    (directory / "model/config.json").write_text(json.dumps(config))
+    options = ServerOptions(
+        python=PYTHON,
+        model=str(directory / "model"),
+        dummy_weights=False,
+        api_key="secret",
+        arguments=SERVER_ARGUMENTS,
+    )
+    server = SglangServer(options, directory / "server.log")
+    server.start()
+    server.wait_until_healthy()
+    yield server
+    pid = server.pid
+    server.stop()
+    deadline = time.monotonic() + 20
+    while _group_lives(pid) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not _group_lives(pid)
+
+
+def _group_lives(pid: int | None) -> bool:
+    """Whether a process of the group still runs; one that ended and waits to be reaped does not."""
+    states = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, group = entry.read_text().rpartition(")")[2].split()[:3]
+        except (OSError, ValueError):
+            continue
+        if int(group) == pid:
+            states.append(state)
+    return any(state != "Z" for state in states)
+
+
+def generation(first: int = 3, **changes) -> Generation:
+    settings = {
+        "token_ids": tuple(range(first, first + 12)),
+        "num_samples": 3,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "max_new_tokens": 8,
+        "stop_token_ids": (2,),
+        "vocab_size": VOCABULARY,
+    }
+    return Generation(**settings | changes)
+
+
+def test_its_key_is_asked_for_and_not_in_the_process_list(server):
+    response = httpx.post(server.url + "/generate", json=generation().payload())
+    assert response.status_code == 401
+    assert b"secret" not in Path(f"/proc/{server.pid}/cmdline").read_bytes()
+
+
+def test_samples_share_the_prompt_in_the_prefix_cache(server):
+    client = server.client()
+    drawn = client.generate(generation(30))
+    assert len(drawn) == 3
+    assert max(completion.cached_tokens for completion in drawn) >= 11
+    assert {completion.weight_versions for completion in drawn} == {("default",)}
+
+
+def test_padding_rows_are_never_drawn(server):
+    """With 100 of 128 rows a vocabulary, everything is drawn from and normalised over the 100."""
+    client = server.client()
+    narrow = generation(20, vocab_size=100, padded_vocab_size=VOCABULARY, num_samples=8)
+    for completion in client.generate(narrow):
+        assert max(completion.token_ids) < 100
+    certain = generation(3, token_ids=(3, 4, 5), vocab_size=6, padded_vocab_size=VOCABULARY)
+    total = sum(
+        torch.tensor(completion.logprobs[0]).exp().item()
+        for completion in {c.token_ids[0]: c for c in client.generate(certain)}.values()
+    )
+    assert total <= 1 + 1e-5
+
+
+def test_foreign_ids_never_reach_it(server):
+    client = server.client()
+    with pytest.raises(ValueError, match="token id 128 is outside the server's vocabulary of 128"):
+        client.generate(generation(token_ids=(5, 128)))
+    with pytest.raises(ValueError, match="outside the server's vocabulary"):
+        client.score(Scoring((5, -1), 1, VOCABULARY))
+    assert client.is_healthy()
+
+
+def test_a_prompt_beyond_its_window_is_refused(server):
+    with pytest.raises(RefusedRequest, match="HTTP 400"):
+        server.client().generate(generation(max_new_tokens=4000))
+
+
+def test_served_teacher_equals_the_same_teacher_in_megatron(server, world, chunks):
+    samples, weights = _samples()
+    batches = pack(samples, weights, max_tokens=64, data_rank=0, data_size=1)
+    stop = StopClass(class_ids=(2, 9), trigger_ids=(2, 9, 11), include_target=False)
+    settings = {"vocab_size": VOCABULARY, "temperature": 1.0, "stop": stop, "top_k": 4}
+    ours = FrozenModel(chunks, world, **settings)
+    served = SglangTeacher(
+        TeacherConfig(engine="sglang", urls=(server.url,), api_key="secret"),
+        world,
+        patience_seconds=20.0,
+        **settings,
+    )
+    assert served.self_test(range(3, 60)) < 1e-3
+    for a, b in zip(ours.score(batches), served.score(batches), strict=True):
+        torch.testing.assert_close(a.sampled_logprob_N, b.sampled_logprob_N, atol=1e-4, rtol=0)
+        assert torch.equal(a.topk_ids_NK, b.topk_ids_NK)
+        torch.testing.assert_close(a.topk_logprobs_NK, b.topk_logprobs_NK, atol=1e-4, rtol=0)
+
+
+def test_teachers_are_routed_by_source_and_unknown_ones_refused(server, world):
+    config = TeacherConfig(engine="sglang", routes={"math": (server.url,)}, api_key="secret")
+    teacher = SglangTeacher(
+        config, world, vocab_size=VOCABULARY, temperature=1.0, patience_seconds=20.0
+    )
+    samples, weights = _samples()
+    batches = pack(samples, weights, max_tokens=64, data_rank=0, data_size=1)
+    assert teacher.about([s.prompt_id for s in samples]).score(batches)
+    with pytest.raises(ValueError, match=r"no teacher is routed for its source 'code'.*math"):
+        teacher.about(["math:0", "code:7"])
+    with pytest.raises(ValueError, match="rollouts are drawn at"):
+        SglangTeacher(config, world, vocab_size=VOCABULARY, temperature=0.7)
+
+
+def test_an_absent_teacher_is_waited_for_then_named(server, world):
+    with FaultyProxy(server.url) as proxy:
+        config = TeacherConfig(engine="sglang", urls=(proxy.url, server.url), api_key="secret")
+        proxy.fault = lambda path: (503, b"busy")
+        teacher = SglangTeacher(config, world, vocab_size=VOCABULARY, temperature=1.0)
+        samples, weights = _samples()
+        batches = pack(samples, weights, max_tokens=64, data_rank=0, data_size=1)
+        assert teacher.score(batches)  # the other replica answers
+        alone = SglangTeacher(
+            TeacherConfig(engine="sglang", urls=(proxy.url,)),
+            world,
+            vocab_size=VOCABULARY,
+            temperature=1.0,
+            patience_seconds=0.5,
+        )
+        with pytest.raises(TeacherLost, match="no teacher answered"):
+            alone.score(batches)
+
+
+def _samples() -> tuple[list[Sample], list[TokenWeights]]:
+    samples, weights = [], []
+    generator = torch.Generator().manual_seed(0)
+    for index, length in enumerate((3, 17, 9, 1)):
+        ids = torch.randint(3, VOCABULARY, (12 + length,), generator=generator).tolist()
+        last = {1: 11, 2: VOCABULARY - 1}.get(index, ids[-1])  # a stop token, the last id there is
+        response = (*ids[12:-1], last)
+        samples.append(
+            Sample("rollout", f"math:{index}", tuple(ids[:12]), response, (True,) * length)
+        )
+        ones = (1.0,) * length
+        weights.append(TokenWeights(pg=ones, kl=ones, sft=ones))
+    return samples, weights
+
+
+# ---- faults between client and server
+
+
+class FaultyProxy:
+    """Forwards to a real server; `fault(path)` may answer instead, or change what comes back."""
+
+    def __init__(self, target: str) -> None:
+        self.fault: Callable[[str], tuple[int, bytes] | None] = lambda path: None
+        self.change: Callable[[bytes], bytes] = lambda body: body
+        self.requests = 0
+        outer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                self._answer("POST", body)
+
+            def do_GET(self) -> None:
+                self._answer("GET", b"")
+
+            def _answer(self, method: str, body: bytes) -> None:
+                outer.requests += self.path == "/generate"
+                fault = outer.fault(self.path)
+                if fault is None:
+                    headers = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
+                    response = httpx.request(
+                        method, target + self.path, content=body, headers=headers, timeout=60
+                    )
+                    fault = (response.status_code, response.content)
+                    if self.path == "/generate":
+                        fault = (fault[0], outer.change(fault[1]))
+                self.send_response(fault[0])
+                self.send_header("Content-Length", str(len(fault[1])))
+                self.end_headers()
+                self.wfile.write(fault[1])
+
+            def log_message(self, *arguments) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> "FaultyProxy":
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def _once(answer: tuple[int, bytes]) -> Callable[[str], tuple[int, bytes] | None]:
+    left = [answer]
+    return lambda path: left.pop() if path == "/generate" and left else None
+
+
+def _replace_first(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
+    left = [old]
+    return lambda body: body.replace(left.pop(), new, 1) if left else body
+
+
+def _fleet(path: Path, *urls: str, timeout_seconds: float = 30.0) -> tuple[Fleet, Path]:
+    members = [
+        Member(
+            f"server_{number}",
+            SglangClient(url, api_key="secret", request_timeout_seconds=timeout_seconds),
+            None,
+            state="ready",
+        )
+        for number, url in enumerate(urls)
+    ]
+    file = path / "events.jsonl"
+    fleet = Fleet(
+        members,
+        EventLog(file),
+        max_restarts=0,
+        health_interval_seconds=60,
+        startup_timeout_seconds=60,
+    )
+    return fleet, file
+
+
+@pytest.mark.parametrize("fault", ["5xx", "not json", "foreign token", "no logprobs", "short"])
+def test_a_transient_fault_is_asked_again_and_counted_once(server, tmp_path, fault):
+    with FaultyProxy(server.url) as proxy:
+        if fault == "5xx":
+            proxy.fault = _once((500, b"internal error"))
+        elif fault == "not json":
+            proxy.fault = _once((200, b"<html>garbage"))
+        elif fault == "foreign token":
+            proxy.change = _replace_first(b'"output_ids":[', b'"output_ids":[4096,')
+        elif fault == "no logprobs":
+            proxy.change = _replace_first(b'"output_token_logprobs"', b'"nothing"')
+        else:
+            proxy.fault = _once((200, b"[]"))
+        fleet, _ = _fleet(tmp_path, proxy.url)
+        answers = fleet.draw([generation(3), generation(9)], lambda member, answer: True)
+        assert [len(answer) for answer in answers] == [3, 3]
+        assert proxy.requests == 3
+
+
+def test_a_failing_server_is_left_and_its_requests_go_to_the_other(server, tmp_path):
+    with FaultyProxy(server.url) as proxy:
+        proxy.fault = lambda path: (502, b"") if path == "/generate" else None
+        fleet, file = _fleet(tmp_path, proxy.url, server.url)
+        answers = fleet.draw([generation(first) for first in range(3, 13)], lambda m, a: True)
+        assert all(len(answer) == 3 for answer in answers)
+        kinds = [json.loads(line)["event"] for line in file.read_text().splitlines()]
+        assert kinds[0] == "failure" and "redrawn" in kinds
+        assert fleet.members[0].state == "restarting"
+
+
+def test_answers_from_old_weights_are_dropped_and_the_server_waits_for_new_ones(server, tmp_path):
+    fleet, _ = _fleet(tmp_path, server.url)
+
+    def refuse(member, answer) -> bool:
+        fleet.weights_outdated(member)
+        return False
+
+    assert fleet.draw([generation()], refuse) == [None]
+    assert fleet.members[0].state == "needs_weights"
+
+
+def test_a_server_ends_with_its_owner(tmp_path, server):
+    """A child starts a server and is killed with SIGKILL; the server follows."""
+    script = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from stable_opd_mcore.serving.process import ServerOptions, SglangServer\n"
+        "options = ServerOptions(python=sys.argv[1], model=sys.argv[2])\n"
+        "server = SglangServer(options, Path(sys.argv[3]))\n"
+        "server.start()\n"
+        "print(server.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", script, PYTHON, server.options.model, str(tmp_path / "log")],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert owner.stdout is not None
+    pid = int(owner.stdout.readline())
+    time.sleep(1.5)
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    deadline = time.monotonic() + 60
+    while _group_lives(pid) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not _group_lives(pid)
