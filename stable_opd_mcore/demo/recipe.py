@@ -239,7 +239,7 @@ def _arm(
             "lr": 2e-3 if collapse else 1e-3,
             "warmup_steps": 60 if collapse else 20,
         },
-        "train": {"steps": 150 if collapse else 200, "seed": seed},
+        "train": {"steps": 150 if collapse else 250, "seed": seed},
         "checkpoint": {"every": 0},
         "evaluation": {"every": 10, "temperature": 1.0, "also_greedy": True},
         "monitoring": {
