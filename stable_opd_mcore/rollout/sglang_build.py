@@ -20,14 +20,10 @@ from stable_opd_mcore.config.schema import Config, SglangConfig
 from stable_opd_mcore.models.convert import architecture_of
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.parallel.world import World
-from stable_opd_mcore.rollout.sglang_engine import (
-    Decode,
-    EngineSettings,
-    SglangEngine,
-    is_leader,
-)
+from stable_opd_mcore.rollout.sglang_engine import EngineSettings, SglangEngine, is_leader
 from stable_opd_mcore.rollout.sglang_events import EventLog
 from stable_opd_mcore.rollout.sglang_fleet import Fleet, Member
+from stable_opd_mcore.rollout.sglang_records import Decode
 from stable_opd_mcore.rollout.sglang_transports import (
     DiskTransport,
     DistributedTransport,

@@ -35,20 +35,17 @@ from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.rollout.base import EngineLost, Sampling, check_prompts
 from stable_opd_mcore.rollout.sglang_events import EventLog
 from stable_opd_mcore.rollout.sglang_fleet import Fleet, Member
+from stable_opd_mcore.rollout.sglang_records import Decode, request_for, rollouts_of
 from stable_opd_mcore.rollout.sglang_sync import publish_weights
 from stable_opd_mcore.rollout.sglang_transports import GROUP_LOST, Target, Transport
 from stable_opd_mcore.serving.client import (
     Completion,
     Generation,
-    RefusedRequest,
-    ServerFailure,
     SglangClient,
 )
 
 _MOST_ROUNDS = 5
 _LOOK = "sglang/events.jsonl and the servers' logs in the run directory tell why"
-
-Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True)
@@ -148,10 +145,11 @@ class SglangEngine:
             self.publish(0)  # servers start with random weights, verified ones come first
         self._raise_if_lost()
         if settings.release_memory:
-            self._resume_memory()
+            if self._fleet is not None:
+                self._fleet.resume_memory()
             self._send_weights(resent=False)
         held = self._held.pop(step, {})
-        requests = [_request(prompt, sampling, settings) for prompt in prompts]
+        requests = [self._request(prompt, sampling) for prompt in prompts]
         answers = self._take_ahead(prompts, sampling, step)
         wanted = [i for i, prompt in enumerate(prompts) if (prompt.prompt_id, 0) not in held]
         for _ in range(_MOST_ROUNDS):
@@ -174,10 +172,11 @@ class SglangEngine:
             rollouts = [
                 rollout
                 for prompt, answer in zip(prompts, answers, strict=True)
-                for rollout in self._rollouts(prompt, answer, held, sampling.num_samples)
+                for rollout in rollouts_of(prompt, answer, held, sampling.num_samples, self._decode)
             ]
             self._count(requests, answers)
-        self._release_memory()
+        if settings.release_memory and self._fleet is not None:
+            self._fleet.release_memory()
         return self._share(rollouts)
 
     def prefetch(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> None:
@@ -190,7 +189,7 @@ class SglangEngine:
         assert self._ahead is None, "the rollouts drawn ahead have not been collected"
         settings = self._settings
         check_prompts(prompts, sampling, vocab_size=settings.vocab_size, window=settings.window)
-        requests = [_request(prompt, sampling, settings) for prompt in prompts]
+        requests = [self._request(prompt, sampling) for prompt in prompts]
         accept = self._accept(settings.max_staleness - 1)  # they train one version later
 
         def work() -> None:
@@ -219,7 +218,7 @@ class SglangEngine:
                 rollout
                 for prompt, answer in zip(ahead.prompts, ahead.answers, strict=True)
                 if answer is not None
-                for rollout in self._rollouts(prompt, answer, {}, len(answer))
+                for rollout in rollouts_of(prompt, answer, {}, len(answer), self._decode)
             ]
         return ahead.step, self._share(rollouts)
 
@@ -241,7 +240,7 @@ class SglangEngine:
         if self._fleet is not None:
             for member in self._fleet.members:
                 self._fleet.weights_outdated(member)
-        self._resume_memory()
+            self._fleet.resume_memory()
         self._send_weights(resent=False)
 
     def _count(
@@ -351,54 +350,9 @@ class SglangEngine:
         if ahead.error is not None:
             raise ahead.error
 
-    def _rollouts(
-        self,
-        prompt: Prompt,
-        answer: Sequence[Completion] | None,
-        held: dict[tuple[str, int], Rollout],
-        num_samples: int,
-    ) -> list[Rollout]:
-        if answer is None:
-            return [held[prompt.prompt_id, sample] for sample in range(num_samples)]
-        return [
-            Rollout(
-                prompt=prompt,
-                sample_index=sample,
-                token_ids=completion.token_ids,
-                rollout_logprobs=completion.logprobs,
-                finish_reason="stop" if completion.finish_reason == "stop" else "length",
-                weight_version=min(int(version) for version in completion.weight_versions),
-                text=self._decode(_without_stop(completion)),
-            )
-            for sample, completion in enumerate(answer)
-        ]
-
-    # ---- colocated servers
-
-    def _release_memory(self) -> None:
-        """Give the GPUs back to the trainer; the weights are gone then and are sent again."""
-        if not self._settings.release_memory or self._fleet is None:
-            return
-        for member in self._fleet.members:
-            if member.state == "ready":
-                self._fleet.weights_outdated(member)
-                self._memory(member, "release_memory_occupation", ["kv_cache", "weights"])
-                member.released = True
-
-    def _resume_memory(self) -> None:
-        if not self._settings.release_memory or self._fleet is None:
-            return
-        for member in self._fleet.members:
-            if member.released:
-                self._memory(member, "resume_memory_occupation", ["weights", "kv_cache"])
-                member.released = False
-
-    def _memory(self, member: Member, route: str, tags: list[str]) -> None:
-        assert self._fleet is not None
-        try:
-            member.client.call("POST", f"/{route}", {"tags": tags}, 120.0)
-        except (ServerFailure, RefusedRequest) as error:
-            self._fleet.fail(member, str(error))
+    def _request(self, prompt: Prompt, sampling: Sampling) -> Generation:
+        settings = self._settings
+        return request_for(prompt, sampling, settings.vocab_size, settings.padded_vocab_size)
 
     # ---- between ranks
 
@@ -448,20 +402,3 @@ class SglangEngine:
 def is_leader(world: World) -> bool:
     """Whether this rank talks to servers for its replica."""
     return world.tensor_rank == 0 and world.pipeline_rank == 0
-
-
-def _request(prompt: Prompt, sampling: Sampling, settings: EngineSettings) -> Generation:
-    return Generation(
-        token_ids=prompt.token_ids,
-        num_samples=sampling.num_samples,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        max_new_tokens=sampling.max_new_tokens,
-        stop_token_ids=sampling.stop_token_ids,
-        vocab_size=settings.vocab_size,
-        padded_vocab_size=settings.padded_vocab_size,
-    )
-
-
-def _without_stop(completion: Completion) -> tuple[int, ...]:
-    return completion.token_ids[: -1 if completion.finish_reason == "stop" else None]

@@ -21,7 +21,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from stable_opd_mcore.rollout.sglang_events import EventLog
-from stable_opd_mcore.serving.client import Completion, Generation, ServerFailure, SglangClient
+from stable_opd_mcore.serving.client import (
+    Completion,
+    Generation,
+    RefusedRequest,
+    ServerFailure,
+    SglangClient,
+)
 from stable_opd_mcore.serving.process import ServerStartError, SglangServer
 
 _MOST_IN_FLIGHT = 256  # per server; the server batches and queues them itself
@@ -152,6 +158,27 @@ class Fleet:
         with self._lock:
             if member.state == "ready":
                 member.state = "needs_weights"
+
+    def release_memory(self) -> None:
+        """Colocated: give the GPUs to the trainer. The weights are gone and are sent again."""
+        for member in self.members:
+            if member.state == "ready":
+                self.weights_outdated(member)
+                self._memory(member, "release_memory_occupation", ["kv_cache", "weights"])
+                member.released = True
+
+    def resume_memory(self) -> None:
+        """Take back what was released. Harmless where nothing was."""
+        for member in self.members:
+            if member.released:
+                member.released = False
+                self._memory(member, "resume_memory_occupation", ["weights", "kv_cache"])
+
+    def _memory(self, member: Member, route: str, tags: list[str]) -> None:
+        try:
+            member.client.call("POST", f"/{route}", {"tags": tags}, timeout_seconds=120.0)
+        except (ServerFailure, RefusedRequest) as error:
+            self.fail(member, str(error))
 
     def _await(self, member: Member) -> None:
         try:

@@ -169,7 +169,8 @@ class SglangServer:
         if options.max_running_requests is not None:
             arguments += ["--max-running-requests", str(options.max_running_requests)]
         if options.device == "cpu":
-            arguments += ["--attention-backend", "torch_native"]
+            # an idle scheduler would spin on a core that the trainer can use
+            arguments += ["--attention-backend", "torch_native", "--sleep-on-idle"]
         else:
             arguments += ["--base-gpu-id", str(options.first_gpu)]
         if options.memory_saver and options.device != "cpu":

@@ -58,7 +58,7 @@ def train(directory: Path, name: str, *overrides: str, check: bool = True) -> Pa
 
 
 def training_command(directory: Path, name: str, *overrides: str) -> list[str]:
-    arguments = ",".join(SERVER_ARGUMENTS)
+    arguments = ",".join(f"'{argument}'" for argument in SERVER_ARGUMENTS)
     return [
         *(sys.executable, "-m", "stable_opd_mcore", "train", "configs/smoke_cpu.yaml"),
         f"run.name={name}",
