@@ -45,6 +45,7 @@ from stable_opd_mcore.serving.client import (
 )
 
 _MOST_ROUNDS = 5
+_MOST_ATTEMPTS = 8  # at one publish; servers of others have no restarts that could run out
 _LOOK = "sglang/events.jsonl and the servers' logs in the run directory tell why"
 
 
@@ -267,7 +268,10 @@ class SglangEngine:
                 return
             self._num_publishes += 1
             outcome = self._send_to(wanting)
-            if self._fleet is not None:
+            failures = [reason for reason in outcome.values() if reason is not None]
+            if self._fleet is not None and failures and attempt == _MOST_ATTEMPTS:
+                self._fleet.lose(f"weights did not arrive {attempt + 1} times: {failures[0]}")
+            elif self._fleet is not None:
                 self._apply(self._fleet, outcome, resent or attempt > 0, attempt < _MOST_ROUNDS)
 
     def _send_to(self, wanting: Sequence[_Status]) -> dict[str, str | None]:

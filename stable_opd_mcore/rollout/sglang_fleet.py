@@ -137,7 +137,7 @@ class Fleet:
                 self._restart(member, member.server)
             else:
                 member.server.kill()
-                self._lose(f"{member.name} failed and max_restarts is used up ({reason})")
+                self.lose(f"{member.name} failed and max_restarts is used up ({reason})")
 
     def await_restarts(self) -> None:
         """Wait until every restarting member answers; it then needs weights. Gives up where it
@@ -192,7 +192,7 @@ class Fleet:
                 if member.server is not None and self._restarts_left > 0:
                     self._restart(member, member.server)
                 else:
-                    self._lose(f"{member.name} does not start: {error}")
+                    self.lose(f"{member.name} does not start: {error}")
             return
         with self._lock:
             member.state, member.missed_probes = "needs_weights", 0
@@ -213,7 +213,8 @@ class Fleet:
         server.start()
         member.state = "restarting"
 
-    def _lose(self, reason: str) -> None:
+    def lose(self, reason: str) -> None:
+        """There is no going on."""
         self.lost = reason
         self._events.add("lost", "fleet", reason)
 

@@ -30,7 +30,7 @@ def architecture(model_type: str = "qwen2", *, tied: bool = True, **changes: Any
         "model_type": model_type,
         "vocab_size": VOCABULARY,
         "hidden_size": 64,
-        "intermediate_size": 96,
+        "intermediate_size": 128,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
