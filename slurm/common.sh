@@ -16,6 +16,7 @@ set -uo pipefail
 : "${RANKS_PER_NODE:=8}"                 # one process per GPU
 : "${SERVER_NODES:=0}"                   # the last nodes of the allocation run SGLang; 0: rollouts come from the
                                          # trainer's nodes, as rollout.engine and rollout.sglang.placement say
+: "${SERVERS_PER_NODE:=1}"                # each data-parallel rank of the trainer needs a server of its own
 : "${SERVER_COMMAND:=}"                  # in place of `python -m stable_opd_mcore serve`
 : "${SERVER_TIMEOUT:=900}"               # seconds until a server must answer /health; weights load from shared disk
 : "${SERVER_RESTARTS:=5}"                # times one server may die before it is left dead

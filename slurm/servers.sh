@@ -5,13 +5,17 @@
 # shellcheck disable=SC2034 # TRAINER and SERVER are common.sh's
 
 connect_servers() {
-  local index
-  SERVER_URLS=()
+  local index number host port
+  local -a urls=()
+  SERVER_URLS=() # the first of each node; more of them count the port up
   API_KEY=$(head -c 16 /dev/urandom | od -An -tx1 | tr -d ' \n') # servers off loopback demand one
   for index in "${!SERVER_NODE_NAMES[@]}"; do
-    SERVER_URLS+=("http://$(address_of "${SERVER_NODE_NAMES[index]}"):$((MASTER_PORT + 10000 + 20 * index))")
+    host=$(address_of "${SERVER_NODE_NAMES[index]}")
+    port=$((MASTER_PORT + 10000 + 20 * index))
+    SERVER_URLS+=("http://$host:$port")
+    for ((number = 0; number < SERVERS_PER_NODE; number++)); do urls+=("http://$host:$((port + number))"); done
   done
-  TRAINER+=(rollout.engine=sglang rollout.sglang.placement=external "rollout.sglang.urls=[$(joined "${SERVER_URLS[@]}")]"
+  TRAINER+=(rollout.engine=sglang rollout.sglang.placement=external "rollout.sglang.urls=[$(joined "${urls[@]}")]"
     "rollout.sglang.api_key=$API_KEY" "rollout.sglang.sync_host=$MASTER_ADDR")
 }
 
@@ -23,7 +27,7 @@ server_command() {
   else
     SERVER=("${PYTHON[@]}" -m stable_opd_mcore serve)
   fi
-  SERVER+=("${COMMAND_LINE[@]}" rollout.engine=sglang rollout.sglang.placement=disaggregated rollout.sglang.num_servers=1
+  SERVER+=("${COMMAND_LINE[@]}" rollout.engine=sglang rollout.sglang.placement=disaggregated "rollout.sglang.num_servers=$SERVERS_PER_NODE"
     "rollout.sglang.host=${address%:*}" "rollout.sglang.port=${address##*:}" "rollout.sglang.api_key=$API_KEY")
 }
 

@@ -73,7 +73,7 @@ class Run:
     def until_step(self, step: int) -> None:
         self.cluster.until(
             lambda: any(row["step"] >= step for row in self.rows()),
-            90,
+            180,
             f"step {step} of {self.directory.name}:\n{self.told()}",
         )
 
@@ -200,7 +200,7 @@ def test_a_run_that_loses_its_nodes_in_every_way_ends_the_same(cluster, undistur
     assert run.verdicts()[-1]["reason"].startswith("stopped after a step, checkpoint")
     cluster.restore_node(lost)
     again = run.submit(settings={"LOG_DIR": str(tmp_path / "second-logs")})  # ... and submits it
-    cluster.wait(again, {"COMPLETED"}, timeout=120)
+    cluster.wait(again, {"COMPLETED"}, timeout=240)
 
     assert [v["verdict"] for v in run.verdicts()[:2]] == ["stopped", "stopped"]
     assert [row["step"] for row in run.rows()] == list(range(1, STEPS + 1))
