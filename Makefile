@@ -1,6 +1,7 @@
 # One command each; every target makes its own .venv and needs only Python >= 3.11 with venv.
 #   make demo    watch plain on-policy distillation collapse and Stable-OPD hold (at most 10 minutes on 2 cores)
-#   make test    all tests
+#   make test    the tests, about ten minutes on 2 cores
+#   make test-cluster   the tests on a real Slurm (apt-get install slurm-wlm munge) and real SGLang servers
 #   make checks  format, lint, types
 #   make sglang  a venv of SGLang's own, .venv-sglang, for rollout servers on a CPU (about 1.6 GB)
 #   make launch  a venv of NeMo-Run's own, .venv-launch, for the experiments in launch/ (about 0.5 GB)
@@ -12,7 +13,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: sglang launch demo test checks install format clean
+.PHONY: sglang launch demo test test-cluster checks install format clean
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -30,6 +31,9 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+test-cluster: $(INSTALLED) sglang launch
+	$(BIN)/python -m pytest -m cluster
 
 checks: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.cluster
 
 REPOSITORY = Path(__file__).parents[2]
 SETTINGS = {

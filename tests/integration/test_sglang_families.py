@@ -27,7 +27,7 @@ from tests.integration.sglang_tools import (
 )
 from tests.parallel.launch import run_ranks
 
-pytestmark = [needs_sglang, pytest.mark.slow]
+pytestmark = [needs_sglang, pytest.mark.cluster]
 
 FAMILIES = {
     "qwen2_tied": architecture("qwen2", tied=True),

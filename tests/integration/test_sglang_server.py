@@ -40,7 +40,7 @@ from tests.integration.sglang_tools import (
     needs_sglang,
 )
 
-pytestmark = [needs_sglang, pytest.mark.slow]
+pytestmark = [needs_sglang, pytest.mark.cluster]
 FIELDS = architecture("qwen3", tied=False, head_dim=16)
 
 

@@ -19,7 +19,7 @@ from tests.integration.sglang_tools import (
     training_command,
 )
 
-pytestmark = [needs_sglang, pytest.mark.slow]
+pytestmark = [needs_sglang, pytest.mark.cluster]
 
 
 def test_trainer_and_servers_agree_after_every_sync(tmp_path):

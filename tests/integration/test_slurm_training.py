@@ -16,7 +16,7 @@ import pytest
 
 from tests.integration.slurm_cluster import SlurmCluster
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.cluster
 
 STEPS = 20
 TINY = [
