@@ -4,13 +4,12 @@ Each data-parallel rank's first rank (its leader) owns a share of the servers an
 global rank 0 sends the weights to all. Who waits for whom:
 
 - `publish` first waits for rollouts in flight (async_steps=1), then every rank takes part in
-sending, and again
-  while some server failed and a restart is left. It never raises for a server: the weights are
-  the trainer's and the step is done; the next `generate` raises EngineLost when there is no going
-  on, at a point where the training state is whole and can be saved.
+  sending, and again while some server failed and a restart is left. It never raises for a server:
+  the weights are the trainer's and the step is done; the next `generate` raises EngineLost when
+  there is no going on, at a point where the training state is whole and can be saved.
 - `generate` draws what was not drawn ahead; what no server was left to draw is drawn after a
-restart and another
-  publish of the same weights. All ranks go round together, so collectives stay in step.
+  restart and another publish of the same weights. All ranks go round together, so collectives stay
+  in step.
 - `prefetch` draws in a thread that makes no collective call.
 
 Not here: one rank's requests (sglang_fleet.py), one publish (sglang_sync.py), the way weights
@@ -30,7 +29,7 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from stable_opd_mcore.metrics import Mean, Metrics, Sum
-from stable_opd_mcore.parallel.world import World
+from stable_opd_mcore.parallel.world import World, agree_within_replica
 from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.rollout.base import EngineLost, Sampling, check_prompts
 from stable_opd_mcore.rollout.sglang_events import EventLog
@@ -38,11 +37,7 @@ from stable_opd_mcore.rollout.sglang_fleet import Fleet, Member
 from stable_opd_mcore.rollout.sglang_records import Decode, request_for, rollouts_of
 from stable_opd_mcore.rollout.sglang_sync import publish_weights
 from stable_opd_mcore.rollout.sglang_transports import GROUP_LOST, Target, Transport
-from stable_opd_mcore.serving.client import (
-    Completion,
-    Generation,
-    SglangClient,
-)
+from stable_opd_mcore.serving.client import Completion, Generation, SglangClient
 
 _MOST_ROUNDS = 5
 _MOST_ATTEMPTS = 8  # at one publish; servers of others have no restarts that could run out
@@ -168,7 +163,7 @@ class SglangEngine:
             self._raise_if_lost()
         else:
             raise EngineLost(f"no usable rollouts after {_MOST_ROUNDS} rounds; {_LOOK}")
-        rollouts = None
+        rollouts: list[Rollout] = []  # on ranks that talk to no server
         if self._fleet is not None:
             rollouts = [
                 rollout
@@ -178,7 +173,7 @@ class SglangEngine:
             self._count(requests, answers)
         if settings.release_memory and self._fleet is not None:
             self._fleet.release_memory()
-        return self._share(rollouts)
+        return agree_within_replica(self._world, rollouts)
 
     def prefetch(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> None:
         """Start drawing step `step`'s rollouts from the weights of now; `generate` collects them.
@@ -213,7 +208,7 @@ class SglangEngine:
         if ahead is None:
             return None
         self._join(ahead)
-        rollouts = None
+        rollouts: list[Rollout] = []  # on ranks that talk to no server
         if self._fleet is not None:
             rollouts = [
                 rollout
@@ -221,7 +216,7 @@ class SglangEngine:
                 if answer is not None
                 for rollout in rollouts_of(prompt, answer, {}, len(answer), self._decode)
             ]
-        return ahead.step, self._share(rollouts)
+        return ahead.step, agree_within_replica(self._world, rollouts)
 
     def restore(self, step: int, rollouts: Sequence[Rollout]) -> None:
         """Rollouts of `step` that a checkpoint held, of any prompts; `generate` draws only what
@@ -393,14 +388,6 @@ class SglangEngine:
         items: list[Any] = [None] * self._world.world_size
         dist.all_gather_object(items, item)
         return items
-
-    def _share(self, rollouts: list[Rollout] | None) -> list[Rollout]:
-        """The leader's rollouts on every rank of its replica."""
-        group = self._world.model_group
-        items: list[Any] = [rollouts]
-        if group.size() > 1:
-            dist.broadcast_object_list(items, src=dist.get_global_rank(group, 0), group=group)
-        return items[0]
 
 
 def is_leader(world: World) -> bool:
