@@ -10,6 +10,9 @@ C rows, V columns of the local shard; z student logits, o another model's.
 # Triton comes with the gpu extra; where it is missing nothing here can be resolved.
 # pyright: reportMissingImports=false, reportIndexIssue=false
 
+# Triton's language is not Python's: launch options and its constants are unknown to a type checker.
+# pyright: reportCallIssue=false, reportReturnType=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence
