@@ -7,11 +7,10 @@ are fp32 (fp64 for fp64) in registers. Not here: merging of vocabulary shards, a
 C rows, V columns of the local shard; z student logits, o another model's.
 """
 
-# Triton comes with the gpu extra; where it is missing nothing here can be resolved.
-# pyright: reportMissingImports=false, reportIndexIssue=false
-
-# Triton's language is not Python's: launch options and its constants are unknown to a type checker.
-# pyright: reportCallIssue=false, reportReturnType=false, reportGeneralTypeIssues=false
+# Triton may be missing, and its language is not Python's: a type checker knows neither its launch
+# options nor its constants.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportReturnType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
