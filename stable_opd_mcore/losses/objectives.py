@@ -20,7 +20,6 @@ from stable_opd_mcore.losses import reference, weights
 from stable_opd_mcore.losses.advantages import given_with_sample, teacher_over_student
 from stable_opd_mcore.losses.fused import fused_loss
 from stable_opd_mcore.losses.head import Head, StopClass, stop_classes
-from stable_opd_mcore.losses.scores import score
 from stable_opd_mcore.losses.terms import Terms
 from stable_opd_mcore.records import LossOutput, MicroBatch, Sample, TokenWeights
 
@@ -135,18 +134,6 @@ class Objective:
             reference_head=reference_head,
             chunk_tokens=self.chunk_tokens(head),
         )
-
-    def old_logprobs(self, hidden_NH: Tensor, head: Head, microbatch: MicroBatch) -> Tensor:
-        """The present policy's log-probabilities [N], old_logprob_N of later minibatches."""
-        found = score(
-            hidden_NH,
-            head,
-            microbatch.targets_N,
-            temperature=self.temperature,
-            stop=self.student_stop,
-            chunk_tokens=self.chunk_tokens(head),
-        )
-        return found.logprob_N
 
     def chunk_tokens(self, head: Head) -> int:
         """Rows per chunk: train.loss_chunk_tokens, more where the vocabulary is small.

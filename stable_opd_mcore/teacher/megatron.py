@@ -14,15 +14,13 @@ from torch import Tensor
 from torch.nn import Module
 
 from stable_opd_mcore.losses.head import Head, StopClass, align_head
+from stable_opd_mcore.losses.objectives import SMALL_CHUNK_ELEMENTS
 from stable_opd_mcore.losses.scores import score
 from stable_opd_mcore.models.convert import architecture_of
 from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
 from stable_opd_mcore.parallel.schedule import run_forward_backward
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import MicroBatch, TeacherScores
-
-# Chunks of a small vocabulary hold more rows than asked for: up to this many logits at once.
-_SMALL_CHUNK_ELEMENTS = 2**22
 
 
 class FrozenModel:
@@ -69,7 +67,7 @@ class FrozenModel:
         self._stop = stop
         self._top_k = top_k
         self._keep_hidden = keep_hidden
-        self._chunk_tokens = max(chunk_tokens, _SMALL_CHUNK_ELEMENTS // vocab_size)
+        self._chunk_tokens = max(chunk_tokens, SMALL_CHUNK_ELEMENTS // vocab_size)
         head = output_head(chunks, vocab_size)
         self._head = head if head is None or like is None else align_head(head, like)
 
