@@ -289,6 +289,9 @@ class MonitoringConfig(Section):
     repetition_tail_characters: PositiveInt | None = None  # None: min(10000, 2.5 x max_new_tokens)
     # bytes / zlib bytes above which a tail counts as repetitive
     repetition_ratio: float = Field(default=10.0, gt=1)
+    # steps between two looks at the top tokens of student and teacher (overlap/*, stop/*), one more
+    # forward pass of each; 0: never
+    overlap_every: int = Field(default=10, ge=0)
 
 
 class FaultConfig(Section):

@@ -91,34 +91,34 @@ class Overlap:
     advantage_N: (
         Tensor  # E_p[log q - log p], both renormalised on the intersection; 0 where it is empty
     )
-    entropy_gap_N: Tensor  # |H(teacher) - H(student)|
 
 
-def overlap(student: TokenScores, teacher: TokenScores) -> Overlap:
-    """Compare two top-K lists of equal K and the entropies; ids are unique within a row.
+def overlap(
+    student_ids_NK: Tensor,
+    student_logprobs_NK: Tensor,
+    teacher_ids_NK: Tensor,
+    teacher_logprobs_NK: Tensor,
+) -> Overlap:
+    """Compare two top-K lists of equal K; ids are unique within a row.
 
     Raises:
-        ValueError: a side was scored without top_k, or the lists differ in size.
+        ValueError: the lists differ in size.
     """
-    p_ids, p_logprobs = student.topk_ids_NK, student.topk_logprobs_NK
-    q_ids, q_logprobs = teacher.topk_ids_NK, teacher.topk_logprobs_NK
-    if p_ids is None or p_logprobs is None or q_ids is None or q_logprobs is None:
-        raise ValueError("overlap needs both models scored with top_k")
-    if p_ids.shape != q_ids.shape:
-        raise ValueError(f"top-k lists of shape {tuple(p_ids.shape)} and {tuple(q_ids.shape)}")
-    same_NKK = p_ids[:, :, None] == q_ids[:, None, :]
+    if student_ids_NK.shape != teacher_ids_NK.shape:
+        raise ValueError(
+            f"top-k lists of shape {tuple(student_ids_NK.shape)} and {tuple(teacher_ids_NK.shape)}"
+        )
+    same_NKK = student_ids_NK[:, :, None] == teacher_ids_NK[:, None, :]
     shared_NK = same_NKK.any(2)
-    log_q = torch.einsum("nij,nj->ni", same_NKK.to(q_logprobs.dtype), q_logprobs)
-    log_p = p_logprobs.masked_fill(~shared_NK, -torch.inf)
-    log_q = log_q.masked_fill(~shared_NK, -torch.inf)
+    log_q = torch.where(same_NKK, teacher_logprobs_NK[:, None, :], -torch.inf).amax(2)
+    log_p = student_logprobs_NK.masked_fill(~shared_NK, -torch.inf)
     found_N = shared_NK.any(1)
     p_NK = log_p.masked_fill(~found_N[:, None], 0).softmax(1)
     gap_NK = (log_q - log_q.logsumexp(1, keepdim=True)) - (log_p - log_p.logsumexp(1, keepdim=True))
     advantage_N = (p_NK * gap_NK.masked_fill(~shared_NK, 0)).sum(1)
     return Overlap(
-        ratio_N=shared_NK.to(p_logprobs.dtype).mean(1),
+        ratio_N=shared_NK.to(log_p.dtype).mean(1),
         student_mass_N=log_p.exp().sum(1),
         teacher_mass_N=log_q.exp().sum(1),
         advantage_N=advantage_N,
-        entropy_gap_N=(teacher.entropy_N - student.entropy_N).abs(),
     )

@@ -7,6 +7,7 @@ step, the loop, or anything that changes while training.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 from stable_opd_mcore.config.schema import Config, ModelConfig, TeacherConfig
@@ -14,7 +15,8 @@ from stable_opd_mcore.data.chat import Tokenizer, resolve_stop_ids, same_vocabul
 from stable_opd_mcore.data.order import PromptOrder, PromptSet
 from stable_opd_mcore.data.sources import load_rows
 from stable_opd_mcore.evaluation.grading import Grader
-from stable_opd_mcore.losses.objectives import Objective, Scores, build_objective
+from stable_opd_mcore.losses.head import StopClass
+from stable_opd_mcore.losses.objectives import Objective, build_objective
 from stable_opd_mcore.models.build import HiddenStatesGPTModel, build_model, output_head
 from stable_opd_mcore.models.convert import copy_weights, load_hf
 from stable_opd_mcore.models.distributed import is_megatron, load_weights
@@ -24,6 +26,7 @@ from stable_opd_mcore.rollout.build import build_engine, embedded_engine, traini
 from stable_opd_mcore.teacher.base import Scorer
 from stable_opd_mcore.teacher.megatron import FrozenModel
 from stable_opd_mcore.teacher.sglang import SglangTeacher
+from stable_opd_mcore.train.overlap import TOP_K, Observer, Observers, own_stop
 from stable_opd_mcore.train.step import Run
 from stable_opd_mcore.train.student import Student
 
@@ -36,9 +39,8 @@ def build_run(config: Config, world: World) -> Run:
             which.
     """
     tokenizer = load_tokenizer(config)
-    objective = build_objective(
-        config, tokenizer.stop_token_ids, teacher_stop_ids(config, tokenizer)
-    )
+    teachers_stops = teacher_stop_ids(config, tokenizer)
+    objective = build_objective(config, tokenizer.stop_token_ids, teachers_stops)
     architecture = architecture_of(config.student)
     prompts = load_prompts(config, tokenizer, architecture, objective)
     held_out = load_held_out(config, tokenizer, architecture)
@@ -54,6 +56,7 @@ def build_run(config: Config, world: World) -> Run:
         teacher=models.teacher(chunks),
         reference=models.reference(chunks),
         behaviour=models.behaviour(chunks) if needs_behaviour(config) else None,
+        observers=models.observers(chunks, tokenizer.stop_token_ids, teachers_stops),
         engine=build_engine(config, world, chunks, tokenizer),
         held_out_engine=embedded_engine(world, chunks, tokenizer),
         sampling=training_sampling(config, tokenizer.stop_token_ids),
@@ -190,27 +193,40 @@ class _Models:
         needs = self.objective.teacher_needs
         if self.config.teacher is None or needs == "none":
             return None
-        if self.config.teacher.engine == "sglang":
-            return self._served_teacher(self.config.teacher, needs)
-        chunks = self.load(self.config.teacher, trainable=False)
-        return self._scorer(chunks, student, needs, stop=self.objective.teacher_stop)
-
-    def _served_teacher(self, teacher: TeacherConfig, needs: Scores) -> SglangTeacher:
+        top_k = self.objective.top_k if needs == "topk" else None
+        if self.config.teacher.engine == "megatron":
+            return self._scorer(
+                self._teacher_chunks,
+                student,
+                stop=self.objective.teacher_stop,
+                top_k=top_k,
+                keep_hidden=needs == "hidden",
+            )
         if needs == "hidden":
             raise ValueError(
                 f"objective.name={self.config.objective.name} compares whole distributions, which "
                 "a served teacher does not send; set teacher.engine=megatron"
             )
-        served = SglangTeacher(
+        served = self._served(self.config.teacher, self.objective.teacher_stop, top_k)
+        served.self_test(range(min(64, self.vocab_size)))
+        return served
+
+    @cached_property
+    def _teacher_chunks(self) -> list[HiddenStatesGPTModel]:
+        assert self.config.teacher is not None
+        return self.load(self.config.teacher, trainable=False)
+
+    def _served(
+        self, teacher: TeacherConfig, stop: StopClass | None, top_k: int | None
+    ) -> SglangTeacher:
+        return SglangTeacher(
             teacher,
             self.world,
             vocab_size=self.vocab_size,
             temperature=self.objective.temperature,
-            stop=self.objective.teacher_stop,
-            top_k=self.objective.top_k if needs == "topk" else None,
+            stop=stop,
+            top_k=top_k,
         )
-        served.self_test(range(min(64, self.vocab_size)))
-        return served
 
     def reference(self, student: Sequence[HiddenStatesGPTModel]) -> FrozenModel | None:
         """The student as it is before its first update, or `reference.path`."""
@@ -224,18 +240,41 @@ class _Models:
             copy_weights(student, chunks)
         else:
             read_weights(chunks, path)
-        return self._scorer(chunks, student, needs)
+        return self._scorer(chunks, student, keep_hidden=needs == "hidden")
 
     def behaviour(self, student: Sequence[HiddenStatesGPTModel]) -> FrozenModel:
         """The student itself, asked before the first of several updates on one batch."""
-        return self._scorer(student, student, "sampled", stop=self.objective.student_stop)
+        return self._scorer(student, student, stop=self.objective.student_stop)
+
+    def observers(
+        self,
+        student: Sequence[HiddenStatesGPTModel],
+        student_stops: Sequence[int],
+        teacher_stops: Sequence[int] | None,
+    ) -> Observers | None:
+        """Student and teacher, asked for their top tokens; None where no teacher is asked."""
+        teacher = self.config.teacher
+        if teacher is None or teacher_stops is None or self.objective.teacher_needs == "none":
+            return None
+        stop, top_k = own_stop(teacher_stops), min(TOP_K, self.vocab_size)
+        if teacher.engine == "sglang":
+            asked: Scorer = self._served(teacher, stop, top_k)
+        else:
+            asked = self._scorer(self._teacher_chunks, student, stop=stop, top_k=top_k)
+        own = own_stop(student_stops)
+        return Observers(
+            student=Observer(self._scorer(student, student, stop=own, top_k=top_k), own),
+            teacher=Observer(asked, stop),
+        )
 
     def _scorer(
         self,
         chunks: Sequence[HiddenStatesGPTModel],
         student: Sequence[HiddenStatesGPTModel],
-        needs: Scores,
-        stop=None,
+        *,
+        stop: StopClass | None = None,
+        top_k: int | None = None,
+        keep_hidden: bool = False,
     ) -> FrozenModel:
         return FrozenModel(
             chunks,
@@ -243,8 +282,8 @@ class _Models:
             vocab_size=self.vocab_size,
             temperature=self.objective.temperature,
             stop=stop,
-            top_k=self.objective.top_k if needs == "topk" else None,
-            keep_hidden=needs == "hidden",
+            top_k=top_k,
+            keep_hidden=keep_hidden,
             like=output_head(student, self.vocab_size),
             chunk_tokens=self.config.train.loss_chunk_tokens,
         )

@@ -34,6 +34,7 @@ from stable_opd_mcore.parallel.world import World, agree_within_replica, gather_
 from stable_opd_mcore.records import LossOutput, MicroBatch, Prompt, Rollout, Sample
 from stable_opd_mcore.rollout.base import RolloutEngine, Sampling
 from stable_opd_mcore.teacher.base import Scorer, with_scores
+from stable_opd_mcore.train.overlap import Observers, overlap_metrics
 from stable_opd_mcore.train.schedule import learning_rate
 from stable_opd_mcore.train.state import TrainState
 from stable_opd_mcore.train.student import Student
@@ -51,6 +52,7 @@ class Run:
     teacher: Scorer | None
     reference: Scorer | None
     behaviour: Scorer | None  # the student itself, asked before the first of several updates
+    observers: Observers | None  # student and teacher once more, asked now and then for metrics
     engine: RolloutEngine
     held_out_engine: RolloutEngine  # evaluates; the same as `engine` in all but a replay
     sampling: Sampling
@@ -82,6 +84,7 @@ def train_step(run: Run, state: TrainState) -> StepResult:
         if run.objective.needs_golden:
             samples += golden_samples(prompts)
 
+    parts = split_by_prompt(samples, config.train.minibatches)
     with timer.phase("score"):
         minibatches = [
             with_scores(
@@ -90,8 +93,9 @@ def train_step(run: Run, state: TrainState) -> StepResult:
                 reference=run.reference,
                 behaviour=run.behaviour,
             )
-            for part in split_by_prompt(samples, config.train.minibatches)
+            for part in parts
         ]
+        observed = observe(run, minibatches, parts, state.step + 1)
 
     minibatches, correction = off_policy(run, minibatches)
 
@@ -102,7 +106,7 @@ def train_step(run: Run, state: TrainState) -> StepResult:
     state = state.advance(num_prompts=len(prompts), optimizer_steps=len(updates))
     with timer.phase("sync"):
         run.engine.publish(state.weight_version)
-    metrics = step_metrics(run, rollouts, samples, [correction, *updates], timer)
+    metrics = step_metrics(run, rollouts, samples, [observed, correction, *updates], timer)
     return StepResult(state, metrics, rollouts)
 
 
@@ -129,6 +133,21 @@ def draw_ahead(run: Run, state: TrainState) -> None:
     count = config.rollout.prompts_per_step
     prompts = run.prompts.select(run.order.indices(state.cursor + count, count))
     run.engine.prefetch(prompts[run.world.data_rank :: ranks], run.sampling, step=state.step + 1)
+
+
+def observe(
+    run: Run,
+    minibatches: Sequence[Sequence[MicroBatch]],
+    parts: Sequence[Sequence[Sample]],
+    step: int,
+) -> Metrics:
+    """Every monitoring.overlap_every steps: how student and teacher see the same prefixes."""
+    every, metrics = run.config.monitoring.overlap_every, Metrics()
+    if run.observers is None or not every or step % every:
+        return metrics
+    for batches, part in zip(minibatches, parts, strict=True):
+        metrics = metrics | overlap_metrics(run.observers, run.world, batches, part)
+    return metrics
 
 
 def off_policy(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stable_opd_mcore.losses.fused import Head, StopClass, stop_classes
-from stable_opd_mcore.losses.scores import TokenScores, overlap, score
+from stable_opd_mcore.losses.scores import overlap, score
 from tests.losses.cases import make_case, make_config
 
 
@@ -96,32 +96,23 @@ def test_matched_pair_with_swapped_stop_ids_has_no_advantage():
     assert (plain - scores[0])[targets == 1].max() < -20
 
 
-def topk(ids, probabilities, entropy) -> TokenScores:
-    return TokenScores(
-        logprob_N=torch.zeros(len(ids)),
-        entropy_N=torch.tensor(entropy),
-        topk_ids_NK=torch.tensor(ids),
-        topk_logprobs_NK=torch.tensor(probabilities).log(),
-    )
+def topk(ids, probabilities) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.tensor(ids), torch.tensor(probabilities).log()
 
 
 def test_overlap_by_hand():
-    student = topk([[4, 7, 1], [1, 2, 3]], [[0.5, 0.3, 0.1], [0.5, 0.3, 0.1]], [1.0, 2.0])
-    teacher = topk([[7, 9, 4], [4, 5, 6]], [[0.6, 0.2, 0.1], [0.6, 0.2, 0.1]], [0.7, 2.5])
-    found = overlap(student, teacher)
+    student = topk([[4, 7, 1], [1, 2, 3]], [[0.5, 0.3, 0.1], [0.5, 0.3, 0.1]])
+    teacher = topk([[7, 9, 4], [4, 5, 6]], [[0.6, 0.2, 0.1], [0.6, 0.2, 0.1]])
+    found = overlap(*student, *teacher)
     torch.testing.assert_close(found.ratio_N, torch.tensor([2 / 3, 0.0]))
     torch.testing.assert_close(found.student_mass_N, torch.tensor([0.8, 0.0]))
     torch.testing.assert_close(found.teacher_mass_N, torch.tensor([0.7, 0.0]))
     p, q = torch.tensor([0.5, 0.3]) / 0.8, torch.tensor([0.1, 0.6]) / 0.7
     expected = (p * (q / p).log()).sum()
     torch.testing.assert_close(found.advantage_N, torch.stack([expected, torch.zeros(())]))
-    torch.testing.assert_close(found.entropy_gap_N, torch.tensor([0.3, 0.5]))
-    assert overlap(student, student).advantage_N.abs().max() < 1e-6
+    assert overlap(*student, *student).advantage_N.abs().max() < 1e-6
 
 
 def test_overlap_needs_lists_of_one_size():
-    one = topk([[1, 2]], [[0.5, 0.2]], [1.0])
-    with pytest.raises(ValueError, match="top_k"):
-        overlap(one, TokenScores(torch.zeros(1), torch.zeros(1)))
     with pytest.raises(ValueError, match=r"\(1, 2\) and \(1, 1\)"):
-        overlap(one, topk([[1]], [[0.5]], [1.0]))
+        overlap(*topk([[1, 2]], [[0.5, 0.2]]), *topk([[1]], [[0.5]]))

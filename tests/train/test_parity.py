@@ -60,3 +60,6 @@ def test_every_layout_gives_the_same_losses_and_gradients(runs, layout):
     for key in ("loss/total", "loss/pg", "loss/kl", "loss/sft", "grad_norm"):
         expected = [row[key] for row in reference]
         assert [row[key] for row in other] == pytest.approx(expected, rel=1e-4, abs=1e-7), key
+    for key in (k for k in reference[-1] if k.startswith(("overlap/", "stop/"))):  # at step 10
+        assert other[-1][key] == pytest.approx(reference[-1][key], rel=1e-4), key
+    assert 0 < reference[-1]["overlap/ratio"] < 1

@@ -1,6 +1,7 @@
 """Whole runs: the smoke config, the command line, teacher = student, and real problems."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,8 @@ def own_teacher(rank: int, world_size: int, directory: str) -> None:
         mixture={"lambda": 0.0},
         optimizer={"lr": 1e-30, "warmup_steps": 0},
         train={"steps": 2},
+        sampling={"max_new_tokens": 100},
+        monitoring={"tensorboard": False, "overlap_every": 2},
     )
     train(config, show_progress=False)
 
@@ -86,6 +89,22 @@ def test_a_teacher_equal_to_the_student_teaches_nothing(tmp_path):
         assert row["loss/total"] == pytest.approx(0, abs=1e-6)
         assert row["grad_norm"] == pytest.approx(0, abs=1e-5)
         assert row["logprob/teacher"] == pytest.approx(row["logprob/student"], abs=1e-6)
+
+
+def test_a_teacher_equal_to_the_student_sees_what_it_sees(tmp_path):
+    run_ranks(1, own_teacher, str(tmp_path))
+    first, second = metrics_of(tmp_path / "own_teacher")
+    assert not any(key.startswith(("overlap/", "stop/")) for key in first)
+    assert second["overlap/ratio"] == 1
+    assert second["overlap/advantage"] == pytest.approx(0, abs=1e-6)
+    assert second["overlap/student_mass"] == pytest.approx(second["overlap/teacher_mass"])
+    assert second["stop/student_mass"] == pytest.approx(second["stop/teacher_mass"])
+    # drawn at temperature 1 with one stop id: the last token's own probability, if all stopped
+    stored = (tmp_path / "own_teacher" / "rollouts" / "step_000002.jsonl").read_text()
+    rollouts = [json.loads(line) for line in stored.splitlines()]
+    assert {rollout["finish_reason"] for rollout in rollouts} == {"stop"}
+    stops = [math.exp(rollout["rollout_logprobs"][-1]) for rollout in rollouts]
+    assert second["stop/student_mass"] == pytest.approx(sum(stops) / len(stops), rel=1e-4)
 
 
 def test_real_problems_with_the_real_tokenizer(tmp_path):

@@ -1,9 +1,17 @@
-"""The watchdog ends a process that makes no step, with the stack it hangs in, and no other."""
+"""The watchdog ends a process that makes no step, with the stack it hangs in, and no other; the
+others of a run name the one that stands still.
+"""
 
+import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
+
+from stable_opd_mcore.train.watchdog import SILENT
 
 HANG_IN_STEP_TWO = """
 import sys, time
@@ -22,6 +30,15 @@ with Watchdog(minutes=1.0 / 60, directory=Path(sys.argv[1]), rank=3) as watchdog
         collective_that_never_returns()
 """
 
+HANG = """
+import sys, time
+from pathlib import Path
+from stable_opd_mcore.train.watchdog import Watchdog
+
+with Watchdog(minutes=float(sys.argv[3]) / 60, directory=Path(sys.argv[1]), rank=int(sys.argv[2])):
+    time.sleep(60)
+"""
+
 
 @pytest.mark.parametrize("behaviour", ["hang", "work"])
 def test_watchdog(behaviour, tmp_path):
@@ -35,3 +52,32 @@ def test_watchdog(behaviour, tmp_path):
     else:
         assert answer.returncode == 0
         assert not stacks.exists()
+
+
+def start(directory: Path, rank: int, seconds: float) -> subprocess.Popen:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANG, str(directory), str(rank), str(seconds)]
+    )
+    deadline = time.monotonic() + 60
+    while not (directory / f"rank_{rank:05d}.txt").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    return process
+
+
+def test_a_rank_that_stands_still_is_named_also_when_it_goes_on_later(tmp_path):
+    stopped = start(tmp_path, 1, seconds=5)
+    os.kill(stopped.pid, signal.SIGSTOP)
+    others = [start(tmp_path, rank, seconds=5) for rank in (0, 2)]
+    assert [other.wait(timeout=60) for other in others] == [1, 1]
+    assert (tmp_path / SILENT).read_text() == "rank_00001\n"
+    os.kill(stopped.pid, signal.SIGCONT)  # as Slurm does to end it: now it writes its stack too
+    assert stopped.wait(timeout=60) == 1
+    assert (tmp_path / "rank_00001.txt").read_text()
+    assert (tmp_path / SILENT).read_text() == "rank_00001\n"
+
+
+def test_nobody_is_named_where_all_hang_together(tmp_path):
+    ranks = [start(tmp_path, rank, seconds=2) for rank in (0, 1)]
+    assert [rank.wait(timeout=60) for rank in ranks] == [1, 1]
+    assert (tmp_path / SILENT).read_text() == ""
