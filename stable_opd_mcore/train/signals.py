@@ -20,6 +20,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -91,6 +92,7 @@ def shielded() -> Iterator[None]:
     For checkpoints: Megatron keeps a helper process that it starts with the first one, and cannot
     save again when Slurm's SIGTERM to every process of a step has ended that helper.
     """
+    resource_tracker.ensure_running()  # multiprocessing unblocks SIGTERM when it starts this one
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield

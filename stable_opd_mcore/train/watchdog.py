@@ -96,7 +96,9 @@ class Watchdog:
                 told = silent
 
     def _silent_ranks(self, seconds: float) -> list[str]:
-        """Ranks without a sign of life for that long, by the file system's clock."""
+        """Ranks without a sign of life for that long, by the file system's clock; not those whose
+        clock fired already.
+        """
         now = self._path.stat().st_mtime
-        files = sorted(self._path.parent.glob("rank_*.txt"))
-        return [file.stem for file in files if now - file.stat().st_mtime > seconds]
+        found = [(file.stem, file.stat()) for file in sorted(self._path.parent.glob("rank_*.txt"))]
+        return [name for name, s in found if now - s.st_mtime > seconds and not s.st_size]

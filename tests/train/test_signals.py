@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -16,6 +17,8 @@ from stable_opd_mcore.train.signals import (
     shielded,
 )
 from tests.parallel.launch import run_ranks
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 def stop_when_one_rank_is_signalled(rank, world_size, directory):
@@ -75,6 +78,33 @@ def test_sigterm_waits_until_a_checkpoint_is_written():
         assert stop.asked_on_any_rank()
         child.communicate(b"go on\n", timeout=30)
         assert child.returncode == 0
+
+
+SHIELDED_HELPER = """
+import multiprocessing, os, signal
+from stable_opd_mcore.train.signals import shielded
+
+if __name__ == "__main__":
+    with shielded():
+        helper = multiprocessing.get_context("spawn").Manager()  # as Megatron's checkpoints do
+        queue = helper.Queue()
+        os.kill(helper._process.pid, signal.SIGTERM)
+        queue.put("written")
+        print(queue.get())
+"""
+
+
+def test_a_helper_of_the_first_checkpoint_survives_sigterm(tmp_path):
+    script = tmp_path / "save.py"  # a file: multiprocessing's spawn imports it again
+    script.write_text(SHIELDED_HELPER)
+    answer = subprocess.run(
+        [sys.executable, str(script)],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert answer.stdout == "written\n", answer.stderr
 
 
 def test_a_signal_that_arrives_at_the_end_kills_nobody():

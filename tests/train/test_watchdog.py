@@ -54,21 +54,20 @@ def test_watchdog(behaviour, tmp_path):
         assert not stacks.exists()
 
 
-def start(directory: Path, rank: int, seconds: float) -> subprocess.Popen:
-    process = subprocess.Popen(
-        [sys.executable, "-c", HANG, str(directory), str(rank), str(seconds)]
-    )
+def start(directory: Path, *ranks: int, seconds: float) -> list[subprocess.Popen]:
+    """Processes that hang once their watchdogs are armed."""
+    command = [sys.executable, "-c", HANG, str(directory)]
+    processes = [subprocess.Popen([*command, str(rank), str(seconds)]) for rank in ranks]
     deadline = time.monotonic() + 60
-    while not (directory / f"rank_{rank:05d}.txt").exists():
-        assert time.monotonic() < deadline and process.poll() is None
+    while not all((directory / f"rank_{rank:05d}.txt").exists() for rank in ranks):
+        assert time.monotonic() < deadline, "the ranks do not start"
         time.sleep(0.05)
-    return process
+    return processes
 
 
 def test_a_rank_that_stands_still_is_named_also_when_it_goes_on_later(tmp_path):
-    stopped = start(tmp_path, 1, seconds=5)
+    stopped, *others = start(tmp_path, 1, 0, 2, seconds=4)
     os.kill(stopped.pid, signal.SIGSTOP)
-    others = [start(tmp_path, rank, seconds=5) for rank in (0, 2)]
     assert [other.wait(timeout=60) for other in others] == [1, 1]
     assert (tmp_path / SILENT).read_text() == "rank_00001\n"
     os.kill(stopped.pid, signal.SIGCONT)  # as Slurm does to end it: now it writes its stack too
@@ -78,6 +77,6 @@ def test_a_rank_that_stands_still_is_named_also_when_it_goes_on_later(tmp_path):
 
 
 def test_nobody_is_named_where_all_hang_together(tmp_path):
-    ranks = [start(tmp_path, rank, seconds=2) for rank in (0, 1)]
+    ranks = start(tmp_path, 0, 1, seconds=2)
     assert [rank.wait(timeout=60) for rank in ranks] == [1, 1]
     assert (tmp_path / SILENT).read_text() == ""
