@@ -16,17 +16,6 @@ from stable_opd_mcore.records import Prompt, Rollout, Sample
 _NO_MASKS = TokenMasksConfig()
 
 
-def add_golden(rollouts: Sequence[Rollout], masks: TokenMasksConfig = _NO_MASKS) -> list[Sample]:
-    """The rollouts as samples, then one golden sample per distinct prompt in order of first
-    appearance.
-
-    Raises:
-        DataError: a prompt without a golden solution.
-    """
-    prompts = {rollout.prompt.prompt_id: rollout.prompt for rollout in rollouts}
-    return rollout_samples(rollouts, masks) + golden_samples(prompts.values())
-
-
 def rollout_samples(
     rollouts: Sequence[Rollout], masks: TokenMasksConfig = _NO_MASKS
 ) -> list[Sample]:

@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 import numpy
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.parallel import megatron_cpu
@@ -193,30 +192,6 @@ def agree_within_replica(world: World, item: Object) -> Object:
         first = dist.get_global_rank(world.model_group, 0)
         dist.broadcast_object_list(items, src=first, group=world.model_group)
     return items[0]
-
-
-def broadcast_from_last_stage(world: World, tensor: Tensor) -> Tensor:
-    """Write the last pipeline stage's values into `tensor` on every stage, and return it.
-
-    Shape and dtype must be the same on all stages.
-    """
-    if world.pipeline_size > 1:
-        dist.broadcast(tensor, src=_last_stage_rank(world), group=world.pipeline_group)
-    return tensor
-
-
-def broadcast_object_from_last_stage(world: World, item: Object | None) -> Object:
-    """The last pipeline stage's `item` on every stage; what others pass is ignored. Pickled: for
-    small records.
-    """
-    items: list[Any] = [item]
-    if world.pipeline_size > 1:
-        dist.broadcast_object_list(items, src=_last_stage_rank(world), group=world.pipeline_group)
-    return items[0]
-
-
-def _last_stage_rank(world: World) -> int:
-    return dist.get_global_rank(world.pipeline_group, world.pipeline_size - 1)
 
 
 def _join() -> torch.device:

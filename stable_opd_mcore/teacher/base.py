@@ -14,9 +14,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
 from stable_opd_mcore.losses.head import Head
 from stable_opd_mcore.records import MicroBatch, ReferenceScores, TeacherScores
 
@@ -74,37 +71,6 @@ def with_scores(
             for batch, said in zip(scored, _asked(behaviour, microbatches), strict=True)
         ]
     return scored
-
-
-def require_repeatable(
-    scorer: Scorer, microbatches: Sequence[MicroBatch], tolerance: float = 0.0
-) -> None:
-    """Ask twice and compare: a scorer that contradicts itself would be trained on as a signal.
-
-    Args:
-        tolerance: largest difference allowed in any score; 0 asks for equal bits.
-
-    Raises:
-        ValueError: names the score and how far the two answers are apart.
-    """
-    first, second = scorer.score(microbatches), scorer.score(microbatches)
-    for number, (once, again) in enumerate(zip(first, second, strict=True)):
-        for name in ("sampled_logprob_N", "entropy_N", "topk_logprobs_NK", "hidden_NH"):
-            difference = _difference(getattr(once, name), getattr(again, name))
-            if not difference <= tolerance:  # written so that NaN fails
-                raise ValueError(
-                    f"asked twice about micro-batch {number}, the scorer's {name} differs by "
-                    f"{difference:.3g} (allowed {tolerance:g}): its forward is not deterministic; "
-                    "check for dropout and for weights that change while it is asked"
-                )
-
-
-def _difference(once: Tensor | None, again: Tensor | None) -> float:
-    if once is None or again is None or once.numel() == 0:
-        return 0.0
-    if torch.equal(once, again):  # also where both are -inf
-        return 0.0
-    return float((once.float() - again.float()).abs().max())
 
 
 def _asked(scorer: Scorer, microbatches: Sequence[MicroBatch]) -> Sequence[TeacherScores | None]:

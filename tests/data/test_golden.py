@@ -4,7 +4,7 @@ import pytest
 
 from stable_opd_mcore.config.schema import TokenMasksConfig
 from stable_opd_mcore.data.errors import DataError
-from stable_opd_mcore.data.golden import add_golden, golden_samples, rollout_samples
+from stable_opd_mcore.data.golden import golden_samples, rollout_samples
 from stable_opd_mcore.records import Prompt, Rollout
 
 PROMPTS = [
@@ -25,11 +25,11 @@ ROLLOUTS = [
 ]
 
 
-def test_one_golden_sample_per_distinct_prompt_follows_the_rollouts():
-    samples = add_golden(ROLLOUTS)
+def test_rollouts_and_golden_solutions_become_samples():
+    samples = rollout_samples(ROLLOUTS) + golden_samples(PROMPTS)
     assert [s.source for s in samples] == ["rollout"] * 4 + ["golden"] * 2
-    assert [s.prompt_id for s in samples[4:]] == ["s:2", "s:1"]
-    golden = samples[5]
+    assert [s.prompt_id for s in samples[4:]] == ["s:1", "s:2"]
+    golden = samples[4]
     assert golden.prompt_token_ids == (1, 2) and golden.response_token_ids == (7, 8, 9)
     assert golden.trained == (True,) * 3
     assert golden.rollout_logprobs is None and golden.repetitive is None
@@ -61,4 +61,4 @@ def test_truncated_rollouts_are_masked_whole():
 
 def test_a_prompt_without_golden_solution_is_named():
     with pytest.raises(DataError, match=r"s:5: no golden solution"):
-        add_golden([rollout(Prompt("s:5", "c", (1,)), (1, 9))])
+        golden_samples([Prompt("s:5", "c", (1,))])

@@ -21,8 +21,6 @@ from stable_opd_mcore.models.convert import copy_weights, export_hf, iter_hf_ten
 from stable_opd_mcore.parallel.schedule import run_forward_backward
 from stable_opd_mcore.parallel.world import (
     World,
-    broadcast_from_last_stage,
-    broadcast_object_from_last_stage,
     gather_over_data_parallel,
     start_world,
     stop_world,
@@ -172,8 +170,5 @@ def _with_loss(chunk, batch: MicroBatch, head, world: World):
 
 def _check_collectives(world: World) -> None:
     assert gather_over_data_parallel(world, world.data_rank) == list(range(world.data_size))
-    stages = torch.tensor([world.pipeline_rank])
-    assert broadcast_from_last_stage(world, stages).item() == world.pipeline_size - 1
-    assert broadcast_object_from_last_stage(world, world.is_last_stage) is True
     assert world.tensor_group.size() * world.pipeline_group.size() == world.model_group.size()
     assert world.model_group.size() * world.data_group.size() == dist.get_world_size()
