@@ -25,7 +25,7 @@ from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.losses.head import Head
 from stable_opd_mcore.losses.importance import correct, use_rollout_policy
 from stable_opd_mcore.losses.objectives import Objective
-from stable_opd_mcore.metrics import Mean, Metrics, Same, reduce_over_ranks
+from stable_opd_mcore.metrics import Mean, Metrics, Same, Sum, reduce_over_ranks
 from stable_opd_mcore.models.build import forward_hidden
 from stable_opd_mcore.monitoring.health import rollout_metrics, sample_metrics, token_metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
@@ -213,7 +213,12 @@ def update(run: Run, batches: Sequence[MicroBatch], lr: float, step: int) -> Met
     metrics = reduce_over_ranks(mine, dist.group.WORLD, run.world.device)
     require_finite(metrics, grad_norm, step)  # before any weight moves
     run.student.update(lr)
-    return metrics | Metrics({"grad_norm": Mean(grad_norm, 1), "optimizer/lr": Same(lr)})
+    losses = {  # each update has its own normaliser: several average, they do not add up
+        key: Mean(loss.total, 1)
+        for key, loss in metrics.items()
+        if key.startswith("loss/") and isinstance(loss, Sum)
+    }
+    return Metrics({**metrics, **losses, "grad_norm": Mean(grad_norm, 1), "optimizer/lr": Same(lr)})
 
 
 def loss_of(run: Run, batch: MicroBatch, hidden_TH: Tensor) -> tuple[Tensor, LossOutput]:
