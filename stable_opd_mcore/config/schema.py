@@ -280,6 +280,8 @@ class EvaluationConfig(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     max_new_tokens: PositiveInt | None = None  # None: sampling.max_new_tokens
     also_greedy: bool = False  # a second, greedy pass beside the sampled one
+    # measured with `stable-opd evaluate` on the teacher: the report then shows the gap recovered
+    teacher_accuracy: float | None = Field(default=None, ge=0, le=1)
     grading_timeout_seconds: float = Field(default=10.0, gt=0)
 
 

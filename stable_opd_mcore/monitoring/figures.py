@@ -123,6 +123,19 @@ FIGURES = (
         ),
     ),
     Figure(
+        "Student beside teacher",
+        "The 16 most probable tokens of both: in a healthy run the shared ones hold nearly all "
+        "probability. A teacher that would not stop where the student does removes its stops.",
+        (
+            Panel("overlap/ratio", "Shared top tokens", share=True),
+            Panel("overlap/student_mass", "Student's mass on them", share=True),
+            Panel("overlap/advantage", "Advantage on them"),
+            Panel("entropy/gap", "Entropy gap"),
+            Panel("stop/student_mass", "Student stops at the end", share=True),
+            Panel("stop/teacher_mass", "Teacher stops at the end", share=True),
+        ),
+    ),
+    Figure(
         "Speed and memory",
         "Wall-clock time of a step and its phases; memory since the process started.",
         (

@@ -27,7 +27,11 @@ Table = dict[str, Any]  # {"columns": [str], "rows": [[str]], "texts": leading c
 
 
 def outcome_table(runs: Sequence[tuple[str, Path, Sequence[Row]]]) -> Table:
-    """One row a run: accuracy at start, peak and end; truncation and repetition, worst and last."""
+    """One row a run: accuracy at start, peak and end; truncation and repetition, worst and last.
+
+    The gap recovered is (accuracy at end - at start) / (teacher's - at start), METHOD §5, where the
+    run's settings tell the teacher's (`evaluation.teacher_accuracy`).
+    """
     columns = [
         "run",
         "directory",
@@ -35,6 +39,7 @@ def outcome_table(runs: Sequence[tuple[str, Path, Sequence[Row]]]) -> Table:
         "accuracy at start",
         "accuracy at peak",
         "accuracy at end",
+        "gap recovered",
         "truncated at worst",
         "truncated at end",
         "repetitive at worst",
@@ -45,7 +50,8 @@ def outcome_table(runs: Sequence[tuple[str, Path, Sequence[Row]]]) -> Table:
     return {
         "columns": columns,
         "rows": [
-            [label, printable(directory.name), *_outcome(rows)] for label, directory, rows in runs
+            [label, printable(directory.name), *_outcome(rows, _teacher_accuracy(directory))]
+            for label, directory, rows in runs
         ],
         "texts": 2,
     }
@@ -159,14 +165,28 @@ def _badness(row: Row) -> tuple[float, float]:
     return (row.get("rollout/repetition_rate") or 0.0, row.get("rollout/truncation_rate") or 0.0)
 
 
-def _outcome(rows: Sequence[Row]) -> list[str]:
+def _teacher_accuracy(directory: Path) -> float | None:
+    stated = _flat_config(directory / CONFIG_FILE).get("evaluation.teacher_accuracy")
+    try:
+        return None if stated is None else float(stated)
+    except ValueError:  # "None", or somebody else's settings
+        return None
+
+
+def _gap_recovered(start: float, end: float, teacher: float | None) -> float | None:
+    return None if teacher is None or teacher == start else (end - start) / (teacher - start)
+
+
+def _outcome(rows: Sequence[Row], teacher_accuracy: float | None) -> list[str]:
     accuracy = _defined(rows, "eval/accuracy") or _defined(rows, "rollout/accuracy")
     cells = [str(rows[-1]["step"])]
     if accuracy:
         step, peak = max(accuracy, key=lambda pair: pair[1])
-        cells += [_cell(accuracy[0][1]), f"{_cell(peak)} @ {step}", _cell(accuracy[-1][1])]
+        start, end = accuracy[0][1], accuracy[-1][1]
+        recovered = _gap_recovered(start, end, teacher_accuracy)
+        cells += [_cell(start), f"{_cell(peak)} @ {step}", _cell(end), _cell(recovered)]
     else:
-        cells += [MISSING] * 3
+        cells += [MISSING] * 4
     for key in ("rollout/truncation_rate", "rollout/repetition_rate"):
         means = trailing_mean([value for _, value in _defined(rows, key)])
         worst = max((mean for mean in means if mean is not None), default=None)

@@ -16,7 +16,12 @@ HOSTILE = "</script></pre><script>fail()</script><img src=x onerror=fail()> {{ 7
 
 
 def make_run(
-    directory: Path, steps: int = 30, collapse_at: int | None = None, text: str = "1+1=2;[2]", **kl
+    directory: Path,
+    steps: int = 30,
+    collapse_at: int | None = None,
+    text: str = "1+1=2;[2]",
+    evaluation: dict | None = None,
+    **kl,
 ) -> Path:
     """Write `steps` rows of every metric the figures show, an evaluation every ten steps."""
     keys = [panel.key for figure in FIGURES for panel in figure.panels]
@@ -41,6 +46,7 @@ def make_run(
         "student": {"path": "somewhere"},
         "data": {"train": {"path": "synthetic:arithmetic"}},
         "kl": kl,
+        "evaluation": evaluation or {},
     }
     save_config(Config.model_validate(values), directory / "config.resolved.yaml")
     return directory

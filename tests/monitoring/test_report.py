@@ -102,6 +102,7 @@ def test_outcomes(tmp_path):
         "accuracy at start": "0.250",
         "accuracy at peak": "0.750 @ 3",
         "accuracy at end": "0.500",
+        "gap recovered": MISSING,
         "truncated at worst": "0.200",
         "truncated at end": "0.200",
         "repetitive at worst": MISSING,
@@ -109,6 +110,13 @@ def test_outcomes(tmp_path):
         "length at end": MISSING,
         "tokens per second": MISSING,
     }
+
+
+def test_the_gap_recovered_needs_the_teachers_accuracy(tmp_path):
+    run = make_run(tmp_path / "run", 1, evaluation={"teacher_accuracy": 0.75})
+    rows = [{"step": 0, "eval/accuracy": 0.25}, {"step": 1, "eval/accuracy": 0.5}]
+    table = outcome_table([("run", run, rows)])
+    assert table["rows"][0][table["columns"].index("gap recovered")] == "0.500"
 
 
 def test_records_become_a_table_with_words_to_the_left():
@@ -155,7 +163,7 @@ def test_one_run(tmp_path):
     page = page_of(write_report([make_run(tmp_path / "a-run")], tmp_path / "out" / "report.html"))
     panels = sum(len(figure.panels) for figure in FIGURES) - 1  # kl/reference has no values
     assert page.count("div", **{"class": "plot"}) == panels
-    assert [len(figure) for figure in data_of(page)[0]["figures"]] == [6, 3, 4, 6, 3, 5, 6]
+    assert [len(figure) for figure in data_of(page)[0]["figures"]] == [6, 3, 4, 6, 3, 5, 6, 6]
     assert page.count("button") == len(FIGURES)
     assert "a-run" in page.text and "Settings that differ" not in page.text
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["report.html"]
