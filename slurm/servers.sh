@@ -8,7 +8,7 @@ connect_servers() {
   local index number host port
   local -a urls=()
   SERVER_URLS=() # the first of each node; more of them count the port up
-  API_KEY=$(head -c 16 /dev/urandom | od -An -tx1 | tr -d ' \n') # servers off loopback demand one
+  API_KEY_FILE=$ATTEMPT_DIR/api_key # servers off loopback demand one, and no process list may show it
   for index in "${!SERVER_NODE_NAMES[@]}"; do
     host=$(address_of "${SERVER_NODE_NAMES[index]}")
     port=$((MASTER_PORT + 10000 + 20 * index))
@@ -16,7 +16,7 @@ connect_servers() {
     for ((number = 0; number < SERVERS_PER_NODE; number++)); do urls+=("http://$host:$((port + number))"); done
   done
   TRAINER+=(rollout.engine=sglang rollout.sglang.placement=external "rollout.sglang.urls=[$(joined "${urls[@]}")]"
-    "rollout.sglang.api_key=$API_KEY" "rollout.sglang.sync_host=$MASTER_ADDR")
+    "rollout.sglang.api_key_file=$API_KEY_FILE" "rollout.sglang.sync_host=$MASTER_ADDR")
 }
 
 # The command of server $1, in $SERVER
@@ -28,11 +28,12 @@ server_command() {
     SERVER=("${PYTHON[@]}" -m stable_opd_mcore serve)
   fi
   SERVER+=("${COMMAND_LINE[@]}" rollout.engine=sglang rollout.sglang.placement=disaggregated "rollout.sglang.num_servers=$SERVERS_PER_NODE"
-    "rollout.sglang.host=${address%:*}" "rollout.sglang.port=${address##*:}" "rollout.sglang.api_key=$API_KEY")
+    "rollout.sglang.host=${address%:*}" "rollout.sglang.port=${address##*:}" "rollout.sglang.api_key_file=$API_KEY_FILE")
 }
 
 start_servers() {
   local index waited
+  (umask 077 && head -c 16 /dev/urandom | od -An -tx1 | tr -d ' \n' >"$API_KEY_FILE")
   for index in "${!SERVER_NODE_NAMES[@]}"; do keep_server "$index" & done
   for index in "${!SERVER_NODE_NAMES[@]}"; do
     waited=0

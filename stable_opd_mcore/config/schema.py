@@ -45,7 +45,7 @@ class TeacherConfig(ModelConfig):
     # by the source of the prompt (prompt_id before its colon).
     urls: tuple[str, ...] = ()
     routes: dict[str, tuple[str, ...]] = {}
-    api_key: str | None = None
+    api_key_file: str | None = None  # holds the servers' key; None: they ask for none
     request_timeout_seconds: float = Field(default=600.0, gt=0)
     # replicas asked twice may differ by this
     self_test_tolerance: float = Field(default=1e-3, gt=0)
@@ -135,13 +135,15 @@ class SglangConfig(Section):
     placement: Literal["colocated", "disaggregated", "external"] = "disaggregated"
     urls: tuple[str, ...] = ()  # external only
     num_servers: PositiveInt = 1  # of all data-parallel ranks together; each owns its share
-    tensor: PositiveInt = 1  # ranks of one server
+    tensor: PositiveInt = 1  # ranks of one server the run starts; external ones state theirs
     # disaggregated, with GPUs: servers take the devices from here on
     first_gpu: int = Field(default=0, ge=0)
     host: str = "127.0.0.1"
     # of the first server, then counted up; 0: any free ones
     port: int = Field(default=0, ge=0, le=65535)
-    api_key: str | None = None  # None: none on loopback, a random one on any other host
+    # Holds the servers' key; `stable-opd serve` makes it. None: no key on loopback, on any other
+    # host a random one that only this run knows.
+    api_key_file: str | None = None
     python: str = ".venv-sglang/bin/python"  # of the servers' own venv
     dtype: Literal["float32", "bfloat16"] | None = None  # None: train.precision
     max_running_requests: PositiveInt | None = None  # of one server

@@ -30,6 +30,7 @@ from stable_opd_mcore.rollout.sglang_transports import (
     TensorTransport,
     Transport,
 )
+from stable_opd_mcore.serving.api_key import read_api_key
 from stable_opd_mcore.serving.client import SglangClient
 from stable_opd_mcore.serving.process import ServerOptions, SglangServer
 
@@ -43,7 +44,8 @@ def build_sglang_engine(
     """Start this rank's servers, or find the external ones, and wait until they answer.
 
     Raises:
-        ValueError: fewer servers than data-parallel ranks, or a server that does not start.
+        ValueError: fewer servers than data-parallel ranks, no key where one is named, or a server
+            that does not start.
     """
     sglang, architecture = config.rollout.sglang, architecture_of(chunks)
     folder = Path(config.run.directory) / config.run.name / "sglang"
@@ -94,7 +96,7 @@ def server_options(
         host=sglang.host,
         port=sglang.port + number if sglang.port else 0,
         tensor=sglang.tensor,
-        api_key=sglang.api_key,
+        api_key=read_api_key(sglang.api_key_file),
         dummy_weights=dummy_weights,
         memory_saver=colocated,
         first_gpu=(0 if colocated else sglang.first_gpu) + number * sglang.tensor,
@@ -138,13 +140,13 @@ def _members(
         clients = [
             SglangClient(
                 sglang.urls[number],
-                api_key=sglang.api_key,
+                api_key=read_api_key(sglang.api_key_file),
                 request_timeout_seconds=sglang.request_timeout_seconds,
             )
             for number in share
         ]
         return [
-            Member(f"server_{number}", client, None, tensor=sglang.tensor)
+            Member(f"server_{number}", client, None)
             for number, client in zip(share, clients, strict=True)
         ]
     # one directory per data-parallel rank, for leaders write at the same time

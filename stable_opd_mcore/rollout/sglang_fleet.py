@@ -41,7 +41,7 @@ class Member:
     name: str
     client: SglangClient
     server: SglangServer | None  # None: somebody else's
-    tensor: int = 1  # its tensor-parallel ranks
+    tensor: int = 1  # its tensor-parallel ranks; somebody else's server is asked
     state: str = "restarting"  # restarting | needs_weights | ready | failed
     in_flight: int = 0
     missed_probes: int = 0
@@ -76,6 +76,7 @@ class Fleet:
         self._health_interval = health_interval_seconds
         self._startup_timeout = startup_timeout_seconds
         self._redrawn: Counter[str] = Counter()  # responses to ask for again, by who failed
+        self._watcher: threading.Thread | None = None  # of the newest draw
         self._lock = threading.RLock()
 
     def start(self) -> None:
@@ -107,7 +108,8 @@ class Fleet:
         if not num_threads:
             return answers
         done = threading.Event()
-        threading.Thread(target=self._watch, args=(done,), daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch, args=(done,), daemon=True)
+        self._watcher.start()
         try:
             with ThreadPoolExecutor(num_threads, thread_name_prefix="draw") as pool:
                 workers = [
@@ -161,6 +163,8 @@ class Fleet:
 
     def release_memory(self) -> None:
         """Colocated: give the GPUs to the trainer. The weights are gone and are sent again."""
+        if self._watcher is not None:
+            self._watcher.join()  # a server with a probe in its queue does not survive this
         for member in self.members:
             if member.state == "ready":
                 self.weights_outdated(member)
@@ -205,6 +209,10 @@ class Fleet:
                     f"no answer from {member.client.url} in {self._startup_timeout:.0f} s"
                 )
             time.sleep(1.0)
+        try:
+            member.tensor = member.client.tensor_ranks()  # its owner's choice, at every start
+        except (ServerFailure, RefusedRequest) as error:
+            raise ServerStartError(str(error)) from error
 
     def _restart(self, member: Member, server: SglangServer) -> None:
         server.kill()

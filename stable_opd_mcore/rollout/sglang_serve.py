@@ -3,17 +3,17 @@
 Starts what the config's rollout.sglang section describes, prints addresses when all answer, and
 stays until it is told to end or a server dies; then ends them all, by pid. Servers for rollouts
 start with random weights, for a run sends the real ones; a teacher's are read from teacher.path.
+What other machines can reach asks for a key, which stands in a file and is never printed.
 """
 
 from __future__ import annotations
 
-import secrets
 import signal
-import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -21,46 +21,57 @@ from stable_opd_mcore.config.load import ConfigError
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.rollout.sglang_build import server_options, write_model_config
+from stable_opd_mcore.serving.api_key import make_api_key
 from stable_opd_mcore.serving.process import SglangServer, is_loopback
 
 _POLL_SECONDS = 1.0
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve(config: Config, *, teacher: bool, tell: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM.
 
     Raises:
-        ValueError: servers of somebody else's, no model to serve, or a server that does not start
-        or ends.
+        ValueError: servers of somebody else's, no key where one is needed, no model to serve, or
+            a server that does not start or ends.
     """
-    if config.rollout.sglang.placement == "external":
+    sglang = config.rollout.sglang
+    if sglang.placement == "external":
         raise ConfigError("serve starts servers: set rollout.sglang.placement=disaggregated")
+    if sglang.api_key_file is not None:
+        make_api_key(Path(sglang.api_key_file))
+    elif not is_loopback(sglang.host):
+        raise ConfigError(
+            f"rollout.sglang.host={sglang.host} can be reached from other machines, so a key is "
+            "needed: set rollout.sglang.api_key_file=FILE, which serve fills with a random key if "
+            "it does not exist, and give the same file to the run"
+        )
     folder = Path(config.run.directory) / config.run.name / ("teacher" if teacher else "sglang")
     model = _teacher_model(config) if teacher else _student_model(config, folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    key = config.rollout.sglang.api_key
-    if key is None and not is_loopback(config.rollout.sglang.host):
-        key = secrets.token_urlsafe(24)  # one for all, as the run that uses them has one
-    asked_to_end = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: asked_to_end.set())
+    for number in _ENDING:
+        signal.signal(number, _end)
     with ExitStack() as stack:
         servers = []
-        for number in range(config.rollout.sglang.num_servers):
+        for number in range(sglang.num_servers):
             options = server_options(config, model, number, device, dummy_weights=not teacher)
-            server = SglangServer(replace(options, api_key=key), folder / f"server_{number}.log")
+            server = SglangServer(options, folder / f"server_{number}.log")
             stack.callback(server.stop)
             server.start()
             servers.append(server)
         for server in servers:
             server.wait_until_healthy()
         tell("urls: " + ",".join(server.url for server in servers))
-        if key is not None:
-            tell(f"api key: {key}")
-        while not asked_to_end.wait(_POLL_SECONDS):
-            dead = [server.log for server in servers if not server.is_running]
-            if dead:
-                raise ConfigError(f"a server ended; see {', '.join(map(str, dead))}")
+        while not (dead := [server.log for server in servers if not server.is_running]):
+            time.sleep(_POLL_SECONDS)
+        raise ConfigError(f"a server ended; see {', '.join(map(str, dead))}")
+
+
+def _end(*_: object) -> NoReturn:
+    """Leave wherever we are, once; the servers are ended on the way out."""
+    for number in _ENDING:
+        signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(0)
 
 
 def _student_model(config: Config, folder: Path) -> Path:

@@ -185,6 +185,14 @@ class SglangClient:
         """The version the last publish stamped on the server; "default" before the first."""
         return str(self.call("GET", "/model_info").get("weight_version"))
 
+    def tensor_ranks(self) -> int:
+        """Over how many tensor ranks the server was started."""
+        answer = self.call("GET", "/server_info", timeout_seconds=30.0)
+        try:
+            return int(answer["tp_size"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._garbage(f"/server_info states no tp_size: {error!r}") from error
+
     def generate(self, request: Generation, attempts: int = 2) -> list[Completion]:
         """`num_samples` responses to one prompt; they share its prefix in the server's cache.
 

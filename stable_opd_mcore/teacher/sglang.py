@@ -26,6 +26,7 @@ from stable_opd_mcore.config.schema import TeacherConfig
 from stable_opd_mcore.losses.head import Head, StopClass
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import MicroBatch, TeacherScores
+from stable_opd_mcore.serving.api_key import read_api_key
 from stable_opd_mcore.serving.client import (
     Scoring,
     SequenceScores,
@@ -54,7 +55,7 @@ class SglangTeacher:
         patience_seconds: how long an absent teacher is waited for.
 
     Raises:
-        ValueError: a temperature other than 1.
+        ValueError: a temperature other than 1, or no key where one is named.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class SglangTeacher:
             route: [
                 SglangClient(
                     url,
-                    api_key=settings.api_key,
+                    api_key=read_api_key(settings.api_key_file),
                     request_timeout_seconds=settings.request_timeout_seconds,
                 )
                 for url in urls

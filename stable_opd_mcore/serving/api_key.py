@@ -1,0 +1,42 @@
+"""The servers' API key: the content of a file that only its owner can read.
+
+A setting or an argument would not do: a run keeps its settings beside its metrics, and every user
+of a machine can list the arguments of its processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import tempfile
+from pathlib import Path
+
+
+def read_api_key(path: str | Path | None) -> str | None:
+    """The key in `path`, None without a path.
+
+    Raises:
+        ValueError: no such file, or nothing in it.
+    """
+    if path is None:
+        return None
+    remedy = "give the file that `stable-opd serve` was given, or write the servers' key into it"
+    try:
+        key = Path(path).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ValueError(f"api_key_file={path}: {error.strerror}; {remedy}") from error
+    if not key:
+        raise ValueError(f"api_key_file={path}: the file is empty; {remedy}")
+    return key
+
+
+def make_api_key(path: Path) -> None:
+    """Write a random key for its owner alone (mode 0600); one that is there already stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent)  # mode 0600
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(secrets.token_urlsafe(24) + "\n")
+    with contextlib.suppress(FileExistsError):  # whole or not at all, and the first one's
+        os.link(temporary, path)
+    os.unlink(temporary)
