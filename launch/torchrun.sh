@@ -31,5 +31,30 @@ launch=("$VENV/bin/python" -m torch.distributed.run --standalone --nproc-per-nod
   "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1" --shutdown-timeout=600 -m stable_opd_mcore "$@")
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} CUDA_DEVICE_MAX_CONNECTIONS=1
 cd "$ROOT"
-${show:-} "${launch[@]}"
-[ -n "${show:-}" ] || [ -z "${DONE:-}" ] || touch "$DONE"
+if [ -n "${show:-}" ]; then
+  echo "${launch[@]}"
+  exit
+fi
+
+# A trap runs at once only while bash waits for a child; with job control (-m) the child still listens to SIGINT.
+agent=''
+stopped_by=''
+# shellcheck disable=SC2317 # called by the traps
+pass_on() {
+  signalled=yes stopped_by=$1
+  [ -z "$agent" ] || kill -s "$1" "$agent" 2>/dev/null || true
+}
+trap 'pass_on USR1' USR1
+trap 'pass_on TERM' TERM
+trap 'pass_on INT' INT
+set -m
+"${launch[@]}" &
+agent=$!
+while :; do
+  signalled='' code=0
+  wait "$agent" || code=$?
+  [ -n "$signalled" ] || break # a signal ends `wait` early, with a code that is not the command's
+done
+[ -z "$stopped_by" ] || echo "stopped by SIG$stopped_by; the same command goes on from the newest checkpoint" >&2
+if [ "$code" = 0 ] && [ -n "${DONE:-}" ]; then touch "$DONE"; fi
+exit "$code"

@@ -1,0 +1,91 @@
+"""launch/torchrun.sh with several ranks: stopped by a signal, left by a rank, and trained to the
+end by the same command.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+STEPS = 12
+
+
+class Launch:
+    """The script and what its run left so far."""
+
+    def __init__(self, directory: Path):
+        self.home = directory / "run"
+        self.done = directory / "done"
+        self.errors = directory / "errors.log"
+        self._command = [
+            *("launch/torchrun.sh", "train", "configs/smoke_cpu.yaml"),
+            *(f"train.steps={STEPS}", "rollout.prompts_per_step=4", "sampling.max_new_tokens=16"),
+            *("evaluation.every=0", "checkpoint.every=2", "monitoring.tensorboard=false"),
+            *(f"run.directory={directory}", "run.name=run"),
+        ]
+
+    def start(self) -> subprocess.Popen:
+        settings = {
+            "VENV": str(Path(sys.executable).parents[1]),
+            "RANKS": "2",
+            "OMP_NUM_THREADS": "1",
+            "DONE": str(self.done),
+        }
+        with self.errors.open("w") as errors:
+            return subprocess.Popen(
+                self._command, cwd=REPOSITORY, env=os.environ | settings, stderr=errors
+            )
+
+    def steps(self) -> list[int]:
+        path = self.home / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.is_file() else []
+        return [json.loads(line)["step"] for line in lines if line.endswith("}")]
+
+    def until(self, condition: Callable[[], bool], running: subprocess.Popen) -> None:
+        deadline = time.monotonic() + 180
+        while not condition():
+            assert running.poll() is None, self.errors.read_text()[-3000:]
+            assert time.monotonic() < deadline, self.errors.read_text()[-3000:]
+            time.sleep(0.05)
+
+    def pid_of_rank(self, rank: int) -> int:
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                command = (process / "cmdline").read_bytes().split(b"\0")
+                environment = (process / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            mine = f"run.directory={self.home.parent}".encode() in command
+            if mine and f"RANK={rank}".encode() in environment:
+                return int(process.name)
+        raise AssertionError(f"rank {rank} does not run")
+
+
+def test_a_signal_and_a_killed_rank_cost_no_step(tmp_path):
+    launch = Launch(tmp_path)
+
+    running = launch.start()
+    launch.until(lambda: 1 in launch.steps(), running)
+    running.send_signal(signal.SIGUSR1)
+    assert running.wait(timeout=120) != 0  # for a chain of stages: this one is not done
+    assert "stopped by SIGUSR1" in launch.errors.read_text()
+    stopped_after = json.loads((launch.home / "REQUEUE").read_text())["step"]
+    assert launch.steps()[-1] == stopped_after < STEPS
+    assert (launch.home / "checkpoints" / f"step_{stopped_after:06d}" / "state.json").is_file()
+
+    running = launch.start()
+    launch.until(lambda: launch.steps()[-1] > stopped_after, running)
+    os.kill(launch.pid_of_rank(1), signal.SIGKILL)
+    assert running.wait(timeout=120) != 0
+    assert "Signal 9 (SIGKILL)" in launch.errors.read_text()
+    assert "rank      : 1 (local_rank: 1)" in launch.errors.read_text()
+    assert not launch.done.exists()
+
+    assert launch.start().wait(timeout=180) == 0, launch.errors.read_text()[-3000:]
+    assert launch.steps() == list(range(1, STEPS + 1))
+    assert launch.done.exists()
