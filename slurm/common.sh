@@ -104,7 +104,8 @@ address_of() {
 
 set_environment() {
   MASTER_ADDR=$(address_of "${TRAINER_NODES[0]}")
-  MASTER_PORT=$((20000 + ${SLURM_JOB_ID:-0} % 10000)) # one per job: a fixed one collides where nodes are shared
+  # One per job: a fixed one collides where nodes are shared. Servers have theirs 10000 above, below Linux's own (32768).
+  MASTER_PORT=$((12000 + ${SLURM_JOB_ID:-0} % 10000))
   export MASTER_ADDR MASTER_PORT
   export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
   export PYTHONFAULTHANDLER=1                 # a rank that crashes in C leaves its Python stack in its log
@@ -235,7 +236,7 @@ exclude_nodes() {
 # Waits in the foreground of a loop: a trap runs at once while bash waits for a child, never while it runs one.
 run_trainer() {
   local trainer since=0
-  rm -f "$RUN_DIRECTORY/REQUEUE"
+  rm -rf "$RUN_DIRECTORY"/{REQUEUE,stacks} # an earlier attempt's, which would be taken for this one's
   if [ -n "$STOP_WANTED" ]; then return; fi
   step trainer "$(joined "${TRAINER_NODES[@]}")" "$RANKS_PER_NODE"
   "${STEP[@]}" --kill-on-bad-exit=1 --wait=60 --output="$ATTEMPT_DIR/rank_%5t.log" "$ROOT/slurm/rank.sh" "${TRAINER[@]}" &
@@ -282,20 +283,21 @@ judge() {
   name_culprit
 }
 
-# Suspects are ranks that do not wait for others: their stack is not in a collective, or they could not write one at all.
+# Whose fault: ranks that stood still, as the others saw it (watchdog.py), else those whose stack is not in a collective.
 hung_ranks() {
-  local file name suspects='' dumped=''
-  for file in "$RUN_DIRECTORY"/stacks/rank_?????.txt; do
-    [ -e "$file" ] || return 1
-    name=$(basename "$file" .txt)
-    if [ -s "$file" ]; then dumped=yes; fi
-    # the main thread comes last in a dump, its innermost frame first
-    if ! awk '/^(Current t|T)hread /{getline; inner = $0} END {exit inner !~ /torch\/distributed/}' "$file"; then
-      suspects+=" $name on $(cat "$ATTEMPT_DIR/ranks/$name")"
-    fi
-  done
-  [ -n "$dumped" ] || return 1
-  echo "no step within fault.watchdog_minutes${suspects:+; not waiting for others:$suspects}"
+  local file name why='stood still' suspects=() places=''
+  grep -qs . "$RUN_DIRECTORY"/stacks/rank_?????.txt || return 1
+  mapfile -t suspects < <(cat "$RUN_DIRECTORY/stacks/silent" 2>/dev/null)
+  if [ ${#suspects[@]} = 0 ]; then
+    why='not waiting for others'
+    for file in "$RUN_DIRECTORY"/stacks/rank_?????.txt; do
+      # the main thread comes last in a dump, its innermost frame first
+      awk '/^(Current t|T)hread /{getline; inner = $0} END {exit inner !~ /torch\/distributed/}' "$file" ||
+        suspects+=("$(basename "$file" .txt)")
+    done
+  fi
+  for name in "${suspects[@]}"; do places+=" $name on $(cat "$ATTEMPT_DIR/ranks/$name")"; done
+  echo "no step within fault.watchdog_minutes${places:+; $why:$places}"
 }
 
 # Trainer nodes that do not run a command any more: their ranks did not fail, they are gone. One step a node, for a step

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import random
 import re
 import shutil
 import signal
@@ -249,6 +250,8 @@ class SlurmCluster:
             "ReturnToService=2",
             "KillWait=30",
             "MinJobAge=3600",
+            # a job's ports come from its number, and two clusters on one machine share the ports
+            f"FirstJobId={random.randrange(1, 9000)}",
             "SlurmdTimeout=300",
             "JobRequeue=1",
             "JobAcctGatherType=jobacct_gather/none",

@@ -70,8 +70,8 @@ def test_server_nodes_come_from_the_same_allocation():
     assert printed.count("stable_opd_mcore serve") == 2
     trainer = next(line for line in printed.splitlines() if "--job-name=trainer" in line)
     assert "--nodes=4 " in trainer
-    assert "http://node5:30000" in trainer
-    assert "http://node6:30020" in trainer
+    assert "http://node5:22000" in trainer
+    assert "http://node6:22020" in trainer
 
 
 def test_more_servers_than_nodes_is_refused_with_the_sum():
