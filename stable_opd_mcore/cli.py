@@ -39,19 +39,13 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 
 @app.command()
 def evaluate(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Evaluate the student of a config (student.path) on its data.eval problems."""
+    """Evaluate the student of a config on its evaluation.benchmarks, or on data.eval."""
     from stable_opd_mcore.config.load import load_config
 
     settings = load_config(config, overrides or [])
     from stable_opd_mcore.train.evaluation import evaluate_config
 
-    result = evaluate_config(settings)
-    low, high = result.accuracy_interval
-    typer.echo(
-        f"accuracy {result.accuracy:.3f} (95 % interval {low:.3f} to {high:.3f}), truncated "
-        f"{result.truncation_rate:.3f}, repetitive {result.repetition_rate:.3f}, "
-        f"{result.response_length_mean:.0f} tokens a response; {len(result.prompts)} problems"
-    )
+    evaluate_config(settings, tell=typer.echo)
 
 
 @app.command()

@@ -277,7 +277,11 @@ class CheckpointConfig(Section):
 class EvaluationConfig(Section):
     # steps; 0: never (step 0 and the last step are evaluated otherwise)
     every: int = Field(default=50, ge=0)
-    num_samples: PositiveInt = 1  # k of avg@k
+    num_samples: PositiveInt | None = None  # k of avg@k; None: 1, or the benchmark's own
+    # what `stable-opd evaluate` runs in place of data.eval: names of evaluation.benchmarks
+    benchmarks: tuple[str, ...] = ()
+    # of <name>.jsonl or <name>.parquet; None: the hub, or its cache where there is no internet
+    benchmark_directory: str | None = None
     temperature: float = Field(default=0.6, ge=0)  # 0: greedy
     top_p: float = Field(default=1.0, gt=0, le=1)
     max_new_tokens: PositiveInt | None = None  # None: sampling.max_new_tokens

@@ -43,6 +43,10 @@ class EvaluationResult:
         return sum(prompt.num_samples for prompt in self.prompts)
 
     @property
+    def samples_per_prompt(self) -> int:
+        return self.num_samples // len(self.prompts)
+
+    @property
     def accuracy(self) -> float:
         return sum(prompt.num_correct for prompt in self.prompts) / self.num_samples
 
@@ -114,16 +118,20 @@ def evaluate(
 
 
 def evaluation_sampling(
-    config: Config, stop_token_ids: Sequence[int], *, greedy: bool = False
+    config: Config, stop_token_ids: Sequence[int], *, greedy: bool = False, num_samples: int = 1
 ) -> Sampling:
-    """How held-out responses are drawn: `evaluation`'s settings, or one greedy response each."""
+    """How held-out responses are drawn: `evaluation`'s settings, or one greedy response each.
+
+    Args:
+        num_samples: responses to a prompt where `evaluation.num_samples` does not say.
+    """
     settings = config.evaluation
     is_greedy = greedy or settings.temperature == 0
     return Sampling(
         temperature=0.0 if is_greedy else settings.temperature,
         top_p=1.0 if is_greedy else settings.top_p,
         max_new_tokens=settings.max_new_tokens or config.sampling.max_new_tokens,
-        num_samples=1 if is_greedy else settings.num_samples,
+        num_samples=1 if is_greedy else settings.num_samples or num_samples,
         stop_token_ids=tuple(stop_token_ids),
         seed=config.train.seed,
     )

@@ -6,19 +6,24 @@ Not here: sampling, grading or counting (evaluation/), which know nothing of a r
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from stable_opd_mcore.config.load import ConfigError
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.data.order import PromptSet
 from stable_opd_mcore.data.rollout_files import write_rollouts
+from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS, load_benchmark
 from stable_opd_mcore.evaluation.evaluate import (
     EvaluationResult,
     evaluate,
     evaluation_sampling,
 )
 from stable_opd_mcore.evaluation.grading import Grader
+from stable_opd_mcore.evaluation.table import plain_values, results_table
 from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.monitoring.health import is_repetitive, rollout_metrics, tail_characters
 from stable_opd_mcore.parallel.world import (
@@ -32,6 +37,7 @@ from stable_opd_mcore.rollout.base import RolloutEngine, Sampling
 from stable_opd_mcore.rollout.build import embedded_engine
 from stable_opd_mcore.train.setup import (
     architecture_of,
+    held_out_prompts,
     load_held_out,
     load_student,
     load_tokenizer,
@@ -65,40 +71,58 @@ def evaluate_student(run: Run, state: TrainState) -> Metrics:
     return metrics
 
 
-def evaluate_config(config: Config) -> EvaluationResult:
-    """Evaluate `student.path` on `data.eval`; write the responses and a summary to the run
-    directory.
+def evaluate_config(config: Config, tell: Callable[[str], None]) -> None:
+    """Evaluate the student on `evaluation.benchmarks`, or on `data.eval` where it names none.
+
+    Writes the responses (evaluation/<name>.jsonl) and their numbers (evaluation.json) to the run
+    directory, and tells the table of results once.
 
     Raises:
         ValueError: no held-out problems, or a model or data that do not fit.
     """
     world = start_world(config.parallel, config.train.seed)
     tokenizer = load_tokenizer(config)
-    held_out = load_held_out(config, tokenizer, architecture_of(config.student))
-    if held_out is None:
-        raise ConfigError("nothing to evaluate on: set data.eval.path")
+    problems = _problems(config, tokenizer)
     engine = embedded_engine(world, load_student(config, world, tokenizer), tokenizer)
-    sampling = evaluation_sampling(config, tokenizer.stop_token_ids)
+    directory = Path(config.run.directory) / config.run.name
+    results = {}
     with Grader(config.evaluation.grading_timeout_seconds) as grader:
-        prompts = held_out.select(range(len(held_out)))
-        result = _evaluate(config, world, engine, grader, prompts, sampling)
+        for name, (held_out, num_samples) in problems.items():
+            prompts = held_out.select(range(len(held_out)))
+            sampling = evaluation_sampling(
+                config, tokenizer.stop_token_ids, num_samples=num_samples
+            )
+            result = _evaluate(config, world, engine, grader, prompts, sampling)
+            if world.rank == 0:
+                write_rollouts(directory / "evaluation" / f"{name}.jsonl", result.rollouts)
+            results[name] = replace(result, rollouts=())  # long responses of six sets are gigabytes
     if world.rank == 0:
-        directory = Path(config.run.directory) / config.run.name
-        write_rollouts(directory / "evaluation.jsonl", result.rollouts)
-        low, high = result.accuracy_interval
-        summary = {
-            "accuracy": result.accuracy,
-            "accuracy_low": low,
-            "accuracy_high": high,
-            "num_prompts": len(result.prompts),
-            "num_samples": sampling.num_samples,
-            "truncation_rate": result.truncation_rate,
-            "repetition_rate": result.repetition_rate,
-            "response_length_mean": result.response_length_mean,
-        }
-        (directory / "evaluation.json").write_text(json.dumps(summary, indent=1))
+        values = {name: plain_values(result) for name, result in results.items()}
+        (directory / "evaluation.json").write_text(json.dumps(values, indent=1))
+        tell(results_table(results))
     stop_world()
-    return result
+
+
+def _problems(config: Config, tokenizer: Tokenizer) -> dict[str, tuple[PromptSet, int]]:
+    """What to evaluate on, by name, and how many responses to a prompt it is known by."""
+    architecture = architecture_of(config.student)
+    if config.evaluation.benchmarks:
+        return {
+            name: (
+                held_out_prompts(
+                    load_benchmark(name, config.evaluation.benchmark_directory),
+                    config,
+                    tokenizer,
+                    architecture,
+                ),
+                BENCHMARKS[name].num_samples,
+            )
+            for name in config.evaluation.benchmarks
+        }
+    held_out = load_held_out(config, tokenizer, architecture)
+    if held_out is None:
+        raise ConfigError("nothing to evaluate on: set evaluation.benchmarks or data.eval.path")
+    return {"held_out": (held_out, 1)}
 
 
 def _evaluate(

@@ -13,6 +13,7 @@ from pathlib import Path
 from stable_opd_mcore.config.schema import Config, ModelConfig, TeacherConfig
 from stable_opd_mcore.data.chat import Tokenizer, resolve_stop_ids, same_vocabulary
 from stable_opd_mcore.data.order import PromptOrder, PromptSet
+from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.sources import load_rows
 from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.losses.head import StopClass
@@ -120,8 +121,15 @@ def load_held_out(
     """The held-out prompts, None without `data.eval`."""
     if config.data.eval is None:
         return None
+    return held_out_prompts(load_rows(config.data.eval), config, tokenizer, architecture)
+
+
+def held_out_prompts(
+    rows: Sequence[Row], config: Config, tokenizer: Tokenizer, architecture: Architecture
+) -> PromptSet:
+    """Rows as prompts with room for a response of an evaluation."""
     return PromptSet(
-        load_rows(config.data.eval),
+        rows,
         tokenizer,
         config.data,
         window=architecture.max_positions,

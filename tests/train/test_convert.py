@@ -30,7 +30,8 @@ def there_and_back(rank: int, world_size: int, directory: str) -> None:
         student = {"path": str(home / form), "architecture": None}
         settings = {"num_samples": 2, "temperature": 1.0, "max_new_tokens": 8}
         evaluate_config(
-            tiny_config(home, form + "_run", student=student, data=EVAL, evaluation=settings)
+            tiny_config(home, form + "_run", student=student, data=EVAL, evaluation=settings),
+            tell=print,
         )
 
 
@@ -42,6 +43,6 @@ def test_there_and_back_bit_for_bit(tmp_path):
     results = [tmp_path / f"{form}_run" / "evaluation.json" for form in ("hf", "megatron")]
     first, second = (json.loads(path.read_text()) for path in results)
     assert first == second
-    assert first["num_prompts"] == 6
-    rows = (tmp_path / "hf_run" / "evaluation.jsonl").read_text().splitlines()
+    assert first["held_out"]["num_prompts"] == 6
+    rows = (tmp_path / "hf_run" / "evaluation" / "held_out.jsonl").read_text().splitlines()
     assert len(rows) == 12

@@ -1,0 +1,68 @@
+"""`stable-opd evaluate` on the paper's benchmarks: real problems, real tokenizer, a tiny model."""
+
+import json
+import os
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS
+from tests.real_data import real_data
+
+REPOSITORY = Path(__file__).parents[2]
+ROWS = 2
+
+
+@pytest.fixture
+def benchmarks(tmp_path):
+    """The first rows of each, in files of their names."""
+    for name in BENCHMARKS:
+        with real_data(f"eval/{name}.jsonl").open() as lines:
+            (tmp_path / f"{name}.jsonl").write_text("".join(islice(lines, ROWS)))
+    return tmp_path
+
+
+def evaluate(directory: Path, names: list[str], num_ranks: int = 1, *more: str) -> str:
+    command = [
+        *("-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}", "--standalone"),
+        *("-m", "stable_opd_mcore", "evaluate", "configs/gsm8k_cpu.yaml"),
+        f"tokenizer.path={real_data('tokenizers/Qwen2.5-Math-1.5B')}",
+        f"evaluation.benchmarks=[{','.join(names)}]",
+        f"evaluation.benchmark_directory={directory}",
+        f"run.directory={directory}",
+        *("sampling.max_new_tokens=4", *more),
+    ]
+    answer = subprocess.run(
+        [sys.executable, *command],
+        cwd=REPOSITORY,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout
+
+
+def test_all_six_with_their_own_k_in_one_table(benchmarks):
+    printed = evaluate(benchmarks, list(BENCHMARKS), num_ranks=2)
+    table = [line.split() for line in printed.splitlines() if line]
+    assert [row[0] for row in table] == ["problems", *BENCHMARKS, "average"]
+    values = json.loads((benchmarks / "gsm8k_cpu" / "evaluation.json").read_text())
+    assert list(values) == list(BENCHMARKS)
+    for name, benchmark in BENCHMARKS.items():
+        assert values[name]["num_prompts"] == ROWS
+        assert values[name]["num_samples"] == benchmark.num_samples
+        responses = benchmarks / "gsm8k_cpu" / "evaluation" / f"{name}.jsonl"
+        rows = [json.loads(line) for line in responses.read_text().splitlines()]
+        assert len(rows) == ROWS * benchmark.num_samples
+        assert all(row["prompt_id"].startswith(f"{name}.jsonl:") for row in rows)
+
+
+def test_the_configs_own_k_wins(benchmarks):
+    evaluate(benchmarks, ["amc"], 1, "evaluation.num_samples=3")
+    values = json.loads((benchmarks / "gsm8k_cpu" / "evaluation.json").read_text())
+    assert values["amc"]["num_samples"] == 3
