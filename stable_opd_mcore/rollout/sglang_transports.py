@@ -13,6 +13,7 @@ import base64
 import contextlib
 import io
 import json
+import secrets
 import shutil
 import socket
 import time
@@ -179,7 +180,8 @@ class DistributedTransport(Transport):
         pending.wait()
 
     def _join(self, label: str) -> None:
-        self._label = f"stable-opd-{label}"
+        # a server that outlives a run still holds that run's groups by their names
+        self._label = f"stable-opd-{label}-{secrets.token_hex(4)}"
         listener = socket.create_server((self._host, 0))
         port = listener.getsockname()[1]
         offsets, world_size = {}, 1
