@@ -8,7 +8,7 @@ connect_servers() {
   local index number host port
   local -a urls=()
   SERVER_URLS=() # the first of each node; more of them count the port up
-  API_KEY_FILE=$ATTEMPT_DIR/api_key # servers off loopback demand one, and no process list may show it
+  API_KEY_FILE=$ATTEMPT_DIR/api_key # made by the first server; what other machines reach demands one
   for index in "${!SERVER_NODE_NAMES[@]}"; do
     host=$(address_of "${SERVER_NODE_NAMES[index]}")
     port=$((MASTER_PORT + 10000 + 20 * index))
@@ -27,13 +27,13 @@ server_command() {
   else
     SERVER=("${PYTHON[@]}" -m stable_opd_mcore serve)
   fi
-  SERVER+=("${COMMAND_LINE[@]}" rollout.engine=sglang rollout.sglang.placement=disaggregated "rollout.sglang.num_servers=$SERVERS_PER_NODE"
-    "rollout.sglang.host=${address%:*}" "rollout.sglang.port=${address##*:}" "rollout.sglang.api_key_file=$API_KEY_FILE")
+  SERVER+=("${COMMAND_LINE[@]}" "run.directory=$ATTEMPT_DIR" "run.name=server_$1" rollout.engine=sglang
+    rollout.sglang.placement=disaggregated "rollout.sglang.num_servers=$SERVERS_PER_NODE" "rollout.sglang.api_key_file=$API_KEY_FILE"
+    "rollout.sglang.host=${address%:*}" "rollout.sglang.port=${address##*:}")
 }
 
 start_servers() {
   local index waited
-  (umask 077 && head -c 16 /dev/urandom | od -An -tx1 | tr -d ' \n' >"$API_KEY_FILE")
   for index in "${!SERVER_NODE_NAMES[@]}"; do keep_server "$index" & done
   for index in "${!SERVER_NODE_NAMES[@]}"; do
     waited=0

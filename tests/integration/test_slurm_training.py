@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.sglang_tools import PYTHON, needs_sglang
 from tests.integration.slurm_cluster import SlurmCluster
 
 pytestmark = pytest.mark.cluster
@@ -73,7 +74,7 @@ class Run:
     def until_step(self, step: int) -> None:
         self.cluster.until(
             lambda: any(row["step"] >= step for row in self.rows()),
-            180,
+            240,
             f"step {step} of {self.directory.name}:\n{self.told()}",
         )
 
@@ -107,6 +108,18 @@ class Run:
         for rank in ranks:
             if number != signal.SIGCONT or rank in found:  # those that are gone need not go on
                 os.kill(found[rank], number)
+
+    def server_process(self, job: str) -> int:
+        """The SGLang process of the job's only server, not the `stable-opd serve` above it."""
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                command = (process / "cmdline").read_bytes()
+                environment = (process / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if b"sglang_cpu/serve.py" in command and f"SLURM_JOB_ID={job}".encode() in environment:
+                return int(process.name)
+        raise AssertionError(f"job {job} has no server\n{self.told()}")
 
     @contextmanager
     def frozen_at(self, step: int) -> Iterator[None]:
@@ -209,13 +222,15 @@ def test_a_run_that_loses_its_nodes_in_every_way_ends_the_same(cluster, undistur
 
 def test_a_hang_is_ended_and_a_crash_is_named(cluster, tmp_path):
     run = Run(cluster, tmp_path, "troubled")
-    job = run.submit("train.steps=1000", "fault.watchdog_minutes=0.6")
+    job = run.submit("train.steps=1000", "fault.watchdog_minutes=0.5")
 
     run.until_step(2)
     run.signal_ranks(signal.SIGSTOP, 1)
     cluster.until(lambda: len(run.verdicts()) == 1, 90, f"a verdict:\n{run.told()}")
     hang = run.verdicts()[0]
     assert hang["verdict"] == "hang"
+    stopped_on = (run.logs / "attempt_0" / "ranks" / "rank_00001").read_text().strip()
+    assert hang["reason"].endswith(f"stood still: rank_00001 on {stopped_on}; queued again")
     assert "(most recent call first)" in run.told()
     assert "torch/distributed/" in run.told()  # where rank 0 waited for the other
     run.until_attempt(1)
@@ -227,6 +242,34 @@ def test_a_hang_is_ended_and_a_crash_is_named(cluster, tmp_path):
     crash = run.verdicts()[1]
     assert (crash["verdict"], crash["rank"], crash["exit_code"]) == ("failed", 1, 137)
     assert crash["node"] == (run.logs / "attempt_1" / "ranks" / "rank_00001").read_text().strip()
+
+
+@needs_sglang
+def test_a_server_that_dies_is_started_again_and_training_goes_on(cluster, tmp_path):
+    run = Run(cluster, tmp_path, "served")
+    job = run.submit(
+        "parallel.tensor=2",
+        f"rollout.sglang.python={PYTHON}",
+        "rollout.sglang.arguments=[--max-total-tokens=8192]",
+        options=("--nodes=3",),
+        settings={"SERVER_NODES": "1"},
+    )
+    run.until_step(2)
+    os.kill(run.server_process(job), signal.SIGKILL)
+    assert run.rows()[-1]["step"] < STEPS, "the run was over before its server could die"
+    cluster.wait(job, {"COMPLETED"}, timeout=300)
+    told = run.told()
+    assert "server 0 on n3 is healthy" in told
+    assert "server 0 on n3 ended: start 1" in told
+    assert [v["verdict"] for v in run.verdicts()] == ["done"]
+    assert [row["step"] for row in run.rows()] == list(range(1, STEPS + 1))
+    key_file = run.logs / "attempt_0" / "api_key"
+    assert key_file.stat().st_mode & 0o077 == 0
+    key = key_file.read_bytes().strip()
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path != key_file]
+    assert not [path for path in files if key in path.read_bytes()]
+    events = (run.directory / "sglang" / "events.jsonl").read_text().splitlines()
+    assert any(json.loads(line)["event"] == "failure" for line in events)
 
 
 def test_a_wrong_setting_ends_before_anything_starts(cluster, tmp_path):
