@@ -81,6 +81,24 @@ def convert(
 
 
 @app.command()
+def prepare(
+    tokenizer: Annotated[str, typer.Argument(help="The student's model directory.")],
+    directory: Annotated[Path, typer.Option(help="Where the files go.")] = Path("data"),
+    openr1: Annotated[
+        str, typer.Option(help="Hub id, directory or file of OpenR1-Math-220k's rows.")
+    ] = "open-r1/OpenR1-Math-220k",
+    benchmarks: Annotated[
+        Path | None, typer.Option(help="Directory of <name>.jsonl or .parquet; else the hub.")
+    ] = None,
+) -> None:
+    """Write the paper's training sets and benchmarks as files, for nodes without internet."""
+    from stable_opd_mcore.data.chat import Tokenizer
+    from stable_opd_mcore.evaluation.paper_data import write_paper_data
+
+    write_paper_data(Tokenizer.load(tokenizer), directory, typer.echo, openr1, benchmarks)
+
+
+@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run directories to lay over each other.")],
     output: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),

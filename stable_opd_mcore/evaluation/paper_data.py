@@ -1,0 +1,65 @@
+"""The paper's data as files under the names that configs/ use, written where there is internet.
+
+OpenR1-Math-220k's usable rows split into openr1_sft_33k.jsonl and openr1_opd_13k.jsonl, and the six
+benchmarks as <name>.jsonl. Not here: which rows are usable (data/openr1.py), reading the hub.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from rich.progress import track
+
+from stable_opd_mcore.config.schema import SourceConfig
+from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.data.openr1 import select_rows, split_rows
+from stable_opd_mcore.data.rows import Row
+from stable_opd_mcore.data.sources import read_records
+from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS, load_benchmark
+
+OPENR1 = "open-r1/OpenR1-Math-220k"
+SFT_ROWS = 33_000
+
+
+def write_paper_data(
+    tokenizer: Tokenizer,
+    directory: Path,
+    tell: Callable[[str], None],
+    openr1: str = OPENR1,
+    benchmark_directory: Path | None = None,
+    sft_rows: int = SFT_ROWS,
+) -> None:
+    """Write all eight files; those of the same name are replaced.
+
+    Args:
+        tokenizer: the student's; a solution longer than 8192 of its tokens is not used.
+        openr1: hub id, directory or file with OpenR1-Math-220k's columns.
+        benchmark_directory: of <name>.jsonl or .parquet; None reads the hub.
+        sft_rows: of the supervised part; the rest are prompts of the distillation.
+
+    Raises:
+        DataError: a source that cannot be read or lacks a column, or too few rows.
+    """
+    records = read_records(SourceConfig(path=openr1))
+    selection = select_rows(
+        track(records, "OpenR1", total=None), lambda text: len(tokenizer.encode(text))
+    )
+    for reason, count in selection.dropped.items():
+        tell(f"{openr1}: {count} rows dropped: {reason}")
+    sft, opd = split_rows(selection.rows, sft_rows, seed=0)
+    files = {"openr1_sft_33k": sft, "openr1_opd_13k": opd}
+    files |= {name: load_benchmark(name, benchmark_directory) for name in BENCHMARKS}
+    for name, rows in files.items():
+        tell(f"{len(rows)} rows: {_write(directory / f'{name}.jsonl', rows)}")
+
+
+def _write(path: Path, rows: Iterable[Row]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            values = {"problem": row.problem, "answer": row.answer, "solution": row.solution}
+            given = {name: value for name, value in values.items() if value is not None}
+            file.write(json.dumps(given, ensure_ascii=False) + "\n")
+    return path
