@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,37 @@ def test_a_container_replaces_the_virtual_environment():
     printed = dry_run(script, CONTAINER_IMAGE="/images/opd.sqsh")
     assert "--container-image=/images/opd.sqsh" in printed
     assert "rank.sh python3 -m stable_opd_mcore" in printed
+
+
+HANG = """
+import sys, time
+from pathlib import Path
+import torch.distributed as dist
+from stable_opd_mcore.train.watchdog import Watchdog
+
+run, rank = Path(sys.argv[1]), int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{run}/store", rank=rank, world_size=2)
+with Watchdog(minutes=(2 + 2 * rank) / 60, directory=run / "stacks", rank=rank):
+    if rank == 0:
+        dist.barrier()
+    time.sleep(600)
+"""
+
+
+def test_a_hang_is_blamed_on_the_rank_whose_stack_waits_for_nobody(tmp_path):
+    (tmp_path / "ranks").mkdir()
+    for rank in range(2):
+        (tmp_path / "ranks" / f"rank_0000{rank}").write_text(f"node{rank}\n")
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", HANG, str(tmp_path), str(rank)])
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=120) for rank in ranks] == [1, 1]
+    answer = subprocess.run(
+        ["bash", "-c", f"source slurm/common.sh && ATTEMPT_DIR={tmp_path} && hung_ranks"],
+        cwd=REPOSITORY,
+        env=os.environ | {"RUN_DIRECTORY": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert answer.stdout.endswith("; not waiting for others: rank_00001 on node1\n"), answer
