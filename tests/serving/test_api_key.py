@@ -1,0 +1,25 @@
+import stat
+
+import pytest
+
+from stable_opd_mcore.serving.api_key import make_api_key, read_api_key
+
+
+def test_a_key_is_made_once_for_its_owner_alone(tmp_path):
+    path = tmp_path / "keys/key"
+    make_api_key(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    key = read_api_key(path)
+    assert key is not None and len(key) >= 32
+    make_api_key(path)  # a second server of the run
+    assert read_api_key(path) == key
+    assert [entry.name for entry in path.parent.iterdir()] == ["key"]
+
+
+def test_no_path_is_no_key_and_a_bad_one_is_named(tmp_path):
+    assert read_api_key(None) is None
+    with pytest.raises(ValueError, match=r"api_key_file=.*key: No such file.*stable-opd serve"):
+        read_api_key(tmp_path / "key")
+    (tmp_path / "key").write_text("\n")
+    with pytest.raises(ValueError, match=r"api_key_file=.*key: the file is empty"):
+        read_api_key(tmp_path / "key")
