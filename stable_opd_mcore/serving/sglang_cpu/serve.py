@@ -19,6 +19,13 @@ if any(a == "--device" and b == "cpu" for a, b in zip(sys.argv, sys.argv[1:], st
     cpu.prepare()
 
 
+class Unprinted(str):
+    """The key: SGLang writes all its settings into its log when it starts."""
+
+    def __repr__(self) -> str:
+        return "'(not printed)'"
+
+
 def end_with_owner(pid: int, interval_seconds: float = 0.5) -> None:
     """Kill this server's whole process group once `pid` is no longer its parent.
 
@@ -34,16 +41,16 @@ def main(arguments: list[str]) -> None:
         owner, arguments = int(arguments[1]), arguments[2:]
         threading.Thread(target=end_with_owner, args=(owner,), daemon=True).start()
 
-    key = os.environ.pop(
-        "STABLE_OPD_SGLANG_API_KEY", None
-    )  # not in argv, which every user can read
-    if key is not None:
-        arguments += ["--api-key", key]
+    # not in argv, which every user can read
+    key = os.environ.pop("STABLE_OPD_SGLANG_API_KEY", None)
 
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import prepare_server_args
 
-    launch_server(prepare_server_args(arguments))
+    settings = prepare_server_args(arguments)
+    if key is not None:
+        settings.api_key = Unprinted(key)
+    launch_server(settings)
 
 
 if __name__ == "__main__":
