@@ -92,10 +92,10 @@ split_nodes() {
   SERVER_NODE_NAMES=("${nodes[@]:trainers}")
 }
 
-# IPv4 address of a node; Slurm knows nodes that the resolver does not
+# IPv4 address of a node; Slurm knows nodes that the resolver does not, or only as 127.0.1.1, as Debian's know themselves
 address_of() {
   local found
-  found=$(getent ahostsv4 "$1" | awk 'NR == 1 {print $1}')
+  found=$(getent ahostsv4 "$1" | awk '$1 !~ /^127\./ {print $1; exit}')
   if [ -z "$found" ] && [ -n "${SLURM_JOB_ID:-}" ]; then
     found=$(scontrol -o show node "$1" | sed -nE 's/.* NodeAddr=(\S+).*/\1/p')
   fi

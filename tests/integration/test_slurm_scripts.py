@@ -67,12 +67,13 @@ def test_a_dry_run_prints_commands_with_a_config_that_loads(path):
 
 def test_server_nodes_come_from_the_same_allocation():
     script = REPOSITORY / "slurm" / "stable_opd_32b.sh"
-    printed = dry_run(script, SERVER_NODES="2")
+    printed = dry_run(script, SERVER_NODES="2", SERVERS_PER_NODE="2")
     assert printed.count("stable_opd_mcore serve") == 2
+    assert printed.count("rollout.sglang.num_servers=2") == 2
     trainer = next(line for line in printed.splitlines() if "--job-name=trainer" in line)
     assert "--nodes=4 " in trainer
-    assert "http://node5:22000" in trainer
-    assert "http://node6:22020" in trainer
+    for address in ("node5:22000", "node5:22001", "node6:22020", "node6:22021"):
+        assert f"http://{address}" in trainer
 
 
 def test_more_servers_than_nodes_is_refused_with_the_sum():
