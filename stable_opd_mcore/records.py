@@ -98,12 +98,13 @@ class ReferenceScores:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Packed sequences for one forward pass on this data-parallel rank.
+    """Packed sequences for one forward pass on this data-parallel rank, or its slice of them.
 
     The model reads tokens_T, positions_T, cu_seqlens; the loss reads the N rows whose next token is
     a response token. Weights hold the global normaliser already, so the loss is a plain sum over N,
     and sums over micro-batches and data-parallel ranks are the global loss. An empty micro-batch
-    has N = 0.
+    has N = 0. Under context parallelism T and N count this rank's slice, cu_seqlens and max_seqlen
+    the whole sequences (parallel/context.py).
     """
 
     tokens_T: Tensor  # int64

@@ -85,11 +85,8 @@ class ParallelConfig(Section):
             )
         if self.virtual_pipeline is not None and self.pipeline == 1:
             raise ValueError("parallel.virtual_pipeline needs parallel.pipeline > 1")
-        for name in ("context", "expert"):
-            if getattr(self, name) != 1:
-                raise ValueError(
-                    f"parallel.{name}={getattr(self, name)} is not supported yet: set it to 1"
-                )
+        if self.expert != 1:
+            raise ValueError(f"parallel.expert={self.expert} is not supported yet: set it to 1")
         return self
 
 
@@ -263,7 +260,8 @@ class TrainConfig(Section):
     steps: PositiveInt = 800
     seed: int = Field(default=0, ge=0)
     precision: Literal["fp32", "bf16"] = "fp32"
-    micro_batch_tokens: PositiveInt = 16384  # packed; a longer sequence stands alone
+    # packed, before parallel.context cuts them; a longer sequence stands alone
+    micro_batch_tokens: PositiveInt = 16384
     minibatches: PositiveInt = 1  # optimizer steps per rollout batch
     recompute: Literal["none", "selective", "full"] = "none"
     loss_chunk_tokens: PositiveInt = 1024  # tokens whose logits exist at once in the loss
@@ -357,6 +355,12 @@ class Config(Section):
                 f"sampling.temperature={self.sampling.temperature} with teacher.engine=sglang: a "
                 "server scores prompts at temperature 1 alone, so its log-probabilities would not "
                 "compare with the student's; set sampling.temperature=1 or teacher.engine=megatron"
+            )
+        if self.teacher and self.teacher.engine == "sglang" and self.parallel.context > 1:
+            raise ValueError(
+                f"parallel.context={self.parallel.context} with teacher.engine=sglang: a server "
+                "scores whole sequences, and each rank holds a slice; set parallel.context=1 or "
+                "teacher.engine=megatron"
             )
         if self.objective.name == "sft" and self.kl.beta:
             raise ValueError("kl.beta needs rollouts: objective.name=sft has none; set kl.beta=0")

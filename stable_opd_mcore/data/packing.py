@@ -7,13 +7,15 @@ on how the samples fall into micro-batches.
 
 Not padding in the usual sense: sequences lie end to end, cu_seqlens says where each begins, and
 the few tokens that fill a micro-batch up to a multiple are a last sequence of their own that no
-loss row touches.
+loss row touches. Context parallelism needs each sequence to be a multiple: the tokens that fill it
+stand at its end, where causal attention hides them from the others.
 
 Dimensions: see records.py (T packed tokens, S sequences, N rows that predict a response token).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,6 +34,7 @@ def pack(
     data_rank: int,
     data_size: int,
     pad_to_multiple: int = 1,
+    sequence_multiple: int = 1,
     microbatch_multiple: int = 1,
     device: str | torch.device = "cpu",
 ) -> list[MicroBatch]:
@@ -42,7 +45,8 @@ def pack(
             metrics read them.
         weights: one per sample, one value per response token.
         max_tokens: most tokens of a micro-batch; a longer sequence stands alone.
-        pad_to_multiple: T is a multiple of this (sequence parallelism: the tensor-parallel size).
+        pad_to_multiple: T is a multiple of this (World.token_multiple).
+        sequence_multiple: so is the length of each sequence of this (World.sequence_multiple).
         microbatch_multiple: their number is a multiple of this (interleaved pipelines need the
             pipeline size).
 
@@ -56,15 +60,16 @@ def pack(
     for index, (sample, weight) in enumerate(zip(samples, weights, strict=True)):
         _check(index, sample, weight)
     lengths = np.array([_length(sample) for sample in samples], dtype=np.int64)
+    lengths = _up_to(sequence_multiple, lengths)
     shares = partition(lengths, data_size)
     plans = [fill(lengths, share, max_tokens) for share in shares]
     count = max(1, *(len(plan) for plan in plans))
     count = -(-count // microbatch_multiple) * microbatch_multiple
     mine = plans[data_rank] + [[]] * (count - len(plans[data_rank]))
     advantages_given = any(weight.advantage is not None for weight in weights)
+    multiples = (sequence_multiple, math.lcm(sequence_multiple, pad_to_multiple))
     return [
-        _build(samples, weights, members, pad_to_multiple, advantages_given, device)
-        for members in mine
+        _build(samples, weights, members, multiples, advantages_given, device) for members in mine
     ]
 
 
@@ -128,7 +133,7 @@ def _build(
     samples: Sequence[Sample],
     weights: Sequence[TokenWeights],
     members: Sequence[int],
-    pad_to_multiple: int,
+    multiples: tuple[int, int],  # of a sequence, of the micro-batch
     advantages_given: bool,
     device: str | torch.device,
 ) -> MicroBatch:
@@ -136,15 +141,17 @@ def _build(
     chosen_weights = [weights[index] for index in members]
     prompts_S = np.array([len(sample.prompt_token_ids) for sample in chosen], dtype=np.int64)
     responses_S = np.array([len(sample.response_token_ids) for sample in chosen], dtype=np.int64)
-    lengths_S = prompts_S + responses_S
+    lengths_S = _up_to(multiples[0], prompts_S + responses_S)
+    tails_S = lengths_S - prompts_S - responses_S
     used = int(lengths_S.sum())
-    total = max(pad_to_multiple, -(-used // pad_to_multiple) * pad_to_multiple)
-    padding = total - used
+    padding = max(multiples[1], _up_to(multiples[1], used)) - used
     sequences_S = np.append(lengths_S, padding) if padding else lengths_S
     starts_S = np.cumsum(lengths_S) - lengths_S
 
     tokens = [
-        part for sample in chosen for part in (sample.prompt_token_ids, sample.response_token_ids)
+        part
+        for sample, tail in zip(chosen, tails_S.tolist(), strict=True)
+        for part in (sample.prompt_token_ids, sample.response_token_ids, (_PAD_TOKEN,) * tail)
     ]
     tokens_T = _join([*tokens, (_PAD_TOKEN,) * padding], np.int64)
     positions_T = _counters(sequences_S)
@@ -183,6 +190,11 @@ def _build(
         repetitive_N=tensor(or_zeros([sample.repetitive for sample in chosen], np.bool_)),
         given_advantage_N=tensor(or_zeros(given, np.float32)) if advantages_given else None,
     )
+
+
+def _up_to(multiple: int, lengths):
+    """The next multiple of each length."""
+    return -(-lengths // multiple) * multiple
 
 
 def _join(parts: Sequence[Sequence], dtype: type) -> np.ndarray:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from stable_opd_mcore.config.schema import AdvantageConfig
@@ -83,15 +85,32 @@ def clipped_surrogate(
 
 
 def return_to_go(
-    values_N: Tensor, sample_index_N: Tensor, token_index_N: Tensor, discount: float
+    values_N: Tensor,
+    sample_index_N: Tensor,
+    token_index_N: Tensor,
+    discount: float,
+    context_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Sum over t' >= t of discount^(t'-t) values_t' within each sample (METHOD §3, sequence-level
     OPD).
 
-    Tokens may come in any order; a sample's tokens must all be in this micro-batch. Doubles its
-    reach each round, so log2(longest response) rounds. Discount 0 returns the values.
+    Tokens may come in any order; a sample's tokens must all be in this micro-batch, here or on the
+    other ranks of `context_group`. Doubles its reach each round, so log2(longest response) rounds.
+    Discount 0 returns the values.
     """
-    if values_N.numel() == 0 or discount == 0:
+    if discount == 0:
+        return values_N
+    if context_group is not None:
+        rows = (values_N, sample_index_N, token_index_N)
+        whole, mine = _gather_rows(
+            torch.stack([row.double() for row in rows], dim=1), context_group
+        )
+        values, sample_index, token_index = whole.unbind(dim=1)
+        sums = return_to_go(
+            values.to(values_N.dtype), sample_index.long(), token_index.long(), discount
+        )
+        return sums[mine]
+    if values_N.numel() == 0:
         return values_N
     samples, sample_N = sample_index_N.unique(return_inverse=True)
     length = int(token_index_N.max()) + 1
@@ -104,3 +123,16 @@ def return_to_go(
         sums_SL = sums_SL + discount**reach * shifted_SL
         reach *= 2
     return sums_SL[sample_N, token_index_N]
+
+
+def _gather_rows(rows_NK: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, slice]:
+    """The rows of all ranks, whose numbers may differ, and where this rank's own stand in them."""
+    counts = [rows_NK.new_zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(counts, counts[0].new_tensor([len(rows_NK)]), group=group)
+    lengths = torch.cat(counts).tolist()
+    padded = F.pad(rows_NK, (0, 0, 0, max(lengths) - len(rows_NK)))
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded, group=group)
+    start = sum(lengths[: group.rank()])
+    whole = torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+    return whole, slice(start, start + len(rows_NK))

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from stable_opd_mcore.losses.advantages import return_to_go
@@ -44,18 +45,22 @@ def fused_loss(
     *,
     teacher_head: Head | None = None,
     reference_head: Head | None = None,
+    context_group: dist.ProcessGroup | None = None,
     chunk_tokens: int = 1024,
 ) -> LossOutput:
     """The loss of one micro-batch, differentiable in hidden_NH and head.weight_VH.
 
     Under tensor parallelism every rank of the group calls it with the same rows; the loss is the
     same on all of them, and the gradient by hidden_NH comes out summed over the shards. Weight
-    gradients accumulate over chunks in the weight's dtype, fp32 inside each product.
+    gradients accumulate over chunks in the weight's dtype, fp32 inside each product. Under context
+    parallelism the rows are those of this rank's slice, and losses and gradients add up over
+    `context_group`.
 
     Raises:
         ValueError: a score the terms need is missing, or heads cover different vocabulary ranges.
     """
-    run = _Run(head, Rows.of(batch), batch, terms, teacher_head, reference_head, chunk_tokens)
+    heads = (head, teacher_head, reference_head)
+    run = _Run(heads, Rows.of(batch), batch, terms, context_group, chunk_tokens)
     run.check(hidden_NH)
     loss = _FusedLoss.apply(hidden_NH, head.weight_VH, run, torch.is_grad_enabled())
     found = run.found
@@ -106,13 +111,14 @@ class _Run:
         "kl_teacher",
     )
 
-    def __init__(self, head, rows, batch, terms, teacher_head, reference_head, chunk_tokens):
-        self.head: Head = head
+    def __init__(self, heads, rows, batch, terms, context_group, chunk_tokens):
+        self.head: Head = heads[0]
         self.rows: Rows = rows
         self.batch: MicroBatch = batch
         self.terms: Terms = terms
-        self.teacher_head: Head | None = teacher_head
-        self.reference_head: Head | None = reference_head
+        self.teacher_head: Head | None = heads[1]
+        self.reference_head: Head | None = heads[2]
+        self.context_group: dist.ProcessGroup | None = context_group
         self.chunk_tokens: int = chunk_tokens
         self.scale = 1.0 / terms.temperature
         self.found: dict[str, Tensor] = {}
@@ -183,9 +189,8 @@ class _Run:
         assert terms.advantage is not None
         values_N = terms.advantage(logprob_N, rows.teacher_logprob, rows.advantage, terms.settings)
         values_N = values_N.masked_fill(rows.pg_weight == 0, 0)
-        return return_to_go(
-            values_N, self.batch.sample_index_N, self.batch.token_index_N, terms.discount
-        )
+        tokens = (self.batch.sample_index_N, self.batch.token_index_N)
+        return return_to_go(values_N, *tokens, terms.discount, self.context_group)
 
     def _chunks(self) -> Iterator[slice]:
         count = self.rows.targets.shape[0]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch.distributed as dist
 from torch import Tensor
 
 from stable_opd_mcore.config.load import ConfigError
@@ -113,6 +114,7 @@ class Objective:
         *,
         teacher_head: Head | None = None,
         reference_head: Head | None = None,
+        context_group: dist.ProcessGroup | None = None,
     ) -> LossOutput:
         """The summed loss of one micro-batch, differentiable in hidden_NH and head.weight_VH.
 
@@ -120,7 +122,8 @@ class Objective:
             hidden_NH: the student's last hidden states of the scored rows:
             hidden_TH.index_select(0, rows_N). head: the student's output head, this rank's shard.
             teacher_head: where teacher_needs is "hidden"; cut at the student's shard boundaries
-            (align_head). reference_head: where reference_needs is "hidden".
+            (align_head). reference_head: where reference_needs is "hidden". context_group: ranks
+            that hold the other slices of the micro-batch's sequences.
 
         Raises:
             ValueError: scores are missing or heads do not fit, naming which.
@@ -132,6 +135,7 @@ class Objective:
             self.terms,
             teacher_head=teacher_head,
             reference_head=reference_head,
+            context_group=context_group,
             chunk_tokens=self.chunk_tokens(head),
         )
 

@@ -5,8 +5,9 @@ A query heads and G key-value groups of this tensor rank, D head size.
 
 One class replaces the forward of Megatron's SelfAttention; its projections, norms and parallelism
 stay. Rotary positions come per token and sequences of similar length are attended to together, so
-nothing loops over the sequences of a micro-batch. Not decoding (rollout/ has its own cached
-attention), and not used where Transformer Engine is available.
+nothing loops over the sequences of a micro-batch. Under context parallelism a rank's queries meet
+the keys of all ranks, gathered. Not decoding (rollout/ has its own cached attention), and not used
+where Transformer Engine is available.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from stable_opd_mcore.parallel import megatron_cpu
+from stable_opd_mcore.parallel.context import token_indices
 
 megatron_cpu.install()
 
 from megatron.core import tensor_parallel  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # noqa: E402
 from megatron.core.transformer.attention import SelfAttention  # noqa: E402
 
 _BUCKET_RATIO = 0.75  # a sequence joins a bucket when at least this share of the bucket's longest
@@ -121,6 +125,45 @@ class Buckets:
         return cls(tuple(shapes), torch.cat(token_of_slot).to(device), slot_of_token.to(device))
 
 
+@dataclass(frozen=True)
+class GatheredKeys:
+    """The whole sequences that this rank's slices of them attend to.
+
+    Their rectangles match those of the slices one by one: rows are the same sequences, `size` times
+    as long. Keys are gathered rank after rank, so `token_of_slot_P` points into that order.
+    """
+
+    group: dist.ProcessGroup
+    buckets: Buckets
+    masks: tuple[Tensor, ...]  # bool [sequences, 1, longest slice, longest]: True may be looked at
+
+    @classmethod
+    def of(
+        cls, cu_seqlens: Tensor, queries: Buckets, positions_T: Tensor, group: dist.ProcessGroup
+    ) -> GatheredKeys:
+        """For this rank's slice: its rectangles and its tokens' positions in their sequences."""
+        ranks = range(group.size())
+        order = torch.cat([token_indices(cu_seqlens, rank, group.size()) for rank in ranks])
+        gathered_T = torch.empty_like(order)
+        gathered_T[order] = torch.arange(len(order), device=order.device)
+        whole = Buckets.of(cu_seqlens.diff().tolist(), order.device)
+        positions = _to_slots(positions_T, queries).split(
+            [n * slots for n, slots in queries.shapes]
+        )
+        masks = tuple(
+            part.view(sequences, 1, -1, 1) >= torch.arange(longest, device=order.device)
+            for part, (sequences, longest) in zip(positions, whole.shapes, strict=True)
+        )
+        return cls(group, Buckets(whole.shapes, _to_slots(gathered_T, whole), None), masks)
+
+    def gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """All ranks' keys and values [T, 1, G, D]; backward each rank gets its own tokens' sums."""
+        both = gather_from_sequence_parallel_region(
+            torch.cat((key, value), dim=2), group=self.group
+        )
+        return both.chunk(2, dim=2)
+
+
 _NO_BUCKETS = Buckets((), None, None)
 
 
@@ -129,6 +172,22 @@ class PackedSequences(PackedSeqParams):
     """Megatron's description of packed sequences, with their rectangles."""
 
     buckets: Buckets = _NO_BUCKETS
+    keys: GatheredKeys | None = None  # None: this rank holds whole sequences
+
+    @classmethod
+    def of(
+        cls, cu_seqlens: Tensor, positions_T: Tensor, group: dist.ProcessGroup, **described: Any
+    ) -> PackedSequences:
+        """What `described` says in Megatron's terms, and what the attention here needs of it.
+
+        `group` holds the slices of the sequences; alone in it, a rank holds them whole.
+        """
+        lengths = [length // group.size() for length in cu_seqlens.diff().tolist()]
+        buckets = Buckets.of(lengths, positions_T.device)
+        keys = None
+        if group.size() > 1:
+            keys = GatheredKeys.of(cu_seqlens, buckets, positions_T, group)
+        return cls(**described, buckets=buckets, keys=keys)
 
 
 class TorchSelfAttention(SelfAttention):
@@ -156,7 +215,8 @@ class TorchSelfAttention(SelfAttention):
         )
         heads = (rotate(query, rotary_pos_emb), rotate(key, rotary_pos_emb), value)
         if packed_seq_params is not None:
-            attention = partial(_packed, buckets=packed_seq_params.buckets)
+            packed = packed_seq_params
+            attention = partial(_packed, buckets=packed.buckets, keys=packed.keys)
         else:
             attention = partial(_padded, mask=attention_mask)
         if self.checkpoint_core_attention and self.training:
@@ -180,26 +240,39 @@ def _padded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> T
     return output.permute(2, 0, 1, 3).flatten(2)
 
 
-def _packed(query: Tensor, key: Tensor, value: Tensor, buckets: Buckets) -> Tensor:
+def _packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    buckets: Buckets,
+    keys: GatheredKeys | None = None,
+) -> Tensor:
     """Causal attention within each sequence of [T, 1, heads, D], as [T, 1, A D]."""
     parts = []
-    begin = 0
-    query, key, value = (_to_slots(x.squeeze(1), buckets) for x in (query, key, value))
-    for sequences, longest in buckets.shapes:
-        end = begin + sequences * longest
-        q, k, v = (
-            x[begin:end].unflatten(0, (sequences, longest)).transpose(1, 2)
-            for x in (query, key, value)
-        )
+    whole, masks = buckets, (None,) * len(buckets.shapes)
+    if keys is not None:
+        whole, masks = keys.buckets, keys.masks
+        key, value = keys.gather(key, value)
+    heads = (_rectangles(query, buckets), _rectangles(key, whole), _rectangles(value, whole))
+    for q, k, v, mask in zip(*heads, masks, strict=True):
         attended = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
         )
         parts.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
-        begin = end
     output_P = torch.cat(parts) if len(parts) > 1 else parts[0]
     if buckets.slot_of_token_T is not None:
         output_P = output_P.index_select(0, buckets.slot_of_token_T)
     return output_P.unsqueeze(1)
+
+
+def _rectangles(rows_T1: Tensor, buckets: Buckets) -> list[Tensor]:
+    """[T, 1, heads, D] as one [sequences, heads, longest, D] per rectangle."""
+    rows_P = _to_slots(rows_T1.squeeze(1), buckets)
+    parts = rows_P.split([sequences * longest for sequences, longest in buckets.shapes])
+    return [
+        part.unflatten(0, shape).transpose(1, 2)
+        for part, shape in zip(parts, buckets.shapes, strict=True)
+    ]
 
 
 def _to_slots(rows_T: Tensor, buckets: Buckets) -> Tensor:

@@ -127,6 +127,7 @@ def transformer_config(
         bf16=precision == "bf16",
         tensor_model_parallel_size=world.tensor_size,
         sequence_parallel=world.sequence_parallel,
+        context_parallel_size=world.context_size,
         pipeline_model_parallel_size=world.pipeline_size,
         virtual_pipeline_model_parallel_size=world.virtual_pipeline,
         # Packed micro-batches differ in length; Megatron ties that option to this dispatcher, dense

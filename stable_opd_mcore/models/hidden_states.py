@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stable_opd_mcore.losses.head import Head
-from stable_opd_mcore.models.attention import Buckets, PackedSequences, RotaryByPosition
+from stable_opd_mcore.models.attention import PackedSequences, RotaryByPosition
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.parallel import megatron_cpu
 from stable_opd_mcore.records import MicroBatch
@@ -104,24 +104,22 @@ def forward_hidden(chunk: torch.nn.Module, microbatch: MicroBatch) -> Tensor:
         input_ids=microbatch.tokens_T[None],
         position_ids=microbatch.positions_T[None],
         attention_mask=None,
-        packed_seq_params=_packed_sequences(
-            microbatch, isinstance(model.rotary_pos_emb, RotaryByPosition)
-        ),
+        packed_seq_params=_packed_sequences(microbatch, model),
     )
     return output.squeeze(1) if model.post_process else output
 
 
-def _packed_sequences(microbatch: MicroBatch, by_position: bool) -> PackedSeqParams:
-    kind: Any = PackedSequences if by_position else PackedSeqParams
-    extra = {}
-    if by_position:
-        lengths = microbatch.cu_seqlens.diff().tolist()
-        extra["buckets"] = Buckets.of(lengths, microbatch.tokens_T.device)
-    return kind(
-        qkv_format="thd",
-        cu_seqlens_q=microbatch.cu_seqlens,
-        cu_seqlens_kv=microbatch.cu_seqlens,
-        max_seqlen_q=microbatch.max_seqlen,
-        max_seqlen_kv=microbatch.max_seqlen,
-        **extra,
-    )
+def _packed_sequences(microbatch: MicroBatch, model: HiddenStatesGPTModel) -> PackedSeqParams:
+    group = model.pg_collection.cp
+    described: Any = {
+        "qkv_format": "thd",
+        "cu_seqlens_q": microbatch.cu_seqlens,
+        "cu_seqlens_kv": microbatch.cu_seqlens,
+        "max_seqlen_q": microbatch.max_seqlen,
+        "max_seqlen_kv": microbatch.max_seqlen,
+    }
+    if isinstance(model.rotary_pos_emb, RotaryByPosition):
+        return PackedSequences.of(microbatch.cu_seqlens, microbatch.positions_T, group, **described)
+    if group.size() > 1:  # Transformer Engine asks for both; what fills a sequence is part of it
+        described["cu_seqlens_q_padded"] = described["cu_seqlens_kv_padded"] = microbatch.cu_seqlens
+    return PackedSeqParams(**described)

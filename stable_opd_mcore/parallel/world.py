@@ -1,5 +1,5 @@
-"""Who this rank is: its device, its place in the tensor x pipeline x data grid, and the process
-groups to talk over.
+"""Who this rank is: its device, its place in the tensor x context x data x pipeline grid, and the
+process groups to talk over.
 
     world = start_world(config.parallel, seed=config.train.seed)
     ...                                   # models, runs: as many as wanted, one after the other
@@ -42,8 +42,10 @@ _created_process_group = (
 
 @dataclass(frozen=True)
 class World:
-    """This rank's view. Ranks of one tensor x pipeline grid ("replica") share data; replicas share
-    weights.
+    """This rank's view. A tensor x pipeline grid ("replica") holds the weights once.
+
+    Replicas are the data-parallel ranks: each draws rollouts for its share of the prompts.
+    `context_size` replicas cut the sequences of the same micro-batches among them.
     """
 
     rank: int
@@ -57,8 +59,12 @@ class World:
     virtual_pipeline: int | None  # model chunks per pipeline rank; None: one, not interleaved
     data_rank: int
     data_size: int
+    context_rank: int
+    context_size: int
+    batch_rank: int  # whose micro-batches these are: replicas that share them count once
+    batch_size: int
     groups: (
-        ProcessGroupCollection  # what Megatron's constructors take; the four below are its members
+        ProcessGroupCollection  # what Megatron's constructors take; the five below are its members
     )
 
     @property
@@ -71,8 +77,13 @@ class World:
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """Ranks that hold the same weights and see different data."""
-        return self.groups.dp
+        """Ranks that hold the same weights: one of each replica."""
+        return self.groups.dp_cp
+
+    @property
+    def context_group(self) -> dist.ProcessGroup | None:
+        """Ranks that hold slices of the same sequences; None without context parallelism."""
+        return self.groups.cp if self.context_size > 1 else None
 
     @property
     def model_group(self) -> dist.ProcessGroup:
@@ -96,9 +107,14 @@ class World:
     def token_multiple(self) -> int:
         """T of every micro-batch must be a multiple of this.
 
-        Sequence parallelism cuts T into equal parts.
+        Context and sequence parallelism cut T into equal parts.
         """
-        return self.tensor_size if self.sequence_parallel else 1
+        return self.context_size * (self.tensor_size if self.sequence_parallel else 1)
+
+    @property
+    def sequence_multiple(self) -> int:
+        """The length of every packed sequence must be a multiple of this (parallel/context.py)."""
+        return 2 * self.context_size if self.context_size > 1 else 1
 
     @property
     def microbatch_multiple(self) -> int:
@@ -113,22 +129,22 @@ def start_world(parallel: ParallelConfig, seed: int) -> World:
     """Join the process group (created when there is none), lay out the grid, seed every generator.
 
     May be called again with the same layout: the groups are used again and the generators are
-    seeded anew. A rank's position varies fastest over tensor, then data, then pipeline (Megatron's
-    order).
+    seeded anew. A rank's position varies fastest over tensor, then context, data, pipeline
+    (Megatron's order).
 
     Raises:
-        ValueError: tensor x pipeline does not divide the number of ranks.
+        ValueError: tensor x pipeline x context does not divide the number of ranks.
         RuntimeError: another layout stands; stop_world() first.
     """
     device = _join()
     world_size = dist.get_world_size()
-    replica = parallel.tensor * parallel.pipeline
-    if world_size % replica:
+    grid = parallel.tensor * parallel.pipeline * parallel.context
+    if world_size % grid:
         stop_world()
         raise ValueError(
-            f"parallel.tensor={parallel.tensor} x parallel.pipeline={parallel.pipeline} = {replica}"
-            f" does not divide the {world_size} started ranks: start a multiple of {replica} "
-            "(torchrun --nproc-per-node), or lower one of the two"
+            f"parallel.tensor={parallel.tensor} x parallel.pipeline={parallel.pipeline} x "
+            f"parallel.context={parallel.context} = {grid} does not divide the {world_size} started"
+            f" ranks: start a multiple of {grid} (torchrun --nproc-per-node), or lower one of them"
         )
     if parallel_state.model_parallel_is_initialized():
         _require_same_layout(parallel)
@@ -151,8 +167,12 @@ def start_world(parallel: ParallelConfig, seed: int) -> World:
         pipeline_rank=groups.pp.rank(),
         pipeline_size=groups.pp.size(),
         virtual_pipeline=parallel.virtual_pipeline,
-        data_rank=groups.dp.rank(),
-        data_size=groups.dp.size(),
+        data_rank=groups.dp_cp.rank(),
+        data_size=groups.dp_cp.size(),
+        context_rank=groups.cp.rank(),
+        context_size=groups.cp.size(),
+        batch_rank=groups.dp.rank(),
+        batch_size=groups.dp.size(),
         groups=groups,
     )
 
@@ -223,16 +243,17 @@ def _share_cores() -> None:
 
 
 def _require_same_layout(parallel: ParallelConfig) -> None:
-    wanted = (parallel.tensor, parallel.pipeline, parallel.virtual_pipeline)
+    wanted = (parallel.tensor, parallel.pipeline, parallel.virtual_pipeline, parallel.context)
     standing = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
     )
     if wanted != standing:
         raise RuntimeError(
-            f"a world of (tensor, pipeline, virtual_pipeline) = {standing} stands, {wanted} was "
-            "asked for: call stop_world() first"
+            f"a world of (tensor, pipeline, virtual_pipeline, context) = {standing} stands, "
+            f"{wanted} was asked for: call stop_world() first"
         )
 
 

@@ -132,8 +132,9 @@ def _members(
     count = len(sglang.urls) or sglang.num_servers
     if count < world.data_size:
         raise ValueError(
-            f"{count} SGLang servers for {world.data_size} data-parallel ranks: each needs one of "
-            "its own; raise rollout.sglang.num_servers or give more rollout.sglang.urls"
+            f"{count} SGLang servers for {world.data_size} data x context parallel ranks: each "
+            "needs one of its own; raise rollout.sglang.num_servers or give more "
+            "rollout.sglang.urls"
         )
     share = range(world.data_rank, count, world.data_size)
     if sglang.placement == "external":

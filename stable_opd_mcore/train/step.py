@@ -29,6 +29,7 @@ from stable_opd_mcore.metrics import Mean, Metrics, Same, Sum, reduce_over_ranks
 from stable_opd_mcore.models.build import forward_hidden
 from stable_opd_mcore.monitoring.health import rollout_metrics, sample_metrics, token_metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
+from stable_opd_mcore.parallel.context import slice_microbatch
 from stable_opd_mcore.parallel.schedule import run_forward_backward
 from stable_opd_mcore.parallel.world import World, agree_within_replica, gather_over_data_parallel
 from stable_opd_mcore.records import LossOutput, MicroBatch, Prompt, Rollout, Sample
@@ -177,17 +178,20 @@ def grade(world: World, grader: Grader, rollouts: Sequence[Rollout]) -> list[Rol
 
 
 def pack_minibatch(run: Run, samples: Sequence[Sample]) -> list[MicroBatch]:
-    """This data-parallel rank's micro-batches, each token carrying its global weights."""
-    return pack(
+    """This rank's micro-batches, or its slices of them, each token carrying its global weights."""
+    world = run.world
+    batches = pack(
         samples,
         run.objective.token_weights(samples),
         max_tokens=run.config.train.micro_batch_tokens,
-        data_rank=run.world.data_rank,
-        data_size=run.world.data_size,
-        pad_to_multiple=run.world.token_multiple,
-        microbatch_multiple=run.world.microbatch_multiple,
-        device=run.world.device,
+        data_rank=world.batch_rank,
+        data_size=world.batch_size,
+        pad_to_multiple=world.token_multiple,
+        sequence_multiple=world.sequence_multiple,
+        microbatch_multiple=world.microbatch_multiple,
+        device=world.device,
     )
+    return [slice_microbatch(batch, world.context_rank, world.context_size) for batch in batches]
 
 
 def split_by_prompt(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:
@@ -230,6 +234,7 @@ def loss_of(run: Run, batch: MicroBatch, hidden_TH: Tensor) -> tuple[Tensor, Los
         batch,
         teacher_head=run.teacher.head if run.teacher else None,
         reference_head=run.reference.head if run.reference else None,
+        context_group=run.world.context_group,
     )
     return output.loss, output
 

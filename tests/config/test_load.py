@@ -35,7 +35,7 @@ def test_overrides_win_and_keep_types():
         ("train.steps=many", "train.steps: Input should be a valid integer"),
         ("sampling.temperature=0", "sampling.temperature: Input should be greater than 0"),
         ("parallel.sequence=true", "parallel.sequence=true needs parallel.tensor > 1"),
-        ("parallel.context=2", "parallel.context=2 is not supported yet"),
+        ("parallel.expert=2", "parallel.expert=2 is not supported yet"),
         ("rollout.engine=replay", "rollout.replay_from=RUN go together"),
         ("student.path=somewhere", "give either path or architecture, not both"),
         ("train.steps", "expected key=value"),

@@ -31,6 +31,10 @@ def settings(**sections):
             },
             "scores prompts at temperature 1 alone",
         ),
+        (
+            {"teacher": {"engine": "sglang", "urls": ["http://a"]}, "parallel": {"context": 2}},
+            "set parallel.context=1 or teacher.engine=megatron",
+        ),
     ],
 )
 def test_refused_with_the_remedy(sections, message):

@@ -28,7 +28,7 @@ def test_starting_again_seeds_again() -> None:
     stop_world()
 
 
-@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"tensor": 2, "pipeline": 2}])
+@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"tensor": 2, "pipeline": 2}, {"context": 2}])
 def test_too_few_ranks(sizes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"does not divide the 1 started ranks"):
         start_world(ParallelConfig(**sizes), seed=0)

@@ -42,14 +42,11 @@ def uninterrupted(rank: int, world_size: int, directory: str) -> None:
     train(config_of(Path(directory), "uninterrupted"), show_progress=False)
 
 
-def four_steps(rank: int, world_size: int, directory: str) -> None:
-    """The first steps of a run on one rank, stopped as a kill would: after some checkpoint."""
-    config = config_of(Path(directory), "relaid")
-    train(config.model_copy(update={"train": config.train.model_copy(update={"steps": 4})}), False)
-
-
-def the_rest_on_two_ranks(rank: int, world_size: int, directory: str) -> None:
-    train(config_of(Path(directory), "relaid", parallel={"tensor": 2, "sequence": True}), False)
+def go_on(rank: int, world_size: int, directory: str, steps: int, parallel: dict) -> None:
+    """Resume a run on a layout up to `steps`, stopped as a kill would: after some checkpoint."""
+    config = config_of(Path(directory), "relaid", parallel=parallel)
+    some = config.train.model_copy(update={"steps": steps})
+    train(config.model_copy(update={"train": some}), show_progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +77,10 @@ def test_killed_at_any_moment_and_restarted_every_metric_is_identical(runs):
     assert kept == ["step_000008", "step_000010"]
 
 
-def test_resumed_on_another_layout_within_rounding(runs):
-    run_ranks(1, four_steps, str(runs))
-    run_ranks(2, the_rest_on_two_ranks, str(runs))
+def test_resumed_on_other_layouts_within_rounding(runs):
+    run_ranks(1, go_on, str(runs), 4, {})
+    run_ranks(2, go_on, str(runs), 6, {"context": 2})
+    run_ranks(2, go_on, str(runs), 10, {"tensor": 2, "sequence": True})
     expected, resumed = metrics_of(runs / "uninterrupted"), metrics_of(runs / "relaid")
     assert [row["step"] for row in resumed] == [row["step"] for row in expected]
     for key in ("loss/total", "grad_norm"):

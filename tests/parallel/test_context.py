@@ -1,0 +1,219 @@
+"""Slices of sequences: in the order Megatron expects, every token and row once, and together they
+give what whole sequences give."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stable_opd_mcore.config.schema import OptimizerConfig, ParallelConfig
+from stable_opd_mcore.data.packing import pack
+from stable_opd_mcore.losses.objectives import build_objective
+from stable_opd_mcore.models.build import build_model, forward_hidden, output_head
+from stable_opd_mcore.models.convert import iter_hf_tensors
+from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.parallel.context import slice_microbatch, token_indices
+from stable_opd_mcore.parallel.schedule import run_forward_backward
+from stable_opd_mcore.parallel.world import World, start_world, stop_world
+from stable_opd_mcore.records import LossOutput, MicroBatch, Sample, TokenWeights
+from stable_opd_mcore.teacher.base import with_scores
+from stable_opd_mcore.teacher.megatron import FrozenModel
+from stable_opd_mcore.train.student import Student
+from tests.parallel.launch import run_ranks
+from tests.train.runs import tiny_architecture, tiny_config
+
+VOCAB = 27
+# (prompt, response): one token, fewer than there are chunks, primes, whole multiples, a long one.
+SIZES = [(1, 0), (1, 1), (2, 1), (1, 6), (5, 8), (7, 10), (8, 8), (3, 28), (2, 45), (4, 0)]
+LAYOUTS = {
+    "CP4": {"context": 4},
+    "CP2xDP2": {"context": 2},
+    "TP2xCP2+SP": {"tensor": 2, "context": 2, "sequence": True},
+    "PP2xCP2": {"pipeline": 2, "context": 2},
+}
+OBJECTIVES = {
+    "opd, discounted": {"name": "opd", "discount": 0.9},
+    "gkd": {"name": "gkd", "divergence": "jsd"},
+}
+
+
+def make_samples() -> tuple[list[Sample], list[TokenWeights]]:
+    draw = random.Random(0)
+    samples, weights = [], []
+    for index, (prompt, response) in enumerate(SIZES):
+        tokens = tuple(draw.randrange(VOCAB) for _ in range(prompt + response))
+        sample = Sample(
+            source="rollout",
+            prompt_id=f"p:{index}",
+            prompt_token_ids=tokens[:prompt],
+            response_token_ids=tokens[prompt:],
+            trained=(True,) * response,
+        )
+        pg, kl, sft = (tuple(draw.random() for _ in range(response)) for _ in range(3))
+        samples.append(sample)
+        weights.append(TokenWeights(pg=pg, kl=kl, sft=sft))
+    return samples, weights
+
+
+def packed(world: World, max_tokens: int) -> list[MicroBatch]:
+    """This rank's slices of the micro-batches of all samples."""
+    samples, weights = make_samples()
+    batches = pack(
+        samples,
+        weights,
+        max_tokens=max_tokens,
+        data_rank=world.batch_rank,
+        data_size=world.batch_size,
+        pad_to_multiple=world.token_multiple,
+        sequence_multiple=world.sequence_multiple,
+    )
+    return [slice_microbatch(batch, world.context_rank, world.context_size) for batch in batches]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_chunks_are_in_the_order_of_megatrons_rotary_embedding(size: int) -> None:
+    from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank
+
+    lengths = [2 * size * chunks for chunks in (1, 5, 0, 3)]
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    tokens = torch.arange(sum(lengths))
+    for rank in range(size):
+        expected = [
+            _get_thd_freqs_on_this_cp_rank(rank, size, sequence[: len(sequence) // size], sequence)
+            for sequence in tokens.split(lengths)
+        ]
+        assert torch.equal(token_indices(cu_seqlens, rank, size), torch.cat(expected))
+    with pytest.raises(ValueError, match=rf"9\] tokens .* multiple of {2 * size}"):
+        token_indices(torch.tensor([0, 9]), 0, size)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_token_and_row_is_on_one_rank_with_its_own_target(size: int) -> None:
+    samples, weights = make_samples()
+    multiple = 2 * size if size > 1 else 1
+    (whole,) = pack(
+        samples,
+        weights,
+        max_tokens=10_000,
+        data_rank=0,
+        data_size=1,
+        pad_to_multiple=5 * size,
+        sequence_multiple=multiple,
+    )
+    assert len(whole.tokens_T) % (5 * size) == 0
+    assert not (whole.cu_seqlens.diff() % multiple).any()
+    slices = [slice_microbatch(whole, rank, size) for rank in range(size)]
+    assert {len(batch.tokens_T) for batch in slices} == {len(whole.tokens_T) // size}
+    tokens = torch.cat([batch.tokens_T for batch in slices])
+    assert torch.equal(tokens.sort().values, whole.tokens_T.sort().values)
+    seen = set()
+    for batch in slices:
+        for row in range(len(batch.rows_N)):
+            index, token = int(batch.sample_index_N[row]), int(batch.token_index_N[row])
+            seen.add((index, token))
+            sample, place = samples[index], int(batch.rows_N[row])
+            before = len(sample.prompt_token_ids) - 1 + token
+            text = sample.prompt_token_ids + sample.response_token_ids
+            assert int(batch.positions_T[place]) == before
+            assert int(batch.tokens_T[place]) == text[before]
+            assert int(batch.targets_N[row]) == text[before + 1]
+            assert float(batch.pg_weight_N[row]) == pytest.approx(weights[index].pg[token])
+    assert len(seen) == sum(len(batch.rows_N) for batch in slices) == sum(r for _, r in SIZES)
+
+
+def test_slices_add_up_to_whole_sequences(tmp_path: Path) -> None:
+    """Losses, scores, returns and every gradient, from hidden states of whole sequences and of
+    slices."""
+    world = start_world(ParallelConfig(), seed=0)
+    wanted = {name: train_once(world, name, tmp_path) for name in OBJECTIVES}
+    torch.save(wanted, tmp_path / "wanted.pt")
+    stop_world()
+    run_ranks(4, check_layouts, tmp_path)
+
+
+def check_layouts(rank: int, world_size: int, path: Path) -> None:
+    wanted = torch.load(path / "wanted.pt")
+    for layout, sizes in LAYOUTS.items():
+        world = start_world(ParallelConfig(**sizes), seed=0)
+        for name in OBJECTIVES:
+            for key, found in train_once(world, name, path).items():
+                expected = wanted[name][key]
+                error, size = (found - expected).abs().max(), expected.abs().max()
+                assert error <= 1e-5 * size, f"{layout}, {name}: {key} {error:.1e} of {size:.1e}"
+        stop_world()
+
+
+def train_once(world: World, name: str, path: Path) -> dict[str, Tensor]:
+    """One forward and backward over all samples: sums of losses, values per token, gradients."""
+    config = tiny_config(path, "context", objective=OBJECTIVES[name])
+    objective = build_objective(config, [1], [1])
+    student = Student(
+        build_model(
+            read_architecture(tiny_architecture(32, 4)), world, recompute="selective", seed=1
+        ),
+        OptimizerConfig(distributed=False),
+        "fp32",
+    )
+    teacher, reference = (
+        FrozenModel(
+            build_model(read_architecture(tiny_architecture(hidden, 4)), world, trainable=False),
+            world,
+            vocab_size=VOCAB,
+            keep_hidden=True,
+            like=output_head(student.chunks, VOCAB),
+        )
+        for hidden in (48, 32)
+    )
+    batches = with_scores(packed(world, max_tokens=40), teacher=teacher, reference=reference)
+
+    def forward_step(chunk, batch: MicroBatch):
+        return forward_hidden(chunk, batch), lambda hidden_TH: loss_of(batch, hidden_TH)
+
+    def loss_of(batch: MicroBatch, hidden_TH: Tensor) -> tuple[Tensor, LossOutput]:
+        output = objective(
+            hidden_TH.index_select(0, batch.rows_N),
+            output_head(student.chunks, VOCAB),
+            batch,
+            teacher_head=teacher.head,
+            reference_head=reference.head,
+            context_group=world.context_group,
+        )
+        return output.loss, output
+
+    student.zero_grad()
+    outputs = run_forward_backward(student.model, batches, forward_step, world=world)
+    grad_norm = student.finish_grads()
+    with torch.no_grad():
+        for chunk in student.chunks:
+            for weight in chunk.parameters():
+                weight.copy_(weight.main_grad)
+    gradients = {key: tensor.clone() for key, tensor in iter_hf_tensors(student.chunks)}
+    return {
+        **gradients,
+        **summed(world, outputs, batches),
+        "grad_norm": torch.tensor(grad_norm),
+    }
+
+
+def summed(world: World, outputs: list[LossOutput], batches: list[MicroBatch]) -> dict[str, Tensor]:
+    """Over all ranks: the loss and its parts, and per sample and token what the loss saw."""
+    longest = max(response for _, response in SIZES)
+    found = {key: torch.zeros(()) for key in ("pg", "kl", "sft")}
+    for key in ("student_logprob_N", "advantage_N", "kl_reference_N", "kl_teacher_N"):
+        found[key] = torch.zeros(len(SIZES), longest)
+    if outputs and world.tensor_rank == 0:
+        for output, batch in zip(outputs, batches, strict=True):
+            for key, total in found.items():
+                value = getattr(output, key).detach()
+                if total.ndim:
+                    total[batch.sample_index_N, batch.token_index_N] += value
+                else:
+                    total += value
+    for total in found.values():
+        dist.all_reduce(total)
+    return found
