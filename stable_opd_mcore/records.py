@@ -81,7 +81,8 @@ class TokenWeights:
 class TeacherScores:
     """What a teacher says of a micro-batch's N response tokens, at the sampling temperature."""
 
-    sampled_logprob_N: Tensor  # fp32; the stop class where the target is a stop token
+    # fp32; of the stop class where the target is a stop token; None where only hidden_NH is given
+    sampled_logprob_N: Tensor | None
     entropy_N: Tensor | None = None  # fp32
     topk_ids_NK: Tensor | None = None  # int64, ids in the common vocabulary
     topk_logprobs_NK: Tensor | None = None  # fp32
@@ -92,7 +93,7 @@ class TeacherScores:
 class ReferenceScores:
     """The frozen reference's view of the N response tokens; hidden states only for the exact KL."""
 
-    sampled_logprob_N: Tensor  # fp32
+    sampled_logprob_N: Tensor | None  # fp32; None: the loss finds it from the hidden states
     hidden_NH: Tensor | None = None
 
 
@@ -140,3 +141,4 @@ class LossOutput:
     ratio_clipped_N: Tensor  # bool: the clip bound was active
     kl_reference_N: Tensor  # KL(student || reference) per prefix, 0 where not computed
     kl_teacher_N: Tensor  # log pi_student - log pi_teacher, or exact where computed
+    reference_logprob_N: Tensor  # of the target token, 0 without a reference

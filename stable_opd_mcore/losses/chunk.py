@@ -9,7 +9,8 @@ logits come from and where gradients go (fused.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from stable_opd_mcore.losses.advantages import clipped_surrogate
 from stable_opd_mcore.losses.head import Head
 from stable_opd_mcore.losses.lookup import Support, Target
+from stable_opd_mcore.losses.outcomes import Outcome
 from stable_opd_mcore.losses.passes import (
     DenseTerm,
     PairStatistics,
@@ -34,14 +36,14 @@ class Chunk:
     head: Head
     terms: Terms
     rows: Rows
-    logits_CV: Tensor
-    reference_CV: Tensor | None  # where the exact KL to the reference is part of the loss
-    teacher_CV: Tensor | None  # where the student meets the teacher over the full vocabulary
+    logits: Mapping[str, Tensor]  # [C, V] of "student" and where needed "reference", "teacher"
     student: PairStatistics
-    reference: PairStatistics | None
-    teacher: PairStatistics | None
+    reference: PairStatistics | None  # where the exact KL to the reference is part of the loss
+    teacher: PairStatistics | None  # where the student meets the teacher over the full vocabulary
     target: Target
+    reference_logprob_C: Tensor | None  # of the target token
     support: Support | None
+    merged: Outcome | None  # the stop ids, where they are one outcome in `logits`
 
     def finish(self, found: dict[str, Tensor], rows: slice, wants_gradient: bool) -> Tensor | None:
         """Write per-token results into found[...][rows]; return d loss / d logits [C, V] in the
@@ -51,11 +53,13 @@ class Chunk:
         wanted.
         """
         found["logprob"][rows] = self.target.logprob_C
-        found["entropy"][rows] = self.student.entropy_C
+        found["entropy"][rows] = self._entropy()
         if self.teacher is not None and self.teacher.student_to_other_C is not None:
             found["kl_teacher"][rows] = self.teacher.student_to_other_C
         elif self.rows.teacher_logprob is not None:
             found["kl_teacher"][rows] = self.target.logprob_C - self.rows.teacher_logprob
+        if self.reference_logprob_C is not None:
+            found["reference_logprob"][rows] = self.reference_logprob_C
         class_C, policy_term = self._policy(found, rows)
         token_C, reference_term = self._reference(found, rows)
         found["sft"][rows] = _weighted(self.rows.sft_weight, -self.target.token_logprob_C)
@@ -63,19 +67,49 @@ class Chunk:
         if not wants_gradient:
             return None
 
-        scale = 1.0 / self.terms.temperature
-        dense = [term for term in (reference_term, policy_term) if term is not None]
+        terms = {"reference": reference_term, "teacher": policy_term}
+        dense = {name: term for name, term in terms.items() if term is not None}
         at_target_CJ = self.target.share_CJ * class_C[:, None]
         at_target_CJ[:, 0] += token_C
-        columns_CJ, here_CJ = self.head.local_columns(self.target.ids_CJ)
+        return self._write_gradient(class_C + token_C, at_target_CJ, dense)
+
+    def _entropy(self) -> Tensor:
+        """The student's over its tokens, also where some of them are one outcome in its logits."""
+        entropy_C, merged = self.student.entropy_C, self.merged
+        if merged is None:
+            return entropy_C
+        logit_C1 = merged.logit_C1["student"] / self.terms.temperature
+        probability_C1 = self.student.student.log_softmax(logit_C1).exp()
+        return entropy_C + (probability_C1 * torch.special.entr(merged.share_CJ)).sum(1)
+
+    def _write_gradient(
+        self, logprob_gradient_C: Tensor, at_target_CJ: Tensor, dense: Mapping[str, DenseTerm]
+    ) -> Tensor:
+        """Overwrite the student's logits; `dense` by the model that the student meets."""
+        logits_CV, head, student = self.logits["student"], self.head, self.student.student
+        scale = 1.0 / self.terms.temperature
+        columns_CJ, here_CJ = head.local_columns(self.target.ids_CJ)
         sparse = SparseColumns(columns_CJ.masked_fill(~here_CJ, -1), at_target_CJ)
-        probability_C = class_C + token_C
-        write_gradient_(self.logits_CV, self.student.student, probability_C, sparse, dense, scale)
-        if self.support is not None:
-            weight_C1 = self.rows.pg_weight[:, None] * scale
-            gradient_CK = self.support.gradient_CK * weight_C1
-            self.head.scatter_add_(self.logits_CV, self.support.ids_CK, gradient_CK)
-        return self.logits_CV
+        write_gradient_(logits_CV, student, logprob_gradient_C, sparse, list(dense.values()), scale)
+        support, support_CK = self.support, None
+        if support is not None:
+            support_CK = support.gradient_CK * self.rows.pg_weight[:, None]
+            head.scatter_add_(logits_CV, support.ids_CK, support_CK * scale)
+        if self.merged is None:
+            return logits_CV
+
+        # The outcome by itself, as if it were a vocabulary of one column; in fp32, so that its
+        # ids' columns are rounded once, too.
+        merged = self.merged
+        outcome_C1 = merged.logit_C1["student"].clone()
+        at_outcome_C1 = torch.zeros_like(outcome_C1)
+        if support is not None and support_CK is not None:
+            at_outcome_C1[:, 0] = (support_CK * (support.ids_CK == merged.ids[0])).sum(1)
+        sparse = SparseColumns(torch.zeros_like(self.target.ids_CJ[:, :1]), at_outcome_C1)
+        terms = [replace(term, logits_CV=merged.logit_C1[name]) for name, term in dense.items()]
+        write_gradient_(outcome_C1, student, logprob_gradient_C, sparse, terms, scale)
+        merged.spread_(logits_CV, outcome_C1, self.target.ids_CJ, at_target_CJ * scale, head)
+        return logits_CV
 
     def _policy(self, found: dict[str, Tensor], rows: slice) -> tuple[Tensor, DenseTerm | None]:
         """d loss / d log pi of the target (or class), and the full-vocabulary term if any."""
@@ -118,21 +152,22 @@ class Chunk:
     def _divergence(self) -> tuple[Tensor, DenseTerm]:
         """Value and gradient term of the full-vocabulary divergence to the teacher."""
         teacher, kind, beta = self.teacher, self.terms.divergence, self.terms.jsd_beta
-        assert teacher is not None and teacher.other is not None and self.teacher_CV is not None
+        assert teacher is not None and teacher.other is not None
+        teacher_CV = self.logits["teacher"]
         assert teacher.student_to_other_C is not None and teacher.other_to_student_C is not None
         assert kind in DENSE
         weight_C = self.rows.pg_weight
         if kind == "reverse":
-            return teacher.student_to_other_C, teacher.reverse_term(self.teacher_CV, weight_C)
+            return teacher.student_to_other_C, teacher.reverse_term(teacher_CV, weight_C)
         if kind == "forward":
             value_C = teacher.other_to_student_C
-            return value_C, DenseTerm(kind, self.teacher_CV, teacher.other, weight_C, value_C)
+            return value_C, DenseTerm(kind, teacher_CV, teacher.other, weight_C, value_C)
         scale = 1.0 / self.terms.temperature
         teacher_to_mix_C, student_to_mix_C = jsd_sums(
-            self.logits_CV, self.teacher_CV, teacher, beta, scale, self.head
+            self.logits["student"], teacher_CV, teacher, beta, scale, self.head
         )
         value_C = beta * teacher_to_mix_C + (1 - beta) * student_to_mix_C
-        term = DenseTerm(kind, self.teacher_CV, teacher.other, weight_C, student_to_mix_C, beta)
+        term = DenseTerm(kind, teacher_CV, teacher.other, weight_C, student_to_mix_C, beta)
         return value_C, term
 
     def _reference(self, found: dict[str, Tensor], rows: slice) -> tuple[Tensor, DenseTerm | None]:
@@ -142,19 +177,18 @@ class Chunk:
         if self.terms.reference == "none":
             return nothing_C, None
         if self.terms.reference == "k3":
-            assert self.rows.reference_logprob is not None
-            log_ratio_C = self.rows.reference_logprob - self.target.token_logprob_C
+            assert self.reference_logprob_C is not None
+            log_ratio_C = self.reference_logprob_C - self.target.token_logprob_C
             ratio_C = log_ratio_C.exp()
             found["kl_reference"][rows] = ratio_C - log_ratio_C - 1
             found["kl"][rows] = _weighted(weight_C, ratio_C - log_ratio_C - 1)
             return _weighted(weight_C, 1 - ratio_C), None
         reference = self.reference
         assert reference is not None and reference.student_to_other_C is not None
-        assert self.reference_CV is not None
         value_C = reference.student_to_other_C
         found["kl_reference"][rows] = value_C
         found["kl"][rows] = _weighted(weight_C, value_C)
-        return nothing_C, reference.reverse_term(self.reference_CV, weight_C)
+        return nothing_C, reference.reverse_term(self.logits["reference"], weight_C)
 
 
 def _weighted(weight_C: Tensor, value_C: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from stable_opd_mcore.losses.head import (
     stop_classes,
 )
 from stable_opd_mcore.losses.lookup import Lookup, Support
+from stable_opd_mcore.losses.outcomes import merge_
 from stable_opd_mcore.losses.passes import local_sums, reduce_pairs
 from stable_opd_mcore.losses.terms import Rows, Terms
 from stable_opd_mcore.records import LossOutput, MicroBatch
@@ -75,6 +76,7 @@ def fused_loss(
         ratio_clipped_N=found["clipped"].bool(),
         kl_reference_N=found["kl_reference"],
         kl_teacher_N=found["kl_teacher"],
+        reference_logprob_N=found["reference_logprob"],
     )
 
 
@@ -109,6 +111,7 @@ class _Run:
         "clipped",
         "kl_reference",
         "kl_teacher",
+        "reference_logprob",
     )
 
     def __init__(self, heads, rows, batch, terms, context_group, chunk_tokens):
@@ -205,52 +208,72 @@ class _Run:
             self.buffers[name] = buffer
         return head.logits(hidden_CH, out=buffer[: hidden_CH.shape[0]])
 
+    def _all_logits(self, hidden_CH: Tensor, rows: Rows) -> dict[str, Tensor]:
+        """Logits of the chunk by the student and by those models that the terms need whole."""
+        logits = {"student": self._logits("student", self.head, hidden_CH)}
+        exact = self.terms.reference == "exact"
+        for name, needed, head, other_CH in (
+            ("reference", exact, self.reference_head, rows.reference_hidden),
+            ("teacher", self.terms.teacher_logits, self.teacher_head, rows.teacher_hidden),
+        ):
+            if needed:
+                assert head is not None and other_CH is not None, "checked before the first chunk"
+                logits[name] = self._logits(name, head, other_CH)
+        return logits
+
+    def _support_ids(self, student_CV: Tensor, rows: Rows) -> Tensor | None:
+        if self.terms.divergence == "teacher_support":
+            return rows.topk_ids
+        if self.terms.divergence == "student_support":
+            return self.head.top_k(student_CV, self.terms.top_k)[1]
+        return None
+
     def _open(self, hidden_CH: Tensor, rows: Rows) -> Chunk:
         """Logits and everything that is known of a chunk before coefficients."""
         terms, head = self.terms, self.head
-        logits_CV = self._logits("student", head, hidden_CH)
-        reference_CV = teacher_CV = None
-        if terms.reference == "exact":
-            assert self.reference_head is not None and rows.reference_hidden is not None
-            reference_CV = self._logits("reference", self.reference_head, rows.reference_hidden)
-        if terms.teacher_logits:
-            assert self.teacher_head is not None and rows.teacher_hidden is not None
-            teacher_CV = self._logits("teacher", self.teacher_head, rows.teacher_hidden)
-
+        logits = self._all_logits(hidden_CH, rows)
+        student_CV = logits["student"]
         lookup = Lookup.of(rows.targets, terms.stop, head.vocab_size)
-        looked_up = [head.gather_columns(logits_CV, lookup.ids_CJ)]
-        support_ids = None
-        if terms.divergence == "teacher_support":
-            support_ids = rows.topk_ids
-        elif terms.divergence == "student_support":
-            support_ids = head.top_k(logits_CV, terms.top_k)[1]
-        if support_ids is not None:
-            looked_up.append(head.gather_columns(logits_CV, support_ids))
-            if teacher_CV is not None:
-                looked_up.append(head.gather_columns(teacher_CV, support_ids))
+        read = {"target": head.gather_columns(student_CV, lookup.ids_CJ)}
+        if "reference" in logits:
+            read["reference"] = head.gather_columns(logits["reference"], rows.targets[:, None])
 
-        paired = (reference_CV, teacher_CV if terms.teacher_pair else None)
-        others = [x for x in paired if x is not None]
-        pairs = [local_sums(logits_CV, other, self.scale) for other in others or [None]]
-        statistics, looked_up = reduce_pairs(pairs, [bool(others)] * len(pairs), looked_up, head)
+        # From here on the stop ids are one outcome in all logits, where the terms ask for it.
+        merged = merge_(logits, terms.merged_ids, self.scale, head) if terms.merged_ids else None
+        support_ids = self._support_ids(student_CV, rows)
+        if support_ids is not None:
+            for name in ("student", "teacher"):
+                if name in logits:
+                    read[f"{name}_support"] = head.gather_columns(logits[name], support_ids)
+        others = ["reference"] if "reference" in logits else []
+        if terms.teacher_pair:
+            others.append("teacher")
+        pairs = [local_sums(student_CV, logits[name], self.scale) for name in others]
+        pairs = pairs or [local_sums(student_CV, None, self.scale)]
+        paired = [bool(others)] * len(pairs)
+        statistics, whole = reduce_pairs(pairs, paired, list(read.values()), head)
+
+        read = {name: x * self.scale for name, x in zip(read, whole, strict=True)}
+        meets = dict(zip(others, statistics, strict=False))  # without others: the student alone
+        reference, reference_logprob_C = meets.get("reference"), rows.reference_logprob
+        if reference is not None:
+            assert reference.other is not None
+            reference_logprob_C = reference.other.log_softmax(read["reference"])[:, 0]
         support = None
         if support_ids is not None:
-            student_CK = looked_up[1] * self.scale
-            teacher_CK = rows.topk_logprobs
-            if teacher_CV is not None:
-                teacher_CK = looked_up[2] * self.scale
+            teacher_CK = read.get("teacher_support", rows.topk_logprobs)
             assert teacher_CK is not None
-            support = Support.of(support_ids, student_CK, teacher_CK)
+            support = Support.of(support_ids, read["student_support"], teacher_CK)
         return Chunk(
             head=head,
             terms=terms,
             rows=rows,
-            logits_CV=logits_CV,
-            reference_CV=reference_CV,
-            teacher_CV=teacher_CV if terms.teacher_pair else None,
-            reference=statistics[0] if reference_CV is not None else None,
-            teacher=statistics[-1] if terms.teacher_pair else None,
+            logits=logits,
             student=statistics[0],
-            target=lookup.read(looked_up[0] * self.scale, statistics[0].student),
+            reference=reference,
+            teacher=meets.get("teacher"),
+            target=lookup.read(read["target"], statistics[0].student),
+            reference_logprob_C=reference_logprob_C,
             support=support,
+            merged=merged,
         )

@@ -18,6 +18,11 @@ from torch.distributed import ProcessGroup
 
 ROW_ALIGNMENT = 64  # elements; 128 bytes in bf16
 
+# Small vocabularies go through in larger chunks than train.loss_chunk_tokens: this many logits.
+SMALL_CHUNK_ELEMENTS = 2**22
+LARGE_CPU_CHUNK_ELEMENTS = 2**24  # 64 MiB of fp32 logits per model
+MIN_CPU_CHUNK_TOKENS = 128
+
 
 @dataclass(frozen=True)
 class Head:
@@ -144,6 +149,28 @@ def stop_classes(
         return None, None
     union = tuple(sorted({*student, *teacher}))
     return StopClass(student, union, True), StopClass(teacher, union, False)
+
+
+def chunk_rows(wanted: int, head: Head) -> int:
+    """Rows whose logits exist at once: `wanted`, more where the vocabulary is small.
+
+    Fewer on a CPU with a large vocabulary, which has nothing to gain from larger products.
+    """
+    vocab = max(1, head.vocab_size)
+    rows = max(wanted, SMALL_CHUNK_ELEMENTS // vocab)
+    if head.weight_VH.is_cuda:
+        return rows
+    return min(rows, max(MIN_CPU_CHUNK_TOKENS, LARGE_CPU_CHUNK_ELEMENTS // vocab))
+
+
+def require_stop_ids(ids: Sequence[int], vocab_size: int) -> None:
+    """
+    Raises:
+        ValueError: a stop id outside the common vocabulary.
+    """
+    outside = [i for i in ids if not 0 <= i < vocab_size]
+    if outside:
+        raise ValueError(f"stop ids {outside} lie outside the common vocabulary of {vocab_size}")
 
 
 def accumulation_dtype(tensor: Tensor) -> torch.dtype:

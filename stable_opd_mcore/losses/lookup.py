@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stable_opd_mcore.losses.head import StopClass
+from stable_opd_mcore.losses.head import StopClass, require_stop_ids
 from stable_opd_mcore.losses.passes import Normaliser
 
 
@@ -42,11 +42,7 @@ class Lookup:
         """Raises ValueError for a stop id outside the common vocabulary."""
         if stop is None:
             return cls(targets_C[:, None], None, None)
-        outside = [i for i in stop.class_ids if not 0 <= i < vocab_size]
-        if outside:
-            raise ValueError(
-                f"stop ids {outside} lie outside the common vocabulary of {vocab_size}"
-            )
+        require_stop_ids(stop.class_ids, vocab_size)
         class_J = targets_C.new_tensor(stop.class_ids)
         ids_CJ = torch.cat([targets_C[:, None], class_J.expand(len(targets_C), -1)], dim=1)
         member_CJ = torch.ones_like(ids_CJ, dtype=torch.bool)
@@ -56,7 +52,7 @@ class Lookup:
         return cls(ids_CJ, triggered_C, member_CJ)
 
     def read(self, logits_CJ: Tensor, normaliser: Normaliser) -> Target:
-        logprob_CJ = (logits_CJ - normaliser.maximum_C[:, None]) - normaliser.log_sum_C[:, None]
+        logprob_CJ = normaliser.log_softmax(logits_CJ)
         token_logprob_C = logprob_CJ[:, 0]
         if self.triggered_C is None or self.member_CJ is None:
             share_CJ = torch.ones_like(logprob_CJ)

@@ -20,18 +20,13 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.losses import reference, weights
 from stable_opd_mcore.losses.advantages import given_with_sample, teacher_over_student
 from stable_opd_mcore.losses.fused import fused_loss
-from stable_opd_mcore.losses.head import Head, StopClass, stop_classes
+from stable_opd_mcore.losses.head import Head, StopClass, chunk_rows, stop_classes
 from stable_opd_mcore.losses.terms import Terms
 from stable_opd_mcore.records import LossOutput, MicroBatch, Sample, TokenWeights
 
 Scores = Literal[
     "none", "sampled", "topk", "hidden"
 ]  # each includes the ones before it, but topk and hidden
-
-# Small vocabularies go through in larger chunks than train.loss_chunk_tokens: this many logits.
-SMALL_CHUNK_ELEMENTS = 2**22
-LARGE_CPU_CHUNK_ELEMENTS = 2**24  # 64 MiB of fp32 logits per model
-MIN_CPU_CHUNK_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -136,19 +131,8 @@ class Objective:
             teacher_head=teacher_head,
             reference_head=reference_head,
             context_group=context_group,
-            chunk_tokens=self.chunk_tokens(head),
+            chunk_tokens=chunk_rows(self.config.train.loss_chunk_tokens, head),
         )
-
-    def chunk_tokens(self, head: Head) -> int:
-        """Rows per chunk: train.loss_chunk_tokens, more where the vocabulary is small.
-
-        Fewer on a CPU with a large vocabulary, which has nothing to gain from larger products.
-        """
-        vocab = max(1, head.vocab_size)
-        rows = max(self.config.train.loss_chunk_tokens, SMALL_CHUNK_ELEMENTS // vocab)
-        if head.weight_VH.is_cuda:
-            return rows
-        return min(rows, max(MIN_CPU_CHUNK_TOKENS, LARGE_CPU_CHUNK_ELEMENTS // vocab))
 
 
 def build_objective(
@@ -173,13 +157,6 @@ def build_objective(
     student_stop = teacher_stop = None
     if settings.stop_class and entry.teacher != "none" and teacher_stop_ids is not None:
         student_stop, teacher_stop = stop_classes(student_stop_ids, teacher_stop_ids)
-        if entry.terms(config).divergence and set(student_stop_ids) != set(teacher_stop_ids):
-            raise ConfigError(
-                f"objective.name={settings.name} compares whole distributions and does not merge "
-                f"stop ids, but the student stops on {sorted(set(student_stop_ids))} and the "
-                f"teacher on {sorted(set(teacher_stop_ids))}: it would unlearn stopping. Use "
-                "objective.name=opd, or objective.stop_class=false to train on them as they are"
-            )
     terms = replace(
         entry.terms(config),
         settings=settings.advantage,

@@ -38,6 +38,10 @@ class Normaliser:
     maximum_C: Tensor
     log_sum_C: Tensor
 
+    def log_softmax(self, logits_CJ: Tensor) -> Tensor:
+        """Of divided logits at some columns, fp32 or fp64."""
+        return (logits_CJ - self.maximum_C[:, None]) - self.log_sum_C[:, None]
+
 
 @dataclass(frozen=True)
 class PairStatistics:

@@ -10,7 +10,7 @@ N scored rows, V common vocabulary, J stop ids, K entries of a support.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,8 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.losses.head import StopClass
 from stable_opd_mcore.records import MicroBatch
 
+NEVER = -1e9  # stands for log 0
+
 
 @dataclass(frozen=True)
 class View:
@@ -27,7 +29,7 @@ class View:
 
     config: Config
     batch: MicroBatch
-    log_p_NV: Tensor  # the student's log-softmax at the sampling temperature, differentiable
+    log_p_NV: Tensor  # the student's outcomes at the sampling temperature, differentiable
     log_q_NV: Tensor | None  # the teacher's
     logprob_N: Tensor  # the student's, of the target or its stop class
 
@@ -56,27 +58,31 @@ def objective_loss(
     teacher_logits_NV: Tensor | None = None,
     reference_logits_NV: Tensor | None = None,
     student_stop: StopClass | None = None,
+    merged_ids: Sequence[int] = (),
 ) -> Components:
-    """L = sum_t pg_t term_t + kl_t KL(student || reference)_t - sft_t log pi(y_t) (METHOD §2)."""
+    """L = sum_t pg_t term_t + kl_t KL(student || reference)_t - sft_t log pi(y_t) (METHOD §2).
+
+    merged_ids: stop ids that are one outcome in every distribution compared (METHOD §4).
+    """
     temperature = config.sampling.temperature
     log_p_NV = (student_logits_NV / temperature).log_softmax(-1)
     token_logprob_N = log_p_NV.gather(1, batch.targets_N[:, None])[:, 0]
     view = View(
         config=config,
         batch=batch,
-        log_p_NV=log_p_NV,
-        log_q_NV=_log_softmax(teacher_logits_NV, temperature),
+        log_p_NV=merge_ids(log_p_NV, merged_ids),
+        log_q_NV=_outcomes(teacher_logits_NV, temperature, merged_ids),
         logprob_N=class_logprob(log_p_NV, batch.targets_N, student_stop),
     )
     pg = kl = log_p_NV.sum() * 0
     if policy_term is not None:
         pg = (batch.pg_weight_N * policy_term(view)).sum()
     if config.kl.beta and config.kl.estimator == "exact":
-        log_r_NV = _log_softmax(reference_logits_NV, temperature)
+        log_r_NV = _outcomes(reference_logits_NV, temperature, merged_ids)
         assert log_r_NV is not None
-        kl = (batch.kl_weight_N * kl_divergence(log_p_NV, log_r_NV)).sum()
+        kl = (batch.kl_weight_N * kl_divergence(view.log_p_NV, log_r_NV)).sum()
     elif config.kl.beta:
-        assert batch.reference is not None
+        assert batch.reference is not None and batch.reference.sampled_logprob_N is not None
         kl = (batch.kl_weight_N * k3(token_logprob_N, batch.reference.sampled_logprob_N)).sum()
     sft = -(batch.sft_weight_N * token_logprob_N).sum()
     return Components(pg, kl, sft)
@@ -85,7 +91,7 @@ def objective_loss(
 def opd(view: View) -> Tensor:
     """Clipped surrogate of A = log pi_T - log pi_old with its options (METHOD §1, §3)."""
     settings, batch = view.config.objective, view.batch
-    assert batch.teacher is not None
+    assert batch.teacher is not None and batch.teacher.sampled_logprob_N is not None
     old_N = _behaviour(view)
     teacher_N = batch.teacher.sampled_logprob_N
     alpha = settings.advantage.power
@@ -167,8 +173,21 @@ def class_logprob(log_p_NV: Tensor, targets_N: Tensor, stop: StopClass | None) -
     return torch.stack(rows) if rows else token_N
 
 
-def _log_softmax(logits_NV: Tensor | None, temperature: float) -> Tensor | None:
-    return None if logits_NV is None else (logits_NV / temperature).log_softmax(-1)
+def merge_ids(log_p_NV: Tensor, ids: Sequence[int]) -> Tensor:
+    """log p with the ids as one outcome: their sum under the first, probability 0 under the rest.
+
+    0 is e^NEVER, whose logarithm is finite, so that 0 log 0 is 0 below.
+    """
+    if not ids:
+        return log_p_NV
+    column_V = torch.arange(log_p_NV.shape[1], device=log_p_NV.device)
+    member_V, first_V = torch.isin(column_V, column_V[list(ids)]), column_V == ids[0]
+    merged_N1 = log_p_NV[:, list(ids)].logsumexp(-1, keepdim=True)
+    return torch.where(first_V, merged_N1, log_p_NV.masked_fill(member_V, NEVER))
+
+
+def _outcomes(logits_NV: Tensor | None, temperature: float, ids: Sequence[int]) -> Tensor | None:
+    return None if logits_NV is None else merge_ids((logits_NV / temperature).log_softmax(-1), ids)
 
 
 def _behaviour(view: View) -> Tensor:

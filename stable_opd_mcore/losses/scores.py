@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stable_opd_mcore.losses.head import Head, StopClass, accumulation_dtype
 from stable_opd_mcore.losses.lookup import Lookup
+from stable_opd_mcore.losses.outcomes import merge_
 from stable_opd_mcore.losses.passes import local_sums, reduce_pairs
 
 
@@ -38,6 +39,7 @@ def score(
     temperature: float,
     stop: StopClass | None = None,
     top_k: int | None = None,
+    merged_ids: tuple[int, ...] = (),
     chunk_tokens: int = 1024,
 ) -> TokenScores:
     """Score targets under log-softmax(hidden @ weight.T / temperature). Collective over head.group.
@@ -46,7 +48,9 @@ def score(
         hidden_NH: last hidden states of the scored rows.
         targets_N: int64 token ids.
         stop: this model's stop class (objective.student_stop or .teacher_stop), None for the plain
-        token. top_k: also return the K most probable tokens.
+        token.
+        top_k: also return the K most probable tokens.
+        merged_ids: stop ids that are one entry of this list, under the first of them (METHOD §4).
 
     Raises:
         ValueError: row counts differ, or top_k exceeds the vocabulary.
@@ -74,10 +78,10 @@ def score(
         logprob_N[rows] = lookup.read(target_CJ * scale, statistics.student).logprob_C
         entropy_N[rows] = statistics.entropy_C
         if ids_NK is not None and logprobs_NK is not None:
+            if merged_ids:
+                merge_({"scored": logits_CV}, merged_ids, scale, head)
             values_CK, ids_NK[rows] = head.top_k(logits_CV, ids_NK.shape[1])
-            student = statistics.student
-            shifted_CK = values_CK * scale - student.maximum_C[:, None]
-            logprobs_NK[rows] = shifted_CK - student.log_sum_C[:, None]
+            logprobs_NK[rows] = statistics.student.log_softmax(values_CK * scale)
     return TokenScores(logprob_N, entropy_N, ids_NK, logprobs_NK)
 
 

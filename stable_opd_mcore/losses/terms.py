@@ -46,6 +46,16 @@ class Terms:
         """Whether the student meets the teacher over the full vocabulary."""
         return self.divergence in DENSE or self.settings.control_variate
 
+    @property
+    def merged_ids(self) -> tuple[int, ...]:
+        """Stop ids that are one outcome in every distribution of the loss; empty for none.
+
+        Where nothing but sampled tokens meets the teacher there are none: the reference stops as
+        the student does, and the KL to it then also holds the student to its own stop token.
+        """
+        compares = self.divergence is not None or self.settings.control_variate
+        return self.stop.trigger_ids if self.stop is not None and compares else ()
+
 
 @dataclass(frozen=True)
 class Rows:

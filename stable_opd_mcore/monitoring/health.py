@@ -176,7 +176,7 @@ def _mean_terms(
     trained_N = pg_N | golden_N | (microbatch.kl_weight_N != 0)
     repetitive_N = microbatch.repetitive_N
     student_N = output.student_logprob_N.detach()
-    reference_N = None if reference is None else reference.sampled_logprob_N
+    reference_N = None if reference is None else output.reference_logprob_N.detach()
     teacher_entropy_N = None if teacher is None else teacher.entropy_N
     advantage_N = output.advantage_N
     return {

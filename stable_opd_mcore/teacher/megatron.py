@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from torch.nn import Module
 
-from stable_opd_mcore.losses.head import Head, StopClass, align_head
-from stable_opd_mcore.losses.objectives import SMALL_CHUNK_ELEMENTS
+from stable_opd_mcore.losses.head import Head, StopClass, align_head, chunk_rows
 from stable_opd_mcore.losses.scores import score
 from stable_opd_mcore.models.convert import architecture_of
 from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
@@ -33,10 +32,12 @@ class FrozenModel:
         temperature: of the rollouts, so that all log-probabilities compare.
         stop: the model's own stop class (METHOD §4), None to score the plain token.
         top_k: also keep the K most probable tokens and their log-probabilities.
+        merged_ids: stop ids that are one entry of this list (losses.terms.Terms.merged_ids).
         keep_hidden: also keep hidden_NH, for losses over the full vocabulary.
+        score_tokens: False: give hidden_NH alone, and leave the product with the head to the loss.
         like: the student's head; the kept head is cut over the tensor ranks at the same vocabulary
             entries, which a model with more padding rows is not by itself.
-        chunk_tokens: rows whose logits exist at once.
+        chunk_tokens: rows whose logits exist at once, as losses.head.chunk_rows bends it.
 
     Raises:
         ValueError: the model has fewer vocabulary entries than `vocab_size`.
@@ -51,7 +52,9 @@ class FrozenModel:
         temperature: float = 1.0,
         stop: StopClass | None = None,
         top_k: int | None = None,
+        merged_ids: tuple[int, ...] = (),
         keep_hidden: bool = False,
+        score_tokens: bool = True,
         like: Head | None = None,
         chunk_tokens: int = 1024,
     ):
@@ -66,8 +69,10 @@ class FrozenModel:
         self._temperature = temperature
         self._stop = stop
         self._top_k = top_k
+        self._merged_ids = merged_ids
         self._keep_hidden = keep_hidden
-        self._chunk_tokens = max(chunk_tokens, SMALL_CHUNK_ELEMENTS // vocab_size)
+        self._score_tokens = score_tokens
+        self._chunk_tokens = chunk_tokens
         head = output_head(chunks, vocab_size)
         self._head = head if head is None or like is None else align_head(head, like)
 
@@ -94,6 +99,8 @@ class FrozenModel:
     def _scores_of(self, hidden_TH: Tensor, batch: MicroBatch) -> TeacherScores:
         assert self._head is not None, "the last pipeline stage holds the output head"
         hidden_NH = hidden_TH.index_select(0, batch.rows_N)
+        if not self._score_tokens:
+            return TeacherScores(None, hidden_NH=hidden_NH)
         found = score(
             hidden_NH,
             self._head,
@@ -101,7 +108,8 @@ class FrozenModel:
             temperature=self._temperature,
             stop=self._stop,
             top_k=self._top_k,
-            chunk_tokens=self._chunk_tokens,
+            merged_ids=self._merged_ids,
+            chunk_tokens=chunk_rows(self._chunk_tokens, self._head),
         )
         return TeacherScores(
             sampled_logprob_N=found.logprob_N,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from stable_opd_mcore.config.schema import TeacherConfig
 from stable_opd_mcore.losses.head import Head, StopClass
@@ -52,10 +52,12 @@ class SglangTeacher:
         temperature: of the rollouts; only 1 can be served.
         stop: the teacher's own stop class (METHOD §4), None to score the plain token.
         top_k: also ask for the K most probable tokens.
+        merged_ids: stop ids that are one entry of this list (losses.terms.Terms.merged_ids).
         patience_seconds: how long an absent teacher is waited for.
 
     Raises:
-        ValueError: a temperature other than 1, or no key where one is named.
+        ValueError: a temperature other than 1, no key where one is named, or a list longer than
+            the vocabulary.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class SglangTeacher:
         temperature: float,
         stop: StopClass | None = None,
         top_k: int | None = None,
+        merged_ids: tuple[int, ...] = (),
         patience_seconds: float = 600.0,
     ) -> None:
         if temperature != 1.0:
@@ -92,6 +95,15 @@ class SglangTeacher:
         self._vocab_size = vocab_size
         self._stop = stop
         self._top_k = top_k or 0
+        self._merged_ids = torch.tensor(merged_ids if top_k else (), dtype=torch.int64)
+        # As many tokens as hold the K most probable entries whatever is merged, see merge_entries.
+        self._listed = self._top_k + max(0, len(self._merged_ids) - 1)
+        if self._listed > vocab_size:
+            raise ValueError(
+                f"top-{self._top_k} of a vocabulary of {vocab_size}: lower objective.top_k"
+            )
+        class_ids = stop.class_ids if stop else ()
+        self._extra_ids = tuple(sorted({*class_ids, *self._merged_ids.tolist()}))
         self._patience = patience_seconds
         self._turn = itertools.count()
         self._prompt_ids: list[str] = []
@@ -199,8 +211,8 @@ class SglangTeacher:
                 token_ids=tuple(tokens[start:end]),
                 start=first_row + 1 - start,
                 vocab_size=self._vocab_size,
-                top_k=self._top_k,
-                extra_ids=self._stop.class_ids if self._stop else (),
+                top_k=self._listed,
+                extra_ids=self._extra_ids,
             )
             route = self._route(self._prompt_ids[sample]) if self._prompt_ids else _ANY
             requests.append((route, request))
@@ -222,30 +234,41 @@ class SglangTeacher:
         raise AssertionError("unreachable")
 
     def _scores(self, batch: MicroBatch, answers: Sequence[SequenceScores]) -> TeacherScores:
-        device = batch.targets_N.device
-        logprobs = [value for said in answers for value in said.logprobs]
+        targets_N = batch.targets_N.cpu()
+        count, device = len(targets_N), batch.targets_N.device
+        logprobs_N = torch.tensor([value for said in answers for value in said.logprobs])
+        extra_NE = torch.tensor([row for said in answers for row in said.extra_logprobs])
+        extra_NE = extra_NE.view(count, len(self._extra_ids))
         if self._stop is not None:
-            extra = [row for said in answers for row in said.extra_logprobs]
-            triggers = set(self._stop.trigger_ids)
-            logprobs = [
-                _log_sum(row) if target in triggers else value
-                for value, row, target in zip(
-                    logprobs, extra, batch.targets_N.tolist(), strict=True
-                )
-            ]
-        scores = TeacherScores(torch.tensor(logprobs, dtype=torch.float32, device=device))
+            is_own_E = torch.isin(torch.tensor(self._extra_ids), torch.tensor(self._stop.class_ids))
+            triggered_N = torch.isin(targets_N, torch.tensor(self._stop.trigger_ids))
+            logprobs_N = torch.where(triggered_N, extra_NE[:, is_own_E].logsumexp(1), logprobs_N)
         if not self._top_k:
-            return scores
+            return TeacherScores(logprobs_N.to(device))
         ids = [row for said in answers for row in said.top_ids]
         values = [row for said in answers for row in said.top_logprobs]
-        shape = (len(logprobs), self._top_k)
+        ids_NK = torch.tensor(ids, dtype=torch.int64).view(count, self._listed)
+        values_NK = torch.tensor(values).view(count, self._listed)
+        if len(self._merged_ids):
+            is_merged_E = torch.isin(torch.tensor(self._extra_ids), self._merged_ids)
+            stopped_N = extra_NE[:, is_merged_E].logsumexp(1)
+            ids_NK, values_NK = merge_entries(ids_NK, values_NK, self._merged_ids, stopped_N)
         return TeacherScores(
-            scores.sampled_logprob_N,
-            topk_ids_NK=torch.tensor(ids, dtype=torch.int64, device=device).view(shape),
-            topk_logprobs_NK=torch.tensor(values, dtype=torch.float32, device=device).view(shape),
+            logprobs_N.to(device),
+            topk_ids_NK=ids_NK.to(device),
+            topk_logprobs_NK=values_NK.to(device),
         )
 
 
-def _log_sum(logprobs: Sequence[float]) -> float:
-    largest = max(logprobs)
-    return largest + math.log(sum(math.exp(value - largest) for value in logprobs))
+def merge_entries(
+    ids_NK: Tensor, logprobs_NK: Tensor, merged_ids: Tensor, merged_logprob_N: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The K most probable entries once J merged ids are one of them, from lists of K + J - 1.
+
+    Exact: such a list holds K other ids, unless all J are in it; then their sum is among the K.
+    """
+    keep = ids_NK.shape[1] - (len(merged_ids) - 1)
+    others_NK = logprobs_NK.masked_fill(torch.isin(ids_NK, merged_ids), -torch.inf)
+    top = torch.cat([others_NK, merged_logprob_N[:, None]], dim=1).topk(keep, dim=1)
+    first_N1 = merged_ids[:1].expand(len(ids_NK), 1)
+    return torch.cat([ids_NK, first_N1], dim=1).gather(1, top.indices), top.values

@@ -90,6 +90,7 @@ def _compare(
     batch: MicroBatch, ends_N: Tensor, student: TeacherScores, teacher: TeacherScores
 ) -> Metrics:
     found = overlap(*_top(student), *_top(teacher))
+    assert student.sampled_logprob_N is not None and teacher.sampled_logprob_N is not None
     trained_N = batch.pg_weight_N != 0
     return Metrics(
         {

@@ -202,12 +202,14 @@ class _Models:
         if self.config.teacher is None or needs == "none":
             return None
         top_k = self.objective.top_k if needs == "topk" else None
+        stop, merged_ids = self.objective.teacher_stop, self.objective.terms.merged_ids
         if self.config.teacher.engine == "megatron":
             return self._scorer(
                 self._teacher_chunks,
                 student,
-                stop=self.objective.teacher_stop,
+                stop=stop,
                 top_k=top_k,
+                merged_ids=merged_ids,
                 keep_hidden=needs == "hidden",
             )
         if needs == "hidden":
@@ -215,7 +217,7 @@ class _Models:
                 f"objective.name={self.config.objective.name} compares whole distributions, which "
                 "a served teacher does not send; set teacher.engine=megatron"
             )
-        served = self._served(self.config.teacher, self.objective.teacher_stop, top_k)
+        served = self._served(self.config.teacher, stop, top_k, merged_ids)
         served.self_test(range(min(64, self.vocab_size)))
         return served
 
@@ -225,7 +227,11 @@ class _Models:
         return self.load(self.config.teacher, trainable=False)
 
     def _served(
-        self, teacher: TeacherConfig, stop: StopClass | None, top_k: int | None
+        self,
+        teacher: TeacherConfig,
+        stop: StopClass | None,
+        top_k: int | None,
+        merged_ids: tuple[int, ...] = (),
     ) -> SglangTeacher:
         return SglangTeacher(
             teacher,
@@ -234,6 +240,7 @@ class _Models:
             temperature=self.objective.temperature,
             stop=stop,
             top_k=top_k,
+            merged_ids=merged_ids,
         )
 
     def reference(self, student: Sequence[HiddenStatesGPTModel]) -> FrozenModel | None:
@@ -248,7 +255,9 @@ class _Models:
             copy_weights(student, chunks)
         else:
             read_weights(chunks, path)
-        return self._scorer(chunks, student, keep_hidden=needs == "hidden")
+        # The exact KL has the reference's logits at hand, so nothing else need multiply its head.
+        exact = needs == "hidden"
+        return self._scorer(chunks, student, keep_hidden=exact, score_tokens=not exact)
 
     def behaviour(self, student: Sequence[HiddenStatesGPTModel]) -> FrozenModel:
         """The student itself, asked before the first of several updates on one batch."""
@@ -282,7 +291,9 @@ class _Models:
         *,
         stop: StopClass | None = None,
         top_k: int | None = None,
+        merged_ids: tuple[int, ...] = (),
         keep_hidden: bool = False,
+        score_tokens: bool = True,
     ) -> FrozenModel:
         return FrozenModel(
             chunks,
@@ -291,7 +302,9 @@ class _Models:
             temperature=self.objective.temperature,
             stop=stop,
             top_k=top_k,
+            merged_ids=merged_ids,
             keep_hidden=keep_hidden,
+            score_tokens=score_tokens,
             like=output_head(student, self.vocab_size),
             chunk_tokens=self.config.train.loss_chunk_tokens,
         )

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.losses.fused import Head
-from stable_opd_mcore.losses.objectives import build_objective
-from stable_opd_mcore.records import MicroBatch, TeacherScores
-from tests.losses.cases import make_config
+from stable_opd_mcore.losses.objectives import Objective, build_objective
+from stable_opd_mcore.records import MicroBatch
+from tests.losses.cases import make_config, teacher_scores
 
 VOCAB = 5
 
@@ -50,7 +50,7 @@ class World:
             number = number * VOCAB + token + 1
         return number
 
-    def microbatch(self, objective_config: Config, weights: Tensor | None = None) -> MicroBatch:
+    def microbatch(self, objective: Objective, weights: Tensor | None = None) -> MicroBatch:
         """Every sequence once, all its tokens weighted by its probability under the student."""
         log_p, log_q = self.student.log_softmax(1), self.teacher.log_softmax(1)
         rows = [
@@ -62,7 +62,7 @@ class World:
         logprob = log_p[state, target]
         total = torch.zeros(len(self.sequences), dtype=torch.float64).index_add_(0, sample, logprob)
         weight = (total.exp() if weights is None else weights)[sample]
-        top = log_q[state].topk(min(objective_config.objective.top_k, VOCAB), dim=1)
+        hidden = torch.eye(len(log_q), dtype=torch.float64)[state]
         zero = torch.zeros_like(weight)
         return MicroBatch(
             tokens_T=target,
@@ -78,19 +78,16 @@ class World:
             sft_weight_N=zero,
             rollout_logprob_N=logprob,
             repetitive_N=zero.bool(),
-            teacher=TeacherScores(
-                sampled_logprob_N=log_q[state, target],
-                topk_ids_NK=top.indices,
-                topk_logprobs_NK=top.values,
-                hidden_NH=torch.eye(len(log_q), dtype=torch.float64)[state],
-            ),
+            teacher=teacher_scores(objective, log_q[state], target, hidden),
         )
 
-    def gradient(self, config: Config, weights: Tensor | None = None) -> Tensor:
-        """d loss / d logits [states, VOCAB] over all sequences."""
-        batch = self.microbatch(config, weights)
+    def gradient(
+        self, config: Config, weights: Tensor | None = None, teacher_stop: int = 0
+    ) -> Tensor:
+        """d loss / d logits [states, VOCAB] over all sequences; the student stops on 0."""
+        objective = build_objective(config, (0,), (teacher_stop,))
+        batch = self.microbatch(objective, weights)
         logits = self.student.T.clone().requires_grad_()  # the head: [VOCAB, states]
-        objective = build_objective(config, (0,), (0,))
         hidden = torch.eye(len(self.student), dtype=torch.float64)[batch.rows_N]
         teacher_head = Head(self.teacher.T, 0, VOCAB)
         out = objective(hidden, Head(logits, 0, VOCAB), batch, teacher_head=teacher_head)
@@ -173,6 +170,39 @@ def test_support_objectives_move_towards_the_teacher(name):
     outside = torch.ones(VOCAB, dtype=torch.bool)
     outside[support] = False
     assert not gradient[outside].any()
+
+
+# Objectives that compare distributions, and the odds of stopping below which descent on tokens as
+# they are ends. The teacher's top 3 do not hold the student's stop token: lsm leaves it alone.
+COMPARING = {
+    "reverse": ({"objective__name": "gkd"}, 0.01),
+    "forward": ({"objective__name": "gkd", "objective__divergence": "forward"}, 0.1),
+    "jsd": ({"objective__name": "gkd", "objective__divergence": "jsd"}, 0.1),
+    "student_topk": ({"objective__name": "student_topk", "objective__top_k": 3}, 0.01),
+    "lsm": ({"objective__name": "lsm", "objective__top_k": 3}, 0.9),
+}
+
+
+@pytest.mark.parametrize(("changes", "plain_odds"), COMPARING.values(), ids=COMPARING)
+def test_a_teacher_that_stops_on_another_token_teaches_stopping(changes, plain_odds):
+    """The student stops on 0 with odds .3 to .4 against token 2, the teacher on 1 with .6 to .2.
+
+    Each gives the other's stop token next to nothing. Merged, the student learns to stop as often
+    as the teacher, on its own token; as they are, divergences teach it never to stop (METHOD §4).
+    """
+    student = torch.tensor([[0.3, 1e-9, 0.4, 0.2, 0.1]], dtype=torch.float64).log()
+    teacher = torch.tensor([[1e-9, 0.6, 0.2, 0.12, 0.08]], dtype=torch.float64).log()
+
+    def odds_after_descent(stop_class: bool) -> float:
+        config = make_config(**changes, objective__stop_class=stop_class)
+        world = replace(World.of(1), student=student, teacher=teacher)
+        for _ in range(150):
+            world = replace(world, student=world.student - world.gradient(config, teacher_stop=1))
+        p = world.student.softmax(1)[0]
+        return float(p[0] / p[2])
+
+    assert odds_after_descent(stop_class=True) == pytest.approx(3, rel=0.01)
+    assert odds_after_descent(stop_class=False) < plain_odds
 
 
 def test_sequence_level_is_the_gradient_of_the_sequence_kl():

@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from stable_opd_mcore.losses.fused import Head, StopClass, fused_loss
-from stable_opd_mcore.losses.objectives import OBJECTIVES
+from stable_opd_mcore.losses.objectives import OBJECTIVES, build_objective
+from stable_opd_mcore.losses.reference import class_logprob
 from stable_opd_mcore.records import MicroBatch
 from tests.losses.cases import (
+    STUDENT_STOP,
+    TEACHER_STOP,
     Case,
     assert_close,
     cast_batch,
@@ -18,6 +21,7 @@ from tests.losses.cases import (
     make_config,
     run_fused,
     run_reference,
+    teacher_scores,
 )
 
 # Every objective of the registry as it is, and every option that changes what is computed.
@@ -52,7 +56,29 @@ VARIANTS = {name: {"objective__name": name, "objective__top_k": 1} for name in O
         "kl__beta": 0.2,
         "kl__estimator": "k3",
     },
+    "gkd_plain_stop": {"objective__name": "gkd", "objective__stop_class": False, "kl__beta": 0.2},
+    "gkd_jsd_plain_stop": {
+        "objective__name": "gkd",
+        "objective__divergence": "jsd",
+        "objective__stop_class": False,
+    },
+    "lsm_plain_stop": {
+        "objective__name": "lsm",
+        "objective__top_k": 4,
+        "objective__stop_class": False,
+    },
+    "student_topk_plain_stop": {
+        "objective__name": "student_topk",
+        "objective__top_k": 4,
+        "objective__stop_class": False,
+    },
 }
+# Those whose distributions have the stop ids of student and teacher as one outcome.
+MERGING = [
+    name
+    for name, changes in VARIANTS.items()
+    if build_objective(make_config(**changes), STUDENT_STOP, TEACHER_STOP).terms.merged_ids
+]
 SIZES = ((1, 1), (1, 5), (13, 31), (17, 257))
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -81,6 +107,45 @@ def test_equals_definition_in_fp32(variant):
         assert_close(run_fused(case, torch.float32), run_reference(case), 1e-5)
 
 
+@pytest.mark.parametrize("variant", MERGING)
+def test_stop_classes_of_several_ids_that_overlap(variant):
+    """Stop tokens are among the targets, the masked and the golden rows of every case."""
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        for temperature, old in ((1.0, False), (0.7, True)):
+            case = case_of(
+                variant,
+                37,
+                61,
+                temperature=temperature,
+                old=old,
+                dtype=dtype,
+                stop_ids=((1, 40), (60, 40, 2)),
+            )
+            assert case.objective.terms.merged_ids == (1, 2, 40, 60)
+            assert_close(run_fused(case, dtype, padding=3), run_reference(case), tolerance)
+
+
+@pytest.mark.parametrize("name", ["lsm", "student_topk"])
+def test_a_support_of_everything_is_the_whole_distribution(name):
+    """Of V ids some are no outcomes of their own; as entries of a list they are worth nothing."""
+    support, whole = (
+        run_fused(make_case(make_config(**changes), stop_ids=((1, 4), (2,))))
+        for changes in (
+            {"objective__name": name, "objective__top_k": 31},
+            {"objective__name": "gkd"},
+        )
+    )
+    torch.testing.assert_close(support.pg, whole.pg)
+    torch.testing.assert_close(support.d_weight, whole.d_weight)
+
+
+@pytest.mark.parametrize("variant", MERGING)
+def test_one_stop_token_for_both_is_inert(variant):
+    shared = case_of(variant, stop_ids=((2,), (2,)))
+    config = make_config(**VARIANTS[variant], objective__stop_class=False)
+    assert torch.equal(run_fused(shared).d_weight, run_fused(make_case(config)).d_weight)
+
+
 @every_variant
 def test_equals_definition_in_bf16(variant):
     case = case_of(variant, 29, 257, dtype=torch.bfloat16, seed=2, spread=2.0)
@@ -104,20 +169,13 @@ def extreme(case: Case) -> Case:
         weight[index::3, 0] = -1e4
         weight[index + 3 :: 7, 0] = 1e4
         changes[f"{name}hidden_NH"], changes[f"{name}weight_VH"] = hidden, weight
-    teacher = case.batch.teacher
     reference = case.batch.reference
-    assert teacher is not None and reference is not None
+    assert reference is not None
     log_q = (changes["teacher_hidden_NH"] @ changes["teacher_weight_VH"].T).log_softmax(-1)
-    top = log_q.topk(case.objective.top_k, dim=1)
-    sampled = log_q.gather(1, case.batch.targets_N[:, None])[:, 0]
     batch = replace(
         case.batch,
-        teacher=replace(
-            teacher,
-            sampled_logprob_N=sampled,
-            topk_ids_NK=top.indices,
-            topk_logprobs_NK=top.values,
-            hidden_NH=changes["teacher_hidden_NH"],
+        teacher=teacher_scores(
+            case.objective, log_q, case.batch.targets_N, changes["teacher_hidden_NH"]
         ),
         reference=replace(reference, hidden_NH=changes["reference_hidden_NH"]),
     )
@@ -137,24 +195,33 @@ def test_extreme_logits(variant):
     assert_close(found, expected, 1e-5)
 
 
-@every_variant
-def test_improbable_targets(variant):
-    """Targets near probability 1e-30."""
-    case = case_of(variant, 12, 31, dtype=torch.float32)
-    weight = case.weight_VH.clone()
-    hidden = case.hidden_NH.clone()
+def improbable(case: Case, old_gap: float | None) -> Case:
+    """Targets near probability 1e-30, every given number exact in fp32.
+
+    Otherwise the rounding of a given logit of -69, 4e-6 absolute and so 4e-6 of the probability,
+    would be in the result of any algorithm. old_gap: sizes of log pi - log pi_old.
+    """
+    hidden, weight = ((8 * x).round() / 8 for x in (case.hidden_NH, case.weight_VH))
     hidden[:, 0] = 1
     weight[case.batch.targets_N, 0] = -69.0
-    case = replace(case, hidden_NH=hidden, weight_VH=weight)
-    if VARIANTS[variant].get("kl__estimator") == "k3":
-        reference = replace(
-            case.batch.reference, sampled_logprob_N=torch.full((12,), -68.0).double()
-        )
-        case = replace(case, batch=replace(case.batch, reference=reference))
-    logprob_N = (hidden @ weight.T).log_softmax(-1).gather(1, case.batch.targets_N[:, None])
-    assert logprob_N.min() < -65
-    # One rounding of a logit of 69 is 4e-6 absolute, so of a probability 4e-6 relative.
-    assert_close(run_fused(case, torch.float32), run_reference(case), 3e-5)
+    targets, rows = case.batch.targets_N, len(hidden)
+    log_p_NV = (hidden @ weight.T).log_softmax(-1)
+    assert log_p_NV.gather(1, targets[:, None]).max() < -65
+    old = None
+    if old_gap is not None:
+        signs = torch.tensor([-1.0, 1.0]).double().repeat(rows)[:rows]
+        old = class_logprob(log_p_NV, targets, case.objective.student_stop) + old_gap * signs
+    reference = replace(case.batch.reference, sampled_logprob_N=torch.full((rows,), -68.0).double())
+    batch = replace(case.batch, old_logprob_N=old, reference=reference)
+    rounded = cast_batch(cast_batch(batch, torch.float32, torch.float64), *2 * [torch.float64])
+    return replace(case, hidden_NH=hidden, weight_VH=weight, batch=rounded)
+
+
+@every_variant
+@pytest.mark.parametrize("old_gap", [None, 0.1])
+def test_improbable_targets(variant, old_gap):
+    case = improbable(case_of(variant, 12, 31, dtype=torch.float32), old_gap)
+    assert_close(run_fused(case, torch.float32), run_reference(case), 1e-5)
 
 
 @every_variant
@@ -266,6 +333,25 @@ def test_incoming_gradient_scales_and_a_frozen_head_costs_nothing():
         ).loss.requires_grad
 
 
+def test_per_token_results_where_stops_are_merged():
+    """Entropies and the target's log-probabilities are of tokens, divergences of outcomes."""
+    case = case_of("gkd_jsd", 24)
+    heads = [
+        Head(w, 0, 31) for w in (case.weight_VH, case.teacher_weight_VH, case.reference_weight_VH)
+    ]
+    out = case.objective(
+        case.hidden_NH, heads[0], case.batch, teacher_head=heads[1], reference_head=heads[2]
+    )
+    log_p = (case.hidden_NH @ case.weight_VH.T).log_softmax(-1)
+    log_q = (case.teacher_hidden_NH @ case.teacher_weight_VH.T).log_softmax(-1)
+    torch.testing.assert_close(out.entropy_N, -(log_p.exp() * log_p).sum(-1))
+    own, other = (
+        torch.cat([x[:, :1], x[:, 3:], x[:, 1:3].logsumexp(1, True)], 1) for x in (log_p, log_q)
+    )
+    torch.testing.assert_close(out.kl_teacher_N, (own.exp() * (own - other)).sum(1))
+    torch.testing.assert_close(out.reference_logprob_N, case.batch.reference.sampled_logprob_N)
+
+
 def test_per_token_results():
     case = case_of("opd_exact_kl", 24, old=True)
     heads = [Head(w, 0, 31) for w in (case.weight_VH, case.reference_weight_VH)]
@@ -276,6 +362,7 @@ def test_per_token_results():
     kl = (log_p.exp() * (log_p - log_r)).sum(-1)
     torch.testing.assert_close(out.entropy_N, entropy)
     torch.testing.assert_close(out.kl_reference_N, kl)
+    torch.testing.assert_close(out.reference_logprob_N, case.batch.reference.sampled_logprob_N)
     torch.testing.assert_close(out.kl, (case.batch.kl_weight_N * kl).sum())
     trained = case.batch.pg_weight_N != 0
     advantage = case.batch.teacher.sampled_logprob_N - case.batch.old_logprob_N

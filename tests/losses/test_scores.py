@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from stable_opd_mcore.losses.fused import Head, StopClass, stop_classes
+from stable_opd_mcore.losses.head import chunk_rows
 from stable_opd_mcore.losses.scores import overlap, score
 from tests.losses.cases import make_case, make_config
 
@@ -31,12 +32,44 @@ def test_scores_equal_log_softmax():
         assert torch.equal(found.topk_ids_NK, top.indices)
 
 
+def test_top_k_has_the_stop_ids_as_one_of_its_entries():
+    case = make_case(make_config(), 17, 61)
+    log_p = (case.hidden_NH @ case.weight_VH.T / 0.7).log_softmax(-1)
+    found = score(
+        case.hidden_NH,
+        Head(case.weight_VH, 0, 61),
+        case.batch.targets_N,
+        temperature=0.7,
+        top_k=20,
+        merged_ids=(7, 30, 50),
+        chunk_tokens=5,
+    )
+    others = [token for token in range(61) if token not in (7, 30, 50)]
+    stopped = log_p[:, [7, 30, 50]].logsumexp(1, keepdim=True)
+    top = torch.cat([log_p[:, others], stopped], dim=1).topk(20, dim=1)
+    torch.testing.assert_close(found.topk_logprobs_NK, top.values)
+    assert torch.equal(found.topk_ids_NK, torch.tensor([*others, 7])[top.indices])
+    assert (found.topk_ids_NK == 7).any()
+    torch.testing.assert_close(found.entropy_N, -(log_p.exp() * log_p).sum(1))
+
+
 def test_nothing_to_score():
     case = make_case(make_config(), 0, 7)
     found = score(
         case.hidden_NH, Head(case.weight_VH, 0, 7), case.batch.targets_N, temperature=1.0, top_k=2
     )
     assert found.logprob_N.shape == (0,) and found.topk_ids_NK.shape == (0, 2)
+
+
+def test_chunks_hold_about_as_many_logits_whatever_the_vocabulary():
+    def rows(wanted, vocab):
+        return chunk_rows(wanted, Head(torch.empty(0, 1), 0, vocab))
+
+    assert rows(1024, 4096) == 1024
+    assert rows(1024, 64) == 2**22 // 64  # a small vocabulary: long chunks cost nothing
+    assert rows(1024, 32768) == 512  # a large one on a CPU: 64 MiB of logits are enough
+    assert rows(1024, 152064) == 128
+    assert rows(32, 152064) == 32
 
 
 def test_bad_requests():

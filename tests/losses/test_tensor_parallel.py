@@ -27,21 +27,34 @@ def check_losses(groups: list[dist.ProcessGroup]) -> None:
     """V=5 with 3 padding rows leaves the last of four shards without a single real entry."""
     for variant in VARIANTS:
         for rows, vocab, padding in ((13, 31, 1), (7, 5, 3), (0, 31, 1)):
-            case = case_of(variant, rows, vocab, temperature=0.7, old=True, dtype=torch.float32)
+            # Merged stop ids on three of four shards, and where the vocabulary is small on two.
+            stop_ids = ((1, 9), (20, 30)) if vocab == 31 else ((1,), (2,))
+            case = case_of(
+                variant,
+                rows,
+                vocab,
+                temperature=0.7,
+                old=True,
+                dtype=torch.float32,
+                stop_ids=stop_ids,
+            )
             expected = run_reference(case)
             for group in groups if rows == 13 else groups[-1:]:
                 mine = shard_slice(vocab, padding, group)
                 found = run_fused(case, torch.float32, padding, group=group)
                 rows_of_shard = replace(expected, d_weight=expected.d_weight[mine])
                 assert not found.d_weight[mine.stop - mine.start :].any(), "padding has a gradient"
-                assert_close(found, rows_of_shard, 2e-5)
+                assert_close(found, rows_of_shard, 1e-5)
 
 
 def check_far_apart(groups: list[dist.ProcessGroup]) -> None:
     """Confident models that disagree, the student's mass within one shard: no digits lost in
-    merging."""
+    merging.
+
+    Logits of 1800 are multiples of 1/8: rounding them alone would cost 1e-5 of the gradient.
+    """
     case = case_of("gkd", 9, 32, dtype=torch.float32)
-    weight, teacher = case.weight_VH.clone(), case.teacher_weight_VH.clone()
+    weight, teacher = ((8 * x).round() / 8 for x in (case.weight_VH, case.teacher_weight_VH))
     weight[3:5] += 40
     teacher[20:22] += 300
     ones = {
@@ -59,7 +72,7 @@ def check_far_apart(groups: list[dist.ProcessGroup]) -> None:
     for group in groups:
         found = run_fused(case, torch.float32, group=group)
         mine = shard_slice(32, 0, group)
-        assert_close(found, replace(expected, d_weight=expected.d_weight[mine]), 2e-5)
+        assert_close(found, replace(expected, d_weight=expected.d_weight[mine]), 1e-5)
 
 
 def check_scores(groups: list[dist.ProcessGroup]) -> None:

@@ -126,13 +126,18 @@ def test_what_an_objective_needs():
     assert needs(objective__advantage__control_variate=True) == ("hidden", "none")
 
 
-@pytest.mark.parametrize("name", ["gkd", "lsm", "student_topk"])
-def test_divergences_refuse_models_that_stop_differently(name):
-    with pytest.raises(ConfigError, match=r"student stops on \[1\] and the teacher on \[2\]"):
-        build_objective(make_config(objective__name=name), (1,), (2,))
-    assert build_objective(make_config(objective__name=name), (1, 2), (2, 1)).name == name
-    as_they_are = make_config(objective__name=name, objective__stop_class=False)
-    assert build_objective(as_they_are, (1,), (2,)).student_stop is None
+def test_stop_ids_are_merged_where_distributions_are_compared():
+    def merged(student_stops, teacher_stops, **changes):
+        return build_objective(
+            make_config(**changes), student_stops, teacher_stops
+        ).terms.merged_ids
+
+    for name in ("gkd", "lsm", "student_topk"):
+        assert merged((5, 1), (2, 1), objective__name=name) == (1, 2, 5)
+        assert merged((1,), (1,), objective__name=name) == ()
+        assert merged((1,), (2,), objective__name=name, objective__stop_class=False) == ()
+    assert merged((1,), (2,), objective__advantage__control_variate=True) == (1, 2)
+    assert merged((1,), (2,), kl__beta=0.1) == ()
 
 
 @pytest.mark.parametrize(

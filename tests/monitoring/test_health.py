@@ -165,7 +165,7 @@ MICROBATCH = MicroBatch(
     teacher=TeacherScores(
         torch.tensor([-1.5, -1.5, -6.0, -9.0, -9.0, -9.0]), entropy_N=torch.full((6,), 2.0)
     ),
-    reference=ReferenceScores(torch.tensor([-2.0, -2.0, -2.0, -9.0, -9.0, -9.0])),
+    reference=ReferenceScores(None, hidden_NH=torch.zeros(6, 1)),
 )
 OUTPUT = LossOutput(
     loss=torch.tensor(99.0),
@@ -178,6 +178,7 @@ OUTPUT = LossOutput(
     ratio_clipped_N=torch.tensor([True, False, False, True, True, True]),
     kl_reference_N=torch.tensor([0.25, 0.75, 7.0, 7.0, 7.0, 7.0]),
     kl_teacher_N=torch.tensor([0.5, -0.5, 3.0, 7.0, 7.0, 7.0]),
+    reference_logprob_N=torch.tensor([-2.0, -2.0, -2.0, -9.0, -9.0, -9.0]),
 )
 EXPECTED = {
     "loss/total": 1.75,

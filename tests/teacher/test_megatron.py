@@ -88,6 +88,13 @@ def test_scores_are_those_of_the_common_vocabulary(chunks, world, expected, temp
         assert torch.allclose(score.hidden_NH, hidden, atol=1e-5)
 
 
+def test_hidden_states_alone_need_no_product_with_the_head(chunks, world, expected):
+    model = FrozenModel(chunks, world, vocab_size=VOCAB_SIZE, keep_hidden=True, score_tokens=False)
+    for said, (_, hidden) in zip(model.score(BATCHES), expected, strict=True):
+        assert said.sampled_logprob_N is None and said.entropy_N is None
+        assert torch.allclose(said.hidden_NH, hidden, atol=1e-5)
+
+
 def test_a_stop_token_is_scored_as_its_class(chunks, world, expected):
     own, foreign = (3, 8), (5,)
     stop = StopClass(class_ids=own, trigger_ids=own + foreign, include_target=False)
