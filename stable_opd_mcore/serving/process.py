@@ -77,6 +77,11 @@ def free_port(host: str) -> int:
         return probe.getsockname()[1]
 
 
+def _for_its_owner(path: str, flags: int) -> int:
+    """Opener of the server's log: SGLang writes all its settings into it, the key as well."""
+    return os.open(path, flags, 0o600)
+
+
 class SglangServer:
     """An owned server. `start` may be called again after `stop` or after the process died."""
 
@@ -124,7 +129,7 @@ class SglangServer:
                 "builds the servers' venv for a CPU, the README says what a GPU machine needs"
             )
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
+        with open(self.log, "ab", opener=_for_its_owner) as log:
             self._process = self._launch(log)
         atexit.register(self.stop)
 
@@ -184,6 +189,9 @@ class SglangServer:
         if self.options.device == "cpu":
             environment["PYTHONPATH"] = str(PROGRAM)  # its sgl_kernel and model families
             environment.setdefault("OMP_NUM_THREADS", "1")
+            # what weights were received into is kept, for fresh memory is ten times slower
+            environment.setdefault("MALLOC_MMAP_MAX_", "0")
+            environment.setdefault("MALLOC_TRIM_THRESHOLD_", "-1")
             if self.options.tensor > 1:  # SGLang binds each rank to cores, and must be told which
                 cores = sorted(os.sched_getaffinity(0))
                 ranks = (str(cores[rank % len(cores)]) for rank in range(self.options.tensor))

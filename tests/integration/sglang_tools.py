@@ -1,24 +1,32 @@
-"""What the tests with real SGLang servers share: where the servers' venv is, tiny models, a
-training run.
+"""What the tests with real SGLang servers share: where the servers' venv is, tiny models, training
+runs and `stable-opd serve` as processes, and a proxy that lets a real server fail.
 
-Not fixtures of a fake server: without the venv (`make sglang`) these tests are skipped, and say so.
+No server is faked: without the venv (`make sglang`) these tests are skipped and say so; under CI
+they fail.
 """
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("STABLE_OPD_SGLANG_PYTHON", str(ROOT / ".venv-sglang" / "bin" / "python"))
 needs_sglang = pytest.mark.skipif(
-    not os.access(PYTHON, os.X_OK), reason=f"no SGLang at {PYTHON}: `make sglang` installs it"
+    not os.access(PYTHON, os.X_OK) and os.environ.get("CI") != "true",
+    reason=f"no SGLang at {PYTHON}: `make sglang` installs it",
 )
 VOCABULARY = 128
 SERVER_ARGUMENTS = ("--max-total-tokens", "8192")
@@ -42,42 +50,227 @@ def architecture(model_type: str = "qwen2", *, tied: bool = True, **changes: Any
     } | changes
 
 
-def train(directory: Path, name: str, *overrides: str, check: bool = True) -> Path:
-    """`stable-opd train configs/smoke_cpu.yaml` with SGLang rollouts, in a process of its own."""
-    process = subprocess.run(
-        training_command(directory, name, *overrides),
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=580,
-        check=False,
-    )
-    assert not check or process.returncode == 0, process.stderr[-3000:]
+def wait_until(condition: Callable[[], Any], what: str, seconds: float = 300.0) -> Any:
+    """What `condition` returns as soon as it is true; looked at every millisecond or so."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"{what}: not within {seconds:.0f} s"
+        time.sleep(0.001)
+    return value
+
+
+# ---- processes
+
+
+class Process:
+    """A command of ours that writes into a file; ended, by force if need be, at the with's end."""
+
+    def __init__(self, command: list[str], output: Path) -> None:
+        self.output = output
+        with output.open("wb") as file:
+            self._process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+        self.pid = self._process.pid
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._process.poll() is None:
+            self._process.terminate()
+        try:
+            self._process.wait(60)
+        finally:
+            self._process.kill()
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def wait(self, seconds: float = 580.0) -> int:
+        """Its exit status."""
+        return self._process.wait(seconds)
+
+    def wait_until(self, condition: Callable[[], Any], what: str) -> Any:
+        """As `wait_until`, and no longer than the process lives."""
+
+        def alive_and_true() -> Any:
+            value = condition()
+            assert value or self._process.poll() is None, f"{what}: it ended\n{self.text[-3000:]}"
+            return value
+
+        return wait_until(alive_and_true, what)
+
+    def end(self) -> int:
+        """SIGTERM, and the exit status it leaves with."""
+        self._process.send_signal(signal.SIGTERM)
+        return self._process.wait(60)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._process.kill()
+        self._process.wait(60)
+
+
+def train(directory: Path, name: str, *overrides: str, ranks: int = 1) -> Path:
+    """Train to the end; the run directory."""
+    command = training_command(directory, name, *overrides, ranks=ranks)
+    with Process(command, directory / f"{name}.output") as process:
+        assert process.wait() == 0, process.text[-3000:]
     return directory / name
 
 
-def training_command(directory: Path, name: str, *overrides: str) -> list[str]:
-    arguments = ",".join(f"'{argument}'" for argument in SERVER_ARGUMENTS)
+def training_command(directory: Path, name: str, *overrides: str, ranks: int = 1) -> list[str]:
+    """`stable-opd train configs/smoke_cpu.yaml` with SGLang rollouts, on one rank or several."""
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     return [
-        *(sys.executable, "-m", "stable_opd_mcore", "train", "configs/smoke_cpu.yaml"),
-        f"run.name={name}",
-        f"run.directory={directory}",
+        *(sys.executable, "-m", *(launcher if ranks > 1 else ()), "stable_opd_mcore", "train"),
+        *_settings(directory, name),
         "rollout.engine=sglang",
-        f"rollout.sglang.python={PYTHON}",
-        f"rollout.sglang.arguments=[{arguments}]",
         "monitoring.tensorboard=false",
         "evaluation.every=0",
         *overrides,
     ]
 
 
+def serve(directory: Path, name: str, *overrides: str) -> Process:
+    """`stable-opd serve configs/smoke_cpu.yaml`; see `urls_of`."""
+    command = [sys.executable, "-m", "stable_opd_mcore", "serve", *_settings(directory, name)]
+    return Process([*command, *overrides], directory / f"{name}.output")
+
+
+def urls_of(served: Process) -> list[str]:
+    """Addresses, as soon as all its servers answer."""
+    served.wait_until(lambda: "urls: " in served.text and served.text.endswith("\n"), "urls")
+    line = next(line for line in served.text.splitlines() if line.startswith("urls: "))
+    return line.removeprefix("urls: ").split(",")
+
+
+def external(*urls: str) -> tuple[str, str]:
+    """The overrides of a run over servers that somebody else started."""
+    return "rollout.sglang.placement=external", f"rollout.sglang.urls=[{','.join(urls)}]"
+
+
+def _settings(directory: Path, name: str) -> list[str]:
+    arguments = ",".join(f"'{argument}'" for argument in SERVER_ARGUMENTS)
+    return [
+        "configs/smoke_cpu.yaml",
+        f"run.name={name}",
+        f"run.directory={directory}",
+        f"rollout.sglang.python={PYTHON}",
+        f"rollout.sglang.arguments=[{arguments}]",
+    ]
+
+
+def group_lives(group: int) -> bool:
+    """Whether a process of the group runs; one that ended and waits to be reaped does not."""
+    return any(int(fields[2]) == group and fields[0] != "Z" for _, fields in _processes())
+
+
+def servers_of(owner: int) -> list[int]:
+    """The process groups of the servers that `owner` started, the oldest first."""
+    found = []
+    for pid, fields in _processes():
+        if int(fields[1]) != owner:
+            continue
+        try:
+            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue  # it ended while we looked
+        if any(part.endswith(b"serve.py") for part in arguments):
+            found.append(pid)
+    return sorted(found)
+
+
+def _processes() -> list[tuple[int, list[str]]]:
+    """(pid, [state, parent, group]) of every process."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = entry.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue  # it ended while we looked
+        found.append((int(entry.parent.name), fields))
+    return found
+
+
+# ---- what a run leaves behind
+
+
 def rows(run: Path) -> list[dict[str, Any]]:
     """The run's metrics, one object per step."""
-    lines = (run / "metrics.jsonl").read_text().splitlines()
+    file = run / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
     return [row for row in map(json.loads, lines) if "loss/total" in row]
 
 
 def events(run: Path) -> list[dict[str, Any]]:
     """What the engine logged of its servers."""
     return [json.loads(line) for line in (run / "sglang/events.jsonl").read_text().splitlines()]
+
+
+def rollouts(run: Path, step: int) -> list[dict[str, Any]]:
+    """What a step was trained on."""
+    lines = (run / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+# ---- faults between client and server
+
+
+class FaultyProxy:
+    """Forwards to a real server; `fault(path)` may answer instead, or `change` what comes back
+    from /generate.
+    """
+
+    def __init__(self, target: str) -> None:
+        self.fault: Callable[[str], tuple[int, bytes] | None] = lambda path: None
+        self.change: Callable[[bytes], bytes] = lambda body: body
+        self.requests = 0  # to /generate
+        outer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                self._answer("POST", body)
+
+            def do_GET(self) -> None:
+                self._answer("GET", b"")
+
+            def _answer(self, method: str, body: bytes) -> None:
+                outer.requests += self.path == "/generate"
+                fault = outer.fault(self.path)
+                if fault is None:
+                    kept = ("Authorization", "Content-Type")
+                    headers = {name: self.headers[name] for name in kept if name in self.headers}
+                    response = httpx.request(
+                        method, target + self.path, content=body, headers=headers, timeout=60
+                    )
+                    fault = (response.status_code, response.content)
+                    if self.path == "/generate":
+                        fault = (fault[0], outer.change(fault[1]))
+                self.send_response(fault[0])
+                self.send_header("Content-Length", str(len(fault[1])))
+                self.end_headers()
+                self.wfile.write(fault[1])
+
+            def log_message(self, *arguments) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> FaultyProxy:
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()

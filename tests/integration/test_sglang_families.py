@@ -2,7 +2,7 @@
 family.
 """
 
-import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
-from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from stable_opd_mcore.records import Prompt
 from stable_opd_mcore.rollout.base import Sampling
 from stable_opd_mcore.rollout.sglang_build import build_sglang_engine, write_model_config
@@ -23,6 +23,7 @@ from tests.integration.sglang_tools import (
     SERVER_ARGUMENTS,
     VOCABULARY,
     architecture,
+    events,
     needs_sglang,
 )
 from tests.parallel.launch import run_ranks
@@ -38,21 +39,23 @@ FAMILIES = {
 METHODS = dict(zip(FAMILIES, ("distributed", "disk", "distributed", "disk"), strict=True))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_arrives_bit_exactly(tmp_path, name):
+@pytest.mark.parametrize("names", [("qwen2_tied", "qwen2_untied"), ("qwen3", "llama")])
+def test_families_arrive_bit_exactly(tmp_path, names):
     """A publish that is not bit-exact fails; this one is done twice, with other weights."""
-    server = _server(tmp_path / name, FAMILIES[name])
-    server.start()
-    try:
-        server.wait_until_healthy()
-        run_ranks(4, _publish, str(tmp_path), name, server.url)
-    finally:
-        server.stop()
-    lines = (tmp_path / name / "sglang/events.jsonl").read_text().splitlines()
-    assert [(e["event"], e["detail"]) for e in map(json.loads, lines)] == [
-        ("published", "version 0"),
-        ("published", "version 1"),
-    ]
+    with ExitStack() as stack:
+        servers = [_server(tmp_path / name, FAMILIES[name]) for name in names]
+        for server in servers:  # all at once, for starting one takes a while
+            stack.callback(server.stop)
+            server.start()
+        for server in servers:
+            server.wait_until_healthy()
+        urls = {name: server.url for name, server in zip(names, servers, strict=True)}
+        run_ranks(4, _publish_all, str(tmp_path), urls)
+    for name in names:
+        assert [(event["event"], event["detail"]) for event in events(tmp_path / name)] == [
+            ("published", "version 0"),
+            ("published", "version 1"),
+        ]
 
 
 def _server(directory: Path, fields: dict[str, Any]) -> SglangServer:
@@ -61,8 +64,14 @@ def _server(directory: Path, fields: dict[str, Any]) -> SglangServer:
     return SglangServer(options, directory / "server.log")
 
 
-def _publish(rank: int, world_size: int, directory: str, name: str, url: str) -> None:
+def _publish_all(rank: int, world_size: int, directory: str, urls: dict[str, str]) -> None:
     world = start_world(ParallelConfig(tensor=2, pipeline=2), seed=0)
+    for name, url in urls.items():
+        _publish(world, directory, name, url)
+    stop_world()
+
+
+def _publish(world: World, directory: str, name: str, url: str) -> None:
     config = parse_config(
         {
             "run": {"name": name, "directory": directory},
@@ -75,7 +84,6 @@ def _publish(rank: int, world_size: int, directory: str, name: str, url: str) ->
                 "sglang": {
                     "placement": "external",
                     "urls": [url],
-                    "tensor": 2,
                     "sync": METHODS[name],
                     "bucket_mib": 1,
                 },
@@ -97,4 +105,3 @@ def _publish(rank: int, world_size: int, directory: str, name: str, url: str) ->
     assert [r.prompt.prompt_id for r in rollouts] == [f"test:{i // 2}" for i in range(6)]
     assert {r.weight_version for r in rollouts} == {1}
     engine.close()
-    stop_world()

@@ -3,12 +3,10 @@
 Faults are injected between our client and the real server, which itself stays as it is.
 """
 
-import http.server
 import json
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,8 +34,11 @@ from tests.integration.sglang_tools import (
     PYTHON,
     SERVER_ARGUMENTS,
     VOCABULARY,
+    FaultyProxy,
     architecture,
+    group_lives,
     needs_sglang,
+    wait_until,
 )
 
 pytestmark = [needs_sglang, pytest.mark.cluster]
@@ -76,24 +77,16 @@ def server(world, chunks, tmp_path_factory) -> Iterator[SglangServer]:
     server.wait_until_healthy()
     yield server
     pid = server.pid
+    assert pid is not None
     server.stop()
-    deadline = time.monotonic() + 20
-    while _group_lives(pid) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not _group_lives(pid)
+    wait_until(lambda: not group_lives(pid), "its workers end with it", 20)
 
 
-def _group_lives(pid: int | None) -> bool:
-    """Whether a process of the group still runs; one that ended and waits to be reaped does not."""
-    states = []
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, group = entry.read_text().rpartition(")")[2].split()[:3]
-        except (OSError, ValueError):
-            continue
-        if int(group) == pid:
-            states.append(state)
-    return any(state != "Z" for state in states)
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory) -> str:
+    file = tmp_path_factory.mktemp("key") / "key"
+    file.write_text("secret\n")
+    return str(file)
 
 
 def generation(first: int = 3, **changes) -> Generation:
@@ -151,14 +144,14 @@ def test_a_prompt_beyond_its_window_is_refused(server):
         server.client().generate(generation(max_new_tokens=4000))
 
 
-def test_served_teacher_equals_the_same_teacher_in_megatron(server, world, chunks):
+def test_served_teacher_equals_the_same_teacher_in_megatron(server, world, chunks, key_file):
     samples, weights = _samples()
     batches = pack(samples, weights, max_tokens=64, data_rank=0, data_size=1)
     stop = StopClass(class_ids=(2, 9), trigger_ids=(2, 9, 11), include_target=False)
     settings = {"vocab_size": VOCABULARY, "temperature": 1.0, "stop": stop, "top_k": 4}
     ours = FrozenModel(chunks, world, **settings)
     served = SglangTeacher(
-        TeacherConfig(engine="sglang", urls=(server.url,), api_key="secret"),
+        TeacherConfig(engine="sglang", urls=(server.url,), api_key_file=key_file),
         world,
         patience_seconds=20.0,
         **settings,
@@ -170,8 +163,8 @@ def test_served_teacher_equals_the_same_teacher_in_megatron(server, world, chunk
         torch.testing.assert_close(a.topk_logprobs_NK, b.topk_logprobs_NK, atol=1e-4, rtol=0)
 
 
-def test_teachers_are_routed_by_source_and_unknown_ones_refused(server, world):
-    config = TeacherConfig(engine="sglang", routes={"math": (server.url,)}, api_key="secret")
+def test_teachers_are_routed_by_source_and_unknown_ones_refused(server, world, key_file):
+    config = TeacherConfig(engine="sglang", routes={"math": (server.url,)}, api_key_file=key_file)
     teacher = SglangTeacher(
         config, world, vocab_size=VOCABULARY, temperature=1.0, patience_seconds=20.0
     )
@@ -184,9 +177,9 @@ def test_teachers_are_routed_by_source_and_unknown_ones_refused(server, world):
         SglangTeacher(config, world, vocab_size=VOCABULARY, temperature=0.7)
 
 
-def test_an_absent_teacher_is_waited_for_then_named(server, world):
+def test_an_absent_teacher_is_waited_for_then_named(server, world, key_file):
     with FaultyProxy(server.url) as proxy:
-        config = TeacherConfig(engine="sglang", urls=(proxy.url, server.url), api_key="secret")
+        config = TeacherConfig(engine="sglang", urls=(proxy.url, server.url), api_key_file=key_file)
         proxy.fault = lambda path: (503, b"busy")
         teacher = SglangTeacher(config, world, vocab_size=VOCABULARY, temperature=1.0)
         samples, weights = _samples()
@@ -219,56 +212,6 @@ def _samples() -> tuple[list[Sample], list[TokenWeights]]:
 
 
 # ---- faults between client and server
-
-
-class FaultyProxy:
-    """Forwards to a real server; `fault(path)` may answer instead, or change what comes back."""
-
-    def __init__(self, target: str) -> None:
-        self.fault: Callable[[str], tuple[int, bytes] | None] = lambda path: None
-        self.change: Callable[[bytes], bytes] = lambda body: body
-        self.requests = 0
-        outer = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                self._answer("POST", body)
-
-            def do_GET(self) -> None:
-                self._answer("GET", b"")
-
-            def _answer(self, method: str, body: bytes) -> None:
-                outer.requests += self.path == "/generate"
-                fault = outer.fault(self.path)
-                if fault is None:
-                    headers = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
-                    response = httpx.request(
-                        method, target + self.path, content=body, headers=headers, timeout=60
-                    )
-                    fault = (response.status_code, response.content)
-                    if self.path == "/generate":
-                        fault = (fault[0], outer.change(fault[1]))
-                self.send_response(fault[0])
-                self.send_header("Content-Length", str(len(fault[1])))
-                self.end_headers()
-                self.wfile.write(fault[1])
-
-            def log_message(self, *arguments) -> None:
-                pass
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def __enter__(self) -> "FaultyProxy":
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
 
 def _once(answer: tuple[int, bytes]) -> Callable[[str], tuple[int, bytes] | None]:
@@ -365,7 +308,4 @@ def test_a_server_ends_with_its_owner(tmp_path, server):
     time.sleep(1.5)
     owner.send_signal(signal.SIGKILL)
     owner.wait()
-    deadline = time.monotonic() + 60
-    while _group_lives(pid) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not _group_lives(pid)
+    wait_until(lambda: not group_lives(pid), "the server ends", 60)

@@ -1,153 +1,362 @@
-"""Training runs whose rollouts come from real SGLang servers, started by the run itself."""
+"""Training over two real SGLang servers, one of one tensor rank and one of two, which `stable-opd
+serve` starts once for the whole file; what the engine does about answers from other weights; and
+who can reach what is served.
+"""
 
 import json
 import math
-import os
 import shutil
-import signal
-import subprocess
-import time
+import socket
+import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+import torch
 
+from stable_opd_mcore.config.load import load_config
+from stable_opd_mcore.models.build import build_model
+from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.records import Prompt
+from stable_opd_mcore.rollout.base import Sampling
+from stable_opd_mcore.rollout.sglang_build import build_sglang_engine
+from stable_opd_mcore.rollout.sglang_engine import SglangEngine
+from stable_opd_mcore.serving.client import SglangClient
 from tests.integration.sglang_tools import (
+    ROOT,
+    FaultyProxy,
+    Process,
     events,
+    external,
+    group_lives,
     needs_sglang,
+    rollouts,
     rows,
+    serve,
+    servers_of,
     train,
-    training_command,
+    urls_of,
+    wait_until,
 )
 
 pytestmark = [needs_sglang, pytest.mark.cluster]
+VOCABULARY = 32  # of configs/smoke_cpu.yaml
+PROMPTS = [Prompt(f"test:{i}", "", tuple(range(3 + i, 15 + i))) for i in range(4)]
+SAMPLING = Sampling(num_samples=2, max_new_tokens=6)
+EVERYWHERE = "rollout.sglang.host=0.0.0.0"
+OTHER_LOOPBACK = "127.0.0.2"  # answers for what listens everywhere, not for 127.0.0.1 alone
 
 
-def test_trainer_and_servers_agree_after_every_sync(tmp_path):
-    """Ten steps over two servers; then the same rollouts through a run without servers."""
-    run = train(tmp_path, "served", "train.steps=10", "rollout.sglang.num_servers=2")
+class Pair:
+    """Two servers of the smoke student: one listens on loopback, one everywhere."""
+
+    def __init__(self, directory: Path, served: tuple[Process, Process]) -> None:
+        self.directory = directory
+        self.served = served
+        self.urls = [url for process in served for url in urls_of(process)]
+        self.key_file = directory / "key"
+        self.overrides = (*external(*self.urls), f"rollout.sglang.api_key_file={self.key_file}")
+
+    @property
+    def key(self) -> str:
+        return self.key_file.read_text().strip()
+
+    def num_generated(self) -> list[int]:
+        """Requests for responses that each server has answered."""
+        logs = [self.directory / name / "sglang/server_0.log" for name in ("one", "two")]
+        return [log.read_text().count('"POST /generate ') for log in logs]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Iterator[Pair]:
+    directory = tmp_path_factory.mktemp("pair")
+    key = f"rollout.sglang.api_key_file={directory / 'key'}"
+    with (
+        serve(directory, "one", key, "rollout.sglang.tensor=1") as one,
+        serve(directory, "two", key, "rollout.sglang.tensor=2", EVERYWHERE) as two,
+    ):
+        yield Pair(directory, (one, two))
+
+
+# ---- runs
+
+
+def test_trainer_and_servers_agree_after_every_sync(tmp_path, pair):
+    """Ten steps; then the same seed and rollouts through a run without servers."""
+    run = train(tmp_path, "served", "train.steps=10", *pair.overrides)
     served = rows(run)
     assert len(served) == 10
     assert max(row["logprob/rollout_gap_max"] for row in served) < 1e-4
     assert min(row["engine/sync_bytes"] for row in served) > 0
     published = [event["detail"] for event in events(run) if event["event"] == "published"]
     assert published == [f"version {v}" for v in range(11) for _ in range(2)]
+    assert min(pair.num_generated()) > 0
+    assert not [file for file in _files(run) if pair.key in file.read_text(errors="replace")]
 
     replay = train(
         tmp_path, "again", "train.steps=10", "rollout.engine=replay", f"rollout.replay_from={run}"
     )
     for ours, theirs in zip(served, rows(replay), strict=True):
-        for key in ("loss/total", "grad_norm", "tokens/trained"):
-            assert math.isclose(ours[key], theirs[key], rel_tol=1e-6), key
+        for name in ("loss/total", "grad_norm", "tokens/trained"):
+            assert math.isclose(ours[name], theirs[name], rel_tol=1e-6), name
 
 
-def test_dead_and_stopped_servers_lose_no_step(tmp_path):
-    """SIGKILL to one server, SIGSTOP to the other: the run repairs itself and says so."""
-    command = training_command(
+def test_data_parallel_ranks_share_the_servers_one_step_off(tmp_path, pair):
+    """Two trainers, a server each; tokens drawn from older weights are cut at the threshold."""
+    before = pair.num_generated()
+    run = train(
         tmp_path,
-        "faults",
-        "train.steps=6",
-        "sampling.max_new_tokens=150",
-        "rollout.sglang.num_servers=2",
-        "rollout.sglang.health_interval_seconds=3",
-        "rollout.sglang.sync_timeout_seconds=20",
+        "shared",
+        "train.steps=3",
+        "rollout.async_steps=1",
+        "rollout.max_staleness=1",
+        "rollout.importance_correction=truncated",
+        "rollout.importance_threshold=1.01",
+        *pair.overrides,
+        ranks=2,
     )
-    run = tmp_path / "faults"
-    with (tmp_path / "output").open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        _wait_for_steps(process, run, 1)
-        first, second = _servers_of(process.pid)
-        os.killpg(first, signal.SIGKILL)
-        _wait_for_steps(process, run, 3)
-        os.killpg(second, signal.SIGSTOP)
-        process.wait(300)
-    finally:
-        process.kill()
-    assert process.returncode == 0, (tmp_path / "output").read_text()[-3000:]
-    done = rows(run)
-    assert [row["step"] for row in done] == list(range(1, 7))
-    for row in done:  # nothing lost, nothing counted twice
-        assert len((run / f"rollouts/step_{row['step']:06d}.jsonl").read_text().splitlines()) == 32
-        assert row["logprob/rollout_gap_max"] < 1e-4
-    story = [(event["event"], event["server"]) for event in events(run)]
-    for server in ("server_0", "server_1"):
-        assert ("failure", server) in story
-        assert ("restart", server) in story
-    assert sum(row["engine/restart"] for row in done) >= 2
+    drawn = [after - start for start, after in zip(before, pair.num_generated(), strict=True)]
+    assert drawn == [3 * 8, 3 * 8]  # half of a step's 16 prompts each
+    first, second, third = rows(run)
+    assert first["importance/cut_share"] == 0
+    assert abs(first["importance/weight_mean"] - 1) < 1e-4
+    for row in (second, third):  # drawn from the version before
+        assert 0 < row["importance/cut_share"] < 1
+        assert row["importance/weight_mean"] < 1.01
+    assert [len(rollouts(run, step)) for step in (1, 2, 3)] == [32, 32, 32]
 
 
-def test_without_restarts_the_run_ends_clearly_and_resumes(tmp_path):
-    command = training_command(
-        tmp_path, "lost", "train.steps=4", "rollout.sglang.max_restarts=0", "checkpoint.every=0"
-    )
-    run = tmp_path / "lost"
-    with (tmp_path / "output").open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        _wait_for_steps(process, run, 1)
-        os.killpg(_servers_of(process.pid)[0], signal.SIGKILL)
-        process.wait(200)
-    finally:
-        process.kill()
-    message = (tmp_path / "output").read_text()
-    assert process.returncode == 2
-    assert "error: server_0 failed and max_restarts is used up" in message
-    assert "Traceback" not in message
-    assert list((run / "checkpoints").glob("step_*"))
-    done = len(rows(run))
-    train(tmp_path, "lost", "train.steps=4")
-    assert [row["step"] for row in rows(run)] == [1, 2, 3, 4]
-    assert 1 <= done < 4
-
-
-def test_one_step_off_trains_on_rollouts_one_version_old(tmp_path):
-    """Rollouts drawn while the step before trains; the ratio is taken from their own
-    probabilities.
+def test_one_step_off_trains_on_rollouts_one_version_old(tmp_path, pair):
+    """The ratio is taken from the rollouts' own probabilities; those in flight survive the end
+    of the process.
     """
-    settings = ("train.steps=3", "rollout.async_steps=1", "rollout.max_staleness=1")
-    run = train(tmp_path, "ahead", *settings, "checkpoint.every=2")
-    assert [_versions(run, step) for step in (1, 2, 3)] == [{0}, {0}, {1}]
+    settings = ("train.steps=3", "checkpoint.every=2", *pair.overrides)
+    settings += ("rollout.async_steps=1", "rollout.max_staleness=1")
+    run = train(tmp_path, "ahead", *settings)
+    versions = [{row["weight_version"] for row in rollouts(run, step)} for step in (1, 2, 3)]
+    assert versions == [{0}, {0}, {1}]
     assert all(row["ratio/clip_share"] < 1 for row in rows(run))
 
     # interrupted after the checkpoint of step 2, with step 3's rollouts in flight
-    held = (run / "in_flight/step_000002.jsonl").read_text()
-    trained_on = (run / "rollouts/step_000003.jsonl").read_text()
-    assert _token_ids(held) == _token_ids(trained_on)
+    in_flight = (run / "in_flight/step_000002.jsonl").read_text().splitlines()
+    held = [json.loads(line)["response_token_ids"] for line in in_flight]
+    assert held == [row["response_token_ids"] for row in rollouts(run, 3)]
     last_loss = rows(run)[-1]["loss/total"]
     shutil.rmtree(run / "checkpoints/step_000003")
-    train(tmp_path, "ahead", *settings, "checkpoint.every=2")
+    train(tmp_path, "ahead", *settings)
     assert [row["step"] for row in rows(run)] == [1, 2, 3]
     assert rows(run)[-1]["loss/total"] == last_loss
 
 
-def _token_ids(file: str) -> list[list[int]]:
-    return [json.loads(line)["response_token_ids"] for line in file.splitlines()]
+def test_colocated_servers_that_round_otherwise(tmp_path):
+    """Memory released and taken back around every update, weights through shared memory, and
+    servers in bf16 under a trainer in fp32, whose tokens of too other a probability are dropped.
+
+    On a CPU a server gives no memory back: what is shown is the order of the requests, that the
+    server serves on afterwards, and that it holds the right weights then.
+    """
+    run = train(
+        tmp_path,
+        "together",
+        "train.steps=3",
+        "rollout.sglang.placement=colocated",
+        "rollout.sglang.sync=tensor",
+        "rollout.sglang.dtype=bfloat16",
+        "rollout.importance_correction=masked",
+        "rollout.importance_threshold=1.0005",
+    )
+    for row in rows(run):
+        assert 1e-4 < row["logprob/rollout_gap_max"] < 0.05
+        assert 0 < row["importance/cut_share"] < 1
+    log = (run / "sglang/server_0.log").read_text()
+    routes = ("release_memory_occupation", "resume_memory_occupation", "update_weights_from_tensor")
+    lines = [line for line in log.splitlines() if "200 OK" in line]
+    asked = [route for line in lines for route in routes if f"/{route} " in line]
+    release, resume, update = routes
+    assert asked == [update, *[release, resume, update] * 3]
+    assert [event["event"] for event in events(run)] == ["published"] * 4
 
 
-def _versions(run: Path, step: int) -> set[int]:
-    lines = (run / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()
-    return {json.loads(line)["weight_version"] for line in lines}
+# ---- answers from other weights
 
 
-def _wait_for_steps(process: subprocess.Popen, run: Path, steps: int) -> None:
-    deadline = time.monotonic() + 300
-    file = run / "metrics.jsonl"
-    while not file.exists() or len(rows(run)) < steps:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
+@pytest.fixture(scope="module")
+def world():
+    from stable_opd_mcore.config.schema import ParallelConfig
+
+    yield start_world(ParallelConfig(), seed=0)
+    stop_world()
 
 
-def _servers_of(owner: int) -> list[int]:
-    """The process groups of the servers that `owner` started, the oldest first."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            arguments = (entry / "cmdline").read_bytes().split(b"\0")
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, IndexError):
-            continue  # it ended while we looked
-        if parent == owner and any(part.endswith(b"serve.py") for part in arguments):
-            found.append(int(entry.name))
-    return sorted(found)
+def _engine(directory: Path, world, pair: Pair, url: str, *overrides: str) -> SglangEngine:
+    """An engine over `url`, with versions 0 and 1 published."""
+    config = load_config(
+        ROOT / "configs/smoke_cpu.yaml",
+        [
+            f"run.directory={directory}",
+            "rollout.engine=sglang",
+            *external(url),
+            f"rollout.sglang.api_key_file={pair.key_file}",
+            *overrides,
+        ],
+    )
+    assert config.student.architecture is not None
+    architecture = read_architecture(config.student.architecture)
+    chunks = build_model(architecture, world, precision="fp32", trainable=False, seed=3)
+    engine = build_sglang_engine(config, world, chunks, str, VOCABULARY)
+    for version in range(2):
+        with torch.no_grad():
+            for parameter in chunks[0].parameters():
+                parameter.mul_(1.1)
+        engine.publish(version)
+    return engine
+
+
+def _drawn(engine: SglangEngine, directory: Path) -> tuple[set[int], list[str]]:
+    """The versions of a step's rollouts, and what happened after the two publishes."""
+    drawn = engine.generate(PROMPTS, SAMPLING, step=1)
+    assert [rollout.prompt.prompt_id for rollout in drawn] == [f"test:{i // 2}" for i in range(8)]
+    happened = [event["event"] for event in events(directory / "smoke_cpu")]
+    assert happened[:2] == ["published", "published"]
+    return {rollout.weight_version for rollout in drawn}, happened[2:]
+
+
+DROPPED = ["stale", "published", "resent"]
+
+
+@pytest.mark.parametrize(
+    ("stated", "max_staleness", "versions", "happened"),
+    [
+        ("0", 0, {1}, DROPPED),
+        ("0", 1, {0}, []),
+        ("2", 1, {1}, DROPPED),  # from the future: not weights of this run
+        ("default", 1, {1}, DROPPED),  # started anew by its owner
+    ],
+)
+def test_a_server_back_with_other_weights_is_given_the_right_ones(
+    tmp_path, world, pair, stated, max_staleness, versions, happened
+):
+    engine = _engine(tmp_path, world, pair, pair.urls[0], f"rollout.max_staleness={max_staleness}")
+    client = SglangClient(pair.urls[0], api_key=pair.key)
+    stamp = {"new_version": stated, "abort_all_requests": False}
+    client.call("POST", "/update_weight_version", stamp)
+    drawn, events_after = _drawn(engine, tmp_path)
+    assert drawn == versions
+    assert list(dict.fromkeys(events_after)) == happened  # a stale answer or several
+    assert client.weight_version() == str(max(versions))
+
+
+@pytest.mark.parametrize(("max_staleness", "versions"), [(0, {1}), (1, {0, 1})])
+def test_a_response_from_two_versions(tmp_path, world, pair, max_staleness, versions):
+    """Counted as of the older one; drawn again where that is too old."""
+    with FaultyProxy(pair.urls[0]) as proxy:
+        proxy.change = _mixed_once()
+        engine = _engine(tmp_path, world, pair, proxy.url, f"rollout.max_staleness={max_staleness}")
+        drawn, happened = _drawn(engine, tmp_path)
+    assert drawn == versions
+    assert happened == ([] if max_staleness else DROPPED)
+
+
+def _mixed_once():
+    """Says of the first prompt's responses that their weights changed midway."""
+    left = [None]
+
+    def change(body: bytes) -> bytes:
+        if not left:
+            return body
+        left.pop()
+        answers = json.loads(body)
+        for answer in answers:
+            answer["meta_info"]["weight_versions"] = [{"version": "0"}, {"version": "1"}]
+        return json.dumps(answers).encode()
+
+    return change
+
+
+@pytest.mark.parametrize("sync", ["distributed", "disk"])
+def test_a_release_without_update_sessions(tmp_path, world, pair, sync):
+    """Before 0.5.21: no begin and end around an update, one version a response."""
+    refused: list[str] = []
+    with FaultyProxy(pair.urls[1]) as proxy:
+        proxy.fault = _without_sessions(pair, refused)
+        proxy.change = _without_spans
+        engine = _engine(tmp_path, world, pair, proxy.url, f"rollout.sglang.sync={sync}")
+        assert _drawn(engine, tmp_path) == ({1}, [])
+    assert refused == ["/begin_weight_update"] * 2
+
+
+def _without_sessions(pair: Pair, refused: list[str]):
+    """Such a release in front of a newer one, which is told what it insists on."""
+    begun: list[None] = []
+
+    def tell(path: str) -> None:
+        headers = {"Authorization": f"Bearer {pair.key}"}
+        httpx.post(pair.urls[1] + path, json={}, headers=headers).raise_for_status()
+
+    def fault(path: str) -> tuple[int, bytes] | None:
+        if path in ("/begin_weight_update", "/end_weight_update"):
+            refused.append(path)
+            return 404, b'{"detail":"Not Found"}'
+        if path.startswith("/update_weights_from") and not begun:
+            begun.append(None)
+            tell("/begin_weight_update")
+        if path == "/flush_cache" and begun:
+            begun.pop()
+            tell("/end_weight_update")
+        return None
+
+    return fault
+
+
+def _without_spans(body: bytes) -> bytes:
+    answers: list[dict[str, Any]] = json.loads(body)
+    for answer in answers:
+        del answer["meta_info"]["weight_versions"]
+    return json.dumps(answers).encode()
+
+
+def test_foreign_ids_reach_no_server(tmp_path, world, pair):
+    with FaultyProxy(pair.urls[0]) as proxy:
+        engine = _engine(
+            tmp_path, world, pair, proxy.url, "rollout.max_staleness=1", "rollout.async_steps=1"
+        )
+        foreign = [*PROMPTS, Prompt("test:bad", "", (5, VOCABULARY))]
+        for ask in (engine.generate, engine.prefetch):
+            with pytest.raises(ValueError, match=r"test:bad: token id 32 .* vocabulary of 32"):
+                ask(foreign, SAMPLING, step=1)
+        assert proxy.requests == 0
+
+
+# ---- who reaches what is served; the last test ends it
+
+
+def test_only_the_key_opens_what_other_machines_reach(pair):
+    on_loopback, everywhere = (httpx.URL(url).port for url in pair.urls)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((OTHER_LOOPBACK, on_loopback), timeout=10)
+    reached = f"http://{OTHER_LOOPBACK}:{everywhere}/model_info"
+    assert httpx.get(reached, timeout=60).status_code == 401
+    headers = {"Authorization": f"Bearer {pair.key}"}
+    assert httpx.get(reached, headers=headers, timeout=60).status_code == 200
+    for file in _files(pair.directory):  # SGLang's own log holds it
+        if pair.key in file.read_text(errors="replace"):
+            assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
+    assert not [process for process in pair.served if pair.key in process.text]
+
+
+def test_servers_end_with_the_command_that_serves_them(pair):
+    """Told to end, and killed."""
+    told, killed = pair.served
+    (first,), (second,) = servers_of(told.pid), servers_of(killed.pid)
+    assert told.end() == 0
+    wait_until(lambda: not group_lives(first), "the server ends with SIGTERM to serve", 60)
+    assert group_lives(second)
+    killed.kill()
+    wait_until(lambda: not group_lives(second), "the server ends when serve dies", 60)
+
+
+def _files(directory: Path) -> list[Path]:
+    return [path for path in directory.rglob("*") if path.is_file()]
