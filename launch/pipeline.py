@@ -1,6 +1,6 @@
 """SFT, then Stable-OPD from its model, then evaluation: one NeMo-Run experiment.
 
-    python launch/pipeline.py --dryrun run.executor=slurm run.executor.partition=h200
+    python launch/pipeline.py --yes --dryrun run.executor=slurm run.executor.partition=h200
     python launch/pipeline.py --yes run.executor=slurm opd="kl.beta=0.03 train.seed=1"
     python launch/pipeline.py --yes run.executor=local size=1p5b common="train.steps=100"
 
@@ -11,7 +11,7 @@ cancels what follows. Not here: how a stage runs (stages.py).
 import shlex
 
 import nemo_run as run
-from stages import Stage, add, batch_settings, judge, launch, main
+from stages import Stage, main, run_stages
 
 
 @run.cli.entrypoint(namespace="stable_opd", type="experiment")
@@ -20,7 +20,7 @@ def pipeline(
     name: str = "pipeline",
     size: str = "7b",
     directory: str = "runs",
-    sft_config: str = "configs/sft_7b.yaml",
+    sft_config: str = "",
     opd_config: str = "",
     common: str = "",
     sft: str = "",
@@ -32,45 +32,42 @@ def pipeline(
     Args:
         ctx: what the command line said: executor, dry run, detached.
         name: of the experiment; its runs are <directory>/<name>_sft, _opd and _evaluation.
-        size: 7b or 1p5b, the batch script of the distillation.
+        size: 7b or 1p5b, the batch script of the distillation and both configs.
         directory: run.directory of all three.
-        sft_config: a file in configs/.
+        sft_config: configs/sft_<size>.yaml unless given.
         opd_config: configs/stable_opd_<size>.yaml unless given.
         common: settings of all three stages, such as data.eval.path=...
         sft: settings of the supervised stage.
         opd: settings of the distillation.
         evaluation: settings of the evaluation.
     """
+    sft_config = sft_config or f"configs/sft_{size}.yaml"
     opd_config = opd_config or f"configs/stable_opd_{size}.yaml"
 
-    def overrides(stage: str, more: str, student: str = "") -> list[str]:
-        start = [f"student.path={student}", "student.architecture=null"] if student else []
+    def arguments(stage: str, config: str, settings: str, start_from: str = "") -> list[str]:
+        model = f"{directory}/{name}_{start_from}/model"
+        start = [f"student.path={model}", "student.architecture=null"] if start_from else []
         place = [f"run.directory={directory}", f"run.name={name}_{stage}"]
-        return [*shlex.split(common), *shlex.split(more), *start, *place]
+        return [config, *shlex.split(common), *shlex.split(settings), *start, *place]
 
     stages = (
-        Stage("sft", "sft", "train", sft_config, overrides("sft", sft)),
+        Stage("sft", "sft", "train", arguments("sft", sft_config, sft)),
         Stage(
             "opd",
             f"stable_opd_{size}",
             "train",
-            opd_config,
-            overrides("opd", opd, student=f"{directory}/{name}_sft/model"),
+            arguments("opd", opd_config, opd, start_from="sft"),
+            after=["sft"],
         ),
         Stage(
             "evaluation",
             "evaluate",
             "evaluate",
-            opd_config,
-            overrides("evaluation", evaluation, student=f"{directory}/{name}_opd/model"),
+            arguments("evaluation", opd_config, evaluation, start_from="opd"),
+            after=["opd"],
         ),
     )
-    with run.Experiment(name, executor=ctx.executor) as experiment:
-        before: list[str] = []
-        for stage in stages:
-            before = [add(experiment, stage, ctx.executor, before, batch_settings())]
-        launch(experiment, ctx)
-    judge(experiment, ctx)
+    run_stages(ctx, name, stages)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Stable-OPD over a grid of beta (KL to the reference) and lambda (golden mixture), and one report.
 
     python launch/sweep.py --yes run.executor=slurm betas="0.001 0.01" lambdas="0.1 1"
-    python launch/sweep.py --dryrun run.executor=slurm size=1p5b opd="train.steps=200"
+    python launch/sweep.py --yes --dryrun run.executor=slurm size=1p5b opd="train.steps=200"
 
 Each point is a run of its own; the report lays all of them over each other. On Slurm the points run
 at the same time, on one machine one after the other. Not here: how a stage runs (stages.py).
@@ -11,7 +11,7 @@ import itertools
 import shlex
 
 import nemo_run as run
-from stages import Stage, add, batch_settings, judge, launch, main
+from stages import Stage, main, run_stages
 
 
 @run.cli.entrypoint(namespace="stable_opd", type="experiment")
@@ -30,7 +30,7 @@ def sweep(
     Args:
         ctx: what the command line said: executor, dry run, detached.
         name: of the experiment; its runs are <directory>/<name>_beta<b>_lambda<l>.
-        size: 7b or 1p5b, the batch script.
+        size: 7b or 1p5b, the batch script and its config.
         directory: run.directory of all runs; the report is <directory>/<name>.html.
         config: configs/stable_opd_<size>.yaml unless given.
         betas: values of kl.beta.
@@ -38,28 +38,18 @@ def sweep(
         opd: settings of all runs.
     """
     config = config or f"configs/stable_opd_{size}.yaml"
-    grid = list(itertools.product(map(float, betas.split()), map(float, lambdas.split())))
-    with run.Experiment(name, executor=ctx.executor) as experiment:
-        points, runs = [], []
-        for beta, lambda_ in grid:
-            point = f"beta{beta:g}_lambda{lambda_:g}"
-            runs.append(f"{directory}/{name}_{point}")
-            overrides = [
-                *shlex.split(opd),
-                f"kl.beta={beta:g}",
-                f"mixture.lambda={lambda_:g}",
-                f"run.directory={directory}",
-                f"run.name={name}_{point}",
-            ]
-            stage = Stage(point, f"stable_opd_{size}", "train", config, overrides)
-            before = [] if isinstance(ctx.executor, run.SlurmExecutor) else points[-1:]
-            points.append(add(experiment, stage, ctx.executor, before, batch_settings()))
-        report = Stage(
-            "report", "report", "report", "", [*runs, f"--output={directory}/{name}.html"]
-        )
-        add(experiment, report, ctx.executor, points, batch_settings())
-        launch(experiment, ctx)
-    judge(experiment, ctx)
+    stages = []
+    for beta, lambda_ in itertools.product(map(float, betas.split()), map(float, lambdas.split())):
+        point = f"beta{beta:g}_lambda{lambda_:g}"
+        grid = [f"kl.beta={beta:g}", f"mixture.lambda={lambda_:g}"]
+        place = [f"run.directory={directory}", f"run.name={name}_{point}"]
+        arguments = [config, *shlex.split(opd), *grid, *place]
+        stages.append(Stage(point, f"stable_opd_{size}", "train", arguments))
+    points = [stage.name for stage in stages]
+    runs = [f"{directory}/{name}_{point}" for point in points]
+    arguments = [*runs, f"--output={directory}/{name}.html"]
+    stages.append(Stage("report", "report", "report", arguments, after=points))
+    run_stages(ctx, name, stages)
 
 
 if __name__ == "__main__":

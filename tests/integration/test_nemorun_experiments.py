@@ -6,8 +6,12 @@ STABLE_OPD_NEMORUN_PYTHON names.
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,12 +26,21 @@ SETTINGS = {
     "REQUIRE_GPU": "0",
     "PREFLIGHT": "off",
     "OMP_NUM_THREADS": "1",
+    "COLUMNS": "200",
 }
 TINY = (
     "train.steps=2 rollout.prompts_per_step=4 sampling.max_new_tokens=8 evaluation.every=0"
     " monitoring.tensorboard=false data.eval.limit=4"
 )
-ON_SLURM = ["run.executor=slurm", "run.executor.account=test", "run.executor.time=00:20:00"]
+PIPELINE = [
+    "sft_config=configs/smoke_cpu.yaml",
+    "opd_config=configs/smoke_cpu.yaml",
+    f"common={TINY}",
+    "sft=objective.name=sft kl.beta=0 mixture.lambda=0 rollout.samples_per_prompt=1",
+]
+ON_SLURM = ["run.executor=slurm", "run.executor.time=00:20:00"]
+LOCALLY = ["run.executor=local"]
+BROKEN = "opd=train.stepz=3"
 
 
 @pytest.fixture(scope="session")
@@ -42,98 +55,151 @@ def nemorun_python() -> str:
     return python
 
 
-def launch(
-    python: str, script: str, *arguments: str, env: dict[str, str], directory: Path
-) -> subprocess.CompletedProcess[str]:
-    """Run launch/<script>.py; its output goes to a file, for background tasks may outlive it."""
-    output = directory / f"{script}.txt"
-    with output.open("w") as file:
-        answer = subprocess.run(
-            [python, f"launch/{script}.py", "--yes", *arguments, f"directory={directory}"],
-            cwd=REPOSITORY,
-            env=env | SETTINGS | {"NEMORUN_HOME": str(directory / "nemo"), "COLUMNS": "200"},
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            timeout=300,
-        )
-    return subprocess.CompletedProcess(answer.args, answer.returncode, output.read_text())
+class Launcher:
+    """Runs launch/*.py, and NeMo-Run's own command, in a directory of its own."""
+
+    def __init__(self, python: str, directory: Path):
+        self.python, self.directory = python, directory
+        # not one that stands already: a fresh cluster counts jobs from 1 again, logs are named so
+        self.name = f"test_{uuid.uuid4().hex[:8]}"
+        self.env = os.environ | SETTINGS | {"NEMORUN_HOME": str(directory / "nemo")}
+
+    def launch(self, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        place = (f"name={self.name}", f"directory={self.directory}")
+        return self._call(f"launch/{script}.py", "--yes", *arguments, *place)
+
+    def nemo(self, *arguments: str) -> str:
+        answer = self._call(str(Path(self.python).parent / "nemo"), "experiment", *arguments)
+        assert answer.returncode == 0, answer.stdout
+        return answer.stdout
+
+    def run(self, point: str) -> Path:
+        return self.directory / f"{self.name}_{point}"
+
+    def _call(self, *command: str) -> subprocess.CompletedProcess[str]:
+        with (self.directory / "output.txt").open("w+") as file:  # background tasks outlive it
+            answer = subprocess.run(
+                [self.python, *command],
+                cwd=REPOSITORY,
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                timeout=300,
+            )
+            file.seek(0)
+            return subprocess.CompletedProcess(command, answer.returncode, file.read())
 
 
-def states(output: str) -> dict[str, str]:
+@pytest.fixture
+def launcher(nemorun_python, tmp_path):
+    made = Launcher(nemorun_python, tmp_path)
+    yield made
+    for logs in (REPOSITORY / "runs" / "slurm").glob(f"{made.name}.*"):
+        shutil.rmtree(logs)
+
+
+def states(launched: subprocess.CompletedProcess[str]) -> dict[str, str]:
     """What the launcher says of each stage in its last lines."""
-    lines = [line.split(": ") for line in output.splitlines()]
+    lines = [line.split(": ") for line in launched.stdout.splitlines()]
     return {line[0]: line[1] for line in lines if len(line) == 2 and line[0].isidentifier()}
 
 
-@pytest.mark.parametrize("where", ["slurm", "local"])
-def test_a_failed_stage_cancels_the_rest_and_the_next_launch_completes(
-    where, nemorun_python, request, tmp_path
-):
-    env = dict(os.environ)
-    executor = ["run.executor=local"]
-    if where == "slurm":
-        env, executor = request.getfixturevalue("cluster").env, ON_SLURM
-    stages = [
-        *executor,
-        "sft_config=configs/smoke_cpu.yaml",
-        "opd_config=configs/smoke_cpu.yaml",
-        f"common={TINY}",
-        "sft=objective.name=sft kl.beta=0 mixture.lambda=0 rollout.samples_per_prompt=1",
-    ]
-    failed = launch(
-        nemorun_python, "pipeline", *stages, "opd=train.stepz=3", env=env, directory=tmp_path
-    )
-    assert failed.returncode == 1, failed.stdout
-    outcome = states(failed.stdout)
-    assert outcome["sft"] == "SUCCEEDED", failed.stdout
-    assert outcome["opd"] == "FAILED", failed.stdout
-    assert outcome["evaluation"] in ("CANCELLED", "FAILED")
-    assert not (tmp_path / "pipeline_opd").exists()
-    assert not (tmp_path / "pipeline_evaluation").exists()
-
-    mended = launch(nemorun_python, "pipeline", *stages, env=env, directory=tmp_path)
-    assert mended.returncode == 0, mended.stdout
-    assert set(states(mended.stdout).values()) == {"SUCCEEDED"}
-    assert (tmp_path / "pipeline_opd" / "model" / "config.json").is_file()
-    assert json.loads((tmp_path / "pipeline_evaluation" / "evaluation.json").read_text())
+def check_failed(launcher: Launcher, launched: subprocess.CompletedProcess[str]) -> None:
+    assert launched.returncode == 1, launched.stdout
+    expected = {"sft": "SUCCEEDED", "opd": "FAILED", "evaluation": "CANCELLED"}
+    assert states(launched) == expected, launched.stdout
+    assert not launcher.run("opd").exists()
+    assert not launcher.run("evaluation").exists()
 
 
-def test_a_sweep_gives_one_run_a_point_and_one_report(nemorun_python, cluster, tmp_path):
-    done = launch(
-        nemorun_python,
-        "sweep",
-        *ON_SLURM,
-        "config=configs/smoke_cpu.yaml",
-        "betas=0.01 0.1",
-        "lambdas=0.1 1",
-        f"opd={TINY}",
-        env=cluster.env,
-        directory=tmp_path,
-    )
+def check_completed(launcher: Launcher, launched: subprocess.CompletedProcess[str]) -> None:
+    assert launched.returncode == 0, launched.stdout
+    expected = dict.fromkeys(("sft", "opd", "evaluation"), "SUCCEEDED")
+    assert states(launched) == expected, launched.stdout
+    steps = (launcher.run("opd") / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in steps] == [1, 2]
+    assert (launcher.run("opd") / "model" / "config.json").is_file()
+    assert json.loads((launcher.run("evaluation") / "evaluation.json").read_text())["held_out"]
+
+
+def preempt(cluster, launcher: Launcher, stage: str) -> str:
+    """Have the nodes of a stage wanted back as soon as it listens.
+
+    Returns:
+        The job's id.
+    """
+    name = f"{launcher.name}.{stage}"
+
+    def job() -> str:
+        return cluster.call("squeue", "--noheader", f"--name={name}", "--format=%i").strip()
+
+    def listens() -> bool:
+        logs = launcher.directory.glob(f"nemo/**/log-{name}_{job()}_0.out")
+        return any("[attempt 0] trainers" in log.read_text() for log in logs)
+
+    cluster.until(listens, 200, f"job {name} runs")
+    preempted = job()
+    cluster.call("scancel", "--batch", "--signal=USR1", preempted)
+    return preempted
+
+
+def test_on_slurm_a_failed_stage_cancels_the_rest_and_a_preempted_one_goes_on(launcher, cluster):
+    launcher.env |= cluster.env
+    check_failed(launcher, launcher.launch("pipeline", *ON_SLURM, *PIPELINE, BROKEN))
+
+    with ThreadPoolExecutor() as pool:
+        launched = pool.submit(launcher.launch, "pipeline", *ON_SLURM, *PIPELINE)
+        job = preempt(cluster, launcher, "opd")
+        mended = launched.result()
+    check_completed(launcher, mended)
+    assert cluster.field(job, "Restarts") == "1"
+
+    experiment = re.findall(rf"{launcher.name}_\d{{10,}}", mended.stdout)[-1]
+    assert launcher.nemo("status", experiment).count("SUCCEEDED") == 3
+    assert "verdict: done" in launcher.nemo("logs", experiment, "1")
+
+
+def test_on_this_machine_a_failed_stage_cancels_the_rest(launcher):
+    check_failed(launcher, launcher.launch("pipeline", *LOCALLY, *PIPELINE, BROKEN))
+    check_completed(launcher, launcher.launch("pipeline", *LOCALLY, *PIPELINE))
+
+
+def test_a_sweep_gives_one_run_a_point_and_one_report(launcher, cluster):
+    launcher.env |= cluster.env
+    grid = ("config=configs/smoke_cpu.yaml", "betas=0.01 0.1", "lambdas=0.1 1", f"opd={TINY}")
+    done = launcher.launch("sweep", *ON_SLURM, *grid)
     assert done.returncode == 0, done.stdout
-    runs = sorted(path.parent.name for path in tmp_path.glob("*/metrics.jsonl"))
-    assert runs == [
-        "sweep_beta0.01_lambda0.1",
-        "sweep_beta0.01_lambda1",
-        "sweep_beta0.1_lambda0.1",
-        "sweep_beta0.1_lambda1",
+    points = [
+        launcher.run(f"beta{beta}_lambda{lambda_}") for beta in (0.01, 0.1) for lambda_ in (0.1, 1)
     ]
-    page = (tmp_path / "sweep.html").read_text()
-    assert all(name in page for name in runs)
+    runs = launcher.directory.glob("*/metrics.jsonl")
+    assert sorted(path.parent for path in runs) == sorted(points)
+    page = (launcher.directory / f"{launcher.name}.html").read_text()
+    assert all(point.name in page for point in points)
 
 
-def test_a_dry_run_shows_our_script_inside_the_job(nemorun_python, tmp_path):
-    shown = launch(
-        nemorun_python,
-        "pipeline",
-        "--dryrun",
-        *ON_SLURM,
-        "size=1p5b",
-        env=dict(os.environ),
-        directory=tmp_path,
-    )
+def test_a_dry_run_shows_our_script_inside_the_job(launcher):
+    shown = launcher.launch("pipeline", "--dryrun", *ON_SLURM, "size=1p5b", "run.executor.nodes=2")
     assert shown.returncode == 0, shown.stdout
+    assert "slurm/sft.sh configs/sft_1p5b.yaml" in shown.stdout
     assert "slurm/stable_opd_1p5b.sh configs/stable_opd_1p5b.yaml" in shown.stdout
-    assert "#SBATCH --signal=B:USR1@900" in shown.stdout
-    assert "#SBATCH --kill-on-invalid-dep=yes" in shown.stdout
+    lines = re.findall(r"#SBATCH --(\S+)", shown.stdout)
+    assert lines.count("nodes=2") == lines.count("time=00:20:00") == 3  # the command line's
+    assert lines.count("signal=B:USR1@600") == 2  # the scripts' own
+    assert lines.count("signal=B:USR1@120") == 1
+    assert lines.count("mem=0") == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run.executor=slurm", "sizes=7b"], "No parameter named 'sizes'"),
+        (["run.executor=slurm", "size=9b"], "slurm/stable_opd_9b.sh; name a config"),
+        (["size=7b"], "say where it runs: run.executor=slurm or"),
+    ],
+)
+def test_what_cannot_run_is_refused_at_once(arguments, message, launcher):
+    refused = launcher.launch("sweep", *arguments)
+    assert refused.returncode == 1
+    assert message in refused.stdout
