@@ -116,3 +116,9 @@ def test_sampling_follows_the_evaluation_settings():
     assert evaluation_sampling(settings, [20], greedy=True) == Sampling(0.0, 1.0, 50, 1, (20,), 4)
     zero = config(temperature=0, num_samples=8, max_new_tokens=9)
     assert evaluation_sampling(zero, []) == Sampling(0.0, 1.0, 9, 1, (), 4)
+
+
+def test_a_benchmarks_own_k_holds_where_the_settings_have_none():
+    assert evaluation_sampling(config(), []).num_samples == 1
+    assert evaluation_sampling(config(), [], num_samples=32).num_samples == 32
+    assert evaluation_sampling(config(num_samples=4), [], num_samples=32).num_samples == 4
