@@ -1,7 +1,7 @@
 """The shipped batch scripts on a real Slurm: three nodes, CPU ranks, a tiny student, real training.
 
-Each test costs minutes, so each tells one long story: a run that loses its nodes in every way and
-still ends like one left alone, and a run that hangs and then crashes.
+Each costs a minute, so each tells one long story: a run that loses its nodes in every way and still
+ends like one left alone, one that hangs and then crashes, one whose server dies.
 """
 
 import json
