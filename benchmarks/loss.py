@@ -1,20 +1,22 @@
 """Time and peak memory of the loss, forward and backward: ours, plain torch, Liger's fused-linear
 JSD.
 
-    python -m benchmarks.loss                     # CPU: one point; CUDA: the sweep over T and both
-    heads python -m benchmarks.loss --tokens 8192 --hidden 3584 --vocab 152064 --dtype bf16
+    python -m benchmarks.loss    # on a CPU one point, on CUDA the sweep over T with both heads
+    python -m benchmarks.loss --tokens 8192 --hidden 3584 --vocab 152064 --dtype bf16
     python -m benchmarks.loss --json loss.json
 
 Full-vocabulary reverse KL of a student to a frozen model, from hidden states and heads, with
-gradients to the student's hidden states and head: the work of gkd, and of opd's exact KL to the
-reference. Every figure is from a process of its own; memory is what forward and backward add at
-their peak to the inputs, gradients included, and beside it without the two gradients. "gemms" is
-four matrix products of the same sizes, the floor. Not a test: nothing here asserts.
+gradients to the student's hidden states and head: the work of gkd. "ours, opd" is the surrogate on
+sampled tokens with the exact KL to the reference: the same four products. "gemms" is these products
+alone, the floor. Every figure is from a process of its own; memory is what forward and backward add
+at their peak to the inputs, gradients included, and beside it without the two gradients. Not a
+test: nothing here asserts.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import platform
 import subprocess
@@ -22,6 +24,8 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -29,9 +33,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from stable_opd_mcore.losses.advantages import teacher_over_student
 from stable_opd_mcore.losses.fused import Head, fused_loss
 from stable_opd_mcore.losses.terms import Terms
-from stable_opd_mcore.records import MicroBatch, TeacherScores
+from stable_opd_mcore.records import MicroBatch, ReferenceScores, TeacherScores
 
 CPU_POINT = (4096, 512, 32768)  # T, H, V
 CUDA_HEADS = ((3584, 152064), (1536, 151936))
@@ -66,35 +71,45 @@ Step = Callable[[Inputs], Tensor]
 
 
 def ours(point: Point) -> Step:
-    terms = Terms(divergence="reverse")
+    return fused(point, Terms(divergence="reverse"), pg_weight=1 / point.tokens)
+
+
+def ours_opd(point: Point) -> Step:
+    terms = Terms(advantage=teacher_over_student, reference="exact")
+    return fused(point, terms, pg_weight=1 / point.tokens, kl_weight=1 / point.tokens)
+
+
+def fused(point: Point, terms: Terms, pg_weight: float, kl_weight: float = 0.0) -> Step:
+    """The package's loss; the frozen model is teacher and reference in one."""
 
     def step(x: Inputs) -> Tensor:
-        count = point.tokens
-        index = torch.zeros(count, dtype=torch.int64, device=point.device)
-        zero = torch.zeros(count, device=point.device)
+        index = torch.zeros(point.tokens, dtype=torch.int64, device=point.device)
+        zero = torch.zeros(point.tokens, device=point.device)
         batch = MicroBatch(
             tokens_T=index,
             positions_T=index,
             cu_seqlens=index[:2].int(),
-            max_seqlen=count,
+            max_seqlen=point.tokens,
             rows_N=index,
             targets_N=index,
             sample_index_N=index,
             token_index_N=index,
-            pg_weight_N=torch.full_like(zero, 1 / count),
-            kl_weight_N=zero,
+            pg_weight_N=torch.full_like(zero, pg_weight),
+            kl_weight_N=torch.full_like(zero, kl_weight),
             sft_weight_N=zero,
             rollout_logprob_N=zero,
             repetitive_N=zero.bool(),
             teacher=TeacherScores(sampled_logprob_N=zero, hidden_NH=x.teacher_TH),
+            reference=ReferenceScores(None, hidden_NH=x.teacher_TH),
         )
-        heads = [Head(weight, 0, point.vocab) for weight in (x.student_VH, x.teacher_VH)]
+        student, frozen = (Head(weight, 0, point.vocab) for weight in (x.student_VH, x.teacher_VH))
         return fused_loss(
             x.student_TH,
-            heads[0],
+            student,
             batch,
             terms,
-            teacher_head=heads[1],
+            teacher_head=frozen,
+            reference_head=frozen,
             chunk_tokens=point.chunk_tokens,
         ).loss
 
@@ -151,6 +166,7 @@ def gemms(point: Point) -> Step:
 
 IMPLEMENTATIONS: dict[str, Callable[[Point], Step]] = {
     "ours": ours,
+    "ours, opd": ours_opd,
     "plain torch": plain_torch,
     "liger": liger,
     "gemms": gemms,
@@ -252,19 +268,41 @@ def in_own_process(point: Point) -> dict[str, float | str]:
 
 
 def print_table(rows: list[dict], device: str) -> None:
+    """One row per measurement; "x gemms" is its time over that of the products of its size."""
+    floor = {size_of(row): row.get("seconds") for row in rows if row["implementation"] == "gemms"}
     name = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
-    table = Table(title=f"{name or platform.machine()}, torch {torch.__version__}")
-    for column in ("T", "H", "V", "dtype", "", "seconds", "peak MiB", "without gradients", "loss"):
+    table = Table(title=f"{name or platform.machine()}, {date.today()}, {versions()}")
+    columns = ("T", "H", "V", "dtype", "", "seconds", "x gemms", "peak MiB", "without gradients")
+    for column in (*columns, "loss"):
         table.add_column(column, justify="left" if column == "" else "right")
     for row in rows:
         sizes = [f"{row[key]:,}" for key in ("tokens", "hidden", "vocab")]
         if "failed" in row:
-            figures = [row["failed"][:60], "", "", ""]
+            figures = [row["failed"][:60], "", "", "", ""]
         else:
-            figures = [f"{row['seconds']:.4f}", f"{row['peak_mib']:,.0f}"]
-            figures += [f"{row['peak_without_gradients_mib']:,.0f}", f"{row['loss']:.5f}"]
+            products = floor.get(size_of(row))
+            figures = [
+                f"{row['seconds']:.4f}",
+                f"{row['seconds'] / products:.2f}" if products else "",
+                f"{row['peak_mib']:,.0f}",
+                f"{row['peak_without_gradients_mib']:,.0f}",
+                f"{row['loss']:.5f}",
+            ]
         table.add_row(*sizes, row["dtype"], row["implementation"], *figures)
-    Console().print(table)
+    Console(width=160).print(table)
+
+
+def size_of(row: dict) -> tuple:
+    return row["tokens"], row["hidden"], row["vocab"], row["dtype"]
+
+
+def versions() -> str:
+    """Of what is measured, as installed."""
+    found = []
+    for package in ("torch", "triton", "liger-kernel"):
+        with contextlib.suppress(PackageNotFoundError):
+            found.append(f"{package} {version(package)}")
+    return ", ".join(found)
 
 
 def main() -> None:

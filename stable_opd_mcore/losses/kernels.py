@@ -184,6 +184,17 @@ def _load_logits(
 
 
 @triton.jit
+def _relative(x, inside, block_max, old_max):
+    """A block's x and e^x relative to the maximum so far, that maximum, and by what it was less
+    before: shift and e^shift.
+    """
+    new_max = tl.maximum(old_max, block_max)
+    shift = tl.where(old_max == float("-inf"), 0.0, old_max - new_max)
+    x = tl.where(inside, x - new_max, 0.0)
+    return x, tl.where(inside, tl.exp(x), 0.0), new_max, shift, tl.exp(shift)
+
+
+@triton.jit
 def _sums_kernel(
     z_ptr,  # [C, V] student logits
     o_ptr,  # [C, V] the other model's; unread without HAS_OTHER
@@ -209,37 +220,27 @@ def _sums_kernel(
     max_z = tl.full((), low, DTYPE)
     max_o = tl.full((), low, DTYPE)
     anchor = tl.zeros((), DTYPE)  # the other's logit where the student's maximum lies
-    sum_z = tl.zeros((BLOCK,), DTYPE)
-    sum_o = tl.zeros((BLOCK,), DTYPE)
-    dot_zz = tl.zeros((BLOCK,), DTYPE)
-    dot_zo = tl.zeros((BLOCK,), DTYPE)
-    dot_oz = tl.zeros((BLOCK,), DTYPE)
+    zeros = tl.zeros((BLOCK,), DTYPE)
+    sum_z, dot_zz = zeros, zeros
+    sum_o, dot_zo, dot_oz = zeros, zeros, zeros
     for start in range(0, COLUMNS, BLOCK):
         lanes = start + tl.arange(0, BLOCK)
         inside = lanes < COLUMNS
         z = _load_logits(z_ptr + row * z_stride, lanes, scale, low, COLUMNS, READABLE, DTYPE)
         block_max, block_at = tl.max(z, 0, return_indices=True)
-        new_max_z = tl.maximum(max_z, block_max)
-        shift_z = tl.where(max_z == low, 0.0, max_z - new_max_z)
-        shrink_z = tl.exp(shift_z)
-        z = tl.where(inside, z - new_max_z, 0.0)
-        exp_z = tl.where(inside, tl.exp(z), 0.0)
+        z, exp_z, new_max_z, shift_z, shrink_z = _relative(z, inside, block_max, max_z)
         dot_zz = (dot_zz + sum_z * shift_z) * shrink_z + exp_z * z
         if HAS_OTHER:
             o = _load_logits(o_ptr + row * o_stride, lanes, scale, low, COLUMNS, READABLE, DTYPE)
-            new_max_o = tl.maximum(max_o, tl.max(o, 0))
-            shift_o = tl.where(max_o == low, 0.0, max_o - new_max_o)
-            shrink_o = tl.exp(shift_o)
             at_block_max = tl.sum(tl.where(lanes == start + block_at, o, 0.0), 0)
             new_anchor = tl.where(block_max > max_z, at_block_max, anchor)
             anchored = shift_z + tl.where(max_z == low, 0.0, new_anchor - anchor)
             gap = tl.where(inside, z - (o - new_anchor), 0.0)
             dot_zo = (dot_zo + sum_z * anchored) * shrink_z + exp_z * gap
-            o = tl.where(inside, o - new_max_o, 0.0)
-            exp_o = tl.where(inside, tl.exp(o), 0.0)
+            o, exp_o, max_o, shift_o, shrink_o = _relative(o, inside, tl.max(o, 0), max_o)
             dot_oz = (dot_oz - sum_o * (shift_z - shift_o)) * shrink_o + exp_o * (o - z)
             sum_o = sum_o * shrink_o + exp_o
-            max_o, anchor = new_max_o, new_anchor
+            anchor = new_anchor
         sum_z = sum_z * shrink_z + exp_z
         max_z = new_max_z
     out = out_ptr + row * WIDTH

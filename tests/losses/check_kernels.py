@@ -12,16 +12,18 @@ import torch
 
 from stable_opd_mcore.losses import kernels, passes
 from stable_opd_mcore.losses.head import Head
+from stable_opd_mcore.losses.outcomes import NEVER
 
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 SIZES = ((1, 1), (3, 31), (2, 2048), (3, 2053))
 
 
 def check(rows: int, columns: int, dtype: torch.dtype, scale: float, device: str) -> None:
-    """All three kernels, on ordinary logits and on rows of +-1e4."""
+    """All three kernels, on ordinary logits, on rows of +-1e4, and beside ids merged away."""
     draw = torch.Generator().manual_seed(rows * columns)
     z, r, t = torch.randn(3, rows, columns, generator=draw, dtype=torch.float64) * 2
     z[0, ::2], r[0, ::3] = 1e4, -1e4
+    z[:, 1::7] = r[:, 1::7] = t[:, 1::7] = NEVER
     # Rows with room, as a logits_buffer has, filled with NaN that must never be used; t without.
     z, r = (torch.cat([x, torch.full((rows, 16), torch.nan)], dim=1) for x in (z, r))
     z, r, t = (x.to(device, dtype) for x in (z, r, t))
@@ -35,7 +37,7 @@ def check(rows: int, columns: int, dtype: torch.dtype, scale: float, device: str
         if other is not None:  # any anchor will do: move the torch form's to the kernel's
             expected[:, 5] += expected[:, 1] * (found[:, 7] - expected[:, 7])
             expected[:, 7] = found[:, 7]
-        close(found, expected, 1e-10 if dtype == torch.float64 else 2e-5)
+        close(found, expected, 1e-10 if dtype == torch.float64 else 1e-5)
     (reference, teacher), _ = passes.reduce_pairs(pairs, [True, True], [z[:, :0].float()], head)
     assert reference.other is not None and teacher.other is not None
     assert reference.student_to_other_C is not None and teacher.student_to_other_C is not None

@@ -1,4 +1,4 @@
-"""The Triton kernels against the torch passes: interpreted on a CPU, compiled on a GPU."""
+"""The Triton kernels against the torch passes: interpreted on a CPU, compiled for and on a GPU."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed: pip install 'triton>=3.4'")
 
 
-def run_check(**environment: str) -> str:
-    """Run the kernel check as a program: triton reads its mode when it is first imported."""
+def run_check(program: str = "check_kernels", **environment: str) -> str:
+    """Run a kernel check as a program: triton reads its mode when it is first imported."""
     finished = subprocess.run(
-        [sys.executable, "-m", "tests.losses.check_kernels"],
+        [sys.executable, "-m", f"tests.losses.{program}"],
         cwd=Path(__file__).parents[2],
         env={**os.environ, **environment},
         capture_output=True,
@@ -29,6 +29,10 @@ def run_check(**environment: str) -> str:
 
 def test_kernels_interpreted_equal_the_torch_passes():
     assert "24 cases on cpu" in run_check(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+
+
+def test_kernels_compile_for_an_h200_with_wide_loads(tmp_path):
+    assert "6 kernels for sm_90" in run_check("compile_kernels", TRITON_CACHE_DIR=str(tmp_path))
 
 
 @pytest.mark.gpu

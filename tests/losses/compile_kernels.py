@@ -1,0 +1,81 @@
+"""Compile the Triton kernels for an H200 without one: what the interpreter cannot see.
+
+Types that do not meet, launch arguments that do not fit, and loads that are not 16 bytes wide, at
+the sizes of a 7B model's head. A program of its own, as check_kernels.py is. Not here: results.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from stable_opd_mcore.losses import kernels
+
+H200 = GPUTarget("cuda", 90, 32)
+COLUMNS = 152064
+OPTIONS = {
+    kernels._sums_kernel: {"COLUMNS": COLUMNS, "HAS_OTHER": True, "WIDTH": kernels.NUM_SUMS},
+    kernels._jsd_kernel: {"COLUMNS": COLUMNS},
+    kernels._gradient_kernel: {
+        "FIRST": "reverse",
+        "SECOND": "jsd",
+        "WIDTH": 11,
+        "NUM_SPARSE": 3,
+    },
+}
+LOGITS = ("z_ptr", "o_ptr", "first_ptr", "second_ptr")
+
+
+def argument_type(name: str, logits: str) -> str:
+    """Triton's name for the type of a kernel's argument."""
+    if name in LOGITS:
+        return f"*{logits}"
+    if name == "columns_ptr":
+        return "*i64"
+    if name.endswith("_ptr"):
+        return "*fp32"
+    return "i32" if name.endswith("_stride") else "fp32"
+
+
+def compile_for_h200(kernel: Any, options: dict[str, Any], logits: str) -> str:
+    """The kernel's PTX, with pointers and strides that are multiples of 16 as in the trainer."""
+    names = kernel.arg_names
+    constants = {
+        **options,
+        "READABLE": COLUMNS,
+        "DTYPE": tl.float32,
+        "BLOCK": kernels.BLOCK_COLUMNS,
+    }
+    constants = {names.index(name): value for name, value in constants.items() if name in names}
+    signature = {
+        name: "constexpr" if index in constants else argument_type(name, logits)
+        for index, name in enumerate(names)
+    }
+    aligned = [["tt.divisibility", 16]]
+    attributes = {
+        (index,): aligned for index, name in enumerate(names) if name.endswith(("_ptr", "_stride"))
+    }
+    source = ASTSource(
+        kernel, signature, {(index,): value for index, value in constants.items()}, attributes
+    )
+    return triton.compile(source, H200, {"num_warps": kernels.NUM_WARPS}).asm["ptx"]
+
+
+def main() -> None:
+    compiled = 0
+    for kernel, options in OPTIONS.items():
+        for logits, narrow in (("bf16", r"ld\.global\S*\.b16"), ("fp32", None)):
+            ptx = compile_for_h200(kernel, options, logits)
+            assert re.search(r"ld\.global\S*\.v4\.b32", ptx), f"{kernel.__name__}: no wide loads"
+            assert narrow is None or not re.search(narrow, ptx), f"{kernel.__name__}: narrow loads"
+            compiled += 1
+    print(f"{compiled} kernels for sm_90")
+
+
+if __name__ == "__main__":
+    main()
