@@ -1,51 +1,115 @@
-"""Seconds and bytes a second of each way of weight sync, beside a plain broadcast of as many bytes.
+"""Seconds and bytes a second of each way of weight sync, beside what it rides on, in one run.
 
-    python benchmarks/sync.py --sglang-python .venv-sglang/bin/python [--hidden 512 --layers 8
-    --repeats 5]
+    python benchmarks/sync.py [--sglang-python .venv-sglang/bin/python] [--hidden 1024 --layers 16]
 
-One real SGLang server on this machine's CPU (its own process, gloo). The wire's own speed is a
-broadcast of the same buffers between this process and one other that does nothing else, in the
-same run. A publish is timed whole: session, gathering, sending, loading, flush, and both sides'
-checksums; the share of the checksums is given, and the ratio is of the rest to the plain
-broadcast. Not a measure of GPUs.
+One real SGLang server on this machine's CPU takes the weights of a random Qwen2 in fp32 from this
+process. Methods and wires take turns; every figure is a median, and the first round, in which
+process groups form and memory is first touched, is left out. The wires are given their best: the
+same bytes in as large buckets, from and to memory that was used before, nothing else going on.
+
+    broadcast   from one process to another over gloo
+    memory      one copy into shared memory and one out of it
+    files       written and read back
+
+"publish" is the whole of it as the trainer waits for it, "verify" its last part: both sides'
+checksums, compared. "rest" is what the ratios are of: sessions, gathering, packing, sending,
+loading, flush, version. "SGLang" is the part of the rest inside its update requests, as HTTP sees
+them; with `tensor`, which hands memory over, that is the server's own loading alone. Not a measure
+of GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
+import os
+import sys
 import tempfile
 import time
-from datetime import timedelta
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:  # started as a file, not as a module
+    sys.path.insert(0, str(ROOT))
 
-from stable_opd_mcore.config.load import parse_config
-from stable_opd_mcore.config.schema import ParallelConfig
-from stable_opd_mcore.models.build import build_model
-from stable_opd_mcore.models.families import read_architecture
-from stable_opd_mcore.parallel.world import start_world, stop_world
-from stable_opd_mcore.rollout import sglang_sync
-from stable_opd_mcore.rollout.sglang_build import build_sglang_engine
-from stable_opd_mcore.rollout.sglang_checksums import ExpectedChecksums
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.multiprocessing as multiprocessing  # noqa: E402
 
-METHODS = ("distributed", "tensor", "disk")
+from stable_opd_mcore.config.schema import ParallelConfig  # noqa: E402
+from stable_opd_mcore.models.build import build_model  # noqa: E402
+from stable_opd_mcore.models.families import read_architecture  # noqa: E402
+from stable_opd_mcore.parallel.world import start_world, stop_world  # noqa: E402
+from stable_opd_mcore.rollout.sglang_build import model_config, write_model_config  # noqa: E402
+from stable_opd_mcore.rollout.sglang_sync import publish_weights  # noqa: E402
+from stable_opd_mcore.rollout.sglang_transports import (  # noqa: E402
+    DiskTransport,
+    DistributedTransport,
+    Target,
+    TensorTransport,
+)
+from stable_opd_mcore.serving.client import SglangClient  # noqa: E402
+from stable_opd_mcore.serving.process import ServerOptions, SglangServer  # noqa: E402
+
+WIRE_OF = {"distributed": "broadcast", "tensor": "memory", "disk": "files"}
+TIMEOUT_SECONDS = 300.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sglang-python", default=".venv-sglang/bin/python")
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--vocabulary", type=int, default=16384)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--vocabulary", type=int, default=32768)
     parser.add_argument("--bucket-mib", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
-    fields = {
+    architecture = read_architecture(fields(arguments))
+    torch.set_num_threads(1)
+    world = start_world(ParallelConfig(), seed=0)
+    chunks = build_model(architecture, world, precision="fp32", trainable=False, seed=0)
+    num_bytes = sum(weight.nbytes for chunk in chunks for weight in chunk.parameters())
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        options = ServerOptions(
+            python=arguments.sglang_python,
+            model=str(write_model_config(architecture, folder / "model")),
+            arguments=("--max-total-tokens", "2048"),
+        )
+        server = SglangServer(options, folder / "server.log")
+        stack.callback(server.stop)
+        server.start()
+        server.wait_until_healthy()
+        client = TimedClient(server.url)
+        transports = {
+            "distributed": DistributedTransport(TIMEOUT_SECONDS, "127.0.0.1", "gloo"),
+            "tensor": TensorTransport(TIMEOUT_SECONDS),
+            "disk": DiskTransport(TIMEOUT_SECONDS, folder / "weights", model_config(architecture)),
+        }
+        bucket_bytes = min(arguments.bucket_mib * 2**20, num_bytes)
+        wires = {
+            "broadcast": stack.enter_context(
+                BroadcastWire(num_bytes, bucket_bytes, folder / "store")
+            ),
+            "memory": memory_wire(num_bytes, bucket_bytes),
+            "files": file_wire(num_bytes, bucket_bytes, folder),
+        }
+        rows: dict[str, list[dict[str, float]]] = defaultdict(list)
+        for version in range(arguments.repeats + 1):
+            for method, transport in transports.items():
+                rows[WIRE_OF[method]].append({"seconds": wires[WIRE_OF[method]]()})
+                rows[method].append(publish(chunks, client, transport, version, bucket_bytes))
+    stop_world()
+    report(rows, num_bytes, bucket_bytes)
+
+
+def fields(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
         "model_type": "qwen2",
         "vocab_size": arguments.vocabulary,
         "hidden_size": arguments.hidden,
@@ -58,131 +122,167 @@ def main() -> None:
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
     }
-    world = start_world(ParallelConfig(), seed=0)
-    chunks = build_model(
-        read_architecture(fields), world, precision="fp32", trainable=False, seed=0
-    )
-    with tempfile.TemporaryDirectory() as directory:
-        results = {
-            method: publish_seconds(method, directory, fields, world, chunks, arguments)
-            for method in METHODS
-        }
-    num_bytes = results["distributed"]["bytes"]
-    wire = broadcast_seconds(num_bytes, arguments.bucket_mib * 2**20, arguments.repeats)
-    stop_world()
-    report(results, wire, num_bytes)
 
 
-def publish_seconds(method, directory, fields, world, chunks, arguments) -> dict[str, float]:
-    """Median over publishes, the first (which forms the process group) apart."""
-    config = parse_config(
-        {
-            "run": {"name": method, "directory": directory},
-            "student": {"architecture": fields},
-            "tokenizer": {"path": "synthetic"},
-            "data": {"train": {"path": "synthetic:arithmetic"}},
-            "rollout": {
-                "engine": "sglang",
-                "sglang": {
-                    "python": arguments.sglang_python,
-                    "sync": method,
-                    "bucket_mib": arguments.bucket_mib,
-                    "arguments": ["--max-total-tokens", "2048"],
-                },
-            },
-        },
-        origin="benchmark",
+class TimedClient(SglangClient):
+    """Notes when each request began and ended."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        payload: Mapping[str, Any] | None = None,
+        timeout_seconds: float | None = None,
+    ) -> Any:
+        began = time.perf_counter()
+        try:
+            return super().call(method, path, payload, timeout_seconds)
+        finally:
+            self.spans[path].append((began, time.perf_counter()))
+
+    def seconds(self, prefix: str) -> float:
+        """Spent in the requests whose path begins so."""
+        spans = [
+            span for path, each in self.spans.items() if path.startswith(prefix) for span in each
+        ]
+        return sum(end - began for began, end in spans)
+
+
+def publish(chunks, client: TimedClient, transport, version: int, bucket_bytes: int):
+    """One publish, verified; its parts in seconds."""
+    client.spans.clear()
+    began = time.perf_counter()
+    outcome = publish_weights(
+        chunks,
+        [Target("server", client, 1)],
+        transport,
+        version=version,
+        label=str(version),
+        dtype=torch.float32,
+        bucket_bytes=bucket_bytes,
     )
-    engine = build_sglang_engine(config, world, chunks, str, fields["vocab_size"])
-    seconds, checks = [], []
-    try:
-        for version in range(arguments.repeats + 1):
-            with TimedChecksums() as spent:
-                start = time.perf_counter()
-                engine.publish(version)
-                seconds.append(time.perf_counter() - start)
-                checks.append(spent[0])
-            num_bytes = engine.take_metrics()["engine/sync_bytes"].value()
-    finally:
-        engine.close()
+    whole = time.perf_counter() - began
+    if outcome.failed:
+        raise RuntimeError(f"the weights did not arrive: {outcome.failed}")
+    checked_from = client.spans["/weights_checker"][0][0]
+    compared = client.spans["/update_weight_version"][0][0]
+    verify = compared - checked_from
     return {
-        "first": seconds[0],
-        "seconds": statistics.median(seconds[1:]),
-        "checksums": statistics.median(checks[1:]),
-        "bytes": num_bytes or 0.0,
+        "seconds": whole,
+        "verify": verify,
+        "rest": whole - verify,
+        "sglang": client.seconds("/update_weights_from"),
     }
 
 
-class TimedChecksums:
-    """Seconds inside the two sides' checksums, while it lasts."""
+class BroadcastWire:
+    """Two processes of a gloo group that broadcast when told to, and block otherwise."""
 
-    def __enter__(self) -> list[float]:
-        spent = [0.0]
+    def __init__(self, num_bytes: int, bucket_bytes: int, store: Path) -> None:
+        self._arguments = num_bytes, bucket_bytes, str(store)
 
-        def timed(function):
-            def call(*args, **kwargs):
-                start = time.perf_counter()
-                try:
-                    return function(*args, **kwargs)
-                finally:
-                    spent[0] += time.perf_counter() - start
+    def __enter__(self) -> BroadcastWire:
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(2):
+            ours, theirs = context.Pipe()
+            arguments = (rank, theirs, *self._arguments)
+            process = context.Process(target=_broadcast_when_told, args=arguments, daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        return self
 
-            return call
-
-        self._saved = ExpectedChecksums.add, sglang_sync._Session._verify
-        ExpectedChecksums.add = timed(self._saved[0])
-        sglang_sync._Session._verify = timed(self._saved[1])
-        return spent
+    def __call__(self) -> float:
+        """Seconds until the other process has it all."""
+        for pipe in self._pipes:
+            pipe.send(True)
+        return max(pipe.recv() for pipe in self._pipes)
 
     def __exit__(self, *exception) -> None:
-        ExpectedChecksums.add, sglang_sync._Session._verify = self._saved
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            pipe.send(False)
+            process.join()
 
 
-def broadcast_seconds(num_bytes: float, bucket_bytes: int, repeats: int) -> float:
-    """Median of broadcasting as many bytes in as large buffers to one process."""
-    with tempfile.TemporaryDirectory() as directory:
-        arguments = (f"{directory}/store", int(num_bytes), bucket_bytes, repeats)
-        context = multiprocessing.spawn(_broadcast, args=(2, *arguments), nprocs=2, join=False)
-        assert context is not None
-        while not context.join():
-            pass
-        return json.loads(Path(f"{directory}/store.result").read_text())
-
-
-def _broadcast(rank, world_size, store, num_bytes, bucket_bytes, repeats) -> None:
+def _broadcast_when_told(rank, pipe, num_bytes, bucket_bytes, store) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=120),
-    )
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     buffer = torch.zeros(bucket_bytes, dtype=torch.uint8)
-    seconds = []
-    for _ in range(repeats + 1):
+    while pipe.recv():
         dist.barrier()
-        start = time.perf_counter()
-        for offset in range(0, num_bytes, bucket_bytes):
-            dist.broadcast(buffer[: min(bucket_bytes, num_bytes - offset)], src=0)
+        began = time.perf_counter()
+        for start in range(0, num_bytes, bucket_bytes):
+            dist.broadcast(buffer[: min(bucket_bytes, num_bytes - start)], src=0)
         dist.barrier()
-        seconds.append(time.perf_counter() - start)
-    if rank == 0:
-        Path(f"{store}.result").write_text(json.dumps(statistics.median(seconds[1:])))
+        pipe.send(time.perf_counter() - began)
     dist.destroy_process_group()
 
 
-def report(results: dict[str, dict[str, float]], wire: float, num_bytes: float) -> None:
+def memory_wire(num_bytes: int, bucket_bytes: int) -> Callable[[], float]:
+    source, target = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
+    shared = torch.zeros(bucket_bytes, dtype=torch.uint8).share_memory_()
+
+    def seconds() -> float:
+        began = time.perf_counter()
+        for start in range(0, num_bytes, bucket_bytes):
+            size = min(bucket_bytes, num_bytes - start)
+            shared[:size].copy_(source[start : start + size])
+            target[start : start + size].copy_(shared[:size])
+        return time.perf_counter() - began
+
+    return seconds
+
+
+def file_wire(num_bytes: int, bucket_bytes: int, folder: Path) -> Callable[[], float]:
+    buffer = torch.zeros(bucket_bytes, dtype=torch.uint8).numpy()
+
+    def seconds() -> float:
+        files = []
+        began = time.perf_counter()
+        for start in range(0, num_bytes, bucket_bytes):
+            files.append(folder / f"wire-{len(files)}")
+            with files[-1].open("wb") as out:
+                out.write(buffer[: min(bucket_bytes, num_bytes - start)].data)
+        for file in files:
+            with file.open("rb") as source:
+                source.readinto(buffer.data)
+            file.unlink()
+        return time.perf_counter() - began
+
+    return seconds
+
+
+def report(rows: dict[str, list[dict[str, float]]], num_bytes: int, bucket_bytes: int) -> None:
     mib = num_bytes / 2**20
-    print(f"{mib:.0f} MiB of weights; a plain broadcast: {wire:.3f} s, {mib / wire:.0f} MiB/s")
+    medians = {
+        name: {key: median(row[key] for row in each[1:]) for key in each[0]}
+        for name, each in rows.items()
+    }
+    rounds = len(rows["tensor"]) - 1
+    print(f"{mib:.0f} MiB of weights, buckets of {bucket_bytes / 2**20:.0f} MiB, {rounds} rounds")
     print(
-        f"{'method':<13}{'first':>8}{'publish':>9}{'checksums':>11}{'rest':>8}{'MiB/s':>8}{'ratio':>7}"
+        f"load average {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, torch {torch.__version__}"
     )
-    for method, row in results.items():
-        rest = row["seconds"] - row["checksums"]
+    for wire in WIRE_OF.values():
+        seconds = medians[wire]["seconds"]
+        print(f"{wire:<13}{seconds:>8.3f} s{mib / seconds:>8.0f} MiB/s")
+    print(
+        f"{'method':<13}{'publish':>9}{'verify':>8}{'rest':>8}{'SGLang':>8}{'MiB/s':>8}"
+        f"{'x broadcast':>13}{'x its wire':>12}"
+    )
+    for method, wire in WIRE_OF.items():
+        row = medians[method]
         print(
-            f"{method:<13}{row['first']:>8.3f}{row['seconds']:>9.3f}{row['checksums']:>11.3f}"
-            f"{rest:>8.3f}{mib / rest:>8.0f}{rest / wire:>7.2f}"
+            f"{method:<13}{row['seconds']:>9.3f}{row['verify']:>8.3f}{row['rest']:>8.3f}"
+            f"{row['sglang']:>8.3f}{mib / row['rest']:>8.0f}"
+            f"{row['rest'] / medians['broadcast']['seconds']:>13.2f}"
+            f"{row['rest'] / medians[wire]['seconds']:>12.2f}"
         )
 
 

@@ -144,19 +144,27 @@ def shard(
 def unshard(
     shards: Sequence[Tensor], layout: Layout, architecture: Architecture
 ) -> tuple[Tensor, ...]:
-    """The shards of all tensor ranks, in rank order, to full HF tensors. Inverse of `shard`."""
+    """The shards of all tensor ranks, in rank order, to full HF tensors. Inverse of `shard`.
+
+    Where there is one shard, its memory is the result's as far as the layout allows.
+    """
     if layout == "qkv":
         size, per_group = architecture.head_dim, architecture.num_attention_heads
         per_group = per_group // architecture.num_key_value_heads
-        groups = torch.cat(list(shards))
+        groups = _join(shards)
         groups = groups.reshape(architecture.num_key_value_heads, -1, *groups.shape[1:])
         parts = groups.split([per_group * size, size, size], dim=1)
         return tuple(part.flatten(0, 1) for part in parts)
     if layout == "gate_up":
         halves = [piece.chunk(2) for piece in shards]
-        return tuple(torch.cat(pieces) for pieces in zip(*halves, strict=True))
+        return tuple(_join(pieces) for pieces in zip(*halves, strict=True))
     if layout == "whole":
         return (shards[0],)
     if layout == "columns":
-        return (torch.cat(list(shards), dim=1),)
-    return (torch.cat(list(shards))[: architecture.vocab_size],)
+        return (_join(shards, dim=1),)
+    return (_join(shards)[: architecture.vocab_size],)
+
+
+def _join(pieces: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Concatenated; a single piece as it is, for `torch.cat` would copy it."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim=dim)

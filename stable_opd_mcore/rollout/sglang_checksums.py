@@ -42,8 +42,8 @@ class ExpectedChecksums:
         self.per_rank: list[dict[str, str]] = [{} for _ in range(tensor_size)]
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """One Hugging Face tensor, in the precision the server holds. Kept only while its fused
-        partners are missing.
+        """One Hugging Face tensor, in the precision the server holds. Kept, and to be left as it
+        is, while its fused partners are missing.
         """
         part = name.split(".")[-2] if "." in name else name
         if part not in _FUSED:
@@ -52,7 +52,7 @@ class ExpectedChecksums:
         fused, order = _FUSED[part]
         fused_name = name.replace(part, fused)
         parts = self._parts.setdefault(fused_name, {})
-        parts[part] = tensor.clone()
+        parts[part] = tensor
         if len(parts) == len(order):
             del self._parts[fused_name]
             pieces = [[self._shard(key, parts[key], r) for key in order] for r in range(self._size)]

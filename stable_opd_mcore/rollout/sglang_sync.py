@@ -4,13 +4,16 @@ Streams whole tensors in buckets (models.convert gathers them over tensor and pi
 that no second copy of the model ever exists. Order within a publish, for a server may die
 anywhere: requests aborted, session begun where the release has sessions, buckets, session ended,
 cache flushed, checksums read back and compared, and only then the new version stamped. Until then
-the server states "incomplete" and its answers are refused. Not here: the ways a bucket travels
-(sglang_transports.py), who retries (sglang_engine.py).
+the server states "incomplete" and its answers are refused. What the checksums must be is computed
+from the weights in a second pass, while the servers compute theirs. Not here: the ways a bucket
+travels (sglang_transports.py), who retries (sglang_engine.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +22,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait
 from torch import Tensor
 from torch.nn import Module
 
+from stable_opd_mcore.models import tensors
 from stable_opd_mcore.models.convert import architecture_of, iter_hf_tensors
 from stable_opd_mcore.rollout.sglang_checksums import (
     ExpectedChecksums,
@@ -26,7 +30,7 @@ from stable_opd_mcore.rollout.sglang_checksums import (
     differences,
     gpu_hash,
 )
-from stable_opd_mcore.rollout.sglang_transports import Bucket, Target, Transport
+from stable_opd_mcore.rollout.sglang_transports import Bucket, Buffers, Target, Transport
 from stable_opd_mcore.serving.client import RefusedRequest, ServerFailure, SglangClient
 
 
@@ -54,55 +58,74 @@ def publish_weights(
     Collective over the tensor and pipeline ranks of one replica; `transport` is None on all but
     the sender, whose outcome is the one that counts.
     """
-    buckets = make_buckets(chunks, dtype, bucket_bytes)
     if transport is None:
-        for _ in buckets:
-            pass
+        for _ in range(2):  # to be sent, and to be hashed
+            for _ in iter_hf_tensors(chunks):
+                pass
         return Outcome((), {}, 0)
-    expected = {
-        size: ExpectedChecksums(architecture_of(chunks), size, _hash_for(chunks))
-        for size in {target.tensor for target in targets}
-    }
     sessions = begin_all(transport, targets, label)
     num_bytes = 0
-    for bucket in buckets:
+    for bucket in make_buckets(chunks, dtype, bucket_bytes, transport.buffers):
         transport.send(bucket)
         num_bytes += bucket.flat.numel()
-        for checksums in expected.values():
-            for name, tensor in bucket.tensors:
-                checksums.add(name, tensor)
     transport.close()
-    for target in transport.alive:
-        try:
-            sessions[target.name].finish(expected[target.tensor].per_rank, version)
-        except (ServerFailure, RefusedRequest) as error:
-            transport.fail(target, str(error))
+    verify_all(transport, sessions, chunks, dtype, version)
     verified = tuple(target.name for target in transport.alive)
     return Outcome(verified, dict(transport.failed), num_bytes)
 
 
 def make_buckets(
-    chunks: Sequence[Module], dtype: torch.dtype, bucket_bytes: int
+    chunks: Sequence[Module], dtype: torch.dtype, bucket_bytes: int, buffers: Buffers
 ) -> Iterator[Bucket]:
-    """Whole tensors cast to `dtype`, packed into one buffer again and again; a larger one travels
-    alone.
+    """Whole tensors cast to `dtype`, packed into two buffers in turn; one that is larger than
+    `bucket_bytes` travels alone.
     """
+    architecture = architecture_of(chunks)
+    sizes = {
+        name: math.prod(tensors.hf_shape(name, architecture)) * dtype.itemsize
+        for parameter in tensors.canonical_parameters(architecture)
+        for name in parameter.hf_names
+    }
+    bucket_bytes = min(bucket_bytes, sum(sizes.values()))
     buffer = torch.empty(0, dtype=torch.uint8)
     pending: list[tuple[str, Tensor]] = []
     used = 0
     for name, tensor in iter_hf_tensors(chunks):
-        size = tensor.numel() * dtype.itemsize
-        if pending and used + size > len(buffer):
+        if pending and used + sizes[name] > len(buffer):
             yield Bucket(buffer[:used], tuple(pending))
             pending, used = [], 0
-        if size > len(buffer):  # nothing is pending then
-            buffer = torch.empty(max(size, bucket_bytes), dtype=torch.uint8, device=tensor.device)
-        view = buffer[used : used + size].view(dtype).view(tensor.shape)
+        if not pending:
+            buffer = buffers.take(max(sizes[name], bucket_bytes), tensor.device)
+        view = buffer[used : used + sizes[name]].view(dtype).view(tensor.shape)
         view.copy_(tensor)
         pending.append((name, view))
-        used += size
-    if pending:
-        yield Bucket(buffer[:used], tuple(pending))
+        used += sizes[name]
+    yield Bucket(buffer[:used], tuple(pending))
+
+
+def verify_all(
+    transport: Transport,
+    sessions: dict[str, _Session],
+    chunks: Sequence[Module],
+    dtype: torch.dtype,
+    version: int,
+) -> None:
+    """End every session, compare checksums, and stamp the version on who holds what was sent."""
+    alive = transport.alive
+    expected = {
+        size: ExpectedChecksums(architecture_of(chunks), size, _hash_for(chunks))
+        for size in {target.tensor for target in alive}
+    }
+    with ThreadPoolExecutor(max(1, len(alive)), thread_name_prefix="verify") as pool:
+        answers = [pool.submit(sessions[target.name].finish) for target in alive]
+        for name, tensor in iter_hf_tensors(chunks):
+            for checksums in expected.values():
+                checksums.add(name, tensor.to(dtype))
+    for target, answer in zip(alive, answers, strict=True):
+        try:
+            sessions[target.name].stamp(answer.result(), expected[target.tensor].per_rank, version)
+        except (ServerFailure, RefusedRequest) as error:
+            transport.fail(target, str(error))
 
 
 def _hash_for(chunks: Sequence[Module]) -> Any:
@@ -112,11 +135,13 @@ def _hash_for(chunks: Sequence[Module]) -> Any:
 
 def begin_all(transport: Transport, targets: Sequence[Target], label: str) -> dict[str, _Session]:
     """Begin on every target, then open the transport to those that could."""
+    with ThreadPoolExecutor(max(1, len(targets)), thread_name_prefix="begin") as pool:
+        begun = [pool.submit(_Session, target.client) for target in targets]
     sessions: dict[str, _Session] = {}
     failed: dict[str, str] = {}
-    for target in targets:
+    for target, session in zip(targets, begun, strict=True):
         try:
-            sessions[target.name] = _Session(target.client)
+            sessions[target.name] = session.result()
         except (ServerFailure, RefusedRequest) as error:
             failed[target.name] = str(error)
     transport.open([target for target in targets if target.name in sessions], label)
@@ -140,10 +165,11 @@ class _Session:
             client.call("POST", "/end_weight_update", {}, 60.0)
             self._has_sessions = self._begin()
 
-    def finish(self, expected: Sequence[dict[str, str]], version: int) -> None:
-        """
+    def finish(self) -> Any:
+        """End the update; what the server's weights hash to, as it answers.
+
         Raises:
-            ServerFailure, RefusedRequest: the server does not hold exactly what was sent.
+            ServerFailure, RefusedRequest: it does not do it.
         """
         if self._has_sessions:
             self._client.call("POST", "/end_weight_update", {}, 120.0)
@@ -154,7 +180,15 @@ class _Session:
             reraise=True,
         )
         retrying(self._client.call, "POST", "/flush_cache", {}, 60.0)
-        self._verify(expected)
+        return self._client.call("POST", "/weights_checker", {"action": "checksum"}, 600.0)
+
+    def stamp(self, answer: Any, expected: Sequence[dict[str, str]], version: int) -> None:
+        """Give the server its version, if its answer is what the trainer's weights hash to.
+
+        Raises:
+            ServerFailure, RefusedRequest: the server does not hold exactly what was sent.
+        """
+        self._verify(answer, expected)
         stamp = {"new_version": str(version), "abort_all_requests": False}
         self._client.call("POST", "/update_weight_version", stamp, 60.0)
 
@@ -167,8 +201,7 @@ class _Session:
             return False
         return True
 
-    def _verify(self, expected: Sequence[dict[str, str]]) -> None:
-        answer = self._client.call("POST", "/weights_checker", {"action": "checksum"}, 600.0)
+    def _verify(self, answer: Any, expected: Sequence[dict[str, str]]) -> None:
         try:
             by_rank = {
                 rank["parallelism_info"][0]["tp_rank"]: rank["checksums"]

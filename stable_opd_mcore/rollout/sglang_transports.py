@@ -2,9 +2,11 @@
 
     transport.open(targets, label); transport.send(bucket) ...; transport.close()
 
-A server that does not do its part is noted in `failed` and left out from there on; nothing raises
-for it. One sender, all servers at once. Not here: which weights (sglang_sync.py), verification,
-restarts.
+`send` returns while the bucket is still on its way, so that the next one is packed meanwhile, into
+the other of two buffers that stay from publish to publish: a copy into fresh memory takes ten times
+as long as one into memory that was used before. A server that does not do its part is noted in
+`failed` and left out from there on; nothing raises for it. One sender, all servers at once. Not
+here: which weights (sglang_sync.py), verification, restarts.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ import json
 import secrets
 import shutil
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
@@ -28,7 +31,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from safetensors.torch import save_file
 from torch import Tensor
 
 from stable_opd_mcore.serving.client import RefusedRequest, ServerFailure, SglangClient
@@ -49,19 +51,35 @@ class Target:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some whole tensors, end to end in one buffer that is used again for the next bucket."""
+    """Some whole tensors, end to end in one buffer that is used again for the bucket after next."""
 
     flat: Tensor  # uint8
     tensors: tuple[tuple[str, Tensor], ...]  # views into flat
 
 
+class Buffers:
+    """The memory of two buckets, used in turn."""
+
+    def __init__(self) -> None:
+        self._next, self._last = (torch.empty(0, dtype=torch.uint8) for _ in range(2))
+
+    def take(self, num_bytes: int, device: torch.device) -> Tensor:
+        """uint8 [num_bytes], free until `take` has been called twice more; its content is left."""
+        if self._next.numel() < num_bytes or self._next.device != device:
+            self._next = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._next, self._last = self._last, self._next
+        return self._last[:num_bytes]
+
+
 class Transport:
-    """What the three have in common: targets, and asking all of them at once."""
+    """What the three have in common: targets, buffers, and asking all targets at once."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self.failed: dict[str, str] = {}
+        self.buffers = Buffers()
         self._timeout = timeout_seconds
         self._targets: list[Target] = []
+        self._pending: Pending | None = None
 
     @property
     def alive(self) -> list[Target]:
@@ -69,14 +87,21 @@ class Transport:
 
     def open(self, targets: Sequence[Target], label: str) -> None:
         """Get ready for one publish; `label` is unique to it."""
-        self._targets, self.failed = list(targets), {}
+        self._targets, self.failed, self._pending = list(targets), {}, None
 
     def send(self, bucket: Bucket) -> None:
-        """Hand a bucket over; its buffer is free again on return."""
+        """Hand a bucket over; its buffer is free when the next `send`, or `close`, returns."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """After the last bucket."""
+        """After the last bucket: wait until all have arrived."""
+        self._settle()
+
+    def _settle(self) -> None:
+        """Wait until the servers have loaded the bucket sent last."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
 
     def post(self, path: str, payload: Callable[[Target], dict[str, Any]]) -> Pending:
         """Ask every living target at once; `Pending.wait` notes who failed."""
@@ -152,10 +177,15 @@ class DistributedTransport(Transport):
             self._join(label)
 
     def send(self, bucket: Bucket) -> None:
+        """Returns when the bytes have left: the next bucket is packed while servers load this one,
+        and no other collective runs beside the broadcast.
+        """
+        self._settle()
         if self._group is None:
             return  # broken by an earlier bucket: nobody gets any more
         body = _description(bucket) | {"group_name": self._label, "load_format": "flattened_bucket"}
         pending = self.post("/update_weights_from_distributed", lambda target: body)
+        self._pending = pending
         try:
             work = dist.broadcast(bucket.flat, src=0, group=self._group, async_op=True)
             assert work is not None
@@ -165,8 +195,10 @@ class DistributedTransport(Transport):
                 work.wait()
         except RuntimeError as error:
             self._break(f"the broadcast failed: {error}")
-        pending.wait()
-        if self.failed:
+
+    def _settle(self) -> None:
+        super()._settle()
+        if any(name in self.failed for name, _ in self._members):
             self._break("it lost a member")
 
     def leave(self) -> None:
@@ -263,18 +295,18 @@ class TensorTransport(Transport):
 
     def send(self, bucket: Bucket) -> None:
         with _sharing_by_file_name():
-            buffer = io.BytesIO()
-            ForkingPickler(buffer).dump(list(bucket.tensors))
-            handles = base64.b64encode(buffer.getvalue()).decode()
-            pending = self.post(
-                "/update_weights_from_tensor",
-                lambda target: {
-                    "serialized_named_tensors": [handles] * target.tensor,
-                    "flush_cache": False,
-                    "weight_version": INCOMPLETE,
-                },
-            )
-            pending.wait()  # the server copies before it answers
+            pickled = io.BytesIO()
+            ForkingPickler(pickled).dump(list(bucket.tensors))
+        handles = base64.b64encode(pickled.getvalue()).decode()
+        self._settle()  # the server copies before it answers
+        self._pending = self.post(
+            "/update_weights_from_tensor",
+            lambda target: {
+                "serialized_named_tensors": [handles] * target.tensor,
+                "flush_cache": False,
+                "weight_version": INCOMPLETE,
+            },
+        )
 
 
 @contextlib.contextmanager
@@ -301,6 +333,8 @@ class DiskTransport(Transport):
         self._model_config = model_config
         self._directory = directory
         self._num_files = 0
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="sync")
+        self._writing: Future[None] | None = None
 
     def open(self, targets: Sequence[Target], label: str) -> None:
         super().open(targets, label)
@@ -315,10 +349,16 @@ class DiskTransport(Transport):
     def send(self, bucket: Bucket) -> None:
         self._num_files += 1
         file = self._directory / f"model-{self._num_files:05d}.safetensors"
-        # a copy on the host, for safetensors refuses tensors that share one buffer
-        save_file({name: tensor.to("cpu", copy=True) for name, tensor in bucket.tensors}, file)
+        self._settle()
+        self._writing = self._writer.submit(write_safetensors, file, bucket)
+
+    def _settle(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def close(self) -> None:
+        super().close()
         body = {
             "model_path": str(self._directory.resolve()),
             "load_format": "safetensors",  # the server itself started with random weights
@@ -327,3 +367,26 @@ class DiskTransport(Transport):
         }
         self.post("/update_weights_from_disk", lambda target: body).wait()
         shutil.rmtree(self._directory)
+
+
+_SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+
+
+def write_safetensors(file: Path, bucket: Bucket) -> None:
+    """The bucket as it lies in memory, behind a header (huggingface/safetensors, "Format").
+
+    safetensors' own `save_file` refuses tensors that share a buffer, and copies every one.
+    """
+    header, start = {}, 0
+    for name, tensor in bucket.tensors:
+        header[name] = {
+            "dtype": _SAFETENSORS_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, start + tensor.nbytes],
+        }
+        start += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the data begins aligned
+    with file.open("wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        out.write(bucket.flat.cpu().numpy().data)

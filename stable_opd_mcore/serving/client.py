@@ -19,7 +19,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait
 
 _ROUNDING = 1e-3  # a log-probability may exceed 0 by this much
 _NEVER = -1e9  # in a logit: probability exactly 0 (JSON has no infinity)
-_PLAIN_TEXT = ("/flush_cache", "/abort_request")  # routes whose answer is a sentence
+_PLAIN_TEXT = ("/flush_cache", "/abort_request", "/freeze_gc")  # routes whose answer is a sentence
 _CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=64)
 
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from stable_opd_mcore.serving.client import SglangClient
+from stable_opd_mcore.serving.client import RefusedRequest, ServerFailure, SglangClient
 
 PROGRAM = Path(__file__).parent / "sglang_cpu"
 _KEY_VARIABLE = (
@@ -215,6 +215,13 @@ class SglangServer:
                         f"SGLang server {self.url} {ended}; {self._end_of_log()}"
                     )
                 time.sleep(_POLL_SECONDS)
+            try:  # else every /flush_cache of a CPU server walks all objects its imports have made
+                client.call("POST", "/freeze_gc")
+            except (ServerFailure, RefusedRequest) as error:
+                self.stop()
+                raise ServerStartError(
+                    f"SGLang server {self.url} ended: {error}; {self._end_of_log()}"
+                ) from error
         return time.monotonic() - began
 
     def stop(self) -> None:

@@ -1,0 +1,149 @@
+"""A process that takes weights over SGLang's routes, slowly, and says what they hash to.
+
+    with receiver(fields) as url: ...
+
+It takes its time before it copies what it was handed, as a server under load does: a sender that
+writes into a bucket too early is found out by the checksums. Holds tensors in a dict: no model, no
+SGLang, nothing is generated.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.server
+import json
+import multiprocessing
+import pickle
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from safetensors.torch import load_file
+from torch import Tensor
+
+from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.rollout.sglang_checksums import ExpectedChecksums, cpu_hash
+
+_LOADING_SECONDS = 0.03  # packing a bucket of these tests takes a hundredth of it
+
+
+@contextlib.contextmanager
+def receiver(fields: dict[str, Any], *, loses: Sequence[str] = ()) -> Iterator[str]:
+    """Its address. `loses`: tensors it is sent but does not take."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, fields, tuple(loses)), daemon=True)
+    process.start()
+    try:
+        yield f"http://127.0.0.1:{ours.recv()}"
+    finally:
+        process.terminate()
+        process.join()
+
+
+def _serve(pipe: Connection, fields: dict[str, Any], loses: tuple[str, ...]) -> None:
+    torch.set_num_threads(1)
+    state = _State(fields, loses)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            answer = getattr(state, self.path.strip("/"))(json.loads(body))
+            content = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    pipe.send(server.server_port)
+    server.serve_forever()
+
+
+class _State:
+    """One method per route."""
+
+    def __init__(self, fields: dict[str, Any], loses: tuple[str, ...]) -> None:
+        self._architecture = read_architecture(fields)
+        self._loses = loses
+        self._tensors: dict[str, Tensor] = {}
+        self._group: dist.ProcessGroup | None = None
+        self._in_session = False
+
+    def abort_request(self, body: dict[str, Any]) -> None:
+        pass
+
+    def begin_weight_update(self, body: dict[str, Any]) -> dict[str, Any]:
+        self._in_session = True
+        return {"success": True}
+
+    def init_weights_update_group(self, body: dict[str, Any]) -> dict[str, Any]:
+        torch_c10d: Any = dist
+        new_group: Any = c10d._new_process_group_helper
+        size, name, timeout = body["world_size"], body["group_name"], timedelta(seconds=60)
+        address = body["master_address"], body["master_port"]
+        store = torch_c10d.TCPStore(*address, size, is_master=False, timeout=timeout)
+        store = torch_c10d.PrefixStore(name, store)
+        backend = dist.Backend(body["backend"])
+        rank = body["rank_offset"]
+        group, _ = new_group(size, rank, [], backend, store, group_name=name, timeout=timeout)
+        c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+        self._group = group
+        return {"success": True}
+
+    def update_weights_from_distributed(self, body: dict[str, Any]) -> dict[str, Any]:
+        assert self._group is not None and body["load_format"] == "flattened_bucket"
+        dtypes = [getattr(torch, name) for name in body["dtypes"]]
+        described = list(zip(body["names"], dtypes, body["shapes"], strict=True))
+        sizes = [torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in described]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8)
+        dist.broadcast(flat, src=0, group=self._group)
+        parts = zip(described, flat.split(sizes), strict=True)
+        return self._load((name, part.view(d).view(shape)) for (name, d, shape), part in parts)
+
+    def update_weights_from_tensor(self, body: dict[str, Any]) -> dict[str, Any]:
+        (handles,) = body["serialized_named_tensors"]
+        return self._load(pickle.loads(base64.b64decode(handles)))
+
+    def update_weights_from_disk(self, body: dict[str, Any]) -> dict[str, Any]:
+        for file in sorted(Path(body["model_path"]).glob("*.safetensors")):
+            self._load(load_file(file).items())
+        return {"success": True}
+
+    def end_weight_update(self, body: dict[str, Any]) -> dict[str, Any]:
+        self._in_session = False
+        return {"success": True}
+
+    def flush_cache(self, body: dict[str, Any]) -> None:
+        pass
+
+    def weights_checker(self, body: dict[str, Any]) -> dict[str, Any]:
+        checksums = ExpectedChecksums(self._architecture, 1, cpu_hash)
+        for name, tensor in self._tensors.items():
+            checksums.add(name, tensor)
+        found = checksums.per_rank[0]
+        return {"ranks": [{"parallelism_info": [{"tp_rank": 0}], "checksums": found}]}
+
+    def update_weight_version(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {"success": True}
+
+    def _load(self, tensors) -> dict[str, Any]:
+        if not self._in_session:
+            return {"success": False, "message": "no update is begun"}
+        time.sleep(_LOADING_SECONDS)
+        for name, tensor in tensors:
+            if name not in self._loses:
+                self._tensors[name] = tensor.clone()
+        return {"success": True}
