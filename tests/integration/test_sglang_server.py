@@ -4,6 +4,7 @@ Faults are injected between our client and the real server, which itself stays a
 """
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -38,6 +39,8 @@ from tests.integration.sglang_tools import (
     architecture,
     group_lives,
     needs_sglang,
+    rows,
+    train,
     wait_until,
 )
 
@@ -161,6 +164,30 @@ def test_served_teacher_equals_the_same_teacher_in_megatron(server, world, chunk
         torch.testing.assert_close(a.sampled_logprob_N, b.sampled_logprob_N, atol=1e-4, rtol=0)
         assert torch.equal(a.topk_ids_NK, b.topk_ids_NK)
         torch.testing.assert_close(a.topk_logprobs_NK, b.topk_logprobs_NK, atol=1e-4, rtol=0)
+
+
+def test_a_run_with_a_served_teacher_learns_the_same(server, key_file, tmp_path):
+    """The same rollouts, scored by the teacher in the trainer and by the one that is served."""
+    settings = (
+        "train.steps=2",
+        f"student.architecture.vocab_size={VOCABULARY}",
+        "teacher.architecture=null",
+        f"teacher.path={server.options.model}",
+    )
+    own = train(tmp_path, "own", *settings, "rollout.engine=embedded")
+    served = train(
+        tmp_path,
+        "served",
+        *settings,
+        "rollout.engine=replay",
+        f"rollout.replay_from={own}",
+        "teacher.engine=sglang",
+        f"teacher.urls=[{server.url}]",
+        f"teacher.api_key_file={key_file}",
+    )
+    for ours, theirs in zip(rows(own), rows(served), strict=True):
+        for name in ("loss/total", "grad_norm"):
+            assert math.isclose(ours[name], theirs[name], rel_tol=1e-4), name
 
 
 def test_teachers_are_routed_by_source_and_unknown_ones_refused(server, world, key_file):
