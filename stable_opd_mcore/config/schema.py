@@ -153,7 +153,8 @@ class SglangConfig(Section):
     sync: Literal["distributed", "tensor", "disk"] = "distributed"
     sync_host: str = "127.0.0.1"  # the trainer's address as the servers see it
     sync_timeout_seconds: float = Field(default=600.0, gt=0)  # of one bucket
-    bucket_mib: PositiveInt = 512  # of weights that travel at once
+    # of weights that travel at once; the sender keeps two of these, a server holds one
+    bucket_mib: PositiveInt = 512
 
     @model_validator(mode="after")
     def _consistent(self):
