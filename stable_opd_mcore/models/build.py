@@ -63,9 +63,11 @@ def build_model(
 
     Raises:
         ValueError: heads or key-value heads not divisible by the tensor ranks, layers not by the
-            pipeline stages; the message holds the numbers and what to change.
+            pipeline stages, fp32 where the attention cannot slice it; the message holds the numbers
+            and what to change.
     """
     check_layout(architecture, world)
+    _check_attention(world, precision)
     config = transformer_config(architecture, world, precision, recompute)
     chunks = [_build_chunk(architecture, world, config, stage) for stage in range(world.num_chunks)]
     mark_shards(chunks)
@@ -93,6 +95,14 @@ def check_layout(architecture: Architecture, world: World) -> None:
             f"{architecture.num_layers} layers do not divide into parallel.pipeline="
             f"{world.pipeline_size} x parallel.virtual_pipeline={world.num_chunks} = {stages} "
             f"stages: choose a product among {_divisors(architecture.num_layers)}"
+        )
+
+
+def _check_attention(world: World, precision: Precision) -> None:
+    if world.context_size > 1 and precision == "fp32" and transformer_engine_is_usable():
+        raise ValueError(
+            f"parallel.context={world.context_size} with train.precision=fp32: Transformer Engine "
+            "attends over slices in bf16 only; set train.precision=bf16 or parallel.context=1"
         )
 
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.models import build
 from stable_opd_mcore.models.build import build_model, check_layout, forward_hidden
 from stable_opd_mcore.models.convert import copy_weights, export_hf, load_hf
 from stable_opd_mcore.models.families import read_architecture
@@ -144,6 +145,12 @@ def test_older_rope_settings_are_read() -> None:
 def test_layout_that_cannot_hold_the_model(layout: dict, message: str, world: World) -> None:
     with pytest.raises(ValueError, match=message):
         check_layout(tiny.architecture("qwen3"), replace(world, **layout))
+
+
+def test_attention_that_cannot_slice_fp32(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "transformer_engine_is_usable", lambda: True)
+    with pytest.raises(ValueError, match=r"parallel.context=2 with train.precision=fp32"):
+        build_model(tiny.architecture("qwen3"), replace(world, context_size=2))
 
 
 def test_copy_needs_one_architecture(world: World) -> None:
