@@ -70,14 +70,14 @@ class BatchScript(run.Plugin):
     def setup(self, task, executor: run.Executor) -> None:
         assert isinstance(executor, run.SlurmExecutor)
         script = ROOT / "slurm" / f"{self.stage.script}.sh"
-        asked = re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?", script.read_text(), re.MULTILINE)
-        lines = {name: value or True for name, value in asked}
+        asked = r"^#SBATCH --([\w-]+)(?:=(\S+))?"  # a flag has no value
+        lines: dict[str, str] = dict(re.findall(asked, script.read_text(), re.MULTILINE))
         executor.nodes = executor.nodes or int(lines["nodes"])
         if executor.gpus_per_node is None and "gpus-per-node" in lines:
             executor.gpus_per_node = int(lines["gpus-per-node"])
         executor.time = executor.time or lines["time"]
         executor.mem = executor.mem or lines.get("mem")
-        executor.exclusive = executor.exclusive or lines.get("exclusive")
+        executor.exclusive = executor.exclusive or "exclusive" in lines or None
         executor.signal = executor.signal or lines["signal"]
         experiment = self.experiment_id.rpartition("_")[0]  # which NeMo-Run makes of name and time
         executor.job_name_prefix = executor.job_name_prefix or f"{experiment}."
