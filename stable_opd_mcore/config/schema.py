@@ -224,7 +224,9 @@ class ObjectiveConfig(Section):
     name: str = "opd"  # a name of losses.objectives
     clip: float = Field(default=0.2, gt=0)
     discount: float = Field(default=0.0, ge=0, le=1)  # gamma of the return-to-go; 0 is token-level
-    stop_class: bool = True  # sum each model's own stop ids where the sampled token is one
+    # sum each model's own stop ids where the sampled token is one; all of them are one outcome
+    # where whole distributions are compared
+    stop_class: bool = True
     top_k: PositiveInt = 32  # lsm, student_topk
     divergence: Literal["forward", "reverse", "jsd"] = "reverse"  # gkd
     jsd_beta: float = Field(default=0.5, gt=0, lt=1)

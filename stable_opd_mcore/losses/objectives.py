@@ -24,9 +24,8 @@ from stable_opd_mcore.losses.head import Head, StopClass, chunk_rows, stop_class
 from stable_opd_mcore.losses.terms import Terms
 from stable_opd_mcore.records import LossOutput, MicroBatch, Sample, TokenWeights
 
-Scores = Literal[
-    "none", "sampled", "topk", "hidden"
-]  # each includes the ones before it, but topk and hidden
+# "topk" comes with "sampled", and so does a teacher's "hidden"; a reference's comes alone.
+Scores = Literal["none", "sampled", "topk", "hidden"]
 
 
 @dataclass(frozen=True)

@@ -147,11 +147,20 @@ def test_a_prompt_beyond_its_window_is_refused(server):
         server.client().generate(generation(max_new_tokens=4000))
 
 
-def test_served_teacher_equals_the_same_teacher_in_megatron(server, world, chunks, key_file):
+@pytest.mark.parametrize("merged_ids", [(), (2, 9, 11)])
+def test_served_teacher_equals_the_same_teacher_in_megatron(
+    server, world, chunks, key_file, merged_ids
+):
     samples, weights = _samples()
     batches = pack(samples, weights, max_tokens=64, data_rank=0, data_size=1)
     stop = StopClass(class_ids=(2, 9), trigger_ids=(2, 9, 11), include_target=False)
-    settings = {"vocab_size": VOCABULARY, "temperature": 1.0, "stop": stop, "top_k": 4}
+    settings = {
+        "vocab_size": VOCABULARY,
+        "temperature": 1.0,
+        "stop": stop,
+        "top_k": 4,
+        "merged_ids": merged_ids,
+    }
     ours = FrozenModel(chunks, world, **settings)
     served = SglangTeacher(
         TeacherConfig(engine="sglang", urls=(server.url,), api_key_file=key_file),

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from stable_opd_mcore.losses.fused import Head, align_head
+from stable_opd_mcore.losses.reference import merge_ids
 from stable_opd_mcore.losses.scores import score
 from tests.losses.cases import assert_close, run_fused, run_reference
 from tests.losses.test_fused import VARIANTS, case_of
@@ -83,13 +84,20 @@ def check_scores(groups: list[dist.ProcessGroup]) -> None:
         whole = torch.cat([case.weight_VH, torch.full((1, 8), 9.0)])
         shard = whole[group.rank() * size : (group.rank() + 1) * size]
         head = Head(shard, group.rank() * size, 31, group)
-        found = score(
-            case.hidden_NH, head, case.batch.targets_N, temperature=0.7, top_k=20, chunk_tokens=4
-        )
-        top = log_p.topk(20, dim=1)
-        torch.testing.assert_close(found.topk_logprobs_NK, top.values)
-        assert torch.equal(found.topk_ids_NK, top.indices)
-        torch.testing.assert_close(found.entropy_N, -(log_p.exp() * log_p).sum(1))
+        for merged_ids in ((), (1, 20, 30)):
+            found = score(
+                case.hidden_NH,
+                head,
+                case.batch.targets_N,
+                temperature=0.7,
+                top_k=20,
+                merged_ids=merged_ids,
+                chunk_tokens=4,
+            )
+            top = merge_ids(log_p, merged_ids).topk(20, dim=1)
+            torch.testing.assert_close(found.topk_logprobs_NK, top.values)
+            assert torch.equal(found.topk_ids_NK, top.indices)
+            torch.testing.assert_close(found.entropy_N, -(log_p.exp() * log_p).sum(1))
 
 
 def check_alignment(group: dist.ProcessGroup) -> None:
