@@ -1,7 +1,9 @@
 """A teacher that is served: one or several SGLang addresses, any architecture SGLang knows.
 
 Scores are of the plain softmax at temperature 1 (SGLang ignores the temperature where it scores a
-prompt), so the rollouts must be drawn at 1. No hidden states come over HTTP: objectives over the
+prompt), so the rollouts must be drawn at 1. They are also normalised over all rows of its output
+head, those beyond the tokenizer's vocabulary included: trained models have nothing there, and a
+teacher that has is refused at the start. No hidden states come over HTTP: objectives over the
 full vocabulary need a teacher in the trainer (megatron.py).
 
 The last pipeline stage's first tensor rank asks and shares the answers with its twins. A replica
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +39,7 @@ from stable_opd_mcore.serving.client import (
 
 _IN_FLIGHT = 64
 _PAUSE_SECONDS = 2.0
+_TOP_SEEN = 8  # of the self-test's tokens, to see where a teacher's probability lies
 _ANY = ""  # the one route of a teacher that answers for every source
 
 
@@ -152,16 +156,19 @@ class SglangTeacher:
         answer.
 
         Raises:
-            ValueError: it exceeds the tolerance: replicas that disagree, or weights that change.
+            ValueError: it exceeds the tolerance: replicas that disagree, or weights that change;
+                or probability beyond the common vocabulary, which the student cannot follow.
             TeacherLost: a replica does not answer.
         """
-        request = Scoring(tuple(token_ids), 1, self._vocab_size)
+        top_k = min(_TOP_SEEN, self._vocab_size)
+        request = Scoring(tuple(token_ids), 1, self._vocab_size, top_k)
         worst = 0.0
         for route, clients in self._clients.items():
             first: SequenceScores | None = None
             for client in [client for client in clients for _ in range(2)]:
                 said = self._patiently([client], request)
                 first = first or said
+                self._require_within_vocabulary(client.url, said)
                 pairs = zip(first.logprobs, said.logprobs, strict=True)
                 difference = max(abs(a - b) for a, b in pairs)
                 worst = max(worst, difference)
@@ -172,6 +179,23 @@ class SglangTeacher:
                         "other weights, another precision, or a server that is not deterministic"
                     )
         return worst
+
+    def _require_within_vocabulary(self, url: str, said: SequenceScores) -> None:
+        beyond = max(
+            sum(
+                math.exp(value)
+                for token, value in zip(*top, strict=True)
+                if token >= self._vocab_size
+            )
+            for top in zip(said.top_ids, said.top_logprobs, strict=True)
+        )
+        if beyond > self._tolerance:
+            raise ValueError(
+                f"teacher {url} gives {beyond:.3g} of its probability to token ids from "
+                f"{self._vocab_size} on, which are not in the common vocabulary (allowed "
+                f"{self._tolerance:g}): random weights, or the model of another tokenizer; "
+                "teacher.engine=megatron leaves such ids out"
+            )
 
     def _route(self, prompt_id: str) -> str:
         if _ANY in self._clients:

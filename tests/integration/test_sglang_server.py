@@ -15,8 +15,10 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from stable_opd_mcore.config.schema import TeacherConfig
+from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.losses.head import StopClass
 from stable_opd_mcore.models.build import build_model
@@ -177,8 +179,10 @@ def test_served_teacher_equals_the_same_teacher_in_megatron(
 
 def test_a_run_with_a_served_teacher_learns_the_same(server, key_file, tmp_path):
     """The same rollouts, scored by the teacher in the trainer and by the one that is served."""
+    tokenizer = _tokenizer_of_all_rows(tmp_path / "tokenizer")
     settings = (
         "train.steps=2",
+        f"tokenizer.path={tokenizer}",
         f"student.architecture.vocab_size={VOCABULARY}",
         "teacher.architecture=null",
         f"teacher.path={server.options.model}",
@@ -197,6 +201,23 @@ def test_a_run_with_a_served_teacher_learns_the_same(server, key_file, tmp_path)
     for ours, theirs in zip(rows(own), rows(served), strict=True):
         for name in ("loss/total", "grad_norm"):
             assert math.isclose(ours[name], theirs[name], rel_tol=1e-4), name
+
+
+def _tokenizer_of_all_rows(directory: Path) -> Path:
+    """A tokenizer with as many tokens as the teacher has rows."""
+    Tokenizer.load("synthetic").save(directory)
+    backend = PreTrainedTokenizerFast.from_pretrained(directory)
+    backend.add_tokens([f"<{number}>" for number in range(VOCABULARY - len(backend))])
+    backend.save_pretrained(directory)
+    return directory
+
+
+def test_a_teacher_of_a_larger_vocabulary_is_refused(server, world, key_file):
+    """Its probabilities would be normalised over tokens that the student does not have."""
+    config = TeacherConfig(engine="sglang", urls=(server.url,), api_key_file=key_file)
+    teacher = SglangTeacher(config, world, vocab_size=64, temperature=1.0, patience_seconds=20.0)
+    with pytest.raises(ValueError, match=r"ids from 64 on.*teacher\.engine=megatron"):
+        teacher.self_test(range(3, 60))
 
 
 def test_teachers_are_routed_by_source_and_unknown_ones_refused(server, world, key_file):
