@@ -3,31 +3,34 @@
     python benchmarks/sync.py [--sglang-python .venv-sglang/bin/python] [--hidden 1024 --layers 16]
 
 One real SGLang server on this machine's CPU takes the weights of a random Qwen2 in fp32 from this
-process. Methods and wires take turns; every figure is a median, and the first round, in which
-process groups form and memory is first touched, is left out. The wires are given their best: the
-same bytes in as large buckets, from and to memory that was used before, nothing else going on.
+process. Methods and wires take turns, in another order every round, and the first round, in which
+process groups form and memory is first touched, is left out. The wires carry the same bytes in as
+large buckets between memory that was used before, and nothing else goes on:
 
-    broadcast   from one process to another over gloo
-    memory      one copy into shared memory and one out of it
+    broadcast   of one process' whole weights into another's, over gloo
+    one buffer  the same, but from one bucket's memory into one bucket's, again and again
+    memory      the weights copied into shared memory and out of it
     files       written and read back
 
 "publish" is the whole of it as the trainer waits for it, "verify" its last part: both sides'
 checksums, compared. "rest" is what the ratios are of: sessions, gathering, packing, sending,
 loading, flush, version. "SGLang" is the part of the rest inside its update requests, as HTTP sees
-them; with `tensor`, which hands memory over, that is the server's own loading alone. Not a measure
-of GPUs.
+them; for `disk` that is the server's own loading and nothing of ours. Not a measure of GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
+import random
 import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -52,11 +55,14 @@ from stable_opd_mcore.rollout.sglang_transports import (  # noqa: E402
     DistributedTransport,
     Target,
     TensorTransport,
+    Transport,
 )
 from stable_opd_mcore.serving.client import SglangClient  # noqa: E402
 from stable_opd_mcore.serving.process import ServerOptions, SglangServer  # noqa: E402
 
 WIRE_OF = {"distributed": "broadcast", "tensor": "memory", "disk": "files"}
+ONE_BUFFER = "one buffer"
+VERSIONS = itertools.count()
 TIMEOUT_SECONDS = 300.0
 
 
@@ -66,8 +72,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--vocabulary", type=int, default=32768)
-    parser.add_argument("--bucket-mib", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--bucket-mib", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=12)
     arguments = parser.parse_args()
     architecture = read_architecture(fields(arguments))
     torch.set_num_threads(1)
@@ -92,18 +98,21 @@ def main() -> None:
             "disk": DiskTransport(TIMEOUT_SECONDS, folder / "weights", model_config(architecture)),
         }
         bucket_bytes = min(arguments.bucket_mib * 2**20, num_bytes)
-        wires = {
-            "broadcast": stack.enter_context(
-                BroadcastWire(num_bytes, bucket_bytes, folder / "store")
-            ),
+        processes = stack.enter_context(BroadcastWire(num_bytes, bucket_bytes, folder / "store"))
+        measures: dict[str, Callable[[], dict[str, float]]] = {
+            "broadcast": lambda: processes.seconds("weights"),
+            ONE_BUFFER: lambda: processes.seconds(ONE_BUFFER),
             "memory": memory_wire(num_bytes, bucket_bytes),
             "files": file_wire(num_bytes, bucket_bytes, folder),
         }
-        rows: dict[str, list[dict[str, float]]] = defaultdict(list)
-        for version in range(arguments.repeats + 1):
-            for method, transport in transports.items():
-                rows[WIRE_OF[method]].append({"seconds": wires[WIRE_OF[method]]()})
-                rows[method].append(publish(chunks, client, transport, version, bucket_bytes))
+        for method, transport in transports.items():
+            measures[method] = partial(publish, chunks, client, transport, bucket_bytes)
+        rows: dict[str, list[dict[str, float]]] = {name: [] for name in measures}
+        order = list(measures)
+        for _ in range(arguments.repeats + 1):
+            random.Random(len(rows["tensor"])).shuffle(order)
+            for name in order:
+                rows[name].append(measures[name]())
     stop_world()
     report(rows, num_bytes, bucket_bytes)
 
@@ -152,8 +161,9 @@ class TimedClient(SglangClient):
         return sum(end - began for began, end in spans)
 
 
-def publish(chunks, client: TimedClient, transport, version: int, bucket_bytes: int):
+def publish(chunks, client: TimedClient, transport: Transport, bucket_bytes: int):
     """One publish, verified; its parts in seconds."""
+    version = next(VERSIONS)
     client.spans.clear()
     began = time.perf_counter()
     outcome = publish_weights(
@@ -198,51 +208,53 @@ class BroadcastWire:
             self._processes.append(process)
         return self
 
-    def __call__(self) -> float:
-        """Seconds until the other process has it all."""
+    def seconds(self, memory: str) -> dict[str, float]:
+        """Until the other process has it all."""
         for pipe in self._pipes:
-            pipe.send(True)
-        return max(pipe.recv() for pipe in self._pipes)
+            pipe.send(memory)
+        return {"seconds": max(pipe.recv() for pipe in self._pipes)}
 
     def __exit__(self, *exception) -> None:
         for pipe, process in zip(self._pipes, self._processes, strict=True):
-            pipe.send(False)
+            pipe.send(None)
             process.join()
 
 
 def _broadcast_when_told(rank, pipe, num_bytes, bucket_bytes, store) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    buffer = torch.zeros(bucket_bytes, dtype=torch.uint8)
-    while pipe.recv():
+    weights = torch.ones(num_bytes, dtype=torch.uint8)
+    while (memory := pipe.recv()) is not None:
         dist.barrier()
         began = time.perf_counter()
         for start in range(0, num_bytes, bucket_bytes):
-            dist.broadcast(buffer[: min(bucket_bytes, num_bytes - start)], src=0)
+            size = min(bucket_bytes, num_bytes - start)
+            offset = 0 if memory == ONE_BUFFER else start
+            dist.broadcast(weights[offset : offset + size], src=0)
         dist.barrier()
         pipe.send(time.perf_counter() - began)
     dist.destroy_process_group()
 
 
-def memory_wire(num_bytes: int, bucket_bytes: int) -> Callable[[], float]:
-    source, target = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
-    shared = torch.zeros(bucket_bytes, dtype=torch.uint8).share_memory_()
+def memory_wire(num_bytes: int, bucket_bytes: int) -> Callable[[], dict[str, float]]:
+    source, target = (torch.ones(num_bytes, dtype=torch.uint8) for _ in range(2))
+    shared = torch.ones(bucket_bytes, dtype=torch.uint8).share_memory_()
 
-    def seconds() -> float:
+    def seconds() -> dict[str, float]:
         began = time.perf_counter()
         for start in range(0, num_bytes, bucket_bytes):
             size = min(bucket_bytes, num_bytes - start)
             shared[:size].copy_(source[start : start + size])
             target[start : start + size].copy_(shared[:size])
-        return time.perf_counter() - began
+        return {"seconds": time.perf_counter() - began}
 
     return seconds
 
 
-def file_wire(num_bytes: int, bucket_bytes: int, folder: Path) -> Callable[[], float]:
-    buffer = torch.zeros(bucket_bytes, dtype=torch.uint8).numpy()
+def file_wire(num_bytes: int, bucket_bytes: int, folder: Path) -> Callable[[], dict[str, float]]:
+    buffer = torch.ones(bucket_bytes, dtype=torch.uint8).numpy()
 
-    def seconds() -> float:
+    def seconds() -> dict[str, float]:
         files = []
         began = time.perf_counter()
         for start in range(0, num_bytes, bucket_bytes):
@@ -253,37 +265,40 @@ def file_wire(num_bytes: int, bucket_bytes: int, folder: Path) -> Callable[[], f
             with file.open("rb") as source:
                 source.readinto(buffer.data)
             file.unlink()
-        return time.perf_counter() - began
+        return {"seconds": time.perf_counter() - began}
 
     return seconds
 
 
 def report(rows: dict[str, list[dict[str, float]]], num_bytes: int, bucket_bytes: int) -> None:
+    """Two tables: medians, and of every figure its smallest, for what else the machine did."""
     mib = num_bytes / 2**20
-    medians = {
-        name: {key: median(row[key] for row in each[1:]) for key in each[0]}
-        for name, each in rows.items()
-    }
     rounds = len(rows["tensor"]) - 1
     print(f"{mib:.0f} MiB of weights, buckets of {bucket_bytes / 2**20:.0f} MiB, {rounds} rounds")
     print(
-        f"load average {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, torch {torch.__version__}"
+        f"torch {torch.__version__}, {os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}"
     )
-    for wire in WIRE_OF.values():
-        seconds = medians[wire]["seconds"]
-        print(f"{wire:<13}{seconds:>8.3f} s{mib / seconds:>8.0f} MiB/s")
-    print(
-        f"{'method':<13}{'publish':>9}{'verify':>8}{'rest':>8}{'SGLang':>8}{'MiB/s':>8}"
-        f"{'x broadcast':>13}{'x its wire':>12}"
-    )
-    for method, wire in WIRE_OF.items():
-        row = medians[method]
+    for title, pick in (("medians", median), ("smallest", min)):
+        picked = {
+            name: {key: pick(row[key] for row in each[1:]) for key in each[0]}
+            for name, each in rows.items()
+        }
+        print(f"\n{title}")
+        for wire in ("broadcast", ONE_BUFFER, "memory", "files"):
+            seconds = picked[wire]["seconds"]
+            print(f"{wire:<13}{seconds:>8.3f} s{mib / seconds:>8.0f} MiB/s")
         print(
-            f"{method:<13}{row['seconds']:>9.3f}{row['verify']:>8.3f}{row['rest']:>8.3f}"
-            f"{row['sglang']:>8.3f}{mib / row['rest']:>8.0f}"
-            f"{row['rest'] / medians['broadcast']['seconds']:>13.2f}"
-            f"{row['rest'] / medians[wire]['seconds']:>12.2f}"
+            f"{'method':<13}{'publish':>9}{'verify':>8}{'rest':>8}{'SGLang':>8}{'MiB/s':>8}"
+            f"{'x broadcast':>13}{'x one buffer':>14}{'x its wire':>12}"
         )
+        for method, wire in WIRE_OF.items():
+            row = picked[method]
+            ratios = [row["rest"] / picked[w]["seconds"] for w in ("broadcast", ONE_BUFFER, wire)]
+            print(
+                f"{method:<13}{row['seconds']:>9.3f}{row['verify']:>8.3f}{row['rest']:>8.3f}"
+                f"{row['sglang']:>8.3f}{mib / row['rest']:>8.0f}"
+                f"{ratios[0]:>13.2f}{ratios[1]:>14.2f}{ratios[2]:>12.2f}"
+            )
 
 
 if __name__ == "__main__":
