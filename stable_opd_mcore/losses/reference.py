@@ -18,9 +18,8 @@ from torch import Tensor
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.losses.head import StopClass
+from stable_opd_mcore.losses.outcomes import NEVER
 from stable_opd_mcore.records import MicroBatch
-
-NEVER = -1e9  # stands for log 0
 
 
 @dataclass(frozen=True)
