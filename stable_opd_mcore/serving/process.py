@@ -142,6 +142,7 @@ class SglangServer:
             "LOCAL_WORLD_SIZE",
             "MASTER_ADDR",
             "MASTER_PORT",
+            "TORCHELASTIC_USE_AGENT_STORE",  # torchrun's: a server would wait for it for ever
         ):
             environment.pop(name, None)  # the trainer's rendezvous is not the server's
         command = [self.options.python, str(PROGRAM / "serve.py"), "--owner-pid", str(os.getpid())]
