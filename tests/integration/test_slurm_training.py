@@ -114,7 +114,7 @@ class Run:
                 os.kill(found[rank], number)
 
     def server_process(self, job: str) -> int:
-        """The SGLang process of the job's only server, not the `stable-opd serve` above it."""
+        """An SGLang process of the job, not the `stable-opd serve` above it."""
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 command = (process / "cmdline").read_bytes()
@@ -249,11 +249,10 @@ def test_a_hang_is_ended_and_a_crash_is_named(cluster, tmp_path):
 def test_a_server_that_dies_is_started_again_and_training_goes_on(cluster, tmp_path):
     run = Run(cluster, tmp_path, "served")
     job = run.submit(
-        "parallel.tensor=2",
         f"rollout.sglang.python={PYTHON}",
         "rollout.sglang.arguments=[--max-total-tokens=8192]",
         options=("--nodes=3",),
-        settings={"SERVER_NODES": "1"},
+        settings={"SERVER_NODES": "1", "SERVERS_PER_NODE": "2"},
     )
     run.until_step(2)
     os.kill(run.server_process(job), signal.SIGKILL)
