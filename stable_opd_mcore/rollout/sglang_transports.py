@@ -64,7 +64,7 @@ class Buffers:
         self._next, self._last = (torch.empty(0, dtype=torch.uint8) for _ in range(2))
 
     def take(self, num_bytes: int, device: torch.device) -> Tensor:
-        """uint8 [num_bytes], free until `take` has been called twice more; its content is left."""
+        """uint8 [num_bytes] of any content, the caller's until `take` is called twice more."""
         if self._next.numel() < num_bytes or self._next.device != device:
             self._next = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._next, self._last = self._last, self._next
