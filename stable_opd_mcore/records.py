@@ -135,7 +135,8 @@ class LossOutput:
     pg: Tensor  # scalar
     kl: Tensor  # scalar
     sft: Tensor  # scalar
-    student_logprob_N: Tensor
+    student_logprob_N: Tensor  # of the stop class where the teacher's is; compare the two
+    token_logprob_N: Tensor  # of the token itself; compare with rollouts and the reference
     entropy_N: Tensor
     advantage_N: Tensor  # 0 where pg_weight is 0
     ratio_clipped_N: Tensor  # bool: the clip bound was active

@@ -53,6 +53,7 @@ class Chunk:
         wanted.
         """
         found["logprob"][rows] = self.target.logprob_C
+        found["token_logprob"][rows] = self.target.token_logprob_C
         found["entropy"][rows] = self._entropy()
         if self.teacher is not None and self.teacher.student_to_other_C is not None:
             found["kl_teacher"][rows] = self.teacher.student_to_other_C

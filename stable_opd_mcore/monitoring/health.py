@@ -175,7 +175,7 @@ def _mean_terms(
     golden_N = microbatch.sft_weight_N != 0
     trained_N = pg_N | golden_N | (microbatch.kl_weight_N != 0)
     repetitive_N = microbatch.repetitive_N
-    student_N = output.student_logprob_N.detach()
+    student_N, token_N = output.student_logprob_N.detach(), output.token_logprob_N.detach()
     reference_N = None if reference is None else output.reference_logprob_N.detach()
     teacher_entropy_N = None if teacher is None else teacher.entropy_N
     advantage_N = output.advantage_N
@@ -183,7 +183,7 @@ def _mean_terms(
         "logprob/student": (student_N, pg_N),
         "logprob/teacher": (None if teacher is None else teacher.sampled_logprob_N, pg_N),
         "logprob/reference": (reference_N, pg_N),
-        "logprob/golden": (student_N, golden_N),
+        "logprob/golden": (token_N, golden_N),
         "logprob/rollout_gap_mean": (_engine_gap(output, microbatch), pg_N),
         "advantage/mean": (advantage_N, pg_N),
         "advantage/repetitive": (advantage_N, pg_N & repetitive_N),
@@ -193,7 +193,7 @@ def _mean_terms(
         "tokens/golden_share": (golden_N, trained_N),
         "kl/teacher": (None if teacher is None else output.kl_teacher_N, pg_N),
         "kl/reference": (output.kl_reference_N, microbatch.kl_weight_N != 0),
-        "kl/reference_sampled": (None if reference_N is None else student_N - reference_N, pg_N),
+        "kl/reference_sampled": (None if reference_N is None else token_N - reference_N, pg_N),
         "entropy/student": (output.entropy_N, pg_N),
         "entropy/teacher": (teacher_entropy_N, pg_N),
         "entropy/gap": (
@@ -210,7 +210,7 @@ def _engine_gap(output: LossOutput, microbatch: MicroBatch) -> Tensor:
     """|log-probability at sampling - log-probability in the trainer|, fp32 [N]."""
     trainer_N = microbatch.old_logprob_N
     if trainer_N is None or trainer_N is microbatch.rollout_logprob_N:
-        trainer_N = output.student_logprob_N.detach()
+        trainer_N = output.token_logprob_N.detach()
     return (microbatch.rollout_logprob_N - trainer_N).abs()
 
 

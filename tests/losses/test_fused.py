@@ -361,6 +361,10 @@ def test_per_token_results():
     entropy = -(log_p.exp() * log_p).sum(-1)
     kl = (log_p.exp() * (log_p - log_r)).sum(-1)
     torch.testing.assert_close(out.entropy_N, entropy)
+    sampled = log_p.gather(1, case.batch.targets_N[:, None])[:, 0]
+    torch.testing.assert_close(out.token_logprob_N, sampled)
+    assert (out.student_logprob_N >= out.token_logprob_N).all()  # the stop class holds the token
+    assert (out.student_logprob_N > out.token_logprob_N).any()
     torch.testing.assert_close(out.kl_reference_N, kl)
     torch.testing.assert_close(out.reference_logprob_N, case.batch.reference.sampled_logprob_N)
     torch.testing.assert_close(out.kl, (case.batch.kl_weight_N * kl).sum())

@@ -172,7 +172,9 @@ OUTPUT = LossOutput(
     pg=torch.tensor(1.0),
     kl=torch.tensor(0.5),
     sft=torch.tensor(0.25),
-    student_logprob_N=torch.tensor(STUDENT),
+    # the third token is a stop token, whose class is more probable than itself
+    student_logprob_N=torch.tensor(STUDENT) + torch.tensor([0, 0, 0.75, 0, 0, 0]),
+    token_logprob_N=torch.tensor(STUDENT),
     entropy_N=torch.tensor([1.0, 2.0, 3.0, 9.0, 9.0, 9.0]),
     advantage_N=torch.tensor([-0.5, 0.5, -3.0, 0.0, 0.0, 0.0]),
     ratio_clipped_N=torch.tensor([True, False, False, True, True, True]),
@@ -185,7 +187,7 @@ EXPECTED = {
     "loss/pg": 1.0,
     "loss/kl": 0.5,
     "loss/sft": 0.25,
-    "logprob/student": -2.0,
+    "logprob/student": -1.75,
     "logprob/teacher": -3.0,
     "logprob/reference": -2.0,
     "logprob/golden": -0.5,
@@ -240,9 +242,12 @@ def test_token_metrics_do_not_depend_on_micro_batching(cut):
 
 
 def test_numbers_of_tokens_that_do_not_count_cannot_spoil_the_rest():
-    spoiled = OUTPUT.student_logprob_N.clone()
-    spoiled[3] = math.nan
-    values = token_metrics([replace(OUTPUT, student_logprob_N=spoiled)], [MICROBATCH])
+    masked = torch.arange(6) == 3
+    spoiled = {
+        name: torch.where(masked, math.nan, getattr(OUTPUT, name))
+        for name in ("student_logprob_N", "token_logprob_N")
+    }
+    values = token_metrics([replace(OUTPUT, **spoiled)], [MICROBATCH])
     assert values.values_by_key() == EXPECTED
 
 
