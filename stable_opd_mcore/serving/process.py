@@ -77,11 +77,6 @@ def free_port(host: str) -> int:
         return probe.getsockname()[1]
 
 
-def _for_its_owner(path: str, flags: int) -> int:
-    """Opener of the server's log: SGLang writes all its settings into it, the key as well."""
-    return os.open(path, flags, 0o600)
-
-
 class SglangServer:
     """An owned server. `start` may be called again after `stop` or after the process died."""
 
@@ -129,7 +124,7 @@ class SglangServer:
                 "builds the servers' venv for a CPU, the README says what a GPU machine needs"
             )
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.log, "ab", opener=_for_its_owner) as log:
+        with self.log.open("ab") as log:
             self._process = self._launch(log)
         atexit.register(self.stop)
 
