@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 
+from stable_opd_mcore.monitoring.figures import FIGURES
 from stable_opd_mcore.monitoring.report import ReportRun, write_report
 from tests.monitoring.make_run import HOSTILE, make_run
 
@@ -49,9 +50,12 @@ def test_the_report_draws_itself(tmp_path):
         timeout=120,
     )
     page = re.sub(r"<script\b.*?</script>", "", result.stdout, flags=re.DOTALL)
-    assert panels == 2 * 33
+    keys = [panel.key for figure in FIGURES for panel in figure.panels]
+    keys.remove("kl/reference")  # has no values
+    evaluations = sum(key.startswith("eval/") for key in keys)
+    assert panels == 2 * len(keys)
     assert page.count('class="plot-container plotly"') == panels
-    # In section one each of two runs has a mean and its single steps, evaluations (4) only dots.
-    assert page.count('class="trace scatter') == 2 * (2 * 29 + 4) + 33
+    # In section one each of two runs has a mean and its single steps, evaluations only dots.
+    assert page.count('class="trace scatter') == 2 * (2 * len(keys) - evaluations) + len(keys)
     assert "<img src=" not in page and "&lt;img src=x onerror=fail()&gt;" in page
     assert [line for line in result.stderr.splitlines() if "CONSOLE" in line] == []
