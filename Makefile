@@ -1,7 +1,7 @@
 # One command each; every target makes its own .venv and needs only Python >= 3.11 with venv.
 #   make demo    watch plain on-policy distillation collapse and Stable-OPD hold (three minutes on 2 cores)
-#   make test    the tests, about five minutes on 2 cores
-#   make test-cluster   the tests on a real Slurm (apt-get install slurm-wlm munge) and real SGLang servers
+#   make test    the tests, about six minutes on 2 cores
+#   make test-cluster   a real Slurm (apt-get install slurm-wlm munge) and real SGLang servers, 15 minutes
 #   make checks  format, lint, types
 #   make sglang  a venv of SGLang's own, .venv-sglang, for rollout servers on a CPU (about 1.6 GB)
 #   make launch  a venv of NeMo-Run's own, .venv-launch, for the experiments in launch/ (about 0.5 GB)

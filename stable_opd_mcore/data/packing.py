@@ -147,7 +147,6 @@ def _build(
     padding = max(multiples[1], _up_to(multiples[1], used)) - used
     sequences_S = np.append(lengths_S, padding) if padding else lengths_S
     starts_S = np.cumsum(lengths_S) - lengths_S
-
     tokens = [
         part
         for sample, tail in zip(chosen, tails_S.tolist(), strict=True)
