@@ -35,7 +35,9 @@ def config_of(directory: Path, name: str, **sections):
 def start(config_file: Path) -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "stable_opd_mcore", "train", str(config_file)]
-    return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(
+        command, env=environment, stderr=subprocess.DEVNULL, start_new_session=True
+    )
 
 
 def uninterrupted(rank: int, world_size: int, directory: str) -> None:
@@ -68,7 +70,7 @@ def test_killed_at_any_moment_and_restarted_every_metric_is_identical(runs):
                 break
             time.sleep(0.01)
         assert process.poll() is None, "the run ended before it could be killed"
-        process.send_signal(signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)  # its checkpoint's helper too: a machine that dies
         process.wait()
     assert start(runs / "killed.yaml").wait(timeout=240) == 0
 
