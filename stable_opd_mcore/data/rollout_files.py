@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from stable_opd_mcore.data.errors import DataError
+from stable_opd_mcore.data.whole_file import write_whole
 from stable_opd_mcore.records import AnswerFormat, FinishReason, Prompt, Rollout
 
 NUM_SAMPLES = 16  # what rollout.save=samples keeps of each step
@@ -55,19 +54,9 @@ def write_rollouts(path: str | Path, rollouts: Iterable[Rollout]) -> None:
         ValueError: a log-probability that is not finite (JSON has no such number), or as many
             log-probabilities as tokens are not given.
     """
-    path = Path(path)
-    lines = [json.dumps(_to_row(rollout), ensure_ascii=False) for rollout in rollouts]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        # A decoded text may hold half of a split emoji: lone surrogates survive both ways.
-        with os.fdopen(handle, "w", encoding="utf-8", errors="surrogatepass") as file:
-            file.writelines(line + "\n" for line in lines)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    lines = [json.dumps(_to_row(rollout), ensure_ascii=False) + "\n" for rollout in rollouts]
+    # A decoded text may hold half of a split emoji: lone surrogates survive both ways.
+    write_whole(Path(path), "".join(lines).encode("utf-8", "surrogatepass"))
 
 
 def read_rollouts(path: str | Path) -> list[Rollout]:

@@ -17,9 +17,9 @@ from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.openr1 import select_rows, split_rows
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.sources import read_records
+from stable_opd_mcore.data.whole_file import write_whole
 from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS, load_benchmark
 
-OPENR1 = "open-r1/OpenR1-Math-220k"
 SFT_ROWS = 33_000
 
 
@@ -27,11 +27,11 @@ def write_paper_data(
     tokenizer: Tokenizer,
     directory: Path,
     tell: Callable[[str], None],
-    openr1: str = OPENR1,
+    openr1: str,
     benchmark_directory: Path | None = None,
     sft_rows: int = SFT_ROWS,
 ) -> None:
-    """Write all eight files; those of the same name are replaced.
+    """Write all eight files, each whole or not at all; those of the same name are replaced.
 
     Args:
         tokenizer: the student's; a solution longer than 8192 of its tokens is not used.
@@ -56,10 +56,10 @@ def write_paper_data(
 
 
 def _write(path: Path, rows: Iterable[Row]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        for row in rows:
-            values = {"problem": row.problem, "answer": row.answer, "solution": row.solution}
-            given = {name: value for name, value in values.items() if value is not None}
-            file.write(json.dumps(given, ensure_ascii=False) + "\n")
+    lines = []
+    for row in rows:
+        values = {"problem": row.problem, "answer": row.answer, "solution": row.solution}
+        given = {name: value for name, value in values.items() if value is not None}
+        lines.append(json.dumps(given, ensure_ascii=False) + "\n")
+    write_whole(path, "".join(lines).encode())
     return path

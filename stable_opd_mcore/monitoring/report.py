@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import html
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import Any
 import jinja2
 from plotly.offline import get_plotlyjs
 
+from stable_opd_mcore.data.whole_file import write_whole
 from stable_opd_mcore.monitoring import tables
 from stable_opd_mcore.monitoring.figures import FIGURES, Row, draw, style
 from stable_opd_mcore.monitoring.sinks import METRICS_FILE, read_metrics
@@ -90,7 +89,8 @@ def write_report(
         summary=tables.table_of_records(summary) if summary else None,
         captions={tables.printable(key): text for key, text in (captions or {}).items()},
     )
-    return _write(Path(output), page)
+    write_whole(Path(output), page.encode("utf-8", "replace"))
+    return Path(output)
 
 
 def _named(runs: Sequence[str | Path | ReportRun]) -> list[ReportRun]:
@@ -159,13 +159,3 @@ def _json_script(data: Any) -> str:
 def _script(code: str) -> str:
     assert "</script" not in code.lower(), "the plotting library would end its own element"
     return code
-
-
-def _write(output: Path, page: str) -> Path:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
-    with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
-        file.write(page)
-    os.chmod(temporary, 0o644)
-    os.replace(temporary, output)
-    return output

@@ -14,14 +14,13 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.data.whole_file import write_whole
 from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.monitoring.names import require_known
 
@@ -194,11 +193,7 @@ def _drop_from(path: Path, first_step: int) -> list[dict[str, Any]]:
     rows = [row for row in _parse(path, lines) if row["step"] < first_step]
     kept = b"".join(line + b"\n" for line in lines[: len(rows)])
     if kept != data:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "wb") as file:
-            file.write(kept)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        write_whole(path, kept)
     return rows
 
 

@@ -16,6 +16,7 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.order import PromptSet
 from stable_opd_mcore.data.rollout_files import write_rollouts
+from stable_opd_mcore.data.whole_file import write_whole
 from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS, load_benchmark
 from stable_opd_mcore.evaluation.evaluate import (
     EvaluationResult,
@@ -98,7 +99,7 @@ def evaluate_config(config: Config, tell: Callable[[str], None]) -> None:
             results[name] = replace(result, rollouts=())  # long responses of six sets are gigabytes
     if world.rank == 0:
         values = {name: plain_values(result) for name, result in results.items()}
-        (directory / "evaluation.json").write_text(json.dumps(values, indent=1))
+        write_whole(directory / "evaluation.json", json.dumps(values, indent=1).encode())
         tell(results_table(results))
     stop_world()
 
