@@ -1,0 +1,116 @@
+"""Several hosts on one machine: network namespaces of their own, joined by a switch.
+
+    with hosts(["trainer", "server"], gbit_per_second=10) as (trainer, server):
+        subprocess.run(trainer.command("ping", "-c1", "server"))
+
+Each has its own loopback, address and hostname, which the others resolve to the address: what one
+binds to 127.0.0.1 the others cannot see. This process stays outside and joins the switch too, like
+a login node: it reaches the hosts by address, they reach it at `Host.login`, by that address, as
+"login" and by this machine's own name. Files, processes and users are shared. Needs root and
+iproute2. Not here: several kernels, clocks or disks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+NAMESPACE_FILES = Path("/etc/netns")  # `ip netns exec` binds what lies there over /etc
+AS_HOST = 'hostname "$0" && exec "$@"'
+BURST_BYTES = 1_000_000  # a sender's packets leave in bursts of up to this much at full speed
+
+
+@dataclass(frozen=True)
+class Host:
+    """One network namespace."""
+
+    name: str
+    address: str
+    namespace: str
+    login: str
+    """This process' address, as the hosts see it."""
+
+    def command(self, *command: str) -> list[str]:
+        """The same command, run on this host."""
+        as_host = ["unshare", "--uts", "sh", "-c", AS_HOST, self.name]
+        return ["ip", "netns", "exec", self.namespace, *as_host, *command]
+
+
+def cannot_make_hosts() -> str:
+    """Why not, "" if they can be made."""
+    for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("hostname", "hostname")):
+        if shutil.which(tool) is None:
+            return f"no {tool}: apt-get install {package}"
+    probe = f"sopd{os.getpid()}-probe"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
+    if made.returncode:
+        return f"no network namespaces here: {made.stderr.strip()}"
+    _run("ip", "netns", "del", probe)
+    return ""
+
+
+@contextlib.contextmanager
+def hosts(names: Sequence[str], gbit_per_second: float | None = None) -> Iterator[list[Host]]:
+    """Hosts of these names; each sends no faster than `gbit_per_second`."""
+    tag = f"so{os.getpid() % 100_000}"
+    network = f"198.18.{random.randrange(256)}"  # RFC 2544: for tests between machines
+    switch = f"{tag}sw"
+    login = f"{network}.1"
+    made = [
+        Host(name, f"{network}.{10 + index}", f"{tag}-{name}", login)
+        for index, name in enumerate(names)
+    ]
+    with contextlib.ExitStack() as stack:
+        _run("ip", "link", "add", switch, "type", "bridge")
+        stack.callback(_run, "ip", "link", "del", switch)
+        _run("ip", "address", "add", f"{login}/24", "dev", switch)
+        _run("ip", "link", "set", switch, "up")
+        for index, host in enumerate(made):
+            stack.enter_context(_names(host, made))
+            _run("ip", "netns", "add", host.namespace)
+            stack.callback(_run, "ip", "netns", "del", host.namespace)
+            port = f"{tag}p{index}"
+            _plug_in(host, port, switch, gbit_per_second)
+            stack.callback(_run, "ip", "link", "del", port)
+        yield made
+
+
+@contextlib.contextmanager
+def _names(host: Host, everyone: Sequence[Host]) -> Iterator[None]:
+    """The host's /etc/hosts, in which a name is an address and an address is a name."""
+    folder = NAMESPACE_FILES / host.namespace
+    folder.mkdir(parents=True)
+    lines = ["127.0.0.1 localhost", f"{host.login} login {socket.gethostname()}"]
+    lines += [f"{other.address} {other.name}" for other in everyone]
+    (folder / "hosts").write_text("\n".join(lines) + "\n")
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder)
+
+
+def _plug_in(host: Host, port: str, switch: str, gbit_per_second: float | None) -> None:
+    _run(
+        *("ip", "link", "add", port, "type", "veth"),
+        *("peer", "name", "eth0", "netns", host.namespace),
+    )
+    _run("ip", "link", "set", port, "master", switch, "up")
+    _run(*host.command("ip", "address", "add", f"{host.address}/24", "dev", "eth0"))
+    for device in ("lo", "eth0"):
+        _run(*host.command("ip", "link", "set", device, "up"))
+    if gbit_per_second is not None:
+        shape = ["rate", f"{gbit_per_second}gbit", "burst", str(BURST_BYTES), "latency", "50ms"]
+        _run(*host.command("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *shape))
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
