@@ -203,10 +203,7 @@ class _Session:
 
     def _verify(self, answer: Any, expected: Sequence[dict[str, str]]) -> None:
         try:
-            by_rank = {
-                rank["parallelism_info"][0]["tp_rank"]: rank["checksums"]
-                for rank in answer["ranks"]
-            }
+            by_rank = {_tensor_rank(rank): rank["checksums"] for rank in answer["ranks"]}
         except (KeyError, TypeError, IndexError) as error:
             raise ServerFailure(self._client.url, "garbage", f"not checksums: {error!r}") from error
         if sorted(by_rank) != list(range(len(expected))):
@@ -224,3 +221,9 @@ class _Session:
                     f"after the sync {len(wrong)} of {len(checksums)} parameters of rank {rank} "
                     f"differ from the trainer's, e.g. {', '.join(wrong[:3])}",
                 )
+
+
+def _tensor_rank(rank: Any) -> int:
+    """Of one entry of /weights_checker, which states one place or, from 0.5.21 on, a list."""
+    places = rank["parallelism_info"]
+    return (places[0] if isinstance(places, list) else places)["tp_rank"]

@@ -1,8 +1,9 @@
 """Let an unmodified SGLang wheel import and serve on a CPU: `prepare()` before the first import
 of sglang.
 
-Three things stand in the way: torchvision's wheel is built for CUDA and cannot register its
-operators, Triton is absent, and the CPU engine asks for sgl_kernel (the folder beside this file).
+Four things stand in the way: torchvision's wheel is built for CUDA and cannot register its
+operators, Triton is absent, older releases wait for a GPU before they hash weights, and the CPU
+engine asks for sgl_kernel (the folder beside this file).
 Nothing in site-packages changes. Not a fast path: attention is torch's own, which is what a test
 or a laptop needs.
 """
@@ -33,6 +34,8 @@ def prepare() -> None:
     for operator in _TORCHVISION_OPERATORS:
         if not hasattr(torch.ops.torchvision, operator.partition("(")[0]):
             _library.define(operator)
+    if not torch.cuda.is_available():  # weight checksums before 0.5.23 wait for a GPU, unasked
+        torch.cuda.synchronize = lambda device=None: None
     if "triton" not in sys.modules and importlib.util.find_spec("triton") is None:
         _stub_triton()
 
