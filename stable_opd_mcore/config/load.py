@@ -6,8 +6,6 @@ Not a config language: no inheritance, no interpolation from the environment, on
 from __future__ import annotations
 
 import difflib
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -18,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from yaml import YAMLError
 
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.whole import write_whole
 
 
 class ConfigError(ValueError):
@@ -56,12 +55,7 @@ def parse_config(values: Any, origin: str) -> Config:
 def save_config(config: Config, path: Path) -> None:
     """Write the resolved config, whole or not at all; `load_config` reads it back equal."""
     values = config.model_dump(mode="json", by_alias=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".yaml")
-    os.close(handle)
-    OmegaConf.save(OmegaConf.create(values), temporary)
-    os.chmod(temporary, 0o644)
-    os.replace(temporary, path)
+    write_whole(path, OmegaConf.to_yaml(OmegaConf.create(values)).encode())
 
 
 def _explain(item: Any, origin: str) -> str:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from stable_opd_mcore.data.errors import DataError
-from stable_opd_mcore.data.whole_file import write_whole
 from stable_opd_mcore.records import AnswerFormat, FinishReason, Prompt, Rollout
+from stable_opd_mcore.whole import write_whole
 
 NUM_SAMPLES = 16  # what rollout.save=samples keeps of each step
 

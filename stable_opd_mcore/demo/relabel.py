@@ -4,14 +4,13 @@ nothing else.
 
 from __future__ import annotations
 
-import os
 import shutil
-import tempfile
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
 from stable_opd_mcore.data.synthetic import SECOND_STOP, STOP, VOCABULARY
+from stable_opd_mcore.whole import whole_directory
 
 WEIGHTS = "model.safetensors"
 
@@ -23,12 +22,10 @@ def swap_stop_tokens(source: Path, target: Path) -> None:
     Both the embedding and the head are relabelled: what the model says and reads as one token it
     now says and reads as the other.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
-    shutil.copytree(source, partial, dirs_exist_ok=True)
     weights = load_file(source / WEIGHTS)
     first, second = VOCABULARY.index(STOP), VOCABULARY.index(SECOND_STOP)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         weights[name][[first, second]] = weights[name][[second, first]]
-    save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
-    os.replace(partial, target)
+    with whole_directory(target) as partial:
+        shutil.copytree(source, partial, dirs_exist_ok=True)
+        save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})

@@ -34,6 +34,7 @@ from stable_opd_mcore.demo.recipe import CAPTIONS, Job, demo_jobs
 from stable_opd_mcore.demo.relabel import swap_stop_tokens
 from stable_opd_mcore.demo.summary import ArmSummary, summarise
 from stable_opd_mcore.monitoring.report import ReportRun, write_report
+from stable_opd_mcore.whole import write_whole
 
 WORKERS = 2
 POLL_SECONDS = 1.0
@@ -53,7 +54,7 @@ def run_demo(directory: Path, num_seeds: int) -> None:
     arms = [summarise(job) for job in jobs if job.arm is not None]
     summary, report = directory / "summary.json", directory / "report.html"
     records = [asdict(arm) for arm in arms]
-    summary.write_text(json.dumps({"arms": records}, indent=1))
+    write_whole(summary, json.dumps({"arms": records}, indent=1).encode())
     runs = [ReportRun(job.directory, job.arm, job.act) for job in jobs if job.arm and job.act]
     write_report(
         runs,

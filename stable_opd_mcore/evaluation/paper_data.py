@@ -17,8 +17,8 @@ from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.openr1 import select_rows, split_rows
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.sources import read_records
-from stable_opd_mcore.data.whole_file import write_whole
 from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS, load_benchmark
+from stable_opd_mcore.whole import write_whole
 
 SFT_ROWS = 33_000
 

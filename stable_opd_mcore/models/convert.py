@@ -15,8 +15,8 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.hidden_states import unwrap
 from stable_opd_mcore.models.tensors import Parameter
 from stable_opd_mcore.parallel import megatron_cpu
+from stable_opd_mcore.whole import whole_directory
 
 megatron_cpu.install()
 
@@ -141,37 +142,30 @@ def export_hf(
     chunks: Sequence[Module],
     directory: str | Path,
     *,
-    tokenizer_from: str | Path | None = None,
+    save_tokenizer: Callable[[Path], object] = lambda directory: None,
     max_file_bytes: int = 5 * 1024**3,
 ) -> None:
     """Write config.json and safetensors that `transformers` loads, in the weights' own precision.
 
-    Collective over all ranks; the global rank 0 writes, into a temporary directory beside
-    `directory` that takes its name when complete. An existing `directory` is replaced.
+    Collective over all ranks; the global rank 0 writes. An existing `directory` is replaced, whole
+    or not at all.
 
     Args:
-        tokenizer_from: a directory whose tokenizer and generation settings are copied along.
+        save_tokenizer: writes what a tokenizer needs into the directory given to it.
         max_file_bytes: a file holds at most this much, one tensor at least.
     """
-    writes = dist.get_rank() == 0
-    directory = Path(directory)
-    temporary = None
-    if writes:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}-"))
-    try:
-        writer = _ShardWriter(temporary, max_file_bytes) if temporary else None
+    partial = writer = None
+    with ExitStack() as stack:
+        if dist.get_rank() == 0:
+            partial = stack.enter_context(whole_directory(Path(directory)))
+            writer = _ShardWriter(partial, max_file_bytes)
         for name, tensor in iter_hf_tensors(chunks):
             if writer is not None:
                 writer.add(name, tensor)
-        if writer is not None and temporary is not None:
+        if writer is not None and partial is not None:
             writer.finish()
-            write_config(architecture_of(chunks), unwrap(chunks[0]).config.params_dtype, temporary)
-            _copy_tokenizer(tokenizer_from, temporary)
-            _replace(temporary, directory)
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
+            write_config(architecture_of(chunks), unwrap(chunks[0]).config.params_dtype, partial)
+            save_tokenizer(partial)
     dist.barrier()
 
 
@@ -365,20 +359,8 @@ def write_config(architecture: Architecture, dtype: torch.dtype, directory: Path
     (directory / "config.json").write_text(text, encoding="utf-8")
 
 
-def _copy_tokenizer(source: str | Path | None, directory: Path) -> None:
-    if source is None:
-        return
+def copy_tokenizer(source: Path, directory: Path) -> None:
+    """Copy the tokenizer and generation settings of one model directory to another."""
     for file in _TOKENIZER_FILES:
-        if (Path(source) / file).is_file():
-            shutil.copy(Path(source) / file, directory / file)
-
-
-def _replace(temporary: Path, directory: Path) -> None:
-    os.chmod(temporary, 0o755)
-    if directory.exists():
-        old = temporary.with_name(temporary.name + ".old")
-        os.rename(directory, old)
-        os.rename(temporary, directory)
-        shutil.rmtree(old)
-    else:
-        os.rename(temporary, directory)
+        if (source / file).is_file():
+            shutil.copy(source / file, directory / file)

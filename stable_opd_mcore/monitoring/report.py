@@ -21,10 +21,10 @@ from typing import Any
 import jinja2
 from plotly.offline import get_plotlyjs
 
-from stable_opd_mcore.data.whole_file import write_whole
 from stable_opd_mcore.monitoring import tables
 from stable_opd_mcore.monitoring.figures import FIGURES, Row, draw, style
 from stable_opd_mcore.monitoring.sinks import METRICS_FILE, read_metrics
+from stable_opd_mcore.whole import write_whole
 
 TEMPLATES = Path(__file__).with_name("templates")
 

@@ -20,9 +20,9 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.data.whole_file import write_whole
 from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.monitoring.names import require_known
+from stable_opd_mcore.whole import write_whole
 
 METRICS_FILE = "metrics.jsonl"
 

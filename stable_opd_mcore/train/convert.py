@@ -7,11 +7,12 @@ names (models/tensors.py) or reading and writing (models/).
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.models.build import build_model
-from stable_opd_mcore.models.convert import export_hf, load_hf
+from stable_opd_mcore.models.convert import copy_tokenizer, export_hf, load_hf
 from stable_opd_mcore.models.distributed import is_megatron, load_weights, save_weights
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.parallel.world import start_world, stop_world
@@ -32,7 +33,7 @@ def convert(source: Path, target: Path, tensor: int = 1, pipeline: int = 1) -> s
     chunks = build_model(architecture, world, precision=precision, trainable=False)
     if is_megatron(source):
         load_weights(chunks, source)
-        export_hf(chunks, target, tokenizer_from=source)
+        export_hf(chunks, target, save_tokenizer=partial(copy_tokenizer, source))
         done = "Megatron to Hugging Face"
     else:
         load_hf(chunks, source)

@@ -16,7 +16,6 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.order import PromptSet
 from stable_opd_mcore.data.rollout_files import write_rollouts
-from stable_opd_mcore.data.whole_file import write_whole
 from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS, load_benchmark
 from stable_opd_mcore.evaluation.evaluate import (
     EvaluationResult,
@@ -45,6 +44,7 @@ from stable_opd_mcore.train.setup import (
 )
 from stable_opd_mcore.train.state import TrainState
 from stable_opd_mcore.train.step import Run, grade
+from stable_opd_mcore.whole import write_whole
 
 
 def evaluate_student(run: Run, state: TrainState) -> Metrics:

@@ -42,6 +42,7 @@ from stable_opd_mcore.train.signals import (
 from stable_opd_mcore.train.state import TrainState
 from stable_opd_mcore.train.step import train_step
 from stable_opd_mcore.train.watchdog import STACKS, Watchdog
+from stable_opd_mcore.whole import write_whole
 
 MODEL = "model"  # the trained student in Hugging Face form, inside the run directory
 
@@ -172,9 +173,8 @@ def _train_phase(config: Config, world: World, guard: Guard, show_progress: bool
             if stopping and state.step < config.train.steps:
                 raise Stopped(state.step)
 
-    export_hf(run.student.chunks, directory / MODEL)
+    export_hf(run.student.chunks, directory / MODEL, save_tokenizer=run.tokenizer.save)
     if speaks:
-        run.tokenizer.save(directory / MODEL)
         _summarise(directory)
         write_report([directory], directory / "report.html")
 
@@ -189,7 +189,8 @@ def _summarise(directory: Path) -> None:
     last: dict[str, float] = {}
     for line in (directory / "metrics.jsonl").read_text().splitlines():
         last |= {key: value for key, value in json.loads(line).items() if value is not None}
-    (directory / "summary.json").write_text(json.dumps(last, indent=1, sort_keys=True))
+    text = json.dumps(last, indent=1, sort_keys=True)
+    write_whole(directory / "summary.json", text.encode())
 
 
 @contextmanager

@@ -16,7 +16,6 @@ different moment; the ranks therefore agree by one all-reduce a step. An exit co
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +26,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from stable_opd_mcore.whole import write_whole
 
 MARKER = (
     "REQUEUE"  # in the run directory: stopped between two steps, checkpoint complete, start again
@@ -111,8 +112,6 @@ def leave_for_requeue(run_directory: Path, step: int) -> None:
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank == 0:
-        partial = run_directory / f"{MARKER}.partial"
-        partial.write_text(json.dumps({"step": step}))
-        os.replace(partial, run_directory / MARKER)
+        write_whole(run_directory / MARKER, json.dumps({"step": step}).encode())
     if dist.is_initialized():
         dist.barrier()
