@@ -151,7 +151,8 @@ class SglangConfig(Section):
     health_interval_seconds: float = Field(default=10.0, gt=0)
     max_restarts: int = Field(default=3, ge=0)  # of one data-parallel rank's servers, over the run
     sync: Literal["distributed", "tensor", "disk"] = "distributed"
-    sync_host: str = "127.0.0.1"  # the trainer's address as the servers see it
+    # the trainer's address as the servers see it; None: of the interface that leads to them
+    sync_host: str | None = None
     sync_timeout_seconds: float = Field(default=600.0, gt=0)  # of one bucket
     # of weights that travel at once; the sender keeps two of these, a server holds one
     bucket_mib: PositiveInt = 512

@@ -17,22 +17,20 @@ import io
 import json
 import secrets
 import shutil
-import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
+from stable_opd_mcore.rollout.sglang_group import join_group, listen
 from stable_opd_mcore.serving.client import RefusedRequest, ServerFailure, SglangClient
 
 _POLL_SECONDS = 0.0005
@@ -159,7 +157,8 @@ class DistributedTransport(Transport):
     between GPUs, gloo between CPUs. The group stands as long as the targets stay the same.
     """
 
-    def __init__(self, timeout_seconds: float, host: str, backend: str) -> None:
+    def __init__(self, timeout_seconds: float, host: str | None, backend: str) -> None:
+        """`host`: this machine's address as the servers see it; None finds it."""
         super().__init__(timeout_seconds)
         self._host = host
         self._backend = backend
@@ -173,7 +172,7 @@ class DistributedTransport(Transport):
             self.leave()
         super().open(targets, label)
         self._members = members
-        if self._group is None:
+        if self._group is None and targets:
             self._join(label)
 
     def send(self, bucket: Bucket) -> None:
@@ -214,15 +213,19 @@ class DistributedTransport(Transport):
     def _join(self, label: str) -> None:
         # a server that outlives a run still holds that run's groups by their names
         self._label = f"stable-opd-{label}-{secrets.token_hex(4)}"
-        listener = socket.create_server((self._host, 0))
-        port = listener.getsockname()[1]
+        try:
+            listener = listen(self._host, [target.client.url for target in self._targets])
+        except OSError as error:
+            self._break(f"no way to the servers: {error}")
+            return
+        host, port = listener.getsockname()
         offsets, world_size = {}, 1
         for target in self._targets:
             offsets[target.name], world_size = world_size, world_size + target.tensor
         pending = self.post(
             "/init_weights_update_group",
             lambda target: {
-                "master_address": self._host,
+                "master_address": host,
                 "master_port": port,
                 "rank_offset": offsets[target.name],
                 "world_size": world_size,
@@ -251,41 +254,6 @@ class DistributedTransport(Transport):
         if group is not None:
             group.abort()  # or what is still on its way would be waited for
             dist.destroy_process_group(group)
-
-
-def join_group(
-    backend: str, listener: socket.socket, world_size: int, name: str, timeout_seconds: float
-) -> dist.ProcessGroup:
-    """Rank 0 of a process group apart from the default one, which the servers' ranks join on
-    their side.
-
-    torch has no public call for a group across programs; this takes the steps SGLang takes
-    (sglang.srt.utils.common.init_custom_process_group), so that the keys in the store agree.
-    """
-    torch_c10d: Any = dist
-    new_group: Any = c10d._new_process_group_helper
-    timeout = timedelta(seconds=timeout_seconds)
-    host, port = listener.getsockname()[:2]
-    store = torch_c10d.TCPStore(
-        host,
-        port,
-        world_size,
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # on this one interface, not on all
-    )
-    group, _ = new_group(
-        world_size,
-        0,
-        [],
-        dist.Backend(backend),
-        torch_c10d.PrefixStore(name, store),
-        group_name=name,
-        timeout=timeout,
-    )
-    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
-    return group
 
 
 class TensorTransport(Transport):

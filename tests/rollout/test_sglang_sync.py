@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.convert import iter_hf_tensors
 from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.rollout.sglang_group import listen
 from stable_opd_mcore.rollout.sglang_sync import make_buckets, publish_weights
 from stable_opd_mcore.rollout.sglang_transports import (
     Buffers,
@@ -104,3 +105,10 @@ def test_a_tensor_that_did_not_arrive_is_named(chunks, tmp_path):
         outcome = publish(chunks, transport_of("tensor", tmp_path), url, 0)
     assert outcome.verified == ()
     assert f"differ from the trainer's, e.g. {lost}" in outcome.failed["receiver"]
+
+
+def test_the_trainer_listens_where_the_servers_can_reach_it():
+    with listen(None, ["http://localhost:1"]) as found:
+        assert found.getsockname()[0] == "127.0.0.1"
+    with pytest.raises(ValueError, match="sync_host=192.0.2.1: .* own address as the servers see"):
+        listen("192.0.2.1", [])  # RFC 5737: nobody's
