@@ -7,7 +7,7 @@ process. Methods and wires take turns, in another order every round, and the fir
 process groups form and memory is first touched, is left out. The wires carry the same bytes in as
 large buckets between memory that was used before, and nothing else goes on:
 
-    broadcast   of one process' whole weights into another's, over gloo
+    broadcast   of one process' whole weights into another's, over gloo; CPU is both processes'
     one buffer  the same, but from one bucket's memory into one bucket's, again and again
     memory      the weights copied into shared memory and out of it
     files       written and read back
@@ -16,11 +16,16 @@ large buckets between memory that was used before, and nothing else goes on:
 checksums, compared. "rest" is what the ratios are of: sessions, gathering, packing, sending,
 loading, flush, version. "SGLang" is the part of the rest inside its update requests, as HTTP sees
 them; for `disk` that is the server's own loading and nothing of ours. Not a measure of GPUs.
+
+All of it goes over loopback. With --gbit-per-second trainer and server, and the broadcast's two
+processes, are on hosts of their own (network namespaces, as root) joined by a link of that rate,
+which HTTP crosses too; memory and files, the wires of `tensor` and `disk`, are left out then.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 import random
@@ -28,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from multiprocessing.connection import Connection
@@ -59,11 +64,13 @@ from stable_opd_mcore.rollout.sglang_transports import (  # noqa: E402
 )
 from stable_opd_mcore.serving.client import SglangClient  # noqa: E402
 from stable_opd_mcore.serving.process import ServerOptions, SglangServer  # noqa: E402
+from tests.integration.hosts import Host, cannot_make_hosts, hosts, on  # noqa: E402
 
 WIRE_OF = {"distributed": "broadcast", "tensor": "memory", "disk": "files"}
 ONE_BUFFER = "one buffer"
 VERSIONS = itertools.count()
 TIMEOUT_SECONDS = 300.0
+Rows = dict[str, list[dict[str, float]]]
 
 
 def main() -> None:
@@ -74,47 +81,80 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=32768)
     parser.add_argument("--bucket-mib", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--gbit-per-second", type=float, help="of a link between two hosts")
     arguments = parser.parse_args()
-    architecture = read_architecture(fields(arguments))
     torch.set_num_threads(1)
+    with ExitStack() as stack:
+        other = stack.enter_context(another_host(arguments.gbit_per_second))
+        measure(arguments, other)
+
+
+def measure(arguments: argparse.Namespace, other: Host | None) -> None:
+    """Wires and methods in turn, and the report."""
+    architecture = read_architecture(fields(arguments))
     world = start_world(ParallelConfig(), seed=0)
     chunks = build_model(architecture, world, precision="fp32", trainable=False, seed=0)
     num_bytes = sum(weight.nbytes for chunk in chunks for weight in chunk.parameters())
+    bucket_bytes = min(arguments.bucket_mib * 2**20, num_bytes)
+    print(f"{num_bytes / 2**20:.0f} MiB of weights, buckets of {bucket_bytes / 2**20:.0f} MiB")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         options = ServerOptions(
             python=arguments.sglang_python,
             model=str(write_model_config(architecture, folder / "model")),
+            host=other.address if other else "127.0.0.1",
             arguments=("--max-total-tokens", "2048"),
         )
-        server = SglangServer(options, folder / "server.log")
-        stack.callback(server.stop)
-        server.start()
+        with started_on(other):
+            server = SglangServer(options, folder / "server.log")
+            stack.callback(server.stop)
+            server.start()
         server.wait_until_healthy()
-        client = TimedClient(server.url)
-        transports = {
-            "distributed": DistributedTransport(TIMEOUT_SECONDS, "127.0.0.1", "gloo"),
-            "tensor": TensorTransport(TIMEOUT_SECONDS),
-            "disk": DiskTransport(TIMEOUT_SECONDS, folder / "weights", model_config(architecture)),
-        }
-        bucket_bytes = min(arguments.bucket_mib * 2**20, num_bytes)
-        processes = stack.enter_context(BroadcastWire(num_bytes, bucket_bytes, folder / "store"))
+        client = TimedClient(server.url, api_key=server.api_key)
+        processes = BroadcastWire(num_bytes, bucket_bytes, folder / "store", other)
+        stack.enter_context(processes)
         measures: dict[str, Callable[[], dict[str, float]]] = {
             "broadcast": lambda: processes.seconds("weights"),
             ONE_BUFFER: lambda: processes.seconds(ONE_BUFFER),
-            "memory": memory_wire(num_bytes, bucket_bytes),
-            "files": file_wire(num_bytes, bucket_bytes, folder),
         }
+        transports: dict[str, Transport] = {
+            "distributed": DistributedTransport(TIMEOUT_SECONDS, None, "gloo"),
+        }
+        if other is None:
+            measures["memory"] = memory_wire(num_bytes, bucket_bytes)
+            measures["files"] = file_wire(num_bytes, bucket_bytes, folder)
+            transports["tensor"] = TensorTransport(TIMEOUT_SECONDS)
+            transports["disk"] = DiskTransport(
+                TIMEOUT_SECONDS, folder / "weights", model_config(architecture)
+            )
         for method, transport in transports.items():
             measures[method] = partial(publish, chunks, client, transport, bucket_bytes)
-        rows: dict[str, list[dict[str, float]]] = {name: [] for name in measures}
+        rows: Rows = {name: [] for name in measures}
         order = list(measures)
-        for _ in range(arguments.repeats + 1):
-            random.Random(len(rows["tensor"])).shuffle(order)
+        for number in range(arguments.repeats + 1):
+            random.Random(number).shuffle(order)
             for name in order:
                 rows[name].append(measures[name]())
     stop_world()
-    report(rows, num_bytes, bucket_bytes)
+    report(rows, num_bytes)
+
+
+@contextlib.contextmanager
+def another_host(gbit_per_second: float | None) -> Iterator[Host | None]:
+    """Where the server is, None: here, too. Without a rate there is no network to cross."""
+    if gbit_per_second is None:
+        yield None
+        return
+    if reason := cannot_make_hosts():
+        raise SystemExit(f"--gbit-per-second: {reason}")
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    with hosts(["trainer", "server"], gbit_per_second) as (trainer, server), on(trainer):
+        yield server
+
+
+def started_on(other: Host | None) -> contextlib.AbstractContextManager[None]:
+    """What is started in here is on the other host, if there is one."""
+    return contextlib.nullcontext() if other is None else on(other)
 
 
 def fields(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -136,8 +176,8 @@ def fields(arguments: argparse.Namespace) -> dict[str, Any]:
 class TimedClient(SglangClient):
     """Notes when each request began and ended."""
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
+    def __init__(self, url: str, api_key: str | None) -> None:
+        super().__init__(url, api_key=api_key)
         self.spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
 
     def call(
@@ -192,8 +232,9 @@ def publish(chunks, client: TimedClient, transport: Transport, bucket_bytes: int
 class BroadcastWire:
     """Two processes of a gloo group that broadcast when told to, and block otherwise."""
 
-    def __init__(self, num_bytes: int, bucket_bytes: int, store: Path) -> None:
+    def __init__(self, num_bytes: int, bucket_bytes: int, store: Path, other: Host | None) -> None:
         self._arguments = num_bytes, bucket_bytes, str(store)
+        self._other = other  # the receiver's host
 
     def __enter__(self) -> BroadcastWire:
         context = multiprocessing.get_context("spawn")
@@ -203,16 +244,18 @@ class BroadcastWire:
             ours, theirs = context.Pipe()
             arguments = (rank, theirs, *self._arguments)
             process = context.Process(target=_broadcast_when_told, args=arguments, daemon=True)
-            process.start()
+            with started_on(self._other if rank else None):
+                process.start()
             self._pipes.append(ours)
             self._processes.append(process)
         return self
 
     def seconds(self, memory: str) -> dict[str, float]:
-        """Until the other process has it all."""
+        """Until the other process has it all, and of both processes' CPU time."""
         for pipe in self._pipes:
             pipe.send(memory)
-        return {"seconds": max(pipe.recv() for pipe in self._pipes)}
+        seconds, cpu = zip(*(pipe.recv() for pipe in self._pipes), strict=True)
+        return {"seconds": max(seconds), "cpu": sum(cpu)}
 
     def __exit__(self, *exception) -> None:
         for pipe, process in zip(self._pipes, self._processes, strict=True):
@@ -226,13 +269,13 @@ def _broadcast_when_told(rank, pipe, num_bytes, bucket_bytes, store) -> None:
     weights = torch.ones(num_bytes, dtype=torch.uint8)
     while (memory := pipe.recv()) is not None:
         dist.barrier()
-        began = time.perf_counter()
+        began, cpu_before = time.perf_counter(), time.process_time()
         for start in range(0, num_bytes, bucket_bytes):
             size = min(bucket_bytes, num_bytes - start)
             offset = 0 if memory == ONE_BUFFER else start
             dist.broadcast(weights[offset : offset + size], src=0)
         dist.barrier()
-        pipe.send(time.perf_counter() - began)
+        pipe.send((time.perf_counter() - began, time.process_time() - cpu_before))
     dist.destroy_process_group()
 
 
@@ -270,28 +313,30 @@ def file_wire(num_bytes: int, bucket_bytes: int, folder: Path) -> Callable[[], d
     return seconds
 
 
-def report(rows: dict[str, list[dict[str, float]]], num_bytes: int, bucket_bytes: int) -> None:
+def report(rows: Rows, num_bytes: int) -> None:
     """Two tables: medians, and of every figure its smallest, for what else the machine did."""
     mib = num_bytes / 2**20
-    rounds = len(rows["tensor"]) - 1
-    print(f"{mib:.0f} MiB of weights, buckets of {bucket_bytes / 2**20:.0f} MiB, {rounds} rounds")
-    print(
-        f"torch {torch.__version__}, {os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}"
-    )
+    rounds = len(rows["broadcast"]) - 1
+    load = os.getloadavg()[0]
+    print(f"{rounds} rounds, torch {torch.__version__}, {os.cpu_count()} cores, load {load:.1f}")
     for title, pick in (("medians", median), ("smallest", min)):
         picked = {
             name: {key: pick(row[key] for row in each[1:]) for key in each[0]}
             for name, each in rows.items()
         }
         print(f"\n{title}")
-        for wire in ("broadcast", ONE_BUFFER, "memory", "files"):
-            seconds = picked[wire]["seconds"]
-            print(f"{wire:<13}{seconds:>8.3f} s{mib / seconds:>8.0f} MiB/s")
+        for wire, row in picked.items():
+            if wire in WIRE_OF:
+                continue
+            cpu = f"{row['cpu']:>8.3f} s of CPU" if "cpu" in row else ""
+            print(f"{wire:<13}{row['seconds']:>8.3f} s{mib / row['seconds']:>8.0f} MiB/s{cpu}")
         print(
             f"{'method':<13}{'publish':>9}{'verify':>8}{'rest':>8}{'SGLang':>8}{'MiB/s':>8}"
             f"{'x broadcast':>13}{'x one buffer':>14}{'x its wire':>12}"
         )
         for method, wire in WIRE_OF.items():
+            if method not in picked:
+                continue
             row = picked[method]
             ratios = [row["rest"] / picked[w]["seconds"] for w in ("broadcast", ONE_BUFFER, wire)]
             print(

@@ -13,6 +13,7 @@ iproute2. Not here: several kernels, clocks or disks.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import random
 import shutil
@@ -22,6 +23,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+NAMESPACES = Path("/run/netns")
+CLONE_NEWNET = 0x40000000  # linux/sched.h
 NAMESPACE_FILES = Path("/etc/netns")  # `ip netns exec` binds what lies there over /etc
 AS_HOST = 'hostname "$0" && exec "$@"'
 BURST_BYTES = 1_000_000  # a sender's packets leave in bursts of up to this much at full speed
@@ -41,6 +44,26 @@ class Host:
         """The same command, run on this host."""
         as_host = ["unshare", "--uts", "sh", "-c", AS_HOST, self.name]
         return ["ip", "netns", "exec", self.namespace, *as_host, *command]
+
+
+@contextlib.contextmanager
+def on(host: Host) -> Iterator[None]:
+    """What this thread opens and starts in here, other processes too, is on that host's network.
+
+    Names stay this machine's: tell gloo its interface (GLOO_SOCKET_IFNAME=eth0) and use addresses.
+    """
+    with open("/proc/thread-self/ns/net") as home, open(NAMESPACES / host.namespace) as there:
+        _enter(there.fileno())
+        try:
+            yield
+        finally:
+            _enter(home.fileno())
+
+
+def _enter(namespace: int) -> None:
+    """setns(2), which Python has from 3.12 on."""
+    if ctypes.CDLL(None, use_errno=True).setns(namespace, CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns")
 
 
 def cannot_make_hosts() -> str:
