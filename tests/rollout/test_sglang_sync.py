@@ -110,5 +110,5 @@ def test_a_tensor_that_did_not_arrive_is_named(chunks, tmp_path):
 def test_the_trainer_listens_where_the_servers_can_reach_it():
     with listen(None, ["http://localhost:1"]) as found:
         assert found.getsockname()[0] == "127.0.0.1"
-    with pytest.raises(ValueError, match="sync_host=192.0.2.1: .* own address as the servers see"):
+    with pytest.raises(ValueError, match=r"sync_host=192.0.2.1: .* own address as the servers see"):
         listen("192.0.2.1", [])  # RFC 5737: nobody's
