@@ -4,16 +4,37 @@ import os
 
 import pytest
 
-from tests.integration.slurm_cluster import SlurmCluster, missing_programs
+from tests.integration.hosts import cannot_make_hosts, hosts
+from tests.integration.slurm_cluster import SlurmCluster, missing_programs, nodes_here, nodes_on
+
+NAMES = ("n1", "n2", "n3")
+WHERE = pytest.StashKey[str]()
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory):
-    """Three nodes. Without Slurm's programs the tests are skipped, under CI they fail."""
+def cluster(request, tmp_path_factory):
+    """Three nodes, each a host of its own. Without Slurm's programs the tests are skipped; where no
+    hosts can be made, all nodes are this machine. Under CI both are failures.
+    """
+    in_ci = os.environ.get("CI") == "true"
     if missing := missing_programs():
         reason = f"no {', '.join(missing)}: apt-get install slurm-wlm munge"
-        if os.environ.get("CI") == "true":
+        if in_ci:
             pytest.fail(reason)
         pytest.skip(reason)
-    with SlurmCluster(tmp_path_factory.mktemp("slurm"), num_nodes=3) as running:
-        yield running
+    directory, no_hosts = tmp_path_factory.mktemp("slurm"), cannot_make_hosts()
+    if no_hosts and in_ci:
+        pytest.fail(no_hosts)
+    if no_hosts:
+        request.config.stash[WHERE] = f"this machine ({no_hosts})"
+        with SlurmCluster(directory, nodes_here(NAMES)) as running:
+            yield running
+    else:
+        request.config.stash[WHERE] = "a host of its own"
+        with hosts(NAMES) as made, SlurmCluster(directory, nodes_on(made)) as running:
+            yield running
+
+
+def pytest_terminal_summary(terminalreporter):
+    if where := terminalreporter.config.stash.get(WHERE, ""):
+        terminalreporter.write_line(f"Each Slurm node was {where}.")

@@ -1,14 +1,14 @@
-"""A real Slurm cluster on this machine: munged, one slurmctld and several slurmd, without systemd
-or root.
+"""A real Slurm cluster on this machine: munged, one slurmctld and several slurmd, without systemd.
 
-    with SlurmCluster(directory, num_nodes=3) as cluster:
+    with hosts(["n1", "n2", "n3"]) as made, SlurmCluster(directory, nodes_on(made)) as cluster:
         job = cluster.submit(["slurm/stable_opd_7b.sh", "train.steps=4"], options=["--nodes=2"])
         cluster.wait(job, {"COMPLETED"}, timeout=120)
 
-All nodes are this machine, each with its own port, eight CPUs and eight pretended GPUs; every
-file and port is the cluster's own. `sacct` is a stand-in over `scontrol`, for there is no
-accounting database. Not here: cgroups, containers, several machines' file systems and names, real
-GPUs.
+Each node is a host with an address, a loopback and a hostname of its own (hosts.py), slurmctld and
+sbatch are outside, as on a login node; without root all nodes are this machine (nodes_here). Each
+has its own port, eight CPUs and eight pretended GPUs; every file and port is the cluster's own.
+`sacct` is a stand-in over `scontrol`, for there is no accounting database. Not here: cgroups,
+containers, several machines' file systems and clocks, real GPUs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+from tests.integration.hosts import Host
 
 REPOSITORY = Path(__file__).parents[2]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol")
@@ -43,14 +46,37 @@ def missing_programs() -> list[str]:
     return [name for name in PROGRAMS if shutil.which(name, path=SEARCH_PATH) is None]
 
 
+@dataclass(frozen=True)
+class Node:
+    """Where a slurmd runs."""
+
+    name: str
+    hostname: str
+    address: str
+    controller: str
+    """Address of slurmctld's machine, as this node sees it."""
+    command: Callable[..., list[str]]
+    """A command and its arguments as they are run on this node."""
+
+
+def nodes_on(made: Sequence[Host]) -> list[Node]:
+    return [Node(host.name, host.name, host.address, host.login, host.command) for host in made]
+
+
+def nodes_here(names: Sequence[str]) -> list[Node]:
+    """Nodes that share this machine's network: what one binds to 127.0.0.1 all others see."""
+    hostname, address = socket.gethostname().split(".")[0], "127.0.0.1"
+    return [Node(name, hostname, address, address, lambda *command: [*command]) for name in names]
+
+
 class SlurmCluster:
     """Daemons that live as long as the `with` block; `env` is what Slurm's commands need to reach
     them.
     """
 
-    def __init__(self, directory: Path, num_nodes: int = 3):
+    def __init__(self, directory: Path, nodes: Sequence[Node]):
         self.directory = directory
-        self.nodes = [f"n{index + 1}" for index in range(num_nodes)]
+        self.nodes = {node.name: node for node in nodes}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         tools = directory / "bin"
         self.env = os.environ | {
@@ -71,7 +97,7 @@ class SlurmCluster:
         self._write_configuration()
         try:
             self._start_munge()
-            self._start("slurmctld", "-D", "-f", self.env["SLURM_CONF"])
+            self._start("slurmctld", "slurmctld", "-D", "-f", self.env["SLURM_CONF"])
             for node in self.nodes:
                 self.start_node(node)
             self.until(lambda: self._idle_nodes() == len(self.nodes), 30, "all nodes idle")
@@ -149,7 +175,8 @@ class SlurmCluster:
             time.sleep(0.1)
 
     def start_node(self, node: str) -> None:
-        self._start(f"slurmd-{node}", "-D", "-N", node, "-f", self.env["SLURM_CONF"])
+        arguments = ("slurmd", "-D", "-N", node, "-f", self.env["SLURM_CONF"])
+        self._start(f"slurmd-{node}", *self.nodes[node].command(*arguments))
 
     def lose_node(self, node: str) -> None:
         """What a power cut looks like: the node's daemon and every process of its jobs are gone,
@@ -186,6 +213,7 @@ class SlurmCluster:
         (home / "munge.key").chmod(0o600)
         self._start(
             "munged",
+            "munged",
             "--foreground",
             "--force",
             f"--key-file={home / 'munge.key'}",
@@ -196,11 +224,10 @@ class SlurmCluster:
         )
         self.until((self.directory / "run/munge.sock").is_socket, 10, "munged's socket")
 
-    def _start(self, name: str, *arguments: str) -> None:
-        program = name.split("-")[0]
+    def _start(self, name: str, *command: str) -> None:
         with (self.directory / "log" / f"{name}.out").open("ab") as output:
             self._daemons[name] = subprocess.Popen(
-                [program, *arguments],
+                command,
                 env=self.env,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -220,10 +247,10 @@ class SlurmCluster:
     def _write_configuration(self) -> None:
         at, user, host = self.directory, getpass.getuser(), socket.gethostname().split(".")[0]
         controller, daemon, *ports = _free_ports(2 + len(self.nodes))
-        names = f"n[1-{len(self.nodes)}]"
+        nodes, names = [*self.nodes.values()], ",".join(self.nodes)
         lines = [
             "ClusterName=test",
-            f"SlurmctldHost={host}(127.0.0.1)",
+            f"SlurmctldHost={host}({nodes[0].controller})",
             f"SlurmctldPort={controller}",
             f"SlurmdPort={daemon}",
             "AuthType=auth/munge",
@@ -262,9 +289,9 @@ class SlurmCluster:
             "SlurmctldParameters=preempt_send_user_signal",
         ]
         lines += [
-            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8"
-            " RealMemory=8000 Gres=gpu:8"
-            for node, port in zip(self.nodes, ports, strict=True)
+            f"NodeName={node.name} NodeHostname={node.hostname} NodeAddr={node.address} Port={port}"
+            " CPUs=8 RealMemory=8000 Gres=gpu:8"
+            for node, port in zip(nodes, ports, strict=True)
         ]
         lines += [
             f"PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP"
@@ -273,6 +300,8 @@ class SlurmCluster:
             " PriorityTier=100 PreemptMode=OFF",
         ]
         (at / "slurm.conf").write_text("\n".join(lines) + "\n")
+        # `ip netns exec` mounts a /sys without cgroups, where Slurm would look which there are
+        (at / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         (at / "gres.conf").write_text(f"NodeName={names} Name=gpu File=/dev/tty[0-7]\n")
 
 
