@@ -18,7 +18,7 @@ set -uo pipefail
                                          # trainer's nodes, as rollout.engine and rollout.sglang.placement say
 : "${SERVERS_PER_NODE:=1}"                # each data-parallel rank of the trainer needs a server of its own
 : "${SERVER_COMMAND:=}"                  # in place of `python -m stable_opd_mcore serve`
-: "${SERVER_TIMEOUT:=900}"               # seconds until a server must answer /health; weights load from shared disk
+: "${SERVER_TIMEOUT:=900}"               # seconds until all servers must answer /health; weights load from shared disk
 : "${SERVER_RESTARTS:=5}"                # times one server may die before it is left dead
 
 # ---- checks before the start ------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ describe() {
   local index
   for index in "${!SERVER_NODE_NAMES[@]}"; do
     step "server_$index" "${SERVER_NODE_NAMES[index]}" 1
-    echo "# on server node ${SERVER_NODE_NAMES[index]}, trainers start when ${SERVER_URLS[index]}/health answers:"
+    echo "# on server node ${SERVER_NODE_NAMES[index]}, trainers start when all its servers answer /health:"
     server_command "$index"
     printf '%q ' "${STEP[@]}" "${SERVER[@]}"
     echo

@@ -6,22 +6,20 @@
 
 connect_servers() {
   local index number host port
-  local -a urls=()
-  SERVER_URLS=() # the first of each node; more of them count the port up
+  SERVER_URLS=() # SERVERS_PER_NODE of the first node, then of the next
   API_KEY_FILE=$ATTEMPT_DIR/api_key # made by the first server; what other machines reach demands one
   for index in "${!SERVER_NODE_NAMES[@]}"; do
     host=$(address_of "${SERVER_NODE_NAMES[index]}")
     port=$((MASTER_PORT + 10000 + 20 * index))
-    SERVER_URLS+=("http://$host:$port")
-    for ((number = 0; number < SERVERS_PER_NODE; number++)); do urls+=("http://$host:$((port + number))"); done
+    for ((number = 0; number < SERVERS_PER_NODE; number++)); do SERVER_URLS+=("http://$host:$((port + number))"); done
   done
-  TRAINER+=(rollout.engine=sglang rollout.sglang.placement=external "rollout.sglang.urls=[$(joined "${urls[@]}")]"
+  TRAINER+=(rollout.engine=sglang rollout.sglang.placement=external "rollout.sglang.urls=[$(joined "${SERVER_URLS[@]}")]"
     "rollout.sglang.api_key_file=$API_KEY_FILE" "rollout.sglang.sync_host=$MASTER_ADDR")
 }
 
-# The command of server $1, in $SERVER
+# The command of server node $1, in $SERVER
 server_command() {
-  local address=${SERVER_URLS[$1]#http://}
+  local address=${SERVER_URLS[$1 * SERVERS_PER_NODE]#http://} # of its first server; the others count the port up
   if [ -n "$SERVER_COMMAND" ]; then
     read -ra SERVER <<<"$SERVER_COMMAND"
   else
@@ -33,21 +31,22 @@ server_command() {
 }
 
 start_servers() {
-  local index waited
+  local index url deadline=$((SECONDS + SERVER_TIMEOUT))
   for index in "${!SERVER_NODE_NAMES[@]}"; do keep_server "$index" & done
   for index in "${!SERVER_NODE_NAMES[@]}"; do
-    waited=0
-    until curl --silent --fail --output /dev/null --max-time 5 "${SERVER_URLS[index]}/health"; do
-      if [ -e "$ATTEMPT_DIR/server_$index.given_up" ] || ((waited++ >= SERVER_TIMEOUT)); then
-        stop_servers
-        verdict failed "server $index on ${SERVER_NODE_NAMES[index]} is not healthy; $ATTEMPT_DIR/server_$index.*.log"
-        return 1
-      elif [ -n "$STOP_WANTED" ]; then
-        stop_servers
-        requeue stopped "asked to stop while the servers started"
-        return 1
-      fi
-      sleep 1
+    for url in "${SERVER_URLS[@]:index * SERVERS_PER_NODE:SERVERS_PER_NODE}"; do
+      until curl --silent --fail --output /dev/null --max-time 5 "$url/health"; do
+        if [ -e "$ATTEMPT_DIR/server_$index.given_up" ] || ((SECONDS >= deadline)); then
+          stop_servers
+          verdict failed "server $index on ${SERVER_NODE_NAMES[index]} is not healthy: $url; $ATTEMPT_DIR/server_$index.*.log"
+          return 1
+        elif [ -n "$STOP_WANTED" ]; then
+          stop_servers
+          requeue stopped "asked to stop while the servers started"
+          return 1
+        fi
+        sleep 1
+      done
     done
     log "server $index on ${SERVER_NODE_NAMES[index]} is healthy"
   done
