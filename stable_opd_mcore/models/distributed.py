@@ -18,10 +18,12 @@ from torch.nn import Module
 from stable_opd_mcore.models.convert import architecture_of, write_config
 from stable_opd_mcore.models.hidden_states import unwrap
 from stable_opd_mcore.parallel import megatron_cpu
+from stable_opd_mcore.parallel.save_helper import start_save_helper
 
 megatron_cpu.install()
 
 from megatron.core import dist_checkpointing  # noqa: E402
+from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 
 METADATA = ".metadata"
 # What torch's checkpoint metadata is made of; anything else in that pickle is refused.
@@ -74,12 +76,19 @@ def save_weights(chunks: Sequence[Module], directory: Path) -> None:
     if dist.get_rank() == 0:
         partial.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    dist_checkpointing.save(weights_of(chunks), str(partial), content_metadata=sharding())
+    save_sharded(weights_of(chunks), partial)
     dist.barrier()
     if dist.get_rank() == 0:
         describe_weights(chunks, partial)
         partial.rename(directory)
     dist.barrier()
+
+
+def save_sharded(tree: dict[str, Any], directory: Path) -> None:
+    """Write sharded tensors into an existing directory, on all ranks together."""
+    if filesystem_async._results_queue is None:  # else Megatron starts one that outlives a kill
+        filesystem_async._results_queue = start_save_helper()
+    dist_checkpointing.save(tree, str(directory), content_metadata=sharding())
 
 
 def describe_weights(chunks: Sequence[Module], directory: Path) -> None:

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from stable_opd_mcore.models.distributed import (
     describe_weights,
     refuse_foreign_pickle,
+    save_sharded,
     sharding,
     weights_of,
 )
@@ -48,9 +49,7 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(
-        _state_dict(student, loading=False), str(partial), content_metadata=sharding()
-    )
+    save_sharded(_state_dict(student, loading=False), partial)
     save_file(_rng_state(), partial / f"rng_rank_{rank:05d}.safetensors")
     dist.barrier()
     if rank == 0:
