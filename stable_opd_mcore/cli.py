@@ -7,6 +7,8 @@ Errors a user can mend (bad settings, bad data, a wrong layout) end with one mes
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -121,8 +123,37 @@ def demo(
     run_demo(directory, seeds)
 
 
+class _Unheard(io.FileIO):
+    """A standard stream that drops what is written after its reader went away, as `head` does."""
+
+    def write(self, data) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self.fileno())
+            return len(data)
+
+
+def _outlive_readers() -> None:
+    """Whoever stops listening to the standard streams does not end a run of days."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None or stream is not getattr(sys, f"__{name}__"):
+            continue  # closed, or a caller's own
+        lasting = io.TextIOWrapper(
+            io.BufferedWriter(_Unheard(stream.fileno(), "wb", closefd=False)),
+            encoding=stream.encoding,
+            errors=stream.errors,
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
+        setattr(sys, name, lasting)
+
+
 def main() -> None:
     """Entry point: user errors become one message on stderr."""
+    _outlive_readers()
     try:
         app()
     except ValueError as error:
