@@ -81,8 +81,10 @@ class TokenWeights:
 class TeacherScores:
     """What a teacher says of a micro-batch's N response tokens, at the sampling temperature."""
 
-    # fp32; of the stop class where the target is a stop token; None where only hidden_NH is given
+    # fp32; of the stop class where the target is a stop token; None: the loss finds it, and the
+    # entropy, from the hidden states
     sampled_logprob_N: Tensor | None
+    token_logprob_N: Tensor | None = None  # fp32, of the token itself; a served teacher's is None
     entropy_N: Tensor | None = None  # fp32
     topk_ids_NK: Tensor | None = None  # int64, ids in the common vocabulary
     topk_logprobs_NK: Tensor | None = None  # fp32
@@ -122,7 +124,10 @@ class MicroBatch:
     rollout_logprob_N: Tensor  # fp32, 0 on golden tokens
     repetitive_N: Tensor  # bool
     given_advantage_N: Tensor | None = None  # fp32, for objectives without a teacher
-    old_logprob_N: Tensor | None = None  # fp32, behaviour policy; None: the current one
+    # fp32, of the behaviour policy: as the loss compares it, of the stop class where the target is
+    # a stop token; and of the token itself, which alone is known of rollouts from other weights
+    old_logprob_N: Tensor | None = None
+    old_token_logprob_N: Tensor | None = None  # both None: the behaviour policy is the current one
     teacher: TeacherScores | None = None
     reference: ReferenceScores | None = None
 
@@ -143,3 +148,5 @@ class LossOutput:
     kl_reference_N: Tensor  # KL(student || reference) per prefix, 0 where not computed
     kl_teacher_N: Tensor  # log pi_student - log pi_teacher, or exact where computed
     reference_logprob_N: Tensor  # of the target token, 0 without a reference
+    teacher_logprob_N: Tensor  # of the target or its stop class, 0 without a teacher
+    teacher_entropy_N: Tensor  # 0 where the loss has not the teacher's logits

@@ -42,6 +42,7 @@ class Chunk:
     teacher: PairStatistics | None  # where the student meets the teacher over the full vocabulary
     target: Target
     reference_logprob_C: Tensor | None  # of the target token
+    teacher_entropy_C: Tensor | None  # where its logits are here
     support: Support | None
     merged: Outcome | None  # the stop ids, where they are one outcome in `logits`
 
@@ -59,8 +60,13 @@ class Chunk:
             found["kl_teacher"][rows] = self.teacher.student_to_other_C
         elif self.rows.teacher_logprob is not None:
             found["kl_teacher"][rows] = self.target.logprob_C - self.rows.teacher_logprob
-        if self.reference_logprob_C is not None:
-            found["reference_logprob"][rows] = self.reference_logprob_C
+        for name, value_C in (
+            ("reference_logprob", self.reference_logprob_C),
+            ("teacher_logprob", self.rows.teacher_logprob),
+            ("teacher_entropy", self.teacher_entropy_C),
+        ):
+            if value_C is not None:
+                found[name][rows] = value_C
         class_C, policy_term = self._policy(found, rows)
         token_C, reference_term = self._reference(found, rows)
         found["sft"][rows] = _weighted(self.rows.sft_weight, -self.target.token_logprob_C)
@@ -73,6 +79,19 @@ class Chunk:
         at_target_CJ = self.target.share_CJ * class_C[:, None]
         at_target_CJ[:, 0] += token_C
         return self._write_gradient(class_C + token_C, at_target_CJ, dense)
+
+    @property
+    def old_logprob_C(self) -> Tensor | None:
+        """log pi_old as the surrogate compares it; None: pi_old is the present policy.
+
+        Of a stop token whose class's probability under pi_old nobody knows, the token's share of
+        the class is taken to be the present one. The ratio is then that of the token, whose mean
+        over pi_old is that of the class: still exact, and 1 on policy.
+        """
+        given, target = self.rows, self.target
+        if given.old_logprob is not None or given.old_token_logprob is None:
+            return given.old_logprob
+        return given.old_token_logprob + (target.logprob_C - target.token_logprob_C)
 
     def _entropy(self) -> Tensor:
         """The student's over its tokens, also where some of them are one outcome in its logits."""
@@ -128,22 +147,25 @@ class Chunk:
         found["pg"][rows] = _weighted(weight_C, value_C)
         return nothing_C, term
 
+    def token_advantage(self) -> Tensor:
+        """A of every token by itself: no discounted sum, no baseline."""
+        given, old_logprob_C = self.rows, self.old_logprob_C
+        assert self.terms.advantage is not None
+        behaviour_C = self.target.logprob_C if old_logprob_C is None else old_logprob_C
+        return self.terms.advantage(
+            behaviour_C, given.teacher_logprob, given.advantage, self.terms.settings
+        )
+
     def _surrogate(self, found: dict[str, Tensor], rows: slice) -> Tensor:
         terms, given = self.terms, self.rows
-        assert terms.advantage is not None
-        advantage_C = given.advantage
-        if terms.discount == 0:
-            behaviour_C = self.target.logprob_C if given.old_logprob is None else given.old_logprob
-            advantage_C = terms.advantage(
-                behaviour_C, given.teacher_logprob, given.advantage, terms.settings
-            )
+        advantage_C = given.advantage if terms.discount > 0 else self.token_advantage()
         assert advantage_C is not None
         if terms.settings.control_variate:
             assert self.teacher is not None and self.teacher.student_to_other_C is not None
             # A baseline of the present state alone, so it comes after the return-to-go.
             advantage_C = advantage_C + self.teacher.student_to_other_C
         loss_C, derivative_C, clipped_C = clipped_surrogate(
-            self.target.logprob_C, given.old_logprob, advantage_C, terms.clip
+            self.target.logprob_C, self.old_logprob_C, advantage_C, terms.clip
         )
         found["pg"][rows] = _weighted(given.pg_weight, loss_C)
         found["advantage"][rows] = advantage_C.masked_fill(given.pg_weight == 0, 0)

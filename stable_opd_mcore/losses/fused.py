@@ -78,6 +78,8 @@ def fused_loss(
         kl_reference_N=found["kl_reference"],
         kl_teacher_N=found["kl_teacher"],
         reference_logprob_N=found["reference_logprob"],
+        teacher_logprob_N=found["teacher_logprob"],
+        teacher_entropy_N=found["teacher_entropy"],
     )
 
 
@@ -114,6 +116,8 @@ class _Run:
         "kl_reference",
         "kl_teacher",
         "reference_logprob",
+        "teacher_logprob",
+        "teacher_entropy",
     )
 
     def __init__(self, heads, rows, batch, terms, context_group, chunk_tokens):
@@ -180,22 +184,16 @@ class _Run:
         return d_hidden, d_weight
 
     def _returns(self, hidden_NH: Tensor) -> Tensor:
-        """Discounted returns of the whole micro-batch: a first, forward-only pass when pi_old is
-        the present policy.
+        """Discounted returns of the whole micro-batch, from a first, forward-only pass.
 
         Masked tokens add nothing to the returns of those before them.
         """
-        logprob_N = self.rows.old_logprob
-        if logprob_N is None:
-            logprob_N = torch.empty_like(self.found["logprob"])
-            for rows in self._chunks():
-                logprob_N[rows] = self._open(hidden_NH[rows], self.rows[rows]).target.logprob_C
-        terms, rows = self.terms, self.rows
-        assert terms.advantage is not None
-        values_N = terms.advantage(logprob_N, rows.teacher_logprob, rows.advantage, terms.settings)
-        values_N = values_N.masked_fill(rows.pg_weight == 0, 0)
+        values_N = torch.empty_like(self.found["logprob"])
+        for rows in self._chunks():
+            values_N[rows] = self._open(hidden_NH[rows], self.rows[rows]).token_advantage()
+        values_N = values_N.masked_fill(self.rows.pg_weight == 0, 0)
         tokens = (self.batch.sample_index_N, self.batch.token_index_N)
-        return return_to_go(values_N, *tokens, terms.discount, self.context_group)
+        return return_to_go(values_N, *tokens, self.terms.discount, self.context_group)
 
     def _chunks(self) -> Iterator[slice]:
         count = self.rows.targets.shape[0]
@@ -239,6 +237,11 @@ class _Run:
         read = {"target": head.gather_columns(student_CV, lookup.ids_CJ)}
         if "reference" in logits:
             read["reference"] = head.gather_columns(logits["reference"], rows.targets[:, None])
+        teachers, alone = None, []
+        if "teacher" in logits:
+            teachers = Lookup.of(rows.targets, terms.teacher_stop, head.vocab_size)
+            read["teacher"] = head.gather_columns(logits["teacher"], teachers.ids_CJ)
+            alone = [local_sums(logits["teacher"], None, self.scale)]
 
         # From here on the stop ids are one outcome in all logits, where the terms ask for it.
         merged = merge_(logits, terms.merged_ids, self.scale, head) if terms.merged_ids else None
@@ -252,8 +255,8 @@ class _Run:
             others.append("teacher")
         pairs = [local_sums(student_CV, logits[name], self.scale) for name in others]
         pairs = pairs or [local_sums(student_CV, None, self.scale)]
-        paired = [bool(others)] * len(pairs)
-        statistics, whole = reduce_pairs(pairs, paired, list(read.values()), head)
+        paired = [bool(others)] * len(pairs) + [False] * len(alone)
+        statistics, whole = reduce_pairs([*pairs, *alone], paired, list(read.values()), head)
 
         read = {name: x * self.scale for name, x in zip(read, whole, strict=True)}
         meets = dict(zip(others, statistics, strict=False))  # without others: the student alone
@@ -261,6 +264,11 @@ class _Run:
         if reference is not None:
             assert reference.other is not None
             reference_logprob_C = reference.other.log_softmax(read["reference"])[:, 0]
+        teacher_entropy_C = None
+        if teachers is not None:
+            teacher = teachers.read(read["teacher"], statistics[-1].student)
+            rows = replace(rows, teacher_logprob=teacher.logprob_C)
+            teacher_entropy_C = statistics[-1].entropy_C
         support = None
         if support_ids is not None:
             teacher_CK = read.get("teacher_support", rows.topk_logprobs)
@@ -276,6 +284,7 @@ class _Run:
             teacher=meets.get("teacher"),
             target=lookup.read(read["target"], statistics[0].student),
             reference_logprob_C=reference_logprob_C,
+            teacher_entropy_C=teacher_entropy_C,
             support=support,
             merged=merged,
         )

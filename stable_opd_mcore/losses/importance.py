@@ -45,17 +45,19 @@ def correct(
 ) -> tuple[list[MicroBatch], Metrics]:
     """The micro-batches with corrected policy-gradient weights, and what was done to them.
 
-    `old_logprob_N` must be the trainer's view of the rollouts before the update. Micro-batches
+    `old_token_logprob_N` must be the trainer's view of the rollouts before the update: of the drawn
+    token itself, as the engine's is, also where the loss compares stop classes. Micro-batches
     without it (off the last pipeline stage) come back as they are.
     """
     corrected, metrics = [], Metrics()
     for batch in batches:
-        if kind == "none" or batch.old_logprob_N is None:
+        trainer_N = batch.old_token_logprob_N
+        if kind == "none" or trainer_N is None:
             corrected.append(batch)
             continue
-        weight_N = importance_weights(batch.old_logprob_N, batch.rollout_logprob_N, kind, threshold)
+        weight_N = importance_weights(trainer_N, batch.rollout_logprob_N, kind, threshold)
         trained_N = batch.pg_weight_N != 0
-        ratio_N = torch.exp((batch.old_logprob_N - batch.rollout_logprob_N).float())
+        ratio_N = torch.exp((trainer_N - batch.rollout_logprob_N).float())
         count = int(trained_N.sum())
         metrics = metrics | Metrics(
             {
@@ -73,4 +75,4 @@ def use_rollout_policy(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Let the rollouts' own log-probabilities stand for the old policy: the exact off-policy
     ratio.
     """
-    return [replace(batch, old_logprob_N=batch.rollout_logprob_N) for batch in batches]
+    return [replace(batch, old_token_logprob_N=batch.rollout_logprob_N) for batch in batches]

@@ -24,7 +24,7 @@ from stable_opd_mcore.losses.head import Head, StopClass, chunk_rows, stop_class
 from stable_opd_mcore.losses.terms import Terms
 from stable_opd_mcore.records import LossOutput, MicroBatch, Sample, TokenWeights
 
-# "topk" comes with "sampled", and so does a teacher's "hidden"; a reference's comes alone.
+# "topk" comes with "sampled"; "hidden" comes alone, and the loss finds the rest.
 Scores = Literal["none", "sampled", "topk", "hidden"]
 
 
@@ -166,6 +166,7 @@ def build_objective(
         reference=config.kl.estimator if config.kl.beta else "none",
         temperature=config.sampling.temperature,
         stop=student_stop,
+        teacher_stop=teacher_stop,
     )
     reference_needs: dict[str, Scores] = {"none": "none", "k3": "sampled", "exact": "hidden"}
     return Objective(

@@ -31,6 +31,8 @@ class View:
     log_p_NV: Tensor  # the student's outcomes at the sampling temperature, differentiable
     log_q_NV: Tensor | None  # the teacher's
     logprob_N: Tensor  # the student's, of the target or its stop class
+    token_logprob_N: Tensor  # the student's, of the target itself
+    teacher_logprob_N: Tensor | None  # of the target or the teacher's stop class
 
 
 PolicyTerm = Callable[[View], Tensor]  # per-token loss [N], before weights
@@ -57,6 +59,7 @@ def objective_loss(
     teacher_logits_NV: Tensor | None = None,
     reference_logits_NV: Tensor | None = None,
     student_stop: StopClass | None = None,
+    teacher_stop: StopClass | None = None,
     merged_ids: Sequence[int] = (),
 ) -> Components:
     """L = sum_t pg_t term_t + kl_t KL(student || reference)_t - sft_t log pi(y_t) (METHOD §2).
@@ -72,6 +75,8 @@ def objective_loss(
         log_p_NV=merge_ids(log_p_NV, merged_ids),
         log_q_NV=_outcomes(teacher_logits_NV, temperature, merged_ids),
         logprob_N=class_logprob(log_p_NV, batch.targets_N, student_stop),
+        token_logprob_N=token_logprob_N,
+        teacher_logprob_N=_teacher_logprob(batch, teacher_logits_NV, temperature, teacher_stop),
     )
     pg = kl = log_p_NV.sum() * 0
     if policy_term is not None:
@@ -90,9 +95,8 @@ def objective_loss(
 def opd(view: View) -> Tensor:
     """Clipped surrogate of A = log pi_T - log pi_old with its options (METHOD §1, §3)."""
     settings, batch = view.config.objective, view.batch
-    assert batch.teacher is not None and batch.teacher.sampled_logprob_N is not None
-    old_N = _behaviour(view)
-    teacher_N = batch.teacher.sampled_logprob_N
+    old_N, teacher_N = _behaviour(view), view.teacher_logprob_N
+    assert teacher_N is not None
     alpha = settings.advantage.power
     reward_N = teacher_N - old_N
     if alpha is not None:
@@ -189,9 +193,28 @@ def _outcomes(logits_NV: Tensor | None, temperature: float, ids: Sequence[int]) 
     return None if logits_NV is None else merge_ids((logits_NV / temperature).log_softmax(-1), ids)
 
 
+def _teacher_logprob(
+    batch: MicroBatch, logits_NV: Tensor | None, temperature: float, stop: StopClass | None
+) -> Tensor | None:
+    """As the teacher said it; where it sent its hidden states alone, from its logits."""
+    if batch.teacher is None or batch.teacher.sampled_logprob_N is not None:
+        return None if batch.teacher is None else batch.teacher.sampled_logprob_N
+    assert logits_NV is not None
+    return class_logprob((logits_NV / temperature).log_softmax(-1), batch.targets_N, stop)
+
+
 def _behaviour(view: View) -> Tensor:
-    """log pi_old: as given, or the present policy held constant."""
-    return view.logprob_N.detach() if view.batch.old_logprob_N is None else view.batch.old_logprob_N
+    """log pi_old: as given, the rollouts' own, or the present policy held constant.
+
+    A rollout knows its token's probability, not its stop class's: the token's share of the class
+    is taken to be the present one.
+    """
+    batch = view.batch
+    if batch.old_logprob_N is not None:
+        return batch.old_logprob_N
+    if batch.old_token_logprob_N is None:
+        return view.logprob_N.detach()
+    return batch.old_token_logprob_N + (view.logprob_N - view.token_logprob_N).detach()
 
 
 def _surrogate(view: View, old_N: Tensor, advantage_N: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ class TokenScores:
     logprob_N: (
         Tensor  # fp32; of the stop class where the target is a stop token and a class was given
     )
+    token_logprob_N: Tensor  # fp32, of the target itself
     entropy_N: Tensor  # fp32
     topk_ids_NK: Tensor | None = None  # int64, most probable first
     topk_logprobs_NK: Tensor | None = None  # fp32, of the full softmax
@@ -61,7 +62,7 @@ def score(
             f"{hidden_NH.shape[0]} hidden states for {count} targets: select the scored rows"
         )
     dtype = accumulation_dtype(head.weight_VH)
-    logprob_N, entropy_N = hidden_NH.new_empty(2, count, dtype=dtype)
+    logprob_N, token_logprob_N, entropy_N = hidden_NH.new_empty(3, count, dtype=dtype)
     ids_NK = logprobs_NK = None
     if top_k is not None:
         ids_NK = targets_N.new_empty(count, top_k)
@@ -75,14 +76,15 @@ def score(
         looked_up = [head.gather_columns(logits_CV, lookup.ids_CJ)]
         pairs = [local_sums(logits_CV, None, scale)]
         (statistics,), (target_CJ,) = reduce_pairs(pairs, [False], looked_up, head)
-        logprob_N[rows] = lookup.read(target_CJ * scale, statistics.student).logprob_C
+        target = lookup.read(target_CJ * scale, statistics.student)
+        logprob_N[rows], token_logprob_N[rows] = target.logprob_C, target.token_logprob_C
         entropy_N[rows] = statistics.entropy_C
         if ids_NK is not None and logprobs_NK is not None:
             if merged_ids:
                 merge_({"scored": logits_CV}, merged_ids, scale, head)
             values_CK, ids_NK[rows] = head.top_k(logits_CV, ids_NK.shape[1])
             logprobs_NK[rows] = statistics.student.log_softmax(values_CK * scale)
-    return TokenScores(logprob_N, entropy_N, ids_NK, logprobs_NK)
+    return TokenScores(logprob_N, token_logprob_N, entropy_N, ids_NK, logprobs_NK)
 
 
 @dataclass(frozen=True)

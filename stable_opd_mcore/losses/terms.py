@@ -35,6 +35,7 @@ class Terms:
     reference: Literal["none", "exact", "k3"] = "none"
     temperature: float = 1.0
     stop: StopClass | None = None  # the student's
+    teacher_stop: StopClass | None = None  # the teacher's, where its logits are made here
 
     @property
     def teacher_logits(self) -> bool:
@@ -66,8 +67,9 @@ class Rows:
     kl_weight: Tensor
     sft_weight: Tensor
     old_logprob: Tensor | None
+    old_token_logprob: Tensor | None
     advantage: Tensor | None  # given with the sample, or the return-to-go of a first pass
-    teacher_logprob: Tensor | None
+    teacher_logprob: Tensor | None  # given, or found from the hidden states
     teacher_hidden: Tensor | None
     topk_ids: Tensor | None
     topk_logprobs: Tensor | None
@@ -83,6 +85,7 @@ class Rows:
             kl_weight=batch.kl_weight_N,
             sft_weight=batch.sft_weight_N,
             old_logprob=batch.old_logprob_N,
+            old_token_logprob=batch.old_token_logprob_N,
             advantage=batch.given_advantage_N,
             teacher_logprob=teacher.sampled_logprob_N if teacher else None,
             teacher_hidden=teacher.hidden_NH if teacher else None,

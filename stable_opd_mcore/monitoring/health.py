@@ -98,8 +98,8 @@ def token_metrics(outputs: Sequence[LossOutput], microbatches: Sequence[MicroBat
     Log-probabilities, advantages, entropies, KL to the teacher and the clip share are over rollout
     tokens in the loss (`pg_weight` not 0): golden tokens and masked tokens do not count. KL to the
     reference is over prefixes with a KL weight. Shares of repetitive and masked tokens are over all
-    scored rollout tokens. The engine gap compares with the behaviour policy the loss used
-    (`old_logprob`, else the student's own).
+    scored rollout tokens. The engine gap compares tokens with the trainer's behaviour policy
+    (`old_token_logprob`), else with the student's own.
 
     `loss/*` are sums, as the loss is; the total is added up from its parts because Megatron scales
     the loss tensor itself in place. What no micro-batch provides (no teacher, no reference) is
@@ -177,11 +177,15 @@ def _mean_terms(
     repetitive_N = microbatch.repetitive_N
     student_N, token_N = output.student_logprob_N.detach(), output.token_logprob_N.detach()
     reference_N = None if reference is None else output.reference_logprob_N.detach()
-    teacher_entropy_N = None if teacher is None else teacher.entropy_N
+    teacher_N = teacher_entropy_N = None
+    if teacher is not None:
+        in_loss = teacher.sampled_logprob_N is None
+        teacher_N = output.teacher_logprob_N
+        teacher_entropy_N = output.teacher_entropy_N if in_loss else teacher.entropy_N
     advantage_N = output.advantage_N
     return {
         "logprob/student": (student_N, pg_N),
-        "logprob/teacher": (None if teacher is None else teacher.sampled_logprob_N, pg_N),
+        "logprob/teacher": (teacher_N, pg_N),
         "logprob/reference": (reference_N, pg_N),
         "logprob/golden": (token_N, golden_N),
         "logprob/rollout_gap_mean": (_engine_gap(output, microbatch), pg_N),
@@ -207,8 +211,8 @@ def _mean_terms(
 
 
 def _engine_gap(output: LossOutput, microbatch: MicroBatch) -> Tensor:
-    """|log-probability at sampling - log-probability in the trainer|, fp32 [N]."""
-    trainer_N = microbatch.old_logprob_N
+    """|log-probability at sampling - log-probability in the trainer|, fp32 [N], of the token."""
+    trainer_N = microbatch.old_token_logprob_N
     if trainer_N is None or trainer_N is microbatch.rollout_logprob_N:
         trainer_N = output.token_logprob_N.detach()
     return (microbatch.rollout_logprob_N - trainer_N).abs()

@@ -51,8 +51,8 @@ def with_scores(
     """The micro-batches with what each scorer says of them; unchanged off the last pipeline stage.
 
     Args:
-        behaviour: gives `old_logprob_N`. Without it the present policy stands for the old one,
-            which is exact for the first update of a batch.
+        behaviour: gives `old_logprob_N` and `old_token_logprob_N`. Without it the present policy
+            stands for the old one, which is exact for the first update of a batch.
     """
     scored = list(microbatches)
     if teacher is not None:
@@ -67,7 +67,7 @@ def with_scores(
         ]
     if behaviour is not None:
         scored = [
-            replace(batch, old_logprob_N=None if said is None else said.sampled_logprob_N)
+            batch if said is None else _with_behaviour(batch, said)
             for batch, said in zip(scored, _asked(behaviour, microbatches), strict=True)
         ]
     return scored
@@ -76,6 +76,12 @@ def with_scores(
 def _asked(scorer: Scorer, microbatches: Sequence[MicroBatch]) -> Sequence[TeacherScores | None]:
     """One answer per micro-batch; None off the last pipeline stage."""
     return scorer.score(microbatches) or [None] * len(microbatches)
+
+
+def _with_behaviour(batch: MicroBatch, said: TeacherScores) -> MicroBatch:
+    return replace(
+        batch, old_logprob_N=said.sampled_logprob_N, old_token_logprob_N=said.token_logprob_N
+    )
 
 
 def _as_reference(scores: TeacherScores) -> ReferenceScores:

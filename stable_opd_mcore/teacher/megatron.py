@@ -3,7 +3,8 @@
 Any architecture that models/ can build, cut over the same tensor and pipeline ranks, run forward
 only over the student's micro-batches by the same schedule. Its hidden states meet its head in
 chunks over tokens (losses/scores.py), so logits of a whole micro-batch never exist; where the loss
-needs the full vocabulary it takes the hidden states themselves. Not here: served teachers, losses.
+needs the full vocabulary it is given the hidden states alone, and multiplies the head itself. Not
+here: served teachers, losses.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class FrozenModel:
         stop: the model's own stop class (METHOD §4), None to score the plain token.
         top_k: also keep the K most probable tokens and their log-probabilities.
         merged_ids: stop ids that are one entry of this list (losses.terms.Terms.merged_ids).
-        keep_hidden: also keep hidden_NH, for losses over the full vocabulary.
-        score_tokens: False: give hidden_NH alone, and leave the product with the head to the loss.
+        hidden_alone: give hidden_NH and nothing else, for losses over the full vocabulary, which
+            find the rest when they multiply the head.
         like: the student's head; the kept head is cut over the tensor ranks at the same vocabulary
             entries, which a model with more padding rows is not by itself.
         chunk_tokens: rows whose logits exist at once, as losses.head.chunk_rows bends it.
@@ -53,8 +54,7 @@ class FrozenModel:
         stop: StopClass | None = None,
         top_k: int | None = None,
         merged_ids: tuple[int, ...] = (),
-        keep_hidden: bool = False,
-        score_tokens: bool = True,
+        hidden_alone: bool = False,
         like: Head | None = None,
         chunk_tokens: int = 1024,
     ):
@@ -70,8 +70,7 @@ class FrozenModel:
         self._stop = stop
         self._top_k = top_k
         self._merged_ids = merged_ids
-        self._keep_hidden = keep_hidden
-        self._score_tokens = score_tokens
+        self._hidden_alone = hidden_alone
         self._chunk_tokens = chunk_tokens
         head = output_head(chunks, vocab_size)
         self._head = head if head is None or like is None else align_head(head, like)
@@ -99,7 +98,7 @@ class FrozenModel:
     def _scores_of(self, hidden_TH: Tensor, batch: MicroBatch) -> TeacherScores:
         assert self._head is not None, "the last pipeline stage holds the output head"
         hidden_NH = hidden_TH.index_select(0, batch.rows_N)
-        if not self._score_tokens:
+        if self._hidden_alone:
             return TeacherScores(None, hidden_NH=hidden_NH)
         found = score(
             hidden_NH,
@@ -113,8 +112,8 @@ class FrozenModel:
         )
         return TeacherScores(
             sampled_logprob_N=found.logprob_N,
+            token_logprob_N=found.token_logprob_N,
             entropy_N=found.entropy_N,
             topk_ids_NK=found.topk_ids_NK,
             topk_logprobs_NK=found.topk_logprobs_NK,
-            hidden_NH=hidden_NH if self._keep_hidden else None,
         )

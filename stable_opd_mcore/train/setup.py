@@ -210,7 +210,7 @@ class _Models:
                 stop=stop,
                 top_k=top_k,
                 merged_ids=merged_ids,
-                keep_hidden=needs == "hidden",
+                hidden_alone=needs == "hidden",
             )
         if needs == "hidden":
             raise ValueError(
@@ -255,9 +255,7 @@ class _Models:
             copy_weights(student, chunks)
         else:
             read_weights(chunks, path)
-        # The exact KL has the reference's logits at hand, so nothing else need multiply its head.
-        exact = needs == "hidden"
-        return self._scorer(chunks, student, keep_hidden=exact, score_tokens=not exact)
+        return self._scorer(chunks, student, hidden_alone=needs == "hidden")
 
     def behaviour(self, student: Sequence[HiddenStatesGPTModel]) -> FrozenModel:
         """The student itself, asked before the first of several updates on one batch."""
@@ -292,8 +290,7 @@ class _Models:
         stop: StopClass | None = None,
         top_k: int | None = None,
         merged_ids: tuple[int, ...] = (),
-        keep_hidden: bool = False,
-        score_tokens: bool = True,
+        hidden_alone: bool = False,
     ) -> FrozenModel:
         return FrozenModel(
             chunks,
@@ -303,8 +300,7 @@ class _Models:
             stop=stop,
             top_k=top_k,
             merged_ids=merged_ids,
-            keep_hidden=keep_hidden,
-            score_tokens=score_tokens,
+            hidden_alone=hidden_alone,
             like=output_head(student, self.vocab_size),
             chunk_tokens=self.config.train.loss_chunk_tokens,
         )

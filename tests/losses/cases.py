@@ -114,7 +114,9 @@ def make_case(
 def teacher_scores(
     objective: Objective, log_q_NV: Tensor, targets_N: Tensor, hidden_NH: Tensor
 ) -> TeacherScores:
-    """Everything a teacher can say, from its whole distribution."""
+    """Everything the objective asks a teacher for, from its whole distribution."""
+    if objective.teacher_needs == "hidden":
+        return TeacherScores(None, hidden_NH=hidden_NH)
     outcomes_NV = merge_ids(log_q_NV, objective.terms.merged_ids)
     top = outcomes_NV.topk(min(objective.top_k, log_q_NV.shape[1]), dim=1)
     return TeacherScores(
@@ -195,6 +197,7 @@ def run_reference(case: Case) -> Result:
         case.teacher_hidden_NH @ case.teacher_weight_VH.T,
         case.reference_hidden_NH @ case.reference_weight_VH.T,
         case.objective.student_stop,
+        case.objective.teacher_stop,
         case.objective.terms.merged_ids,
     )
     parts.loss.backward()

@@ -7,8 +7,20 @@ import pytest
 import torch
 
 from stable_opd_mcore.data.packing import pack
+from stable_opd_mcore.losses.head import Head
 from stable_opd_mcore.losses.importance import correct, importance_weights, use_rollout_policy
+from stable_opd_mcore.losses.objectives import build_objective
+from stable_opd_mcore.losses.scores import score
 from stable_opd_mcore.records import Sample, TokenWeights
+from tests.losses.cases import (
+    Case,
+    assert_close,
+    make_case,
+    make_config,
+    run_fused,
+    run_reference,
+    teacher_scores,
+)
 
 RATIOS = torch.tensor([1.0, 1.5, 4.0, 0.6, 0.1])
 
@@ -46,7 +58,7 @@ def test_only_trained_rollout_tokens_are_weighed_and_counted():
     packed = batch()
     trained = packed.pg_weight_N != 0
     old = torch.where(trained, packed.rollout_logprob_N + math.log(3.0), -1e4)
-    (corrected,), metrics = correct([replace(packed, old_logprob_N=old)], "truncated", 2.0)
+    (corrected,), metrics = correct([replace(packed, old_token_logprob_N=old)], "truncated", 2.0)
     assert torch.equal(corrected.pg_weight_N, packed.pg_weight_N * 2.0)
     assert torch.equal(corrected.sft_weight_N, packed.sft_weight_N)
     values = metrics.values_by_key()
@@ -54,11 +66,90 @@ def test_only_trained_rollout_tokens_are_weighed_and_counted():
 
 
 def test_equal_probabilities_change_no_bit():
-    packed = replace(batch(), old_logprob_N=batch().rollout_logprob_N)
+    packed = replace(batch(), old_token_logprob_N=batch().rollout_logprob_N)
     (corrected,), _ = correct([packed], "masked", 1.5)
     assert torch.equal(corrected.pg_weight_N, packed.pg_weight_N)
 
 
-def test_the_rollouts_own_policy_becomes_the_old_one():
-    (batch_with,) = use_rollout_policy([batch()])
-    assert torch.equal(batch_with.old_logprob_N, batch_with.rollout_logprob_N)
+# ---- a student that stops on several tokens, whose probabilities the loss sums (METHOD §4)
+
+
+def several_stops(**changes) -> Case:
+    """Rollouts whose probabilities are exactly the student's, of the drawn tokens themselves."""
+    case = make_case(make_config(**changes), rows=40, stop_ids=((1, 4, 9), (2,)))
+    log_p = (case.hidden_NH @ case.weight_VH.T).log_softmax(-1)
+    drawn = log_p.gather(1, case.batch.targets_N[:, None])[:, 0]
+    return replace(case, batch=replace(case.batch, rollout_logprob_N=drawn))
+
+
+def test_engine_and_trainer_that_agree_need_no_correction():
+    case = several_stops()
+    scored = score(
+        case.hidden_NH,
+        Head(case.weight_VH, 0, len(case.weight_VH)),
+        case.batch.targets_N,
+        temperature=1.0,
+        stop=case.objective.student_stop,
+    )
+    assert (scored.logprob_N - scored.token_logprob_N).max() > 0.1  # classes of several tokens
+    asked = replace(
+        case.batch, old_logprob_N=scored.logprob_N, old_token_logprob_N=scored.token_logprob_N
+    )
+    (corrected,), metrics = correct([asked], "masked", 1.00001)
+    torch.testing.assert_close(corrected.pg_weight_N, asked.pg_weight_N, rtol=1e-5, atol=0)
+    assert metrics.values_by_key()["importance/cut_share"] == 0
+    assert_same_loss(replace(case, batch=corrected), case)
+
+
+@pytest.mark.parametrize("discount", [0.0, 1.0])
+def test_rollouts_of_the_present_policy_have_ratio_1(discount):
+    """What one step off trains on, when that step moved nothing: the same as on policy."""
+    case = several_stops(objective__discount=discount)
+    (off_policy,) = use_rollout_policy([case.batch])
+    assert_same_loss(replace(case, batch=off_policy), case)
+
+
+def assert_same_loss(found: Case, expected: Case) -> None:
+    assert_close(run_fused(found), run_fused(expected), 1e-9)
+
+
+@pytest.mark.parametrize("changes", [{}, {"discount": 1.0}, {"advantage__power": 0.5}])
+def test_one_step_off_equals_the_definition(changes):
+    case = several_stops(**{f"objective__{key}": value for key, value in changes.items()})
+    moved = case.batch.rollout_logprob_N + 0.3 * torch.linspace(-1, 1, 40).double()
+    (batch_off,) = use_rollout_policy([replace(case.batch, rollout_logprob_N=moved)])
+    off = replace(case, batch=batch_off)
+    assert_close(run_fused(off), run_reference(off), 1e-10)
+
+
+def test_the_ratio_of_a_stop_is_exact_off_policy():
+    """The mean over mu's draws is the gradient over outcomes, all of E one: the sum over o of
+    -pi(o) [log q(o) - log mu(o)] grad log pi(o), where mu shares E's mass out as pi does.
+    """
+    stops = torch.tensor([1.0, 1.0, 0, 0, 0]).double()  # E = tokens 0 and 1
+    student = torch.tensor([0.3, -0.5, 0.9, -0.2, 0.4]).double()
+    teacher = torch.tensor([-1.0, 0.2, 0.5, 0.1, -0.3]).double()
+    mu = (student - 0.8 * stops + torch.tensor([0, 0, 0.1, -0.4, 0.3]).double()).log_softmax(0)
+    objective = build_objective(make_config(objective__clip=100.0), (0, 1), (0, 1))
+    rows = torch.arange(5)
+    log_q = teacher.log_softmax(0)
+    drawn = replace(
+        make_case(make_config(), rows=5, vocab=5).batch,
+        targets_N=rows,
+        pg_weight_N=mu.exp(),
+        sft_weight_N=torch.zeros(5).double(),
+        rollout_logprob_N=mu,
+        teacher=teacher_scores(objective, log_q.expand(5, -1), rows, torch.zeros(5, 1)),
+    )
+    head = student[:, None].clone().requires_grad_()
+    out = objective(torch.ones(5, 1).double(), Head(head, 0, 5), *use_rollout_policy([drawn]))
+    (found,) = torch.autograd.grad(out.loss, head)
+
+    logits = student.clone().requires_grad_()
+    pi, mu_o, q_o = (outcomes(x) for x in (logits.log_softmax(0), mu, log_q))
+    (expected,) = torch.autograd.grad(-(pi.exp() * (q_o - mu_o)).detach() @ pi, logits)
+    torch.testing.assert_close(found[:, 0], expected)
+
+
+def outcomes(log_p_V: torch.Tensor) -> torch.Tensor:
+    return torch.cat([log_p_V[:2].logsumexp(0, keepdim=True), log_p_V[2:]])

@@ -181,6 +181,8 @@ OUTPUT = LossOutput(
     kl_reference_N=torch.tensor([0.25, 0.75, 7.0, 7.0, 7.0, 7.0]),
     kl_teacher_N=torch.tensor([0.5, -0.5, 3.0, 7.0, 7.0, 7.0]),
     reference_logprob_N=torch.tensor([-2.0, -2.0, -2.0, -9.0, -9.0, -9.0]),
+    teacher_logprob_N=torch.tensor([-1.5, -1.5, -6.0, -9.0, -9.0, -9.0]),
+    teacher_entropy_N=torch.zeros(6),
 )
 EXPECTED = {
     "loss/total": 1.75,
@@ -251,6 +253,12 @@ def test_numbers_of_tokens_that_do_not_count_cannot_spoil_the_rest():
     assert values.values_by_key() == EXPECTED
 
 
+def test_a_teacher_whose_logits_the_loss_has_is_measured_there():
+    alone = replace(MICROBATCH, teacher=TeacherScores(None, hidden_NH=torch.zeros(6, 1)))
+    output = replace(OUTPUT, teacher_entropy_N=torch.full((6,), 2.0))
+    assert token_metrics([output], [alone]).values_by_key() == EXPECTED
+
+
 def test_without_teacher_and_reference_their_numbers_are_undefined():
     bare = replace(MICROBATCH, teacher=None, reference=None)
     values = token_metrics([OUTPUT], [bare]).values_by_key()
@@ -267,7 +275,9 @@ def test_without_teacher_and_reference_their_numbers_are_undefined():
 
 def test_the_engine_gap_is_against_the_behaviour_policy():
     old = torch.tensor([-1.0, -2.5, -7.0, 0.0, 0.0, 0.0])
-    values = token_metrics([OUTPUT], [replace(MICROBATCH, old_logprob_N=old)]).values_by_key()
+    of_classes = old + torch.tensor([0, 0, 2.0, 0, 0, 0])
+    batch = replace(MICROBATCH, old_logprob_N=of_classes, old_token_logprob_N=old)
+    values = token_metrics([OUTPUT], [batch]).values_by_key()
     assert values["logprob/rollout_gap_max"] == 4.0
 
 

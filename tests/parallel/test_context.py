@@ -164,10 +164,10 @@ def train_once(world: World, name: str, path: Path) -> dict[str, Tensor]:
             build_model(read_architecture(tiny_architecture(hidden, 4)), world, trainable=False),
             world,
             vocab_size=VOCAB,
-            keep_hidden=True,
+            hidden_alone=needs == "hidden",
             like=output_head(student.chunks, VOCAB),
         )
-        for hidden in (48, 32)
+        for hidden, needs in ((48, objective.teacher_needs), (32, objective.reference_needs))
     )
     batches = with_scores(packed(world, max_tokens=40), teacher=teacher, reference=reference)
 

@@ -14,7 +14,6 @@ from stable_opd_mcore.models.convert import load_hf
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.rollout.base import Sampling
-from stable_opd_mcore.teacher.base import with_scores
 from stable_opd_mcore.teacher.megatron import FrozenModel
 from tests.models.tiny import microbatch
 from tests.parallel.launch import run_ranks
@@ -44,10 +43,14 @@ def run_layouts(rank: int, world_size: int, model: Path, results: Path) -> None:
         rollouts = [r for s in SAMPLINGS for r in engine.generate(prompts, s, step=2)]
         chunks = build_model(read_architecture(model), world, trainable=False)
         load_hf(chunks, model)
-        teacher = FrozenModel(
-            chunks, world, vocab_size=VOCAB, temperature=0.7, top_k=4, keep_hidden=True
+        teacher, alone = (
+            FrozenModel(chunks, world, vocab_size=VOCAB, temperature=0.7, **asked)
+            for asked in ({"top_k": 4}, {"hidden_alone": True})
         )
-        scores = [b.teacher for b in with_scores(BATCHES, teacher=teacher) if b.teacher is not None]
+        scores = [
+            replace(said, hidden_NH=states.hidden_NH)
+            for said, states in zip(teacher.score(BATCHES), alone.score(BATCHES), strict=True)
+        ]
         assert bool(scores) == world.is_last_stage
         record = {
             "rollouts": [

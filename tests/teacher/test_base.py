@@ -25,6 +25,7 @@ class Fixed:
         return [
             TeacherScores(
                 sampled_logprob_N=torch.full((len(batch.rows_N),), self.value),
+                token_logprob_N=torch.full((len(batch.rows_N),), self.value - 1),
                 hidden_NH=torch.full((len(batch.rows_N), 2), self.value),
             )
             for batch in microbatches
@@ -39,6 +40,7 @@ def test_each_scorer_fills_its_own_field():
         assert after.reference.sampled_logprob_N.tolist() == [-2.0] * len(before.rows_N)
         assert after.reference.hidden_NH.eq(-2.0).all()
         assert after.old_logprob_N.tolist() == [-3.0] * len(before.rows_N)
+        assert after.old_token_logprob_N.tolist() == [-4.0] * len(before.rows_N)
 
 
 def test_no_scorer_and_no_last_stage_change_nothing():

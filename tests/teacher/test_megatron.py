@@ -71,12 +71,10 @@ def expected(path):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_scores_are_those_of_the_common_vocabulary(chunks, world, expected, temperature):
-    model = FrozenModel(
-        chunks, world, vocab_size=VOCAB_SIZE, temperature=temperature, top_k=5, keep_hidden=True
-    )
+    model = FrozenModel(chunks, world, vocab_size=VOCAB_SIZE, temperature=temperature, top_k=5)
     scores = model.score(BATCHES)
     assert len(scores) == len(BATCHES)
-    for batch, score, (logits, hidden) in zip(BATCHES, scores, expected, strict=True):
+    for batch, score, (logits, _) in zip(BATCHES, scores, expected, strict=True):
         logprobs = torch.log_softmax(logits / temperature, 1)
         sampled = logprobs.gather(1, batch.targets_N[:, None])[:, 0]
         assert torch.allclose(score.sampled_logprob_N, sampled, atol=1e-5)
@@ -85,11 +83,11 @@ def test_scores_are_those_of_the_common_vocabulary(chunks, world, expected, temp
         top = logprobs.topk(5, dim=1)
         assert torch.equal(score.topk_ids_NK, top.indices)
         assert torch.allclose(score.topk_logprobs_NK, top.values, atol=1e-5)
-        assert torch.allclose(score.hidden_NH, hidden, atol=1e-5)
+        assert score.hidden_NH is None
 
 
 def test_hidden_states_alone_need_no_product_with_the_head(chunks, world, expected):
-    model = FrozenModel(chunks, world, vocab_size=VOCAB_SIZE, keep_hidden=True, score_tokens=False)
+    model = FrozenModel(chunks, world, vocab_size=VOCAB_SIZE, hidden_alone=True)
     for said, (_, hidden) in zip(model.score(BATCHES), expected, strict=True):
         assert said.sampled_logprob_N is None and said.entropy_N is None
         assert torch.allclose(said.hidden_NH, hidden, atol=1e-5)
@@ -107,14 +105,15 @@ def test_a_stop_token_is_scored_as_its_class(chunks, world, expected):
         sampled = logprobs.gather(1, batch.targets_N[:, None])[:, 0]
         wanted = torch.where(is_stop, logprobs[:, list(own)].logsumexp(1), sampled)
         assert torch.allclose(score.sampled_logprob_N, wanted, atol=1e-5)
+        assert torch.allclose(score.token_logprob_N, sampled, atol=1e-5)
         num_stops += int(is_stop.sum())
     assert num_stops
 
 
 def test_a_model_answers_twice_the_same(chunks, world):
-    model = FrozenModel(chunks, world, vocab_size=VOCAB_SIZE, top_k=3, keep_hidden=True)
+    model = FrozenModel(chunks, world, vocab_size=VOCAB_SIZE, top_k=3)
     for once, again in zip(model.score(BATCHES), model.score(BATCHES), strict=True):
-        for name in ("sampled_logprob_N", "entropy_N", "topk_logprobs_NK", "hidden_NH"):
+        for name in ("sampled_logprob_N", "entropy_N", "topk_logprobs_NK"):
             assert torch.equal(getattr(once, name), getattr(again, name))
 
 
