@@ -96,7 +96,8 @@ class EmbeddedEngine(NothingInFlight):
             if isinstance(module, SelfAttention)
         ]
         # Only its type matters: it puts Megatron's model into inference; the memory is KVCache's.
-        self._context = StaticInferenceContext(max_rows, self._window)
+        # Its length sizes a rotary table that nobody reads but context parallelism must cut in two.
+        self._context = StaticInferenceContext(max_rows, max_sequence_length=2)
 
     def publish(self, weight_version: int) -> None:
         """Stamp the rollouts to come; the weights themselves are the student's."""

@@ -12,12 +12,18 @@ from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.convert import load_hf
 from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.parallel import megatron_cpu
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.rollout.base import Sampling
+from stable_opd_mcore.rollout.embedded import EmbeddedEngine
 from stable_opd_mcore.teacher.megatron import FrozenModel
 from tests.models.tiny import microbatch
 from tests.parallel.launch import run_ranks
-from tests.rollout.tiny import VOCAB, build_engine, make_prompts, save_tiny
+from tests.rollout.tiny import VOCAB, build_engine, decode, make_prompts, save_tiny
+
+megatron_cpu.install()
+
+from megatron.core.models.common.embeddings import RotaryEmbedding  # noqa: E402
 
 LAYOUTS = {
     "dp4": {},
@@ -33,6 +39,26 @@ SAMPLINGS = (
 )
 BATCHES = [microbatch([8, 12]), microbatch([6, 4], seed=1)]
 BATCHES = [replace(b, tokens_T=b.tokens_T % VOCAB, targets_N=b.targets_N % VOCAB) for b in BATCHES]
+
+
+def decode_beside_megatrons_rotary(rank: int, world_size: int, model: Path) -> None:
+    """Transformer Engine's layers leave Megatron's rotary embedding in place, and context
+    parallelism cuts its table in equal chunks; decoding has angles of its own.
+    """
+    world = start_world(ParallelConfig(context=world_size), seed=0)
+    chunks = build_model(read_architecture(model), world, trainable=False)
+    load_hf(chunks, model)
+    engine = EmbeddedEngine(chunks, world, decode, vocab_size=VOCAB)
+    expected = engine.generate(make_prompts(4), SAMPLINGS[0], step=2)
+    chunks[0].rotary_pos_emb = RotaryEmbedding(
+        chunks[0].config.kv_channels, rotary_percent=1.0, cp_group=world.context_group
+    )
+    assert engine.generate(make_prompts(4), SAMPLINGS[0], step=2) == expected
+    stop_world()
+
+
+def test_any_window_decodes_under_context_parallelism(tmp_path):
+    run_ranks(3, decode_beside_megatrons_rotary, save_tiny(tmp_path / "model", window=95))
 
 
 def run_layouts(rank: int, world_size: int, model: Path, results: Path) -> None:

@@ -18,7 +18,7 @@ VOCAB = 37  # odd: tensor parallelism pads it
 WINDOW = 96
 
 
-def save_tiny(directory: Path) -> Path:
+def save_tiny(directory: Path, window: int = WINDOW) -> Path:
     """Four layers, grouped queries, weights large enough that distributions are uneven."""
     config = Qwen2Config(
         vocab_size=VOCAB,
@@ -27,7 +27,7 @@ def save_tiny(directory: Path) -> Path:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=WINDOW,
+        max_position_embeddings=window,
         tie_word_embeddings=False,
         initializer_range=0.25,
     )
