@@ -28,7 +28,12 @@ from stable_opd_mcore.serving.client import (
     ServerFailure,
     SglangClient,
 )
-from stable_opd_mcore.serving.process import ServerStartError, SglangServer
+from stable_opd_mcore.serving.process import (
+    ServerStartError,
+    SglangServer,
+    UnsupportedRelease,
+    require_release,
+)
 
 _MOST_IN_FLIGHT = 256  # per server; the server batches and queues them itself
 _MISSED_PROBES = 2
@@ -49,9 +54,8 @@ class Member:
     released: bool = False  # its GPU memory is the trainer's for now
 
     def reconnect(self) -> None:
-        """Later requests use new connections; those in flight end with the server, or with their
-        timeout.
-        """
+        """Those in flight fail; later requests use new connections."""
+        self.client.close()
         self.client = self.client.copy()
         self.life += 1
         self.released = False
@@ -190,10 +194,14 @@ class Fleet:
                 member.server.wait_until_healthy()
             else:
                 self._await_external(member)
-        except ServerStartError as error:
+            require_release(member.client)
+            if member.server is None:
+                member.tensor = member.client.tensor_ranks()  # its owner's choice, at every start
+        except (ServerStartError, ServerFailure, RefusedRequest) as error:
             with self._lock:
                 self._events.add("failure", member.name, f"did not start: {error}")
-                if member.server is not None and self._restarts_left > 0:
+                hopeless = isinstance(error, UnsupportedRelease)
+                if member.server is not None and self._restarts_left > 0 and not hopeless:
                     self._restart(member, member.server)
                 else:
                     self.lose(f"{member.name} does not start: {error}")
@@ -209,10 +217,6 @@ class Fleet:
                     f"no answer from {member.client.url} in {self._startup_timeout:.0f} s"
                 )
             time.sleep(1.0)
-        try:
-            member.tensor = member.client.tensor_ranks()  # its owner's choice, at every start
-        except (ServerFailure, RefusedRequest) as error:
-            raise ServerStartError(str(error)) from error
 
     def _restart(self, member: Member, server: SglangServer) -> None:
         server.kill()

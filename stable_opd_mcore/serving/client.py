@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import httpx
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
@@ -21,6 +24,13 @@ _ROUNDING = 1e-3  # a log-probability may exceed 0 by this much
 _NEVER = -1e9  # in a logit: probability exactly 0 (JSON has no infinity)
 _PLAIN_TEXT = ("/flush_cache", "/abort_request", "/freeze_gc")  # routes whose answer is a sentence
 _CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+SILENCE_SECONDS = 30  # of a machine, not of a server: a kernel answers while its servers work
+_ASKED_WHILE_SILENT = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_SECONDS // 3),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE_SECONDS // 6),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_SECONDS * 1000),
+)
 
 
 class ServerFailure(RuntimeError):
@@ -148,7 +158,9 @@ def require_in_vocabulary(token_ids: Sequence[int], vocab_size: int) -> None:
 
 
 class SglangClient:
-    """One server's address."""
+    """One server's address. A machine that does not answer at all for SILENCE_SECONDS is
+    unreachable, whatever the request's own timeout.
+    """
 
     def __init__(
         self, url: str, *, api_key: str | None = None, request_timeout_seconds: float = 600.0
@@ -158,32 +170,52 @@ class SglangClient:
         self._timeout = request_timeout_seconds
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         timeout = httpx.Timeout(request_timeout_seconds, connect=10.0, pool=None)
+        transport = httpx.HTTPTransport(
+            limits=_CONNECTIONS, trust_env=False, socket_options=_ASKED_WHILE_SILENT
+        )
         self._http = httpx.Client(
             base_url=self.url,
             headers=headers,
             timeout=timeout,
-            limits=_CONNECTIONS,
+            transport=transport,
             trust_env=False,
         )
+        self._streams: WeakSet[Any] = WeakSet()  # httpcore's, of the connections
 
     def copy(self) -> SglangClient:
         """The same address over new connections."""
         return SglangClient(self.url, api_key=self.api_key, request_timeout_seconds=self._timeout)
 
     def close(self) -> None:
-        """Drop every connection; requests in flight fail as unreachable."""
+        """Drop every connection; requests in flight fail as unreachable, now."""
+        for stream in list(self._streams):
+            with suppress(OSError):  # it is closed already
+                stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
         self._http.close()
 
     def is_healthy(self, timeout_seconds: float = 20.0) -> bool:
         """Whether the server's scheduler answers; asked for one token, it takes a second."""
         try:
-            return self._http.get("/health", timeout=timeout_seconds).status_code == 200
-        except httpx.HTTPError:
+            return self._send("GET", "/health", None, timeout_seconds).status_code == 200
+        except ServerFailure:
             return False
 
     def weight_version(self) -> str:
         """The version the last publish stamped on the server; "default" before the first."""
         return str(self.call("GET", "/model_info").get("weight_version"))
+
+    def release(self) -> str:
+        """SGLang's version, e.g. "0.5.23"; "unknown" of releases too old to say."""
+        try:
+            answer = self.call("GET", "/server_info", timeout_seconds=30.0)
+        except RefusedRequest as refusal:
+            if refusal.status != 404:
+                raise
+            return "unknown"
+        try:
+            return str(answer["version"])
+        except (KeyError, TypeError) as error:
+            raise self._garbage(f"/server_info states no version: {error!r}") from error
 
     def tensor_ranks(self) -> int:
         """Over how many tensor ranks the server was started."""
@@ -291,11 +323,18 @@ class SglangClient:
     ) -> httpx.Response:
         timeout = httpx.USE_CLIENT_DEFAULT if timeout_seconds is None else timeout_seconds
         try:
-            return self._http.request(method, path, json=payload, timeout=timeout)
+            return self._http.request(
+                method, path, json=payload, timeout=timeout, extensions={"trace": self._notice}
+            )
         except httpx.TimeoutException as error:
             raise ServerFailure(self.url, "timeout", f"{path}: {type(error).__name__}") from error
         except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: closed while in flight
             raise ServerFailure(self.url, "unreachable", f"{path}: {error!r}") from error
+
+    def _notice(self, event: str, info: Mapping[str, Any]) -> None:
+        """httpcore's trace: every step of a request; of interest is the new connection's socket."""
+        if event == "connection.connect_tcp.complete":
+            self._streams.add(info["return_value"])
 
     def _completion(self, answer: Any, request: Generation) -> Completion:
         try:
