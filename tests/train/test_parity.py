@@ -1,9 +1,11 @@
 """One run, many layouts: the same rollouts give the same losses and gradients, step by step."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks
 from tests.train.runs import metrics_of, tiny_config
@@ -21,11 +23,45 @@ LAYOUTS = {
     "tp2_sp_cp2": {"tensor": 2, "context": 2, "sequence": True},
     "pp2_cp2": {"pipeline": 2, "context": 2},
 }
+GRPO_LAYOUTS = ("cp2_dp2", "tp2_sp_cp2")
+FEW = {"train": {"path": "synthetic:arithmetic", "options": {"rows": 8}}}
+
+
+def solver_config(directory: Path) -> Config:
+    """A student that answers some problems rightly some of the time."""
+    return tiny_config(
+        directory,
+        "solver",
+        teacher=None,
+        data=FEW,
+        objective={"name": "sft"},
+        kl={"beta": 0.0},
+        optimizer={"lr": 5e-3},
+        train={"steps": 30},
+    )
+
+
+def grpo_config(directory: Path, name: str, **sections: Any) -> Config:
+    """From that student; of two updates on a batch the second has ratios other than one."""
+    return tiny_config(
+        directory,
+        name,
+        teacher=None,
+        data=FEW,
+        student={"path": f"{directory}/solver/model", "architecture": None},
+        objective={"name": "grpo"},
+        aggregation="token_mean",  # where the loss is not zero whatever the rewards
+        mixture={"lambda": 0.0},
+        train={"steps": 4, "minibatches": 2},
+        **sections,
+    )
 
 
 def run_reference(rank: int, world_size: int, directory: str) -> None:
     for name in ("reference", "repeated"):
         train(tiny_config(Path(directory), name), show_progress=False)
+    train(solver_config(Path(directory)), show_progress=False)
+    train(grpo_config(Path(directory), "grpo", rollout={"samples_per_prompt": 4}), False)
 
 
 def replay_on_every_layout(rank: int, world_size: int, directory: str) -> None:
@@ -40,6 +76,10 @@ def replay_on_every_layout(rank: int, world_size: int, directory: str) -> None:
             tiny_config(Path(directory), name, parallel=parallel, rollout=replay),
             show_progress=False,
         )
+    replay |= {"replay_from": f"{directory}/grpo", "samples_per_prompt": 4}
+    for layout in GRPO_LAYOUTS:
+        name, parallel = f"grpo_{layout}", LAYOUTS[layout]
+        train(grpo_config(Path(directory), name, parallel=parallel, rollout=replay), False)
 
 
 @pytest.fixture(scope="module")
@@ -66,3 +106,14 @@ def test_every_layout_gives_the_same_losses_and_gradients(runs, layout):
     for key in (k for k in reference[-1] if k.startswith(("overlap/", "stop/"))):  # at step 10
         assert other[-1][key] == pytest.approx(reference[-1][key], rel=1e-4), key
     assert 0 < reference[-1]["overlap/ratio"] < 1
+
+
+@pytest.mark.parametrize("layout", GRPO_LAYOUTS)
+def test_rewards_teach_the_same_under_context_parallelism(runs, layout):
+    reference, other = metrics_of(runs / "grpo"), metrics_of(runs / f"grpo_{layout}")
+    for row in reference:
+        assert 0 < row["rollout/accuracy"] < 1
+        assert row["advantage/abs_sum_regular"] > 10  # rewards differ within groups
+    for key in ("loss/total", "loss/pg", "loss/kl", "grad_norm", "advantage/abs_sum_regular"):
+        expected = [row[key] for row in reference]
+        assert [row[key] for row in other] == pytest.approx(expected, rel=1e-4, abs=1e-6), key
