@@ -257,7 +257,9 @@ class OptimizerConfig(Section):
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     clip_grad: float = Field(default=1.0, gt=0)
-    distributed: bool = True  # shard optimizer state over data-parallel ranks
+    # shard optimizer state over data-parallel ranks; costs one rank nothing, and its checkpoints are
+    # those of many
+    distributed: bool = True
 
 
 class TrainConfig(Section):

@@ -22,6 +22,7 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import CodeType, ModuleType
 
@@ -187,9 +188,24 @@ def _use_cpu_adam(module) -> None:
     module.USING_PYTORCH_OPTIMIZER = False
 
 
+def _spare_lone_ranks(module) -> None:
+    # A distributed optimizer over one rank gathers and scatters all weights and gradients in place;
+    # NCCL then does nothing, gloo copies them.
+    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+        setattr(module, name, partial(_unless_alone, getattr(module, name)))
+
+
+def _unless_alone(collective: Callable, output, input, *, group, **options):
+    if group.size() > 1:
+        return collective(output, input, group=group, **options)
+    assert output.data_ptr() == input.data_ptr(), "Megatron passes views of one buffer"
+    return None
+
+
 _AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.jit": _disable_compilation,
     "megatron.core.tensor_parallel.random": _use_the_default_generator,
+    "megatron.core.distributed.param_and_grad_buffer": _spare_lone_ranks,
     "megatron.core.optimizer": _use_cpu_adam,
     "megatron.core.optimizer.distrib_optimizer": _use_cpu_adam,
 }

@@ -1,0 +1,36 @@
+"""The optimizer around a model, measured."""
+
+from pathlib import Path
+
+from stable_opd_mcore.config.schema import OptimizerConfig, ParallelConfig
+from stable_opd_mcore.models.build import build_model
+from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.train.student import Student
+from tests.train.runs import tiny_architecture
+
+
+def resident_mib(field: str) -> float:
+    """VmRSS: now; VmHWM: the most since /proc/self/clear_refs was last written."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
+
+
+def update(student: Student) -> None:
+    student.zero_grad()
+    student.finish_grads()
+    student.update(1e-3)
+
+
+def test_one_rank_with_a_distributed_optimizer_holds_no_copies():
+    """Its shard is everything; neither gradients nor weights are copied on their way to itself."""
+    world = start_world(ParallelConfig(), seed=0)
+    chunks = build_model(read_architecture(tiny_architecture(1024, 2)), world)
+    student = Student(chunks, OptimizerConfig(distributed=True), "fp32")
+    weights_mib = sum(p.nbytes for chunk in chunks for p in chunk.parameters()) / 2**20
+    update(student)  # makes Adam's moments
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident_mib("VmRSS:")
+    update(student)
+    assert resident_mib("VmHWM:") - before < 0.3 * weights_mib
+    stop_world()
