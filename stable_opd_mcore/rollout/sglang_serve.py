@@ -22,7 +22,7 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.rollout.sglang_build import server_options, write_model_config
 from stable_opd_mcore.serving.api_key import make_api_key
-from stable_opd_mcore.serving.process import SglangServer, is_loopback
+from stable_opd_mcore.serving.process import SglangServer, is_loopback, require_release
 
 _POLL_SECONDS = 1.0
 _ENDING = (signal.SIGINT, signal.SIGTERM)
@@ -61,6 +61,8 @@ def serve(config: Config, *, teacher: bool, tell: Callable[[str], None]) -> None
             servers.append(server)
         for server in servers:
             server.wait_until_healthy()
+            if not teacher:
+                require_release(server.client())
         tell("urls: " + ",".join(server.url for server in servers))
         while not (dead := [server.log for server in servers if not server.is_running]):
             time.sleep(_POLL_SECONDS)

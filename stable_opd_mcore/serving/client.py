@@ -22,6 +22,10 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait
 
 _ROUNDING = 1e-3  # a log-probability may exceed 0 by this much
 _NEVER = -1e9  # in a logit: probability exactly 0 (JSON has no infinity)
+# Said in full: a server may be started with preferences of its own for what a request leaves out.
+_NOTHING_ELSE = {"top_k": -1, "min_p": 0.0, "min_new_tokens": 0, "repetition_penalty": 1.0}
+_NOTHING_ELSE |= {"frequency_penalty": 0.0, "presence_penalty": 0.0}
+_TRY_AGAIN = (408, 429)  # too slow, too many: said of the moment, not of the request
 _PLAIN_TEXT = ("/flush_cache", "/abort_request", "/freeze_gc")  # routes whose answer is a sentence
 _CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=64)
 SILENCE_SECONDS = 30  # of a machine, not of a server: a kernel answers while its servers work
@@ -97,6 +101,7 @@ class Generation:
                 "n": self.num_samples,
                 "temperature": self.temperature,
                 "top_p": self.top_p,
+                **_NOTHING_ELSE,
                 "max_new_tokens": self.max_new_tokens,
                 "stop_token_ids": list(self.stop_token_ids),
                 "ignore_eos": True,  # the stop ids above are the whole truth
@@ -299,11 +304,11 @@ class SglangClient:
         """One request, its JSON answer (None where the body is empty).
 
         Raises:
-            ServerFailure: unreachable, too late, 5xx, or not JSON.
-            RefusedRequest: 4xx.
+            ServerFailure: unreachable, too late, 5xx, 408 or 429, or not JSON.
+            RefusedRequest: any other 4xx.
         """
         response = self._send(method, path, payload, timeout_seconds)
-        if response.status_code >= 500:
+        if response.status_code >= 500 or response.status_code in _TRY_AGAIN:
             raise _Transient(self.url, "status", f"{path}: HTTP {response.status_code}")
         if response.status_code >= 400:
             raise RefusedRequest(self.url, path, response.status_code, response.text[:500])

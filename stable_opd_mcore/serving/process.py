@@ -17,6 +17,7 @@ import atexit
 import contextlib
 import ipaddress
 import os
+import re
 import secrets
 import signal
 import socket
@@ -32,12 +33,37 @@ PROGRAM = Path(__file__).parent / "sglang_cpu"
 _KEY_VARIABLE = (
     "STABLE_OPD_SGLANG_API_KEY"  # hands the key to the child: argv is public on a machine
 )
+OLDEST_RELEASE = (0, 5, 12)  # the first with checksums at /weights_checker
 _POLL_SECONDS = 0.3
 _TERMINATE_SECONDS = 10.0
 
 
 class ServerStartError(ValueError):
     """A server did not come up; the message holds the end of its log."""
+
+
+class UnsupportedRelease(ServerStartError):
+    """A server of an SGLang too old to take weights: starting it again cannot help."""
+
+
+def require_release(client: SglangClient) -> None:
+    """Refuse an SGLang whose weights nobody could verify, before any are sent.
+
+    Versions are compared by their first three numbers. Builds from source may state 0.0.0 and are
+    taken at their word that they are new.
+
+    Raises:
+        UnsupportedRelease: older than OLDEST_RELEASE.
+        ServerFailure, RefusedRequest: it does not say.
+    """
+    found = client.release()
+    numbers = tuple(map(int, re.findall(r"\d+", found)[:3]))
+    if numbers != (0, 0, 0) and numbers < OLDEST_RELEASE:
+        oldest = ".".join(map(str, OLDEST_RELEASE))
+        raise UnsupportedRelease(
+            f"{client.url} runs SGLang {found}, which cannot tell what its weights are after an "
+            f"update: {oldest} or later is needed; install one where rollout.sglang.python points"
+        )
 
 
 @dataclass(frozen=True)
@@ -71,10 +97,13 @@ def is_loopback(host: str) -> bool:
 
 
 def free_port(host: str) -> int:
-    """A port nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
+    """A port nobody listens on at this moment, low enough for releases that add 10,000 to it."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            port: int = probe.getsockname()[1]
+        if port <= 55535:
+            return port
 
 
 class SglangServer:

@@ -75,7 +75,7 @@ def server(world, chunks, tmp_path_factory) -> Iterator[SglangServer]:
         model=str(directory / "model"),
         dummy_weights=False,
         api_key="secret",
-        arguments=SERVER_ARGUMENTS,
+        arguments=(*SERVER_ARGUMENTS, "--preferred-sampling-params", '{"top_k": 1}'),
     )
     server = SglangServer(options, directory / "server.log")
     server.start()
@@ -116,7 +116,7 @@ def test_its_key_is_asked_for_and_not_in_the_process_list(server):
 def test_samples_share_the_prompt_in_the_prefix_cache(server):
     client = server.client()
     drawn = client.generate(generation(30))
-    assert len(drawn) == 3
+    assert len({completion.token_ids for completion in drawn}) == 3  # whatever the server prefers
     assert max(completion.cached_tokens for completion in drawn) >= 11
     assert {completion.weight_versions for completion in drawn} == {("default",)}
 
@@ -302,11 +302,15 @@ def _fleet(path: Path, *urls: str, timeout_seconds: float = 30.0) -> tuple[Fleet
     return fleet, file
 
 
-@pytest.mark.parametrize("fault", ["5xx", "not json", "foreign token", "no logprobs", "short"])
+@pytest.mark.parametrize(
+    "fault", ["5xx", "busy", "not json", "foreign token", "no logprobs", "short"]
+)
 def test_a_transient_fault_is_asked_again_and_counted_once(server, tmp_path, fault):
     with FaultyProxy(server.url) as proxy:
         if fault == "5xx":
             proxy.fault = _once((500, b"internal error"))
+        elif fault == "busy":
+            proxy.fault = _once((429, b"too many requests"))
         elif fault == "not json":
             proxy.fault = _once((200, b"<html>garbage"))
         elif fault == "foreign token":
@@ -330,6 +334,25 @@ def test_a_failing_server_is_left_and_its_requests_go_to_the_other(server, tmp_p
         kinds = [json.loads(line)["event"] for line in file.read_text().splitlines()]
         assert kinds[0] == "failure" and "redrawn" in kinds
         assert fleet.members[0].state == "restarting"
+
+
+@pytest.mark.parametrize(
+    ("answer", "release"),
+    [
+        ((200, b'{"version": "0.5.11.post1", "tp_size": 1}'), "0.5.11.post1"),
+        ((404, b""), "unknown"),
+    ],
+)
+def test_a_release_too_old_to_be_sent_weights_is_refused_before_any(
+    server, tmp_path, answer, release
+):
+    with FaultyProxy(server.url) as proxy:
+        proxy.fault = lambda path: answer if path == "/server_info" else None
+        fleet, _ = _fleet(tmp_path, proxy.url)
+        fleet.fail(fleet.members[0], "for the test")
+        fleet.await_restarts()
+    assert f"runs SGLang {release}, which cannot tell" in str(fleet.lost)
+    assert "0.5.12 or later is needed; install" in str(fleet.lost)
 
 
 def test_answers_from_old_weights_are_dropped_and_the_server_waits_for_new_ones(server, tmp_path):
