@@ -185,9 +185,12 @@ def check_network(notes: Path, name: str, floor: float) -> int:
     import torch
     import torch.distributed as dist
 
+    from stable_opd_mcore.network import gloo_settings
+
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    os.environ.update(gloo_settings(os.environ["MASTER_ADDR"]))
     dist.init_process_group("nccl" if on_gpu else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])

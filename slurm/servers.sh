@@ -14,7 +14,7 @@ connect_servers() {
     for ((number = 0; number < SERVERS_PER_NODE; number++)); do SERVER_URLS+=("http://$host:$((port + number))"); done
   done
   TRAINER+=(rollout.engine=sglang rollout.sglang.placement=external "rollout.sglang.urls=[$(joined "${SERVER_URLS[@]}")]"
-    "rollout.sglang.api_key_file=$API_KEY_FILE" "rollout.sglang.sync_host=$MASTER_ADDR")
+    "rollout.sglang.api_key_file=$API_KEY_FILE")
 }
 
 # The command of server node $1, in $SERVER

@@ -24,6 +24,7 @@ ROWS = {
     "config": 1,
     "records": 1,
     "metrics": 1,
+    "network": 0,
     "whole": 0,
 }
 THIRD_PARTIES = {

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.network import gloo_settings
 from stable_opd_mcore.parallel import megatron_cpu
 
 megatron_cpu.install()
@@ -222,6 +223,7 @@ def _join() -> torch.device:
     if not dist.is_initialized():
         backend = "nccl" if on_gpu else "gloo"
         if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
+            os.environ.update(gloo_settings(os.environ["MASTER_ADDR"]))
             dist.init_process_group(backend, timeout=_TIMEOUT)
         else:
             store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]

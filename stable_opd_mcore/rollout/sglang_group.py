@@ -10,11 +10,12 @@ import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
-import httpx
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from stable_opd_mcore.network import address_towards
 from stable_opd_mcore.serving.process import is_loopback
 
 
@@ -26,7 +27,7 @@ def listen(host: str | None, urls: Sequence[str]) -> socket.socket:
         OSError: no way leads to a server, or its name is unknown.
     """
     if host is None:
-        return socket.create_server((address_towards(urls), 0))
+        return socket.create_server((_address_towards(urls), 0))
     try:
         return socket.create_server((host, 0))
     except OSError as error:
@@ -36,17 +37,13 @@ def listen(host: str | None, urls: Sequence[str]) -> socket.socket:
         ) from error
 
 
-def address_towards(urls: Sequence[str]) -> str:
+def _address_towards(urls: Sequence[str]) -> str:
     """This machine's address on the way to the servers; if only some are here, to the others.
 
     Raises:
         OSError: no way leads to a server, or its name is unknown.
     """
-    found = []
-    for url in map(httpx.URL, urls):
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((url.host, url.port or 80))  # sends nothing
-            found.append(probe.getsockname()[0])
+    found = [address_towards(urlsplit(url).hostname or url) for url in urls]
     return next((address for address in found if not is_loopback(address)), found[0])
 
 

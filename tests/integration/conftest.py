@@ -31,7 +31,8 @@ def cluster(request, tmp_path_factory):
             yield running
     else:
         request.config.stash[WHERE] = "a host of its own"
-        with hosts(NAMES) as made, SlurmCluster(directory, nodes_on(made)) as running:
+        made = hosts(NAMES, own_name="127.0.1.1")
+        with made as each, SlurmCluster(directory, nodes_on(each)) as running:
             yield running
 
 

@@ -80,8 +80,16 @@ def cannot_make_hosts() -> str:
 
 
 @contextlib.contextmanager
-def hosts(names: Sequence[str], gbit_per_second: float | None = None) -> Iterator[list[Host]]:
-    """Hosts of these names; each sends no faster than `gbit_per_second`."""
+def hosts(
+    names: Sequence[str], gbit_per_second: float | None = None, own_name: str | None = None
+) -> Iterator[list[Host]]:
+    """Hosts of these names.
+
+    Args:
+        gbit_per_second: each sends no faster than that.
+        own_name: the address at which each finds its own name, such as 127.0.1.1, which Debian's
+            installer writes; None: the one at which the others find it.
+    """
     tag = f"so{os.getpid() % 100_000}"
     network = f"198.18.{random.randrange(256)}"  # RFC 2544: for tests between machines
     switch = f"{tag}sw"
@@ -96,7 +104,7 @@ def hosts(names: Sequence[str], gbit_per_second: float | None = None) -> Iterato
         _run("ip", "address", "add", f"{login}/24", "dev", switch)
         _run("ip", "link", "set", switch, "up")
         for index, host in enumerate(made):
-            stack.enter_context(_names(host, made))
+            stack.enter_context(_names(host, made, own_name or host.address))
             _run("ip", "netns", "add", host.namespace)
             stack.callback(_run, "ip", "netns", "del", host.namespace)
             port = f"{tag}p{index}"
@@ -106,12 +114,13 @@ def hosts(names: Sequence[str], gbit_per_second: float | None = None) -> Iterato
 
 
 @contextlib.contextmanager
-def _names(host: Host, everyone: Sequence[Host]) -> Iterator[None]:
+def _names(host: Host, everyone: Sequence[Host], own_address: str) -> Iterator[None]:
     """The host's /etc/hosts, in which a name is an address and an address is a name."""
     folder = NAMESPACE_FILES / host.namespace
     folder.mkdir(parents=True)
     lines = ["127.0.0.1 localhost", f"{host.login} login {socket.gethostname()}"]
-    lines += [f"{other.address} {other.name}" for other in everyone]
+    lines += [f"{other.address} {other.name}" for other in everyone if other is not host]
+    lines += [f"{own_address} {host.name}"]
     (folder / "hosts").write_text("\n".join(lines) + "\n")
     try:
         yield

@@ -82,6 +82,7 @@ def test_a_slow_network_is_measured_and_its_nodes_named(tmp_path):
             cwd=REPOSITORY,
             env=os.environ
             | {
+                "PYTHONPATH": str(REPOSITORY),
                 "SLURMD_NODENAME": f"n{rank + 1}",
                 "RANK": str(rank),
                 "LOCAL_RANK": "0",
