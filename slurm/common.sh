@@ -255,7 +255,7 @@ run_trainer() {
 
 # ---- what came of it --------------------------------------------------------------------------------------------
 judge() {
-  local world=$((${#TRAINER_NODES[@]} * RANKS_PER_NODE)) hung=''
+  local world=$((${#TRAINER_NODES[@]} * RANKS_PER_NODE)) hung='' hangs
   local -a ended=()
   mapfile -t ended < <(cd "$ATTEMPT_DIR/exits" && grep -H . rank_????? 2>/dev/null)
   if [ -e "$RUN_DIRECTORY/REQUEUE" ]; then
@@ -269,7 +269,9 @@ judge() {
   if hung=$(hung_ranks); then
     log "hang: stacks follow"
     cat "$RUN_DIRECTORY"/stacks/rank_?????.txt
-    if (($(grep -c '"verdict": "hang"' "$LOG_DIR/verdicts.jsonl" 2>/dev/null) >= MAX_HANGS)); then
+    if [ -z "$STOP_WANTED" ] && leave_out_silent_nodes; then return 1; fi
+    hangs=$(grep -c '"verdict": "hang"' "$LOG_DIR/verdicts.jsonl" 2>/dev/null)
+    if ((${hangs:-0} >= MAX_HANGS)); then
       verdict failed "hung $MAX_HANGS times before; $hung"
       return 1
     fi
@@ -300,29 +302,33 @@ hung_ranks() {
   echo "no step within fault.watchdog_minutes${places:+; $why:$places}"
 }
 
-# Trainer nodes that do not run a command any more: their ranks did not fail, they are gone. One step a node, for a step
-# over several fails as a whole. This node runs the script, so it is there.
+# Nodes that do not run a command any more: what ran there did not fail, it is gone. One step a node, for a step over
+# several fails as a whole. This node runs the script, so it is there.
 silent_nodes() {
-  local node
-  for node in "${TRAINER_NODES[@]:1}"; do
+  local node others=("${TRAINER_NODES[@]:1}" "${SERVER_NODE_NAMES[@]}")
+  for node in "${others[@]}"; do
     step alive "$node" 1
     timeout 40 "${STEP[@]}" --output=none touch "$ATTEMPT_DIR/alive_$node" 2>/dev/null &
   done
   wait
-  for node in "${TRAINER_NODES[@]:1}"; do
+  for node in "${others[@]}"; do
     [ -e "$ATTEMPT_DIR/alive_$node" ] || echo "$node"
   done
+}
+
+# Whether there were any; Slurm itself may need minutes to notice.
+leave_out_silent_nodes() {
+  local -a silent
+  mapfile -t silent < <(silent_nodes)
+  ((${#silent[@]} > 0)) || return 1
+  exclude_nodes "lost" "${silent[@]}"
+  return 0
 }
 
 # The first that a signal killed, else the first that failed: the others fail because it is gone.
 name_culprit() {
   local rank node code last
-  local -a silent
-  mapfile -t silent < <(silent_nodes)
-  if [ ${#silent[@]} != 0 ]; then # Slurm itself may need minutes to notice
-    exclude_nodes "lost" "${silent[@]}"
-    return 1
-  fi
+  if leave_out_silent_nodes; then return 1; fi
   read -r rank code node < <(cd "$ATTEMPT_DIR/exits" && awk '
     $1 != 0 && $1 != 143 {order = ($1 > 128 ? 0 : 1); print order, $2, FILENAME, $1, $3}' rank_????? 2>/dev/null |
     sort -k1,1n -k2,2n | awk '{print $3, $4, $5; exit}')
