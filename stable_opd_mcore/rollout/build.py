@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch.nn import Module
 
@@ -16,9 +16,16 @@ from stable_opd_mcore.rollout.sglang_build import build_sglang_engine
 
 
 def build_engine(
-    config: Config, world: World, chunks: Sequence[Module], tokenizer: Tokenizer
+    config: Config,
+    world: World,
+    chunks: Sequence[Module],
+    tokenizer: Tokenizer,
+    stop_asked: Callable[[], bool] = lambda: False,
 ) -> RolloutEngine:
     """What `rollout.engine` names, over the student's chunks of this rank.
+
+    Args:
+        stop_asked: whether the run is to end soon: then no absent server is waited for.
 
     Raises:
         ValueError: the run to replay has no stored rollouts, or a server does not start.
@@ -27,7 +34,9 @@ def build_engine(
         assert config.rollout.replay_from is not None, "the schema asks for it"
         return ReplayEngine(config.rollout.replay_from)
     if config.rollout.engine == "sglang":
-        return build_sglang_engine(config, world, chunks, tokenizer.decode, tokenizer.vocab_size)
+        return build_sglang_engine(
+            config, world, chunks, tokenizer.decode, tokenizer.vocab_size, stop_asked
+        )
     return embedded_engine(world, chunks, tokenizer)
 
 

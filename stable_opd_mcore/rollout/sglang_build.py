@@ -8,7 +8,7 @@ after the start.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,12 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def build_sglang_engine(
-    config: Config, world: World, chunks: Sequence[Module], decode: Decode, vocab_size: int
+    config: Config,
+    world: World,
+    chunks: Sequence[Module],
+    decode: Decode,
+    vocab_size: int,
+    stop_asked: Callable[[], bool] = lambda: False,
 ) -> SglangEngine:
     """Start this rank's servers, or find the external ones, and wait until they answer.
 
@@ -59,6 +64,7 @@ def build_sglang_engine(
             max_restarts=sglang.max_restarts,
             health_interval_seconds=sglang.health_interval_seconds,
             startup_timeout_seconds=sglang.startup_timeout_seconds,
+            stop_asked=stop_asked,
         )
         fleet.start()
     dtype = getattr(torch, _dtype(config))

@@ -72,6 +72,7 @@ class Fleet:
         max_restarts: int,
         health_interval_seconds: float,
         startup_timeout_seconds: float,
+        stop_asked: Callable[[], bool] = lambda: False,
     ) -> None:
         self.members = list(members)
         self.lost: str | None = None  # why there is no going on
@@ -79,6 +80,7 @@ class Fleet:
         self._restarts_left = max_restarts
         self._health_interval = health_interval_seconds
         self._startup_timeout = startup_timeout_seconds
+        self._stop_asked = stop_asked  # then no member is waited for: it may be ending as well
         self._redrawn: Counter[str] = Counter()  # responses to ask for again, by who failed
         self._watcher: threading.Thread | None = None  # of the newest draw
         self._lock = threading.RLock()
@@ -191,7 +193,7 @@ class Fleet:
     def _await(self, member: Member) -> None:
         try:
             if member.server is not None:
-                member.server.wait_until_healthy()
+                member.server.wait_until_healthy(self._stop_asked)
             else:
                 self._await_external(member)
             require_release(member.client)
@@ -200,7 +202,7 @@ class Fleet:
         except (ServerStartError, ServerFailure, RefusedRequest) as error:
             with self._lock:
                 self._events.add("failure", member.name, f"did not start: {error}")
-                hopeless = isinstance(error, UnsupportedRelease)
+                hopeless = isinstance(error, UnsupportedRelease) or self._stop_asked()
                 if member.server is not None and self._restarts_left > 0 and not hopeless:
                     self._restart(member, member.server)
                 else:
@@ -212,6 +214,8 @@ class Fleet:
     def _await_external(self, member: Member) -> None:
         deadline = time.monotonic() + self._startup_timeout
         while not member.client.is_healthy(timeout_seconds=10.0):
+            if self._stop_asked():
+                raise ServerStartError(f"asked to stop while {member.client.url} did not answer")
             if time.monotonic() > deadline:
                 raise ServerStartError(
                     f"no answer from {member.client.url} in {self._startup_timeout:.0f} s"

@@ -23,10 +23,12 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from stable_opd_mcore.network import gloo_settings
 from stable_opd_mcore.serving.client import RefusedRequest, ServerFailure, SglangClient
 
 PROGRAM = Path(__file__).parent / "sglang_cpu"
@@ -208,7 +210,7 @@ class SglangServer:
         return arguments + list(options.arguments)
 
     def _environment(self) -> dict[str, str]:
-        environment = dict(self.options.environment)
+        environment = gloo_settings(self.options.host) | self.options.environment
         if self.api_key is not None:
             environment[_KEY_VARIABLE] = self.api_key
         if self.options.device == "cpu":
@@ -223,17 +225,19 @@ class SglangServer:
                 environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(ranks)
         return environment
 
-    def wait_until_healthy(self) -> float:
+    def wait_until_healthy(self, give_up: Callable[[], bool] = lambda: False) -> float:
         """Block until the server answers; the seconds it took.
 
         Raises:
-            ServerStartError: it ended, or `startup_timeout_seconds` passed; it is stopped then.
+            ServerStartError: it ended, `startup_timeout_seconds` passed, or `give_up` says so; it
+                is stopped then.
         """
         began = time.monotonic()
         with contextlib.closing(self.client()) as client:
             while not client.is_healthy(timeout_seconds=5.0):
                 waited = time.monotonic() - began
-                if not self.is_running or waited > self.options.startup_timeout_seconds:
+                late = waited > self.options.startup_timeout_seconds
+                if not self.is_running or late or give_up():
                     ended = "ended" if not self.is_running else f"did not answer in {waited:.0f} s"
                     self.stop()
                     raise ServerStartError(

@@ -121,7 +121,7 @@ def _after_cold_start(config: Config, world: World, guard: Guard, show_progress:
 
 def _train_phase(config: Config, world: World, guard: Guard, show_progress: bool) -> None:
     directory = run_directory(config)
-    run = build_run(config, world)
+    run = build_run(config, world, guard.stop.asked)
     architecture = architecture_of(config.student)
     state = TrainState()
     newest = newest_checkpoint(directory / "checkpoints")
@@ -155,9 +155,11 @@ def _train_phase(config: Config, world: World, guard: Guard, show_progress: bool
         while state.step < config.train.steps:
             try:
                 result = train_step(run, state)
-            except (EngineLost, TeacherLost):  # nothing has changed since the last step
+            except (EngineLost, TeacherLost) as lost:  # nothing has changed since the last step
                 if state.step:  # the optimizer has no state to save before its first step
                     save(state)
+                    if guard.stop.asked_on_any_rank():  # the servers were, too
+                        raise Stopped(state.step) from lost
                 raise
             state, metrics = result.state, result.metrics
             if run.held_out is not None and _due(state.step, config.evaluation.every, config):

@@ -6,7 +6,7 @@ step, the loop, or anything that changes while training.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -32,8 +32,11 @@ from stable_opd_mcore.train.step import Run
 from stable_opd_mcore.train.student import Student
 
 
-def build_run(config: Config, world: World) -> Run:
+def build_run(config: Config, world: World, stop_asked: Callable[[], bool] = lambda: False) -> Run:
     """Build every part on this rank.
+
+    Args:
+        stop_asked: whether the run is to end soon, so that nothing absent is waited for.
 
     Raises:
         ValueError: settings, data, weights or layout that do not fit together; the message names
@@ -58,7 +61,7 @@ def build_run(config: Config, world: World) -> Run:
         reference=models.reference(chunks),
         behaviour=models.behaviour(chunks) if needs_behaviour(config) else None,
         observers=models.observers(chunks, tokenizer.stop_token_ids, teachers_stops),
-        engine=build_engine(config, world, chunks, tokenizer),
+        engine=build_engine(config, world, chunks, tokenizer, stop_asked),
         held_out_engine=embedded_engine(world, chunks, tokenizer),
         sampling=training_sampling(config, tokenizer.stop_token_ids),
         objective=objective,

@@ -73,12 +73,15 @@ class StopSignals:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
+    def asked(self) -> bool:
+        """Whether this rank was signalled by now."""
+        return self._noted or signal.SIGUSR1 in signal.sigpending()
+
     def asked_on_any_rank(self) -> bool:
         """Whether some rank was signalled by now; every rank must call it, all get one answer."""
-        asked = self._noted or signal.SIGUSR1 in signal.sigpending()
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            return asked
-        flag = torch.tensor([int(asked)], device=self._device)
+            return self.asked()
+        flag = torch.tensor([int(self.asked())], device=self._device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())
 

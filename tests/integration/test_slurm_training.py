@@ -1,7 +1,7 @@
 """The shipped batch scripts on a real Slurm: three nodes, CPU ranks, a tiny student, real training.
 
-Each costs a minute, so each tells one long story: a run that loses its nodes in every way and still
-ends like one left alone, one that hangs and then crashes, one whose server dies.
+Most cost a minute, so each tells one long story: a run that loses its nodes in every way and still
+ends like one left alone, one that hangs and then crashes, one whose servers end with it and alone.
 """
 
 import json
@@ -34,14 +34,17 @@ MACHINE_KEYS = ("time/", "throughput/", "memory/")  # metrics that no two runs s
 
 
 class Run:
-    """One run of slurm/stable_opd_7b.sh and the files it leaves."""
+    """One run of a batch script and the files it leaves."""
 
-    def __init__(self, cluster: SlurmCluster, directory: Path, name: str):
+    def __init__(
+        self, cluster: SlurmCluster, directory: Path, name: str, script: str = "stable_opd_7b"
+    ):
         self.cluster = cluster
         self.directory = directory / name
         self.logs = directory / f"{name}-logs"
         self.output = directory / f"{name}.out"
-        self.arguments = [*TINY, f"run.directory={directory}", f"run.name={name}"]
+        place = (f"run.directory={directory}", f"run.name={name}")
+        self.command = [f"slurm/{script}.sh", *TINY, *place]
 
     def submit(
         self,
@@ -60,7 +63,7 @@ class Run:
             "OMP_NUM_THREADS": "1",
         }
         return self.cluster.submit(
-            ["slurm/stable_opd_7b.sh", *self.arguments, *overrides],
+            [*self.command, *overrides],
             options=["--nodes=2", "--time=01:00:00", f"--output={self.output}", *options],
             env=env | (settings or {}),
         )
@@ -246,30 +249,50 @@ def test_a_hang_is_ended_and_a_crash_is_named(cluster, tmp_path):
 
 
 @needs_sglang
-def test_a_server_that_dies_is_started_again_and_training_goes_on(cluster, tmp_path):
+def test_servers_that_end_with_the_job_or_alone_cost_no_step(cluster, tmp_path):
     run = Run(cluster, tmp_path, "served")
-    job = run.submit(
-        f"rollout.sglang.python={PYTHON}",
-        "rollout.sglang.arguments=[--max-total-tokens=8192]",
-        options=("--nodes=3",),
-        settings={"SERVER_NODES": "1", "SERVERS_PER_NODE": "2"},
-    )
+
+    def submit(logs: Path) -> str:
+        return run.submit(
+            f"rollout.sglang.python={PYTHON}",
+            "rollout.sglang.arguments=[--max-total-tokens=8192]",
+            "checkpoint.every=1000",  # none but those that something asks for
+            options=("--nodes=3",),
+            settings={"SERVER_NODES": "1", "SERVERS_PER_NODE": "2", "LOG_DIR": str(logs)},
+        )
+
+    job = submit(tmp_path / "first-logs")
     run.until_step(2)
+    cluster.call("scancel", job)  # ends trainers and servers at the same moment
+    cluster.wait(job, {"CANCELLED"}, PATIENCE_SECONDS)
+    saved = run.rows()[-1]["step"]
+    assert saved < STEPS, "the run was over before it could be cancelled"
+    verdict = json.loads((tmp_path / "first-logs" / "verdict.json").read_text())
+    assert verdict["reason"] == f'stopped after a step, checkpoint {{"step": {saved}}}'
+
+    job = submit(run.logs)
+    run.until_step(saved + 2)
     os.kill(run.server_process(job), signal.SIGKILL)
     assert run.rows()[-1]["step"] < STEPS, "the run was over before its server could die"
     cluster.wait(job, {"COMPLETED"}, PATIENCE_SECONDS)
     told = run.told()
-    assert "server 0 on n3 is healthy" in told
+    assert told.count("server 0 on n3 is healthy") == 2
     assert "server 0 on n3 ended: start 1" in told
     assert [v["verdict"] for v in run.verdicts()] == ["done"]
     assert [row["step"] for row in run.rows()] == list(range(1, STEPS + 1))
-    key_file = run.logs / "attempt_0" / "api_key"
-    assert key_file.stat().st_mode & 0o077 == 0
-    key = key_file.read_bytes().strip()
-    files = [path for path in tmp_path.rglob("*") if path.is_file() and path != key_file]
-    assert not [path for path in files if key in path.read_bytes()]
     events = (run.directory / "sglang" / "events.jsonl").read_text().splitlines()
     assert any(json.loads(line)["event"] == "failure" for line in events)
+    check_that_keys_stay_secret(tmp_path)
+
+
+def check_that_keys_stay_secret(directory: Path) -> None:
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    keys = [path for path in files if path.name == "api_key"]
+    assert len(keys) == 2  # one of each job
+    for key_file in keys:
+        assert key_file.stat().st_mode & 0o077 == 0
+        key = key_file.read_bytes().strip()
+        assert not [path for path in files if path not in keys and key in path.read_bytes()]
 
 
 def test_a_wrong_setting_ends_before_anything_starts(cluster, tmp_path):
@@ -287,3 +310,59 @@ def test_a_server_that_never_gets_healthy_is_named(cluster, tmp_path):
     cluster.wait(job, {"FAILED"}, PATIENCE_SECONDS)
     assert "server 0 on n2 is not healthy" in run.verdicts()[0]["reason"]
     assert run.told().count("server 0 on n2 ended") == 1
+
+
+ONE_OF_TWO = """
+import http.server, sys
+
+settings = dict(argument.split("=", 1) for argument in sys.argv[1:] if "=" in argument)
+address = (settings["rollout.sglang.host"], int(settings["rollout.sglang.port"]))
+
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+http.server.HTTPServer(address, Healthy).serve_forever()
+"""
+
+
+def test_every_server_of_a_node_is_waited_for(cluster, tmp_path):
+    (tmp_path / "one_of_two.py").write_text(ONE_OF_TWO)
+    run = Run(cluster, tmp_path, "half")
+    settings = {
+        "SERVER_NODES": "1",
+        "SERVERS_PER_NODE": "2",
+        "SERVER_COMMAND": f"{sys.executable} {tmp_path}/one_of_two.py",
+        "SERVER_TIMEOUT": "3",
+    }
+    job = run.submit(options=("--nodes=2",), settings=settings)
+    cluster.wait(job, {"FAILED"}, PATIENCE_SECONDS)
+    port = 12000 + int(job) % 10000 + 10000
+    reason = run.verdicts()[0]["reason"]
+    assert "server 0 on n2 is not healthy" in reason and f":{port + 1};" in reason
+
+
+def test_benchmarks_are_evaluated_by_name(cluster, tmp_path):
+    rows = {  # with the columns that the hub's data sets have
+        "amc": [{"problem": "2+1", "answer": 3.0}, {"problem": "4-1*2", "answer": 1.0}],
+        "olympiadbench": [
+            {"question": "2*2", "context": None, "final_answer": ["4"]},
+            {"question": "3+3", "context": None, "final_answer": ["1"]},
+        ],
+    }
+    for name, records in rows.items():
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    run = Run(cluster, tmp_path, "benchmarks", script="evaluate")
+    job = run.submit(
+        f"evaluation.benchmarks=[{','.join(rows)}]",
+        f"evaluation.benchmark_directory={tmp_path}",
+    )
+    cluster.wait(job, {"COMPLETED"}, PATIENCE_SECONDS)
+    found = json.loads((run.directory / "evaluation.json").read_text())
+    counts = {name: (of["num_prompts"], of["num_samples"]) for name, of in found.items()}
+    assert counts == {"amc": (2, 32), "olympiadbench": (2, 1)}
+    table = (run.logs / "attempt_0" / "rank_00000.log").read_text().splitlines()
+    assert [line.split()[0] for line in table[-3:]] == [*rows, "average"]
+    assert [v["verdict"] for v in run.verdicts()] == ["done"]
