@@ -81,7 +81,7 @@ def check_node(arguments: argparse.Namespace, name: str) -> int:
         if is_head:
             (notes / "config_error").write_text(str(error))
         return 1
-    run_directory = Path(config.run.directory, config.run.name).absolute()
+    run_directory = config.run.path.absolute()
     if is_head:
         (notes / "run_directory").write_text(str(run_directory))
     problems = []

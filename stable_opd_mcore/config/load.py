@@ -62,12 +62,10 @@ def _explain(item: Any, origin: str) -> str:
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
         near = difflib.get_close_matches(key, _known_keys(Config), n=1, cutoff=0.5)
-        hint = (
-            f"; did you mean {near[0]}?"
-            if near
-            else "; `stable-opd train --help` lists the sections"
+        known = (
+            f"did you mean {near[0]}?" if near else f"sections: {', '.join(Config.model_fields)}"
         )
-        return f"{origin}: unknown key {key}{hint}"
+        return f"{origin}: unknown key {key}; {known}"
     if item["type"] == "missing":
         return f"{origin}: {key} is required"
     given = "" if item["type"] == "value_error" else f" (given {item['input']!r})"

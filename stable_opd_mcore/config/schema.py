@@ -8,6 +8,7 @@ known).
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
@@ -22,6 +23,11 @@ class Section(BaseModel):
 class RunConfig(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     directory: str = "runs"
+
+    @property
+    def path(self) -> Path:
+        """All that the run writes lies in it."""
+        return Path(self.directory) / self.name
 
 
 class ModelConfig(Section):
@@ -257,8 +263,8 @@ class OptimizerConfig(Section):
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     clip_grad: float = Field(default=1.0, gt=0)
-    # shard optimizer state over data-parallel ranks; costs one rank nothing, and its checkpoints are
-    # those of many
+    # shard optimizer state over data-parallel ranks; costs nothing over one, whose checkpoints
+    # others resume
     distributed: bool = True
 
 

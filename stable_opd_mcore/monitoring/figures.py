@@ -17,9 +17,8 @@ from stable_opd_mcore.monitoring.names import NAMES
 
 WINDOW = 5  # steps of the trailing mean
 SMOOTH_FROM = 25  # rows below which every step is drawn as it is
-MAX_FAINT_RUNS = (
-    6  # runs above which the single steps behind the trailing means would only be noise
-)
+# Above this number of runs the single steps behind the trailing means would only be noise.
+MAX_FAINT_RUNS = 6
 
 # Okabe and Ito's colours, told apart under every common colour blindness, without the yellow that
 # white paper swallows; a darker red and a grey continue. After the last, dashes begin.

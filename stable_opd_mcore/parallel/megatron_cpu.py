@@ -137,9 +137,8 @@ class _Rewrite(ast.NodeTransformer):
             return node
         value = {"cuda": "cpu", "cuda:": ""}.get(node.value, node.value)
         if value.startswith("torch.cuda.") and value.endswith("Tensor"):
-            value = value.replace(
-                "torch.cuda.", "torch."
-            )  # the optimizer compares param.type() strings
+            # The optimizer compares param.type() strings.
+            value = value.replace("torch.cuda.", "torch.")
         return ast.copy_location(ast.Constant(value), node)
 
 

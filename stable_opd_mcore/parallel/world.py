@@ -36,9 +36,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 Object = TypeVar("Object")
 
 _TIMEOUT = timedelta(minutes=30)
-_created_process_group = (
-    False  # by start_world; a caller's own group is left standing by stop_world
-)
+_created_process_group = False  # by start_world; stop_world leaves a caller's own standing
 
 
 @dataclass(frozen=True)
@@ -64,9 +62,8 @@ class World:
     context_size: int
     batch_rank: int  # whose micro-batches these are: replicas that share them count once
     batch_size: int
-    groups: (
-        ProcessGroupCollection  # what Megatron's constructors take; the five below are its members
-    )
+    # what Megatron's constructors take; the five below are its members
+    groups: ProcessGroupCollection
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:
@@ -260,9 +257,8 @@ def _require_same_layout(parallel: ParallelConfig) -> None:
 
 
 def _seed_generators(seed: int, pipeline_rank: int) -> None:
-    seed = (
-        seed + 100 * pipeline_rank
-    )  # Megatron's convention; the tensor rank is added by its tracker
+    # Megatron's convention; the tensor rank is added by its tracker.
+    seed = seed + 100 * pipeline_rank
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -53,7 +53,7 @@ def build_sglang_engine(
             that does not start.
     """
     sglang, architecture = config.rollout.sglang, architecture_of(chunks)
-    folder = Path(config.run.directory) / config.run.name / "sglang"
+    folder = config.run.path / "sglang"
     events = EventLog(folder / "events.jsonl")
     fleet = None
     if is_leader(world):

@@ -46,7 +46,7 @@ def serve(config: Config, *, teacher: bool, tell: Callable[[str], None]) -> None
             "needed: set rollout.sglang.api_key_file=FILE, which serve fills with a random key if "
             "it does not exist, and give the same file to the run"
         )
-    folder = Path(config.run.directory) / config.run.name / ("teacher" if teacher else "sglang")
+    folder = config.run.path / ("teacher" if teacher else "sglang")
     model = _teacher_model(config) if teacher else _student_model(config, folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for number in _ENDING:

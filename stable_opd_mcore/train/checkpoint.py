@@ -22,6 +22,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors.torch import load_file, save_file
 
+from stable_opd_mcore.models.convert import architecture_of
 from stable_opd_mcore.models.distributed import (
     describe_weights,
     refuse_foreign_pickle,
@@ -29,7 +30,6 @@ from stable_opd_mcore.models.distributed import (
     sharding,
     weights_of,
 )
-from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.train.state import TrainState
 from stable_opd_mcore.train.student import Student
 
@@ -38,9 +38,7 @@ STATE_FILE = "state.json"
 logger = logging.getLogger(__name__)
 
 
-def save_checkpoint(
-    directory: Path, state: TrainState, student: Student, architecture: Architecture, keep: int
-) -> Path:
+def save_checkpoint(directory: Path, state: TrainState, student: Student, keep: int) -> Path:
     """Write `directory`/step_NNNNNN on all ranks, then drop all but the newest `keep`."""
     final = directory / f"step_{state.step:06d}"
     partial = directory / f"partial-{final.name}"
@@ -57,7 +55,7 @@ def save_checkpoint(
         record = {
             "format": FORMAT,
             "state": asdict(state),
-            "architecture": _shape_of(architecture),
+            "architecture": _shape_of(student),
             "distributed_optimizer": student.distributed,
             "versions": {name: version(name) for name in ("torch", "megatron-core")},
             "files": {p.name: p.stat().st_size for p in sorted(partial.iterdir())},
@@ -97,14 +95,14 @@ def newest_checkpoint(directory: Path) -> Path | None:
     return None
 
 
-def load_checkpoint(path: Path, student: Student, architecture: Architecture) -> TrainState:
+def load_checkpoint(path: Path, student: Student) -> TrainState:
     """Restore weights, optimizer and RNG of this rank in place.
 
     Raises:
         ValueError: another architecture or optimizer layout, or a file that is not ours.
     """
     record = json.loads((path / STATE_FILE).read_text())
-    found, wanted = record["architecture"], _shape_of(architecture)
+    found, wanted = record["architecture"], _shape_of(student)
     if found != wanted:
         names = sorted(k for k in found.keys() | wanted.keys() if found.get(k) != wanted.get(k))
         raise ValueError(
@@ -125,9 +123,7 @@ def load_checkpoint(path: Path, student: Student, architecture: Architecture) ->
         chunk.module.load_state_dict(loaded[f"model{index}"])
     student.optimizer.load_state_dict(loaded["optimizer"])
     rng = path / f"rng_rank_{dist.get_rank():05d}.safetensors"
-    if (
-        rng.exists()
-    ):  # a larger world has ranks that the checkpoint never saw: they keep their seeded state
+    if rng.exists():  # else a larger world's rank, which keeps its seeded state
         _restore_rng(load_file(rng))
     return TrainState(**record["state"])
 
@@ -140,9 +136,9 @@ def _state_dict(student: Student, loading: bool) -> dict[str, Any]:
     return tree
 
 
-def _shape_of(architecture: Architecture) -> dict[str, Any]:
+def _shape_of(student: Student) -> dict[str, Any]:
     """What must agree between a checkpoint and the model that reads it."""
-    values = asdict(architecture)
+    values = asdict(architecture_of(student.chunks))
     return {name: values[name] for name in values.keys() - {"source", "initializer_range"}}
 
 

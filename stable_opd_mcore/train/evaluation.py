@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from stable_opd_mcore.config.load import ConfigError
 from stable_opd_mcore.config.schema import Config
@@ -85,7 +84,7 @@ def evaluate_config(config: Config, tell: Callable[[str], None]) -> None:
     tokenizer = load_tokenizer(config)
     problems = _problems(config, tokenizer)
     engine = embedded_engine(world, load_student(config, world, tokenizer), tokenizer)
-    directory = Path(config.run.directory) / config.run.name
+    directory = config.run.path
     results = {}
     with Grader(config.evaluation.grading_timeout_seconds) as grader:
         for name, (held_out, num_samples) in problems.items():

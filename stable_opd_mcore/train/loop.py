@@ -24,14 +24,14 @@ from stable_opd_mcore.data.rollout_files import RolloutWriter
 from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.models.convert import export_hf
 from stable_opd_mcore.monitoring.report import write_report
-from stable_opd_mcore.monitoring.sinks import Sinks
+from stable_opd_mcore.monitoring.sinks import METRICS_FILE, Sinks, read_metrics
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from stable_opd_mcore.rollout.base import EngineLost
 from stable_opd_mcore.teacher.sglang import TeacherLost
 from stable_opd_mcore.train.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from stable_opd_mcore.train.evaluation import evaluate_student
 from stable_opd_mcore.train.in_flight import restore_in_flight, save_in_flight
-from stable_opd_mcore.train.setup import architecture_of, build_run
+from stable_opd_mcore.train.setup import build_run
 from stable_opd_mcore.train.signals import (
     Stopped,
     StopSignals,
@@ -40,10 +40,11 @@ from stable_opd_mcore.train.signals import (
     shielded,
 )
 from stable_opd_mcore.train.state import TrainState
-from stable_opd_mcore.train.step import train_step
+from stable_opd_mcore.train.step import Run, train_step
 from stable_opd_mcore.train.watchdog import STACKS, Watchdog
 from stable_opd_mcore.whole import write_whole
 
+CHECKPOINTS = "checkpoints"
 MODEL = "model"  # the trained student in Hugging Face form, inside the run directory
 
 
@@ -55,10 +56,6 @@ class Guard:
     watchdog: Watchdog
 
 
-def run_directory(config: Config) -> Path:
-    return Path(config.run.directory) / config.run.name
-
-
 def train(config: Config, show_progress: bool = True) -> Path:
     """Train to the last step, from the newest checkpoint where there is one; return the run
     directory.
@@ -67,7 +64,7 @@ def train(config: Config, show_progress: bool = True) -> Path:
         Stopped: the scheduler asked; a checkpoint is saved and a marker says so.
     """
     world = start_world(config.parallel, config.train.seed)
-    home = run_directory(config)
+    home = config.run.path
     if world.rank == 0:
         clear_marker(home)
     stop = StopSignals(world.device)
@@ -91,13 +88,9 @@ def cold_start_config(config: Config) -> Config:
     assert config.cold_start is not None
     cold = config.cold_start
     values = config.model_dump(by_alias=True)
-    values["run"] = {"name": "cold_start", "directory": str(run_directory(config))}
+    values["run"] = {"name": "cold_start", "directory": str(config.run.path)}
     values["objective"] = {"name": "sft"}
-    values["rollout"] |= {
-        "prompts_per_step": cold.prompts_per_step,
-        "engine": "embedded",
-        "replay_from": None,
-    }
+    values["rollout"] = {"prompts_per_step": cold.prompts_per_step}  # it draws none
     values["kl"]["beta"] = 0.0
     values["mixture"]["lambda"] = 0.0
     values["optimizer"] |= {"lr": cold.lr, "warmup_steps": cold.warmup_steps}
@@ -109,7 +102,7 @@ def cold_start_config(config: Config) -> Config:
 def _after_cold_start(config: Config, world: World, guard: Guard, show_progress: bool) -> Config:
     """Run the cold start unless its model is there; the config that starts from it."""
     cold = cold_start_config(config)
-    model = run_directory(cold) / MODEL
+    model = cold.run.path / MODEL
     if not model.is_dir():
         _train_phase(cold, world, guard, show_progress)
     values = config.model_dump(by_alias=True)
@@ -120,24 +113,10 @@ def _after_cold_start(config: Config, world: World, guard: Guard, show_progress:
 
 
 def _train_phase(config: Config, world: World, guard: Guard, show_progress: bool) -> None:
-    directory = run_directory(config)
+    directory = config.run.path
     run = build_run(config, world, guard.stop.asked)
-    architecture = architecture_of(config.student)
-    state = TrainState()
-    newest = newest_checkpoint(directory / "checkpoints")
-    if newest is not None:
-        state = load_checkpoint(newest, run.student, architecture)
-        restore_in_flight(directory, state.step, run.engine)
-        run.engine.publish(state.weight_version)
+    state = _resume(run)
     speaks = world.rank == 0
-
-    def save(state: TrainState) -> None:
-        save_in_flight(directory, state.step, run.engine, world)
-        with shielded():
-            save_checkpoint(
-                directory / "checkpoints", state, run.student, architecture, config.checkpoint.keep
-            )
-
     if speaks:
         save_config(config, directory / "config.resolved.yaml")
 
@@ -157,7 +136,7 @@ def _train_phase(config: Config, world: World, guard: Guard, show_progress: bool
                 result = train_step(run, state)
             except (EngineLost, TeacherLost) as lost:  # nothing has changed since the last step
                 if state.step:  # the optimizer has no state to save before its first step
-                    save(state)
+                    _save(run, state)
                     if guard.stop.asked_on_any_rank():  # the servers were, too
                         raise Stopped(state.step) from lost
                 raise
@@ -169,7 +148,7 @@ def _train_phase(config: Config, world: World, guard: Guard, show_progress: bool
                 sinks.write(state.step, metrics)
             stopping = guard.stop.asked_on_any_rank()
             if stopping or _due(state.step, config.checkpoint.every or config.train.steps, config):
-                save(state)
+                _save(run, state)
             advance(metrics)
             guard.watchdog.step_done()
             if stopping and state.step < config.train.steps:
@@ -181,6 +160,25 @@ def _train_phase(config: Config, world: World, guard: Guard, show_progress: bool
         write_report([directory], directory / "report.html")
 
 
+def _resume(run: Run) -> TrainState:
+    """Where the newest checkpoint left off, its weights and rollouts in place; else the start."""
+    directory = run.config.run.path
+    newest = newest_checkpoint(directory / CHECKPOINTS)
+    if newest is None:
+        return TrainState()
+    state = load_checkpoint(newest, run.student)
+    restore_in_flight(directory, state.step, run.engine)
+    run.engine.publish(state.weight_version)
+    return state
+
+
+def _save(run: Run, state: TrainState) -> None:
+    directory = run.config.run.path
+    save_in_flight(directory, state.step, run.engine, run.world)
+    with shielded():
+        save_checkpoint(directory / CHECKPOINTS, state, run.student, run.config.checkpoint.keep)
+
+
 def _due(step: int, every: int, config: Config) -> bool:
     """Every `every` steps, and after the last one; 0 is never."""
     return bool(every) and (step % every == 0 or step == config.train.steps)
@@ -189,8 +187,8 @@ def _due(step: int, every: int, config: Config) -> bool:
 def _summarise(directory: Path) -> None:
     """summary.json: the last value of every metric."""
     last: dict[str, float] = {}
-    for line in (directory / "metrics.jsonl").read_text().splitlines():
-        last |= {key: value for key, value in json.loads(line).items() if value is not None}
+    for row in read_metrics(directory / METRICS_FILE):
+        last |= {key: value for key, value in row.items() if value is not None}
     text = json.dumps(last, indent=1, sort_keys=True)
     write_whole(directory / "summary.json", text.encode())
 

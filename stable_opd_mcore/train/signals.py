@@ -29,10 +29,8 @@ import torch.distributed as dist
 
 from stable_opd_mcore.whole import write_whole
 
-MARKER = (
-    "REQUEUE"  # in the run directory: stopped between two steps, checkpoint complete, start again
-)
-STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+# In the run directory: stopped between two steps, checkpoint complete, start again.
+MARKER = "REQUEUE"
 
 
 class Stopped(SystemExit):

@@ -13,9 +13,7 @@ from dataclasses import dataclass, replace
 class TrainState:
     step: int = 0  # completed training steps
     cursor: int = 0  # prompts consumed so far, over all epochs
-    optimizer_steps: int = (
-        0  # completed optimizer steps; several per training step with train.minibatches > 1
-    )
+    optimizer_steps: int = 0  # completed; several per training step with train.minibatches > 1
     weight_version: int = 0  # of the student's weights; what rollouts are stamped with
 
     def advance(self, num_prompts: int, optimizer_steps: int) -> TrainState:

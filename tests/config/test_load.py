@@ -31,6 +31,7 @@ def test_overrides_win_and_keep_types():
     [
         ("train.step=3", "unknown key train.step; did you mean train.steps?"),
         ("optimiser.lr=1", "unknown key optimiser; did you mean optimizer?"),
+        ("xyz=1", "unknown key xyz; sections: run, student, teacher, "),
         ("rollout.prompts_per_stp=3", "did you mean rollout.prompts_per_step?"),
         ("train.steps=many", "train.steps: Input should be a valid integer"),
         ("sampling.temperature=0", "sampling.temperature: Input should be greater than 0"),

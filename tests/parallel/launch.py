@@ -51,9 +51,8 @@ def _enter(
     )
     try:
         function(rank, world_size, *args)
-        if (
-            dist.is_initialized()
-        ):  # not after a failure: a rank that raised must not wait for the others
+        # Not after a failure: a rank that raised must not wait for the others.
+        if dist.is_initialized():
             dist.barrier()
     finally:
         if dist.is_initialized():

@@ -144,9 +144,8 @@ def test_rollouts_and_scores_do_not_depend_on_the_layout(tmp_path):
                         rtol=1e-5,
                     )
         assert seen == expected.keys(), name
-        for (
-            record
-        ) in ranks:  # ranks of one replica return the same list, log-probabilities included
+        # Ranks of one replica return the same list, log-probabilities included.
+        for record in ranks:
             same = next(r for r in ranks if r["replica"] == record["replica"])
             assert record["rollouts"] == same["rollouts"], name
 

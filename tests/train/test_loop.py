@@ -1,0 +1,23 @@
+"""What the loop derives from a config."""
+
+from stable_opd_mcore.train.loop import cold_start_config
+from tests.train.runs import tiny_config
+
+
+def test_a_cold_start_needs_no_servers_whatever_draws_the_rollouts_later(tmp_path):
+    config = tiny_config(
+        tmp_path,
+        "run",
+        cold_start={"steps": 2, "lr": 1e-3, "prompts_per_step": 4},
+        rollout={
+            "engine": "sglang",
+            "async_steps": 1,
+            "max_staleness": 1,
+            "importance_correction": "truncated",
+        },
+    )
+    cold = cold_start_config(config)
+    assert (cold.objective.name, cold.rollout.engine) == ("sft", "embedded")
+    assert (cold.rollout.prompts_per_step, cold.train.steps) == (4, 2)
+    assert cold.rollout.importance_correction == "none"
+    assert cold.run.path == tmp_path / "run" / "cold_start"
