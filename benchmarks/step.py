@@ -111,8 +111,7 @@ def settings(work: Work) -> dict[str, Any]:
         "rollout": {"prompts_per_step": PROMPTS, "samples_per_prompt": 1},
         "objective": {"name": work.objective, "divergence": "reverse"},
         "aggregation": "token_mean",
-        # One data-parallel rank: nothing to shard, and its parameter buffer slows CPU GEMMs.
-        "optimizer": {"lr": 1e-6, "distributed": False},
+        "optimizer": {"lr": 1e-6},
         "train": {"steps": work.steps, "micro_batch_tokens": MICRO_BATCH_TOKENS},
     }
 
