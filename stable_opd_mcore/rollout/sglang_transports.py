@@ -262,19 +262,28 @@ class TensorTransport(Transport):
     """
 
     def send(self, bucket: Bucket) -> None:
-        with _sharing_by_file_name():
-            pickled = io.BytesIO()
-            ForkingPickler(pickled).dump(list(bucket.tensors))
-        handles = base64.b64encode(pickled.getvalue()).decode()
+        handles = {
+            target.name: [_handles(bucket) for _ in range(target.tensor)] for target in self.alive
+        }
         self._settle()  # the server copies before it answers
         self._pending = self.post(
             "/update_weights_from_tensor",
             lambda target: {
-                "serialized_named_tensors": [handles] * target.tensor,
+                "serialized_named_tensors": handles[target.name],
                 "flush_cache": False,
                 "weight_version": INCOMPLETE,
             },
         )
+
+
+def _handles(bucket: Bucket) -> str:
+    """For one process: torch counts who was given a handle, and frees the memory when as many have
+    let go of it.
+    """
+    pickled = io.BytesIO()
+    with _sharing_by_file_name():
+        ForkingPickler(pickled).dump(list(bucket.tensors))
+    return base64.b64encode(pickled.getvalue()).decode()
 
 
 @contextlib.contextmanager

@@ -75,10 +75,10 @@ def transport_of(method: str, tmp_path):
     return TensorTransport(60.0) if method == "tensor" else DiskTransport(60.0, tmp_path, {})
 
 
-def publish(chunks, transport, url: str, version: int):
+def publish(chunks, transport, urls: list[str], version: int):
     return publish_weights(
         chunks,
-        [Target("receiver", SglangClient(url), 1)],
+        [Target(f"receiver_{i}", SglangClient(url), 1) for i, url in enumerate(urls)],
         transport,
         version=version,
         label=str(version),
@@ -88,11 +88,12 @@ def publish(chunks, transport, url: str, version: int):
 
 
 @pytest.mark.parametrize("method", ["distributed", "tensor", "disk"])
-def test_each_way_is_exact_while_the_receiver_takes_its_time(chunks, tmp_path, method):
+def test_each_way_is_exact_while_the_receivers_take_their_time(chunks, tmp_path, method):
     transport = transport_of(method, tmp_path)
-    with receiver(FIELDS) as url:
+    with receiver(FIELDS) as first, receiver(FIELDS) as second:
         for version in range(3):
-            assert publish(chunks, transport, url, version).verified == ("receiver",)
+            outcome = publish(chunks, transport, [first, second], version)
+            assert (outcome.verified, outcome.failed) == (("receiver_0", "receiver_1"), {})
             with torch.no_grad():
                 for weight in chunks[0].parameters():
                     weight.mul_(1.25)
@@ -102,9 +103,9 @@ def test_each_way_is_exact_while_the_receiver_takes_its_time(chunks, tmp_path, m
 def test_a_tensor_that_did_not_arrive_is_named(chunks, tmp_path):
     lost = "model.layers.1.mlp.down_proj.weight"
     with receiver(FIELDS, loses=[lost]) as url:
-        outcome = publish(chunks, transport_of("tensor", tmp_path), url, 0)
+        outcome = publish(chunks, transport_of("tensor", tmp_path), [url], 0)
     assert outcome.verified == ()
-    assert f"differ from the trainer's, e.g. {lost}" in outcome.failed["receiver"]
+    assert f"differ from the trainer's, e.g. {lost}" in outcome.failed["receiver_0"]
 
 
 def test_the_trainer_listens_where_the_servers_can_reach_it():
