@@ -8,7 +8,8 @@ here: Hugging Face weights (convert.py).
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,13 @@ def weights_of(chunks: Sequence[Module]) -> dict[str, Any]:
     }
 
 
-def save_weights(chunks: Sequence[Module], directory: Path) -> None:
+def save_weights(
+    chunks: Sequence[Module], directory: Path, save_tokenizer: Callable[[Path], object]
+) -> None:
     """Write weights and config.json into a new directory, on all ranks together.
+
+    Args:
+        save_tokenizer: writes what a tokenizer needs into the directory given to it.
 
     Raises:
         ValueError: the directory exists.
@@ -74,12 +80,14 @@ def save_weights(chunks: Sequence[Module], directory: Path) -> None:
     partial = directory.with_name(f"partial-{directory.name}")
     dist.barrier()
     if dist.get_rank() == 0:
-        partial.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
     dist.barrier()
     save_sharded(weights_of(chunks), partial)
     dist.barrier()
     if dist.get_rank() == 0:
         describe_weights(chunks, partial)
+        save_tokenizer(partial)
         partial.rename(directory)
     dist.barrier()
 

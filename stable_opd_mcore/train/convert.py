@@ -6,7 +6,6 @@ names (models/tensors.py) or reading and writing (models/).
 
 from __future__ import annotations
 
-import shutil
 from functools import partial
 from pathlib import Path
 
@@ -31,17 +30,14 @@ def convert(source: Path, target: Path, tensor: int = 1, pipeline: int = 1) -> s
     precision = "bf16" if dtype == "bfloat16" else "fp32"
     world = start_world(ParallelConfig(tensor=tensor, pipeline=pipeline), seed=0)
     chunks = build_model(architecture, world, precision=precision, trainable=False)
+    save_tokenizer = partial(copy_tokenizer, source)
     if is_megatron(source):
         load_weights(chunks, source)
-        export_hf(chunks, target, save_tokenizer=partial(copy_tokenizer, source))
+        export_hf(chunks, target, save_tokenizer=save_tokenizer)
         done = "Megatron to Hugging Face"
     else:
         load_hf(chunks, source)
-        save_weights(chunks, target)
-        if world.rank == 0:
-            for file in source.iterdir():
-                if file.suffix in (".json", ".jinja", ".txt") and not (target / file.name).exists():
-                    shutil.copy(file, target / file.name)
+        save_weights(chunks, target, save_tokenizer)
         done = "Hugging Face to Megatron"
     stop_world()
     return done

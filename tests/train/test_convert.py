@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.convert import export_hf
 from stable_opd_mcore.models.families import read_architecture
@@ -22,7 +23,8 @@ EVAL = {
 def there_and_back(rank: int, world_size: int, directory: str) -> None:
     home = Path(directory)
     world = start_world(ParallelConfig(), seed=0)
-    export_hf(build_model(read_architecture(tiny_architecture(32, 4)), world), home / "hf")
+    chunks = build_model(read_architecture(tiny_architecture(32, 4)), world)
+    export_hf(chunks, home / "hf", save_tokenizer=Tokenizer.load("synthetic").save)
     stop_world()
     assert convert(home / "hf", home / "megatron") == "Hugging Face to Megatron"
     assert convert(home / "megatron", home / "again") == "Megatron to Hugging Face"
@@ -37,8 +39,12 @@ def there_and_back(rank: int, world_size: int, directory: str) -> None:
 
 def test_there_and_back_bit_for_bit(tmp_path):
     run_ranks(1, there_and_back, str(tmp_path))
-    weights = (tmp_path / "hf" / "model.safetensors").read_bytes()
-    assert (tmp_path / "again" / "model.safetensors").read_bytes() == weights
+    before, after = (
+        {file.name: file.read_bytes() for file in (tmp_path / form).iterdir()}
+        for form in ("hf", "again")
+    )
+    assert {"model.safetensors", "config.json", "tokenizer.json"} < before.keys()
+    assert before == after
 
     results = [tmp_path / f"{form}_run" / "evaluation.json" for form in ("hf", "megatron")]
     first, second = (json.loads(path.read_text()) for path in results)
