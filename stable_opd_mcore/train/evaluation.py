@@ -35,7 +35,7 @@ from stable_opd_mcore.records import Prompt
 from stable_opd_mcore.rollout.base import RolloutEngine, Sampling
 from stable_opd_mcore.rollout.build import embedded_engine
 from stable_opd_mcore.train.setup import (
-    architecture_of,
+    configured_architecture,
     held_out_prompts,
     load_held_out,
     load_student,
@@ -105,7 +105,7 @@ def evaluate_config(config: Config, tell: Callable[[str], None]) -> None:
 
 def _problems(config: Config, tokenizer: Tokenizer) -> dict[str, tuple[PromptSet, int]]:
     """What to evaluate on, by name, and how many responses to a prompt it is known by."""
-    architecture = architecture_of(config.student)
+    architecture = configured_architecture(config.student)
     if config.evaluation.benchmarks:
         return {
             name: (

@@ -45,7 +45,7 @@ def build_run(config: Config, world: World, stop_asked: Callable[[], bool] = lam
     tokenizer = load_tokenizer(config)
     teachers_stops = teacher_stop_ids(config, tokenizer)
     objective = build_objective(config, tokenizer.stop_token_ids, teachers_stops)
-    architecture = architecture_of(config.student)
+    architecture = configured_architecture(config.student)
     prompts = load_prompts(config, tokenizer, architecture, objective)
     held_out = load_held_out(config, tokenizer, architecture)
 
@@ -141,7 +141,7 @@ def held_out_prompts(
     )
 
 
-def architecture_of(model: ModelConfig) -> Architecture:
+def configured_architecture(model: ModelConfig) -> Architecture:
     """From the model's config.json, or its inline fields."""
     source = model.path if model.architecture is None else model.architecture
     assert source is not None, "the schema asks for one of the two"
@@ -162,7 +162,7 @@ def load_model(
         ValueError: fewer vocabulary entries than the tokenizer has, or what `build_model` and
             `load_hf` refuse.
     """
-    architecture = architecture_of(model)
+    architecture = configured_architecture(model)
     if architecture.vocab_size < vocab_size:
         raise ValueError(
             f"{model.path or 'the inline architecture'}: vocab_size={architecture.vocab_size} is "
