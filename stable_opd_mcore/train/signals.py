@@ -91,7 +91,7 @@ class StopSignals:
 def shielded() -> Iterator[None]:
     """SIGTERM waits until the end of the block, and the processes started in it never get it.
 
-    For checkpoints: Megatron keeps a helper process that it starts with the first one, and cannot
+    For checkpoints: they keep a helper process that starts with the first one, and Megatron cannot
     save again when Slurm's SIGTERM to every process of a step has ended that helper.
     """
     resource_tracker.ensure_running()  # multiprocessing unblocks SIGTERM when it starts this one

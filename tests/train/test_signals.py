@@ -83,14 +83,14 @@ def test_sigterm_waits_until_a_checkpoint_is_written():
 
 
 SHIELDED_HELPER = """
-import multiprocessing, os, signal
+import os, signal
+from stable_opd_mcore.parallel.save_helper import start_save_helper
 from stable_opd_mcore.train.signals import shielded
 
 if __name__ == "__main__":
     with shielded():
-        helper = multiprocessing.get_context("spawn").Manager()  # as Megatron's checkpoints do
-        queue = helper.Queue()
-        os.kill(helper._process.pid, signal.SIGTERM)
+        queue = start_save_helper()
+        os.kill(queue._manager._process.pid, signal.SIGTERM)
         queue.put("written")
         print(queue.get())
 """
