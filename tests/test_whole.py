@@ -20,7 +20,8 @@ directory, left = sys.argv[1], int(sys.argv[2])
 
 def count(event, args):
     global left
-    if str(args and args[0]).startswith(directory) and event != "os.scandir":
+    below = str(args and args[0]).startswith(directory) and event != "os.scandir"
+    if below or event in ("os.remove", "os.rmdir"):  # rmtree's own are relative
         left -= 1
         if left < 0:
             os._exit(9)
