@@ -4,6 +4,7 @@
 #   make test-cluster   a real Slurm (apt-get install slurm-wlm munge) and real SGLang servers, 15 minutes
 #   make checks  format, lint, types
 #   make sglang  a venv of SGLang's own, .venv-sglang, for rollout servers on a CPU (about 1.6 GB)
+#   make sglang-old   the oldest SGLang the tests serve with, .venv-sglang-old (about 0.2 GB)
 #   make launch  a venv of NeMo-Run's own, .venv-launch, for the experiments in launch/ (about 0.5 GB)
 #
 # PYTHON=python3.12 picks an interpreter. Without a GPU, a CPU build of torch saves gigabytes:
@@ -13,7 +14,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: sglang launch demo test test-cluster checks install format clean
+.PHONY: sglang sglang-old launch demo test test-cluster checks install format clean
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -32,7 +33,7 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
 
-test-cluster: $(INSTALLED) sglang launch
+test-cluster: $(INSTALLED) sglang sglang-old launch
 	$(BIN)/python -m pytest -m cluster
 
 checks: $(INSTALLED)
@@ -49,6 +50,19 @@ sglang: .venv-sglang/.installed
 	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --requirement requirements/sglang-cpu-nodeps.txt
 	@touch $@
 
+# An old release, and the pins that it alone has, in front of the packages of .venv-sglang; with the newer one's stand-in
+# for Triton, which it lacks.
+OLD_SITE = $$(.venv-sglang-old/bin/python -c 'import site; print(site.getsitepackages()[0])')
+NEW_SITE = $$(.venv-sglang/bin/python -c 'import site; print(site.getsitepackages()[0])')
+sglang-old: .venv-sglang-old/.installed
+.venv-sglang-old/.installed: .venv-sglang/.installed requirements/sglang-old.txt
+	rm -rf .venv-sglang-old
+	.venv-sglang/bin/python -m venv --without-pip .venv-sglang-old
+	.venv-sglang/bin/python -m pip --python .venv-sglang-old/bin/python install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --requirement requirements/sglang-old.txt
+	cp $(NEW_SITE)/sglang/_platform_stubs.py $(OLD_SITE)/sglang/
+	echo $(NEW_SITE) > $(OLD_SITE)/servers.pth
+	@touch $@
+
 launch: .venv-launch/.installed
 .venv-launch/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-launch
@@ -61,4 +75,4 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-sglang .venv-launch .pytest_cache .ruff_cache
+	rm -rf .venv .venv-sglang .venv-sglang-old .venv-launch .pytest_cache .ruff_cache

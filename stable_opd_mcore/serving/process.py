@@ -35,7 +35,7 @@ PROGRAM = Path(__file__).parent / "sglang_cpu"
 _KEY_VARIABLE = (
     "STABLE_OPD_SGLANG_API_KEY"  # hands the key to the child: argv is public on a machine
 )
-OLDEST_RELEASE = (0, 5, 12)  # the first with checksums at /weights_checker
+OLDEST_RELEASE = (0, 5, 13)  # the oldest seen working; before 0.5.12 there are no weight checksums
 _POLL_SECONDS = 0.3
 _TERMINATE_SECONDS = 10.0
 

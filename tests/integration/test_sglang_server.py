@@ -339,7 +339,7 @@ def test_a_failing_server_is_left_and_its_requests_go_to_the_other(server, tmp_p
 @pytest.mark.parametrize(
     ("answer", "release"),
     [
-        ((200, b'{"version": "0.5.11.post1", "tp_size": 1}'), "0.5.11.post1"),
+        ((200, b'{"version": "0.5.12.post1", "tp_size": 1}'), "0.5.12.post1"),
         ((404, b""), "unknown"),
     ],
 )
@@ -352,7 +352,7 @@ def test_a_release_too_old_to_be_sent_weights_is_refused_before_any(
         fleet.fail(fleet.members[0], "for the test")
         fleet.await_restarts()
     assert f"runs SGLang {release}, which cannot tell" in str(fleet.lost)
-    assert "0.5.12 or later is needed; install" in str(fleet.lost)
+    assert "0.5.13 or later is needed; install" in str(fleet.lost)
 
 
 def test_answers_from_old_weights_are_dropped_and_the_server_waits_for_new_ones(server, tmp_path):

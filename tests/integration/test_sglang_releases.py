@@ -1,0 +1,121 @@
+"""Weights into a real server of the oldest SGLang that a run accepts, in each of the three ways.
+
+It has no update sessions, states one version a response, and one place a rank. `make sglang-old`
+installs it.
+"""
+
+import os
+
+import pytest
+import torch
+
+from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.data.packing import pack
+from stable_opd_mcore.models.build import build_model
+from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.records import Sample, TokenWeights
+from stable_opd_mcore.rollout.sglang_build import model_config, write_model_config
+from stable_opd_mcore.rollout.sglang_sync import publish_weights
+from stable_opd_mcore.rollout.sglang_transports import (
+    DiskTransport,
+    DistributedTransport,
+    Target,
+    TensorTransport,
+)
+from stable_opd_mcore.serving.client import Completion, Generation, RefusedRequest
+from stable_opd_mcore.serving.process import (
+    OLDEST_RELEASE,
+    ServerOptions,
+    SglangServer,
+    require_release,
+)
+from stable_opd_mcore.teacher.megatron import FrozenModel
+from tests.integration.sglang_tools import ROOT, SERVER_ARGUMENTS, VOCABULARY, architecture
+
+PYTHON = str(ROOT / ".venv-sglang-old/bin/python")
+needs_old_sglang = pytest.mark.skipif(
+    not os.access(PYTHON, os.X_OK) and os.environ.get("CI") != "true",
+    reason=f"no SGLang at {PYTHON}: `make sglang-old` installs it",
+)
+pytestmark = [needs_old_sglang, pytest.mark.cluster]
+RELEASE = ".".join(map(str, OLDEST_RELEASE))
+FIELDS = architecture("qwen3", tied=True, head_dim=16)
+PROMPT = tuple(range(3, 20))
+
+
+@pytest.fixture
+def world():
+    yield start_world(ParallelConfig(), seed=0)
+    stop_world()
+
+
+@pytest.fixture
+def server(tmp_path):
+    """Two tensor ranks of random weights."""
+    model = write_model_config(read_architecture(FIELDS), tmp_path / "model")
+    options = ServerOptions(python=PYTHON, model=str(model), tensor=2, arguments=SERVER_ARGUMENTS)
+    server = SglangServer(options, tmp_path / "server.log")
+    server.start()
+    server.wait_until_healthy()
+    yield server
+    server.stop()
+
+
+def test_every_transport_reaches_a_release_without_sessions(tmp_path, world, server):
+    """Read back and compared bit by bit; what is drawn then has the trainer's probabilities."""
+    client = server.client()
+    assert client.release() == RELEASE
+    require_release(client)
+    with pytest.raises(RefusedRequest, match="HTTP 404"):
+        client.call("POST", "/begin_weight_update", {})
+
+    chunks = build_model(
+        read_architecture(FIELDS), world, precision="fp32", trainable=False, seed=1
+    )
+    by_group = DistributedTransport(60.0, None, "gloo")
+    files = DiskTransport(60.0, tmp_path / "weights", model_config(read_architecture(FIELDS)))
+    for version, transport in enumerate((by_group, TensorTransport(60.0), files, by_group)):
+        with torch.no_grad():
+            for parameter in chunks[0].parameters():
+                parameter.mul_(1.1)
+        outcome = publish_weights(
+            chunks,
+            [Target("old", client, 2)],
+            transport,
+            version=version,
+            label=str(version),
+            dtype=torch.float32,
+            bucket_bytes=100_000,
+        )
+        assert (outcome.verified, outcome.failed) == (("old",), {})
+        assert client.weight_version() == str(version)
+        drawn = client.generate(request())
+        assert {completion.weight_versions for completion in drawn} == {(str(version),)}
+        scored = FrozenModel(chunks, world, vocab_size=VOCABULARY).score(packed(drawn))
+        rollout = torch.tensor([value for completion in drawn for value in completion.logprobs])
+        torch.testing.assert_close(scored[0].sampled_logprob_N, rollout, atol=1e-4, rtol=0)
+    by_group.leave()
+
+
+def request() -> Generation:
+    return Generation(
+        token_ids=PROMPT,
+        num_samples=3,
+        temperature=1.0,
+        top_p=1.0,
+        max_new_tokens=8,
+        stop_token_ids=(2,),
+        vocab_size=VOCABULARY,
+    )
+
+
+def packed(drawn: list[Completion]):
+    """One micro-batch of all responses."""
+    samples, weights = [], []
+    for completion in drawn:
+        ones = (1.0,) * len(completion.token_ids)
+        trained = (True,) * len(ones)
+        samples.append(Sample("rollout", "old:0", PROMPT, completion.token_ids, trained))
+        weights.append(TokenWeights(pg=ones, kl=ones, sft=ones))
+    return pack(samples, weights, max_tokens=256, data_rank=0, data_size=1)
