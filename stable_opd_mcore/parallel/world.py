@@ -203,6 +203,15 @@ def gather_over_data_parallel(world: World, item: Object) -> list[Object]:
     return items
 
 
+def gather_over_all(world: World, item: Object) -> list[Object]:
+    """Every rank's `item`, in rank order, on every rank. Pickled: for small records."""
+    if world.world_size == 1:
+        return [item]
+    items: list[Any] = [None] * world.world_size
+    dist.all_gather_object(items, item)
+    return items
+
+
 def agree_within_replica(world: World, item: Object) -> Object:
     """The first tensor x pipeline rank's `item` on all of them. Pickled: for small records."""
     items: list[Any] = [item]

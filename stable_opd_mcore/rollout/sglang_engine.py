@@ -22,14 +22,13 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn import Module
 
 from stable_opd_mcore.metrics import Mean, Metrics, Sum
-from stable_opd_mcore.parallel.world import World, agree_within_replica
+from stable_opd_mcore.parallel.world import World, agree_within_replica, gather_over_all
 from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.rollout.base import EngineLost, Sampling, check_prompts
 from stable_opd_mcore.rollout.sglang_events import EventLog
@@ -371,7 +370,7 @@ class SglangEngine:
                 _Status(m.name, _Address(m.client.url, m.client.api_key, m.life), m.tensor, m.state)
                 for m in self._fleet.members
             ]
-        gathered = self._gather((mine, lost))
+        gathered = gather_over_all(self._world, (mine, lost))
         self._lost = next((lost for _, lost in gathered if lost is not None), None)
         return [status for statuses, _ in gathered for status in statuses]
 
@@ -380,14 +379,7 @@ class SglangEngine:
             raise EngineLost(f"{self._lost}; {_LOOK}")
 
     def _any_rank(self, value: bool) -> bool:
-        return any(self._gather(value))
-
-    def _gather(self, item: Any) -> list[Any]:
-        if self._world.world_size == 1:
-            return [item]
-        items: list[Any] = [None] * self._world.world_size
-        dist.all_gather_object(items, item)
-        return items
+        return any(gather_over_all(self._world, value))
 
 
 def is_leader(world: World) -> bool:

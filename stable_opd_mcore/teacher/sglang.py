@@ -27,7 +27,7 @@ from torch import Tensor
 
 from stable_opd_mcore.config.schema import TeacherConfig
 from stable_opd_mcore.losses.head import Head, StopClass
-from stable_opd_mcore.parallel.world import World
+from stable_opd_mcore.parallel.world import World, gather_over_all
 from stable_opd_mcore.records import MicroBatch, TeacherScores
 from stable_opd_mcore.serving.api_key import read_api_key
 from stable_opd_mcore.serving.client import (
@@ -132,21 +132,24 @@ class SglangTeacher:
         """See `Scorer.score`.
 
         Raises:
-            TeacherLost: no replica of some teacher answered in time.
+            TeacherLost: no replica of some teacher answered some rank in time. Raised on all of
+                them, for all save a checkpoint then.
         """
-        if not self._world.is_last_stage:
-            return []
         answers: list[Any] = [None]
-        if self._world.tensor_rank == 0:
+        lost = None
+        if self._world.is_last_stage and self._world.tensor_rank == 0:
             try:
                 answers = [self._ask(microbatches)]
             except TeacherLost as error:
-                answers = [error]
+                lost = str(error)
+        for reason in gather_over_all(self._world, lost):
+            if reason is not None:
+                raise TeacherLost(reason)
+        if not self._world.is_last_stage:
+            return []
         group = self._world.tensor_group
         if group.size() > 1:
             dist.broadcast_object_list(answers, src=dist.get_global_rank(group, 0), group=group)
-        if isinstance(answers[0], TeacherLost):
-            raise answers[0]
         return [
             self._scores(batch, said) for batch, said in zip(microbatches, answers[0], strict=True)
         ]

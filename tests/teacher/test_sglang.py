@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from stable_opd_mcore.config.schema import ParallelConfig, TeacherConfig
 from stable_opd_mcore.losses.reference import merge_ids
-from stable_opd_mcore.teacher.sglang import merge_entries
+from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.serving.process import free_port
+from stable_opd_mcore.teacher.sglang import SglangTeacher, TeacherLost, merge_entries
+from tests.models.tiny import microbatch
+from tests.parallel.launch import run_ranks
 
 
 def test_merged_lists_are_those_of_the_merged_distribution():
@@ -21,3 +27,17 @@ def test_merged_lists_are_those_of_the_merged_distribution():
     expected = merge_ids(log_p_NV, stops.tolist()).topk(4, dim=1)
     assert torch.equal(ids_NK, expected.indices)
     torch.testing.assert_close(logprobs_NK, expected.values)
+
+
+def ask_an_absent_teacher(rank: int, world_size: int, url: str) -> None:
+    world = start_world(ParallelConfig(pipeline=2), seed=0)
+    settings = TeacherConfig(engine="sglang", urls=(url,))
+    teacher = SglangTeacher(settings, world, vocab_size=99, temperature=1.0, patience_seconds=0)
+    with pytest.raises(TeacherLost, match=f"no teacher answered .* {url}"):
+        teacher.score([microbatch([4])])
+    stop_world()
+
+
+def test_a_lost_teacher_is_lost_to_the_stages_that_do_not_ask_it():
+    """All ranks save a checkpoint then; one that went on to the next stage's tensors would hang."""
+    run_ranks(2, ask_an_absent_teacher, f"http://127.0.0.1:{free_port('127.0.0.1')}")
