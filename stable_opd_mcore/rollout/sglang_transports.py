@@ -18,6 +18,7 @@ import json
 import secrets
 import shutil
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -250,10 +251,13 @@ class DistributedTransport(Transport):
             self.fail(target, f"{GROUP_LOST}: {reason}")
 
     def _destroy(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.abort()  # or what is still on its way would be waited for
-            dist.destroy_process_group(group)
+        if self._group is None:
+            return
+        held, self._group = [self._group], None
+        held[0].abort()  # or what is still on its way would be waited for: by NCCL
+        dist.destroy_process_group(held[0])
+        # gloo cannot abort: its destructor waits for a silent machine until the group's timeout
+        threading.Thread(target=held.clear, name="destroy", daemon=True).start()
 
 
 class TensorTransport(Transport):

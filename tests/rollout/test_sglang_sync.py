@@ -4,6 +4,7 @@ next one is packed.
 
 import itertools
 import math
+import time
 
 import pytest
 import torch
@@ -106,6 +107,18 @@ def test_a_tensor_that_did_not_arrive_is_named(chunks, tmp_path):
         outcome = publish(chunks, transport_of("tensor", tmp_path), [url], 0)
     assert outcome.verified == ()
     assert f"differ from the trainer's, e.g. {lost}" in outcome.failed["receiver_0"]
+
+
+def test_a_member_that_no_broadcast_reaches_is_not_waited_for(chunks):
+    """gloo's timeout is 60 s here: a sender that waits until it passes takes longer."""
+    transport = DistributedTransport(60.0, None, "gloo")
+    with receiver(FIELDS) as hears, receiver(FIELDS, deaf=True) as deaf:
+        began = time.monotonic()
+        outcome = publish(chunks, transport, [hears, deaf], 0)
+        assert time.monotonic() - began < 40
+        assert outcome.verified == ()
+        assert outcome.failed["receiver_1"].endswith("deaf")
+        assert publish(chunks, transport, [hears], 1).verified == ("receiver_0",)
 
 
 def test_the_trainer_listens_where_the_servers_can_reach_it():

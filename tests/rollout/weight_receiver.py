@@ -35,11 +35,15 @@ _LOADING_SECONDS = 0.03  # packing a bucket of these tests takes a hundredth of 
 
 
 @contextlib.contextmanager
-def receiver(fields: dict[str, Any], *, loses: Sequence[str] = ()) -> Iterator[str]:
-    """Its address. `loses`: tensors it is sent but does not take."""
+def receiver(
+    fields: dict[str, Any], *, loses: Sequence[str] = (), deaf: bool = False
+) -> Iterator[str]:
+    """Its address. `loses`: tensors it is sent but does not take; `deaf`: it joins the process
+    group, and no broadcast.
+    """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, fields, tuple(loses)), daemon=True)
+    process = context.Process(target=_serve, args=(theirs, fields, tuple(loses), deaf), daemon=True)
     process.start()
     try:
         yield f"http://127.0.0.1:{ours.recv()}"
@@ -48,9 +52,9 @@ def receiver(fields: dict[str, Any], *, loses: Sequence[str] = ()) -> Iterator[s
         process.join()
 
 
-def _serve(pipe: Connection, fields: dict[str, Any], loses: tuple[str, ...]) -> None:
+def _serve(pipe: Connection, fields: dict[str, Any], loses: tuple[str, ...], deaf: bool) -> None:
     torch.set_num_threads(1)
-    state = _State(fields, loses)
+    state = _State(fields, loses, deaf)
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -76,9 +80,10 @@ def _serve(pipe: Connection, fields: dict[str, Any], loses: tuple[str, ...]) -> 
 class _State:
     """One method per route."""
 
-    def __init__(self, fields: dict[str, Any], loses: tuple[str, ...]) -> None:
+    def __init__(self, fields: dict[str, Any], loses: tuple[str, ...], deaf: bool) -> None:
         self._architecture = read_architecture(fields)
         self._loses = loses
+        self._deaf = deaf
         self._tensors: dict[str, Tensor] = {}
         self._group: dist.ProcessGroup | None = None
         self._in_session = False
@@ -106,6 +111,8 @@ class _State:
 
     def update_weights_from_distributed(self, body: dict[str, Any]) -> dict[str, Any]:
         assert self._group is not None and body["load_format"] == "flattened_bucket"
+        if self._deaf:
+            return {"success": False, "message": "deaf"}
         dtypes = [getattr(torch, name) for name in body["dtypes"]]
         described = list(zip(body["names"], dtypes, body["shapes"], strict=True))
         sizes = [torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in described]
