@@ -64,7 +64,7 @@ run_on_cluster() {
   mkdir -p "$ATTEMPT_DIR"/{ranks,exits,preflight}
   ln -sfn "attempt_$ATTEMPT" "$LOG_DIR/current"
   trap 'STOP_WANTED=${STOP_WANTED:-USR1}; log "USR1: the nodes are wanted back soon"' USR1
-  trap 'STOP_WANTED=TERM; log "TERM: Slurm is ending the job"' TERM
+  trap 'STOP_WANTED=TERM; log "TERM: Slurm is ending the job"; touch "$ATTEMPT_DIR/servers_stop"' TERM
   log "trainers ${TRAINER_NODES[*]}, servers ${SERVER_NODE_NAMES[*]:-none}, logs $ATTEMPT_DIR"
   check_nodes || return $?
   if ((SERVER_NODES > 0)); then start_servers || return $?; fi
@@ -92,13 +92,22 @@ split_nodes() {
   SERVER_NODE_NAMES=("${nodes[@]:trainers}")
 }
 
-# IPv4 address of a node; Slurm knows nodes that the resolver does not, or only as 127.0.1.1, as Debian's know themselves
+resolved() { getent ahostsv4 "$1" | awk '$1 !~ /^127\./ {print $1; exit}'; }
+
+# IPv4 address of a node. The resolver may not know it, or only as 127.0.1.1, as Debian's machines know themselves: then
+# Slurm may, and this machine's own is the one on the way to another node.
 address_of() {
-  local found
-  found=$(getent ahostsv4 "$1" | awk '$1 !~ /^127\./ {print $1; exit}')
+  local found other
+  found=$(resolved "$1")
   if [ -z "$found" ] && [ -n "${SLURM_JOB_ID:-}" ]; then
     found=$(scontrol -o show node "$1" | sed -nE 's/.* NodeAddr=(\S+).*/\1/p')
+    [[ $found =~ ^[0-9.]+$ ]] || found=$(resolved "$found") # unless stated, it is the node's name
   fi
+  for other in "${TRAINER_NODES[@]}" "${SERVER_NODE_NAMES[@]}"; do
+    if [ -n "$found" ] || [ "$1" != "${SLURMD_NODENAME:-$(hostname -s)}" ]; then break; fi
+    other=$(resolved "$other")
+    [ -z "$other" ] || found=$(ip -4 route get "$other" | sed -nE 's/.* src (\S+).*/\1/p')
+  done
   echo "${found:-$1}"
 }
 
@@ -171,7 +180,12 @@ check_nodes() {
   step preflight "$(joined "${all[@]}")" 1
   timeout "$PREFLIGHT_TIMEOUT" "${STEP[@]}" --output="$notes/node_%t.log" "${PYTHON[@]}" slurm/preflight.py node "$notes" \
     --checks="$PREFLIGHT" --token="$SLURM_JOB_ID.$ATTEMPT" --gpus=$((REQUIRE_GPU * RANKS_PER_NODE)) \
-    --min-free-gib="$MIN_FREE_GIB" --head="${TRAINER_NODES[0]}" --port="$MASTER_PORT" -- "${COMMAND_LINE[@]}"
+    --min-free-gib="$MIN_FREE_GIB" --head="${TRAINER_NODES[0]}" --port="$MASTER_PORT" -- "${COMMAND_LINE[@]}" 2>"$notes/srun.log"
+  cat "$notes/srun.log" >&2
+  if ! compgen -G "$notes/node_*.log" >/dev/null; then # not one task: no node's fault
+    requeue requeued "Slurm did not start the checks: $(tail -n 1 "$notes/srun.log")"
+    return 1
+  fi
   if [ -s "$notes/config_error" ]; then
     verdict failed "the config: $(cat "$notes/config_error")"
     return 2

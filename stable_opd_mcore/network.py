@@ -23,7 +23,11 @@ def address_towards(host: str) -> str:
     Raises:
         OSError: no way leads there, or the name is unknown.
     """
-    for family, kind, _, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+    try:
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except socket.gaierror as error:
+        raise OSError(f"{host}: {error.strerror}") from error
+    for family, kind, _, _, target in found:
         with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
             probe.connect(target)
             return probe.getsockname()[0]

@@ -229,7 +229,8 @@ def _join() -> torch.device:
     if not dist.is_initialized():
         backend = "nccl" if on_gpu else "gloo"
         if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
-            os.environ.update(gloo_settings(os.environ["MASTER_ADDR"]))
+            master = os.environ.get("MASTER_ADDR", "localhost")  # torch says what is missing
+            os.environ.update(gloo_settings(master))
             dist.init_process_group(backend, timeout=_TIMEOUT)
         else:
             store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from stable_opd_mcore.config.load import load_config
+from tests.integration.hosts import cannot_make_hosts, hosts
 
 REPOSITORY = Path(__file__).parents[2]
 SHARED = {"common.sh", "rank.sh", "servers.sh"}
@@ -93,6 +94,23 @@ def test_a_container_replaces_the_virtual_environment():
     printed = dry_run(script, CONTAINER_IMAGE="/images/opd.sqsh")
     assert "--container-image=/images/opd.sqsh" in printed
     assert "rank.sh python3 -m stable_opd_mcore" in printed
+
+
+def test_a_node_that_knows_itself_as_loopback_has_an_address_for_the_others():
+    if reason := cannot_make_hosts():
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    nodes = "TRAINER_NODES=(t1 t2) SERVER_NODE_NAMES=()"
+    asked = f"{nodes}; for node in t1 t2 elsewhere; do address_of $node; done"
+    with hosts(["t1", "t2"], own_name="127.0.1.1") as made:
+        answer = subprocess.run(
+            made[0].command("bash", "-c", f"source slurm/common.sh; {asked}"),
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+        )
+    assert answer.stdout.split() == [made[0].address, made[1].address, "elsewhere"], answer.stderr
 
 
 HANG = """
