@@ -22,6 +22,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.integration.hosts import Host
+
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("STABLE_OPD_SGLANG_PYTHON", str(ROOT / ".venv-sglang" / "bin" / "python"))
 needs_sglang = pytest.mark.skipif(
@@ -30,6 +32,12 @@ needs_sglang = pytest.mark.skipif(
 )
 VOCABULARY = 128
 SERVER_ARGUMENTS = ("--max-total-tokens", "8192")
+LARGER = (  # eight buckets of weights, so that a sync has a middle
+    "student.architecture.hidden_size=128",
+    "student.architecture.intermediate_size=1024",
+    "student.architecture.num_hidden_layers=4",
+    "rollout.sglang.bucket_mib=1",
+)
 
 
 def architecture(model_type: str = "qwen2", *, tied: bool = True, **changes: Any) -> dict[str, Any]:
@@ -138,10 +146,11 @@ def training_command(directory: Path, name: str, *overrides: str, ranks: int = 1
     ]
 
 
-def serve(directory: Path, name: str, *overrides: str) -> Process:
-    """`stable-opd serve configs/smoke_cpu.yaml`; see `urls_of`."""
+def serve(directory: Path, name: str, *overrides: str, at: Host | None = None) -> Process:
+    """`stable-opd serve configs/smoke_cpu.yaml`, here or on a host of its own; see `urls_of`."""
     command = [sys.executable, "-m", "stable_opd_mcore", "serve", *_settings(directory, name)]
-    return Process([*command, *overrides], directory / f"{name}.output")
+    command += overrides
+    return Process(command if at is None else at.command(*command), directory / f"{name}.output")
 
 
 def urls_of(served: Process) -> list[str]:
@@ -212,6 +221,18 @@ def rows(run: Path) -> list[dict[str, Any]]:
 def events(run: Path) -> list[dict[str, Any]]:
     """What the engine logged of its servers."""
     return [json.loads(line) for line in (run / "sglang/events.jsonl").read_text().splitlines()]
+
+
+def new_line(log: Path, text: str) -> Callable[[], bool]:
+    """Whether a server has logged `text` since this was called."""
+    start = log.stat().st_size
+
+    def seen() -> bool:
+        with log.open("rb") as file:
+            file.seek(start)
+            return text.encode() in file.read()
+
+    return seen
 
 
 def rollouts(run: Path, step: int) -> list[dict[str, Any]]:

@@ -2,15 +2,16 @@
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.integration.sglang_tools import (
+    LARGER,
     Process,
     events,
     needs_sglang,
+    new_line,
     rollouts,
     rows,
     servers_of,
@@ -20,12 +21,6 @@ from tests.integration.sglang_tools import (
 
 pytestmark = [needs_sglang, pytest.mark.cluster]
 STEPS = 6
-LARGER = (  # eight buckets of weights, so that a sync has a middle
-    "student.architecture.hidden_size=128",
-    "student.architecture.intermediate_size=1024",
-    "student.architecture.num_hidden_layers=4",
-    "rollout.sglang.bucket_mib=1",
-)
 
 
 def test_killed_and_stopped_servers_lose_no_step(tmp_path):
@@ -44,14 +39,15 @@ def test_killed_and_stopped_servers_lose_no_step(tmp_path):
         "rollout.sglang.sync_timeout_seconds=30",
     )
     run = tmp_path / "faults"
+    logs = [run / f"sglang/server_{number}.log" for number in range(2)]
     with Process(command, tmp_path / "output") as process:
         _await_step(process, run, 1)
         first, second = servers_of(process.pid)
-        process.wait_until(_new_line(run, "server_0", "Prefill batch"), "generation")
+        process.wait_until(new_line(logs[0], "Prefill batch"), "generation")
         os.killpg(first, signal.SIGKILL)
 
         _await_step(process, run, 2)
-        process.wait_until(_new_line(run, "server_1", "POST /update_weights_from"), "sync")
+        process.wait_until(new_line(logs[1], "POST /update_weights_from"), "sync")
         os.killpg(second, signal.SIGKILL)
 
         _await_step(process, run, 4)
@@ -100,16 +96,3 @@ def test_without_restarts_the_run_ends_clearly_and_resumes(tmp_path):
 
 def _await_step(process: Process, run: Path, step: int) -> None:
     process.wait_until(lambda: len(rows(run)) >= step, f"step {step}")
-
-
-def _new_line(run: Path, server: str, text: str) -> Callable[[], bool]:
-    """Whether the server has logged `text` since this was called."""
-    log = run / "sglang" / f"{server}.log"
-    start = log.stat().st_size
-
-    def seen() -> bool:
-        with log.open("rb") as file:
-            file.seek(start)
-            return text.encode() in file.read()
-
-    return seen

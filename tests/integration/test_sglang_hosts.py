@@ -1,0 +1,148 @@
+"""Trainers and SGLang servers on hosts of their own: what has to cross a network does, and a cable
+that is pulled out ends in a repaired run or a clear end.
+
+Two hosts train, two serve, each with its own address, loopback and name (hosts.py).
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.integration.hosts import Host, cannot_make_hosts, hosts
+from tests.integration.sglang_tools import (
+    LARGER,
+    Process,
+    events,
+    external,
+    needs_sglang,
+    new_line,
+    rollouts,
+    rows,
+    serve,
+    training_command,
+    urls_of,
+)
+
+pytestmark = [
+    needs_sglang,
+    pytest.mark.cluster,
+    pytest.mark.skipif(
+        bool(cannot_make_hosts()) and os.environ.get("CI") != "true", reason=cannot_make_hosts()
+    ),
+]
+STEPS = 4
+
+
+class Network:
+    """The hosts, and what `stable-opd serve` serves on two of them."""
+
+    def __init__(self, directory: Path, made: list[Host], urls: list[str]) -> None:
+        self.trainers, self.servers = made[:2], made[2:]
+        self.urls = urls
+        self.key_file = directory / "key"
+        self.logs = [directory / host.name / "sglang/server_0.log" for host in self.servers]
+
+    def settings(self, *overrides: str) -> tuple[str, ...]:
+        """Of a run over these servers that is quick to notice what fails."""
+        return (
+            *external(*self.urls),
+            f"rollout.sglang.api_key_file={self.key_file}",
+            f"train.steps={STEPS}",
+            *LARGER,
+            "rollout.sglang.health_interval_seconds=3",
+            *overrides,
+        )
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory) -> Iterator[Network]:
+    directory = tmp_path_factory.mktemp("network")
+    names = ["trainer-0", "trainer-1", "server-0", "server-1"]
+    with hosts(names, gbit_per_second=0.1) as made:  # a sync takes a second
+        settings = (f"rollout.sglang.api_key_file={directory / 'key'}", *LARGER)
+        first, second = (
+            serve(directory, host.name, f"rollout.sglang.host={host.address}", *settings, at=host)
+            for host in made[2:]
+        )
+        with first, second:
+            yield Network(directory, made, urls_of(first) + urls_of(second))
+
+
+def test_trainers_and_servers_of_different_hosts_agree(tmp_path, network):
+    """Two data-parallel ranks, a server each; weights over a process group across three hosts."""
+    command = training_command(tmp_path, "apart", *network.settings())
+    processes = [
+        Process(
+            host.command(*_torchrun(rank, network.trainers), *command[1:]),
+            tmp_path / f"{host.name}.output",
+        )
+        for rank, host in enumerate(network.trainers)
+    ]
+    with processes[0], processes[1]:
+        for process in processes:
+            assert process.wait() == 0, process.text[-3000:]
+    run = tmp_path / "apart"
+    done = rows(run)
+    assert len(done) == STEPS
+    assert max(row["logprob/rollout_gap_max"] for row in done) < 1e-4
+    assert min(row["engine/sync_bytes"] for row in done) > 0
+    published = [event["detail"] for event in events(run)]
+    assert published == [f"version {v}" for v in range(STEPS + 1) for _ in range(2)]
+
+
+def test_only_the_key_opens_a_server_from_another_host(network):
+    for url in network.urls:
+        assert httpx.get(f"{url}/model_info").status_code == 401
+        key = network.key_file.read_text().strip()
+        headers = {"Authorization": f"Bearer {key}"}
+        assert httpx.get(f"{url}/model_info", headers=headers).status_code == 200
+
+
+def test_a_cable_pulled_out(tmp_path, network):
+    """While a server generates, and put back: no step is lost. In the middle of a sync, and left
+    there: a clear end, with a checkpoint of all steps that were done.
+    """
+    run = tmp_path / "cable"
+    settings = network.settings("checkpoint.every=0", "rollout.sglang.startup_timeout_seconds=4")
+    command = training_command(tmp_path, "cable", *settings)
+    log = network.logs[1]
+    with Process(network.trainers[0].command(*command), tmp_path / "output") as process:
+        process.wait_until(lambda: len(rows(run)) >= 1, "the first step")
+        process.wait_until(new_line(log, "Prefill batch"), "generation")
+        _cable(network.servers[1], "down")
+        process.wait_until(lambda: "server_1 failure: hung" in process.text, "it is noticed")
+        _cable(network.servers[1], "up")
+
+        process.wait_until(lambda: len(rows(run)) >= 2, "the second step")
+        process.wait_until(new_line(log, "POST /update_weights_from"), "sync")
+        _cable(network.servers[1], "down")
+        assert process.wait() == 2, process.text[-3000:]
+    assert "server_1 failure: weights did not arrive: " in process.text
+    assert f"server_1 does not start: no answer from {network.urls[1]} in 4 s" in process.text
+    assert "Traceback" not in process.text
+    done = rows(run)
+    assert 2 <= len(done) < STEPS
+    assert [row["step"] for row in done] == list(range(1, len(done) + 1))
+    for row in done:  # nothing lost, nothing counted twice
+        drawn = rollouts(run, row["step"])
+        assert len({(r["prompt_id"], r["sample_index"]) for r in drawn}) == len(drawn) == 32
+        assert row["logprob/rollout_gap_max"] < 1e-4
+    checkpoints = [path.name for path in (run / "checkpoints").glob("step_*")]
+    assert checkpoints == [f"step_{len(done):06d}"]
+
+
+def _torchrun(rank: int, nodes: list[Host]) -> list[str]:
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(nodes)}"),
+        *("--nproc-per-node=1", f"--node-rank={rank}", f"--master-addr={nodes[0].name}"),
+    ]
+
+
+def _cable(host: Host, state: str) -> None:
+    """Pulled out ("down"), what is sent to the host or by it is lost without a word."""
+    subprocess.run(host.command("ip", "link", "set", "eth0", state), check=True)
