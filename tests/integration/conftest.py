@@ -8,13 +8,14 @@ from tests.integration.hosts import cannot_make_hosts, hosts
 from tests.integration.slurm_cluster import SlurmCluster, missing_programs, nodes_here, nodes_on
 
 NAMES = ("n1", "n2", "n3")
+ASIDE = ("n4", "n5", "n6")
 WHERE = pytest.StashKey[str]()
 
 
 @pytest.fixture(scope="session")
 def cluster(request, tmp_path_factory):
-    """Three nodes, each a host of its own. Without Slurm's programs the tests are skipped; where no
-    hosts can be made, all nodes are this machine. Under CI both are failures.
+    """Three nodes and three aside, each a host of its own. Without Slurm's programs the tests are
+    skipped; where no hosts can be made, all nodes are this machine. Under CI both are failures.
     """
     in_ci = os.environ.get("CI") == "true"
     if missing := missing_programs():
@@ -27,13 +28,15 @@ def cluster(request, tmp_path_factory):
         pytest.fail(no_hosts)
     if no_hosts:
         request.config.stash[WHERE] = f"this machine ({no_hosts})"
-        with SlurmCluster(directory, nodes_here(NAMES)) as running:
+        with SlurmCluster(directory, nodes_here(NAMES), nodes_here(ASIDE)) as running:
             yield running
     else:
         request.config.stash[WHERE] = "a host of its own"
-        made = hosts(NAMES, own_name="127.0.1.1")
-        with made as each, SlurmCluster(directory, nodes_on(each)) as running:
-            yield running
+        with hosts((*NAMES, *ASIDE), own_name="127.0.1.1") as made:
+            nodes = nodes_on(made)
+            count = len(NAMES)
+            with SlurmCluster(directory, nodes[:count], nodes[count:]) as running:
+                yield running
 
 
 def pytest_terminal_summary(terminalreporter):

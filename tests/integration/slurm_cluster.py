@@ -1,6 +1,6 @@
 """A real Slurm cluster on this machine: munged, one slurmctld and several slurmd, without systemd.
 
-    with hosts(["n1", "n2", "n3"]) as made, SlurmCluster(directory, nodes_on(made)) as cluster:
+    with hosts(["n1", "n2"]) as made, SlurmCluster(directory, nodes_on(made)) as cluster:
         job = cluster.submit(["slurm/stable_opd_7b.sh", "train.steps=4"], options=["--nodes=2"])
         cluster.wait(job, {"COMPLETED"}, timeout=120)
 
@@ -58,6 +58,10 @@ class Node:
     command: Callable[..., list[str]]
     """A command and its arguments as they are run on this node."""
 
+    @property
+    def has_own_network(self) -> bool:
+        return self.address != self.controller
+
 
 def nodes_on(made: Sequence[Host]) -> list[Node]:
     return [Node(host.name, host.name, host.address, host.login, host.command) for host in made]
@@ -72,11 +76,21 @@ def nodes_here(names: Sequence[str]) -> list[Node]:
 class SlurmCluster:
     """Daemons that live as long as the `with` block; `env` is what Slurm's commands need to reach
     them.
+
+    Args:
+        nodes: of the partitions "main" and, with more priority, "high".
+        aside: of the partition "aside".
     """
 
-    def __init__(self, directory: Path, nodes: Sequence[Node]):
+    def __init__(self, directory: Path, nodes: Sequence[Node], aside: Sequence[Node] = ()):
         self.directory = directory
-        self.nodes = {node.name: node for node in nodes}
+        self.nodes = {node.name: node for node in (*nodes, *aside)}
+        partitions = {"main": nodes, "aside": aside}
+        self._partitions = {
+            name: ",".join(node.name for node in members)
+            for name, members in partitions.items()
+            if members
+        }
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         tools = directory / "bin"
         self.env = os.environ | {
@@ -195,6 +209,11 @@ class SlurmCluster:
                 os.kill(int(process.name), signal.SIGKILL)
         self.call("scontrol", "update", f"nodename={node}", "state=down", "reason=power")
 
+    def set_link(self, node: str, state: str) -> None:
+        """ "down": what a broken link looks like. Nothing on the node ends, nothing reaches it."""
+        command = ("ip", "link", "set", "eth0", state)
+        subprocess.run(self.nodes[node].command(*command), check=True)
+
     def restore_node(self, node: str) -> None:
         self.start_node(node)
         self.call("scontrol", "update", f"nodename={node}", "state=resume", check=False)
@@ -203,7 +222,9 @@ class SlurmCluster:
     def _idle_nodes(self, *names: str) -> int:
         selection = ["-n", ",".join(names)] if names else []
         listing = self.call(
-            "sinfo", "-h", "-N", "-p", "main", "-t", "idle", "-o", "%N", *selection, check=False
+            *("sinfo", "-h", "-N", "-p", ",".join(self._partitions), "-t", "idle", "-o", "%N"),
+            *selection,
+            check=False,
         )
         return len(listing.split())
 
@@ -247,7 +268,7 @@ class SlurmCluster:
     def _write_configuration(self) -> None:
         at, user, host = self.directory, getpass.getuser(), socket.gethostname().split(".")[0]
         controller, daemon, *ports = _free_ports(2 + len(self.nodes))
-        nodes, names = [*self.nodes.values()], ",".join(self.nodes)
+        nodes = [*self.nodes.values()]
         lines = [
             "ClusterName=test",
             f"SlurmctldHost={host}({nodes[0].controller})",
@@ -279,7 +300,8 @@ class SlurmCluster:
             "MinJobAge=3600",
             # a job's ports come from its number, and two clusters on one machine share the ports
             f"FirstJobId={random.randrange(1, 9000)}",
-            "SlurmdTimeout=300",
+            # nodes go down when a test says so; by itself Slurm 22.05 may requeue without the GPUs
+            "SlurmdTimeout=3600",
             "JobRequeue=1",
             "JobAcctGatherType=jobacct_gather/none",
             "AccountingStorageType=accounting_storage/none",
@@ -294,15 +316,20 @@ class SlurmCluster:
             for node, port in zip(nodes, ports, strict=True)
         ]
         lines += [
-            f"PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP"
-            f" PriorityTier=10 GraceTime={PREEMPTION_GRACE_SECONDS}",
-            f"PartitionName=high Nodes={names} MaxTime=INFINITE State=UP"
+            f"PartitionName={name} Nodes={members} Default={'YES' if name == 'main' else 'NO'}"
+            f" MaxTime=INFINITE State=UP PriorityTier=10 GraceTime={PREEMPTION_GRACE_SECONDS}"
+            for name, members in self._partitions.items()
+        ]
+        lines += [
+            f"PartitionName=high Nodes={self._partitions['main']} MaxTime=INFINITE State=UP"
             " PriorityTier=100 PreemptMode=OFF",
         ]
         (at / "slurm.conf").write_text("\n".join(lines) + "\n")
         # `ip netns exec` mounts a /sys without cgroups, where Slurm would look which there are
         (at / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-        (at / "gres.conf").write_text(f"NodeName={names} Name=gpu File=/dev/tty[0-7]\n")
+        (at / "gres.conf").write_text(
+            f"NodeName={','.join(self.nodes)} Name=gpu File=/dev/tty[0-7]\n"
+        )
 
 
 def _free_ports(count: int) -> list[int]:

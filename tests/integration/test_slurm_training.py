@@ -8,145 +8,15 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import threading
 from pathlib import Path
 
 import pytest
 
 from tests.integration.sglang_tools import PYTHON, needs_sglang
-from tests.integration.slurm_cluster import SlurmCluster
+from tests.integration.slurm_run import PATIENCE_SECONDS, STEPS, Run, what_was_learnt
 
 pytestmark = pytest.mark.cluster
-
-STEPS = 20
-PATIENCE_SECONDS = 240  # on a busy machine; what must come sooner says so
-TINY = [
-    "configs/smoke_cpu.yaml",
-    f"train.steps={STEPS}",
-    "rollout.prompts_per_step=4",
-    "sampling.max_new_tokens=16",
-    "evaluation.every=0",
-    "checkpoint.every=3",
-    "monitoring.tensorboard=false",
-]
-MACHINE_KEYS = ("time/", "throughput/", "memory/")  # metrics that no two runs share
-
-
-class Run:
-    """One run of a batch script and the files it leaves."""
-
-    def __init__(
-        self, cluster: SlurmCluster, directory: Path, name: str, script: str = "stable_opd_7b"
-    ):
-        self.cluster = cluster
-        self.directory = directory / name
-        self.logs = directory / f"{name}-logs"
-        self.output = directory / f"{name}.out"
-        place = (f"run.directory={directory}", f"run.name={name}")
-        self.command = [f"slurm/{script}.sh", *TINY, *place]
-
-    def submit(
-        self,
-        *overrides: str,
-        options: tuple[str, ...] = (),
-        settings: dict[str, str] | None = None,
-    ) -> str:
-        virtual_environment = Path(sys.executable).parents[1]
-        env = {
-            "VENV": str(virtual_environment),
-            "LOG_DIR": str(self.logs),
-            "RANKS_PER_NODE": "1",
-            "REQUIRE_GPU": "0",
-            "MIN_FREE_GIB": "0.1",
-            "PREFLIGHT": "off",
-            "OMP_NUM_THREADS": "1",
-        }
-        return self.cluster.submit(
-            [*self.command, *overrides],
-            options=["--nodes=2", "--time=01:00:00", f"--output={self.output}", *options],
-            env=env | (settings or {}),
-        )
-
-    def rows(self) -> list[dict]:
-        path = self.directory / "metrics.jsonl"
-        if not path.is_file():
-            return []
-        lines = path.read_text().splitlines()
-        return [json.loads(line) for line in lines if line.endswith("}")]
-
-    def until(self, condition: Callable[[], bool], what: str) -> None:
-        try:
-            self.cluster.until(condition, PATIENCE_SECONDS, what)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n== {self.output.name}\n{self.told()}") from None
-
-    def until_step(self, step: int) -> None:
-        self.until(lambda: any(row["step"] >= step for row in self.rows()), f"step {step}")
-
-    def until_attempt(self, attempt: int) -> None:
-        self.until((self.logs / f"attempt_{attempt}" / "exits").is_dir, f"attempt {attempt}")
-
-    def until_verdicts(self, count: int) -> None:
-        self.until(lambda: len(self.verdicts()) == count, f"{count} verdicts")
-
-    def verdicts(self) -> list[dict]:
-        path = self.logs / "verdicts.jsonl"
-        if not path.is_file():
-            return []
-        return [json.loads(line) for line in path.read_text().splitlines()]
-
-    def told(self) -> str:
-        return self.output.read_text() if self.output.exists() else "(no output)"
-
-    def signal_ranks(self, number: signal.Signals, *ranks: int) -> None:
-        """To the trainer processes themselves, not to the shells above them."""
-        found = {}
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                command = (process / "cmdline").read_bytes().split(b"\0")
-                environment = (process / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            mine = f"run.name={self.directory.name}".encode() in command and b"train" in command
-            rank = next((v[5:] for v in environment if v.startswith(b"RANK=")), None)
-            if mine and rank is not None and Path(os.fsdecode(command[0])).name.startswith("py"):
-                found[int(rank)] = int(process.name)
-        for rank in ranks:
-            if number != signal.SIGCONT or rank in found:  # those that are gone need not go on
-                os.kill(found[rank], number)
-
-    def server_process(self, job: str) -> int:
-        """An SGLang process of the job, not the `stable-opd serve` above it."""
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                command = (process / "cmdline").read_bytes()
-                environment = (process / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if b"sglang_cpu/serve.py" in command and f"SLURM_JOB_ID={job}".encode() in environment:
-                return int(process.name)
-        raise AssertionError(f"job {job} has no server\n{self.told()}")
-
-    @contextmanager
-    def frozen_at(self, step: int) -> Iterator[None]:
-        """Holds both ranks once `step` is done, so that what happens in the block happens there."""
-        self.until_step(step)
-        self.signal_ranks(signal.SIGSTOP, 0, 1)
-        assert self.rows()[-1]["step"] < STEPS, "the run was over before it could be held"
-        yield
-        self.signal_ranks(signal.SIGCONT, 0, 1)
-
-    def until_asked_to_stop(self, times: int) -> None:
-        asked = "USR1: the nodes are wanted"
-        self.until(lambda: self.told().count(asked) == times, f"{times} times USR1")
-
-
-def what_was_learnt(rows: list[dict]) -> list[dict]:
-    return [
-        {key: value for key, value in row.items() if not key.startswith(MACHINE_KEYS)}
-        for row in rows
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +43,29 @@ def undisturbed(cluster, tmp_path_factory) -> Run:
     return run
 
 
-def test_a_bad_node_is_named_and_left_out(undisturbed):
+@pytest.fixture(scope="module")
+def silenced(cluster, tmp_path_factory) -> Run | None:
+    """A run, aside of the others, whose second node falls silent. That takes minutes of waiting, so
+    it goes on beside the other tests.
+    """
+    if not cluster.nodes["n5"].has_own_network:
+        return None
+    run = Run(cluster, tmp_path_factory.mktemp("silenced"), "silenced")
+    run.submit("fault.watchdog_minutes=0.6", options=("--partition=aside",))
+    run.until_step(2)
+    cluster.set_link("n5", "down")
+    assert run.rows()[-1]["step"] < STEPS, "the run was over before its node could fall silent"
+
+    def as_an_administrator_would() -> None:
+        run.until_verdicts(1)
+        cluster.call("scontrol", "update", "nodename=n5", "state=down", "reason=silent")
+        cluster.set_link("n5", "up")  # what still runs there ends when it can report
+
+    threading.Thread(target=as_an_administrator_would, daemon=True).start()
+    return run
+
+
+def test_a_bad_node_is_named_and_left_out(undisturbed, silenced):  # which begins here
     assert "n1: GPU 0: ecc.errors.uncorrected.volatile.total is 3" in undisturbed.told()
     assert [v["verdict"] for v in undisturbed.verdicts()] == ["requeued", "done"]
     ranks = undisturbed.logs / "attempt_1" / "ranks"
@@ -303,6 +195,17 @@ def test_a_wrong_setting_ends_before_anything_starts(cluster, tmp_path):
     assert not run.directory.exists()
 
 
+def test_checks_that_slurm_does_not_start_blame_no_node(cluster, tmp_path):
+    run = Run(cluster, tmp_path, "refused")
+    settings = {"SLURM_GRES": "unicorn:1", "MAX_REQUEUES": "0"}  # the first is an option of srun
+    job = run.submit(settings=settings)
+    cluster.wait(job, {"FAILED"}, PATIENCE_SECONDS)
+    reason = run.verdicts()[0]["reason"]
+    assert reason.startswith("Slurm did not start the checks: srun: error: ")
+    assert "Invalid generic resource" in reason
+    assert "bad node" not in run.told()
+
+
 def test_a_server_that_never_gets_healthy_is_named(cluster, tmp_path):
     run = Run(cluster, tmp_path, "serverless")
     settings = {"SERVER_NODES": "1", "SERVER_COMMAND": "false", "SERVER_RESTARTS": "1"}
@@ -366,3 +269,16 @@ def test_benchmarks_are_evaluated_by_name(cluster, tmp_path):
     table = (run.logs / "attempt_0" / "rank_00000.log").read_text().splitlines()
     assert [line.split()[0] for line in table[-3:]] == [*rows, "average"]
     assert [v["verdict"] for v in run.verdicts()] == ["done"]
+
+
+def test_a_silent_node_is_named_and_left_out(silenced, undisturbed):
+    if silenced is None:
+        pytest.skip("the nodes share this machine's network: no link to cut")
+    silenced.until_verdicts(2)
+    lost, done = silenced.verdicts()
+    assert (lost["verdict"], lost["reason"]) == ("lost", "bad node(s) n5 excluded; queued again")
+    assert "(most recent call first)" in silenced.told()  # where the other rank waited for it
+    assert done["verdict"] == "done"
+    ranks = silenced.logs / "attempt_1" / "ranks"
+    assert sorted(path.read_text().strip() for path in ranks.iterdir()) == ["n4", "n6"]
+    assert what_was_learnt(silenced.rows()) == what_was_learnt(undisturbed.rows())

@@ -1,0 +1,145 @@
+"""A training run on the Slurm of the tests: submitted as a user does, watched, disturbed.
+
+run = Run(cluster, tmp_path, "name")
+job = run.submit("kl.beta=0.3", options=("--nodes=2",))
+run.until_step(2)
+"""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.integration.slurm_cluster import SlurmCluster
+
+STEPS = 20
+PATIENCE_SECONDS = 240  # on a busy machine; what must come sooner says so
+TINY = [
+    "configs/smoke_cpu.yaml",
+    f"train.steps={STEPS}",
+    "rollout.prompts_per_step=4",
+    "sampling.max_new_tokens=16",
+    "evaluation.every=0",
+    "checkpoint.every=3",
+    "monitoring.tensorboard=false",
+]
+MACHINE_KEYS = ("time/", "throughput/", "memory/")  # metrics that no two runs share
+
+
+class Run:
+    """One run of a batch script and the files it leaves."""
+
+    def __init__(
+        self, cluster: SlurmCluster, directory: Path, name: str, script: str = "stable_opd_7b"
+    ):
+        self.cluster = cluster
+        self.directory = directory / name
+        self.logs = directory / f"{name}-logs"
+        self.output = directory / f"{name}.out"
+        place = (f"run.directory={directory}", f"run.name={name}")
+        self.command = [f"slurm/{script}.sh", *TINY, *place]
+
+    def submit(
+        self,
+        *overrides: str,
+        options: tuple[str, ...] = (),
+        settings: dict[str, str] | None = None,
+    ) -> str:
+        virtual_environment = Path(sys.executable).parents[1]
+        env = {
+            "VENV": str(virtual_environment),
+            "LOG_DIR": str(self.logs),
+            "RANKS_PER_NODE": "1",
+            "REQUIRE_GPU": "0",
+            "MIN_FREE_GIB": "0.1",
+            "PREFLIGHT": "off",
+            "OMP_NUM_THREADS": "1",
+        }
+        return self.cluster.submit(
+            [*self.command, *overrides],
+            options=["--nodes=2", "--time=01:00:00", f"--output={self.output}", *options],
+            env=env | (settings or {}),
+        )
+
+    def rows(self) -> list[dict]:
+        path = self.directory / "metrics.jsonl"
+        if not path.is_file():
+            return []
+        lines = path.read_text().splitlines()
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        try:
+            self.cluster.until(condition, PATIENCE_SECONDS, what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n== {self.output.name}\n{self.told()}") from None
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: any(row["step"] >= step for row in self.rows()), f"step {step}")
+
+    def until_attempt(self, attempt: int) -> None:
+        self.until((self.logs / f"attempt_{attempt}" / "exits").is_dir, f"attempt {attempt}")
+
+    def until_verdicts(self, count: int) -> None:
+        self.until(lambda: len(self.verdicts()) == count, f"{count} verdicts")
+
+    def verdicts(self) -> list[dict]:
+        path = self.logs / "verdicts.jsonl"
+        if not path.is_file():
+            return []
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    def told(self) -> str:
+        return self.output.read_text() if self.output.exists() else "(no output)"
+
+    def signal_ranks(self, number: signal.Signals, *ranks: int) -> None:
+        """To the trainer processes themselves, not to the shells above them."""
+        found = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                command = (process / "cmdline").read_bytes().split(b"\0")
+                environment = (process / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            mine = f"run.name={self.directory.name}".encode() in command and b"train" in command
+            rank = next((v[5:] for v in environment if v.startswith(b"RANK=")), None)
+            if mine and rank is not None and Path(os.fsdecode(command[0])).name.startswith("py"):
+                found[int(rank)] = int(process.name)
+        for rank in ranks:
+            if number != signal.SIGCONT or rank in found:  # those that are gone need not go on
+                os.kill(found[rank], number)
+
+    def server_process(self, job: str) -> int:
+        """An SGLang process of the job, not the `stable-opd serve` above it."""
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                command = (process / "cmdline").read_bytes()
+                environment = (process / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if b"sglang_cpu/serve.py" in command and f"SLURM_JOB_ID={job}".encode() in environment:
+                return int(process.name)
+        raise AssertionError(f"job {job} has no server\n{self.told()}")
+
+    @contextmanager
+    def frozen_at(self, step: int) -> Iterator[None]:
+        """Holds both ranks once `step` is done, so that what happens in the block happens there."""
+        self.until_step(step)
+        self.signal_ranks(signal.SIGSTOP, 0, 1)
+        assert self.rows()[-1]["step"] < STEPS, "the run was over before it could be held"
+        yield
+        self.signal_ranks(signal.SIGCONT, 0, 1)
+
+    def until_asked_to_stop(self, times: int) -> None:
+        asked = "USR1: the nodes are wanted"
+        self.until(lambda: self.told().count(asked) == times, f"{times} times USR1")
+
+
+def what_was_learnt(rows: list[dict]) -> list[dict]:
+    return [
+        {key: value for key, value in row.items() if not key.startswith(MACHINE_KEYS)}
+        for row in rows
+    ]
