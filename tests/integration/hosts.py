@@ -90,9 +90,10 @@ def hosts(
         own_name: the address at which each finds its own name, such as 127.0.1.1, which Debian's
             installer writes; None: the one at which the others find it.
     """
-    tag = f"so{os.getpid() % 100_000}"
-    network = f"198.18.{random.randrange(256)}"  # RFC 2544: for tests between machines
-    switch = f"{tag}sw"
+    there = {name for _, name in socket.if_nameindex()}
+    number = random.choice([n for n in range(256) if f"so{n}sw" not in there])
+    tag, switch = f"so{number}", f"so{number}sw"
+    network = f"198.18.{number}"  # RFC 2544: for tests between machines
     login = f"{network}.1"
     made = [
         Host(name, f"{network}.{10 + index}", f"{tag}-{name}", login)
