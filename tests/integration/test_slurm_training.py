@@ -56,12 +56,11 @@ def silenced(cluster, tmp_path_factory) -> Run | None:
     cluster.set_link("n5", "down")
     assert run.rows()[-1]["step"] < STEPS, "the run was over before its node could fall silent"
 
-    def as_an_administrator_would() -> None:
+    def plug_it_in_again() -> None:  # until then Slurm waits for the node to end the job there
         run.until_verdicts(1)
-        cluster.call("scontrol", "update", "nodename=n5", "state=down", "reason=silent")
-        cluster.set_link("n5", "up")  # what still runs there ends when it can report
+        cluster.set_link("n5", "up")
 
-    threading.Thread(target=as_an_administrator_would, daemon=True).start()
+    threading.Thread(target=plug_it_in_again, daemon=True).start()
     return run
 
 
