@@ -1,7 +1,7 @@
 # One command each; every target makes its own .venv and needs only Python >= 3.11 with venv.
 #   make demo    watch plain on-policy distillation collapse and Stable-OPD hold (three minutes on 2 cores)
-#   make test    the tests, about six minutes on 2 cores
-#   make test-cluster   a real Slurm (apt-get install slurm-wlm munge) and real SGLang servers, 15 minutes
+#   make test    the tests, about eight minutes on 2 cores
+#   make test-cluster   a real Slurm (apt-get install slurm-wlm munge iproute2) and real SGLang servers, 20 minutes
 #   make checks  format, lint, types
 #   make sglang  a venv of SGLang's own, .venv-sglang, for rollout servers on a CPU (about 1.6 GB)
 #   make sglang-old   the oldest SGLang the tests serve with, .venv-sglang-old (about 0.2 GB)
