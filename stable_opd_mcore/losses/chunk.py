@@ -148,13 +148,10 @@ class Chunk:
         return nothing_C, term
 
     def token_advantage(self) -> Tensor:
-        """A of every token by itself: no discounted sum, no baseline."""
-        given, old_logprob_C = self.rows, self.old_logprob_C
-        assert self.terms.advantage is not None
+        """Rows.token_advantage under pi_old, or under the present policy where none is given."""
+        old_logprob_C = self.old_logprob_C
         behaviour_C = self.target.logprob_C if old_logprob_C is None else old_logprob_C
-        return self.terms.advantage(
-            behaviour_C, given.teacher_logprob, given.advantage, self.terms.settings
-        )
+        return self.rows.token_advantage(behaviour_C, self.terms)
 
     def _surrogate(self, found: dict[str, Tensor], rows: slice) -> Tensor:
         terms, given = self.terms, self.rows

@@ -184,14 +184,19 @@ class _Run:
         return d_hidden, d_weight
 
     def _returns(self, hidden_NH: Tensor) -> Tensor:
-        """Discounted returns of the whole micro-batch, from a first, forward-only pass.
+        """Discounted returns of the whole micro-batch: from a first, forward-only pass unless
+        both log-probabilities are given.
 
         Masked tokens add nothing to the returns of those before them.
         """
-        values_N = torch.empty_like(self.found["logprob"])
-        for rows in self._chunks():
-            values_N[rows] = self._open(hidden_NH[rows], self.rows[rows]).token_advantage()
-        values_N = values_N.masked_fill(self.rows.pg_weight == 0, 0)
+        given = self.rows
+        if given.old_logprob is not None and given.teacher_logprob is not None:
+            values_N = given.token_advantage(given.old_logprob, self.terms)
+        else:
+            values_N = torch.empty_like(self.found["logprob"])
+            for rows in self._chunks():
+                values_N[rows] = self._open(hidden_NH[rows], given[rows]).token_advantage()
+        values_N = values_N.masked_fill(given.pg_weight == 0, 0)
         tokens = (self.batch.sample_index_N, self.batch.token_index_N)
         return return_to_go(values_N, *tokens, self.terms.discount, self.context_group)
 

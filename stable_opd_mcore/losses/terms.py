@@ -95,6 +95,11 @@ class Rows:
             reference_hidden=reference.hidden_NH if reference else None,
         )
 
+    def token_advantage(self, behaviour: Tensor, terms: Terms) -> Tensor:
+        """A of every token by itself, given log pi_old: no discounted sum, no baseline."""
+        assert terms.advantage is not None
+        return terms.advantage(behaviour, self.teacher_logprob, self.advantage, terms.settings)
+
     def __getitem__(self, rows: slice) -> Rows:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         chosen: dict[str, Any] = {

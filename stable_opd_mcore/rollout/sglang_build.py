@@ -44,7 +44,7 @@ def build_sglang_engine(
     chunks: Sequence[Module],
     decode: Decode,
     vocab_size: int,
-    stop_asked: Callable[[], bool] = lambda: False,
+    stop_asked: Callable[[], bool],
 ) -> SglangEngine:
     """Start this rank's servers, or find the external ones, and wait until they answer.
 

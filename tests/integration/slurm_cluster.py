@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.integration.hosts import Host
+from tests.integration.processes import running
 
 REPOSITORY = Path(__file__).parents[2]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol")
@@ -197,16 +198,10 @@ class SlurmCluster:
         and it is down.
         """
         self._daemons.pop(f"slurmd-{node}").kill()
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                environment = (process / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if (
-                f"SLURMD_NODENAME={node}".encode() in environment
-                and f"SLURM_CONF={self.env['SLURM_CONF']}".encode() in environment
-            ):
-                os.kill(int(process.name), signal.SIGKILL)
+        of_the_node = {"SLURMD_NODENAME": node, "SLURM_CONF": self.env["SLURM_CONF"]}
+        for pid, _, environment in running():
+            if of_the_node.items() <= environment.items():
+                os.kill(pid, signal.SIGKILL)
         self.call("scontrol", "update", f"nodename={node}", "state=down", "reason=power")
 
     def set_link(self, node: str, state: str) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.integration.processes import running
 from tests.integration.slurm_cluster import SlurmCluster
 
 STEPS = 20
@@ -98,30 +99,20 @@ class Run:
     def signal_ranks(self, number: signal.Signals, *ranks: int) -> None:
         """To the trainer processes themselves, not to the shells above them."""
         found = {}
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                command = (process / "cmdline").read_bytes().split(b"\0")
-                environment = (process / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            mine = f"run.name={self.directory.name}".encode() in command and b"train" in command
-            rank = next((v[5:] for v in environment if v.startswith(b"RANK=")), None)
-            if mine and rank is not None and Path(os.fsdecode(command[0])).name.startswith("py"):
-                found[int(rank)] = int(process.name)
+        for pid, command, environment in running():
+            mine = f"run.name={self.directory.name}" in command and "train" in command
+            if mine and "RANK" in environment and Path(command[0]).name.startswith("py"):
+                found[int(environment["RANK"])] = pid
         for rank in ranks:
             if number != signal.SIGCONT or rank in found:  # those that are gone need not go on
                 os.kill(found[rank], number)
 
     def server_process(self, job: str) -> int:
         """An SGLang process of the job, not the `stable-opd serve` above it."""
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                command = (process / "cmdline").read_bytes()
-                environment = (process / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if b"sglang_cpu/serve.py" in command and f"SLURM_JOB_ID={job}".encode() in environment:
-                return int(process.name)
+        for pid, command, environment in running():
+            serves = any(part.endswith("sglang_cpu/serve.py") for part in command)
+            if serves and environment.get("SLURM_JOB_ID") == job:
+                return pid
         raise AssertionError(f"job {job} has no server\n{self.told()}")
 
     @contextmanager

@@ -28,13 +28,7 @@ from tests.integration.sglang_tools import (
     urls_of,
 )
 
-pytestmark = [
-    needs_sglang,
-    pytest.mark.cluster,
-    pytest.mark.skipif(
-        bool(cannot_make_hosts()) and os.environ.get("CI") != "true", reason=cannot_make_hosts()
-    ),
-]
+pytestmark = [needs_sglang, pytest.mark.cluster]
 STEPS = 4
 
 
@@ -61,6 +55,8 @@ class Network:
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory) -> Iterator[Network]:
+    if os.environ.get("CI") != "true" and (reason := cannot_make_hosts()):
+        pytest.skip(reason)
     directory = tmp_path_factory.mktemp("network")
     names = ["trainer-0", "trainer-1", "server-0", "server-1"]
     with hosts(names, gbit_per_second=0.1) as made:  # a sync takes a second

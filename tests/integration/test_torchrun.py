@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.integration.processes import running
+
 REPOSITORY = Path(__file__).parents[2]
 STEPS = 12
 
@@ -54,15 +56,10 @@ class Launch:
             time.sleep(0.05)
 
     def pid_of_rank(self, rank: int) -> int:
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                command = (process / "cmdline").read_bytes().split(b"\0")
-                environment = (process / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            mine = f"run.directory={self.home.parent}".encode() in command
-            if mine and f"RANK={rank}".encode() in environment:
-                return int(process.name)
+        for pid, command, environment in running():
+            mine = f"run.directory={self.home.parent}" in command
+            if mine and environment.get("RANK") == str(rank):
+                return pid
         raise AssertionError(f"rank {rank} does not run")
 
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from stable_opd_mcore.losses.head import Head
@@ -21,6 +22,9 @@ OBJECTIVES = (
 )
 
 
+RETURNS = {"name": "opd", "discount": 0.9}
+
+
 def test_every_head_is_multiplied_once_a_token(tmp_path):
     """Metrics of the teacher (log-probabilities, entropies) come from the loss's own product."""
     run_ranks(1, take_one_step_each, tmp_path)
@@ -28,21 +32,34 @@ def test_every_head_is_multiplied_once_a_token(tmp_path):
 
 def take_one_step_each(rank: int, world_size: int, directory: Path) -> None:
     for number, objective in enumerate(OBJECTIVES):
-        config = tiny_config(directory, f"heads_{number}", objective=objective)
-        run = build_run(config, start_world(config.parallel, 0))
-        assert run.head and run.teacher and run.reference
-        heads = (run.head, run.teacher.head, run.reference.head)
-        rows: Counter[int] = Counter()
-        product = Head.logits
+        assert products_a_token(directory, f"heads_{number}", objective, 1) == [1, 1, 1], objective
+    # Returns look ahead: at what the behaviour policy said before, which the student's head told
+    # once more; or, on policy, in a pass of their own over student and reference.
+    assert products_a_token(directory, "known", RETURNS, 2) == [2, 1, 1]
+    assert products_a_token(directory, "unknown", RETURNS, 1) == [2, 1, 2]
 
-        def counted(head, hidden_CH, *given, rows=rows, product=product, **named):
-            rows[head.weight_VH.data_ptr()] += len(hidden_CH)
-            return product(head, hidden_CH, *given, **named)
 
-        with patch.object(Head, "logits", counted):
-            metrics = train_step(run, TrainState()).metrics.values_by_key()
-        trained = metrics["tokens/trained"]
-        assert [rows[head.weight_VH.data_ptr()] for head in heads] == [trained] * 3, objective
-        for name in ("logprob/teacher", "entropy/teacher"):
-            assert metrics[name] is not None
-        stop_world()
+def products_a_token(
+    directory: Path, name: str, objective: dict[str, Any], minibatches: int
+) -> list[float]:
+    """Of the heads of student, teacher and reference in one step."""
+    train = {"minibatches": minibatches}
+    config = tiny_config(directory, name, objective=objective, train=train)
+    run = build_run(config, start_world(config.parallel, 0))
+    assert run.head and run.teacher and run.reference
+    heads = (run.head, run.teacher.head, run.reference.head)
+    rows: Counter[int] = Counter()
+    product = Head.logits
+
+    def counted(head, hidden_CH, *given, **named):
+        rows[head.weight_VH.data_ptr()] += len(hidden_CH)
+        return product(head, hidden_CH, *given, **named)
+
+    with patch.object(Head, "logits", counted):
+        metrics = train_step(run, TrainState()).metrics.values_by_key()
+    trained = metrics["tokens/trained"]
+    assert trained
+    for metric in ("logprob/teacher", "entropy/teacher"):
+        assert metrics[metric] is not None
+    stop_world()
+    return [rows[head.weight_VH.data_ptr()] / trained for head in heads]
