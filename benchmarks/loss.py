@@ -36,7 +36,7 @@ from torch import Tensor
 from stable_opd_mcore.losses.advantages import teacher_over_student
 from stable_opd_mcore.losses.fused import Head, fused_loss
 from stable_opd_mcore.losses.terms import Terms
-from stable_opd_mcore.records import MicroBatch, ReferenceScores, TeacherScores
+from stable_opd_mcore.records import MicroBatch, Scores
 
 CPU_POINT = (4096, 512, 32768)  # T, H, V
 CUDA_HEADS = ((3584, 152064), (1536, 151936))
@@ -99,8 +99,8 @@ def fused(point: Point, terms: Terms, pg_weight: float, kl_weight: float = 0.0) 
             sft_weight_N=zero,
             rollout_logprob_N=zero,
             repetitive_N=zero.bool(),
-            teacher=TeacherScores(sampled_logprob_N=zero, hidden_NH=x.teacher_TH),
-            reference=ReferenceScores(None, hidden_NH=x.teacher_TH),
+            teacher=Scores(logprob_N=zero, hidden_NH=x.teacher_TH),
+            reference=Scores(None, hidden_NH=x.teacher_TH),
         )
         student, frozen = (Head(weight, 0, point.vocab) for weight in (x.student_VH, x.teacher_VH))
         return fused_loss(

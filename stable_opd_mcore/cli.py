@@ -15,6 +15,8 @@ from typing import Annotated
 
 import typer
 
+from stable_opd_mcore.errors import UserError
+
 app = typer.Typer(
     help="Stable on-policy distillation of large language models on Megatron-Core.",
     no_args_is_help=True,
@@ -62,7 +64,7 @@ def serve(
     from stable_opd_mcore.config.load import load_config
 
     settings = load_config(config, overrides or [])
-    from stable_opd_mcore.rollout.sglang_serve import serve as run_servers
+    from stable_opd_mcore.rollout.sglang.serve import serve as run_servers
 
     run_servers(settings, teacher=teacher, tell=typer.echo)
 
@@ -156,7 +158,7 @@ def main() -> None:
     _outlive_readers()
     try:
         app()
-    except ValueError as error:
+    except UserError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
 

@@ -78,25 +78,20 @@ class TokenWeights:
 
 
 @dataclass(frozen=True)
-class TeacherScores:
-    """What a teacher says of a micro-batch's N response tokens, at the sampling temperature."""
+class Scores:
+    """What one model says of a micro-batch's N response tokens, at the sampling temperature.
 
-    # fp32; of the stop class where the target is a stop token; None: the loss finds it, and the
-    # entropy, from the hidden states
-    sampled_logprob_N: Tensor | None
-    token_logprob_N: Tensor | None = None  # fp32, of the token itself; a served teacher's is None
+    The same record for teacher, reference and student. A field is None where it was not asked for.
+    """
+
+    # fp32, of the stop class where the target is a stop token. None: only hidden_NH is given, and
+    # the loss computes log-probabilities and entropy from it.
+    logprob_N: Tensor | None
+    token_logprob_N: Tensor | None = None  # fp32, of the token itself; a served teacher has none
     entropy_N: Tensor | None = None  # fp32
-    topk_ids_NK: Tensor | None = None  # int64, ids in the common vocabulary
-    topk_logprobs_NK: Tensor | None = None  # fp32
-    hidden_NH: Tensor | None = None  # the teacher's own hidden size
-
-
-@dataclass(frozen=True)
-class ReferenceScores:
-    """The frozen reference's view of the N response tokens; hidden states only for the exact KL."""
-
-    sampled_logprob_N: Tensor | None  # fp32; None: the loss finds it from the hidden states
-    hidden_NH: Tensor | None = None
+    topk_ids_NK: Tensor | None = None  # int64, most probable first, common vocabulary
+    topk_logprobs_NK: Tensor | None = None  # fp32, of the full softmax
+    hidden_NH: Tensor | None = None  # the model's last hidden states; H is its own hidden size
 
 
 @dataclass(frozen=True)
@@ -128,8 +123,8 @@ class MicroBatch:
     # a stop token; and of the token itself, which alone is known of rollouts from other weights
     old_logprob_N: Tensor | None = None
     old_token_logprob_N: Tensor | None = None  # both None: the behaviour policy is the current one
-    teacher: TeacherScores | None = None
-    reference: ReferenceScores | None = None
+    teacher: Scores | None = None
+    reference: Scores | None = None
 
 
 @dataclass(frozen=True)

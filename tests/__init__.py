@@ -1,0 +1,3 @@
+"""Tests mirror the package's tree. The package is imported first: it prepares `import megatron`."""
+
+import stable_opd_mcore  # noqa: F401

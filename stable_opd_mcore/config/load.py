@@ -15,12 +15,9 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from yaml import YAMLError
 
+from stable_opd_mcore.atomic_files import write_atomically
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.whole import write_whole
-
-
-class ConfigError(ValueError):
-    """A setting the user must mend; the message says which, where and how."""
+from stable_opd_mcore.errors import ConfigError
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -55,7 +52,7 @@ def parse_config(values: Any, origin: str) -> Config:
 def save_config(config: Config, path: Path) -> None:
     """Write the resolved config, whole or not at all; `load_config` reads it back equal."""
     values = config.model_dump(mode="json", by_alias=True)
-    write_whole(path, OmegaConf.to_yaml(OmegaConf.create(values)).encode())
+    write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(values)).encode())
 
 
 def _explain(item: Any, origin: str) -> str:

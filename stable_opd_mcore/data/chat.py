@@ -22,8 +22,8 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from stable_opd_mcore.data.errors import DataError
 from stable_opd_mcore.data.synthetic import PAD, PROMPT_END, SECOND_STOP, STOP, VOCABULARY
+from stable_opd_mcore.errors import DataError, UserError
 
 SYNTHETIC = "synthetic"
 _THINK, _THINK_END = "<think>", "</think>"
@@ -249,7 +249,7 @@ def same_vocabulary(first: Tokenizer, second: Tokenizer) -> list[RenamedToken]:
     exist on one side only: the models still share the ids. The base vocabulary may not differ.
 
     Raises:
-        ValueError: a base token differs; names both paths and the first such id.
+        UserError: a base token differs; names both paths and the first such id.
     """
     names = [_names_by_id(tokenizer) for tokenizer in (first, second)]
     added = [set(tokenizer._backend.get_added_vocab().values()) for tokenizer in (first, second)]
@@ -262,7 +262,7 @@ def same_vocabulary(first: Tokenizer, second: Tokenizer) -> list[RenamedToken]:
             b is not None and token_id not in added[1]
         )
         if is_base:
-            raise ValueError(
+            raise UserError(
                 f"{first.path} and {second.path} have different tokenizers: id {token_id} is "
                 f"{a!r} in the first and {b!r} in the second; on-policy distillation needs a "
                 "teacher with the student's vocabulary"

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from stable_opd_mcore.config.schema import TokenMasksConfig
-from stable_opd_mcore.data.errors import DataError
 from stable_opd_mcore.data.repetition import repetitive_mask
+from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.records import Prompt, Rollout, Sample
 
 _NO_MASKS = TokenMasksConfig()

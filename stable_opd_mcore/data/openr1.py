@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stable_opd_mcore.data.errors import DataError
 from stable_opd_mcore.data.rows import Row
+from stable_opd_mcore.errors import DataError
 
 MAX_TOKENS = 8192
 _COLUMNS = {

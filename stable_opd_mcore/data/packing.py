@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.records import MicroBatch, Sample, TokenWeights
 
 _PAD_TOKEN = 0  # any id that exists: no loss reads it, and no sequence attends to it
@@ -54,7 +55,7 @@ def pack(
         Micro-batches with sample_index_N pointing into `samples`; those without samples have N = 0.
 
     Raises:
-        ValueError: a sample without prompt, or with another number of weights or masks than
+        UserError: a sample without prompt, or with another number of weights or masks than
             response tokens.
     """
     for index, (sample, weight) in enumerate(zip(samples, weights, strict=True)):
@@ -108,7 +109,7 @@ def _length(sample: Sample) -> int:
 
 def _check(index: int, sample: Sample, weight: TokenWeights) -> None:
     if not sample.prompt_token_ids:
-        raise ValueError(
+        raise UserError(
             f"sample {index} ({sample.prompt_id}) has an empty prompt: "
             "nothing predicts its first token"
         )
@@ -123,7 +124,7 @@ def _check(index: int, sample: Sample, weight: TokenWeights) -> None:
         ("advantage", weight.advantage),
     ):
         if values is not None and len(values) != expected:
-            raise ValueError(
+            raise UserError(
                 f"sample {index} ({sample.prompt_id}) has {len(values)} values of {name} for "
                 f"{expected} response tokens"
             )

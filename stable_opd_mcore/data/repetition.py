@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from stable_opd_mcore.errors import UserError
+
 _PREFILTER = 16  # tokens compared before a period is worth a comparison over the whole response
 
 
@@ -24,7 +26,7 @@ def periodic_suffix(token_ids: Sequence[int], max_period: int = 1024, min_repeat
     per surviving period that is no multiple of one already found.
     """
     if min_repeats < 2:
-        raise ValueError(
+        raise UserError(
             f"min_repeats={min_repeats}: a single occurrence is no repetition, use 2 or more"
         )
     # Reversed, the suffix is a prefix: it has period p when the text agrees for L - p tokens with

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from stable_opd_mcore.data.errors import DataError
+from stable_opd_mcore.atomic_files import write_atomically
+from stable_opd_mcore.errors import DataError, UserError
 from stable_opd_mcore.records import AnswerFormat, FinishReason, Prompt, Rollout
-from stable_opd_mcore.whole import write_whole
 
 NUM_SAMPLES = 16  # what rollout.save=samples keeps of each step
 
@@ -51,12 +51,12 @@ def write_rollouts(path: str | Path, rollouts: Iterable[Rollout]) -> None:
     """Write `path` atomically, parent directory included; an older file of that name is replaced.
 
     Raises:
-        ValueError: a log-probability that is not finite (JSON has no such number), or as many
+        UserError: a log-probability that is not finite (JSON has no such number), or as many
             log-probabilities as tokens are not given.
     """
     lines = [json.dumps(_to_row(rollout), ensure_ascii=False) + "\n" for rollout in rollouts]
     # A decoded text may hold half of a split emoji: lone surrogates survive both ways.
-    write_whole(Path(path), "".join(lines).encode("utf-8", "surrogatepass"))
+    write_atomically(Path(path), "".join(lines).encode("utf-8", "surrogatepass"))
 
 
 def read_rollouts(path: str | Path) -> list[Rollout]:
@@ -107,13 +107,13 @@ class RolloutWriter:
 def _to_row(rollout: Rollout) -> dict[str, Any]:
     name = f"rollout {rollout.sample_index} of prompt {rollout.prompt.prompt_id}"
     if len(rollout.token_ids) != len(rollout.rollout_logprobs):
-        raise ValueError(
+        raise UserError(
             f"{name}: {len(rollout.token_ids)} tokens but {len(rollout.rollout_logprobs)} "
             "log-probabilities"
         )
     for position, logprob in enumerate(rollout.rollout_logprobs):
         if not math.isfinite(logprob):
-            raise ValueError(f"{name}: log-probability {logprob} at token {position}")
+            raise UserError(f"{name}: log-probability {logprob} at token {position}")
     golden = rollout.prompt.golden_token_ids
     return {
         "prompt_id": rollout.prompt.prompt_id,
@@ -208,4 +208,4 @@ def _numbers(row: dict[str, Any], column: str, where: str) -> tuple[float, ...]:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
+    raise UserError(f"{name} is not JSON")

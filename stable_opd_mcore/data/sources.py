@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from stable_opd_mcore.config.schema import ColumnsConfig, SourceConfig
-from stable_opd_mcore.data.errors import DataError
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.synthetic import ARITHMETIC, arithmetic_rows
+from stable_opd_mcore.errors import DataError
 
 Record = Mapping[str, Any]
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
-from stable_opd_mcore.data.errors import DataError
 from stable_opd_mcore.data.rows import Row
+from stable_opd_mcore.errors import DataError, UserError
 
 ARITHMETIC = "synthetic:arithmetic"
 
@@ -59,20 +59,20 @@ class ArithmeticOptions(BaseModel):
     @model_validator(mode="after")
     def _consistent(self):
         if self.min_operations > self.max_operations:
-            raise ValueError(
+            raise UserError(
                 f"min_operations={self.min_operations} exceeds max_operations={self.max_operations}"
             )
         if not self.recheck or not all(0 <= p <= 1 for p in self.recheck):
-            raise ValueError("recheck needs one or more probabilities between 0 and 1")
+            raise UserError("recheck needs one or more probabilities between 0 and 1")
         if self.loop + self.junk > 1:
-            raise ValueError(f"loop={self.loop} and junk={self.junk} add up to more than 1")
+            raise UserError(f"loop={self.loop} and junk={self.junk} add up to more than 1")
         if self.window is None and (self.loop or self.junk or self.recheck[-1] > 0.9):
-            raise ValueError(
+            raise UserError(
                 "loop, junk and recheck ending above 0.9 need window, the length to fill"
             )
         needed = self._longest_document()
         if self.window is not None and self.window < needed:
-            raise ValueError(f"window={self.window} is too short for these documents: {needed}")
+            raise UserError(f"window={self.window} is too short for these documents: {needed}")
         return self
 
     def _longest_document(self) -> int:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
+from stable_opd_mcore.atomic_files import atomic_directory
 from stable_opd_mcore.data.synthetic import SECOND_STOP, STOP, VOCABULARY
-from stable_opd_mcore.whole import whole_directory
 
 WEIGHTS = "model.safetensors"
 
@@ -26,6 +26,6 @@ def swap_stop_tokens(source: Path, target: Path) -> None:
     first, second = VOCABULARY.index(STOP), VOCABULARY.index(SECOND_STOP)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         weights[name][[first, second]] = weights[name][[second, first]]
-    with whole_directory(target) as partial:
+    with atomic_directory(target) as partial:
         shutil.copytree(source, partial, dirs_exist_ok=True)
         save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})

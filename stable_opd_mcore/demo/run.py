@@ -29,12 +29,13 @@ from rich.progress import (
 )
 from rich.table import Column, Table
 
+from stable_opd_mcore.atomic_files import write_atomically
 from stable_opd_mcore.config.load import load_config, parse_config
 from stable_opd_mcore.demo.recipe import CAPTIONS, Job, demo_jobs
 from stable_opd_mcore.demo.relabel import swap_stop_tokens
 from stable_opd_mcore.demo.summary import ArmSummary, summarise
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.monitoring.report import ReportRun, write_report
-from stable_opd_mcore.whole import write_whole
 
 WORKERS = 2
 POLL_SECONDS = 1.0
@@ -45,7 +46,7 @@ def run_demo(directory: Path, num_seeds: int) -> None:
     """Run all arms with seeds 0 .. num_seeds-1; write summary.json and report.html, print tables.
 
     Raises:
-        ValueError: a run failed, or the directory holds runs with other settings.
+        UserError: a run failed, or the directory holds runs with other settings.
     """
     started = time.monotonic()
     directory = directory.resolve()
@@ -54,7 +55,7 @@ def run_demo(directory: Path, num_seeds: int) -> None:
     arms = [summarise(job) for job in jobs if job.arm is not None]
     summary, report = directory / "summary.json", directory / "report.html"
     records = [asdict(arm) for arm in arms]
-    write_whole(summary, json.dumps({"arms": records}, indent=1).encode())
+    write_atomically(summary, json.dumps({"arms": records}, indent=1).encode())
     runs = [ReportRun(job.directory, job.arm, job.act) for job in jobs if job.arm and job.act]
     write_report(
         runs,
@@ -80,7 +81,7 @@ def run_jobs(jobs: Sequence[Job]) -> None:
     """Run jobs in worker processes, each after those it builds on; two side by side.
 
     Raises:
-        ValueError: a run failed; names it and its error. Or a finished run has other settings.
+        UserError: a run failed; names it and its error. Or a finished run has other settings.
     """
     for job in jobs:
         _require_same_settings(job)
@@ -104,7 +105,7 @@ def run_jobs(jobs: Sequence[Job]) -> None:
                 except Exception as error:
                     others = " and ".join(other.name for other in running.values())
                     bars.say(f"{job.name} failed" + (f", waiting for {others}" if others else ""))
-                    raise ValueError(
+                    raise UserError(
                         f"the demo's run {job.name} failed: {type(error).__name__}: {error}. "
                         "Finished runs are kept: the same command goes on from there"
                     ) from error
@@ -165,7 +166,7 @@ def _require_same_settings(job: Job) -> None:
         return
     made_with = load_config(job.directory / "config.resolved.yaml")
     if made_with != parse_config(job.config, origin="the demo's recipe"):
-        raise ValueError(
+        raise UserError(
             f"{job.directory} was made with other settings than this version's demo: remove it, "
             "or choose another --directory"
         )

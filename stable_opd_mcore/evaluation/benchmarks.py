@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stable_opd_mcore.config.schema import ColumnsConfig, SourceConfig
-from stable_opd_mcore.data.errors import DataError
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.sources import parse_row, read_records, source_name
+from stable_opd_mcore.errors import DataError
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.records import Prompt, Rollout
-from stable_opd_mcore.rollout.base import RolloutEngine, Sampling
+from stable_opd_mcore.rollout.engine import RolloutEngine, Sampling
 
 Gather = Callable[[list[Rollout]], list[list[Rollout]]]
 
@@ -92,12 +93,12 @@ def evaluate(
         prompts_per_batch: prompts handed to the engine at once.
 
     Raises:
-        ValueError: no prompts, or one without a gold answer.
+        UserError: no prompts, or one without a gold answer.
     """
     missing = next((prompt.prompt_id for prompt in prompts if prompt.answer is None), None)
     if missing is not None or not prompts:
         what = f"{missing}: no gold answer" if prompts else "no held-out prompts"
-        raise ValueError(f"{what}; set data.eval.path and data.eval.columns.answer")
+        raise UserError(f"{what}; set data.eval.path and data.eval.columns.answer")
     mine = prompts[data_rank::data_size]
     drawn: list[Rollout] = []
     for start in range(0, len(mine), prompts_per_batch):

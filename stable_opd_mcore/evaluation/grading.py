@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.records import AnswerFormat, Rollout
 
 _WORKER_FILE = Path(__file__).with_name("grading_worker.py")
@@ -44,11 +45,11 @@ def grading_item(rollout: Rollout) -> GradingItem:
     """A rollout as it is graded.
 
     Raises:
-        ValueError: its prompt has no gold answer.
+        UserError: its prompt has no gold answer.
     """
     prompt = rollout.prompt
     if prompt.answer is None:
-        raise ValueError(
+        raise UserError(
             f"{prompt.prompt_id}: no gold answer to grade against; set data.*.columns.answer"
         )
     return GradingItem(
@@ -68,7 +69,7 @@ class Grader:
 
     def __init__(self, timeout_seconds: float = 10.0, workers: int = 2):
         if timeout_seconds <= 0 or workers < 1:
-            raise ValueError(
+            raise UserError(
                 f"timeout_seconds={timeout_seconds} and workers={workers} must be positive"
             )
         self.timeout_seconds = timeout_seconds

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from rich.progress import track
 
+from stable_opd_mcore.atomic_files import write_atomically
 from stable_opd_mcore.config.schema import SourceConfig
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.openr1 import select_rows, split_rows
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.sources import read_records
 from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS, load_benchmark
-from stable_opd_mcore.whole import write_whole
 
 SFT_ROWS = 33_000
 
@@ -61,5 +61,5 @@ def _write(path: Path, rows: Iterable[Row]) -> Path:
         values = {"problem": row.problem, "answer": row.answer, "solution": row.solution}
         given = {name: value for name, value in values.items() if value is not None}
         lines.append(json.dumps(given, ensure_ascii=False) + "\n")
-    write_whole(path, "".join(lines).encode())
+    write_atomically(path, "".join(lines).encode())
     return path

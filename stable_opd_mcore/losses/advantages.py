@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stable_opd_mcore.config.schema import AdvantageConfig
+from stable_opd_mcore.errors import UserError
 
 # (behaviour log-prob, teacher log-prob, advantage given with the sample, settings) -> advantage
 AdvantageFunction = Callable[[Tensor, Tensor | None, Tensor | None, AdvantageConfig], Tensor]
@@ -30,12 +31,10 @@ def teacher_over_student(
     asked.
 
     Raises:
-        ValueError: the micro-batch carries no teacher scores.
+        UserError: the micro-batch carries no teacher scores.
     """
     if teacher_logprob_C is None:
-        raise ValueError(
-            "this objective needs teacher scores: attach them to the micro-batch first"
-        )
+        raise UserError("this objective needs teacher scores: attach them to the micro-batch first")
     if settings.power is None:
         advantage_C = teacher_logprob_C - behaviour_logprob_C
     else:
@@ -55,10 +54,10 @@ def given_with_sample(
     """The advantage that came with the sample (GRPO: from rewards); clamped if asked.
 
     Raises:
-        ValueError: the micro-batch carries no advantages.
+        UserError: the micro-batch carries no advantages.
     """
     if given_C is None:
-        raise ValueError(
+        raise UserError(
             "this objective needs MicroBatch.given_advantage_N: pack with its token_weights"
         )
     if settings.clamp is not None:

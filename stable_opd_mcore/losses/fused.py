@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.losses.advantages import return_to_go
 from stable_opd_mcore.losses.chunk import Chunk
 from stable_opd_mcore.losses.head import (
@@ -58,7 +59,7 @@ def fused_loss(
     `context_group`.
 
     Raises:
-        ValueError: a score the terms need is missing, or heads cover different vocabulary ranges.
+        UserError: a score the terms need is missing, or heads cover different vocabulary ranges.
     """
     heads = (head, teacher_head, reference_head)
     run = _Run(heads, Rows.of(batch), batch, terms, context_group, chunk_tokens)
@@ -137,7 +138,7 @@ class _Run:
         """Say what is missing before any work is done."""
         terms, rows = self.terms, self.rows
         if hidden_NH.shape[0] != rows.targets.shape[0]:
-            raise ValueError(
+            raise UserError(
                 f"{hidden_NH.shape[0]} hidden states for {rows.targets.shape[0]} scored rows: "
                 "select them with hidden_TH.index_select(0, microbatch.rows_N)"
             )
@@ -146,13 +147,13 @@ class _Run:
             ("reference", terms.reference == "exact", self.reference_head, rows.reference_hidden),
         ):
             if needed and (head is None or hidden is None):
-                raise ValueError(f"the loss needs the {name}'s hidden states and output head")
+                raise UserError(f"the loss needs the {name}'s hidden states and output head")
             if needed and head is not None:
                 require_same_columns(self.head, head, name)
         if terms.reference == "k3" and rows.reference_logprob is None:
-            raise ValueError("kl.estimator=k3 needs the reference's log-probabilities")
+            raise UserError("kl.estimator=k3 needs the reference's log-probabilities")
         if terms.divergence == "teacher_support" and rows.topk_ids is None:
-            raise ValueError("the loss needs the teacher's top-k ids and log-probabilities")
+            raise UserError("the loss needs the teacher's top-k ids and log-probabilities")
 
     def __call__(
         self, hidden_NH: Tensor, weight_VH: Tensor, *, wants_hidden: bool, wants_weight: bool

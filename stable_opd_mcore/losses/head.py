@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from stable_opd_mcore.errors import UserError
+
 ROW_ALIGNMENT = 64  # elements; 128 bytes in bf16
 
 # Small vocabularies go through in larger chunks than train.loss_chunk_tokens: this many logits.
@@ -103,10 +105,10 @@ class Head:
         each.
 
         Raises:
-            ValueError: k exceeds the vocabulary.
+            UserError: k exceeds the vocabulary.
         """
         if k > self.vocab_size:
-            raise ValueError(f"top-{k} of a vocabulary of {self.vocab_size}: lower objective.top_k")
+            raise UserError(f"top-{k} of a vocabulary of {self.vocab_size}: lower objective.top_k")
         rows = logits_CV.shape[0]
         width = min(k, self.num_columns)
         values_CK = logits_CV.new_full((rows, k), -torch.inf, dtype=accumulation_dtype(logits_CV))
@@ -140,7 +142,7 @@ def stop_classes(
     """Student's and teacher's stop class; None twice where both stop on one and the same token."""
     student, teacher = tuple(sorted(set(student_stop_ids))), tuple(sorted(set(teacher_stop_ids)))
     if not student or not teacher:
-        raise ValueError(
+        raise UserError(
             f"a stop class needs stop ids of both models; student has {student}, teacher has "
             f"{teacher}: set student.stop_token_ids and teacher.stop_token_ids, "
             "or objective.stop_class=false"
@@ -166,11 +168,11 @@ def chunk_rows(wanted: int, head: Head) -> int:
 def require_stop_ids(ids: Sequence[int], vocab_size: int) -> None:
     """
     Raises:
-        ValueError: a stop id outside the common vocabulary.
+        UserError: a stop id outside the common vocabulary.
     """
     outside = [i for i in ids if not 0 <= i < vocab_size]
     if outside:
-        raise ValueError(f"stop ids {outside} lie outside the common vocabulary of {vocab_size}")
+        raise UserError(f"stop ids {outside} lie outside the common vocabulary of {vocab_size}")
 
 
 def accumulation_dtype(tensor: Tensor) -> torch.dtype:
@@ -182,14 +184,14 @@ def require_same_columns(student: Head, other: Head, name: str) -> None:
     """Refuse heads whose shards cover different vocabulary ranges.
 
     Raises:
-        ValueError: with both ranges and the remedy.
+        UserError: with both ranges and the remedy.
     """
     ranges = [
         (h.vocab_start, h.vocab_start + h.num_columns, h.vocab_size) for h in (student, other)
     ]
     if ranges[0] != ranges[1]:
         (start, stop, size), (other_start, other_stop, other_size) = ranges
-        raise ValueError(
+        raise UserError(
             f"this rank holds vocabulary entries {start}..{stop} of {size} for the student, but "
             f"{other_start}..{other_stop} of {other_size} for the {name}: give both the common "
             f"vocabulary size and re-shard the {name}'s head once with losses.fused.align_head"

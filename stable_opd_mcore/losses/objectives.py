@@ -1,7 +1,7 @@
 """Every objective by name: which terms its loss has, which scores it needs, how its tokens are
 weighted.
 
-To add an objective: write its per-token definition in reference.py, and one line in OBJECTIVES
+To add an objective: write its per-token definition in definitions.py, and one line in OBJECTIVES
 that says which terms compute it. The tests hold every entry against its definition. Not here: how
 terms are computed (fused.py).
 """
@@ -15,9 +15,9 @@ from typing import Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from stable_opd_mcore.config.load import ConfigError
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.losses import reference, weights
+from stable_opd_mcore.errors import ConfigError
+from stable_opd_mcore.losses import definitions, token_weights
 from stable_opd_mcore.losses.advantages import given_with_sample, teacher_over_student
 from stable_opd_mcore.losses.fused import fused_loss
 from stable_opd_mcore.losses.head import Head, StopClass, chunk_rows, stop_classes
@@ -25,31 +25,31 @@ from stable_opd_mcore.losses.terms import Terms
 from stable_opd_mcore.records import LossOutput, MicroBatch, Sample, TokenWeights
 
 # "topk" comes with "sampled"; "hidden" comes alone, and the loss finds the rest.
-Scores = Literal["none", "sampled", "topk", "hidden"]
+ScoresNeeded = Literal["none", "sampled", "topk", "hidden"]
 
 
 @dataclass(frozen=True)
 class Entry:
     """One row of the registry."""
 
-    definition: reference.PolicyTerm | None  # the plain per-token form; None: no policy term
+    definition: definitions.PolicyTerm | None  # the plain per-token form; None: no policy term
     terms: Callable[[Config], Terms]
-    teacher: Scores
+    teacher: ScoresNeeded
     rewards: bool = False  # advantages come from graded rollouts
 
 
 OBJECTIVES: dict[str, Entry] = {
     "sft": Entry(None, lambda config: Terms(), "none"),
     "grpo": Entry(
-        reference.grpo, lambda config: Terms(advantage=given_with_sample), "none", rewards=True
+        definitions.grpo, lambda config: Terms(advantage=given_with_sample), "none", rewards=True
     ),
-    "opd": Entry(reference.opd, lambda config: Terms(advantage=teacher_over_student), "sampled"),
-    "lsm": Entry(reference.lsm, lambda config: Terms(divergence="teacher_support"), "topk"),
+    "opd": Entry(definitions.opd, lambda config: Terms(advantage=teacher_over_student), "sampled"),
+    "lsm": Entry(definitions.lsm, lambda config: Terms(divergence="teacher_support"), "topk"),
     "student_topk": Entry(
-        reference.student_topk, lambda config: Terms(divergence="student_support"), "hidden"
+        definitions.student_topk, lambda config: Terms(divergence="student_support"), "hidden"
     ),
     "gkd": Entry(
-        reference.gkd, lambda config: Terms(divergence=config.objective.divergence), "hidden"
+        definitions.gkd, lambda config: Terms(divergence=config.objective.divergence), "hidden"
     ),
 }
 
@@ -59,8 +59,8 @@ class Objective:
     """A configured objective: weights for the global batch, and the loss of a micro-batch."""
 
     name: str
-    teacher_needs: Scores  # what `microbatch.teacher` must carry
-    reference_needs: Scores  # what `microbatch.reference` must carry
+    teacher_needs: ScoresNeeded  # what `microbatch.teacher` must carry
+    reference_needs: ScoresNeeded  # what `microbatch.reference` must carry
     top_k: int  # entries per row when teacher_needs is "topk"
     needs_rollouts: bool  # False: golden solutions alone are trained on
     needs_golden: bool  # golden solutions must be among the samples
@@ -80,17 +80,17 @@ class Objective:
         inside.
 
         Raises:
-            ValueError: a rollout without reward (grpo), an off-policy prompt without golden
+            UserError: a rollout without reward (grpo), an off-policy prompt without golden
             solution (gkd).
         """
         config = self.config
         policy = [sample.source == "rollout" and self.needs_rollouts for sample in samples]
         if self.name == "gkd" and config.objective.on_policy_fraction < 1:
-            policy = weights.on_policy_share(samples, config.objective.on_policy_fraction)
+            policy = token_weights.on_policy_share(samples, config.objective.on_policy_fraction)
         advantages = None
         if self.needs_rewards:
-            advantages = weights.group_advantages(samples, config.objective.std_normalise)
-        return weights.token_weights(
+            advantages = token_weights.group_advantages(samples, config.objective.std_normalise)
+        return token_weights.token_weights(
             samples,
             policy=policy,
             aggregation=config.aggregation,
@@ -120,7 +120,7 @@ class Objective:
             that hold the other slices of the micro-batch's sequences.
 
         Raises:
-            ValueError: scores are missing or heads do not fit, naming which.
+            UserError: scores are missing or heads do not fit, naming which.
         """
         return fused_loss(
             hidden_NH,
@@ -168,7 +168,7 @@ def build_objective(
         stop=student_stop,
         teacher_stop=teacher_stop,
     )
-    reference_needs: dict[str, Scores] = {"none": "none", "k3": "sampled", "exact": "hidden"}
+    reference_needs: dict[str, ScoresNeeded] = {"none": "none", "k3": "sampled", "exact": "hidden"}
     return Objective(
         name=settings.name,
         teacher_needs="hidden" if terms.teacher_logits else entry.teacher,

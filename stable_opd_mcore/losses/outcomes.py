@@ -51,7 +51,7 @@ def merge_(
         scale: 1 / temperature; probabilities add up, not logits.
 
     Raises:
-        ValueError: an id outside the common vocabulary.
+        UserError: an id outside the common vocabulary.
     """
     require_stop_ids(ids, head.vocab_size)
     rows = next(iter(logits_CV.values())).shape[0]

@@ -87,11 +87,11 @@ class Rows:
             old_logprob=batch.old_logprob_N,
             old_token_logprob=batch.old_token_logprob_N,
             advantage=batch.given_advantage_N,
-            teacher_logprob=teacher.sampled_logprob_N if teacher else None,
+            teacher_logprob=teacher.logprob_N if teacher else None,
             teacher_hidden=teacher.hidden_NH if teacher else None,
             topk_ids=teacher.topk_ids_NK if teacher else None,
             topk_logprobs=teacher.topk_logprobs_NK if teacher else None,
-            reference_logprob=reference.sampled_logprob_N if reference else None,
+            reference_logprob=reference.logprob_N if reference else None,
             reference_hidden=reference.hidden_NH if reference else None,
         )
 

@@ -19,17 +19,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
-from stable_opd_mcore.parallel import megatron_cpu
 from stable_opd_mcore.parallel.context import token_indices
-
-megatron_cpu.install()
-
-from megatron.core import tensor_parallel  # noqa: E402
-from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # noqa: E402
-from megatron.core.transformer.attention import SelfAttention  # noqa: E402
 
 _BUCKET_RATIO = 0.75  # a sequence joins a bucket when at least this share of the bucket's longest
 

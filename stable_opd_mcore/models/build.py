@@ -13,7 +13,9 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.attention import RotaryByPosition
 from stable_opd_mcore.models.convert import mark_shards, random_weights
 from stable_opd_mcore.models.families import Architecture, rotary_frequencies
@@ -23,12 +25,7 @@ from stable_opd_mcore.models.hidden_states import (
     output_head,
 )
 from stable_opd_mcore.models.spec import layer_spec, transformer_engine_is_usable
-from stable_opd_mcore.parallel import megatron_cpu
 from stable_opd_mcore.parallel.world import World
-
-megatron_cpu.install()
-
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 __all__ = [
     "HiddenStatesGPTModel",
@@ -62,7 +59,7 @@ def build_model(
             of a large model takes minutes.
 
     Raises:
-        ValueError: heads or key-value heads not divisible by the tensor ranks, layers not by the
+        UserError: heads or key-value heads not divisible by the tensor ranks, layers not by the
             pipeline stages, fp32 where the attention cannot slice it; the message holds the numbers
             and what to change.
     """
@@ -85,13 +82,13 @@ def check_layout(architecture: Architecture, world: World) -> None:
     for name in ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size"):
         number = getattr(architecture, name)
         if number % world.tensor_size:
-            raise ValueError(
+            raise UserError(
                 f"parallel.tensor={world.tensor_size} does not divide {name}={number} of this "
                 f"{architecture.model_type} model: choose a tensor size among {sizes}"
             )
     stages = world.pipeline_size * world.num_chunks
     if architecture.num_layers % stages:
-        raise ValueError(
+        raise UserError(
             f"{architecture.num_layers} layers do not divide into parallel.pipeline="
             f"{world.pipeline_size} x parallel.virtual_pipeline={world.num_chunks} = {stages} "
             f"stages: choose a product among {_divisors(architecture.num_layers)}"
@@ -100,7 +97,7 @@ def check_layout(architecture: Architecture, world: World) -> None:
 
 def _check_attention(world: World, precision: Precision) -> None:
     if world.context_size > 1 and precision == "fp32" and transformer_engine_is_usable():
-        raise ValueError(
+        raise UserError(
             f"parallel.context={world.context_size} with train.precision=fp32: Transformer Engine "
             "attends over slices in bf16 only; set train.precision=bf16 or parallel.context=1"
         )

@@ -22,23 +22,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import (
+    set_tensor_model_parallel_attributes,
+)
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Module
 
+from stable_opd_mcore.atomic_files import atomic_directory
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models import tensors
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.hidden_states import unwrap
 from stable_opd_mcore.models.tensors import Parameter
-from stable_opd_mcore.parallel import megatron_cpu
-from stable_opd_mcore.whole import whole_directory
-
-megatron_cpu.install()
-
-from megatron.core.tensor_parallel.layers import (  # noqa: E402
-    set_tensor_model_parallel_attributes,
-)
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -94,7 +91,7 @@ def load_hf(chunks: Sequence[Module], path: str | Path) -> None:
     """Fill the chunks from a Hugging Face directory's safetensors, one file or several.
 
     Raises:
-        ValueError: a file or tensor is missing, a file is truncated, or a shape or a set of tensors
+        UserError: a file or tensor is missing, a file is truncated, or a shape or a set of tensors
             belongs to another architecture; the message names the file and the tensor. No weight
             has changed then.
     """
@@ -157,7 +154,7 @@ def export_hf(
     partial = writer = None
     with ExitStack() as stack:
         if dist.get_rank() == 0:
-            partial = stack.enter_context(whole_directory(Path(directory)))
+            partial = stack.enter_context(atomic_directory(Path(directory)))
             writer = _ShardWriter(partial, max_file_bytes)
         for name, tensor in iter_hf_tensors(chunks):
             if writer is not None:
@@ -175,10 +172,10 @@ def copy_weights(from_chunks: Sequence[Module], to_chunks: Sequence[Module]) -> 
     reference.
 
     Raises:
-        ValueError: the models differ.
+        UserError: the models differ.
     """
     if architecture_of(from_chunks) != architecture_of(to_chunks):
-        raise ValueError(
+        raise UserError(
             f"cannot copy weights of {architecture_of(from_chunks)} "
             f"into {architecture_of(to_chunks)}"
         )
@@ -244,11 +241,11 @@ class _Checkpoint:
             try:
                 self._file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             except (json.JSONDecodeError, KeyError) as error:
-                raise ValueError(f"{index}: not an index of safetensors files ({error})") from None
+                raise UserError(f"{index}: not an index of safetensors files ({error})") from None
         elif (self._directory / _SINGLE).is_file():
             self._file_of = dict.fromkeys(self._handle(_SINGLE).keys(), _SINGLE)
         else:
-            raise ValueError(f"{self._directory}: neither {_SINGLE} nor {_INDEX} is there")
+            raise UserError(f"{self._directory}: neither {_SINGLE} nor {_INDEX} is there")
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -268,16 +265,16 @@ class _Checkpoint:
         )
         for name, shape in wanted.items():
             if name not in self._file_of:
-                raise ValueError(f"{self._directory}: tensor {name} is missing; {hint}")
+                raise UserError(f"{self._directory}: tensor {name} is missing; {hint}")
             found = tuple(self._view(name).get_shape())
             if found != shape:
-                raise ValueError(
+                raise UserError(
                     f"{self._path(name)}: tensor {name} has shape {found}, expected {shape}; {hint}"
                 )
         ignored = {"lm_head.weight"} if architecture.tied else set()
         for name in self._file_of.keys() - wanted.keys() - ignored:
             if not name.endswith("rotary_emb.inv_freq"):
-                raise ValueError(
+                raise UserError(
                     f"{self._path(name)}: tensor {name} has no place in the model; {hint}"
                 )
 
@@ -288,7 +285,7 @@ class _Checkpoint:
         try:
             return self._handle(self._file_of[name]).get_slice(name)
         except SafetensorError:
-            raise ValueError(
+            raise UserError(
                 f"{self._path(name)}: tensor {name} is not in this file, though {_INDEX} says so"
             ) from None
 
@@ -299,11 +296,11 @@ class _Checkpoint:
         if file not in self._open:
             path = self._directory / file
             if not path.is_file():
-                raise ValueError(f"{path}: no such file, though {_INDEX} names it")
+                raise UserError(f"{path}: no such file, though {_INDEX} names it")
             try:
                 self._open[file] = safe_open(path, framework="pt").__enter__()
             except SafetensorError as error:
-                raise ValueError(
+                raise UserError(
                     f"{path}: not readable, probably truncated ({path.stat().st_size} bytes): "
                     f"{error}; copy or download it again"
                 ) from None

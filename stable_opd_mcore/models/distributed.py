@@ -14,17 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.nn import Module
 
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.convert import architecture_of, write_config
 from stable_opd_mcore.models.hidden_states import unwrap
-from stable_opd_mcore.parallel import megatron_cpu
 from stable_opd_mcore.parallel.save_helper import start_save_helper
-
-megatron_cpu.install()
-
-from megatron.core import dist_checkpointing  # noqa: E402
-from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 
 METADATA = ".metadata"
 # What torch's checkpoint metadata is made of; anything else in that pickle is refused.
@@ -73,10 +70,10 @@ def save_weights(
         save_tokenizer: writes what a tokenizer needs into the directory given to it.
 
     Raises:
-        ValueError: the directory exists.
+        UserError: the directory exists.
     """
     if directory.exists():
-        raise ValueError(f"{directory} exists; name a directory that does not")
+        raise UserError(f"{directory} exists; name a directory that does not")
     partial = directory.with_name(f"partial-{directory.name}")
     dist.barrier()
     if dist.get_rank() == 0:
@@ -109,7 +106,7 @@ def load_weights(chunks: Sequence[Module], path: str | Path) -> None:
     """Read a distributed checkpoint's weights into the chunks, whatever layout wrote them.
 
     Raises:
-        ValueError: not a checkpoint's metadata.
+        UserError: not a checkpoint's metadata.
     """
     refuse_foreign_pickle(Path(path))
     loaded: Any = dist_checkpointing.load(weights_of(chunks), str(path))
@@ -136,6 +133,6 @@ def refuse_foreign_pickle(checkpoint: Path) -> None:
         with path.open("rb") as file:
             _MetadataUnpickler(file).load()
     except (pickle.UnpicklingError, EOFError, AttributeError) as error:
-        raise ValueError(
+        raise UserError(
             f"{path}: not a checkpoint's metadata ({error}); the file may be hostile"
         ) from error

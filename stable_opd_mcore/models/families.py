@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stable_opd_mcore.errors import UserError
+
 
 @dataclass(frozen=True)
 class Family:
@@ -74,19 +76,19 @@ def read_architecture(source: str | Path | Mapping[str, Any]) -> Architecture:
     """Read a model directory, a config.json, or its fields given inline.
 
     Raises:
-        ValueError: no such file, not JSON, unknown model_type, a key missing or with a value that
+        UserError: no such file, not JSON, unknown model_type, a key missing or with a value that
             is not implemented; the message names the file and the key.
     """
     origin, fields = _fields(source)
     model_type = fields.get("model_type")
     if model_type not in FAMILIES:
-        raise ValueError(
+        raise UserError(
             f"{origin}: model_type {model_type!r} is not supported; "
             f"known: {', '.join(sorted(FAMILIES))}"
         )
     for key, wanted in FAMILIES[model_type].supported.items():
         if fields.get(key, wanted) != wanted:
-            raise ValueError(
+            raise UserError(
                 f"{origin}: {key}={fields[key]!r} is not supported for {model_type}; "
                 f"expected {wanted!r}"
             )
@@ -94,20 +96,20 @@ def read_architecture(source: str | Path | Mapping[str, Any]) -> Architecture:
     def count(key: str, default: int | None = None) -> int:
         value = fields.get(key, default)
         if value is None:
-            raise ValueError(f"{origin}: key {key} is missing; a {model_type} config needs it")
+            raise UserError(f"{origin}: key {key} is missing; a {model_type} config needs it")
         if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{origin}: {key}={value!r} should be a positive whole number")
+            raise UserError(f"{origin}: {key}={value!r} should be a positive whole number")
         return value
 
     heads, hidden = count("num_attention_heads"), count("hidden_size")
     if fields.get("head_dim") is None and hidden % heads:
-        raise ValueError(
+        raise UserError(
             f"{origin}: hidden_size={hidden} is no multiple of num_attention_heads={heads}: "
             "set head_dim"
         )
     groups = count("num_key_value_heads", heads)
     if heads % groups:
-        raise ValueError(
+        raise UserError(
             f"{origin}: num_attention_heads={heads} is no multiple of num_key_value_heads={groups}"
         )
     theta, scaling = _rotary(origin, fields)
@@ -158,13 +160,13 @@ def _fields(source: str | Path | Mapping[str, Any]) -> tuple[str, Mapping[str, A
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(
+        raise UserError(
             f"{path}: no such file; a model directory holds config.json and safetensors"
         ) from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: line {error.lineno} is not JSON: {error.msg}") from None
+        raise UserError(f"{path}: line {error.lineno} is not JSON: {error.msg}") from None
     if not isinstance(fields, dict):
-        raise ValueError(f"{path}: expected a JSON object with the model's settings")
+        raise UserError(f"{path}: expected a JSON object with the model's settings")
     return str(path), fields
 
 
@@ -173,16 +175,16 @@ def _rotary(origin: str, fields: Mapping[str, Any]) -> tuple[float, RotaryScalin
     given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     theta = given.get("rope_theta", fields.get("rope_theta"))
     if theta is None:
-        raise ValueError(f"{origin}: key rope_theta is missing (also not in rope_parameters)")
+        raise UserError(f"{origin}: key rope_theta is missing (also not in rope_parameters)")
     kind = given.get("rope_type", given.get("type", "default"))
     if kind == "default":
         return float(theta), None
     if kind not in ("linear", "llama3"):
-        raise ValueError(
+        raise UserError(
             f"{origin}: rope_type {kind!r} is not supported; expected default, linear or llama3"
         )
     if "factor" not in given:
-        raise ValueError(f"{origin}: rope_type {kind!r} needs the key factor")
+        raise UserError(f"{origin}: rope_type {kind!r} needs the key factor")
     return float(theta), RotaryScaling(
         kind=kind,
         factor=float(given["factor"]),

@@ -13,20 +13,17 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.losses.head import Head
 from stable_opd_mcore.models.attention import PackedSequences, RotaryByPosition
 from stable_opd_mcore.models.families import Architecture
-from stable_opd_mcore.parallel import megatron_cpu
 from stable_opd_mcore.records import MicroBatch
-
-megatron_cpu.install()
-
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # noqa: E402
-from megatron.core.utils import unwrap_model  # noqa: E402
 
 
 class HiddenStatesGPTModel(GPTModel):
@@ -91,12 +88,12 @@ def forward_hidden(chunk: torch.nn.Module, microbatch: MicroBatch) -> Tensor:
         sends on.
 
     Raises:
-        ValueError: sequence parallelism, and T is no multiple of the tensor ranks.
+        UserError: sequence parallelism, and T is no multiple of the tensor ranks.
     """
     model = unwrap(chunk)
     num_tokens, ranks = microbatch.tokens_T.numel(), model.pg_collection.tp.size()
     if model.config.sequence_parallel and num_tokens % ranks:
-        raise ValueError(
+        raise UserError(
             f"a micro-batch of {num_tokens} tokens cannot be cut over {ranks} sequence-parallel "
             f"ranks: pad it to a multiple of {ranks} (World.token_multiple)"
         )

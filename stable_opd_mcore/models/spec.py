@@ -12,22 +12,18 @@ import importlib.util
 from typing import Any
 
 import torch
-
-from stable_opd_mcore.models.attention import RMSNorm, TorchSelfAttention
-from stable_opd_mcore.parallel import megatron_cpu
-
-megatron_cpu.install()
-
-from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
-from megatron.core.transformer.transformer_block import (  # noqa: E402
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from stable_opd_mcore.models.attention import RMSNorm, TorchSelfAttention
 
 
 def transformer_engine_is_usable() -> bool:

@@ -106,7 +106,7 @@ def token_metrics(outputs: Sequence[LossOutput], microbatches: Sequence[MicroBat
     undefined. Costs one device synchronisation a micro-batch.
 
     Raises:
-        ValueError: as many outputs as micro-batches are not given.
+        UserError: as many outputs as micro-batches are not given.
     """
     metrics = Metrics()
     for output, microbatch in zip(outputs, microbatches, strict=True):
@@ -179,7 +179,7 @@ def _mean_terms(
     reference_N = None if reference is None else output.reference_logprob_N.detach()
     teacher_N = teacher_entropy_N = None
     if teacher is not None:
-        in_loss = teacher.sampled_logprob_N is None
+        in_loss = teacher.logprob_N is None
         teacher_N = output.teacher_logprob_N
         teacher_entropy_N = output.teacher_entropy_N if in_loss else teacher.entropy_N
     advantage_N = output.advantage_N

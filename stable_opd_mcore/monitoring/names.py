@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from stable_opd_mcore.errors import UserError
+
 
 @dataclass(frozen=True)
 class Name:
@@ -130,10 +132,10 @@ def require_known(keys: Iterable[str]) -> None:
     """Refuse metrics nobody described.
 
     Raises:
-        ValueError: names the unknown keys and where to add them.
+        UserError: names the unknown keys and where to add them.
     """
     unknown = sorted(set(keys) - NAMES.keys())
     if unknown:
-        raise ValueError(
+        raise UserError(
             f"unknown metrics {', '.join(unknown)}: describe them in monitoring/names.py"
         )

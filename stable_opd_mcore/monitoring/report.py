@@ -21,10 +21,11 @@ from typing import Any
 import jinja2
 from plotly.offline import get_plotlyjs
 
+from stable_opd_mcore.atomic_files import write_atomically
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.monitoring import tables
 from stable_opd_mcore.monitoring.figures import FIGURES, Row, draw, style
 from stable_opd_mcore.monitoring.sinks import METRICS_FILE, read_metrics
-from stable_opd_mcore.whole import write_whole
 
 TEMPLATES = Path(__file__).with_name("templates")
 
@@ -60,12 +61,12 @@ def write_report(
         captions: section -> a sentence under its heading.
 
     Raises:
-        ValueError: no runs; or a run without metrics.jsonl, with a malformed row there, or with a
+        UserError: no runs; or a run without metrics.jsonl, with a malformed row there, or with a
             malformed config or rollout file. Names file and line.
     """
     named = _named(runs)
     if not named:
-        raise ValueError("no runs to report on: give at least one run directory")
+        raise UserError("no runs to report on: give at least one run directory")
     rows = {run.directory: read_metrics(run.directory / METRICS_FILE) for run in named}
     styles = {
         label: style(index) for index, label in enumerate(dict.fromkeys(run.label for run in named))
@@ -89,7 +90,7 @@ def write_report(
         summary=tables.table_of_records(summary) if summary else None,
         captions={tables.printable(key): text for key, text in (captions or {}).items()},
     )
-    write_whole(Path(output), page.encode("utf-8", "replace"))
+    write_atomically(Path(output), page.encode("utf-8", "replace"))
     return Path(output)
 
 

@@ -19,10 +19,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from stable_opd_mcore.atomic_files import write_atomically
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.monitoring.names import require_known
-from stable_opd_mcore.whole import write_whole
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -57,7 +58,7 @@ class Sinks:
         """Write one row everywhere.
 
         Raises:
-            ValueError: a metric that monitoring/names.py does not describe, or a step written
+            UserError: a metric that monitoring/names.py does not describe, or a step written
             before.
         """
         require_known(metrics)
@@ -85,7 +86,7 @@ class JsonlSink:
     """Appends one line a step, flushed at once, so that a killed run loses no finished step.
 
     Raises:
-        ValueError: a row in the middle of an existing file is no metrics row; names file and line.
+        UserError: a row in the middle of an existing file is no metrics row; names file and line.
     """
 
     def __init__(self, path: str | Path, first_step: int = 0):
@@ -97,7 +98,7 @@ class JsonlSink:
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
         if step <= self._last_step:
-            raise ValueError(
+            raise UserError(
                 f"{self._path}: step {step} after step {self._last_step}; steps are written once, "
                 "in order"
             )
@@ -140,14 +141,14 @@ class WandbSink:
     """Weights & Biases, when installed and `monitoring.wandb` is set; its settings say where to.
 
     Raises:
-        ValueError: wandb is not installed.
+        UserError: wandb is not installed.
     """
 
     def __init__(self, directory: str | Path, config: Config):
         try:
             import wandb  # pyright: ignore[reportMissingImports]
         except ImportError as error:
-            raise ValueError(
+            raise UserError(
                 "monitoring.wandb=true needs the wandb package: pip install wandb, or set "
                 "monitoring.wandb=false"
             ) from error
@@ -171,15 +172,15 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl, in order.
 
     Raises:
-        ValueError: the file is missing or empty, or a row is malformed or repeats a step; the
+        UserError: the file is missing or empty, or a row is malformed or repeats a step; the
             message names file and line.
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; give the directory of a run that has started")
+        raise UserError(f"{path}: no such file; give the directory of a run that has started")
     lines = path.read_bytes().splitlines()
     if not lines:
-        raise ValueError(f"{path}: empty; the run has not finished its first step")
+        raise UserError(f"{path}: empty; the run has not finished its first step")
     return _parse(path, lines)
 
 
@@ -193,7 +194,7 @@ def _drop_from(path: Path, first_step: int) -> list[dict[str, Any]]:
     rows = [row for row in _parse(path, lines) if row["step"] < first_step]
     kept = b"".join(line + b"\n" for line in lines[: len(rows)])
     if kept != data:
-        write_whole(path, kept)
+        write_atomically(path, kept)
     return rows
 
 
@@ -203,14 +204,14 @@ def _parse(path: Path, lines: list[bytes]) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+            raise UserError(f"{path}, line {number}: not JSON ({error})") from error
         if not isinstance(row, dict) or type(row.get("step")) is not int:
-            raise ValueError(f"{path}, line {number}: not a metrics row: it has no integer step")
+            raise UserError(f"{path}, line {number}: not a metrics row: it has no integer step")
         for key, value in row.items():
             if key != "non_finite" and type(value) not in (int, float, type(None)):
-                raise ValueError(f"{path}, line {number}: {key} is {value!r:.60}, not a number")
+                raise UserError(f"{path}, line {number}: {key} is {value!r:.60}, not a number")
         if rows and row["step"] <= rows[-1]["step"]:
-            raise ValueError(
+            raise UserError(
                 f"{path}, line {number}: step {row['step']} after step {rows[-1]['step']}; every "
                 "step stands once, in order"
             )

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from stable_opd_mcore.data.rollout_files import read_rollouts, rollout_path
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.monitoring.figures import WINDOW, Row, trailing_mean
 from stable_opd_mcore.monitoring.health import ZLIB_LEVEL
 from stable_opd_mcore.records import Rollout
@@ -75,7 +76,7 @@ def config_differences(runs: Sequence[tuple[str, Path]]) -> Table | None:
     Runs that share a label (seeds of one arm) share a column; where they differ all values stand.
 
     Raises:
-        ValueError: a config.resolved.yaml that is no YAML mapping; names the file.
+        UserError: a config.resolved.yaml that is no YAML mapping; names the file.
     """
     labels = list(dict.fromkeys(label for label, _ in runs))
     settings: dict[str, list[dict[str, str]]] = {label: [] for label in labels}
@@ -98,7 +99,7 @@ def sample_rollouts(directory: Path, rows: Sequence[Row]) -> list[dict[str, str]
     the stored step with the highest repetition (else truncation) rate. Empty without stored steps.
 
     Raises:
-        ValueError: a stored rollout is malformed; names file and line.
+        UserError: a stored rollout is malformed; names file and line.
     """
     stored = [row for row in rows if rollout_path(directory, row["step"]).is_file()]
     if not stored:
@@ -216,9 +217,9 @@ def _flat_config(path: Path) -> dict[str, str]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not readable as YAML: {error}") from error
+        raise UserError(f"{path}: not readable as YAML: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected a mapping of settings, found {type(values).__name__}")
+        raise UserError(f"{path}: expected a mapping of settings, found {type(values).__name__}")
     flat = _flatten(values)
     return {key: text for key, text in flat.items() if not key.startswith("run.")}
 

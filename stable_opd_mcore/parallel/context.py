@@ -18,6 +18,7 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.records import MicroBatch
 
 
@@ -25,11 +26,11 @@ def token_indices(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
     """Where a rank's tokens stand among the T packed ones: int64 [T/size], in the rank's order.
 
     Raises:
-        ValueError: a sequence whose length is no multiple of 2 size.
+        UserError: a sequence whose length is no multiple of 2 size.
     """
     lengths_S = cu_seqlens.diff().long()
     if bool((lengths_S % (2 * size)).any()):
-        raise ValueError(
+        raise UserError(
             f"sequences of {lengths_S.tolist()} tokens cannot be cut over {size} context-parallel "
             f"ranks: pad each to a multiple of {2 * size} (World.sequence_multiple)"
         )
@@ -48,7 +49,7 @@ def slice_microbatch(batch: MicroBatch, rank: int, size: int) -> MicroBatch:
     cu_seqlens and max_seqlen go on describing the whole sequences.
 
     Raises:
-        ValueError: a sequence whose length is no multiple of 2 size.
+        UserError: a sequence whose length is no multiple of 2 size.
     """
     if size == 1:
         return batch

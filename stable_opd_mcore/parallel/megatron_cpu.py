@@ -1,15 +1,12 @@
 """Let unmodified megatron-core import and run in a process without CUDA.
 
-    from stable_opd_mcore.parallel import megatron_cpu
-    megatron_cpu.install()            # before the first `import megatron`
-
 An import hook compiles `megatron.*`, and nothing else, after replacing the spellings that can only
 raise without CUDA: `torch.cuda.x` becomes a facade whose device is the CPU, `"cuda"` constants
 become `"cpu"`, `tensor.cuda()` becomes `tensor.cpu()`. Valid for megatron-core 0.16 to 0.19.
 
 Not a monkeypatch: no attribute of torch changes, so transformers, dynamo and user code see the real
 torch. Not a second implementation: schedules, layers, optimizer and checkpoints are Megatron's own.
-Streams, NCCL, CUDA graphs and fused kernels are not exercised here.
+Streams, NCCL, CUDA graphs and fused kernels are not exercised here. megatron_import.py installs it.
 """
 
 from __future__ import annotations
@@ -49,7 +46,8 @@ def install() -> bool:
         return True
     if any(name.startswith("megatron.core") for name in sys.modules):
         raise RuntimeError(
-            "megatron_cpu.install() must run before the first import of megatron.core"
+            "import stable_opd_mcore before the first import of megatron.core: without CUDA, "
+            "Megatron must be rewritten while it is imported"
         )
     sys.modules[f"{_FACADE}_nvtx"] = cuda_facade.nvtx_module(f"{_FACADE}_nvtx")
     sys.meta_path.insert(0, _Finder())
@@ -57,14 +55,19 @@ def install() -> bool:
     return True
 
 
+def find_spec(fullname, path=None, target=None) -> importlib.machinery.ModuleSpec | None:
+    """As importlib's finders: the rewritten module of Megatron, None for any other package."""
+    if fullname.partition(".")[0] != _PACKAGE:
+        return None
+    spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+    if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
+        spec.loader = _Loader(spec.loader.name, spec.loader.path)
+    return spec
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname, path=None, target=None):
-        if fullname.partition(".")[0] != _PACKAGE:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
-            spec.loader = _Loader(spec.loader.name, spec.loader.path)
-        return spec
+        return find_spec(fullname, path, target)
 
 
 class _Loader(importlib.machinery.SourceFileLoader):

@@ -22,16 +22,13 @@ from typing import Any, TypeVar
 import numpy
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.network import gloo_settings
-from stable_opd_mcore.parallel import megatron_cpu
-
-megatron_cpu.install()
-
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
 Object = TypeVar("Object")
 
@@ -131,7 +128,7 @@ def start_world(parallel: ParallelConfig, seed: int) -> World:
     (Megatron's order).
 
     Raises:
-        ValueError: tensor x pipeline x context does not divide the number of ranks.
+        UserError: tensor x pipeline x context does not divide the number of ranks.
         RuntimeError: another layout stands; stop_world() first.
     """
     device = _join()
@@ -139,7 +136,7 @@ def start_world(parallel: ParallelConfig, seed: int) -> World:
     grid = parallel.tensor * parallel.pipeline * parallel.context
     if world_size % grid:
         stop_world()
-        raise ValueError(
+        raise UserError(
             f"parallel.tensor={parallel.tensor} x parallel.pipeline={parallel.pipeline} x "
             f"parallel.context={parallel.context} = {grid} does not divide the {world_size} started"
             f" ranks: start a multiple of {grid} (torchrun --nproc-per-node), or lower one of them"

@@ -9,10 +9,10 @@ from torch.nn import Module
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.parallel.world import World
-from stable_opd_mcore.rollout.base import RolloutEngine, Sampling
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
+from stable_opd_mcore.rollout.engine import RolloutEngine, Sampling
 from stable_opd_mcore.rollout.replay import ReplayEngine
-from stable_opd_mcore.rollout.sglang_build import build_sglang_engine
+from stable_opd_mcore.rollout.sglang.build import build_sglang_engine
 
 
 def build_engine(
@@ -28,7 +28,7 @@ def build_engine(
         stop_asked: whether the run is to end soon: then no absent server is waited for.
 
     Raises:
-        ValueError: the run to replay has no stored rollouts, or a server does not start.
+        UserError: the run to replay has no stored rollouts, or a server does not start.
     """
     if config.rollout.engine == "replay":
         assert config.rollout.replay_from is not None, "the schema asks for it"

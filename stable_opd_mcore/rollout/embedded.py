@@ -26,26 +26,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
-
-from stable_opd_mcore.models.families import rotary_frequencies
-from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
-from stable_opd_mcore.parallel import megatron_cpu
-from stable_opd_mcore.parallel.world import World
-from stable_opd_mcore.records import FinishReason, Prompt, Rollout
-from stable_opd_mcore.rollout.base import NothingInFlight, Sampling, check_prompts
-from stable_opd_mcore.rollout.kv_cache import KVCache
-from stable_opd_mcore.rollout.noise import row_key, sample_tokens, uniforms
-
-megatron_cpu.install()
-
-from megatron.core.inference.contexts import StaticInferenceContext  # noqa: E402
-from megatron.core.tensor_parallel.layers import (  # noqa: E402
+from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
 )
-from megatron.core.transformer.attention import SelfAttention  # noqa: E402
-from megatron.core.utils import unwrap_model  # noqa: E402
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.models.families import rotary_frequencies
+from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
+from stable_opd_mcore.parallel.world import World
+from stable_opd_mcore.records import FinishReason, Prompt, Rollout
+from stable_opd_mcore.rollout.engine import NothingInFlight, Sampling, check_prompts
+from stable_opd_mcore.rollout.kv_cache import KVCache
+from stable_opd_mcore.rollout.noise import row_key, sample_tokens, uniforms
 
 # Finished rows are dropped when no more than this share of the batch is still running. Times are
 # flat between 0.75 and 0.9; never dropping costs three times as much on a long-tailed batch.
@@ -63,7 +60,7 @@ class EmbeddedEngine(NothingInFlight):
         max_rows: responses decoded at once; more are drawn in turns.
 
     Raises:
-        ValueError: the model has fewer vocabulary entries than `vocab_size`.
+        UserError: the model has fewer vocabulary entries than `vocab_size`.
     """
 
     def __init__(
@@ -84,7 +81,7 @@ class EmbeddedEngine(NothingInFlight):
         self._max_rows = max_rows
         architecture = self._chunks[0].architecture
         if architecture.vocab_size < vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"the student has {architecture.vocab_size} vocabulary entries, fewer than the "
                 f"{vocab_size} of its tokenizer: it belongs to another tokenizer"
             )

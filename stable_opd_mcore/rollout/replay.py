@@ -12,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from stable_opd_mcore.data.rollout_files import read_rollouts, rollout_path
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.records import Prompt, Rollout
-from stable_opd_mcore.rollout.base import NothingInFlight, Sampling
+from stable_opd_mcore.rollout.engine import NothingInFlight, Sampling
 
 
 class ReplayEngine(NothingInFlight):
@@ -24,14 +25,14 @@ class ReplayEngine(NothingInFlight):
             numbered 12 (counted from 1) was trained on.
 
     Raises:
-        ValueError: the run has no rollouts.
+        UserError: the run has no rollouts.
     """
 
     def __init__(self, run_directory: str | Path):
         self.weight_version = 0
         self._run_directory = Path(run_directory)
         if not any((self._run_directory / "rollouts").glob("step_*.jsonl")):
-            raise ValueError(
+            raise UserError(
                 f"{self._run_directory}: no stored rollouts in it; rollout.replay_from must be a "
                 "run directory that was trained with rollout.save=all"
             )
@@ -48,12 +49,12 @@ class ReplayEngine(NothingInFlight):
         Graded anew by the caller; the prompts are the caller's own (golden solutions included).
 
         Raises:
-            ValueError: the step was not stored, or holds other prompts, other prompt tokens or
+            UserError: the step was not stored, or holds other prompts, other prompt tokens or
                 another number of samples, each with the file and the remedy.
         """
         path = rollout_path(self._run_directory, step + 1)
         if not path.is_file():
-            raise ValueError(
+            raise UserError(
                 f"{path}: step {step + 1} was not stored; the run to replay must have at least as "
                 f"many steps as this one (it has {self._stored_steps()}), and rollout.save=all"
             )
@@ -75,18 +76,18 @@ def _stored_sample(
 ) -> Rollout:
     samples = stored.get(prompt.prompt_id)
     if samples is None:
-        raise ValueError(
+        raise UserError(
             f"{path}: no rollouts of prompt {prompt.prompt_id}; a replay needs the same data, "
             "train.seed and rollout.prompts_per_step as the stored run, and rollout.save=all there"
         )
     if sample not in samples:
-        raise ValueError(
+        raise UserError(
             f"{path}: prompt {prompt.prompt_id} has {len(samples)} stored samples, sample "
             f"{sample} was asked for; set rollout.samples_per_prompt as in the stored run"
         )
     found = samples[sample]
     if found.prompt.token_ids != prompt.token_ids:
-        raise ValueError(
+        raise UserError(
             f"{path}: prompt {prompt.prompt_id} was stored with other tokens "
             f"({len(found.prompt.token_ids)}, now {len(prompt.token_ids)}); a replay needs the "
             "same tokenizer, chat template and data as the stored run"

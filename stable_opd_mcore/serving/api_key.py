@@ -12,12 +12,14 @@ import secrets
 import tempfile
 from pathlib import Path
 
+from stable_opd_mcore.errors import UserError
+
 
 def read_api_key(path: str | Path | None) -> str | None:
     """The key in `path`, None without a path.
 
     Raises:
-        ValueError: no such file, or nothing in it.
+        UserError: no such file, or nothing in it.
     """
     if path is None:
         return None
@@ -25,9 +27,9 @@ def read_api_key(path: str | Path | None) -> str | None:
     try:
         key = Path(path).read_text(encoding="utf-8").strip()
     except OSError as error:
-        raise ValueError(f"api_key_file={path}: {error.strerror}; {remedy}") from error
+        raise UserError(f"api_key_file={path}: {error.strerror}; {remedy}") from error
     if not key:
-        raise ValueError(f"api_key_file={path}: the file is empty; {remedy}")
+        raise UserError(f"api_key_file={path}: the file is empty; {remedy}")
     return key
 
 

@@ -3,7 +3,7 @@
 Token ids go in and come out; every answer is checked (ids inside the vocabulary, a finite
 log-probability per token, a finish that matches the request) before anything is built on it. Safe
 to use from many threads. Not here: which server is asked, restarts, redrawing
-(rollout/sglang_fleet.py), weights (rollout/sglang_sync.py).
+(rollout/sglang/fleet.py), weights (rollout/sglang/sync.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from weakref import WeakSet
 
 import httpx
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
+
+from stable_opd_mcore.errors import UserError
 
 _ROUNDING = 1e-3  # a log-probability may exceed 0 by this much
 _NEVER = -1e9  # in a logit: probability exactly 0 (JSON has no infinity)
@@ -51,7 +53,7 @@ class _Transient(ServerFailure):
     """One that the same server may well not repeat."""
 
 
-class RefusedRequest(ValueError):
+class RefusedRequest(UserError):
     """The server refuses what it was asked (HTTP 4xx): repeating it cannot help."""
 
     def __init__(self, url: str, path: str, status: int, detail: str) -> None:
@@ -89,7 +91,7 @@ class Generation:
         """The body of /generate.
 
         Raises:
-            ValueError: an id outside the vocabulary, which would end the server.
+            UserError: an id outside the vocabulary, which would end the server.
         """
         require_in_vocabulary(self.token_ids, self.vocab_size)
         padding = range(self.vocab_size, self.padded_vocab_size)
@@ -125,7 +127,7 @@ class Scoring:
         """The body of /generate.
 
         Raises:
-            ValueError: an id outside the vocabulary, which would end the server.
+            UserError: an id outside the vocabulary, which would end the server.
         """
         assert self.start >= 1, "nothing predicts a sequence's first token"
         require_in_vocabulary(self.token_ids, self.vocab_size)
@@ -152,11 +154,11 @@ class SequenceScores:
 def require_in_vocabulary(token_ids: Sequence[int], vocab_size: int) -> None:
     """
     Raises:
-        ValueError: some id is outside [0, vocab_size): SGLang's scheduler does not survive one.
+        UserError: some id is outside [0, vocab_size): SGLang's scheduler does not survive one.
     """
     outside = next((token for token in token_ids if not 0 <= token < vocab_size), None)
     if outside is not None:
-        raise ValueError(
+        raise UserError(
             f"token id {outside} is outside the server's vocabulary of {vocab_size}: not sent; "
             "the tokenizer belongs to another model"
         )
@@ -260,7 +262,7 @@ class SglangClient:
 
         Raises:
             ServerFailure, RefusedRequest: as for `generate`.
-            ValueError: an id outside the vocabulary; nothing is sent.
+            UserError: an id outside the vocabulary; nothing is sent.
         """
         answer = self.call("POST", "/generate", request.payload())
         try:

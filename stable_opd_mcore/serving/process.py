@@ -5,10 +5,10 @@
     ...
     server.stop()
 
-The server is the leader of a process group of its own, so ending it ends its workers, by group id
-and nothing else. It also ends by itself when its owner dies, even by SIGKILL (sglang_cpu/serve.py
-watches). Not here: what it is asked (client.py), and when it deserves a restart
-(rollout/sglang_fleet.py).
+The server is the leader of a process group of its own: ending the group ends its workers and
+nothing else. The server also ends when its owner dies, even by SIGKILL: the program in
+sglang_cpu_stand_in/serve.py watches the owner. Not here: requests (client.py), restarts
+(rollout/sglang/fleet.py).
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.network import gloo_settings
 from stable_opd_mcore.serving.client import RefusedRequest, ServerFailure, SglangClient
 
-PROGRAM = Path(__file__).parent / "sglang_cpu"
+PROGRAM = Path(__file__).parent / "sglang_cpu_stand_in"
 _KEY_VARIABLE = (
     "STABLE_OPD_SGLANG_API_KEY"  # hands the key to the child: argv is public on a machine
 )
@@ -40,7 +41,7 @@ _POLL_SECONDS = 0.3
 _TERMINATE_SECONDS = 10.0
 
 
-class ServerStartError(ValueError):
+class ServerStartError(UserError):
     """A server did not come up; the message holds the end of its log."""
 
 

@@ -22,6 +22,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors.torch import load_file, save_file
 
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.convert import architecture_of
 from stable_opd_mcore.models.distributed import (
     describe_weights,
@@ -76,7 +77,7 @@ def newest_checkpoint(directory: Path) -> Path | None:
     Damaged ones are passed over with a warning.
 
     Raises:
-        ValueError: checkpoints are there, but none is complete.
+        UserError: checkpoints are there, but none is complete.
     """
     damaged = []
     for path in sorted(directory.glob("step_*"), reverse=True):
@@ -87,7 +88,7 @@ def newest_checkpoint(directory: Path) -> Path | None:
             return path
         damaged.append(f"{path}: {fault}")
     if damaged:
-        raise ValueError(
+        raise UserError(
             "no complete checkpoint to resume from:\n  "
             + "\n  ".join(damaged)
             + f"\nremove {directory} to start the run from its first step"
@@ -99,13 +100,13 @@ def load_checkpoint(path: Path, student: Student) -> TrainState:
     """Restore weights, optimizer and RNG of this rank in place.
 
     Raises:
-        ValueError: another architecture or optimizer layout, or a file that is not ours.
+        UserError: another architecture or optimizer layout, or a file that is not ours.
     """
     record = json.loads((path / STATE_FILE).read_text())
     found, wanted = record["architecture"], _shape_of(student)
     if found != wanted:
         names = sorted(k for k in found.keys() | wanted.keys() if found.get(k) != wanted.get(k))
-        raise ValueError(
+        raise UserError(
             f"{path}: checkpoint of another architecture: "
             + ", ".join(
                 f"{n}={found.get(n)!r} (the config's model has {wanted.get(n)!r})" for n in names
@@ -113,7 +114,7 @@ def load_checkpoint(path: Path, student: Student) -> TrainState:
             + "; use another run.name or the config it was written with"
         )
     if record["distributed_optimizer"] != student.distributed:
-        raise ValueError(
+        raise UserError(
             f"{path}: written with optimizer.distributed={record['distributed_optimizer']}, "
             f"resumed with {student.distributed}; set it back"
         )

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.convert import copy_tokenizer, export_hf, load_hf
 from stable_opd_mcore.models.distributed import is_megatron, load_weights, save_weights
@@ -21,10 +22,10 @@ def convert(source: Path, target: Path, tensor: int = 1, pipeline: int = 1) -> s
     """Write `source` in the other form to the new directory `target`; return what was done.
 
     Raises:
-        ValueError: `target` exists, or `source` is no model directory.
+        UserError: `target` exists, or `source` is no model directory.
     """
     if target.exists():
-        raise ValueError(f"{target} exists; name a directory that does not")
+        raise UserError(f"{target} exists; name a directory that does not")
     architecture = read_architecture(source)
     dtype = architecture.source.get("dtype") or architecture.source.get("torch_dtype")
     precision = "bf16" if dtype == "bfloat16" else "fp32"

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from stable_opd_mcore.config.load import ConfigError
+from stable_opd_mcore.atomic_files import write_atomically
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
-from stable_opd_mcore.data.order import PromptSet
+from stable_opd_mcore.data.prompts import PromptSet
 from stable_opd_mcore.data.rollout_files import write_rollouts
+from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS, load_benchmark
 from stable_opd_mcore.evaluation.evaluate import (
     EvaluationResult,
@@ -32,8 +33,8 @@ from stable_opd_mcore.parallel.world import (
     stop_world,
 )
 from stable_opd_mcore.records import Prompt
-from stable_opd_mcore.rollout.base import RolloutEngine, Sampling
 from stable_opd_mcore.rollout.build import embedded_engine
+from stable_opd_mcore.rollout.engine import RolloutEngine, Sampling
 from stable_opd_mcore.train.setup import (
     configured_architecture,
     held_out_prompts,
@@ -43,7 +44,6 @@ from stable_opd_mcore.train.setup import (
 )
 from stable_opd_mcore.train.state import TrainState
 from stable_opd_mcore.train.step import Run, grade
-from stable_opd_mcore.whole import write_whole
 
 
 def evaluate_student(run: Run, state: TrainState) -> Metrics:
@@ -78,7 +78,7 @@ def evaluate_config(config: Config, tell: Callable[[str], None]) -> None:
     directory, and tells the table of results once.
 
     Raises:
-        ValueError: no held-out problems, or a model or data that do not fit.
+        UserError: no held-out problems, or a model or data that do not fit.
     """
     world = start_world(config.parallel, config.train.seed)
     tokenizer = load_tokenizer(config)
@@ -98,7 +98,7 @@ def evaluate_config(config: Config, tell: Callable[[str], None]) -> None:
             results[name] = replace(result, rollouts=())  # long responses of six sets are gigabytes
     if world.rank == 0:
         values = {name: plain_values(result) for name, result in results.items()}
-        write_whole(directory / "evaluation.json", json.dumps(values, indent=1).encode())
+        write_atomically(directory / "evaluation.json", json.dumps(values, indent=1).encode())
         tell(results_table(results))
     stop_world()
 

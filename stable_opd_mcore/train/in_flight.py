@@ -11,7 +11,7 @@ from pathlib import Path
 
 from stable_opd_mcore.data.rollout_files import read_rollouts, write_rollouts
 from stable_opd_mcore.parallel.world import World, gather_over_data_parallel
-from stable_opd_mcore.rollout.base import RolloutEngine
+from stable_opd_mcore.rollout.engine import RolloutEngine
 
 FOLDER = "in_flight"
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from stable_opd_mcore.atomic_files import write_atomically
 from stable_opd_mcore.config.load import save_config
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.rollout_files import RolloutWriter
@@ -26,8 +27,8 @@ from stable_opd_mcore.models.convert import export_hf
 from stable_opd_mcore.monitoring.report import write_report
 from stable_opd_mcore.monitoring.sinks import METRICS_FILE, Sinks, read_metrics
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
-from stable_opd_mcore.rollout.base import EngineLost
-from stable_opd_mcore.teacher.sglang import TeacherLost
+from stable_opd_mcore.rollout.engine import EngineLost
+from stable_opd_mcore.scoring.served_teacher import TeacherLost
 from stable_opd_mcore.train.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from stable_opd_mcore.train.evaluation import evaluate_student
 from stable_opd_mcore.train.in_flight import restore_in_flight, save_in_flight
@@ -42,7 +43,6 @@ from stable_opd_mcore.train.signals import (
 from stable_opd_mcore.train.state import TrainState
 from stable_opd_mcore.train.step import Run, train_step
 from stable_opd_mcore.train.watchdog import STACKS, Watchdog
-from stable_opd_mcore.whole import write_whole
 
 CHECKPOINTS = "checkpoints"
 MODEL = "model"  # the trained student in Hugging Face form, inside the run directory
@@ -190,7 +190,7 @@ def _summarise(directory: Path) -> None:
     for row in read_metrics(directory / METRICS_FILE):
         last |= {key: value for key, value in row.items() if value is not None}
     text = json.dumps(last, indent=1, sort_keys=True)
-    write_whole(directory / "summary.json", text.encode())
+    write_atomically(directory / "summary.json", text.encode())
 
 
 @contextmanager

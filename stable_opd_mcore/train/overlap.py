@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stable_opd_mcore.losses.head import StopClass
-from stable_opd_mcore.losses.scores import overlap
 from stable_opd_mcore.metrics import Mean, Metrics, reduce_over_ranks
 from stable_opd_mcore.parallel.world import World
-from stable_opd_mcore.records import MicroBatch, Sample, TeacherScores
-from stable_opd_mcore.teacher.base import Scorer
+from stable_opd_mcore.records import MicroBatch, Sample, Scores
+from stable_opd_mcore.scoring.scorer import Scorer
+from stable_opd_mcore.scoring.token_scores import overlap
 
 TOP_K = 16
 
@@ -76,7 +76,7 @@ def _ask(
     batches: Sequence[MicroBatch],
     last: Sequence[Tensor],
     samples: Sequence[Sample],
-) -> list[TeacherScores]:
+) -> list[Scores]:
     """Scores with a stop id as the target of every last position."""
     stop_id = observer.stop.class_ids[0]
     asked = [
@@ -86,11 +86,9 @@ def _ask(
     return observer.scorer.about([sample.prompt_id for sample in samples]).score(asked)
 
 
-def _compare(
-    batch: MicroBatch, ends_N: Tensor, student: TeacherScores, teacher: TeacherScores
-) -> Metrics:
+def _compare(batch: MicroBatch, ends_N: Tensor, student: Scores, teacher: Scores) -> Metrics:
     found = overlap(*_top(student), *_top(teacher))
-    assert student.sampled_logprob_N is not None and teacher.sampled_logprob_N is not None
+    assert student.logprob_N is not None and teacher.logprob_N is not None
     trained_N = batch.pg_weight_N != 0
     return Metrics(
         {
@@ -98,13 +96,13 @@ def _compare(
             "overlap/student_mass": _mean(found.student_mass_N, trained_N),
             "overlap/teacher_mass": _mean(found.teacher_mass_N, trained_N),
             "overlap/advantage": _mean(found.advantage_N, trained_N),
-            "stop/student_mass": _mean(student.sampled_logprob_N.exp(), ends_N),
-            "stop/teacher_mass": _mean(teacher.sampled_logprob_N.exp(), ends_N),
+            "stop/student_mass": _mean(student.logprob_N.exp(), ends_N),
+            "stop/teacher_mass": _mean(teacher.logprob_N.exp(), ends_N),
         }
     )
 
 
-def _top(scores: TeacherScores) -> tuple[Tensor, Tensor]:
+def _top(scores: Scores) -> tuple[Tensor, Tensor]:
     assert scores.topk_ids_NK is not None and scores.topk_logprobs_NK is not None, (
         "asked with top_k"
     )

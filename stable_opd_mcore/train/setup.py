@@ -12,9 +12,10 @@ from pathlib import Path
 
 from stable_opd_mcore.config.schema import Config, ModelConfig, TeacherConfig
 from stable_opd_mcore.data.chat import Tokenizer, resolve_stop_ids, same_vocabulary
-from stable_opd_mcore.data.order import PromptOrder, PromptSet
+from stable_opd_mcore.data.prompts import PromptOrder, PromptSet
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.sources import load_rows
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.losses.head import StopClass
 from stable_opd_mcore.losses.objectives import Objective, build_objective
@@ -24,9 +25,9 @@ from stable_opd_mcore.models.distributed import is_megatron, load_weights
 from stable_opd_mcore.models.families import Architecture, read_architecture
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.rollout.build import build_engine, embedded_engine, training_sampling
-from stable_opd_mcore.teacher.base import Scorer
-from stable_opd_mcore.teacher.megatron import FrozenModel
-from stable_opd_mcore.teacher.sglang import SglangTeacher
+from stable_opd_mcore.scoring.megatron import MegatronScorer
+from stable_opd_mcore.scoring.scorer import Scorer
+from stable_opd_mcore.scoring.served_teacher import ServedTeacher
 from stable_opd_mcore.train.overlap import TOP_K, Observer, Observers, own_stop
 from stable_opd_mcore.train.step import Run
 from stable_opd_mcore.train.student import Student
@@ -39,7 +40,7 @@ def build_run(config: Config, world: World, stop_asked: Callable[[], bool] = lam
         stop_asked: whether the run is to end soon, so that nothing absent is waited for.
 
     Raises:
-        ValueError: settings, data, weights or layout that do not fit together; the message names
+        UserError: settings, data, weights or layout that do not fit together; the message names
             which.
     """
     tokenizer = load_tokenizer(config)
@@ -90,7 +91,7 @@ def teacher_stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...] | 
     A teacher directory with a tokenizer of its own must have the student's vocabulary.
 
     Raises:
-        ValueError: it has another.
+        UserError: it has another.
     """
     if config.teacher is None:
         return None
@@ -159,12 +160,12 @@ def load_model(
     """The chunks of a model with its weights; random ones are drawn from the run's seed.
 
     Raises:
-        ValueError: fewer vocabulary entries than the tokenizer has, or what `build_model` and
+        UserError: fewer vocabulary entries than the tokenizer has, or what `build_model` and
             `load_hf` refuse.
     """
     architecture = configured_architecture(model)
     if architecture.vocab_size < vocab_size:
-        raise ValueError(
+        raise UserError(
             f"{model.path or 'the inline architecture'}: vocab_size={architecture.vocab_size} is "
             f"smaller than the tokenizer's {vocab_size} tokens; take the model's own tokenizer"
         )
@@ -216,7 +217,7 @@ class _Models:
                 hidden_alone=needs == "hidden",
             )
         if needs == "hidden":
-            raise ValueError(
+            raise UserError(
                 f"objective.name={self.config.objective.name} compares whole distributions, which "
                 "a served teacher does not send; set teacher.engine=megatron"
             )
@@ -235,8 +236,8 @@ class _Models:
         stop: StopClass | None,
         top_k: int | None,
         merged_ids: tuple[int, ...] = (),
-    ) -> SglangTeacher:
-        return SglangTeacher(
+    ) -> ServedTeacher:
+        return ServedTeacher(
             teacher,
             self.world,
             vocab_size=self.vocab_size,
@@ -246,7 +247,7 @@ class _Models:
             merged_ids=merged_ids,
         )
 
-    def reference(self, student: Sequence[HiddenStatesGPTModel]) -> FrozenModel | None:
+    def reference(self, student: Sequence[HiddenStatesGPTModel]) -> MegatronScorer | None:
         """The student as it is before its first update, or `reference.path`."""
         needs = self.objective.reference_needs
         if needs == "none":
@@ -260,7 +261,7 @@ class _Models:
             read_weights(chunks, path)
         return self._scorer(chunks, student, hidden_alone=needs == "hidden")
 
-    def behaviour(self, student: Sequence[HiddenStatesGPTModel]) -> FrozenModel:
+    def behaviour(self, student: Sequence[HiddenStatesGPTModel]) -> MegatronScorer:
         """The student itself, asked before the first of several updates on one batch."""
         return self._scorer(student, student, stop=self.objective.student_stop)
 
@@ -294,8 +295,8 @@ class _Models:
         top_k: int | None = None,
         merged_ids: tuple[int, ...] = (),
         hidden_alone: bool = False,
-    ) -> FrozenModel:
-        return FrozenModel(
+    ) -> MegatronScorer:
+        return MegatronScorer(
             chunks,
             self.world,
             vocab_size=self.vocab_size,

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stable_opd_mcore.whole import write_whole
+from stable_opd_mcore.atomic_files import write_atomically
 
 # In the run directory: stopped between two steps, checkpoint complete, start again.
 MARKER = "REQUEUE"
@@ -113,6 +113,6 @@ def leave_for_requeue(run_directory: Path, step: int) -> None:
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank == 0:
-        write_whole(run_directory / MARKER, json.dumps({"step": step}).encode())
+        write_atomically(run_directory / MARKER, json.dumps({"step": step}).encode())
     if dist.is_initialized():
         dist.barrier()

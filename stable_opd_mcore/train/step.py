@@ -19,8 +19,9 @@ from torch.nn import Module
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.golden import golden_samples, rollout_samples
-from stable_opd_mcore.data.order import PromptOrder, PromptSet
 from stable_opd_mcore.data.packing import pack
+from stable_opd_mcore.data.prompts import PromptOrder, PromptSet
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.losses.head import Head
 from stable_opd_mcore.losses.importance import correct, use_rollout_policy
@@ -30,13 +31,13 @@ from stable_opd_mcore.models.build import forward_hidden
 from stable_opd_mcore.monitoring.health import rollout_metrics, sample_metrics, token_metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.context import slice_microbatch
-from stable_opd_mcore.parallel.schedule import run_forward_backward
+from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.world import World, agree_within_replica, gather_over_data_parallel
 from stable_opd_mcore.records import LossOutput, MicroBatch, Prompt, Rollout, Sample
-from stable_opd_mcore.rollout.base import RolloutEngine, Sampling
-from stable_opd_mcore.teacher.base import Scorer, with_scores
+from stable_opd_mcore.rollout.engine import RolloutEngine, Sampling
+from stable_opd_mcore.scoring.scorer import Scorer, with_scores
+from stable_opd_mcore.train.learning_rate import learning_rate
 from stable_opd_mcore.train.overlap import Observers, overlap_metrics
-from stable_opd_mcore.train.schedule import learning_rate
 from stable_opd_mcore.train.state import TrainState
 from stable_opd_mcore.train.student import Student
 
@@ -243,14 +244,14 @@ def require_finite(metrics: Metrics, grad_norm: float, step: int) -> None:
     """Stop before damage.
 
     Raises:
-        ValueError: the loss or the gradient norm is not finite; no weight has moved yet.
+        UserError: the loss or the gradient norm is not finite; no weight has moved yet.
     """
     loss = metrics["loss/total"].value()
     if loss is None or not math.isfinite(loss) or not math.isfinite(grad_norm):
         parts = ", ".join(
             f"{key}={metrics[key].value()}" for key in metrics if key.startswith("loss/")
         )
-        raise ValueError(
+        raise UserError(
             f"step {step}: {parts}, grad_norm={grad_norm}: not finite, so no weight was moved; the "
             "newest checkpoint is intact. Lower optimizer.lr, or look at the step's rollouts"
         )

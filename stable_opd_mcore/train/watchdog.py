@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from stable_opd_mcore.whole import write_whole
+from stable_opd_mcore.atomic_files import write_atomically
 
 STACKS = "stacks"
 SILENT = "silent"  # beside the stacks: the ranks that stood still when a hang came near, one a line
@@ -91,7 +91,7 @@ class Watchdog:
             if stood_still or last_beat - self._last_step < _LOOK * seconds:
                 continue  # who stood still itself cannot tell how the others are
             silent = self._silent_ranks(_SILENCE * seconds)
-            write_whole(self._silent, "".join(f"{name}\n" for name in silent).encode())
+            write_atomically(self._silent, "".join(f"{name}\n" for name in silent).encode())
             if silent and silent != told:
                 minutes = _SILENCE * seconds / 60
                 print(f"no sign of life for {minutes:.2g} minutes: {' '.join(silent)}", flush=True)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stable_opd_mcore.config.load import ConfigError, load_config, save_config
+from stable_opd_mcore.config.load import load_config, save_config
+from stable_opd_mcore.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 SMOKE = Path(__file__).parents[2] / "configs" / "smoke_cpu.yaml"

@@ -2,7 +2,8 @@
 
 import pytest
 
-from stable_opd_mcore.config.load import ConfigError, parse_config
+from stable_opd_mcore.config.load import parse_config
+from stable_opd_mcore.errors import ConfigError
 
 
 def settings(**sections):

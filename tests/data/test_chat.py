@@ -6,7 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from stable_opd_mcore.data.chat import Tokenizer, opens_thinking, same_vocabulary
-from stable_opd_mcore.data.errors import DataError
+from stable_opd_mcore.errors import DataError
 from tests.real_data import real_data
 
 QWEN, R1 = "tokenizers/Qwen2.5-Math-1.5B", "tokenizers/DeepSeek-R1-Distill-Qwen"

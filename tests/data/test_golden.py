@@ -3,8 +3,8 @@
 import pytest
 
 from stable_opd_mcore.config.schema import TokenMasksConfig
-from stable_opd_mcore.data.errors import DataError
 from stable_opd_mcore.data.golden import golden_samples, rollout_samples
+from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.records import Prompt, Rollout
 
 PROMPTS = [

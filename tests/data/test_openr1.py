@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from stable_opd_mcore.data.errors import DataError
 from stable_opd_mcore.data.openr1 import select_rows, split_rows
 from stable_opd_mcore.data.rows import Row
+from stable_opd_mcore.errors import DataError
 from tests.real_data import real_data
 
 

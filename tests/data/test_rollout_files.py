@@ -5,13 +5,13 @@ import math
 
 import pytest
 
-from stable_opd_mcore.data.errors import DataError
 from stable_opd_mcore.data.rollout_files import (
     RolloutWriter,
     read_rollouts,
     rollout_path,
     write_rollouts,
 )
+from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.records import Prompt, Rollout
 
 ROLLOUTS = [

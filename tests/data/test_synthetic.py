@@ -5,9 +5,9 @@ import re
 import pytest
 
 from stable_opd_mcore.config.schema import SourceConfig
-from stable_opd_mcore.data.errors import DataError
 from stable_opd_mcore.data.sources import load_rows
 from stable_opd_mcore.data.synthetic import ArithmeticOptions, arithmetic_row, arithmetic_rows
+from stable_opd_mcore.errors import DataError
 
 FROZEN = ("1-1+1-4-1-3", "1-1=0;0+1=1;1-4=2;2-1=1;1-3=3;[3]")
 HAZARD = {"recheck": [0.3, 0.5, 0.9, 0.99], "loop": 0.3, "junk": 0.2, "window": 120}

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from stable_opd_mcore.data.errors import DataError
+from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS, load_benchmark
 from tests.real_data import real_data
 

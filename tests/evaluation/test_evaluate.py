@@ -6,7 +6,7 @@ from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.evaluation.evaluate import evaluate, evaluation_sampling, wilson_interval
 from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.records import Prompt, Rollout
-from stable_opd_mcore.rollout.base import Sampling
+from stable_opd_mcore.rollout.engine import Sampling
 
 PROMPTS = [
     Prompt(f"s:{i}", f"{i}+1", (i,), answer=str(i + 1), answer_format="bracket") for i in range(7)

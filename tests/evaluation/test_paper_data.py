@@ -6,8 +6,8 @@ import pytest
 
 from stable_opd_mcore.config.schema import SourceConfig
 from stable_opd_mcore.data.chat import Tokenizer
-from stable_opd_mcore.data.errors import DataError
 from stable_opd_mcore.data.sources import load_rows
+from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS, load_benchmark
 from stable_opd_mcore.evaluation.paper_data import write_paper_data
 

@@ -110,7 +110,7 @@ class Run:
     def server_process(self, job: str) -> int:
         """An SGLang process of the job, not the `stable-opd serve` above it."""
         for pid, command, environment in running():
-            serves = any(part.endswith("sglang_cpu/serve.py") for part in command)
+            serves = any(part.endswith("sglang_cpu_stand_in/serve.py") for part in command)
             if serves and environment.get("SLURM_JOB_ID") == job:
                 return pid
         raise AssertionError(f"job {job} has no server\n{self.told()}")

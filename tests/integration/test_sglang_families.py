@@ -15,8 +15,8 @@ from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from stable_opd_mcore.records import Prompt
-from stable_opd_mcore.rollout.base import Sampling
-from stable_opd_mcore.rollout.sglang_build import build_sglang_engine, write_model_config
+from stable_opd_mcore.rollout.engine import Sampling
+from stable_opd_mcore.rollout.sglang.build import build_sglang_engine, write_model_config
 from stable_opd_mcore.serving.process import ServerOptions, SglangServer
 from tests.integration.sglang_tools import (
     PYTHON,

@@ -15,14 +15,15 @@ from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.records import Sample, TokenWeights
-from stable_opd_mcore.rollout.sglang_build import model_config, write_model_config
-from stable_opd_mcore.rollout.sglang_sync import publish_weights
-from stable_opd_mcore.rollout.sglang_transports import (
+from stable_opd_mcore.rollout.sglang.build import model_config, write_model_config
+from stable_opd_mcore.rollout.sglang.sync import publish_weights
+from stable_opd_mcore.rollout.sglang.transports import (
     DiskTransport,
     DistributedTransport,
     Target,
     TensorTransport,
 )
+from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.serving.client import Completion, Generation, RefusedRequest
 from stable_opd_mcore.serving.process import (
     OLDEST_RELEASE,
@@ -30,7 +31,6 @@ from stable_opd_mcore.serving.process import (
     SglangServer,
     require_release,
 )
-from stable_opd_mcore.teacher.megatron import FrozenModel
 from tests.integration.sglang_tools import ROOT, SERVER_ARGUMENTS, VOCABULARY, architecture
 
 PYTHON = str(ROOT / ".venv-sglang-old/bin/python")
@@ -92,9 +92,9 @@ def test_every_transport_reaches_a_release_without_sessions(tmp_path, world, ser
         assert client.weight_version() == str(version)
         drawn = client.generate(request())
         assert {completion.weight_versions for completion in drawn} == {(str(version),)}
-        scored = FrozenModel(chunks, world, vocab_size=VOCABULARY).score(packed(drawn))
+        scored = MegatronScorer(chunks, world, vocab_size=VOCABULARY).score(packed(drawn))
         rollout = torch.tensor([value for completion in drawn for value in completion.logprobs])
-        torch.testing.assert_close(scored[0].sampled_logprob_N, rollout, atol=1e-4, rtol=0)
+        torch.testing.assert_close(scored[0].logprob_N, rollout, atol=1e-4, rtol=0)
     by_group.leave()
 
 

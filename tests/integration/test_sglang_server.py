@@ -26,13 +26,13 @@ from stable_opd_mcore.models.convert import export_hf
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.records import Sample, TokenWeights
-from stable_opd_mcore.rollout.sglang_build import model_config
-from stable_opd_mcore.rollout.sglang_events import EventLog
-from stable_opd_mcore.rollout.sglang_fleet import Fleet, Member
+from stable_opd_mcore.rollout.sglang.build import model_config
+from stable_opd_mcore.rollout.sglang.events import EventLog
+from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
+from stable_opd_mcore.scoring.megatron import MegatronScorer
+from stable_opd_mcore.scoring.served_teacher import ServedTeacher, TeacherLost
 from stable_opd_mcore.serving.client import Generation, RefusedRequest, Scoring, SglangClient
 from stable_opd_mcore.serving.process import ServerOptions, SglangServer
-from stable_opd_mcore.teacher.megatron import FrozenModel
-from stable_opd_mcore.teacher.sglang import SglangTeacher, TeacherLost
 from tests.integration.sglang_tools import (
     PYTHON,
     SERVER_ARGUMENTS,
@@ -163,8 +163,8 @@ def test_served_teacher_equals_the_same_teacher_in_megatron(
         "top_k": 4,
         "merged_ids": merged_ids,
     }
-    ours = FrozenModel(chunks, world, **settings)
-    served = SglangTeacher(
+    ours = MegatronScorer(chunks, world, **settings)
+    served = ServedTeacher(
         TeacherConfig(engine="sglang", urls=(server.url,), api_key_file=key_file),
         world,
         patience_seconds=20.0,
@@ -172,7 +172,7 @@ def test_served_teacher_equals_the_same_teacher_in_megatron(
     )
     assert served.self_test(range(3, 60)) < 1e-3
     for a, b in zip(ours.score(batches), served.score(batches), strict=True):
-        torch.testing.assert_close(a.sampled_logprob_N, b.sampled_logprob_N, atol=1e-4, rtol=0)
+        torch.testing.assert_close(a.logprob_N, b.logprob_N, atol=1e-4, rtol=0)
         assert torch.equal(a.topk_ids_NK, b.topk_ids_NK)
         torch.testing.assert_close(a.topk_logprobs_NK, b.topk_logprobs_NK, atol=1e-4, rtol=0)
 
@@ -215,14 +215,14 @@ def _tokenizer_of_all_rows(directory: Path) -> Path:
 def test_a_teacher_of_a_larger_vocabulary_is_refused(server, world, key_file):
     """Its probabilities would be normalised over tokens that the student does not have."""
     config = TeacherConfig(engine="sglang", urls=(server.url,), api_key_file=key_file)
-    teacher = SglangTeacher(config, world, vocab_size=64, temperature=1.0, patience_seconds=20.0)
+    teacher = ServedTeacher(config, world, vocab_size=64, temperature=1.0, patience_seconds=20.0)
     with pytest.raises(ValueError, match=r"ids from 64 on.*teacher\.engine=megatron"):
         teacher.self_test(range(3, 60))
 
 
 def test_teachers_are_routed_by_source_and_unknown_ones_refused(server, world, key_file):
     config = TeacherConfig(engine="sglang", routes={"math": (server.url,)}, api_key_file=key_file)
-    teacher = SglangTeacher(
+    teacher = ServedTeacher(
         config, world, vocab_size=VOCABULARY, temperature=1.0, patience_seconds=20.0
     )
     samples, weights = _samples()
@@ -231,18 +231,18 @@ def test_teachers_are_routed_by_source_and_unknown_ones_refused(server, world, k
     with pytest.raises(ValueError, match=r"no teacher is routed for its source 'code'.*math"):
         teacher.about(["math:0", "code:7"])
     with pytest.raises(ValueError, match="rollouts are drawn at"):
-        SglangTeacher(config, world, vocab_size=VOCABULARY, temperature=0.7)
+        ServedTeacher(config, world, vocab_size=VOCABULARY, temperature=0.7)
 
 
 def test_an_absent_teacher_is_waited_for_then_named(server, world, key_file):
     with FaultyProxy(server.url) as proxy:
         config = TeacherConfig(engine="sglang", urls=(proxy.url, server.url), api_key_file=key_file)
         proxy.fault = lambda path: (503, b"busy")
-        teacher = SglangTeacher(config, world, vocab_size=VOCABULARY, temperature=1.0)
+        teacher = ServedTeacher(config, world, vocab_size=VOCABULARY, temperature=1.0)
         samples, weights = _samples()
         batches = pack(samples, weights, max_tokens=64, data_rank=0, data_size=1)
         assert teacher.score(batches)  # the other replica answers
-        alone = SglangTeacher(
+        alone = ServedTeacher(
             TeacherConfig(engine="sglang", urls=(proxy.url,)),
             world,
             vocab_size=VOCABULARY,

@@ -20,9 +20,9 @@ from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.records import Prompt
-from stable_opd_mcore.rollout.base import Sampling
-from stable_opd_mcore.rollout.sglang_build import build_sglang_engine
-from stable_opd_mcore.rollout.sglang_engine import SglangEngine
+from stable_opd_mcore.rollout.engine import Sampling
+from stable_opd_mcore.rollout.sglang.build import build_sglang_engine
+from stable_opd_mcore.rollout.sglang.engine import SglangEngine
 from stable_opd_mcore.serving.client import SglangClient
 from tests.integration.sglang_tools import (
     ROOT,

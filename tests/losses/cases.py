@@ -10,10 +10,10 @@ from torch import Tensor
 
 from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.losses.definitions import Components, class_logprob, merge_ids, objective_loss
 from stable_opd_mcore.losses.fused import Head
 from stable_opd_mcore.losses.objectives import OBJECTIVES, Objective, build_objective
-from stable_opd_mcore.losses.reference import Components, class_logprob, merge_ids, objective_loss
-from stable_opd_mcore.records import MicroBatch, ReferenceScores, TeacherScores
+from stable_opd_mcore.records import MicroBatch, Scores
 
 STUDENT_STOP, TEACHER_STOP = (1,), (2,)
 
@@ -104,23 +104,21 @@ def make_case(
         given_advantage_N=normal(rows),
         old_logprob_N=old_logprob if old else None,
         teacher=teacher_scores(objective, log_q, targets, teacher),
-        reference=ReferenceScores(
-            sampled_logprob_N=log_r.gather(1, targets[:, None])[:, 0], hidden_NH=reference
-        ),
+        reference=Scores(logprob_N=log_r.gather(1, targets[:, None])[:, 0], hidden_NH=reference),
     )
     return Case(objective, hidden, heads[0], teacher, heads[1], reference, heads[2], batch)
 
 
 def teacher_scores(
     objective: Objective, log_q_NV: Tensor, targets_N: Tensor, hidden_NH: Tensor
-) -> TeacherScores:
+) -> Scores:
     """Everything the objective asks a teacher for, from its whole distribution."""
     if objective.teacher_needs == "hidden":
-        return TeacherScores(None, hidden_NH=hidden_NH)
+        return Scores(None, hidden_NH=hidden_NH)
     outcomes_NV = merge_ids(log_q_NV, objective.terms.merged_ids)
     top = outcomes_NV.topk(min(objective.top_k, log_q_NV.shape[1]), dim=1)
-    return TeacherScores(
-        sampled_logprob_N=class_logprob(log_q_NV, targets_N, objective.teacher_stop),
+    return Scores(
+        logprob_N=class_logprob(log_q_NV, targets_N, objective.teacher_stop),
         topk_ids_NK=top.indices,
         topk_logprobs_NK=top.values,
         hidden_NH=hidden_NH,
@@ -135,7 +133,7 @@ def cast_batch(batch: MicroBatch, dtype: torch.dtype, hidden_dtype: torch.dtype)
         for name, value in vars(record).items():
             if isinstance(value, Tensor) and value.is_floating_point():
                 changes[name] = value.to(hidden_dtype if name == "hidden_NH" else dtype)
-            elif isinstance(value, TeacherScores | ReferenceScores):
+            elif isinstance(value, Scores):
                 changes[name] = cast(value)
         return replace(record, **changes)
 

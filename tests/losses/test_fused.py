@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from stable_opd_mcore.losses.definitions import class_logprob
 from stable_opd_mcore.losses.fused import Head, StopClass, fused_loss
 from stable_opd_mcore.losses.objectives import OBJECTIVES, build_objective
-from stable_opd_mcore.losses.reference import class_logprob
 from stable_opd_mcore.records import MicroBatch
 from tests.losses.cases import (
     STUDENT_STOP,
@@ -211,7 +211,7 @@ def improbable(case: Case, old_gap: float | None) -> Case:
     if old_gap is not None:
         signs = torch.tensor([-1.0, 1.0]).double().repeat(rows)[:rows]
         old = class_logprob(log_p_NV, targets, case.objective.student_stop) + old_gap * signs
-    reference = replace(case.batch.reference, sampled_logprob_N=torch.full((rows,), -68.0).double())
+    reference = replace(case.batch.reference, logprob_N=torch.full((rows,), -68.0).double())
     batch = replace(case.batch, old_logprob_N=old, reference=reference)
     rounded = cast_batch(cast_batch(batch, torch.float32, torch.float64), *2 * [torch.float64])
     return replace(case, hidden_NH=hidden, weight_VH=weight, batch=rounded)
@@ -349,7 +349,7 @@ def test_per_token_results_where_stops_are_merged():
         torch.cat([x[:, :1], x[:, 3:], x[:, 1:3].logsumexp(1, True)], 1) for x in (log_p, log_q)
     )
     torch.testing.assert_close(out.kl_teacher_N, (own.exp() * (own - other)).sum(1))
-    torch.testing.assert_close(out.reference_logprob_N, case.batch.reference.sampled_logprob_N)
+    torch.testing.assert_close(out.reference_logprob_N, case.batch.reference.logprob_N)
 
 
 def test_per_token_results():
@@ -366,15 +366,15 @@ def test_per_token_results():
     assert (out.student_logprob_N >= out.token_logprob_N).all()  # the stop class holds the token
     assert (out.student_logprob_N > out.token_logprob_N).any()
     torch.testing.assert_close(out.kl_reference_N, kl)
-    torch.testing.assert_close(out.reference_logprob_N, case.batch.reference.sampled_logprob_N)
+    torch.testing.assert_close(out.reference_logprob_N, case.batch.reference.logprob_N)
     torch.testing.assert_close(out.kl, (case.batch.kl_weight_N * kl).sum())
     trained = case.batch.pg_weight_N != 0
-    advantage = case.batch.teacher.sampled_logprob_N - case.batch.old_logprob_N
+    advantage = case.batch.teacher.logprob_N - case.batch.old_logprob_N
     torch.testing.assert_close(out.advantage_N, advantage * trained)
     ratio = (out.student_logprob_N - case.batch.old_logprob_N).exp()
     clipped = ((ratio > 1.2) & (advantage > 0)) | ((ratio < 0.8) & (advantage < 0))
     assert torch.equal(out.ratio_clipped_N, clipped & trained) and clipped.any()
-    assert (out.kl_teacher_N == out.student_logprob_N - case.batch.teacher.sampled_logprob_N).all()
+    assert (out.kl_teacher_N == out.student_logprob_N - case.batch.teacher.logprob_N).all()
 
 
 def test_says_what_is_missing():

@@ -10,8 +10,8 @@ from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.losses.head import Head
 from stable_opd_mcore.losses.importance import correct, importance_weights, use_rollout_policy
 from stable_opd_mcore.losses.objectives import build_objective
-from stable_opd_mcore.losses.scores import score
 from stable_opd_mcore.records import Sample, TokenWeights
+from stable_opd_mcore.scoring.token_scores import score
 from tests.losses.cases import (
     Case,
     assert_close,

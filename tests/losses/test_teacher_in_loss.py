@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stable_opd_mcore.losses.head import Head
-from stable_opd_mcore.losses.scores import score
+from stable_opd_mcore.scoring.token_scores import score
 from tests.losses.cases import make_case, make_config
 
 WITH_LOGITS = {
@@ -26,7 +26,7 @@ def test_it_equals_what_the_teacher_would_have_said(changes):
     """Of the teacher's own stop class and over its tokens, though stop tokens are merged here."""
     config = make_config(sampling__temperature=0.7, kl__beta=0.1, **changes)
     case = make_case(config, rows=24, stop_ids=((1, 9), (2, 5, 9)))
-    assert case.batch.teacher.sampled_logprob_N is None
+    assert case.batch.teacher.logprob_N is None
     student, teacher, reference = (
         Head(weight, 0, len(weight))
         for weight in (case.weight_VH, case.teacher_weight_VH, case.reference_weight_VH)

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from stable_opd_mcore.losses.definitions import merge_ids
 from stable_opd_mcore.losses.fused import Head, align_head
-from stable_opd_mcore.losses.reference import merge_ids
-from stable_opd_mcore.losses.scores import score
+from stable_opd_mcore.scoring.token_scores import score
 from tests.losses.cases import assert_close, run_fused, run_reference
 from tests.losses.test_fused import VARIANTS, case_of
 from tests.parallel.launch import run_ranks

@@ -25,10 +25,9 @@ from stable_opd_mcore.records import (
     LossOutput,
     MicroBatch,
     Prompt,
-    ReferenceScores,
     Rollout,
     Sample,
-    TeacherScores,
+    Scores,
 )
 
 DATA = Path(
@@ -162,10 +161,10 @@ MICROBATCH = MicroBatch(
     sft_weight_N=torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0, 1.0]),
     rollout_logprob_N=torch.tensor([-1.0, -2.5, -3.0, 0.0, 0.0, 0.0]),
     repetitive_N=torch.tensor([False, True, True, True, False, False]),
-    teacher=TeacherScores(
+    teacher=Scores(
         torch.tensor([-1.5, -1.5, -6.0, -9.0, -9.0, -9.0]), entropy_N=torch.full((6,), 2.0)
     ),
-    reference=ReferenceScores(None, hidden_NH=torch.zeros(6, 1)),
+    reference=Scores(None, hidden_NH=torch.zeros(6, 1)),
 )
 OUTPUT = LossOutput(
     loss=torch.tensor(99.0),
@@ -254,7 +253,7 @@ def test_numbers_of_tokens_that_do_not_count_cannot_spoil_the_rest():
 
 
 def test_a_teacher_whose_logits_the_loss_has_is_measured_there():
-    alone = replace(MICROBATCH, teacher=TeacherScores(None, hidden_NH=torch.zeros(6, 1)))
+    alone = replace(MICROBATCH, teacher=Scores(None, hidden_NH=torch.zeros(6, 1)))
     output = replace(OUTPUT, teacher_entropy_N=torch.full((6,), 2.0))
     assert token_metrics([output], [alone]).values_by_key() == EXPECTED
 

@@ -18,11 +18,11 @@ from stable_opd_mcore.models.build import build_model, forward_hidden, output_he
 from stable_opd_mcore.models.convert import iter_hf_tensors
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.parallel.context import slice_microbatch, token_indices
-from stable_opd_mcore.parallel.schedule import run_forward_backward
+from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from stable_opd_mcore.records import LossOutput, MicroBatch, Sample, TokenWeights
-from stable_opd_mcore.teacher.base import with_scores
-from stable_opd_mcore.teacher.megatron import FrozenModel
+from stable_opd_mcore.scoring.megatron import MegatronScorer
+from stable_opd_mcore.scoring.scorer import with_scores
 from stable_opd_mcore.train.student import Student
 from tests.parallel.launch import run_ranks
 from tests.train.runs import tiny_architecture, tiny_config
@@ -160,7 +160,7 @@ def train_once(world: World, name: str, path: Path) -> dict[str, Tensor]:
         "fp32",
     )
     teacher, reference = (
-        FrozenModel(
+        MegatronScorer(
             build_model(read_architecture(tiny_architecture(hidden, 4)), world, trainable=False),
             world,
             vocab_size=VOCAB,

@@ -18,7 +18,7 @@ from torch import Tensor
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.models.build import build_model, forward_hidden, output_head
 from stable_opd_mcore.models.convert import copy_weights, export_hf, iter_hf_tensors, load_hf
-from stable_opd_mcore.parallel.schedule import run_forward_backward
+from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.world import (
     World,
     gather_over_data_parallel,

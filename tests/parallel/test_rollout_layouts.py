@@ -7,23 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from megatron.core.models.common.embeddings import RotaryEmbedding
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.convert import load_hf
 from stable_opd_mcore.models.families import read_architecture
-from stable_opd_mcore.parallel import megatron_cpu
 from stable_opd_mcore.parallel.world import start_world, stop_world
-from stable_opd_mcore.rollout.base import Sampling
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
-from stable_opd_mcore.teacher.megatron import FrozenModel
+from stable_opd_mcore.rollout.engine import Sampling
+from stable_opd_mcore.scoring.megatron import MegatronScorer
 from tests.models.tiny import microbatch
 from tests.parallel.launch import run_ranks
 from tests.rollout.tiny import VOCAB, build_engine, decode, make_prompts, save_tiny
-
-megatron_cpu.install()
-
-from megatron.core.models.common.embeddings import RotaryEmbedding  # noqa: E402
 
 LAYOUTS = {
     "dp4": {},
@@ -70,7 +66,7 @@ def run_layouts(rank: int, world_size: int, model: Path, results: Path) -> None:
         chunks = build_model(read_architecture(model), world, trainable=False)
         load_hf(chunks, model)
         teacher, alone = (
-            FrozenModel(chunks, world, vocab_size=VOCAB, temperature=0.7, **asked)
+            MegatronScorer(chunks, world, vocab_size=VOCAB, temperature=0.7, **asked)
             for asked in ({"top_k": 4}, {"hidden_alone": True})
         )
         scores = [
@@ -93,7 +89,7 @@ def run_layouts(rank: int, world_size: int, model: Path, results: Path) -> None:
                 [
                     getattr(s, field).tolist()
                     for field in (
-                        "sampled_logprob_N",
+                        "logprob_N",
                         "topk_ids_NK",
                         "topk_logprobs_NK",
                         "hidden_NH",

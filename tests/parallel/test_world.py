@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from stable_opd_mcore.config.schema import ParallelConfig
-from stable_opd_mcore.parallel.schedule import run_forward_backward
+from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.world import start_world, stop_world
 
 

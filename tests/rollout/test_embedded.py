@@ -11,9 +11,9 @@ from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.convert import load_hf
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.records import Prompt, Sample, TokenWeights
-from stable_opd_mcore.rollout.base import Sampling
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
-from stable_opd_mcore.teacher.megatron import FrozenModel
+from stable_opd_mcore.rollout.engine import Sampling
+from stable_opd_mcore.scoring.megatron import MegatronScorer
 from tests.rollout.tiny import VOCAB, WINDOW, build_engine, decode, make_prompts
 
 
@@ -170,7 +170,7 @@ def test_the_trainer_agrees_with_the_rollouts(tiny_path, world, precision, large
     ]
     weights = [TokenWeights(*[(1.0,) * len(s.response_token_ids)] * 3) for s in samples]
     batches = pack(samples, weights, max_tokens=200, data_rank=0, data_size=1)
-    trainer = FrozenModel(chunks, world, vocab_size=VOCAB, temperature=0.8)
+    trainer = MegatronScorer(chunks, world, vocab_size=VOCAB, temperature=0.8)
     for batch, scores in zip(batches, trainer.score(batches), strict=True):
         drawn = torch.tensor(
             [
@@ -180,7 +180,7 @@ def test_the_trainer_agrees_with_the_rollouts(tiny_path, world, precision, large
                 )
             ]
         )
-        gap = (scores.sampled_logprob_N - drawn).abs()  # bf16: one unit of a logit of 8 is 0.06
+        gap = (scores.logprob_N - drawn).abs()  # bf16: one unit of a logit of 8 is 0.06
         assert gap.max() < largest and gap.mean() < mean
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from stable_opd_mcore.data.rollout_files import RolloutWriter
 from stable_opd_mcore.records import Prompt, Rollout
-from stable_opd_mcore.rollout.base import Sampling
+from stable_opd_mcore.rollout.engine import Sampling
 from stable_opd_mcore.rollout.replay import ReplayEngine
 
 PROMPTS = [Prompt(f"set:{i}", f"problem {i}", (i, 2)) for i in range(4)]

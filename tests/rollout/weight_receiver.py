@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from stable_opd_mcore.models.families import read_architecture
-from stable_opd_mcore.rollout.sglang_checksums import ExpectedChecksums, cpu_hash
+from stable_opd_mcore.rollout.sglang.checksums import ExpectedChecksums, cpu_hash
 
 _LOADING_SECONDS = 0.03  # packing a bucket of these tests takes a hundredth of it
 

@@ -1,0 +1,177 @@
+"""Which prompts come when, and the tokenised prompts, checked against the model's window.
+
+The order is a function of (seed, cursor): each epoch is its own permutation of all rows, and the
+cursor, an integer that counts prompts drawn since the start, is all a checkpoint needs for the next
+draw to be the right one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from stable_opd_mcore.config.schema import DataConfig
+from stable_opd_mcore.data.chat import Tokenizer, opens_thinking
+from stable_opd_mcore.data.rows import Row
+from stable_opd_mcore.errors import DataError, UserError
+from stable_opd_mcore.records import Prompt
+
+_LOG = logging.getLogger(__name__)
+
+
+class PromptOrder:
+    """Endless, seeded, epoch by epoch; holds no position."""
+
+    def __init__(self, num_rows: int, seed: int):
+        if num_rows < 1:
+            raise DataError("data.train has no rows to draw from")
+        self.num_rows = num_rows
+        self.seed = seed
+
+    def indices(self, cursor: int, count: int) -> list[int]:
+        """Rows of draws cursor .. cursor+count-1; any split of that range into calls gives the same
+        rows."""
+        if cursor < 0 or count < 0:
+            raise UserError(f"cursor={cursor} and count={count} must not be negative")
+        drawn: list[int] = []
+        while len(drawn) < count:
+            epoch, offset = divmod(cursor + len(drawn), self.num_rows)
+            drawn.extend(self._permutation(epoch)[offset : offset + count - len(drawn)])
+        return drawn
+
+    def _permutation(self, epoch: int) -> list[int]:
+        generator = np.random.default_rng([self.seed, epoch])
+        return generator.permutation(self.num_rows).tolist()
+
+
+class PromptSet:
+    """Rows as prompts: chat template applied, golden solutions encoded, lengths checked.
+
+    Token ids are kept as flat arrays (4 bytes a token): a golden set can hold 10^8 of them.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        tokenizer: Tokenizer,
+        config: DataConfig,
+        *,
+        window: int,
+        max_new_tokens: int,
+        golden: Literal["none", "optional", "required"] = "optional",
+    ):
+        """Encode and check all rows.
+
+        Args:
+            window: most tokens the model can see at once.
+            max_new_tokens: room that every prompt must leave for a rollout; 0 when none are drawn.
+            golden: whether golden solutions are encoded, and whether every row must have one.
+
+        Raises:
+            DataError: a row without the golden solution it needs; with data.overlong=error, a
+                prompt that leaves too little room, or a golden solution that does not fit.
+        """
+        self._window, self._max_new_tokens = window, max_new_tokens
+        texts = [
+            tokenizer.render_prompt(row.problem, config.prompt_template, config.system_prompt)
+            for row in rows
+        ]
+        prompts = tokenizer.encode_many(
+            [text + row.prefix for text, row in zip(texts, rows, strict=True)]
+        )
+        goldens = _encode_golden(rows, texts, tokenizer, golden)
+        kept = []
+        for index, row in enumerate(rows):
+            problem = self._length_problem(len(prompts[index]), goldens[index])
+            if problem is None:
+                kept.append(index)
+            elif config.overlong == "error":
+                raise DataError(f"{row.row_id}: {problem}, or set data.overlong=drop")
+        self.num_dropped = len(rows) - len(kept)
+        if self.num_dropped:
+            _LOG.warning(
+                "dropped %d of %d rows that exceed the window of %d",
+                self.num_dropped,
+                len(rows),
+                window,
+            )
+        if not kept:
+            raise DataError(f"none of {len(rows)} rows fits the window of {window} tokens")
+        self._rows = [rows[index] for index in kept]
+        self._opens_thinking = [opens_thinking(texts[index]) for index in kept]
+        self._prompts = _Ragged([prompts[index] for index in kept])
+        self._goldens = _Ragged([goldens[index] or () for index in kept])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Prompt:
+        row = self._rows[index]
+        golden = self._goldens[index]
+        return Prompt(
+            prompt_id=row.row_id,
+            text=row.problem,
+            token_ids=self._prompts[index],
+            answer=row.answer,
+            golden_token_ids=golden or None,
+            answer_format=row.answer_format,
+            opens_thinking=self._opens_thinking[index],
+        )
+
+    def select(self, indices: Sequence[int]) -> list[Prompt]:
+        """The prompts of these rows, in this order."""
+        return [self[index] for index in indices]
+
+    def _length_problem(self, prompt_length: int, golden: Sequence[int] | None) -> str | None:
+        if prompt_length + self._max_new_tokens > self._window:
+            return (
+                f"its prompt has {prompt_length} tokens, and with max_new_tokens="
+                f"{self._max_new_tokens} that exceeds the model's window of {self._window}; "
+                "lower sampling.max_new_tokens, shorten or drop the row"
+            )
+        if golden is not None and prompt_length + len(golden) > self._window:
+            return (
+                f"its golden solution has {len(golden)} tokens, and with the prompt's "
+                f"{prompt_length} that exceeds the model's window of "
+                f"{self._window}; shorten or drop the row"
+            )
+        return None
+
+
+class _Ragged:
+    """Lists of token ids in one flat array."""
+
+    def __init__(self, lists: Sequence[Sequence[int]]):
+        self._ends = np.cumsum([0, *(len(ids) for ids in lists)])
+        self._flat = np.empty(int(self._ends[-1]), dtype=np.int32)
+        for index, ids in enumerate(lists):
+            self._flat[self._ends[index] : self._ends[index + 1]] = ids
+
+    def __getitem__(self, index: int) -> tuple[int, ...]:
+        return tuple(self._flat[self._ends[index] : self._ends[index + 1]].tolist())
+
+
+def _encode_golden(
+    rows: Sequence[Row], prompt_texts: Sequence[str], tokenizer: Tokenizer, golden: str
+) -> list[list[int] | None]:
+    """Ids of every golden solution, None where a row has none or none are wanted."""
+    encoded: list[list[int] | None] = [None] * len(rows)
+    if golden == "none":
+        return encoded
+    present = [index for index, row in enumerate(rows) if row.solution]
+    if golden == "required" and len(present) < len(rows):
+        missing = next(row.row_id for row in rows if not row.solution)
+        raise DataError(
+            f"{missing}: no golden solution, which sft and mixture.lambda > 0 train on; "
+            "set data.train.columns.solution, or mixture.lambda=0"
+        )
+    texts = [
+        tokenizer.response_text(rows[index].solution or "", prompt_texts[index])
+        for index in present
+    ]
+    for index, ids in zip(present, tokenizer.encode_many(texts), strict=True):
+        encoded[index] = [*ids, tokenizer.stop_token_ids[0]] if rows[index].complete else ids
+    return encoded

@@ -1,0 +1,22 @@
+"""Errors that the user mends: the command shows the message without a traceback and exits with 2.
+
+Every message names the file, row or key, what was expected and the remedy. Anything else that
+rises, torch's own ValueError included, is a defect of this project and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """Settings, data, layout or environment that must be mended outside this code.
+
+    A ValueError, because pydantic's validators and torch's callers expect one.
+    """
+
+
+class ConfigError(UserError):
+    """A setting: the message says which, in which file, and how to mend it."""
+
+
+class DataError(UserError):
+    """A file that was read: the message names file, row or line, column and remedy."""

@@ -1,0 +1,241 @@
+"""Every objective in plain torch on [N, V] logits: the definition, to be read beside METHOD §1-4.
+
+Autograd gives the gradients. Written for reading and for testing the fused path, not for training:
+memory grows with N * V, and nothing is sharded. Logits come undivided by the temperature; padded
+columns must be cut off before.
+
+N scored rows, V common vocabulary, J stop ids, K entries of a support.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.losses.head import StopClass
+from stable_opd_mcore.losses.outcomes import NEVER
+from stable_opd_mcore.records import MicroBatch
+
+
+@dataclass(frozen=True)
+class View:
+    """What a policy term sees."""
+
+    config: Config
+    batch: MicroBatch
+    log_p_NV: Tensor  # the student's outcomes at the sampling temperature, differentiable
+    log_q_NV: Tensor | None  # the teacher's
+    logprob_N: Tensor  # the student's, of the target or its stop class
+    token_logprob_N: Tensor  # the student's, of the target itself
+    teacher_logprob_N: Tensor | None  # of the target or the teacher's stop class
+
+
+PolicyTerm = Callable[[View], Tensor]  # per-token loss [N], before weights
+
+
+@dataclass(frozen=True)
+class Components:
+    """Weighted sums; their sum is the loss."""
+
+    pg: Tensor
+    kl: Tensor
+    sft: Tensor
+
+    @property
+    def loss(self) -> Tensor:
+        return self.pg + self.kl + self.sft
+
+
+def objective_loss(
+    policy_term: PolicyTerm | None,
+    config: Config,
+    batch: MicroBatch,
+    student_logits_NV: Tensor,
+    teacher_logits_NV: Tensor | None = None,
+    reference_logits_NV: Tensor | None = None,
+    student_stop: StopClass | None = None,
+    teacher_stop: StopClass | None = None,
+    merged_ids: Sequence[int] = (),
+) -> Components:
+    """L = sum_t pg_t term_t + kl_t KL(student || reference)_t - sft_t log pi(y_t) (METHOD §2).
+
+    merged_ids: stop ids that are one outcome in every distribution compared (METHOD §4).
+    """
+    temperature = config.sampling.temperature
+    log_p_NV = (student_logits_NV / temperature).log_softmax(-1)
+    token_logprob_N = log_p_NV.gather(1, batch.targets_N[:, None])[:, 0]
+    view = View(
+        config=config,
+        batch=batch,
+        log_p_NV=merge_ids(log_p_NV, merged_ids),
+        log_q_NV=_outcomes(teacher_logits_NV, temperature, merged_ids),
+        logprob_N=class_logprob(log_p_NV, batch.targets_N, student_stop),
+        token_logprob_N=token_logprob_N,
+        teacher_logprob_N=_teacher_logprob(batch, teacher_logits_NV, temperature, teacher_stop),
+    )
+    pg = kl = log_p_NV.sum() * 0
+    if policy_term is not None:
+        pg = (batch.pg_weight_N * policy_term(view)).sum()
+    if config.kl.beta and config.kl.estimator == "exact":
+        log_r_NV = _outcomes(reference_logits_NV, temperature, merged_ids)
+        assert log_r_NV is not None
+        kl = (batch.kl_weight_N * kl_divergence(view.log_p_NV, log_r_NV)).sum()
+    elif config.kl.beta:
+        assert batch.reference is not None and batch.reference.logprob_N is not None
+        kl = (batch.kl_weight_N * k3(token_logprob_N, batch.reference.logprob_N)).sum()
+    sft = -(batch.sft_weight_N * token_logprob_N).sum()
+    return Components(pg, kl, sft)
+
+
+def opd(view: View) -> Tensor:
+    """Clipped surrogate of A = log pi_T - log pi_old with its options (METHOD §1, §3)."""
+    settings, batch = view.config.objective, view.batch
+    old_N, teacher_N = _behaviour(view), view.teacher_logprob_N
+    assert teacher_N is not None
+    alpha = settings.advantage.power
+    reward_N = teacher_N - old_N
+    if alpha is not None:
+        reward_N = teacher_N.exp() ** alpha - old_N.exp() ** alpha
+    if settings.advantage.clamp is not None:
+        reward_N = reward_N.clamp(-settings.advantage.clamp, settings.advantage.clamp)
+    advantage_N = reward_N
+    if settings.discount > 0:
+        advantage_N = _discounted(reward_N, batch, settings.discount)
+    if settings.advantage.control_variate:
+        assert view.log_q_NV is not None
+        advantage_N = advantage_N + kl_divergence(view.log_p_NV, view.log_q_NV).detach()
+    return _surrogate(view, old_N, advantage_N)
+
+
+def grpo(view: View) -> Tensor:
+    """Clipped surrogate of the group-normalised reward that came with the sample (METHOD §3)."""
+    assert view.batch.given_advantage_N is not None
+    clamp = view.config.objective.advantage.clamp
+    advantage_N = view.batch.given_advantage_N
+    if clamp is not None:
+        advantage_N = advantage_N.clamp(-clamp, clamp)
+    return _surrogate(view, _behaviour(view), advantage_N)
+
+
+def lsm(view: View) -> Tensor:
+    """KL(p || q), both renormalised on the teacher's top K (METHOD §3)."""
+    assert view.batch.teacher is not None
+    ids_NK, logprobs_NK = view.batch.teacher.topk_ids_NK, view.batch.teacher.topk_logprobs_NK
+    assert ids_NK is not None and logprobs_NK is not None
+    return _support_kl(view.log_p_NV.gather(1, ids_NK), logprobs_NK)
+
+
+def student_topk(view: View) -> Tensor:
+    """KL(p || q), both renormalised on the student's top K (METHOD §3)."""
+    assert view.log_q_NV is not None
+    ids_NK = view.log_p_NV.topk(view.config.objective.top_k, dim=1).indices
+    return _support_kl(view.log_p_NV.gather(1, ids_NK), view.log_q_NV.gather(1, ids_NK))
+
+
+def gkd(view: View) -> Tensor:
+    """Full-vocabulary reverse KL, forward KL or JSD(b) to the teacher (METHOD §3)."""
+    assert view.log_q_NV is not None
+    log_p, log_q, settings = view.log_p_NV, view.log_q_NV, view.config.objective
+    if settings.divergence == "reverse":
+        return kl_divergence(log_p, log_q)
+    if settings.divergence == "forward":
+        return kl_divergence(log_q, log_p)
+    b = settings.jsd_beta
+    log_m = torch.logaddexp(log_q + math.log(b), log_p + math.log(1 - b))
+    return b * kl_divergence(log_q, log_m) + (1 - b) * kl_divergence(log_p, log_m)
+
+
+def kl_divergence(log_p_NV: Tensor, log_q_NV: Tensor) -> Tensor:
+    """KL(p || q) per row, exact."""
+    return (log_p_NV.exp() * (log_p_NV - log_q_NV)).sum(-1)
+
+
+def k3(logprob_N: Tensor, reference_logprob_N: Tensor) -> Tensor:
+    """r - log r - 1 with r = pi_ref / pi of the sampled token: estimates KL(pi || ref), >= 0."""
+    log_ratio_N = reference_logprob_N - logprob_N
+    return log_ratio_N.exp() - log_ratio_N - 1
+
+
+def class_logprob(log_p_NV: Tensor, targets_N: Tensor, stop: StopClass | None) -> Tensor:
+    """log p of the target, or of its stop class where it is a stop token (METHOD §4)."""
+    token_N = log_p_NV.gather(1, targets_N[:, None])[:, 0]
+    if stop is None:
+        return token_N
+    rows = []
+    for row, target in enumerate(targets_N.tolist()):
+        members = set(stop.class_ids) | ({target} if stop.include_target else set())
+        if target in stop.trigger_ids:
+            rows.append(log_p_NV[row, sorted(members)].logsumexp(0))
+        else:
+            rows.append(token_N[row])
+    return torch.stack(rows) if rows else token_N
+
+
+def merge_ids(log_p_NV: Tensor, ids: Sequence[int]) -> Tensor:
+    """log p with the ids as one outcome: their sum under the first, probability 0 under the rest.
+
+    0 is e^NEVER, whose logarithm is finite, so that 0 log 0 is 0 below.
+    """
+    if not ids:
+        return log_p_NV
+    column_V = torch.arange(log_p_NV.shape[1], device=log_p_NV.device)
+    member_V, first_V = torch.isin(column_V, column_V[list(ids)]), column_V == ids[0]
+    merged_N1 = log_p_NV[:, list(ids)].logsumexp(-1, keepdim=True)
+    return torch.where(first_V, merged_N1, log_p_NV.masked_fill(member_V, NEVER))
+
+
+def _outcomes(logits_NV: Tensor | None, temperature: float, ids: Sequence[int]) -> Tensor | None:
+    return None if logits_NV is None else merge_ids((logits_NV / temperature).log_softmax(-1), ids)
+
+
+def _teacher_logprob(
+    batch: MicroBatch, logits_NV: Tensor | None, temperature: float, stop: StopClass | None
+) -> Tensor | None:
+    """As the teacher said it; where it sent its hidden states alone, from its logits."""
+    if batch.teacher is None or batch.teacher.logprob_N is not None:
+        return None if batch.teacher is None else batch.teacher.logprob_N
+    assert logits_NV is not None
+    return class_logprob((logits_NV / temperature).log_softmax(-1), batch.targets_N, stop)
+
+
+def _behaviour(view: View) -> Tensor:
+    """log pi_old: as given, the rollouts' own, or the present policy held constant.
+
+    A rollout knows its token's probability, not its stop class's: the token's share of the class
+    is taken to be the present one.
+    """
+    batch = view.batch
+    if batch.old_logprob_N is not None:
+        return batch.old_logprob_N
+    if batch.old_token_logprob_N is None:
+        return view.logprob_N.detach()
+    return batch.old_token_logprob_N + (view.logprob_N - view.token_logprob_N).detach()
+
+
+def _surrogate(view: View, old_N: Tensor, advantage_N: Tensor) -> Tensor:
+    clip = view.config.objective.clip
+    ratio_N = (view.logprob_N - old_N).exp()
+    bounded_N = ratio_N.clamp(1 - clip, 1 + clip)
+    return -torch.minimum(ratio_N * advantage_N, bounded_N * advantage_N)
+
+
+def _discounted(reward_N: Tensor, batch: MicroBatch, discount: float) -> Tensor:
+    """G_t = sum over t' >= t of discount^(t'-t) r_t' in the sample; masked tokens add nothing."""
+    place = list(zip(batch.sample_index_N.tolist(), batch.token_index_N.tolist(), strict=True))
+    returns = []
+    for sample, token in place:
+        total = reward_N.new_zeros(())
+        for row, (other_sample, later) in enumerate(place):
+            if other_sample == sample and later >= token and batch.pg_weight_N[row] != 0:
+                total = total + discount ** (later - token) * reward_N[row]
+        returns.append(total)
+    return torch.stack(returns) if returns else reward_N
+
+
+def _support_kl(student_NK: Tensor, teacher_NK: Tensor) -> Tensor:
+    return kl_divergence(student_NK.log_softmax(-1), teacher_NK.log_softmax(-1))

@@ -1,0 +1,94 @@
+"""Run micro-batches through a model by Megatron's pipeline schedules; losses are plain sums.
+
+    outputs = run_forward_backward(chunks, microbatches, forward_step, world=world)
+
+One code path for every layout: no pipelining, 1F1B, interleaved. The loss of the step is the sum
+over micro-batches (weights carry the global normaliser), so nothing is divided here. Gradients are
+left unreduced: whoever owns the model calls Megatron's finalize_model_grads once afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+from torch import Tensor
+from torch.nn import Module
+
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.parallel.world import World
+
+MicroBatch = TypeVar("MicroBatch")
+LossFunction = Callable[[Tensor], Any]
+
+
+def run_forward_backward(
+    chunks: Sequence[Module],
+    microbatches: Sequence[MicroBatch],
+    forward_step: Callable[[Module, MicroBatch], tuple[Tensor, LossFunction]],
+    *,
+    world: World,
+    forward_only: bool = False,
+) -> list[Any]:
+    """Forward, and unless `forward_only` backward, of all micro-batches.
+
+    Args:
+        chunks: the model on this rank, in stage order.
+        microbatches: the same list on all tensor and pipeline ranks of the replica.
+        forward_step: runs one chunk on one micro-batch; returns its output tensor and a function of
+            the last stage's output. With backward that function returns (loss, result), loss a
+            differentiable scalar; with `forward_only` it returns the result, and everything runs
+            without gradients.
+
+    Returns:
+        The results in micro-batch order on the last pipeline stage, an empty list elsewhere.
+
+    Raises:
+        UserError: no micro-batches, or their number does not suit interleaving
+            (World.microbatch_multiple).
+    """
+    _require_count(len(microbatches), world)
+
+    def step(source: Iterator[MicroBatch], chunk: Module) -> tuple[Tensor, LossFunction]:
+        output, function = forward_step(chunk, next(source))
+        if forward_only:
+            return output, lambda tensor, non_loss_data=True: function(tensor)
+        return output, lambda tensor: _as_sum(function(tensor))
+
+    # Else Megatron divides by the number of micro-batches.
+    assert forward_only or get_model_config(chunks[0]).calculate_per_token_loss
+    run = get_forward_backward_func()
+    with torch.no_grad() if forward_only else nullcontext():
+        return run(
+            forward_step_func=step,
+            data_iterator=[iter(microbatches) for _ in chunks],
+            model=list(chunks),
+            num_microbatches=len(microbatches),
+            seq_length=1,  # lengths travel with the tensors: variable_seq_lengths
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+
+def _as_sum(loss_and_result: tuple[Tensor, Any]) -> tuple[Tensor, Tensor, Any]:
+    """With a token count in the middle Megatron leaves the loss undivided; the count is unused."""
+    loss, result = loss_and_result
+    return loss, torch.zeros([], dtype=torch.int32, device=loss.device), result
+
+
+def _require_count(number: int, world: World) -> None:
+    if number == 0:
+        raise UserError(
+            "no micro-batches: every data-parallel rank needs at least one, an empty one if need be"
+        )
+    multiple = world.microbatch_multiple
+    if number % multiple:
+        raise UserError(
+            f"{number} micro-batches do not suit parallel.virtual_pipeline with parallel.pipeline="
+            f"{world.pipeline_size}: pad with empty ones to a multiple of {multiple}"
+        )

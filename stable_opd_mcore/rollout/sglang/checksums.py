@@ -1,0 +1,160 @@
+"""What a server's weights must hash to after a sync, computed from the trainer's own tensors.
+
+SGLang's /weights_checker gives one 64-bit hash per parameter and tensor rank, of the bytes as its
+layers hold them: q, k and v fused, gate and up fused, rows or columns cut, vocabulary padded.
+`ExpectedChecksums` lays the trainer's Hugging Face tensors out the same way, one at a time, and
+hashes the pieces; equality is bit-exact. Not here: who is asked and when (sync.py). Dense
+Qwen2, Qwen3 and Llama, unquantised.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from stable_opd_mcore.models.families import Architecture
+
+_FUSED = {  # our name's part -> (SGLang's, the parts in order)
+    "q_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    "k_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    "v_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    "gate_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
+    "up_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
+}
+_COLUMNS = ("o_proj.weight", "down_proj.weight")
+_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+_VOCABULARY_MULTIPLE = 64  # SGLang pads the vocabulary's rows with zeros to a multiple of this
+
+Hash = Callable[[Sequence[Tensor]], str]
+
+
+class ExpectedChecksums:
+    """Feed it every tensor once; `per_rank` is then what each tensor rank must answer."""
+
+    def __init__(self, architecture: Architecture, tensor_size: int, hash_of: Hash) -> None:
+        self._architecture = architecture
+        self._size = tensor_size
+        self._hash = hash_of
+        self._parts: dict[str, dict[str, Tensor]] = {}  # of fused parameters still incomplete
+        self.per_rank: list[dict[str, str]] = [{} for _ in range(tensor_size)]
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """One Hugging Face tensor, in the precision the server holds. Kept, and to be left as it
+        is, while its fused partners are missing.
+        """
+        part = name.split(".")[-2] if "." in name else name
+        if part not in _FUSED:
+            self._enter(name, [[self._shard(name, tensor, rank)] for rank in range(self._size)])
+            return
+        fused, order = _FUSED[part]
+        fused_name = name.replace(part, fused)
+        parts = self._parts.setdefault(fused_name, {})
+        parts[part] = tensor
+        if len(parts) == len(order):
+            del self._parts[fused_name]
+            pieces = [[self._shard(key, parts[key], r) for key in order] for r in range(self._size)]
+            self._enter(fused_name, pieces)
+
+    def _enter(self, name: str, pieces: Iterable[Sequence[Tensor]]) -> None:
+        for checksums, shards in zip(self.per_rank, pieces, strict=True):
+            checksums[name] = self._hash(shards)
+
+    def _shard(self, name: str, tensor: Tensor, rank: int) -> Tensor:
+        """Tensor rank `rank`'s piece of one tensor."""
+        size = self._size
+        if name in ("k_proj", "v_proj"):  # fewer groups than ranks: several ranks hold the same one
+            groups = self._architecture.num_key_value_heads
+            copies = max(1, size // groups)
+            return tensor.chunk(size // copies)[rank // copies]
+        if name in ("q_proj", "gate_proj", "up_proj"):
+            return tensor.chunk(size)[rank]
+        if name.endswith(_COLUMNS):
+            return tensor.chunk(size, dim=1)[rank]
+        if name.endswith(_VOCABULARY):
+            padded = -(-len(tensor) // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+            rows = padded // size
+            piece = tensor[rank * rows : (rank + 1) * rows]
+            return torch.nn.functional.pad(piece, (0, 0, 0, rows - len(piece)))
+        return tensor
+
+
+def differences(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+    """Names whose checksums differ or that one side lacks."""
+    return [
+        name
+        for name in sorted(expected.keys() | found.keys())
+        if expected.get(name) != found.get(name)
+    ]
+
+
+def cpu_hash(pieces: Sequence[Tensor]) -> str:
+    """SGLang's hash of a CPU tensor, here of pieces that follow each other: 64 bits of SHA-256."""
+    digest = hashlib.sha256()
+    for piece in pieces:
+        flat = piece.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        digest.update(flat.numpy().data)
+    return digest.digest()[:8].hex()
+
+
+_WORD = 0xFFFFFFFF
+_SEED_1 = 0x243F6A88
+_SEED_2 = ((_SEED_1 * 0x9E3779B1) ^ 0xDEADBEEF) & _WORD
+_TILE_WORDS = 8192
+_TILES_AT_ONCE = 512  # 4 Mi words: a few hundred MiB of int64 temporaries
+
+
+def gpu_hash(pieces: Sequence[Tensor]) -> str:
+    """SGLang's hash of a CUDA tensor (sglang/kernels/ops/memory/gpu_tensor_hash.py), in int64
+    torch.
+
+    Two 32-bit mixes of every word with its position, summed over tiles of 8,192 words, the tiles'
+    64-bit results summed again and mixed.
+    """
+    flat = torch.cat([piece.detach().contiguous().view(-1).view(torch.uint8) for piece in pieces])
+    flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 4))
+    words = flat.view(torch.int32)
+    total = 0
+    step = _TILE_WORDS * _TILES_AT_ONCE
+    for start in range(0, words.numel(), step):
+        total += _tiles_hash(words[start : start + step], start, words.numel())
+    return f"{_splitmix64(total & 0xFFFFFFFFFFFFFFFF):016x}"
+
+
+def _tiles_hash(words: Tensor, start: int, num_words: int) -> int:
+    position = torch.arange(start, start + words.numel(), device=words.device) & _WORD
+    word = words.to(torch.int64) & _WORD
+    total = 0
+    for multiplier, seed, turn, shift in (
+        (0x27D4EB2D, _SEED_1, 15, 32),
+        (0x165667B1, _SEED_2, 13, 0),
+    ):
+        rotated = ((position << turn) | (position >> (32 - turn))) & _WORD
+        mixed = _fmix32(word ^ ((position * multiplier + seed) & _WORD) ^ rotated)
+        mixed = torch.nn.functional.pad(mixed, (0, -mixed.numel() % _TILE_WORDS))
+        tiles = mixed.view(-1, _TILE_WORDS).sum(1) & _WORD
+        tiles = _fmix32(tiles ^ (num_words * 4 & _WORD))
+        total += sum(value << shift for value in tiles.tolist())
+    return total
+
+
+def _fmix32(values: Tensor) -> Tensor:
+    """MurmurHash3's finaliser on 32-bit values held in int64; products may wrap, their low words
+    are right.
+    """
+    values = values ^ (values >> 16)
+    values = (values * 0x85EBCA6B) & _WORD
+    values = values ^ (values >> 13)
+    values = (values * 0xC2B2AE35) & _WORD
+    return values ^ (values >> 16)
+
+
+def _splitmix64(value: int) -> int:
+    mask = 0xFFFFFFFFFFFFFFFF
+    value ^= value >> 30
+    value = value * 0xBF58476D1CE4E5B9 & mask
+    value ^= value >> 27
+    value = value * 0x94D049BB133111EB & mask
+    return value ^ (value >> 31)

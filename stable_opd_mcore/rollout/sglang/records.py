@@ -1,0 +1,55 @@
+"""Between the trainer's records and a server's requests. Pure functions; nothing is sent here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from stable_opd_mcore.records import Prompt, Rollout
+from stable_opd_mcore.rollout.engine import Sampling
+from stable_opd_mcore.serving.client import Completion, Generation
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def request_for(
+    prompt: Prompt, sampling: Sampling, vocab_size: int, padded_vocab_size: int
+) -> Generation:
+    """All samples of one prompt in one request: they share its prefix, come or fail as one."""
+    return Generation(
+        token_ids=prompt.token_ids,
+        num_samples=sampling.num_samples,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        max_new_tokens=sampling.max_new_tokens,
+        stop_token_ids=sampling.stop_token_ids,
+        vocab_size=vocab_size,
+        padded_vocab_size=padded_vocab_size,
+    )
+
+
+def rollouts_of(
+    prompt: Prompt,
+    answer: Sequence[Completion] | None,
+    held: Mapping[tuple[str, int], Rollout],
+    num_samples: int,
+    decode: Decode,
+) -> list[Rollout]:
+    """The rollouts of one prompt: what was drawn, or what a checkpoint held where nothing was."""
+    if answer is None:
+        return [held[prompt.prompt_id, sample] for sample in range(num_samples)]
+    return [
+        Rollout(
+            prompt=prompt,
+            sample_index=sample,
+            token_ids=completion.token_ids,
+            rollout_logprobs=completion.logprobs,
+            finish_reason="stop" if completion.finish_reason == "stop" else "length",
+            weight_version=min(int(version) for version in completion.weight_versions),
+            text=decode(_without_stop(completion)),
+        )
+        for sample, completion in enumerate(answer)
+    ]
+
+
+def _without_stop(completion: Completion) -> tuple[int, ...]:
+    return completion.token_ids[: -1 if completion.finish_reason == "stop" else None]

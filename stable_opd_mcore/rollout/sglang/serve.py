@@ -1,0 +1,88 @@
+"""`stable-opd serve`: servers of their own life, for runs with rollout.sglang.placement=external.
+
+Starts what the config's rollout.sglang section describes, prints addresses when all answer, and
+stays until it is told to end or a server dies; then ends them all, by pid. Servers for rollouts
+start with random weights, for a run sends the real ones; a teacher's are read from teacher.path.
+What other machines can reach asks for a key, which stands in a file and is never printed.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.errors import ConfigError
+from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.rollout.sglang.build import server_options, write_model_config
+from stable_opd_mcore.serving.api_key import make_api_key
+from stable_opd_mcore.serving.process import SglangServer, is_loopback, require_release
+
+_POLL_SECONDS = 1.0
+_ENDING = (signal.SIGINT, signal.SIGTERM)
+
+
+def serve(config: Config, *, teacher: bool, tell: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Raises:
+        UserError: servers of somebody else's, no key where one is needed, no model to serve, or
+            a server that does not start or ends.
+    """
+    sglang = config.rollout.sglang
+    if sglang.placement == "external":
+        raise ConfigError("serve starts servers: set rollout.sglang.placement=disaggregated")
+    if sglang.api_key_file is not None:
+        make_api_key(Path(sglang.api_key_file))
+    elif not is_loopback(sglang.host):
+        raise ConfigError(
+            f"rollout.sglang.host={sglang.host} can be reached from other machines, so a key is "
+            "needed: set rollout.sglang.api_key_file=FILE, which serve fills with a random key if "
+            "it does not exist, and give the same file to the run"
+        )
+    folder = config.run.path / ("teacher" if teacher else "sglang")
+    model = _teacher_model(config) if teacher else _student_model(config, folder)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for number in _ENDING:
+        signal.signal(number, _end)
+    with ExitStack() as stack:
+        servers = []
+        for number in range(sglang.num_servers):
+            options = server_options(config, model, number, device, dummy_weights=not teacher)
+            server = SglangServer(options, folder / f"server_{number}.log")
+            stack.callback(server.stop)
+            server.start()
+            servers.append(server)
+        for server in servers:
+            server.wait_until_healthy()
+            if not teacher:
+                require_release(server.client())
+        tell("urls: " + ",".join(server.url for server in servers))
+        while not (dead := [server.log for server in servers if not server.is_running]):
+            time.sleep(_POLL_SECONDS)
+        raise ConfigError(f"a server ended; see {', '.join(map(str, dead))}")
+
+
+def _end(*_: object) -> NoReturn:
+    """Leave wherever we are, once; the servers are ended on the way out."""
+    for number in _ENDING:
+        signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(0)
+
+
+def _student_model(config: Config, folder: Path) -> Path:
+    source = config.student.architecture or config.student.path
+    assert source is not None, "the schema asks for one of the two"
+    return write_model_config(read_architecture(source), folder / "model")
+
+
+def _teacher_model(config: Config) -> Path:
+    if config.teacher is None or config.teacher.path is None:
+        raise ConfigError("serve --teacher needs teacher.path: a directory with weights")
+    return Path(config.teacher.path)

@@ -1,0 +1,229 @@
+"""From the trainer's shards to the servers' weights, verified: one publish.
+
+Streams whole tensors in buckets (models.convert gathers them over tensor and pipeline ranks), so
+that no second copy of the model ever exists. Order within a publish, for a server may die
+anywhere: requests aborted, session begun where the release has sessions, buckets, session ended,
+cache flushed, checksums read back and compared, and only then the new version stamped. Until then
+the server states "incomplete" and its answers are refused. What the checksums must be is computed
+from the weights in a second pass, while the servers compute theirs. Not here: the ways a bucket
+travels (transports.py), who retries (engine.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_fixed
+from torch import Tensor
+from torch.nn import Module
+
+from stable_opd_mcore.models import tensors
+from stable_opd_mcore.models.convert import architecture_of, iter_hf_tensors
+from stable_opd_mcore.rollout.sglang.checksums import (
+    ExpectedChecksums,
+    cpu_hash,
+    differences,
+    gpu_hash,
+)
+from stable_opd_mcore.rollout.sglang.transports import Bucket, Buffers, Target, Transport
+from stable_opd_mcore.serving.client import RefusedRequest, ServerFailure, SglangClient
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One publish: who has the weights, and why others do not."""
+
+    verified: tuple[str, ...]
+    failed: dict[str, str]
+    num_bytes: int
+
+
+def publish_weights(
+    chunks: Sequence[Module],
+    targets: Sequence[Target],
+    transport: Transport | None,
+    *,
+    version: int,
+    label: str,
+    dtype: torch.dtype,
+    bucket_bytes: int,
+) -> Outcome:
+    """Give `targets` the weights and the version.
+
+    Collective over the tensor and pipeline ranks of one replica; `transport` is None on all but
+    the sender, whose outcome is the one that counts.
+    """
+    if transport is None:
+        for _ in range(2):  # to be sent, and to be hashed
+            for _ in iter_hf_tensors(chunks):
+                pass
+        return Outcome((), {}, 0)
+    sessions = begin_all(transport, targets, label)
+    num_bytes = 0
+    for bucket in make_buckets(chunks, dtype, bucket_bytes, transport.buffers):
+        transport.send(bucket)
+        num_bytes += bucket.flat.numel()
+    transport.close()
+    verify_all(transport, sessions, chunks, dtype, version)
+    verified = tuple(target.name for target in transport.alive)
+    return Outcome(verified, dict(transport.failed), num_bytes)
+
+
+def make_buckets(
+    chunks: Sequence[Module], dtype: torch.dtype, bucket_bytes: int, buffers: Buffers
+) -> Iterator[Bucket]:
+    """Whole tensors cast to `dtype`, packed into two buffers in turn; one that is larger than
+    `bucket_bytes` travels alone.
+    """
+    architecture = architecture_of(chunks)
+    sizes = {
+        name: math.prod(tensors.hf_shape(name, architecture)) * dtype.itemsize
+        for parameter in tensors.canonical_parameters(architecture)
+        for name in parameter.hf_names
+    }
+    bucket_bytes = min(bucket_bytes, sum(sizes.values()))
+    buffer = torch.empty(0, dtype=torch.uint8)
+    pending: list[tuple[str, Tensor]] = []
+    used = 0
+    for name, tensor in iter_hf_tensors(chunks):
+        if pending and used + sizes[name] > len(buffer):
+            yield Bucket(buffer[:used], tuple(pending))
+            pending, used = [], 0
+        if not pending:
+            buffer = buffers.take(max(sizes[name], bucket_bytes), tensor.device)
+        view = buffer[used : used + sizes[name]].view(dtype).view(tensor.shape)
+        view.copy_(tensor)
+        pending.append((name, view))
+        used += sizes[name]
+    yield Bucket(buffer[:used], tuple(pending))
+
+
+def verify_all(
+    transport: Transport,
+    sessions: dict[str, _Session],
+    chunks: Sequence[Module],
+    dtype: torch.dtype,
+    version: int,
+) -> None:
+    """End every session, compare checksums, and stamp the version on who holds what was sent."""
+    alive = transport.alive
+    expected = {
+        size: ExpectedChecksums(architecture_of(chunks), size, _hash_for(chunks))
+        for size in {target.tensor for target in alive}
+    }
+    with ThreadPoolExecutor(max(1, len(alive)), thread_name_prefix="verify") as pool:
+        answers = [pool.submit(sessions[target.name].finish) for target in alive]
+        for name, tensor in iter_hf_tensors(chunks):
+            for checksums in expected.values():
+                checksums.add(name, tensor.to(dtype))
+    for target, answer in zip(alive, answers, strict=True):
+        try:
+            sessions[target.name].stamp(answer.result(), expected[target.tensor].per_rank, version)
+        except (ServerFailure, RefusedRequest) as error:
+            transport.fail(target, str(error))
+
+
+def _hash_for(chunks: Sequence[Module]) -> Any:
+    """Servers hash on the device they serve from, which is the trainer's kind of device."""
+    return gpu_hash if next(chunks[0].parameters()).is_cuda else cpu_hash
+
+
+def begin_all(transport: Transport, targets: Sequence[Target], label: str) -> dict[str, _Session]:
+    """Begin on every target, then open the transport to those that could."""
+    with ThreadPoolExecutor(max(1, len(targets)), thread_name_prefix="begin") as pool:
+        begun = [pool.submit(_Session, target.client) for target in targets]
+    sessions: dict[str, _Session] = {}
+    failed: dict[str, str] = {}
+    for target, session in zip(targets, begun, strict=True):
+        try:
+            sessions[target.name] = session.result()
+        except (ServerFailure, RefusedRequest) as error:
+            failed[target.name] = str(error)
+    transport.open([target for target in targets if target.name in sessions], label)
+    transport.failed |= failed
+    return sessions
+
+
+class _Session:
+    """The requests around an update of one server.
+
+    Releases from 0.5.21 on want updates between begin and end; earlier ones have no such routes.
+    """
+
+    def __init__(self, client: SglangClient) -> None:
+        """Stop whatever still runs (answers nobody waits for), and begin."""
+        self._client = client
+        client.call("POST", "/abort_request", {"rid": "", "abort_all": True}, 30.0)
+        try:
+            self._has_sessions = self._begin()
+        except RefusedRequest:  # one that a failed publish left open
+            client.call("POST", "/end_weight_update", {}, 60.0)
+            self._has_sessions = self._begin()
+
+    def finish(self) -> Any:
+        """End the update; what the server's weights hash to, as it answers.
+
+        Raises:
+            ServerFailure, RefusedRequest: it does not do it.
+        """
+        if self._has_sessions:
+            self._client.call("POST", "/end_weight_update", {}, 120.0)
+        retrying = Retrying(  # refused while aborted requests leave
+            retry=retry_if_exception_type(RefusedRequest),
+            stop=stop_after_attempt(20),
+            wait=wait_fixed(0.25),
+            reraise=True,
+        )
+        retrying(self._client.call, "POST", "/flush_cache", {}, 60.0)
+        return self._client.call("POST", "/weights_checker", {"action": "checksum"}, 600.0)
+
+    def stamp(self, answer: Any, expected: Sequence[dict[str, str]], version: int) -> None:
+        """Give the server its version, if its answer is what the trainer's weights hash to.
+
+        Raises:
+            ServerFailure, RefusedRequest: the server does not hold exactly what was sent.
+        """
+        self._verify(answer, expected)
+        stamp = {"new_version": str(version), "abort_all_requests": False}
+        self._client.call("POST", "/update_weight_version", stamp, 60.0)
+
+    def _begin(self) -> bool:
+        try:
+            self._client.call("POST", "/begin_weight_update", {}, 120.0)
+        except RefusedRequest as refusal:
+            if refusal.status not in (404, 405):
+                raise
+            return False
+        return True
+
+    def _verify(self, answer: Any, expected: Sequence[dict[str, str]]) -> None:
+        try:
+            by_rank = {_tensor_rank(rank): rank["checksums"] for rank in answer["ranks"]}
+        except (KeyError, TypeError, IndexError) as error:
+            raise ServerFailure(self._client.url, "garbage", f"not checksums: {error!r}") from error
+        if sorted(by_rank) != list(range(len(expected))):
+            raise ServerFailure(
+                self._client.url,
+                "garbage",
+                f"checksums of ranks {sorted(by_rank)}, expected {len(expected)}",
+            )
+        for rank, checksums in enumerate(expected):
+            wrong = differences(checksums, by_rank[rank])
+            if wrong:
+                raise ServerFailure(
+                    self._client.url,
+                    "garbage",
+                    f"after the sync {len(wrong)} of {len(checksums)} parameters of rank {rank} "
+                    f"differ from the trainer's, e.g. {', '.join(wrong[:3])}",
+                )
+
+
+def _tensor_rank(rank: Any) -> int:
+    """Of one entry of /weights_checker, which states one place or, from 0.5.21 on, a list."""
+    places = rank["parallelism_info"]
+    return (places[0] if isinstance(places, list) else places)["tp_rank"]

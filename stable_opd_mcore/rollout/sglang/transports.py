@@ -1,0 +1,373 @@
+"""Three ways for a bucket of weights to reach servers: a process group, shared memory, files.
+
+    transport.open(targets, label); transport.send(bucket) ...; transport.close()
+
+`send` returns while the bucket is still on its way, so that the next one is packed meanwhile, into
+the other of two buffers that stay from publish to publish: a copy into fresh memory takes ten times
+as long as one into memory that was used before. A server that does not do its part is noted in
+`failed` and left out from there on; nothing raises for it. One sender, all servers at once. Not
+here: which weights (sync.py), verification, restarts.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+import secrets
+import shutil
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stable_opd_mcore.rollout.sglang.group import join_group, listen
+from stable_opd_mcore.serving.client import RefusedRequest, ServerFailure, SglangClient
+
+_POLL_SECONDS = 0.0005
+GROUP_LOST = "the process group is lost"  # how a failure reads that may be another server's
+INCOMPLETE = "incomplete"  # the version a server states between the first bucket and verification
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server to be given weights."""
+
+    name: str
+    client: SglangClient
+    tensor: int  # its tensor-parallel ranks
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Some whole tensors, end to end in one buffer that is used again for the bucket after next."""
+
+    flat: Tensor  # uint8
+    tensors: tuple[tuple[str, Tensor], ...]  # views into flat
+
+
+class Buffers:
+    """The memory of two buckets, used in turn."""
+
+    def __init__(self) -> None:
+        self._next, self._last = (torch.empty(0, dtype=torch.uint8) for _ in range(2))
+
+    def take(self, num_bytes: int, device: torch.device) -> Tensor:
+        """uint8 [num_bytes] of any content, the caller's until `take` is called twice more."""
+        if self._next.numel() < num_bytes or self._next.device != device:
+            self._next = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._next, self._last = self._last, self._next
+        return self._last[:num_bytes]
+
+
+class Transport:
+    """What the three have in common: targets, buffers, and asking all targets at once."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self.failed: dict[str, str] = {}
+        self.buffers = Buffers()
+        self._timeout = timeout_seconds
+        self._targets: list[Target] = []
+        self._pending: Pending | None = None
+
+    @property
+    def alive(self) -> list[Target]:
+        return [target for target in self._targets if target.name not in self.failed]
+
+    def open(self, targets: Sequence[Target], label: str) -> None:
+        """Get ready for one publish; `label` is unique to it."""
+        self._targets, self.failed, self._pending = list(targets), {}, None
+
+    def send(self, bucket: Bucket) -> None:
+        """Hand a bucket over; its buffer is free when the next `send`, or `close`, returns."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """After the last bucket: wait until all have arrived."""
+        self._settle()
+
+    def _settle(self) -> None:
+        """Wait until the servers have loaded the bucket sent last."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+
+    def post(self, path: str, payload: Callable[[Target], dict[str, Any]]) -> Pending:
+        """Ask every living target at once; `Pending.wait` notes who failed."""
+        return Pending(self, path, payload)
+
+    def fail(self, target: Target, reason: str) -> None:
+        self.failed.setdefault(target.name, reason)
+
+
+class Pending:
+    """One POST to every living target, on its way."""
+
+    def __init__(
+        self, transport: Transport, path: str, payload: Callable[[Target], dict[str, Any]]
+    ) -> None:
+        self._transport = transport
+        targets = transport.alive
+        self._pool = ThreadPoolExecutor(max(1, len(targets)), thread_name_prefix="sync")
+        self._futures = [
+            (target, self._pool.submit(self._call, target, path, payload(target)))
+            for target in targets
+        ]
+
+    def _call(self, target: Target, path: str, payload: dict[str, Any]) -> None:
+        timeout = self._transport._timeout
+        answer = target.client.call("POST", path, payload, timeout_seconds=timeout)
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise ServerFailure(target.client.url, "status", f"{path}: {answer.get('message')}")
+
+    def has_failed(self) -> bool:
+        """Whether some target has already said no: then nobody should wait for its part."""
+        return any(future.done() and future.exception() for _, future in self._futures)
+
+    def wait(self) -> None:
+        for target, future in self._futures:
+            try:
+                future.result()
+            except (ServerFailure, RefusedRequest) as error:
+                self._transport.fail(target, str(error))
+        self._pool.shutdown()
+
+
+def _description(bucket: Bucket) -> dict[str, Any]:
+    return {
+        "names": [name for name, _ in bucket.tensors],
+        "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket.tensors],
+        "shapes": [list(tensor.shape) for _, tensor in bucket.tensors],
+        "flush_cache": False,  # once, when all have arrived
+        "weight_version": INCOMPLETE,
+    }
+
+
+class DistributedTransport(Transport):
+    """Broadcast over a process group of the sender (rank 0) and every server's tensor ranks: NCCL
+    between GPUs, gloo between CPUs. The group stands as long as the targets stay the same.
+    """
+
+    def __init__(self, timeout_seconds: float, host: str | None, backend: str) -> None:
+        """`host`: this machine's address as the servers see it; None finds it."""
+        super().__init__(timeout_seconds)
+        self._host = host
+        self._backend = backend
+        self._group: dist.ProcessGroup | None = None
+        self._label = ""
+        self._members: list[tuple[str, SglangClient]] = []
+
+    def open(self, targets: Sequence[Target], label: str) -> None:
+        members = [(target.name, target.client) for target in targets]
+        if self._group is not None and members != self._members:
+            self.leave()
+        super().open(targets, label)
+        self._members = members
+        if self._group is None and targets:
+            self._join(label)
+
+    def send(self, bucket: Bucket) -> None:
+        """Returns when the bytes have left: the next bucket is packed while servers load this one,
+        and no other collective runs beside the broadcast.
+        """
+        self._settle()
+        if self._group is None:
+            return  # broken by an earlier bucket: nobody gets any more
+        body = _description(bucket) | {"group_name": self._label, "load_format": "flattened_bucket"}
+        pending = self.post("/update_weights_from_distributed", lambda target: body)
+        self._pending = pending
+        try:
+            work = dist.broadcast(bucket.flat, src=0, group=self._group, async_op=True)
+            assert work is not None
+            while not work.is_completed() and not pending.has_failed():
+                time.sleep(_POLL_SECONDS)
+            if not pending.has_failed():
+                work.wait()
+        except RuntimeError as error:
+            self._break(f"the broadcast failed: {error}")
+
+    def _settle(self) -> None:
+        super()._settle()
+        if any(name in self.failed for name, _ in self._members):
+            self._break("it lost a member")
+
+    def leave(self) -> None:
+        """Dissolve the group on both sides."""
+        if self._group is None:
+            return
+        pending = self.post(
+            "/destroy_weights_update_group", lambda target: {"group_name": self._label}
+        )
+        self._destroy()
+        pending.wait()
+
+    def _join(self, label: str) -> None:
+        # a server that outlives a run still holds that run's groups by their names
+        self._label = f"stable-opd-{label}-{secrets.token_hex(4)}"
+        try:
+            listener = listen(self._host, [target.client.url for target in self._targets])
+        except OSError as error:
+            self._break(f"no way to the servers: {error}")
+            return
+        host, port = listener.getsockname()
+        offsets, world_size = {}, 1
+        for target in self._targets:
+            offsets[target.name], world_size = world_size, world_size + target.tensor
+        pending = self.post(
+            "/init_weights_update_group",
+            lambda target: {
+                "master_address": host,
+                "master_port": port,
+                "rank_offset": offsets[target.name],
+                "world_size": world_size,
+                "group_name": self._label,
+                "backend": self._backend,
+            },
+        )
+        try:
+            self._group = join_group(
+                self._backend, listener, world_size, self._label, self._timeout
+            )
+        except (RuntimeError, ValueError) as error:  # torch's DistStoreError is a RuntimeError
+            self._break(f"it did not form: {error}")
+        pending.wait()
+        if self.failed:
+            self._break("it did not form")
+
+    def _break(self, reason: str) -> None:
+        """A group that lost a member is of no use to the others; each is given the weights anew."""
+        self._destroy()
+        for target in self.alive:
+            self.fail(target, f"{GROUP_LOST}: {reason}")
+
+    def _destroy(self) -> None:
+        if self._group is None:
+            return
+        held, self._group = [self._group], None
+        held[0].abort()  # or what is still on its way would be waited for: by NCCL
+        dist.destroy_process_group(held[0])
+        # gloo cannot abort: its destructor waits for a silent machine until the group's timeout
+        threading.Thread(target=held.clear, name="destroy", daemon=True).start()
+
+
+class TensorTransport(Transport):
+    """Hand over memory, not bytes: CUDA IPC between processes of one GPU machine, shared memory
+    on a CPU.
+    """
+
+    def send(self, bucket: Bucket) -> None:
+        handles = {
+            target.name: [_handles(bucket) for _ in range(target.tensor)] for target in self.alive
+        }
+        self._settle()  # the server copies before it answers
+        self._pending = self.post(
+            "/update_weights_from_tensor",
+            lambda target: {
+                "serialized_named_tensors": handles[target.name],
+                "flush_cache": False,
+                "weight_version": INCOMPLETE,
+            },
+        )
+
+
+def _handles(bucket: Bucket) -> str:
+    """For one process: torch counts who was given a handle, and frees the memory when as many have
+    let go of it.
+    """
+    pickled = io.BytesIO()
+    with _sharing_by_file_name():
+        ForkingPickler(pickled).dump(list(bucket.tensors))
+    return base64.b64encode(pickled.getvalue()).decode()
+
+
+@contextlib.contextmanager
+def _sharing_by_file_name() -> Iterator[None]:
+    """Between unrelated processes a CPU tensor is found by name; torch's default passes
+    descriptors.
+    """
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        yield
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+
+
+class DiskTransport(Transport):
+    """Safetensors in a directory that the servers see too; read when complete."""
+
+    def __init__(
+        self, timeout_seconds: float, directory: Path, model_config: dict[str, Any]
+    ) -> None:
+        super().__init__(timeout_seconds)
+        self._root = directory
+        self._model_config = model_config
+        self._directory = directory
+        self._num_files = 0
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="sync")
+        self._writing: Future[None] | None = None
+
+    def open(self, targets: Sequence[Target], label: str) -> None:
+        super().open(targets, label)
+        self._directory = self._root / label
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.mkdir(parents=True)
+        self._num_files = 0
+        (self._directory / "config.json").write_text(
+            json.dumps(self._model_config), encoding="utf-8"
+        )
+
+    def send(self, bucket: Bucket) -> None:
+        self._num_files += 1
+        file = self._directory / f"model-{self._num_files:05d}.safetensors"
+        self._settle()
+        self._writing = self._writer.submit(write_safetensors, file, bucket)
+
+    def _settle(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def close(self) -> None:
+        super().close()
+        body = {
+            "model_path": str(self._directory.resolve()),
+            "load_format": "safetensors",  # the server itself started with random weights
+            "flush_cache": False,
+            "weight_version": INCOMPLETE,
+        }
+        self.post("/update_weights_from_disk", lambda target: body).wait()
+        shutil.rmtree(self._directory)
+
+
+_SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+
+
+def write_safetensors(file: Path, bucket: Bucket) -> None:
+    """The bucket as it lies in memory, behind a header (huggingface/safetensors, "Format").
+
+    safetensors' own `save_file` refuses tensors that share a buffer, and copies every one.
+    """
+    header, start = {}, 0
+    for name, tensor in bucket.tensors:
+        header[name] = {
+            "dtype": _SAFETENSORS_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, start + tensor.nbytes],
+        }
+        start += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the data begins aligned
+    with file.open("wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        out.write(bucket.flat.cpu().numpy().data)

@@ -1,0 +1,94 @@
+"""Order of prompts by cursor, and prompts against the model's window."""
+
+import logging
+
+import pytest
+
+from stable_opd_mcore.config.schema import DataConfig, SourceConfig
+from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.data.prompts import PromptOrder, PromptSet
+from stable_opd_mcore.data.rows import Row
+from stable_opd_mcore.errors import DataError
+
+ROWS = [
+    Row("s:1", "1+1", "2", "1+1=2;[2]", "bracket"),
+    Row("s:2", "1+2*3-4", "0", "1+2=3;3*3=4;4-4=0;[0]", "bracket"),
+    Row("s:3", "2*2", "4", "2*2=4;2*2=4;", "bracket", prefix="2*2=4;2*2=4;", complete=False),
+]
+
+
+def data_config(**changes):
+    return DataConfig(train=SourceConfig(path="synthetic:arithmetic"), **changes)
+
+
+def make_set(rows=ROWS, window=64, max_new_tokens=30, golden="optional", **changes):
+    return PromptSet(
+        rows,
+        Tokenizer.load("synthetic"),
+        data_config(**changes),
+        window=window,
+        max_new_tokens=max_new_tokens,
+        golden=golden,
+    )
+
+
+def test_any_split_of_the_range_into_calls_draws_the_same_rows():
+    order = PromptOrder(num_rows=7, seed=1)
+    whole = order.indices(0, 40)
+    assert [i for cursor in range(0, 40, 5) for i in order.indices(cursor, 5)] == whole
+    assert order.indices(13, 0) == []
+    assert PromptOrder(num_rows=7, seed=1).indices(20, 20) == whole[20:]
+
+
+def test_every_epoch_draws_every_row_once_in_its_own_order():
+    order = PromptOrder(num_rows=50, seed=0)
+    epochs = [order.indices(50 * epoch, 50) for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] and epochs[0] != list(range(50))
+    assert PromptOrder(num_rows=50, seed=1).indices(0, 50) != epochs[0]
+
+
+def test_rows_become_prompts_with_golden_ids():
+    prompts = make_set()
+    tokenizer = Tokenizer.load("synthetic")
+    first, looping = prompts[0], prompts[2]
+    assert first.token_ids == tokenizer.encode_prompt("1+1")
+    assert first.golden_token_ids == tokenizer.encode_response("1+1=2;[2]")
+    assert (first.prompt_id, first.text, first.answer) == ("s:1", "1+1", "2")
+    assert first.answer_format == "bracket" and not first.opens_thinking
+    # What stands before training starts is prompt; a cut solution has no stop token.
+    assert tokenizer.decode(looping.token_ids) == "2*2#2*2=4;2*2=4;"
+    assert looping.golden_token_ids == tuple(tokenizer.encode("2*2=4;2*2=4;"))
+    assert [p.prompt_id for p in prompts.select([2, 0, 2])] == ["s:3", "s:1", "s:3"]
+
+
+def test_overlong_prompts_and_golden_solutions_are_errors_with_the_sum():
+    with pytest.raises(DataError, match=r"s:2: its prompt has 8 .*max_new_tokens=30.*window of 35"):
+        make_set(window=35)
+    with pytest.raises(DataError, match=r"s:2: its golden solution has 22 .*prompt's 8.*of 29"):
+        make_set(window=29, max_new_tokens=10)
+    assert (
+        make_set(ROWS[:2], window=35, max_new_tokens=27, golden="none")[1].golden_token_ids is None
+    )
+
+
+def test_overlong_rows_can_be_dropped_and_are_counted(caplog):
+    with caplog.at_level(logging.WARNING):
+        prompts = make_set(window=35, overlong="drop")
+    assert [prompts[i].prompt_id for i in range(len(prompts))] == ["s:1"]
+    assert prompts.num_dropped == 2
+    assert "dropped 2 of 3 rows" in caplog.text
+    with pytest.raises(DataError, match="none of 3 rows fits the window of 10"):
+        make_set(window=10, overlong="drop")
+
+
+def test_missing_golden_solutions():
+    rows = [ROWS[0], Row("s:9", "1+1", "2", None)]
+    assert make_set(rows)[1].golden_token_ids is None
+    with pytest.raises(DataError, match=r"s:9: no golden solution.*mixture\.lambda=0"):
+        make_set(rows, golden="required")
+
+
+def test_no_rows_to_draw_from():
+    with pytest.raises(DataError, match="no rows"):
+        PromptOrder(0, seed=0)

@@ -1,0 +1,155 @@
+"""Global normalisers, by hand on a batch small enough to count."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from stable_opd_mcore.errors import ConfigError
+from stable_opd_mcore.losses.objectives import OBJECTIVES, build_objective
+from stable_opd_mcore.records import Sample
+from tests.losses.cases import make_config
+
+
+def sample(prompt: str, length: int, source="rollout", masked=(), reward=None, first=3) -> Sample:
+    return Sample(
+        source=source,
+        prompt_id=prompt,
+        prompt_token_ids=(5, 6),
+        response_token_ids=(first,) * length,
+        trained=tuple(t not in masked for t in range(length)),
+        reward=reward,
+    )
+
+
+BATCH = [
+    sample("a", 4, reward=1.0),
+    sample("a", 2, masked=(1,), reward=0.0),
+    sample("a", 3, masked=(0, 1, 2), reward=0.0),
+    sample("a", 5, source="golden"),
+    sample("b", 1, source="golden"),
+]
+
+
+def weights(**changes):
+    return build_objective(make_config(**changes), (1,), (1,)).token_weights(BATCH)
+
+
+def test_sequence_mean_is_a_mean_of_means_over_trained_sequences():
+    pg = [w.pg for w in weights(aggregation="sequence_mean")]
+    assert pg == [(1 / 8,) * 4, (1 / 2, 0.0), (0.0,) * 3, (0.0,) * 5, (0.0,)]
+    assert sum(map(sum, pg)) == pytest.approx(1)
+
+
+def test_token_mean_counts_trained_tokens():
+    pg = [w.pg for w in weights(aggregation="token_mean")]
+    assert pg == [(1 / 5,) * 4, (1 / 5, 0.0), (0.0,) * 3, (0.0,) * 5, (0.0,)]
+
+
+def test_constant_divides_by_the_budget():
+    pg = [w.pg for w in weights(aggregation="constant", sampling__max_new_tokens=10)]
+    assert pg[0] == (1 / 20,) * 4 and pg[1] == (1 / 20, 0.0)
+
+
+def test_kl_is_a_mean_over_all_rollout_prefixes_masked_ones_too():
+    kl = [w.kl for w in weights(kl__beta=0.9)]
+    assert kl == [pytest.approx((0.1,) * n) for n in (4, 2, 3)] + [(0.0,) * 5, (0.0,)]
+    assert not any(map(any, (w.kl for w in weights())))
+
+
+def test_golden_solutions_have_a_normaliser_of_their_own():
+    sft = [w.sft for w in weights(mixture={"lambda": 0.2})]
+    assert sft == [(0.0,) * 4, (0.0,) * 2, (0.0,) * 3, pytest.approx((0.02,) * 5), (0.1,)]
+    alone = [w.sft for w in weights(objective__name="sft")]
+    assert alone[3] == pytest.approx((0.1,) * 5) and alone[4] == (0.5,)
+    assert not any(any(w.pg) for w in weights(objective__name="sft"))
+
+
+def test_shares_of_the_ranks_add_up_to_the_global_mean():
+    """A data-parallel mean of local means would weigh the short rank's tokens more."""
+    losses = [1.0, 10.0]
+    batch = [sample("a", 30), sample("b", 2)]
+    for aggregation, expected in (("token_mean", (30 + 20) / 32), ("sequence_mean", 5.5)):
+        found = build_objective(make_config(aggregation=aggregation), (1,), (1,))
+        ranks = [
+            sum(w * loss for w in token.pg)
+            for token, loss in zip(found.token_weights(batch), losses, strict=True)
+        ]
+        assert sum(ranks) == pytest.approx(expected)
+
+
+def test_grpo_normalises_within_the_group():
+    group = [sample("a", 2, reward=r) for r in (1.0, 0.0, 0.0, 0.0)]
+    group += [sample("b", 2, reward=1.0), sample("b", 1, reward=1.0), sample("b", 3, "golden")]
+    objective = build_objective(make_config(objective__name="grpo"), (1,), (1,))
+    advantages = [w.advantage for w in objective.token_weights(group)]
+    assert advantages[0] == pytest.approx((1.5, 1.5), rel=1e-4)  # .75 over a sample std of .5
+    assert advantages[1] == pytest.approx((-0.5, -0.5), rel=1e-4)
+    assert advantages[4:] == [(0.0, 0.0), (0.0,), (0.0,) * 3]
+    dr = make_config(objective__name="grpo", objective__std_normalise=False, aggregation="constant")
+    assert build_objective(dr, (1,), (1,)).token_weights(group)[0].advantage == (0.75, 0.75)
+    with pytest.raises(ValueError, match="prompt a: a rollout has no reward"):
+        objective.token_weights([sample("a", 2)])
+
+
+def test_gkd_trains_part_of_the_prompts_on_golden_solutions():
+    batch = [sample(f"p{i}", 2, source) for i in range(10) for source in ("rollout", "golden")]
+    config = make_config(objective__name="gkd", objective__on_policy_fraction=0.7)
+    objective = build_objective(config, (1,), (1,))
+    assert objective.needs_golden
+    trained = [any(w.pg) for w in objective.token_weights(batch)]
+    rollouts, golden = trained[::2], trained[1::2]
+    assert sum(rollouts) == 7 and golden == [not on for on in rollouts]
+    assert sum(sum(w.pg) for w in objective.token_weights(batch)) == pytest.approx(1)
+    later = [replace(s, response_token_ids=(9, 9)) for s in batch]
+    assert [any(w.pg) for w in objective.token_weights(later)] != trained
+    with pytest.raises(ValueError, match="has no golden solution"):
+        objective.token_weights(batch[::2])
+
+
+def test_what_an_objective_needs():
+    def needs(**changes):
+        objective = build_objective(make_config(**changes), (1,), (1,))
+        return objective.teacher_needs, objective.reference_needs
+
+    assert {name: needs(objective__name=name)[0] for name in OBJECTIVES} == {
+        "sft": "none",
+        "grpo": "none",
+        "opd": "sampled",
+        "lsm": "topk",
+        "student_topk": "hidden",
+        "gkd": "hidden",
+    }
+    assert needs(kl__beta=0.1) == ("sampled", "hidden")
+    assert needs(kl__beta=0.1, kl__estimator="k3") == ("sampled", "sampled")
+    assert needs(objective__advantage__control_variate=True) == ("hidden", "none")
+
+
+def test_stop_ids_are_merged_where_distributions_are_compared():
+    def merged(student_stops, teacher_stops, **changes):
+        return build_objective(
+            make_config(**changes), student_stops, teacher_stops
+        ).terms.merged_ids
+
+    for name in ("gkd", "lsm", "student_topk"):
+        assert merged((5, 1), (2, 1), objective__name=name) == (1, 2, 5)
+        assert merged((1,), (1,), objective__name=name) == ()
+        assert merged((1,), (2,), objective__name=name, objective__stop_class=False) == ()
+    assert merged((1,), (2,), objective__advantage__control_variate=True) == (1, 2)
+    assert merged((1,), (2,), kl__beta=0.1) == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"objective__name": "opdd"}, "expected one of sft, grpo, opd"),
+        ({"teacher": None}, "opd needs a teacher"),
+        ({"objective__name": "grpo", "objective__discount": 0.5}, "objective.discount has no"),
+        ({"objective__name": "lsm", "objective__advantage__power": 0.5}, "advantage.power has no"),
+        ({"objective__on_policy_fraction": 0.5}, "is gkd's, not opd's"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        build_objective(make_config(**changes), (1,), (1,))

@@ -1,0 +1,96 @@
+"""Checksums as SGLang computes them, against independent forms of its two hashes."""
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+
+from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.rollout.sglang.checksums import (
+    ExpectedChecksums,
+    cpu_hash,
+    differences,
+    gpu_hash,
+)
+from tests.integration.sglang_tools import architecture
+
+
+def kernel_hash(words: np.ndarray, tile: int = 8192) -> str:
+    """gpu_tensor_hash.py's kernel in numpy's own wrapping 32- and 64-bit integers."""
+    u32 = np.uint32
+
+    def fmix(x):
+        x = x ^ (x >> u32(16))
+        x = x * u32(0x85EBCA6B)
+        x = x ^ (x >> u32(13))
+        x = x * u32(0xC2B2AE35)
+        return x ^ (x >> u32(16))
+
+    def turn(x, r):
+        return (x << u32(r)) | (x >> u32(32 - r))
+
+    seed = 0x243F6A88
+    seed_2 = u32(((seed * 0x9E3779B1) ^ 0xDEADBEEF) & 0xFFFFFFFF)
+    total = np.uint64(0)
+    with np.errstate(over="ignore"):
+        for start in range(0, len(words), tile):
+            v = words[start : start + tile]
+            i = np.arange(start, start + len(v), dtype=np.uint32)
+            k1 = fmix(v ^ ((i * u32(0x27D4EB2D) + u32(seed)) ^ turn(i, 15)))
+            k2 = fmix(v ^ ((i * u32(0x165667B1) + seed_2) ^ turn(i, 13)))
+            size = u32(len(words) * 4 & 0xFFFFFFFF)
+            h1 = fmix(np.array([k1.sum(dtype=np.uint32) ^ size]))[0]
+            h2 = fmix(np.array([k2.sum(dtype=np.uint32) ^ size]))[0]
+            total = total + ((np.uint64(h1) << np.uint64(32)) | np.uint64(h2))
+        x = int(total)
+    mask = (1 << 64) - 1
+    x ^= x >> 30
+    x = x * 0xBF58476D1CE4E5B9 & mask
+    x ^= x >> 27
+    x = x * 0x94D049BB133111EB & mask
+    return f"{x ^ (x >> 31):016x}"
+
+
+@pytest.mark.parametrize("count", [1, 7, 8192, 8193, 50_001])
+def test_gpu_hash_is_the_kernels(count):
+    tensor = torch.randn(count, generator=torch.Generator().manual_seed(count))
+    assert gpu_hash([tensor]) == kernel_hash(tensor.numpy().view(np.uint32))
+
+
+def test_hash_of_pieces_is_that_of_the_whole_in_16_bits_too():
+    tensor = torch.randn(5, 33).bfloat16()
+    whole = tensor.view(-1).view(torch.uint8).numpy().tobytes()
+    assert cpu_hash([tensor[:2], tensor[2:]]) == hashlib.sha256(whole).hexdigest()[:16]
+    assert gpu_hash([tensor[:2], tensor[2:]]) == gpu_hash([tensor])
+    padded = np.frombuffer(whole + b"\0\0", dtype=np.uint32)
+    assert gpu_hash([tensor]) == kernel_hash(padded)
+
+
+def test_layout_over_more_ranks_than_key_value_groups():
+    fields = read_architecture(architecture(num_key_value_heads=2, head_dim=16))
+    expected = ExpectedChecksums(fields, 4, cpu_hash)
+    query, key, value = torch.randn(64, 64), torch.randn(32, 64), torch.randn(32, 64)
+    for name, tensor in (("q_proj", query), ("k_proj", key), ("v_proj", value)):
+        expected.add(f"model.layers.0.self_attn.{name}.weight", tensor)
+    names = {name for rank in expected.per_rank for name in rank}
+    assert names == {"model.layers.0.self_attn.qkv_proj.weight"}
+    # ranks 2 and 3 both hold the second group
+    last = torch.cat([query[48:], key[16:], value[16:]])
+    assert expected.per_rank[3].popitem()[1] == cpu_hash([last])
+
+
+def test_vocabulary_is_padded_to_a_multiple_of_64():
+    expected = ExpectedChecksums(read_architecture(architecture()), 2, cpu_hash)
+    table = torch.randn(100, 8)
+    expected.add("model.embed_tokens.weight", table)
+    second = torch.cat([table[64:], torch.zeros(28, 8)])
+    assert expected.per_rank[1]["model.embed_tokens.weight"] == cpu_hash([second])
+
+
+def test_differences_name_what_differs_and_what_is_missing():
+    assert differences({"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "0", "d": "4"}) == [
+        "b",
+        "c",
+        "d",
+    ]

@@ -1,0 +1,27 @@
+"""What `stable-opd serve` refuses before it starts anything; the servers themselves are started in
+tests/integration.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from stable_opd_mcore.config.load import load_config
+from stable_opd_mcore.errors import ConfigError
+from stable_opd_mcore.rollout.sglang.serve import serve
+
+CONFIG = Path(__file__).parents[3] / "configs/smoke_cpu.yaml"
+EXTERNAL = ("rollout.sglang.placement=external", "rollout.sglang.urls=[http://host:1]")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "teacher", "message"),
+    [
+        (("rollout.sglang.host=0.0.0.0",), False, r"0\.0\.0\.0 .* machines.*api_key_file=FILE"),
+        (EXTERNAL, False, r"serve starts servers.*placement=disaggregated"),
+        ((), True, r"serve --teacher needs teacher\.path"),  # its weights are drawn at random
+    ],
+)
+def test_what_it_refuses(overrides, teacher, message):
+    with pytest.raises(ConfigError, match=message):
+        serve(load_config(CONFIG, overrides), teacher=teacher, tell=print)

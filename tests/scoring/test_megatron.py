@@ -1,0 +1,122 @@
+"""A frozen model's scores against transformers, over packed micro-batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.losses.head import StopClass
+from stable_opd_mcore.models.build import build_model
+from stable_opd_mcore.models.convert import load_hf
+from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.scoring.megatron import MegatronScorer
+from tests.models.tiny import VOCAB_SIZE, microbatch
+
+PADDED = VOCAB_SIZE + 11  # the teacher's own embedding rows
+BATCHES = [microbatch([7, 12, 3]), microbatch([20], seed=1), microbatch([1], seed=2)]
+
+
+@pytest.fixture(scope="module")
+def world():
+    torch.set_num_threads(1)
+    yield start_world(ParallelConfig(), seed=0)
+    stop_world()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    config = Qwen2Config(
+        vocab_size=PADDED,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(2)
+    directory = tmp_path_factory.mktemp("teacher")
+    Qwen2ForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def chunks(path, world):
+    chunks = build_model(read_architecture(path), world, trainable=False)
+    load_hf(chunks, path)
+    return chunks
+
+
+@pytest.fixture(scope="module")
+def expected(path):
+    """Per micro-batch: logits [N, V] of the common vocabulary, and hidden states [N, H]."""
+    model = Qwen2ForCausalLM.from_pretrained(path).eval()
+    found = []
+    for batch in BATCHES:
+        logits, hidden = [], []
+        for start, stop in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
+            with torch.no_grad():
+                out = model(batch.tokens_T[start:stop][None], output_hidden_states=True)
+            logits.append(out.logits[0, :, :VOCAB_SIZE])
+            hidden.append(out.hidden_states[-1][0])
+        rows = batch.rows_N
+        found.append((torch.cat(logits)[rows], torch.cat(hidden)[rows]))
+    return found
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_scores_are_those_of_the_common_vocabulary(chunks, world, expected, temperature):
+    model = MegatronScorer(chunks, world, vocab_size=VOCAB_SIZE, temperature=temperature, top_k=5)
+    scores = model.score(BATCHES)
+    assert len(scores) == len(BATCHES)
+    for batch, score, (logits, _) in zip(BATCHES, scores, expected, strict=True):
+        logprobs = torch.log_softmax(logits / temperature, 1)
+        sampled = logprobs.gather(1, batch.targets_N[:, None])[:, 0]
+        assert torch.allclose(score.logprob_N, sampled, atol=1e-5)
+        entropy = -(logprobs.exp() * logprobs).sum(1)
+        assert torch.allclose(score.entropy_N, entropy, atol=1e-5)
+        top = logprobs.topk(5, dim=1)
+        assert torch.equal(score.topk_ids_NK, top.indices)
+        assert torch.allclose(score.topk_logprobs_NK, top.values, atol=1e-5)
+        assert score.hidden_NH is None
+
+
+def test_hidden_states_alone_need_no_product_with_the_head(chunks, world, expected):
+    model = MegatronScorer(chunks, world, vocab_size=VOCAB_SIZE, hidden_alone=True)
+    for said, (_, hidden) in zip(model.score(BATCHES), expected, strict=True):
+        assert said.logprob_N is None and said.entropy_N is None
+        assert torch.allclose(said.hidden_NH, hidden, atol=1e-5)
+
+
+def test_a_stop_token_is_scored_as_its_class(chunks, world, expected):
+    own, foreign = (3, 8), (5,)
+    stop = StopClass(class_ids=own, trigger_ids=own + foreign, include_target=False)
+    model = MegatronScorer(chunks, world, vocab_size=VOCAB_SIZE, stop=stop)
+    num_stops = 0
+    for batch, score, (logits, _) in zip(BATCHES, model.score(BATCHES), expected, strict=True):
+        assert score.hidden_NH is None and score.topk_ids_NK is None
+        logprobs = torch.log_softmax(logits, 1)
+        is_stop = torch.isin(batch.targets_N, torch.tensor(own + foreign))
+        sampled = logprobs.gather(1, batch.targets_N[:, None])[:, 0]
+        wanted = torch.where(is_stop, logprobs[:, list(own)].logsumexp(1), sampled)
+        assert torch.allclose(score.logprob_N, wanted, atol=1e-5)
+        assert torch.allclose(score.token_logprob_N, sampled, atol=1e-5)
+        num_stops += int(is_stop.sum())
+    assert num_stops
+
+
+def test_a_model_answers_twice_the_same(chunks, world):
+    model = MegatronScorer(chunks, world, vocab_size=VOCAB_SIZE, top_k=3)
+    for once, again in zip(model.score(BATCHES), model.score(BATCHES), strict=True):
+        for name in ("logprob_N", "entropy_N", "topk_logprobs_NK"):
+            assert torch.equal(getattr(once, name), getattr(again, name))
+
+
+def test_a_smaller_vocabulary_is_refused(chunks, world):
+    with pytest.raises(ValueError, match=f"{PADDED} vocabulary entries, fewer than the 4096"):
+        MegatronScorer(chunks, world, vocab_size=4096)

@@ -1,0 +1,52 @@
+"""How scores get onto micro-batches."""
+
+from __future__ import annotations
+
+import torch
+
+from stable_opd_mcore.records import Scores
+from stable_opd_mcore.scoring.scorer import with_scores
+from tests.models.tiny import microbatch
+
+BATCHES = [microbatch([5, 3]), microbatch([4], seed=1)]
+
+
+class Fixed:
+    """A scorer whose answers are known."""
+
+    head = None
+
+    def __init__(self, value: float, last_stage: bool = True):
+        self.value, self.last_stage = value, last_stage
+
+    def score(self, microbatches):
+        if not self.last_stage:
+            return []
+        return [
+            Scores(
+                logprob_N=torch.full((len(batch.rows_N),), self.value),
+                token_logprob_N=torch.full((len(batch.rows_N),), self.value - 1),
+                hidden_NH=torch.full((len(batch.rows_N), 2), self.value),
+            )
+            for batch in microbatches
+        ]
+
+
+def test_each_scorer_fills_its_own_field():
+    scored = with_scores(BATCHES, teacher=Fixed(-1.0), reference=Fixed(-2.0), behaviour=Fixed(-3.0))
+    for before, after in zip(BATCHES, scored, strict=True):
+        assert after.tokens_T is before.tokens_T
+        assert after.teacher.logprob_N.tolist() == [-1.0] * len(before.rows_N)
+        assert after.reference.logprob_N.tolist() == [-2.0] * len(before.rows_N)
+        assert after.reference.hidden_NH.eq(-2.0).all()
+        assert after.old_logprob_N.tolist() == [-3.0] * len(before.rows_N)
+        assert after.old_token_logprob_N.tolist() == [-4.0] * len(before.rows_N)
+
+
+def test_no_scorer_and_no_last_stage_change_nothing():
+    assert with_scores(BATCHES) == BATCHES
+    elsewhere = Fixed(-1.0, last_stage=False)
+    kept = with_scores(BATCHES, teacher=elsewhere, reference=elsewhere, behaviour=elsewhere)
+    for after, before in zip(kept, BATCHES, strict=True):
+        assert after.tokens_T is before.tokens_T
+        assert (after.teacher, after.reference, after.old_logprob_N) == (None, None, None)

@@ -1,0 +1,151 @@
+"""Scores without logits, stop classes, and the overlap metrics."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stable_opd_mcore.losses.fused import Head, StopClass, stop_classes
+from stable_opd_mcore.losses.head import chunk_rows
+from stable_opd_mcore.scoring.token_scores import overlap, score
+from tests.losses.cases import make_case, make_config
+
+
+def test_scores_equal_log_softmax():
+    case = make_case(make_config(), 17, 61)
+    log_p = (case.hidden_NH @ case.weight_VH.T / 0.7).log_softmax(-1)
+    padded = torch.cat([case.weight_VH, torch.full((3, 8), 50.0)])
+    for chunk_tokens in (1, 5, 100):
+        found = score(
+            case.hidden_NH,
+            Head(padded, 0, 61),
+            case.batch.targets_N,
+            temperature=0.7,
+            top_k=4,
+            chunk_tokens=chunk_tokens,
+        )
+        sampled = log_p.gather(1, case.batch.targets_N[:, None])[:, 0]
+        torch.testing.assert_close(found.logprob_N, sampled)
+        torch.testing.assert_close(found.entropy_N, -(log_p.exp() * log_p).sum(1))
+        top = log_p.topk(4, dim=1)
+        torch.testing.assert_close(found.topk_logprobs_NK, top.values)
+        assert torch.equal(found.topk_ids_NK, top.indices)
+
+
+def test_top_k_has_the_stop_ids_as_one_of_its_entries():
+    case = make_case(make_config(), 17, 61)
+    log_p = (case.hidden_NH @ case.weight_VH.T / 0.7).log_softmax(-1)
+    found = score(
+        case.hidden_NH,
+        Head(case.weight_VH, 0, 61),
+        case.batch.targets_N,
+        temperature=0.7,
+        top_k=20,
+        merged_ids=(7, 30, 50),
+        chunk_tokens=5,
+    )
+    others = [token for token in range(61) if token not in (7, 30, 50)]
+    stopped = log_p[:, [7, 30, 50]].logsumexp(1, keepdim=True)
+    top = torch.cat([log_p[:, others], stopped], dim=1).topk(20, dim=1)
+    torch.testing.assert_close(found.topk_logprobs_NK, top.values)
+    assert torch.equal(found.topk_ids_NK, torch.tensor([*others, 7])[top.indices])
+    assert (found.topk_ids_NK == 7).any()
+    torch.testing.assert_close(found.entropy_N, -(log_p.exp() * log_p).sum(1))
+
+
+def test_nothing_to_score():
+    case = make_case(make_config(), 0, 7)
+    found = score(
+        case.hidden_NH, Head(case.weight_VH, 0, 7), case.batch.targets_N, temperature=1.0, top_k=2
+    )
+    assert found.logprob_N.shape == (0,) and found.topk_ids_NK.shape == (0, 2)
+
+
+def test_chunks_hold_about_as_many_logits_whatever_the_vocabulary():
+    def rows(wanted, vocab):
+        return chunk_rows(wanted, Head(torch.empty(0, 1), 0, vocab))
+
+    assert rows(1024, 4096) == 1024
+    assert rows(1024, 64) == 2**22 // 64  # a small vocabulary: long chunks cost nothing
+    assert rows(1024, 32768) == 512  # a large one on a CPU: 64 MiB of logits are enough
+    assert rows(1024, 152064) == 128
+    assert rows(32, 152064) == 32
+
+
+def test_bad_requests():
+    case = make_case(make_config(), 4, 7)
+    head, targets = Head(case.weight_VH, 0, 7), case.batch.targets_N
+    with pytest.raises(ValueError, match="top-8 of a vocabulary of 7"):
+        score(case.hidden_NH, head, targets, temperature=1.0, top_k=8)
+    with pytest.raises(ValueError, match="3 hidden states for 4 targets"):
+        score(case.hidden_NH[1:], head, targets, temperature=1.0)
+
+
+def test_stop_class_sums_each_models_own_stops():
+    """Student stops on 1 or 3, teacher on 2 or 3: either's stop token stands for each model's
+    whole class."""
+    student, teacher = stop_classes((3, 1), (2, 3))
+    weight = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    hidden = torch.ones(6, 4, dtype=torch.float64)
+    targets = torch.arange(6)
+    log_p = (hidden @ weight.T).log_softmax(-1)[0]
+    head = Head(weight, 0, 6)
+    own = score(hidden, head, targets, temperature=1.0, stop=student).logprob_N
+    other = score(hidden, head, targets, temperature=1.0, stop=teacher).logprob_N
+    torch.testing.assert_close(own[[0, 4, 5]], log_p[[0, 4, 5]])
+    torch.testing.assert_close(own[[1, 3]], log_p[[1, 3]].logsumexp(0).expand(2))
+    torch.testing.assert_close(own[2], log_p[[1, 2, 3]].logsumexp(0))
+    torch.testing.assert_close(other[[0, 4, 5]], log_p[[0, 4, 5]])
+    torch.testing.assert_close(other[[1, 2, 3]], log_p[[2, 3]].logsumexp(0).expand(3))
+
+
+def test_one_shared_stop_token_is_inert():
+    assert stop_classes((7,), [7, 7]) == (None, None)
+    assert stop_classes((7,), (8,)) == (
+        StopClass((7,), (7, 8), True),
+        StopClass((8,), (7, 8), False),
+    )
+    with pytest.raises(ValueError, match="needs stop ids of both models"):
+        stop_classes((), (8,))
+
+
+def test_matched_pair_with_swapped_stop_ids_has_no_advantage():
+    """A teacher that is the student but for the name of its stop token wants nothing changed."""
+    config = make_config()
+    case = make_case(config, 12, 9, stop_ids=((1,), (2,)))
+    weight, hidden = case.weight_VH.clone(), case.hidden_NH.clone()
+    hidden[:, 0] = 1
+    weight[2, 0] -= 40  # the student never says the teacher's stop token
+    swapped = weight[[0, 2, 1, 3, 4, 5, 6, 7, 8]]
+    targets = torch.arange(12) % 9
+    targets[targets == 2] = 1
+    objective = case.objective
+    scores = [
+        score(hidden, Head(w, 0, 9), targets, temperature=1.0, stop=stop).logprob_N
+        for w, stop in ((weight, objective.student_stop), (swapped, objective.teacher_stop))
+    ]
+    torch.testing.assert_close(scores[0], scores[1])
+    plain = score(hidden, Head(swapped, 0, 9), targets, temperature=1.0).logprob_N
+    assert (plain - scores[0])[targets == 1].max() < -20
+
+
+def topk(ids, probabilities) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.tensor(ids), torch.tensor(probabilities).log()
+
+
+def test_overlap_by_hand():
+    student = topk([[4, 7, 1], [1, 2, 3]], [[0.5, 0.3, 0.1], [0.5, 0.3, 0.1]])
+    teacher = topk([[7, 9, 4], [4, 5, 6]], [[0.6, 0.2, 0.1], [0.6, 0.2, 0.1]])
+    found = overlap(*student, *teacher)
+    torch.testing.assert_close(found.ratio_N, torch.tensor([2 / 3, 0.0]))
+    torch.testing.assert_close(found.student_mass_N, torch.tensor([0.8, 0.0]))
+    torch.testing.assert_close(found.teacher_mass_N, torch.tensor([0.7, 0.0]))
+    p, q = torch.tensor([0.5, 0.3]) / 0.8, torch.tensor([0.1, 0.6]) / 0.7
+    expected = (p * (q / p).log()).sum()
+    torch.testing.assert_close(found.advantage_N, torch.stack([expected, torch.zeros(())]))
+    assert overlap(*student, *student).advantage_N.abs().max() < 1e-6
+
+
+def test_overlap_needs_lists_of_one_size():
+    with pytest.raises(ValueError, match=r"\(1, 2\) and \(1, 1\)"):
+        overlap(*topk([[1, 2]], [[0.5, 0.2]]), *topk([[1]], [[0.5]]))
