@@ -11,7 +11,7 @@ import io
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -128,7 +128,7 @@ def demo(
 class _Unheard(io.FileIO):
     """A standard stream that drops what is written after its reader went away, as `head` does."""
 
-    def write(self, data) -> int:
+    def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import importlib.abc
 import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 
 def install() -> None:
@@ -29,7 +32,12 @@ def install() -> None:
 class _FirstImport(importlib.abc.MetaPathFinder):
     """Waits for the first import of Megatron, then makes way for the CPU's finder or none."""
 
-    def find_spec(self, fullname, path=None, target=None):
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
         if fullname.partition(".")[0] != "megatron":
             return None
         sys.meta_path.remove(self)

@@ -102,7 +102,8 @@ def test_every_rank_gets_the_same_sum(tmp_path):
     reduced, silent = json.loads(texts[0])
     in_rank_order = contribution(0) | contribution(1) | contribution(2)
     assert reduced == in_rank_order.values_by_key()
-    assert reduced["x/max"] == -5.0 and reduced["x/only_here"] == 0.25
+    assert reduced["x/max"] == -5.0
+    assert reduced["x/only_here"] == 0.25
     assert silent == contribution(0).values_by_key()
 
 

@@ -9,7 +9,7 @@ known).
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
@@ -39,7 +39,7 @@ class ModelConfig(Section):
     stop_token_ids: tuple[int, ...] | None = None  # None: from the model's configs and tokenizer
 
     @model_validator(mode="after")
-    def _one_source(self):
+    def _one_source(self) -> Self:
         if self.path is not None and self.architecture is not None:
             raise ValueError("give either path or architecture, not both")
         return self
@@ -57,7 +57,7 @@ class TeacherConfig(ModelConfig):
     self_test_tolerance: float = Field(default=1e-3, gt=0)
 
     @model_validator(mode="after")
-    def _served(self):
+    def _served(self) -> Self:
         if (self.engine == "sglang") != bool(self.urls or self.routes):
             raise ValueError("teacher.engine=sglang and teacher.urls or teacher.routes go together")
         if self.urls and self.routes:
@@ -84,7 +84,7 @@ class ParallelConfig(Section):
     expert: PositiveInt = 1
 
     @model_validator(mode="after")
-    def _consistent(self):
+    def _consistent(self) -> Self:
         if self.sequence and self.tensor == 1:
             raise ValueError(
                 "parallel.sequence=true needs parallel.tensor > 1 (it shards over the tensor ranks)"
@@ -164,7 +164,7 @@ class SglangConfig(Section):
     bucket_mib: PositiveInt = 512
 
     @model_validator(mode="after")
-    def _consistent(self):
+    def _consistent(self) -> Self:
         if (self.placement == "external") != bool(self.urls):
             raise ValueError(
                 "sglang.placement=external and sglang.urls=[http://HOST:PORT, ...] go together"
@@ -192,13 +192,13 @@ class RolloutConfig(Section):
     importance_threshold: float = Field(default=2.0, gt=1)
 
     @model_validator(mode="after")
-    def _replay(self):
+    def _replay(self) -> Self:
         if (self.engine == "replay") != (self.replay_from is not None):
             raise ValueError("rollout.engine=replay and rollout.replay_from=RUN go together")
         return self
 
     @model_validator(mode="after")
-    def _one_step_off(self):
+    def _one_step_off(self) -> Self:
         if self.async_steps and self.engine != "sglang":
             raise ValueError(
                 "rollout.async_steps=1 needs rollout.engine=sglang: other engines train in turn"
@@ -353,7 +353,7 @@ class Config(Section):
     monitoring: MonitoringConfig = MonitoringConfig()
 
     @model_validator(mode="after")
-    def _whole(self):
+    def _whole(self) -> Self:
         if self.student.path is None and self.student.architecture is None:
             raise ValueError(
                 "student needs path (a Hugging Face directory) or architecture (random weights)"

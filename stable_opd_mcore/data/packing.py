@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -192,7 +193,7 @@ def _build(
     )
 
 
-def _up_to(multiple: int, lengths):
+def _up_to(multiple: int, lengths: Any) -> Any:
     """The next multiple of each length."""
     return -(-lengths // multiple) * multiple
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
@@ -57,7 +57,7 @@ class ArithmeticOptions(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _consistent(self):
+    def _consistent(self) -> Self:
         if self.min_operations > self.max_operations:
             raise UserError(
                 f"min_operations={self.min_operations} exceeds max_operations={self.max_operations}"

@@ -139,7 +139,7 @@ def export_hf(
     chunks: Sequence[Module],
     directory: str | Path,
     *,
-    save_tokenizer: Callable[[Path], object] = lambda directory: None,
+    save_tokenizer: Callable[[Path], object] = lambda _: None,
     max_file_bytes: int = 5 * 1024**3,
 ) -> None:
     """Write config.json and safetensors that `transformers` loads, in the weights' own precision.

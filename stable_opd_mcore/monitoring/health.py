@@ -12,7 +12,7 @@ Not the guard that acts on these numbers, not a sink, and not the finder of repe
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -218,7 +218,7 @@ def _engine_gap(output: LossOutput, microbatch: MicroBatch) -> Tensor:
     return (microbatch.rollout_logprob_N - trainer_N).abs()
 
 
-def _share(flags) -> Mean:
+def _share(flags: Iterable[bool]) -> Mean:
     flags = list(flags)
     return Mean(sum(flags), len(flags))
 

@@ -7,6 +7,9 @@ torch's own fused kernel. Not used where CUDA is available.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch.optim.adam import adam
 
@@ -21,7 +24,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -34,7 +37,7 @@ class FusedAdam(torch.optim.Optimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:
+    def step(self, closure: None = None) -> None:
         """Update every parameter that has a gradient."""
         assert closure is None, "a closure is not supported"
         for group in self.param_groups:

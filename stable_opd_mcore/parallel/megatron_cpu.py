@@ -18,12 +18,16 @@ import importlib.machinery
 import importlib.util
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from stable_opd_mcore.parallel import cpu_adam, cuda_facade
 
@@ -55,7 +59,9 @@ def install() -> bool:
     return True
 
 
-def find_spec(fullname, path=None, target=None) -> importlib.machinery.ModuleSpec | None:
+def find_spec(
+    fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+) -> ModuleSpec | None:
     """As importlib's finders: the rewritten module of Megatron, None for any other package."""
     if fullname.partition(".")[0] != _PACKAGE:
         return None
@@ -66,7 +72,12 @@ def find_spec(fullname, path=None, target=None) -> importlib.machinery.ModuleSpe
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, fullname, path=None, target=None):
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
         return find_spec(fullname, path, target)
 
 
@@ -78,14 +89,14 @@ class _Loader(importlib.machinery.SourceFileLoader):
     importlib, and never read by another hook.
     """
 
-    def source_to_code(self, data, path, *, _optimize=-1) -> CodeType:
+    def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:
         tree = ast.fix_missing_locations(_Rewrite().visit(ast.parse(data, path)))
         return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
 
-    def get_data(self, path) -> bytes:
+    def get_data(self, path: str) -> bytes:
         return super().get_data(_own_bytecode(path))
 
-    def set_data(self, path, data, *, _mode=0o666) -> None:
+    def set_data(self, path: str, data: bytes, *, _mode: int = 0o666) -> None:
         super().set_data(_own_bytecode(path), data, _mode=_mode)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -162,11 +173,11 @@ def _is_torch(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id == "torch"
 
 
-def _disable_compilation(module) -> None:
+def _disable_compilation(module: Any) -> None:
     module.disable_jit_fuser()  # torch.compile of three-line functions costs seconds each on a CPU
 
 
-def _use_the_default_generator(module) -> None:
+def _use_the_default_generator(module: Any) -> None:
     generator = torch.default_generator
     module._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: (
         generator.get_state()
@@ -181,7 +192,7 @@ def _use_the_default_generator(module) -> None:
     )
 
 
-def _use_cpu_adam(module) -> None:
+def _use_cpu_adam(module: Any) -> None:
     # Megatron's fall-back, torch.optim.AdamW, keeps `step` per parameter: a distributed-optimizer
     # checkpoint written with it cannot be loaded. Taking the branch of the fused optimizers keeps
     # the checkpoint layout of the GPU.
@@ -190,14 +201,16 @@ def _use_cpu_adam(module) -> None:
     module.USING_PYTORCH_OPTIMIZER = False
 
 
-def _spare_lone_ranks(module) -> None:
+def _spare_lone_ranks(module: Any) -> None:
     # A distributed optimizer over one rank gathers and scatters all weights and gradients in place;
     # NCCL then does nothing, gloo copies them.
     for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
         setattr(module, name, partial(_unless_alone, getattr(module, name)))
 
 
-def _unless_alone(collective: Callable, output, input, *, group, **options):
+def _unless_alone(
+    collective: Callable, output: Tensor, input: Tensor, *, group: ProcessGroup, **options: Any
+) -> Any:
     if group.size() > 1:
         return collective(output, input, group=group, **options)
     assert output.data_ptr() == input.data_ptr(), "Megatron passes views of one buffer"

@@ -56,7 +56,7 @@ def run_forward_backward(
     def step(source: Iterator[MicroBatch], chunk: Module) -> tuple[Tensor, LossFunction]:
         output, function = forward_step(chunk, next(source))
         if forward_only:
-            return output, lambda tensor, non_loss_data=True: function(tensor)
+            return output, lambda tensor, **_: function(tensor)
         return output, lambda tensor: _as_sum(function(tensor))
 
     # Else Megatron divides by the number of micro-batches.

@@ -81,7 +81,7 @@ class MegatronScorer:
         """See `Scorer.head`."""
         return self._head
 
-    def about(self, prompt_ids: Sequence[str]) -> MegatronScorer:
+    def about(self, prompt_ids: Sequence[str]) -> MegatronScorer:  # noqa: ARG002
         """See `Scorer.about`: one model answers for all prompts."""
         return self
 

@@ -128,17 +128,12 @@ def _train_phase(config: Config, world: World, guard: Guard, show_progress: bool
         writer = RolloutWriter(directory, config.rollout.save)
         advance = stack.enter_context(_progress(config, state, show_progress and speaks))
         if state.step == 0 and config.evaluation.every and run.held_out is not None:
-            metrics = evaluate_student(run, state)
-            if sinks is not None:
-                sinks.write(0, metrics)
+            _write_evaluation(run, state, sinks)
         while state.step < config.train.steps:
             try:
                 result = train_step(run, state)
-            except (EngineLost, TeacherLost) as lost:  # nothing has changed since the last step
-                if state.step:  # the optimizer has no state to save before its first step
-                    _save(run, state)
-                    if guard.stop.asked_on_any_rank():  # the servers were, too
-                        raise Stopped(state.step) from lost
+            except (EngineLost, TeacherLost) as lost:
+                _save_without_servers(run, state, guard, lost)
                 raise
             state, metrics = result.state, result.metrics
             if run.held_out is not None and _due(state.step, config.evaluation.every, config):
@@ -158,6 +153,25 @@ def _train_phase(config: Config, world: World, guard: Guard, show_progress: bool
     if speaks:
         _summarise(directory)
         write_report([directory], directory / "report.html")
+
+
+def _write_evaluation(run: Run, state: TrainState, sinks: Sinks | None) -> None:
+    """The evaluation before training, as row 0."""
+    metrics = evaluate_student(run, state)
+    if sinks is not None:
+        sinks.write(0, metrics)
+
+
+def _save_without_servers(run: Run, state: TrainState, guard: Guard, lost: Exception) -> None:
+    """Save the last finished step; nothing has changed since.
+
+    Raises:
+        Stopped: this run is asked to stop, and so were its servers.
+    """
+    if state.step:  # the optimizer has no state to save before its first step
+        _save(run, state)
+        if guard.stop.asked_on_any_rank():
+            raise Stopped(state.step) from lost
 
 
 def _resume(run: Run) -> TrainState:

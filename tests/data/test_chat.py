@@ -75,7 +75,8 @@ def test_a_tokenizer_without_template_encodes_plainly(synthetic, tmp_path):
     synthetic.save(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     plain = Tokenizer.load(str(tmp_path))
-    assert not plain.has_template and plain.turn_end_id is None
+    assert not plain.has_template
+    assert plain.turn_end_id is None
     assert plain.decode(plain.encode_prompt("1+1")) == "1+1"
     assert plain.stop_token_ids == (20,)
 
@@ -103,7 +104,8 @@ def test_golden_thoughts_survive_where_the_template_would_delete_them(r1):
     assert prompt.endswith("<\uff5cAssistant\uff5c>")
     ids = r1.encode_response(golden, prompt)
     assert r1.decode(ids) == golden
-    assert ids[0] == 151648 and ids[-1] == 151643
+    assert ids[0] == 151648
+    assert ids[-1] == 151643
 
 
 def test_an_opened_thought_is_neither_doubled_nor_left_open(qwen):
@@ -112,7 +114,8 @@ def test_an_opened_thought_is_neither_doubled_nor_left_open(qwen):
     backend.chat_template = config["chat_template"]
     thinking = Tokenizer(backend, "thinking")
     prompt = thinking.render_prompt("1+1?")
-    assert opens_thinking(prompt) and not opens_thinking(qwen.render_prompt("1+1?"))
+    assert opens_thinking(prompt)
+    assert not opens_thinking(qwen.render_prompt("1+1?"))
     golden = "<think>\nEasy.\n</think>\n\n2"
     for solution in (golden, golden.removeprefix("<think>\n")):
         assert thinking.decode(thinking.encode_response(solution, prompt)) == "Easy.\n</think>\n\n2"

@@ -30,11 +30,14 @@ def test_rollouts_and_golden_solutions_become_samples():
     assert [s.source for s in samples] == ["rollout"] * 4 + ["golden"] * 2
     assert [s.prompt_id for s in samples[4:]] == ["s:1", "s:2"]
     golden = samples[4]
-    assert golden.prompt_token_ids == (1, 2) and golden.response_token_ids == (7, 8, 9)
+    assert golden.prompt_token_ids == (1, 2)
+    assert golden.response_token_ids == (7, 8, 9)
     assert golden.trained == (True,) * 3
-    assert golden.rollout_logprobs is None and golden.repetitive is None
+    assert golden.rollout_logprobs is None
+    assert golden.repetitive is None
     first = samples[0]
-    assert first.rollout_logprobs == (-0.5,) * 4 and first.reward == 1.0
+    assert first.rollout_logprobs == (-0.5,) * 4
+    assert first.reward == 1.0
     assert [s.truncated for s in samples] == [False, True, False, False, False, False]
 
 
@@ -43,7 +46,8 @@ def test_the_repetitive_tail_is_marked_always_and_masked_on_request():
         rollout_samples(ROLLOUTS, TokenMasksConfig(repetitive_tail=flag)) for flag in (False, True)
     )
     assert plain[1].repetitive == masked[1].repetitive == (True,) * 7
-    assert plain[1].trained == (True,) * 7 and masked[1].trained == (False,) * 7
+    assert plain[1].trained == (True,) * 7
+    assert masked[1].trained == (False,) * 7
     assert masked[0].trained == (True,) * 4
 
 

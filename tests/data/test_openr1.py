@@ -76,7 +76,8 @@ def test_broken_records_are_named():
 def test_split_is_seeded_exact_and_disjoint_by_problem():
     rows = [Row(f"r:{i}", f"problem {i // 2 if i < 20 else i}") for i in range(100)]
     sft, opd = split_rows(rows, 70, seed=0)
-    assert len(sft) == 70 and len(opd) == 30
+    assert len(sft) == 70
+    assert len(opd) == 30
     assert not {r.problem for r in sft} & {r.problem for r in opd}
     assert {r.row_id for r in sft + opd} == {r.row_id for r in rows}
     assert split_rows(rows, 70, seed=0) == (sft, opd)

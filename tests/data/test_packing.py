@@ -84,7 +84,8 @@ def test_sequences_are_whole_and_padding_is_a_sequence_of_its_own():
     for batch in pack(samples, weights, max_tokens=50, data_rank=0, data_size=1, pad_to_multiple=8):
         bounds = batch.cu_seqlens.tolist()
         assert batch.cu_seqlens.dtype == torch.int32
-        assert bounds[0] == 0 and bounds[-1] == len(batch.tokens_T)
+        assert bounds[0] == 0
+        assert bounds[-1] == len(batch.tokens_T)
         lengths = np.diff(bounds)
         assert batch.max_seqlen == lengths.max()
         positions = np.concatenate([np.arange(n) for n in lengths])
@@ -115,7 +116,8 @@ def test_all_ranks_get_the_same_number_of_micro_batches_some_of_them_empty():
 
 def test_no_samples_still_give_one_empty_micro_batch():
     (batch,) = pack([], [], max_tokens=8, data_rank=0, data_size=1, pad_to_multiple=4)
-    assert len(batch.rows_N) == 0 and len(batch.tokens_T) == 4
+    assert len(batch.rows_N) == 0
+    assert len(batch.tokens_T) == 4
 
 
 def test_a_sequence_longer_than_a_micro_batch_stands_alone_and_limits_hold_otherwise():

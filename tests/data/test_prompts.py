@@ -44,7 +44,8 @@ def test_every_epoch_draws_every_row_once_in_its_own_order():
     order = PromptOrder(num_rows=50, seed=0)
     epochs = [order.indices(50 * epoch, 50) for epoch in range(3)]
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2] and epochs[0] != list(range(50))
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert epochs[0] != list(range(50))
     assert PromptOrder(num_rows=50, seed=1).indices(0, 50) != epochs[0]
 
 
@@ -55,7 +56,8 @@ def test_rows_become_prompts_with_golden_ids():
     assert first.token_ids == tokenizer.encode_prompt("1+1")
     assert first.golden_token_ids == tokenizer.encode_response("1+1=2;[2]")
     assert (first.prompt_id, first.text, first.answer) == ("s:1", "1+1", "2")
-    assert first.answer_format == "bracket" and not first.opens_thinking
+    assert first.answer_format == "bracket"
+    assert not first.opens_thinking
     # What stands before training starts is prompt; a cut solution has no stop token.
     assert tokenizer.decode(looping.token_ids) == "2*2#2*2=4;2*2=4;"
     assert looping.golden_token_ids == tuple(tokenizer.encode("2*2=4;2*2=4;"))

@@ -63,10 +63,12 @@ def test_gsm8k_answers_are_extracted_and_boxed(tmp_path):
 
 def test_real_gsm8k():
     rows = load(real_data("gsm8k/test.jsonl"), columns=GSM8K)
-    assert len(rows) == 1319 and rows[0].answer == "18"
+    assert len(rows) == 1319
+    assert rows[0].answer == "18"
     for row in rows:
         assert row.solution.endswith(f"\\boxed{{{row.answer}}}.")
-        assert "<<" not in row.solution and "####" not in row.solution
+        assert "<<" not in row.solution
+        assert "####" not in row.solution
 
 
 def test_dotted_columns_reach_into_nested_values(tmp_path):

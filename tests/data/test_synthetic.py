@@ -33,7 +33,9 @@ def test_answers_and_solutions_are_right_and_ranges_hold():
         steps = [s for s in row.solution.split(";")[:-1] if not s.startswith("w")]
         assert 1 <= len(steps) <= 5
         assert all(s[-1] == true_answer(s[:-2], 7) for s in steps)
-        assert row.solution.endswith(f"[{row.answer}]") and row.complete and not row.prefix
+        assert row.solution.endswith(f"[{row.answer}]")
+        assert row.complete
+        assert not row.prefix
     assert any("w" in row.solution for row in rows)
 
 
@@ -50,7 +52,8 @@ def test_a_row_depends_on_seed_and_index_alone():
 def test_train_and_eval_share_no_problem():
     train = {row.problem for row in arithmetic_rows({"rows": 3000}, "train")}
     held_out = {row.problem for row in arithmetic_rows({"rows": 500, "seed": 1}, "test")}
-    assert len(train) > 2500 and len(held_out) > 400
+    assert len(train) > 2500
+    assert len(held_out) > 400
     assert not train & held_out
 
 

@@ -31,7 +31,8 @@ def test_hub_columns_with_context_and_several_answers(tmp_path):
     rows = load_benchmark("olympiadbench", tmp_path)
     assert [row.problem for row in rows] == ["Let x > 0.\nFind x.", "Find y."]
     assert [row.answer for row in rows] == ["1, 2", "3"]
-    assert rows[0].row_id == "olympiadbench.jsonl:1" and rows[0].solution is None
+    assert rows[0].row_id == "olympiadbench.jsonl:1"
+    assert rows[0].solution is None
 
 
 def test_a_float_answer(tmp_path):

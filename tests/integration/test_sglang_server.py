@@ -332,7 +332,8 @@ def test_a_failing_server_is_left_and_its_requests_go_to_the_other(server, tmp_p
         answers = fleet.draw([generation(first) for first in range(3, 13)], lambda m, a: True)
         assert all(len(answer) == 3 for answer in answers)
         kinds = [json.loads(line)["event"] for line in file.read_text().splitlines()]
-        assert kinds[0] == "failure" and "redrawn" in kinds
+        assert kinds[0] == "failure"
+        assert "redrawn" in kinds
         assert fleet.members[0].state == "restarting"
 
 

@@ -75,7 +75,8 @@ def test_a_text_of_exactly_the_tail_is_too_short_to_judge():
 def test_the_ratio_counts_bytes_of_a_tail_counted_in_characters():
     text = "é" * 101
     bound = 200 / len(zlib.compress(("é" * 100).encode(), 6))
-    assert is_repetitive(text, 100, bound - 0.01) and not is_repetitive(text, 100, bound)
+    assert is_repetitive(text, 100, bound - 0.01)
+    assert not is_repetitive(text, 100, bound)
     assert is_repetitive("\ud83d" * 101, 100, 2)  # half an emoji, as a decoder may leave it
 
 
@@ -94,7 +95,8 @@ def test_real_generations():
     long = [row for row in rows if len(row["response"]) > 2500]
     tight = [row["response"] for row in long if 0 < (row["tail_period_chars"] or 0) <= 500]
     varied = [row["response"] for row in rows if row["rep4"] < 0.3 and not row["tail_period_chars"]]
-    assert len(tight) > 50 and len(varied) > 50
+    assert len(tight) > 50
+    assert len(varied) > 50
     assert repetition_rate(tight, 2500, 10).value() > 0.95
     assert repetition_rate(varied, 2500, 10).value() == 0.0
 
@@ -129,7 +131,8 @@ def test_rollout_metrics_of_a_batch_by_hand():
 
 def test_the_second_repetition_rate_appears_only_when_its_tail_differs():
     values = rollout_metrics([rollout(3, "stop")], 8192, MonitoringConfig(), area="eval")
-    assert "eval/repetition_rate" in values and "eval/repetition_rate_10k" not in values
+    assert "eval/repetition_rate" in values
+    assert "eval/repetition_rate_10k" not in values
     require_known(values)
 
 

@@ -81,8 +81,10 @@ def test_curves_keep_gaps_and_evaluations_are_dots():
     loss = draw(figures["Loss and gradient"], [("a", rows)])
     assert [panel["key"] for panel in loss["panels"]] == ["loss/total"]
     (curve,) = loss["panels"][0]["curves"]
-    assert curve["steps"] == list(range(30)) and not curve["dots"]
-    assert curve["values"][10] == 8.0 and curve["each"][10] == 10.0
+    assert curve["steps"] == list(range(30))
+    assert not curve["dots"]
+    assert curve["values"][10] == 8.0
+    assert curve["each"][10] == 10.0
     accuracy = draw(figures["Truncation, repetition, accuracy"], [("a", rows)])
     (curve,) = accuracy["panels"][0]["curves"]
     assert curve == {"label": "a", "steps": [3, 9], "values": [0.25, 0.75], "dots": True}
@@ -123,7 +125,8 @@ def test_records_become_a_table_with_words_to_the_left():
     table = table_of_records(
         [{"act": "a", "seed": 0, "peak_accuracy": 0.5}, {"act": "b", "x": None}]
     )
-    assert table["columns"] == ["act", "seed", "peak accuracy", "x"] and table["texts"] == 1
+    assert table["columns"] == ["act", "seed", "peak accuracy", "x"]
+    assert table["texts"] == 1
     assert table["rows"] == [["a", "0", "0.500", MISSING], ["b", MISSING, MISSING, MISSING]]
 
 
@@ -141,8 +144,10 @@ def test_samples_are_the_first_the_last_and_the_most_repetitive(tmp_path):
     run = make_run(tmp_path / "run", 30, collapse_at=10)
     rows = [{"step": 1}, {"step": 2}, {"step": 30, "rollout/repetition_rate": 0.5}]
     first, last, worst = sample_rollouts(run, rows)
-    assert "step 1 " in first["facts"] and "step 30 " in last["facts"]
-    assert "step 30 " in worst["facts"] and "truncated" in worst["facts"]
+    assert "step 1 " in first["facts"]
+    assert "step 30 " in last["facts"]
+    assert "step 30 " in worst["facts"]
+    assert "truncated" in worst["facts"]
     assert worst["response"].endswith("w1;w1;")
     assert sample_rollouts(tmp_path / "elsewhere", rows) == []
 
@@ -150,7 +155,9 @@ def test_samples_are_the_first_the_last_and_the_most_repetitive(tmp_path):
 def test_a_long_response_keeps_its_head_and_tail(tmp_path):
     run = make_run(tmp_path / "run", 1, text="head " + "x" * 5000 + " tail")
     response = sample_rollouts(run, [{"step": 1}])[0]["response"]
-    assert response.startswith("head") and response.endswith("tail") and len(response) < 2500
+    assert response.startswith("head")
+    assert response.endswith("tail")
+    assert len(response) < 2500
     assert "2,810 characters" in response
 
 
@@ -165,7 +172,8 @@ def test_one_run(tmp_path):
     assert page.count("div", **{"class": "plot"}) == panels
     assert [len(figure) for figure in data_of(page)[0]["figures"]] == [6, 3, 4, 6, 3, 5, 6, 6]
     assert page.count("button") == len(FIGURES)
-    assert "a-run" in page.text and "Settings that differ" not in page.text
+    assert "a-run" in page.text
+    assert "Settings that differ" not in page.text
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["report.html"]
 
 
@@ -211,13 +219,15 @@ def test_hostile_text_stays_text(tmp_path):
     page = page_of(
         write_report([ReportRun(run, HOSTILE, HOSTILE)], tmp_path / "r.html", title=HOSTILE)
     )
-    assert page.count("script") == 3 and page.count("img") == 0
+    assert page.count("script") == 3
+    assert page.count("img") == 0
     shown = [text for text in page.text if "fail()" in text]
     assert len(shown) > 5
     assert all("{{ 7 * 7 }} ␀�" in text for text in shown)
     curve = data_of(page)[0]["figures"][0][0]["curves"][0]
     assert "<" not in page.scripts[1]
-    assert "<" not in curve["name"] and "&lt;img" in curve["name"]
+    assert "<" not in curve["name"]
+    assert "&lt;img" in curve["name"]
 
 
 def test_no_runs_is_an_error(tmp_path):

@@ -92,7 +92,8 @@ def test_rows_end_with_their_first_stop_token(engine):
 
 def test_a_single_token_and_no_prompts(engine):
     (rollout,) = engine.generate(make_prompts(1), Sampling(max_new_tokens=1), step=0)
-    assert len(rollout.token_ids) == 1 and rollout.finish_reason == "length"
+    assert len(rollout.token_ids) == 1
+    assert rollout.finish_reason == "length"
     assert engine.generate([], Sampling(), step=0) == []
 
 
@@ -181,7 +182,8 @@ def test_the_trainer_agrees_with_the_rollouts(tiny_path, world, precision, large
             ]
         )
         gap = (scores.logprob_N - drawn).abs()  # bf16: one unit of a logit of 8 is 0.06
-        assert gap.max() < largest and gap.mean() < mean
+        assert gap.max() < largest
+        assert gap.mean() < mean
 
 
 def test_weights_are_read_where_they_lie(tiny_path, world):

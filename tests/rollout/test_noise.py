@@ -27,7 +27,8 @@ def test_uniform_over_rows_and_over_positions():
     rows = uniforms(keys(20000), 7)
     positions = torch.cat([uniforms(keys(1), t) for t in range(20000)])
     for sample in (rows, positions):
-        assert sample.min() >= 0 and sample.max() < 1
+        assert sample.min() >= 0
+        assert sample.max() < 1
         counts = torch.histc(sample, bins=50, min=0, max=1)
         chi_square = ((counts - 400) ** 2 / 400).sum()
         assert chi_square < 85.4  # 99.9 % quantile at 49 degrees of freedom

@@ -110,7 +110,8 @@ class _State:
         return {"success": True}
 
     def update_weights_from_distributed(self, body: dict[str, Any]) -> dict[str, Any]:
-        assert self._group is not None and body["load_format"] == "flattened_bucket"
+        assert self._group is not None
+        assert body["load_format"] == "flattened_bucket"
         if self._deaf:
             return {"success": False, "message": "deaf"}
         dtypes = [getattr(torch, name) for name in body["dtypes"]]

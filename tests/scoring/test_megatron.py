@@ -89,7 +89,8 @@ def test_scores_are_those_of_the_common_vocabulary(chunks, world, expected, temp
 def test_hidden_states_alone_need_no_product_with_the_head(chunks, world, expected):
     model = MegatronScorer(chunks, world, vocab_size=VOCAB_SIZE, hidden_alone=True)
     for said, (_, hidden) in zip(model.score(BATCHES), expected, strict=True):
-        assert said.logprob_N is None and said.entropy_N is None
+        assert said.logprob_N is None
+        assert said.entropy_N is None
         assert torch.allclose(said.hidden_NH, hidden, atol=1e-5)
 
 
@@ -99,7 +100,8 @@ def test_a_stop_token_is_scored_as_its_class(chunks, world, expected):
     model = MegatronScorer(chunks, world, vocab_size=VOCAB_SIZE, stop=stop)
     num_stops = 0
     for batch, score, (logits, _) in zip(BATCHES, model.score(BATCHES), expected, strict=True):
-        assert score.hidden_NH is None and score.topk_ids_NK is None
+        assert score.hidden_NH is None
+        assert score.topk_ids_NK is None
         logprobs = torch.log_softmax(logits, 1)
         is_stop = torch.isin(batch.targets_N, torch.tensor(own + foreign))
         sampled = logprobs.gather(1, batch.targets_N[:, None])[:, 0]

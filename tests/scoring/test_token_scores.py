@@ -58,7 +58,8 @@ def test_nothing_to_score():
     found = score(
         case.hidden_NH, Head(case.weight_VH, 0, 7), case.batch.targets_N, temperature=1.0, top_k=2
     )
-    assert found.logprob_N.shape == (0,) and found.topk_ids_NK.shape == (0, 2)
+    assert found.logprob_N.shape == (0,)
+    assert found.topk_ids_NK.shape == (0, 2)
 
 
 def test_chunks_hold_about_as_many_logits_whatever_the_vocabulary():

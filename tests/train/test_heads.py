@@ -46,7 +46,9 @@ def products_a_token(
     train = {"minibatches": minibatches}
     config = tiny_config(directory, name, objective=objective, train=train)
     run = build_run(config, start_world(config.parallel, 0))
-    assert run.head and run.teacher and run.reference
+    assert run.head
+    assert run.teacher
+    assert run.reference
     heads = (run.head, run.teacher.head, run.reference.head)
     rows: Counter[int] = Counter()
     product = Head.logits

@@ -84,7 +84,7 @@ class Transport:
     def alive(self) -> list[Target]:
         return [target for target in self._targets if target.name not in self.failed]
 
-    def open(self, targets: Sequence[Target], label: str) -> None:
+    def open(self, targets: Sequence[Target], label: str) -> None:  # noqa: ARG002
         """Get ready for one publish; `label` is unique to it."""
         self._targets, self.failed, self._pending = list(targets), {}, None
 
@@ -184,7 +184,7 @@ class DistributedTransport(Transport):
         if self._group is None:
             return  # broken by an earlier bucket: nobody gets any more
         body = _description(bucket) | {"group_name": self._label, "load_format": "flattened_bucket"}
-        pending = self.post("/update_weights_from_distributed", lambda target: body)
+        pending = self.post("/update_weights_from_distributed", lambda _: body)
         self._pending = pending
         try:
             work = dist.broadcast(bucket.flat, src=0, group=self._group, async_op=True)
@@ -205,9 +205,7 @@ class DistributedTransport(Transport):
         """Dissolve the group on both sides."""
         if self._group is None:
             return
-        pending = self.post(
-            "/destroy_weights_update_group", lambda target: {"group_name": self._label}
-        )
+        pending = self.post("/destroy_weights_update_group", lambda _: {"group_name": self._label})
         self._destroy()
         pending.wait()
 
@@ -346,7 +344,7 @@ class DiskTransport(Transport):
             "flush_cache": False,
             "weight_version": INCOMPLETE,
         }
-        self.post("/update_weights_from_disk", lambda target: body).wait()
+        self.post("/update_weights_from_disk", lambda _: body).wait()
         shutil.rmtree(self._directory)
 
 

@@ -38,7 +38,8 @@ def test_no_server_is_waited_for_once_a_stop_was_asked(member, tmp_path):
         stop_asked=lambda: next(asked),
     )
     fleet.start()
-    assert fleet.lost is not None and fleet.lost.startswith("server_0 does not start")
+    assert fleet.lost is not None
+    assert fleet.lost.startswith("server_0 does not start")
     owned = fleet.members[0].server
     assert owned is None or not owned.is_running
     fleet.stop()
