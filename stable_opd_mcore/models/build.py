@@ -17,24 +17,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.attention import RotaryByPosition
-from stable_opd_mcore.models.convert import mark_shards, random_weights
 from stable_opd_mcore.models.families import Architecture, rotary_frequencies
-from stable_opd_mcore.models.hidden_states import (
-    HiddenStatesGPTModel,
-    forward_hidden,
-    output_head,
-)
+from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
 from stable_opd_mcore.models.spec import layer_spec, transformer_engine_is_usable
+from stable_opd_mcore.models.weights import mark_shards, random_weights
 from stable_opd_mcore.parallel.world import World
-
-__all__ = [
-    "HiddenStatesGPTModel",
-    "build_model",
-    "check_layout",
-    "forward_hidden",
-    "output_head",
-    "transformer_config",
-]
 
 Precision = Literal["fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]

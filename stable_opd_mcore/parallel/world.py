@@ -188,33 +188,24 @@ def stop_world() -> None:
         _created_process_group = False
 
 
-def gather_over_data_parallel(world: World, item: Object) -> list[Object]:
-    """Every data-parallel rank's `item`, in rank order, on every rank.
+def gather_objects(item: Object, group: dist.ProcessGroup | None = None) -> list[Object]:
+    """The `item` of every rank of `group`, in rank order, on all of them; None: of every rank.
 
     Pickled: for small Python records.
     """
-    if world.data_size == 1:
+    size = dist.get_world_size(group)
+    if size == 1:
         return [item]
-    items: list[Any] = [None] * world.data_size
-    dist.all_gather_object(items, item, group=world.data_group)
+    items: list[Any] = [None] * size
+    dist.all_gather_object(items, item, group=group)
     return items
 
 
-def gather_over_all(world: World, item: Object) -> list[Object]:
-    """Every rank's `item`, in rank order, on every rank. Pickled: for small records."""
-    if world.world_size == 1:
-        return [item]
-    items: list[Any] = [None] * world.world_size
-    dist.all_gather_object(items, item)
-    return items
-
-
-def agree_within_replica(world: World, item: Object) -> Object:
-    """The first tensor x pipeline rank's `item` on all of them. Pickled: for small records."""
+def broadcast_object(item: Object, group: dist.ProcessGroup | None = None) -> Object:
+    """The `item` of the first rank of `group`, on all of them; None: of rank 0. Pickled."""
     items: list[Any] = [item]
-    if dist.get_world_size(world.model_group) > 1:
-        first = dist.get_global_rank(world.model_group, 0)
-        dist.broadcast_object_list(items, src=first, group=world.model_group)
+    if dist.get_world_size(group) > 1:
+        dist.broadcast_object_list(items, group=group, group_src=0)
     return items[0]
 
 

@@ -16,8 +16,8 @@ from torch.nn import Module
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.losses.head import Head, StopClass, align_head, chunk_rows
-from stable_opd_mcore.models.convert import architecture_of
 from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
+from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import MicroBatch, Scores

@@ -28,7 +28,7 @@ from torch import Tensor
 from stable_opd_mcore.config.schema import TeacherConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.losses.head import Head, StopClass
-from stable_opd_mcore.parallel.world import World, gather_over_all
+from stable_opd_mcore.parallel.world import World, gather_objects
 from stable_opd_mcore.records import MicroBatch, Scores
 from stable_opd_mcore.serving.api_key import read_api_key
 from stable_opd_mcore.serving.client import (
@@ -143,7 +143,7 @@ class ServedTeacher:
                 answers = [self._ask(microbatches)]
             except TeacherLost as error:
                 lost = str(error)
-        for reason in gather_over_all(self._world, lost):
+        for reason in gather_objects(lost):
             if reason is not None:
                 raise TeacherLost(reason)
         if not self._world.is_last_stage:

@@ -23,14 +23,14 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors.torch import load_file, save_file
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.convert import architecture_of
-from stable_opd_mcore.models.distributed import (
+from stable_opd_mcore.models.megatron_checkpoint import (
     describe_weights,
     refuse_foreign_pickle,
     save_sharded,
     sharding,
     weights_of,
 )
+from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.train.state import TrainState
 from stable_opd_mcore.train.student import Student
 

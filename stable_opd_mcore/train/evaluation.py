@@ -28,7 +28,7 @@ from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.monitoring.health import is_repetitive, rollout_metrics, tail_characters
 from stable_opd_mcore.parallel.world import (
     World,
-    gather_over_data_parallel,
+    gather_objects,
     start_world,
     stop_world,
 )
@@ -143,7 +143,7 @@ def _evaluate(
         is_repetitive=partial(
             is_repetitive, tail_characters=characters, ratio=config.monitoring.repetition_ratio
         ),
-        gather=partial(gather_over_data_parallel, world),
+        gather=partial(gather_objects, group=world.data_group),
         data_rank=world.data_rank,
         data_size=world.data_size,
         prompts_per_batch=max(1, 256 // sampling.num_samples),

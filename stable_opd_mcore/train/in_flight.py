@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from stable_opd_mcore.data.rollout_files import read_rollouts, write_rollouts
-from stable_opd_mcore.parallel.world import World, gather_over_data_parallel
+from stable_opd_mcore.parallel.world import World, gather_objects
 from stable_opd_mcore.rollout.engine import RolloutEngine
 
 FOLDER = "in_flight"
@@ -23,7 +23,7 @@ def save_in_flight(directory: Path, step: int, engine: RolloutEngine, world: Wor
     Every rank makes the call; the first one writes.
     """
     ahead = engine.in_flight()
-    shares = gather_over_data_parallel(world, ahead[1] if ahead else [])
+    shares = gather_objects(ahead[1] if ahead else [], world.data_group)
     if world.rank != 0 or ahead is None:
         return
     write_rollouts(_path(directory, step), [rollout for share in shares for rollout in share])

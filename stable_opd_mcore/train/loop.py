@@ -23,7 +23,7 @@ from stable_opd_mcore.config.load import save_config
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.rollout_files import RolloutWriter
 from stable_opd_mcore.metrics import Metrics
-from stable_opd_mcore.models.convert import export_hf
+from stable_opd_mcore.models.huggingface import export_hf
 from stable_opd_mcore.monitoring.report import write_report
 from stable_opd_mcore.monitoring.sinks import METRICS_FILE, Sinks, read_metrics
 from stable_opd_mcore.parallel.world import World, start_world, stop_world

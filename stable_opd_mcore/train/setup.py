@@ -19,10 +19,12 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.losses.head import StopClass
 from stable_opd_mcore.losses.objectives import Objective, build_objective
-from stable_opd_mcore.models.build import HiddenStatesGPTModel, build_model, output_head
-from stable_opd_mcore.models.convert import copy_weights, load_hf
-from stable_opd_mcore.models.distributed import is_megatron, load_weights
+from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import Architecture, read_architecture
+from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
+from stable_opd_mcore.models.huggingface import load_hf
+from stable_opd_mcore.models.megatron_checkpoint import is_megatron, load_weights
+from stable_opd_mcore.models.weights import copy_weights
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.rollout.build import build_engine, embedded_engine, training_sampling
 from stable_opd_mcore.scoring.megatron import MegatronScorer

@@ -27,12 +27,12 @@ from stable_opd_mcore.losses.head import Head
 from stable_opd_mcore.losses.importance import correct, use_rollout_policy
 from stable_opd_mcore.losses.objectives import Objective
 from stable_opd_mcore.metrics import Mean, Metrics, Same, Sum, reduce_over_ranks
-from stable_opd_mcore.models.build import forward_hidden
+from stable_opd_mcore.models.hidden_states import forward_hidden
 from stable_opd_mcore.monitoring.health import rollout_metrics, sample_metrics, token_metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.context import slice_microbatch
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
-from stable_opd_mcore.parallel.world import World, agree_within_replica, gather_over_data_parallel
+from stable_opd_mcore.parallel.world import World, broadcast_object, gather_objects
 from stable_opd_mcore.records import LossOutput, MicroBatch, Prompt, Rollout, Sample
 from stable_opd_mcore.rollout.engine import RolloutEngine, Sampling
 from stable_opd_mcore.scoring.scorer import Scorer, with_scores
@@ -118,7 +118,7 @@ def draw_rollouts(run: Run, prompts: Sequence[Prompt], state: TrainState) -> lis
         return []
     ranks = run.world.data_size
     mine = run.engine.generate(prompts[run.world.data_rank :: ranks], run.sampling, step=state.step)
-    shares = gather_over_data_parallel(run.world, grade(run.world, run.grader, mine))
+    shares = gather_objects(grade(run.world, run.grader, mine), run.world.data_group)
     samples = run.sampling.num_samples
     return [
         shares[position % ranks][position // ranks * samples + sample]
@@ -175,7 +175,7 @@ def off_policy(
 def grade(world: World, grader: Grader, rollouts: Sequence[Rollout]) -> list[Rollout]:
     """Rollouts with their rewards. One rank of a replica judges: a time-out must not divide it."""
     judges = dist.get_rank(world.model_group) == 0
-    return agree_within_replica(world, grader.grade_rollouts(rollouts) if judges else [])
+    return broadcast_object(grader.grade_rollouts(rollouts) if judges else [], world.model_group)
 
 
 def pack_minibatch(run: Run, samples: Sequence[Sample]) -> list[MicroBatch]:

@@ -21,7 +21,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from stable_opd_mcore.config.schema import OptimizerConfig
-from stable_opd_mcore.models.build import HiddenStatesGPTModel
+from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
 
 
 class Student:

@@ -22,8 +22,8 @@ from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.losses.head import StopClass
 from stable_opd_mcore.models.build import build_model
-from stable_opd_mcore.models.convert import export_hf
 from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.huggingface import export_hf
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.records import Sample, TokenWeights
 from stable_opd_mcore.rollout.sglang.build import model_config

@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.models import build
-from stable_opd_mcore.models.build import build_model, check_layout, forward_hidden
-from stable_opd_mcore.models.convert import copy_weights, export_hf, load_hf
+from stable_opd_mcore.models.build import build_model, check_layout
 from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.hidden_states import forward_hidden
+from stable_opd_mcore.models.huggingface import export_hf, load_hf
+from stable_opd_mcore.models.weights import copy_weights
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from tests.models import tiny
 

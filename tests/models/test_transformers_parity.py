@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stable_opd_mcore.config.schema import ParallelConfig
-from stable_opd_mcore.models.build import build_model, forward_hidden, output_head
-from stable_opd_mcore.models.convert import export_hf, load_hf
+from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
+from stable_opd_mcore.models.huggingface import export_hf, load_hf
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from tests.models import tiny
 

@@ -16,12 +16,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from stable_opd_mcore.config.schema import ParallelConfig
-from stable_opd_mcore.models.build import build_model, forward_hidden, output_head
-from stable_opd_mcore.models.convert import copy_weights, export_hf, iter_hf_tensors, load_hf
+from stable_opd_mcore.models.build import build_model
+from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
+from stable_opd_mcore.models.huggingface import export_hf, load_hf
+from stable_opd_mcore.models.weights import copy_weights, iter_hf_tensors
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.world import (
     World,
-    gather_over_data_parallel,
+    gather_objects,
     start_world,
     stop_world,
 )
@@ -138,7 +140,7 @@ def _train_once(chunks, world: World) -> tuple[list[float], list[Tensor], dict[s
 
 
 def _in_global_order(results: list, world: World) -> list:
-    parts = gather_over_data_parallel(world, results)
+    parts = gather_objects(results, world.data_group)
     if not parts[0]:
         return []
     return [parts[i % world.data_size][i // world.data_size] for i in range(len(LENGTHS))]
@@ -169,6 +171,6 @@ def _with_loss(chunk, batch: MicroBatch, head, world: World):
 
 
 def _check_collectives(world: World) -> None:
-    assert gather_over_data_parallel(world, world.data_rank) == list(range(world.data_size))
+    assert gather_objects(world.data_rank, world.data_group) == list(range(world.data_size))
     assert world.tensor_group.size() * world.pipeline_group.size() == world.model_group.size()
     assert world.model_group.size() * world.data_group.size() == dist.get_world_size()

@@ -8,8 +8,8 @@ from transformers import Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.models.build import build_model
-from stable_opd_mcore.models.convert import load_hf
 from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.huggingface import load_hf
 from stable_opd_mcore.records import Prompt, Sample, TokenWeights
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
 from stable_opd_mcore.rollout.engine import Sampling

@@ -6,8 +6,8 @@ from pathlib import Path
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.models.build import build_model
-from stable_opd_mcore.models.convert import export_hf
 from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.huggingface import export_hf
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.train.convert import convert
 from stable_opd_mcore.train.evaluation import evaluate_config

@@ -18,8 +18,8 @@ from torch.nn import Module
 
 from stable_opd_mcore.config.schema import Config, SglangConfig
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.convert import architecture_of
 from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.rollout.sglang.engine import EngineSettings, SglangEngine, is_leader
 from stable_opd_mcore.rollout.sglang.events import EventLog

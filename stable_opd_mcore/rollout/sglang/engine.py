@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from stable_opd_mcore.metrics import Mean, Metrics, Sum
-from stable_opd_mcore.parallel.world import World, agree_within_replica, gather_over_all
+from stable_opd_mcore.parallel.world import World, broadcast_object, gather_objects
 from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.rollout.engine import EngineLost, Sampling, check_prompts
 from stable_opd_mcore.rollout.sglang.events import EventLog
@@ -172,7 +172,7 @@ class SglangEngine:
             self._count(requests, answers)
         if settings.release_memory and self._fleet is not None:
             self._fleet.release_memory()
-        return agree_within_replica(self._world, rollouts)
+        return broadcast_object(rollouts, self._world.model_group)
 
     def prefetch(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> None:
         """Start drawing step `step`'s rollouts from the weights of now; `generate` collects them.
@@ -215,7 +215,7 @@ class SglangEngine:
                 if answer is not None
                 for rollout in rollouts_of(prompt, answer, {}, len(answer), self._decode)
             ]
-        return ahead.step, agree_within_replica(self._world, rollouts)
+        return ahead.step, broadcast_object(rollouts, self._world.model_group)
 
     def restore(self, step: int, rollouts: Sequence[Rollout]) -> None:
         """Rollouts of `step` that a checkpoint held, of any prompts; `generate` draws only what
@@ -370,7 +370,7 @@ class SglangEngine:
                 _Status(m.name, _Address(m.client.url, m.client.api_key, m.life), m.tensor, m.state)
                 for m in self._fleet.members
             ]
-        gathered = gather_over_all(self._world, (mine, lost))
+        gathered = gather_objects((mine, lost))
         self._lost = next((lost for _, lost in gathered if lost is not None), None)
         return [status for statuses, _ in gathered for status in statuses]
 
@@ -379,7 +379,7 @@ class SglangEngine:
             raise EngineLost(f"{self._lost}; {_LOOK}")
 
     def _any_rank(self, value: bool) -> bool:
-        return any(gather_over_all(self._world, value))
+        return any(gather_objects(value))
 
 
 def is_leader(world: World) -> bool:

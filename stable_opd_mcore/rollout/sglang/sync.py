@@ -1,6 +1,6 @@
 """From the trainer's shards to the servers' weights, verified: one publish.
 
-Streams whole tensors in buckets (models.convert gathers them over tensor and pipeline ranks), so
+Streams whole tensors in buckets (models.weights gathers them over tensor and pipeline ranks), so
 that no second copy of the model ever exists. Order within a publish, for a server may die
 anywhere: requests aborted, session begun where the release has sessions, buckets, session ended,
 cache flushed, checksums read back and compared, and only then the new version stamped. Until then
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from stable_opd_mcore.models import tensors
-from stable_opd_mcore.models.convert import architecture_of, iter_hf_tensors
+from stable_opd_mcore.models.weights import architecture_of, iter_hf_tensors
 from stable_opd_mcore.rollout.sglang.checksums import (
     ExpectedChecksums,
     cpu_hash,

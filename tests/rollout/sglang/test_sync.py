@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from stable_opd_mcore.models.build import build_model
-from stable_opd_mcore.models.convert import iter_hf_tensors
 from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.weights import iter_hf_tensors
 from stable_opd_mcore.rollout.sglang.group import listen
 from stable_opd_mcore.rollout.sglang.sync import make_buckets, publish_weights
 from stable_opd_mcore.rollout.sglang.transports import (

@@ -19,8 +19,9 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.nn import Module
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.convert import architecture_of, write_config
 from stable_opd_mcore.models.hidden_states import unwrap
+from stable_opd_mcore.models.huggingface import write_config
+from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.save_helper import start_save_helper
 
 METADATA = ".metadata"

@@ -1,0 +1,154 @@
+"""The weights of a built model, by the names of Hugging Face's tensors: draw, fill, copy, iterate.
+
+    random_weights(chunks, seed)
+    for name, tensor in iter_hf_tensors(chunks): ...    # full tensors, in step on all ranks
+
+Exact in both directions; padded vocabulary rows are zero when filled and are never read. Not here:
+files (huggingface.py, megatron_checkpoint.py), the table of names and layouts (tensors.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from torch import Tensor
+from torch.nn import Module
+
+from stable_opd_mcore.models import tensors
+from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.models.hidden_states import unwrap
+from stable_opd_mcore.models.tensors import Parameter
+from stable_opd_mcore.parallel.world import gather_objects
+
+
+@torch.no_grad()
+def random_weights(chunks: Sequence[Module], seed: int) -> None:
+    """Draw every weight: normal with the architecture's initializer_range, norms one, biases zero.
+
+    Each full tensor has a generator of its own, seeded by (seed, its HF name), so the layout does
+    not matter.
+    """
+    architecture = architecture_of(chunks)
+
+    def draw(name: str) -> Tensor:
+        shape = tensors.hf_shape(name, architecture)
+        if name.endswith(".bias"):
+            return torch.zeros(shape)
+        if len(shape) == 1:
+            return torch.ones(shape)
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return torch.randn(shape, generator=generator) * architecture.initializer_range
+
+    fill_weights(chunks, draw)
+
+
+def mark_shards(chunks: Sequence[Module]) -> None:
+    """Tell Megatron which weights are one tensor rank's share.
+
+    It does so itself only where it also draws them. Unmarked, a share counts as a copy, and
+    gradient norms leave out all shares but the first rank's.
+    """
+    for _, weight, entry in _parameters(chunks):
+        marked = hasattr(weight, "tensor_model_parallel")
+        if entry.layout != "whole" and not marked:
+            dimension = 1 if entry.layout == "columns" else 0
+            set_tensor_model_parallel_attributes(weight, True, dimension, stride=1)
+
+
+def iter_hf_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
+    """Every HF tensor, whole, on this rank's device, in the order of the forward pass.
+
+    Collective over the tensor and pipeline ranks: all of them iterate in step, to the end, and see
+    the same. One parameter's tensors exist at a time; they may share memory with the weights, so
+    copy what is kept.
+    """
+    models = [unwrap(chunk) for chunk in chunks]
+    architecture = architecture_of(chunks)
+    groups = models[0].pg_collection
+    local = {entry.hf_names: weight for _, weight, entry in _parameters(chunks)}
+    owners = _owners(list(local), groups.pp)
+    for entry in tensors.canonical_parameters(architecture):
+        owner = owners[entry.hf_names]
+        with torch.no_grad():
+            if groups.pp.rank() == owner:
+                full = _gather(local[entry.hf_names].detach(), entry, architecture, groups.tp)
+            else:
+                full = tuple(
+                    torch.empty(
+                        tensors.hf_shape(name, architecture),
+                        dtype=models[0].config.params_dtype,
+                        device=next(models[0].parameters()).device,
+                    )
+                    for name in entry.hf_names
+                )
+            for name, tensor in zip(entry.hf_names, full, strict=True):
+                tensor = tensor.contiguous()
+                if groups.pp.size() > 1:
+                    source = dist.get_global_rank(groups.pp, owner)
+                    dist.broadcast(tensor, src=source, group=groups.pp)
+                yield name, tensor
+
+
+@torch.no_grad()
+def copy_weights(from_chunks: Sequence[Module], to_chunks: Sequence[Module]) -> None:
+    """Copy this rank's weights between two models of one architecture and layout, e.g. to freeze a
+    reference.
+
+    Raises:
+        ValueError: the models differ.
+    """
+    if architecture_of(from_chunks) != architecture_of(to_chunks):
+        raise ValueError(
+            f"cannot copy weights of {architecture_of(from_chunks)} "
+            f"into {architecture_of(to_chunks)}"
+        )
+    for source, target in zip(_parameters(from_chunks), _parameters(to_chunks), strict=True):
+        target[1].copy_(source[1])
+
+
+def architecture_of(chunks: Sequence[Module]) -> Architecture:
+    """What the chunks were built from."""
+    return unwrap(chunks[0]).architecture
+
+
+def _parameters(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor, Parameter]]:
+    """This rank's parameters with their table entries. A tied head's copy on the last stage comes
+    last."""
+    for model in map(unwrap, chunks):
+        layers: Any = model.decoder.layers
+        numbers = [layer.layer_number - 1 for layer in layers]
+        for name, weight in model.named_parameters():
+            yield name, weight, tensors.describe(name, numbers, model.architecture.tied)
+
+
+def fill_weights(chunks: Sequence[Module], source: Callable[[str], Tensor]) -> None:
+    group = unwrap(chunks[0]).pg_collection.tp
+    architecture = architecture_of(chunks)
+    for _, weight, entry in _parameters(chunks):
+        full = [source(name) for name in entry.hf_names]
+        weight.copy_(tensors.shard(full, entry.layout, architecture, group.rank(), group.size()))
+
+
+def _owners(local: list[tuple[str, ...]], group: dist.ProcessGroup) -> dict[tuple[str, ...], int]:
+    """For every parameter the first pipeline rank that holds it."""
+    owners: dict[tuple[str, ...], int] = {}
+    for rank, names in enumerate(gather_objects(local, group)):
+        for name in names:
+            owners.setdefault(name, rank)
+    return owners
+
+
+def _gather(
+    weight: Tensor, entry: Parameter, architecture: Architecture, group: dist.ProcessGroup
+) -> tuple[Tensor, ...]:
+    shards = [weight]
+    if entry.layout != "whole" and group.size() > 1:
+        shards = [torch.empty_like(weight) for _ in range(group.size())]
+        dist.all_gather(shards, weight.contiguous(), group=group)
+    return tensors.unshard(shards, entry.layout, architecture)
