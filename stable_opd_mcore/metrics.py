@@ -1,8 +1,8 @@
-"""Metrics that know how they add: over micro-batches, over ranks, over inner steps.
+"""Metrics that can be added: over micro-batches, over ranks, over the minibatches of a step.
 
 A mean carries its count, so averages are never averaged; a maximum stays a maximum. `Metrics` maps
-"area/name" keys to such values, merges key by key, and `reduce_over_ranks` gives every rank of a
-group the same result, bit for bit, because each adds the same numbers in rank order.
+"area/name" keys to such values and merges key by key. `reduce_over_ranks` adds the metrics of a
+group in rank order, so every rank gets the same result, bit for bit.
 
 Not a logger and not a registry: monitoring/names.py lists the keys, monitoring/sinks.py writes them
 to files.
@@ -10,21 +10,18 @@ to files.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
 class Mean:
-    """total / count; undefined (None) while the count, any non-negative weight, is zero."""
+    """total / count. The count may be any non-negative weight; a mean over zero is None."""
 
-    kind: ClassVar[str] = "mean"
     total: float
     count: float
 
@@ -39,7 +36,6 @@ class Mean:
 class Sum:
     """A total over micro-batches and ranks."""
 
-    kind: ClassVar[str] = "sum"
     total: float
 
     def __add__(self, other: Sum) -> Sum:
@@ -51,9 +47,8 @@ class Sum:
 
 @dataclass(frozen=True)
 class Max:
-    """The largest value seen; None where nothing was seen. A NaN on either side stays."""
+    """The largest value; None before the first. A NaN on either side stays a NaN."""
 
-    kind: ClassVar[str] = "max"
     maximum: float | None
 
     def __add__(self, other: Max) -> Max:
@@ -69,10 +64,11 @@ class Max:
 
 @dataclass(frozen=True)
 class Same:
-    """A number that every contributor already knows in full (a quantile of the global batch, the
-    step's learning rate). It does not add: two different values under one key are an error."""
+    """A global number that every rank computes in full: a quantile of the batch, a learning rate.
 
-    kind: ClassVar[str] = "same"
+    Adding two equal numbers gives that number; adding different ones is an error.
+    """
+
     number: float | None
 
     def __add__(self, other: Same) -> Same:
@@ -88,7 +84,6 @@ class Same:
 
 
 Metric = Mean | Sum | Max | Same
-_KINDS: dict[str, type[Metric]] = {kind.kind: kind for kind in (Mean, Sum, Max, Same)}
 
 
 class Metrics(Mapping[str, Metric]):
@@ -126,58 +121,32 @@ class Metrics(Mapping[str, Metric]):
 
 
 def _add(key: str, left: Any, right: Any) -> Metric:
-    if left.kind != right.kind:
-        raise ValueError(f"metric {key}: cannot add a {left.kind} and a {right.kind}")
+    if type(left) is not type(right):
+        kinds = " and a ".join(type(metric).__name__.lower() for metric in (left, right))
+        raise ValueError(f"metric {key}: cannot add a {kinds}")
     try:
         return left + right
     except ValueError as error:
         raise ValueError(f"metric {key}: {error}") from error
 
 
-def encode(metrics: Metrics) -> bytes:
-    """As JSON bytes that `decode` reads back exactly: floats in round-trip form, NaN included."""
-    rows = [
-        [key, metric.kind, list(vars(metric).values())] for key, metric in sorted(metrics.items())
-    ]
-    return json.dumps(rows).encode()
+def reduce_over_ranks(metrics: Metrics, group: ProcessGroup | None) -> Metrics:
+    """Add the metrics of all ranks of `group` in rank order; every rank gets the same result.
 
-
-def decode(data: bytes) -> Metrics:
-    return Metrics({key: _KINDS[kind](*fields) for key, kind, fields in json.loads(data)})
-
-
-def reduce_over_ranks(
-    metrics: Metrics, group: ProcessGroup | None, device: torch.device | str = "cpu"
-) -> Metrics:
-    """Add the metrics of all ranks of `group`; every rank gets the same result, bit for bit.
-
-    Ranks may hold different keys: a rank with nothing to say (a pipeline stage without the loss,
-    a tensor-parallel twin of a rank that already speaks) passes an empty `Metrics` and still gets
-    the result. So `group` may be the whole world as long as one rank alone reports each token.
-
-    The metrics travel as one padded byte tensor per rank (a few KiB) after an exchange of lengths;
-    `device` is where the group's backend wants it. `group` None: nothing to do.
+    Ranks may hold different keys, and a rank without metrics passes an empty `Metrics`. So `group`
+    may be the whole world where several ranks hold the same tokens, as long as one of them
+    contributes. `group` None or of one rank: `metrics` itself.
 
     Raises:
         ValueError: a key holds different kinds on different ranks, or a `Same` that differs.
     """
-    import torch
     import torch.distributed as dist
 
     if group is None or dist.get_world_size(group) == 1:
         return metrics
-    payload = encode(metrics)
-    size = torch.tensor([len(payload)], dtype=torch.int64, device=device)
-    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, size, group=group)
-    lengths = [int(item) for item in torch.cat(sizes).tolist()]
-
-    packed = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-    packed[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
-    gathered = [torch.empty_like(packed) for _ in lengths]
-    dist.all_gather(gathered, packed, group=group)
-
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, dict(metrics), group=group)
     total = Metrics()
-    for length, data in zip(lengths, gathered, strict=True):
-        total = total | decode(data[:length].cpu().numpy().tobytes())
+    for contribution in gathered:
+        total = total | Metrics(contribution)
     return total

@@ -1,13 +1,16 @@
-"""The records that flow through one training step: Prompt -> Rollout -> Sample -> MicroBatch ->
-LossOutput.
+"""The records of one training step: Prompt -> Rollout -> Sample -> MicroBatch -> LossOutput.
 
-Frozen dataclasses with a shape on every field; no behaviour that needs a device, a model or a
-process group. Prompts, rollouts and samples are plain Python (they cross ranks and files); micro-
-batches hold tensors.
+Frozen dataclasses; every field states its shape and unit. Prompts, rollouts and samples are plain
+Python values, because they cross ranks and files; micro-batches hold tensors. No behaviour here
+needs a device, a model or a process group.
 
-Dimensions: T tokens that enter the model in one micro-batch (several sequences packed end to end),
-S sequences in it, N response tokens that are scored and trained on (N <= T), K entries of a top-K
-list, H hidden size, V common vocabulary.
+A name's suffix is its shape:
+    T  tokens of one micro-batch that enter the model, its sequences packed end to end
+    S  sequences of the micro-batch, the padding at its end included
+    N  response tokens that the micro-batch scores, one row each (N <= T)
+    K  entries of a top-K list
+    H  hidden size of the model that the field belongs to
+Log-probabilities and entropies are in nats, over the common vocabulary.
 """
 
 from __future__ import annotations
@@ -20,128 +23,126 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "abort"]
 SampleSource = Literal["rollout", "golden"]
-AnswerFormat = Literal["boxed", "bracket"]  # by math-verify; "[a]" at the end
+AnswerFormat = Literal["boxed", "bracket"]  # graded by math-verify; exactly "[answer]" at the end
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem as the student sees it."""
+    """One problem as the student reads it."""
 
     prompt_id: str  # "<source>:<row>", unique within a run
-    text: str  # the problem as in the source
+    text: str  # the problem, before the chat template
     token_ids: tuple[int, ...]  # chat template applied, generation prompt included
-    answer: str | None = None  # gold final answer, for grading
+    answer: str | None = None  # gold final answer; None: responses are not graded
     golden_token_ids: tuple[int, ...] | None = None  # golden response, its stop token included
-    answer_format: AnswerFormat = "boxed"  # how a response states its final answer, for grading
-    opens_thinking: bool = False  # the prompt ends inside <think>: a response must close it
+    answer_format: AnswerFormat = "boxed"  # how a response states its final answer
+    opens_thinking: bool = False  # the prompt ends inside <think>, and the response must close it
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One response that the behaviour student drew for a prompt."""
+    """One response sampled from the student for a prompt."""
 
     prompt: Prompt
-    sample_index: int  # 0 .. samples_per_prompt-1
+    sample_index: int  # 0 .. samples_per_prompt - 1
     token_ids: tuple[int, ...]  # ends with its stop token when finish_reason is "stop"
-    rollout_logprobs: tuple[float, ...]  # per token, full softmax at the sampling temperature
+    rollout_logprobs: tuple[float, ...]  # per token, nats, full softmax at sampling temperature
     finish_reason: FinishReason
-    weight_version: int  # version of the student's weights it was drawn from
+    weight_version: int  # version of the student's weights that sampled it
     text: str = ""  # decoded response, without the stop token
-    reward: float | None = None  # 1.0 / 0.0 by the grader, None when not graded
+    reward: float | None = None  # 1.0 right, 0.0 wrong, None not graded
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A rollout or a golden solution as it is trained on."""
+    """A rollout or a golden solution as it is trained on; L response tokens."""
 
     source: SampleSource
     prompt_id: str
     prompt_token_ids: tuple[int, ...]
-    response_token_ids: tuple[int, ...]
-    trained: tuple[bool, ...]  # per response token: False where a token mask removes it
-    rollout_logprobs: tuple[float, ...] | None = None  # None for golden solutions
-    repetitive: tuple[bool, ...] | None = None  # in the maximal periodic suffix
-    reward: float | None = None
-    truncated: bool = False
+    response_token_ids: tuple[int, ...]  # [L]
+    trained: tuple[bool, ...]  # [L], False where a token mask removes the token from the loss
+    rollout_logprobs: tuple[float, ...] | None = None  # [L], nats; None for golden solutions
+    repetitive: tuple[bool, ...] | None = None  # [L], True inside the maximal periodic suffix
+    reward: float | None = None  # as Rollout.reward
+    truncated: bool = False  # the rollout did not end with a stop token
 
 
 @dataclass(frozen=True)
 class TokenWeights:
-    """Per response token of one sample: the weight of each loss component, global normaliser
-    included.
-    """
+    """Weights of one sample's L response tokens in each loss component, normalisers included."""
 
-    pg: tuple[float, ...]
-    kl: tuple[float, ...]
-    sft: tuple[float, ...]
-    advantage: tuple[float, ...] | None = None  # given (grpo); None: from scores
+    pg: tuple[float, ...]  # [L]
+    kl: tuple[float, ...]  # [L]
+    sft: tuple[float, ...]  # [L]
+    advantage: tuple[float, ...] | None = None  # [L], of grpo; None: computed from scores
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What one model says of a micro-batch's N response tokens, at the sampling temperature.
+    """One model's scores of a micro-batch's N response tokens, at the sampling temperature.
 
-    The same record for teacher, reference and student. A field is None where it was not asked for.
+    The same record serves teacher, reference and student. A field that was not requested is None.
     """
 
-    # fp32, of the stop class where the target is a stop token. None: only hidden_NH is given, and
-    # the loss computes log-probabilities and entropy from it.
+    # [N] fp32, nats; of the stop class where the target is a stop token. None: only hidden_NH is
+    # given, and the loss computes log-probabilities and entropy from it.
     logprob_N: Tensor | None
-    token_logprob_N: Tensor | None = None  # fp32, of the token itself; a served teacher has none
-    entropy_N: Tensor | None = None  # fp32
-    topk_ids_NK: Tensor | None = None  # int64, most probable first, common vocabulary
-    topk_logprobs_NK: Tensor | None = None  # fp32, of the full softmax
-    hidden_NH: Tensor | None = None  # the model's last hidden states; H is its own hidden size
+    token_logprob_N: Tensor | None = None  # [N] fp32, nats, of the token itself; None when served
+    entropy_N: Tensor | None = None  # [N] fp32, nats
+    topk_ids_NK: Tensor | None = None  # [N, K] int64, most probable first
+    topk_logprobs_NK: Tensor | None = None  # [N, K] fp32, nats, of the full softmax
+    hidden_NH: Tensor | None = None  # [N, H], the model's last hidden states
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Packed sequences for one forward pass on this data-parallel rank, or its slice of them.
 
-    The model reads tokens_T, positions_T, cu_seqlens; the loss reads the N rows whose next token is
-    a response token. Weights hold the global normaliser already, so the loss is a plain sum over N,
-    and sums over micro-batches and data-parallel ranks are the global loss. An empty micro-batch
-    has N = 0. Under context parallelism T and N count this rank's slice, cu_seqlens and max_seqlen
-    the whole sequences (parallel/context.py).
+    The model reads tokens_T, positions_T and cu_seqlens. The loss reads the N rows whose next token
+    is a response token. Token weights contain the global normaliser, so the loss is a plain sum
+    over N, and its sum over micro-batches and data-parallel ranks is the global loss. An empty
+    micro-batch has N = 0. Under context parallelism T and N count this rank's slice; cu_seqlens and
+    max_seqlen describe whole sequences (parallel/context.py).
     """
 
-    tokens_T: Tensor  # int64
-    positions_T: Tensor  # int64, restarts at 0 for every sequence
-    cu_seqlens: Tensor  # int32 [S+1], padding is a last sequence of its own
-    max_seqlen: int
-    rows_N: Tensor  # int64, index into T of the position that predicts each response token
-    targets_N: Tensor  # int64, the response token
-    sample_index_N: Tensor  # int64, which sample of the global batch the token belongs to
-    token_index_N: Tensor  # int64, position of the token within its response
-    pg_weight_N: Tensor  # fp32, 0 on golden and masked tokens
-    kl_weight_N: Tensor  # fp32
-    sft_weight_N: Tensor  # fp32, 0 on rollouts
-    rollout_logprob_N: Tensor  # fp32, 0 on golden tokens
-    repetitive_N: Tensor  # bool
-    given_advantage_N: Tensor | None = None  # fp32, for objectives without a teacher
-    # fp32, of the behaviour policy: as the loss compares it, of the stop class where the target is
-    # a stop token; and of the token itself, which alone is known of rollouts from other weights
-    old_logprob_N: Tensor | None = None
-    old_token_logprob_N: Tensor | None = None  # both None: the behaviour policy is the current one
+    tokens_T: Tensor  # [T] int64
+    positions_T: Tensor  # [T] int64, from 0 in every sequence
+    cu_seqlens: Tensor  # [S + 1] int32, where sequences begin and end; padding is the last one
+    max_seqlen: int  # tokens of the longest sequence
+    rows_N: Tensor  # [N] int64, the place in T that predicts the response token
+    targets_N: Tensor  # [N] int64, the response token
+    sample_index_N: Tensor  # [N] int64, the token's sample in the list given to `pack`
+    token_index_N: Tensor  # [N] int64, the token's place in its response
+    pg_weight_N: Tensor  # [N] fp32, 0 on golden and masked tokens
+    kl_weight_N: Tensor  # [N] fp32
+    sft_weight_N: Tensor  # [N] fp32, 0 on rollouts
+    rollout_logprob_N: Tensor  # [N] fp32, nats, as the engine sampled; 0 on golden tokens
+    repetitive_N: Tensor  # [N] bool, inside the response's maximal periodic suffix
+    given_advantage_N: Tensor | None = None  # [N] fp32, of grpo; None: computed from scores
+    # Of the behaviour policy; both are None where it is the current student. A policy known by its
+    # rollouts alone (async_steps) has only token_logprobs.
+    old_logprob_N: Tensor | None = None  # [N] fp32, nats, of the stop class as in Scores
+    old_token_logprob_N: Tensor | None = None  # [N] fp32, nats, of the token itself
     teacher: Scores | None = None
     reference: Scores | None = None
 
 
 @dataclass(frozen=True)
 class LossOutput:
-    """One micro-batch's loss: a differentiable sum, and what it was made of (detached, fp32)."""
+    """The loss of one micro-batch, a differentiable sum, and detached fp32 parts of it."""
 
-    loss: Tensor  # scalar, = pg + kl + sft, coefficients included
-    pg: Tensor  # scalar
-    kl: Tensor  # scalar
-    sft: Tensor  # scalar
-    student_logprob_N: Tensor  # of the stop class where the teacher's is; compare the two
-    token_logprob_N: Tensor  # of the token itself; compare with rollouts and the reference
-    entropy_N: Tensor
-    advantage_N: Tensor  # 0 where pg_weight is 0
-    ratio_clipped_N: Tensor  # bool: the clip bound was active
-    kl_reference_N: Tensor  # KL(student || reference) per prefix, 0 where not computed
-    kl_teacher_N: Tensor  # log pi_student - log pi_teacher, or exact where computed
-    reference_logprob_N: Tensor  # of the target token, 0 without a reference
-    teacher_logprob_N: Tensor  # of the target or its stop class, 0 without a teacher
-    teacher_entropy_N: Tensor  # 0 where the loss has not the teacher's logits
+    loss: Tensor  # [] nats, pg + kl + sft
+    pg: Tensor  # [] nats, coefficients included, as in kl and sft
+    kl: Tensor  # [] nats
+    sft: Tensor  # [] nats
+    student_logprob_N: Tensor  # [N] nats, of the stop class; compares with teacher_logprob_N
+    token_logprob_N: Tensor  # [N] nats, of the token; compares with rollouts and reference
+    entropy_N: Tensor  # [N] nats, of the student
+    advantage_N: Tensor  # [N] nats, 0 where pg_weight_N is 0
+    ratio_clipped_N: Tensor  # [N] bool, the clip bound was active
+    kl_reference_N: Tensor  # [N] nats, KL(student || reference) at the row; 0 where not computed
+    kl_teacher_N: Tensor  # [N] nats, log-ratio student / teacher, or the exact KL where computed
+    reference_logprob_N: Tensor  # [N] nats, of the token; 0 without a reference
+    teacher_logprob_N: Tensor  # [N] nats, of the stop class; 0 without a teacher
+    teacher_entropy_N: Tensor  # [N] nats, 0 where the loss does not compute the teacher's logits

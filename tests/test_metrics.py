@@ -6,16 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stable_opd_mcore.metrics import (
-    Max,
-    Mean,
-    Metrics,
-    Same,
-    Sum,
-    decode,
-    encode,
-    reduce_over_ranks,
-)
+from stable_opd_mcore.metrics import Max, Mean, Metrics, Same, Sum, reduce_over_ranks
 from tests.parallel.launch import run_ranks
 
 
@@ -58,19 +49,6 @@ def test_merge_keeps_the_keys_of_both_sides_and_leaves_its_operands_alone():
     left, right = Metrics({"x/a": Sum(1.0)}), Metrics({"x/b": Sum(2.0), "x/a": Sum(3.0)})
     assert (left | right).values_by_key() == {"x/a": 4.0, "x/b": 2.0}
     assert left.values_by_key() == {"x/a": 1.0}
-
-
-def test_encoding_is_exact():
-    metrics = Metrics(
-        {
-            "a/m": Mean(1 / 3, 7),
-            "a/s": Sum(-1e-300),
-            "a/x": Max(None),
-            "a/v": Same(0.1),
-            "a/i": Sum(math.inf),
-        }
-    )
-    assert dict(decode(encode(metrics))) == dict(metrics)
 
 
 def contribution(rank: int) -> Metrics:

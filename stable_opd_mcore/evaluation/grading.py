@@ -1,10 +1,9 @@
-"""Right or wrong: final answers judged by math-verify in worker processes, or exactly, by bracket.
+"""Grade final answers: with math-verify in worker processes, or by an exact "[answer]" at the end.
 
-math-verify hands model output to sympy, which may run for hours or eat all memory, so it runs in
-processes that can be killed: an item that exceeds its time is wrong and counted, and its worker is
-replaced. Workers are plain subprocesses of one file (grading_worker.py), not forks of a process
-that holds a device and process groups. Not an extraction of our own: what counts as the answer of a
-response is math-verify's decision, apart from an unfinished thought, which has none.
+math-verify passes model output to sympy, which may run for hours or use all memory. So it runs in
+subprocesses that can be killed: an item that exceeds its time counts as wrong, and its worker is
+replaced. A worker runs one file (grading_worker.py) and is no fork of a process that holds a device
+and process groups. Not here: the extraction of an answer from a response, which is math-verify's.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.metrics import Metrics, Sum
 from stable_opd_mcore.records import AnswerFormat, Rollout
 
 _WORKER_FILE = Path(__file__).with_name("grading_worker.py")
@@ -32,26 +31,20 @@ _THINK_END = "</think>"
 
 @dataclass(frozen=True)
 class GradingItem:
-    """One response and what it should have said."""
+    """One response and its gold answer."""
 
     response: str  # without its stop token
     gold: str
     answer_format: AnswerFormat = "boxed"
     opens_thinking: bool = False  # the prompt ended inside <think>
-    stopped: bool = True  # the response ended by itself, not by its length
+    stopped: bool = True  # the response ended with a stop token
 
 
 def grading_item(rollout: Rollout) -> GradingItem:
-    """A rollout as it is graded.
-
-    Raises:
-        UserError: its prompt has no gold answer.
-    """
+    """The item of a rollout whose prompt has a gold answer."""
     prompt = rollout.prompt
     if prompt.answer is None:
-        raise UserError(
-            f"{prompt.prompt_id}: no gold answer to grade against; set data.*.columns.answer"
-        )
+        raise ValueError(f"{prompt.prompt_id}: no gold answer to grade against")
     return GradingItem(
         response=rollout.text,
         gold=prompt.answer,
@@ -62,19 +55,17 @@ def grading_item(rollout: Rollout) -> GradingItem:
 
 
 class Grader:
-    """Grades lists of items; workers start with the first that needs them and end with `close`.
+    """Grades lists of items. Workers start with the first item that needs one, end with `close`.
 
-    Verdicts depend on time limits, so ranks that must agree share one rank's verdicts.
+    Verdicts depend on time limits. Ranks that need equal verdicts must take those of one rank.
     """
 
     def __init__(self, timeout_seconds: float = 10.0, workers: int = 2):
-        if timeout_seconds <= 0 or workers < 1:
-            raise UserError(
-                f"timeout_seconds={timeout_seconds} and workers={workers} must be positive"
-            )
+        assert timeout_seconds > 0 and workers > 0
         self.timeout_seconds = timeout_seconds
-        self.num_timed_out = 0  # items that ran out of time, since the start
-        self.num_crashed = 0  # items that killed their worker otherwise (memory, recursion)
+        # Items since the last `take_metrics`: all, those over time, those that ended their worker
+        # in another way (memory, recursion).
+        self.num_graded = self.num_timed_out = self.num_crashed = 0
         self._max_workers = workers
         self._workers: list[_Worker] = []
 
@@ -93,13 +84,13 @@ class Grader:
     def grade(self, items: Sequence[GradingItem]) -> list[bool]:
         """Verdicts in the order of the items.
 
-        "bracket": the response stopped by itself right after "[gold]". "boxed": math-verify, on
-        what follows the thought; a thought that the prompt opened and the response never closed
-        has no answer.
+        "bracket": right if the response stopped directly after "[gold]". "boxed": math-verify
+        decides on the text after </think>; a response that never closes its <think> is wrong.
 
         Raises:
-            RuntimeError: a worker that cannot start, with its own words.
+            RuntimeError: a worker cannot start; the message holds its standard error.
         """
+        self.num_graded += len(items)
         verdicts = [False] * len(items)
         waiting: deque[tuple[int, str, str]] = deque()
         for index, item in enumerate(items):
@@ -123,9 +114,21 @@ class Grader:
             for rollout in rollouts
         ]
 
+    def take_metrics(self, area: str) -> Metrics:
+        """`<area>/grading_timeouts` and `<area>/grading_crashes` since the last call.
+
+        Empty if nothing was graded. Each rank counts its own items: reduce over ranks.
+        """
+        counts = {"timeouts": self.num_timed_out, "crashes": self.num_crashed}
+        graded = self.num_graded
+        self.num_graded = self.num_timed_out = self.num_crashed = 0
+        return Metrics(
+            {f"{area}/grading_{k}": Sum(float(n)) for k, n in counts.items()} if graded else {}
+        )
+
     def _run(self, waiting: deque[tuple[int, str, str]], verdicts: list[bool]) -> None:
-        """Feed idle workers, collect answers, replace workers that die or overrun."""
-        self._hire(len(waiting))
+        """Send items to idle workers, collect verdicts, replace workers that end or overrun."""
+        self._start_workers(len(waiting))
         while waiting or any(worker.item is not None for worker in self._workers):
             for worker in self._workers:
                 if waiting and worker.idle:
@@ -140,40 +143,40 @@ class Grader:
             now = time.monotonic()
             for worker in [w for w in self._workers if w.deadline <= now]:
                 self.num_timed_out += 1
-                self._dismiss(worker, "gave no sign")
-            self._hire(len(waiting))
+                self._remove(worker, f"did not start within {_START_SECONDS:.0f} s")
+            self._start_workers(len(waiting))
 
     def _collect(self, worker: _Worker, verdicts: list[bool]) -> None:
         line = worker.read()
         if line is None:
             self.num_crashed += worker.item is not None
-            self._dismiss(worker, "ended")
+            self._remove(worker, "ended before it was ready")
         elif worker.item is not None and line:
             verdicts[worker.item] = json.loads(line)
-            worker.rest()
+            worker.become_idle()
 
-    def _dismiss(self, worker: _Worker, what: str) -> None:
-        """Kill and forget a worker; one that never came up is an error, not a wrong answer."""
+    def _remove(self, worker: _Worker, start_failure: str) -> None:
+        """Kill a worker and forget it; a worker that never started is an error."""
         worker.kill()
         self._workers.remove(worker)
         if not worker.started:
             raise RuntimeError(
-                f"a grading worker {what} before it was ready (is math-verify installed?): "
-                f"{worker.last_words()}"
+                f"a grading worker {start_failure} (is math-verify installed?): "
+                f"{worker.standard_error()}"
             )
 
-    def _hire(self, num_waiting: int) -> None:
+    def _start_workers(self, num_waiting: int) -> None:
         busy = sum(worker.item is not None for worker in self._workers)
         for _ in range(min(self._max_workers, busy + num_waiting) - len(self._workers)):
             self._workers.append(_Worker(2 * self.timeout_seconds + 10))
 
 
 class _Worker:
-    """One subprocess: at most one item at a time, and a deadline for whatever it does."""
+    """One subprocess with at most one item and a deadline, for its start or for the item."""
 
     def __init__(self, orphan_seconds: float):
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the worker)
-        # -P: its own folder is no place to import from. A session of its own: Ctrl-C is ours.
+        # -P: this folder is not on its import path. A session of its own: Ctrl-C does not reach it.
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(_WORKER_FILE), str(orphan_seconds)],
             stdin=subprocess.PIPE,
@@ -185,7 +188,7 @@ class _Worker:
         self._items, self.answers = self._process.stdin, self._process.stdout
         self._buffer = b""
         self.started = False
-        self.item: int | None = None  # index of the item it works on
+        self.item: int | None = None  # index of its item
         self.deadline = time.monotonic() + _START_SECONDS
 
     @property
@@ -195,7 +198,7 @@ class _Worker:
     def send(self, index: int, response: str, gold: str, timeout_seconds: float) -> None:
         self.item = index
         self.deadline = time.monotonic() + timeout_seconds
-        # A surrogate half, as broken byte-level decoding leaves it, survives as a JSON escape.
+        # json.dumps escapes a lone surrogate, which byte-level decoding may leave.
         self._items.write(json.dumps([response, gold]).encode() + b"\n")
         self._items.flush()
 
@@ -209,12 +212,12 @@ class _Worker:
             return ""
         line, self._buffer = self._buffer.decode().strip(), b""
         if not self.started:
-            self.rest()
+            self.become_idle()
             self.started = True
             return ""
         return line
 
-    def rest(self) -> None:
+    def become_idle(self) -> None:
         self.item = None
         self.deadline = float("inf")
 
@@ -222,17 +225,17 @@ class _Worker:
         self._process.kill()
         self._process.wait()
         self.answers.close()
-        # Broken when it died with an item half sent.
+        # The pipe is broken if it ended while an item was being sent.
         with contextlib.suppress(BrokenPipeError):
             self._items.close()
 
-    def last_words(self) -> str:
+    def standard_error(self) -> str:
         self._errors.seek(0)
-        return self._errors.read().decode(errors="replace").strip()[-2000:] or "(it said nothing)"
+        return self._errors.read().decode(errors="replace").strip()[-2000:] or "(no output)"
 
 
 def _after_thought(item: GradingItem) -> str | None:
-    """What follows the last </think>; None for a thought that was opened and never closed."""
+    """The text after the last </think>; None if <think> was opened and never closed."""
     _, end, answer = item.response.rpartition(_THINK_END)
     if end:
         return answer

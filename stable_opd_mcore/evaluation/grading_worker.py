@@ -1,8 +1,8 @@
-"""The process that runs math-verify, one item at a time, until its input ends.
+"""The subprocess of grading.Grader: runs math-verify, one item at a time, until its input ends.
 
-Run as a file by grading.Grader: standard library and math-verify only, so that it starts fast and
-inherits nothing of a distributed run. Reads JSON lines [response, gold], answers "true" or "false".
-It keeps no time for its parent; an alarm ends it only when nobody is left to.
+Reads JSON lines [response, gold] and writes "true" or "false". It imports the standard library and
+math-verify only, so that it starts fast and holds nothing of a distributed run. Not here: the time
+limit of an item, which the parent keeps; an alarm ends a worker whose parent is gone.
 """
 
 import json
@@ -16,45 +16,46 @@ import warnings
 
 READY = "ready"
 _MEMORY_BYTES = 4 * 2**30
-# A response that loops on empty boxes holds thousands, and math-verify fails on each, slowly.
+# A looping response may hold thousands of empty boxes, and math-verify is slow on each.
 _EMPTY_BOX = re.compile(r"\\boxed\{\s*\}")
 _LATEX = re.compile(r"(?<!\\)\$|\\boxed|\\\[|\\\(")
 
 
-def judge(response: str, gold: str) -> bool:
+def is_right(response: str, gold: str) -> bool:
     """Whether math-verify finds the gold answer in the response, with its default extraction.
 
-    Its own timeouts are off: they are signals that C code ignores, and the parent keeps the time.
+    Its own timeouts are off: they are signals, which C code ignores.
     """
     from math_verify import parse, verify
 
-    # Golds of most data sets are bare LaTeX, which math-verify reads only inside a formula.
+    # Gold answers of most data sets are bare LaTeX, which math-verify reads only in a formula.
     formula = gold if _LATEX.search(gold) else f"${gold}$"
     answer = _EMPTY_BOX.sub("", response)
-    expected, found = (parse(text, parsing_timeout=0) for text in (formula, answer))
-    return bool(expected) and bool(verify(expected, found, timeout_seconds=0))
+    expected, given = (parse(text, parsing_timeout=0) for text in (formula, answer))
+    return bool(expected) and bool(verify(expected, given, timeout_seconds=0))
 
 
 def serve(orphan_seconds: float) -> None:
-    """Answer items until standard input ends.
+    """Grade items until standard input ends.
 
-    Slurm sends SIGTERM to every process of a step, and the trainer then wants to finish its step.
+    SIGTERM is ignored: Slurm sends it to every process of a job step, and the trainer still
+    finishes its training step.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # Libraries that print must not disturb the answers.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    # What libraries print goes to standard error, so that the verdicts stand alone.
+    verdicts = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
-    judge("\\boxed{1}", "1")  # import and warm up before the first item's time runs
+    is_right("\\boxed{1}", "1")  # import and warm up before the first item's time limit starts
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    print(READY, file=answers)
+    print(READY, file=verdicts)
     for line in sys.stdin:
         response, gold = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, orphan_seconds)
-        verdict = judge(response, gold)
+        verdict = is_right(response, gold)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        print(json.dumps(verdict), file=answers)
+        print(json.dumps(verdict), file=verdicts)
 
 
 if __name__ == "__main__":

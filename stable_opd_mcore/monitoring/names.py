@@ -1,15 +1,13 @@
-"""Every metric a run may write: its key, what it means and its unit. The one list.
+"""Every metric a run may write: its key, its meaning and its unit.
 
-The sinks refuse a key that is not here, the report takes its labels from here. Not where values are
-computed: monitoring/health.py, monitoring/throughput.py and the training loop do that.
+The sinks refuse a key that is not listed here, and the report takes its descriptions from here. Not
+here: the computation of values (monitoring/health.py, monitoring/throughput.py, train/).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-
-from stable_opd_mcore.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -19,8 +17,8 @@ class Name:
     unit: str  # "" where the number has none
 
 
-def _generation_names(area: str, whose: str) -> list[Name]:
-    """What is watched of any set of generations: rollouts, and evaluations sampled or greedy."""
+def _response_names(area: str, whose: str) -> list[Name]:
+    """The metrics of a set of responses: rollouts, sampled evaluations or greedy evaluations."""
     return [
         Name(f"{area}/response_length_mean", f"mean length of {whose}", "tokens"),
         Name(f"{area}/response_length_p50", f"median length of {whose}", "tokens"),
@@ -35,10 +33,12 @@ def _generation_names(area: str, whose: str) -> list[Name]:
         ),
         Name(
             f"{area}/repetition_rate_10k",
-            f"the same with the paper's tail of 10,000 characters, blind to shorter {whose}",
+            f"the same with the paper's tail of 10,000 characters; 0 for shorter {whose}",
             "share",
         ),
         Name(f"{area}/accuracy", f"mean reward of the graded {whose}", "share"),
+        Name(f"{area}/grading_timeouts", f"{whose} whose grading timed out: wrong", "responses"),
+        Name(f"{area}/grading_crashes", f"{whose} whose grading crashed: wrong", "responses"),
     ]
 
 
@@ -49,12 +49,14 @@ _ALL = [
     Name("loss/sft", "lambda x negative log-likelihood of golden solutions", "nats"),
     Name("grad_norm", "global gradient norm before clipping", ""),
     Name("optimizer/lr", "learning rate of the step", ""),
-    *_generation_names("rollout", "rollouts"),
-    *_generation_names("eval", "held-out responses"),
-    *_generation_names("eval_greedy", "greedy held-out responses"),
-    Name("eval/grading_timeouts", "held-out responses whose grading timed out", "responses"),
-    Name("rollout/grading_timeouts", "rollouts whose grading timed out", "responses"),
-    Name("batch/golden_complete_share", "share of samples that are complete golden ones", "share"),
+    *_response_names("rollout", "rollouts"),
+    *_response_names("eval", "held-out responses"),
+    *_response_names("eval_greedy", "greedy held-out responses"),
+    Name(
+        "batch/golden_complete_share",
+        "share of samples that are complete golden solutions",
+        "share",
+    ),
     Name("logprob/student", "mean student log-probability of rollout tokens", "nats/token"),
     Name("logprob/teacher", "mean teacher log-probability of rollout tokens", "nats/token"),
     Name("logprob/reference", "mean reference log-probability of rollout tokens", "nats/token"),
@@ -99,20 +101,19 @@ _ALL = [
     Name("ratio/clip_share", "share of rollout tokens at the clip bound", "share"),
     Name("importance/weight_mean", "mean trainer/engine probability ratio, as applied", ""),
     Name("importance/cut_share", "share of rollout tokens whose ratio was cut or dropped", "share"),
-    Name("engine/failure", "times a rollout server did not do its part", ""),
-    Name("engine/restart", "rollout servers ended and started again", ""),
-    Name("engine/redrawn", "rollouts asked for again after a failure", "responses"),
-    Name("engine/stale", "rollouts dropped: drawn from weights too old", "responses"),
-    Name("engine/resent", "times a server was sent its weights again", ""),
+    Name("engine/failure", "failed requests and health checks of rollout servers", ""),
+    Name("engine/restart", "rollout servers restarted", ""),
+    Name("engine/redrawn", "rollouts requested again after a failure", "responses"),
+    Name("engine/stale", "rollouts dropped because their weights were too old", "responses"),
+    Name("engine/resent", "times the weights were sent to a server again", ""),
     Name("engine/sync_bytes", "weights sent to rollout servers", "bytes"),
     Name("engine/prefix_cached_share", "prompt tokens found in the servers' prefix cache", "share"),
-    Name("time/sync", "weights to the rollout engine", "s"),
+    Name("time/sync", "sending weights to the rollout engine", "s"),
     Name("time/rollout", "sampling and grading rollouts", "s"),
     Name("time/score", "teacher and reference scores", "s"),
     Name("time/update", "forward, backward and optimizer", "s"),
     Name("time/total", "the whole step", "s"),
     Name("time/eval", "held-out evaluation", "s"),
-    Name("time/checkpoint", "writing a checkpoint", "s"),
     Name(
         "throughput/tokens_per_second",
         "rollout batch (prompts + responses) over step time",
@@ -120,7 +121,7 @@ _ALL = [
     ),
     Name(
         "memory/peak_gib",
-        "peak memory since start: of the device, or of the process without one",
+        "peak memory since start: of the GPU, or of the process on a CPU",
         "GiB",
     ),
 ]
@@ -129,13 +130,13 @@ NAMES: dict[str, Name] = {name.key: name for name in _ALL}
 
 
 def require_known(keys: Iterable[str]) -> None:
-    """Refuse metrics nobody described.
+    """Check that every key is listed.
 
     Raises:
-        UserError: names the unknown keys and where to add them.
+        ValueError: a key is not; the message names it.
     """
     unknown = sorted(set(keys) - NAMES.keys())
     if unknown:
-        raise UserError(
+        raise ValueError(
             f"unknown metrics {', '.join(unknown)}: describe them in monitoring/names.py"
         )

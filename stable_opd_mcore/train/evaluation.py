@@ -6,9 +6,12 @@ Not here: sampling, grading or counting (evaluation/), which know nothing of a r
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+
+import torch.distributed as dist
 
 from stable_opd_mcore.atomic_files import write_atomically
 from stable_opd_mcore.config.schema import Config
@@ -24,7 +27,7 @@ from stable_opd_mcore.evaluation.evaluate import (
 )
 from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.evaluation.table import plain_values, results_table
-from stable_opd_mcore.metrics import Metrics
+from stable_opd_mcore.metrics import Max, Metrics, reduce_over_ranks
 from stable_opd_mcore.monitoring.health import is_repetitive, rollout_metrics, tail_characters
 from stable_opd_mcore.parallel.world import (
     World,
@@ -54,7 +57,7 @@ def evaluate_student(run: Run, state: TrainState) -> Metrics:
     assert run.held_out is not None
     prompts = run.held_out.select(range(len(run.held_out)))
     run.held_out_engine.publish(state.weight_version)
-    metrics = Metrics()
+    metrics, counts, started = Metrics(), Metrics(), time.perf_counter()
     passes = (
         {"eval": False, "eval_greedy": True}
         if run.config.evaluation.also_greedy
@@ -68,7 +71,9 @@ def evaluate_student(run: Run, state: TrainState) -> Metrics:
         metrics = metrics | rollout_metrics(
             result.rollouts, sampling.max_new_tokens, run.config.monitoring, area
         )
-    return metrics
+        counts = counts | run.grader.take_metrics(area)
+    seconds = Metrics({"time/eval": Max(time.perf_counter() - started)})
+    return metrics | reduce_over_ranks(counts | seconds, dist.group.WORLD)
 
 
 def evaluate_config(config: Config, tell: Callable[[str], None]) -> None:
@@ -85,7 +90,7 @@ def evaluate_config(config: Config, tell: Callable[[str], None]) -> None:
     problems = _problems(config, tokenizer)
     engine = embedded_engine(world, load_student(config, world, tokenizer), tokenizer)
     directory = config.run.path
-    results = {}
+    results, values = {}, {}
     with Grader(config.evaluation.grading_timeout_seconds) as grader:
         for name, (held_out, num_samples) in problems.items():
             prompts = held_out.select(range(len(held_out)))
@@ -96,8 +101,11 @@ def evaluate_config(config: Config, tell: Callable[[str], None]) -> None:
             if world.rank == 0:
                 write_rollouts(directory / "evaluation" / f"{name}.jsonl", result.rollouts)
             results[name] = replace(result, rollouts=())  # long responses of six sets are gigabytes
+            counts = reduce_over_ranks(grader.take_metrics("eval"), dist.group.WORLD)
+            values[name] = plain_values(result) | {
+                key.removeprefix("eval/"): count for key, count in counts.values_by_key().items()
+            }
     if world.rank == 0:
-        values = {name: plain_values(result) for name, result in results.items()}
         write_atomically(directory / "evaluation.json", json.dumps(values, indent=1).encode())
         tell(results_table(results))
     stop_world()

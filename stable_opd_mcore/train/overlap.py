@@ -61,7 +61,7 @@ def overlap_metrics(
     if student and world.tensor_rank == 0:  # its twins would say the same
         for batch, ends_N, p, q in zip(batches, last, student, teacher, strict=True):
             metrics = metrics | _compare(batch, ends_N, p, q)
-    return reduce_over_ranks(metrics, dist.group.WORLD, world.device)
+    return reduce_over_ranks(metrics, dist.group.WORLD)
 
 
 def _last_positions(batch: MicroBatch, samples: Sequence[Sample]) -> Tensor:

@@ -166,7 +166,7 @@ def off_policy(
             mine = mine | done
         if run.world.tensor_rank != 0:  # its twin speaks for it
             mine = Metrics()
-        return corrected, reduce_over_ranks(mine, dist.group.WORLD, run.world.device)
+        return corrected, reduce_over_ranks(mine, dist.group.WORLD)
     if settings.async_steps:
         return [use_rollout_policy(batches) for batches in minibatches], Metrics()
     return [list(batches) for batches in minibatches], Metrics()
@@ -215,7 +215,7 @@ def update(run: Run, batches: Sequence[MicroBatch], lr: float, step: int) -> Met
     grad_norm = run.student.finish_grads()
 
     mine = token_metrics(results, batches) if results and run.world.tensor_rank == 0 else Metrics()
-    metrics = reduce_over_ranks(mine, dist.group.WORLD, run.world.device)
+    metrics = reduce_over_ranks(mine, dist.group.WORLD)
     require_finite(metrics, grad_norm, step)  # before any weight moves
     run.student.update(lr)
     losses = {  # each update has its own normaliser: several average, they do not add up
@@ -266,8 +266,8 @@ def step_metrics(
 ) -> Metrics:
     """Everything the step has to say, the same on every rank."""
     tokens = sum(len(s.prompt_token_ids) + len(s.response_token_ids) for s in samples)
-    mine = timer.metrics(tokens) | run.engine.take_metrics()
-    merged = reduce_over_ranks(mine, dist.group.WORLD, run.world.device) | sample_metrics(samples)
+    mine = timer.metrics(tokens) | run.engine.take_metrics() | run.grader.take_metrics("rollout")
+    merged = reduce_over_ranks(mine, dist.group.WORLD) | sample_metrics(samples)
     if rollouts:
         budget = run.config.sampling.max_new_tokens
         merged = merged | rollout_metrics(rollouts, budget, run.config.monitoring)

@@ -1,4 +1,4 @@
-"""Grading: exact brackets, math-verify in processes that may hang, crash or never start."""
+"""Grading: exact brackets, and math-verify in processes that may hang, crash or never start."""
 
 import json
 import os
@@ -83,6 +83,9 @@ def test_hanging_and_crashing_items_are_wrong_and_counted(tmp_path, monkeypatch)
         verdicts = grader.grade([GradingItem(word, word) for word in words])
         assert verdicts == [word not in ("hang", "crash") for word in words]
         assert (grader.num_timed_out, grader.num_crashed) == (2, 1)
+        counts = {"eval/grading_timeouts": 2, "eval/grading_crashes": 1}
+        assert grader.take_metrics("eval").values_by_key() == counts
+        assert dict(grader.take_metrics("eval")) == {}
         assert grader.grade([GradingItem("a", "a")]) == [True]
         pids = [worker._process.pid for worker in grader._workers]
     assert time.monotonic() - began < 15
@@ -90,7 +93,7 @@ def test_hanging_and_crashing_items_are_wrong_and_counted(tmp_path, monkeypatch)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_a_worker_that_cannot_start_says_why(tmp_path, monkeypatch):
+def test_a_worker_that_cannot_start_is_an_error_with_its_output(tmp_path, monkeypatch):
     worker = tmp_path / "worker.py"
     worker.write_text("import no_such_module_anywhere")
     monkeypatch.setattr(grading, "_WORKER_FILE", worker)
@@ -98,7 +101,7 @@ def test_a_worker_that_cannot_start_says_why(tmp_path, monkeypatch):
         grader.grade([GradingItem("a", "a")])
 
 
-def test_sympy_running_wild_is_stopped():
+def test_an_endless_sympy_computation_is_stopped():
     with Grader(timeout_seconds=2.0, workers=1) as grader:
         began = time.monotonic()
         verdicts = grader.grade(
@@ -160,7 +163,7 @@ def test_real_golds_are_found_in_their_own_box(grader, name):
     assert all(grader.grade([GradingItem(f"\\boxed{{{gold}}}", gold) for gold in golds]))
 
 
-def test_workers_know_nothing_of_a_distributed_run(grader):
+def test_workers_do_not_load_torch(grader):
     grader.grade([GradingItem(r"\boxed{1}", "1")])
     for worker in grader._workers:
         maps = Path(f"/proc/{worker._process.pid}/maps").read_text()

@@ -8,6 +8,8 @@ import pytest
 
 from stable_opd_mcore.cli import main
 from stable_opd_mcore.config.load import load_config
+from stable_opd_mcore.monitoring.names import NAMES
+from stable_opd_mcore.monitoring.sinks import METRICS_FILE, read_metrics
 from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks
 from tests.real_data import real_data
@@ -17,7 +19,12 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def smoke(rank: int, world_size: int, directory: str) -> None:
-    train(load_config(CONFIGS / "smoke_cpu.yaml", [f"run.directory={directory}"]), False)
+    overrides = [
+        f"run.directory={directory}",
+        "evaluation.also_greedy=true",
+        "rollout.importance_correction=truncated",
+    ]
+    train(load_config(CONFIGS / "smoke_cpu.yaml", overrides), False)
 
 
 def own_teacher(rank: int, world_size: int, directory: str) -> None:
@@ -73,6 +80,9 @@ def test_the_smoke_config_leaves_a_whole_run_behind(tmp_path, monkeypatch, capsy
     rows = metrics_of(run)
     assert [row["step"] for row in rows] == list(range(11))
     assert "eval/accuracy" in rows[0]
+    written = {key for row in read_metrics(run / METRICS_FILE) for key in row}
+    unwritten = {key for key in NAMES.keys() - written if not key.startswith("engine/")}
+    assert unwritten == set()  # engine/ metrics are those of rollout servers
     assert rows[-1]["logprob/rollout_gap_max"] < 1e-4  # the engine's view is the trainer's
     names = {path.name for path in run.iterdir()}
     assert names >= {
