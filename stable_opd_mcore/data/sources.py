@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from stable_opd_mcore.config.schema import ColumnsConfig, SourceConfig
+from stable_opd_mcore.config.data import ColumnsConfig, SourceConfig
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.synthetic import ARITHMETIC, arithmetic_rows
 from stable_opd_mcore.errors import DataError

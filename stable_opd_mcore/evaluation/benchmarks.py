@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from stable_opd_mcore.config.schema import ColumnsConfig, SourceConfig
+from stable_opd_mcore.config.data import ColumnsConfig, SourceConfig
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.sources import parse_row, read_records, source_name
 from stable_opd_mcore.errors import DataError

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.progress import track
 
 from stable_opd_mcore.atomic_files import write_atomically
-from stable_opd_mcore.config.schema import SourceConfig
+from stable_opd_mcore.config.data import SourceConfig
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.openr1 import select_rows, split_rows
 from stable_opd_mcore.data.rows import Row

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stable_opd_mcore.config.schema import MonitoringConfig
+from stable_opd_mcore.config.evaluation import MonitoringConfig
 from stable_opd_mcore.metrics import Max, Mean, Metrics, Same, Sum
 from stable_opd_mcore.records import LossOutput, MicroBatch, Rollout, Sample
 

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from stable_opd_mcore.config.schema import DataConfig, SourceConfig
+from stable_opd_mcore.config.data import DataConfig, SourceConfig
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.prompts import PromptOrder, PromptSet
 from stable_opd_mcore.data.rows import Row

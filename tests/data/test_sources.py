@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from stable_opd_mcore.config.schema import ColumnsConfig, SourceConfig
+from stable_opd_mcore.config.data import ColumnsConfig, SourceConfig
 from stable_opd_mcore.data.sources import boxed_solution, load_rows
 from stable_opd_mcore.errors import DataError
 from tests.real_data import real_data

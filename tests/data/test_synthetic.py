@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from stable_opd_mcore.config.schema import SourceConfig
+from stable_opd_mcore.config.data import SourceConfig
 from stable_opd_mcore.data.sources import load_rows
 from stable_opd_mcore.data.synthetic import ArithmeticOptions, arithmetic_row, arithmetic_rows
 from stable_opd_mcore.errors import DataError

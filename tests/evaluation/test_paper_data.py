@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from stable_opd_mcore.config.schema import SourceConfig
+from stable_opd_mcore.config.data import SourceConfig
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.sources import load_rows
 from stable_opd_mcore.errors import DataError

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stable_opd_mcore.config.schema import MonitoringConfig
+from stable_opd_mcore.config.evaluation import MonitoringConfig
 from stable_opd_mcore.monitoring.health import (
     is_repetitive,
     repetition_rate,

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import Module
 
-from stable_opd_mcore.config.schema import Config, SglangConfig
+from stable_opd_mcore.config.rollouts import SglangConfig
+from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.weights import architecture_of

@@ -1,0 +1,56 @@
+"""Settings of evaluation and monitoring. Loads without torch.
+
+Not here: the held-out problems themselves (data.py, `data.eval`).
+"""
+
+from __future__ import annotations
+
+from pydantic import Field, PositiveInt
+
+from stable_opd_mcore.config.section import Section
+
+
+class EvaluationConfig(Section):
+    """Evaluation on held-out problems: while training, and by `stable-opd evaluate`."""
+
+    every: int = Field(default=50, ge=0)
+    """Steps between evaluations of `data.eval`; step 0 and the last step are evaluated too.
+    0: no evaluation."""
+    num_samples: PositiveInt | None = None
+    """Responses per problem, the k of avg@k. `null`: the benchmark's own number, else 1."""
+    benchmarks: tuple[str, ...] = ()
+    """What `stable-opd evaluate` runs instead of `data.eval`: aime24, aime25, amc, math500,
+    minerva, olympiadbench."""
+    benchmark_directory: str | None = None
+    """Directory with <name>.jsonl or <name>.parquet of the benchmarks; `null`: the hub or its local
+    cache."""
+    temperature: float = Field(default=0.6, ge=0)
+    """Of held-out responses; 0: greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling of held-out responses."""
+    max_new_tokens: PositiveInt | None = None
+    """Longest held-out response; `null`: `sampling.max_new_tokens`."""
+    also_greedy: bool = False
+    """While training: evaluate greedy responses too, as `eval_greedy/*`."""
+    teacher_accuracy: float | None = Field(default=None, ge=0, le=1)
+    """The teacher's accuracy, from `stable-opd evaluate` on it. The report then shows the gap
+    recovered."""
+    grading_timeout_seconds: float = Field(default=10.0, gt=0)
+    """Longest time for grading one response; then it counts as wrong."""
+
+
+class MonitoringConfig(Section):
+    """Metrics and where they go."""
+
+    tensorboard: bool = True
+    """Write TensorBoard events to the run directory."""
+    wandb: bool = False
+    """Write to Weights & Biases; needs the wandb package, whose own settings say where."""
+    repetition_tail_characters: PositiveInt | None = None
+    """Length of the tail whose compression is the repetition rate; `null`: 2.5 characters per token
+    of the length budget, at most 10,000."""
+    repetition_ratio: float = Field(default=10.0, gt=1)
+    """Bytes over zlib bytes above which a tail counts as repetitive."""
+    overlap_every: int = Field(default=10, ge=0)
+    """Steps between measurements of `overlap/*` and `stop/*`, which cost one more forward pass of
+    student and teacher; 0: never."""

@@ -1,0 +1,78 @@
+"""Settings of the models: student, teacher, reference, tokenizer. Loads without torch.
+
+Not here: how a model is cut over ranks (training.py, ParallelConfig).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from stable_opd_mcore.config.section import Section
+
+
+class ModelConfig(Section):
+    """A model directory, or an inline architecture with random weights."""
+
+    path: str | None = None
+    """Directory with config.json and weights: safetensors, or a Megatron distributed checkpoint."""
+    architecture: dict[str, Any] | None = None
+    """The fields of a config.json, inline. The weights are drawn from `train.seed`."""
+    random_init: bool = False
+    """Read only config.json from `path` and draw the weights from `train.seed`."""
+    stop_token_ids: tuple[int, ...] | None = None
+    """Token ids that end a response; the first one ends golden solutions. `null`: the token that
+    ends an assistant turn in the chat template, then the `eos_token_id` of generation_config.json,
+    of config.json and of the tokenizer."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.path is not None and self.architecture is not None:
+            raise ValueError("give either path or architecture, not both")
+        return self
+
+
+class TeacherConfig(ModelConfig):
+    """The teacher: a model in the trainer, or SGLang servers. Objectives without a teacher ignore
+    the section, so that runs of one comparison can share it."""
+
+    engine: Literal["megatron", "sglang"] = "megatron"
+    """`megatron`: the teacher runs in the trainer, on the trainer's ranks. `sglang`: servers score
+    the rollouts over HTTP, at temperature 1."""
+    urls: tuple[str, ...] = ()
+    """With `engine: sglang`: the addresses of the replicas of one teacher."""
+    routes: dict[str, tuple[str, ...]] = Field(default={})
+    """With `engine: sglang`: several teachers. Maps the source of a prompt (its prompt_id before
+    the last colon) to the addresses of that teacher's replicas."""
+    api_key_file: str | None = None
+    """File with the servers' API key; `null`: the servers have none."""
+    request_timeout_seconds: float = Field(default=600.0, gt=0)
+    """Longest time one scoring request may take."""
+    self_test_tolerance: float = Field(default=1e-3, gt=0)
+    """At the start every replica scores one sequence twice. The log-probabilities may differ by
+    this much, and this much probability may lie outside the common vocabulary."""
+
+    @model_validator(mode="after")
+    def _served(self) -> Self:
+        if (self.engine == "sglang") != bool(self.urls or self.routes):
+            raise ValueError("teacher.engine=sglang and teacher.urls or teacher.routes go together")
+        if self.urls and self.routes:
+            raise ValueError("give either teacher.urls (one teacher) or teacher.routes (several)")
+        return self
+
+
+class ReferenceConfig(Section):
+    """The frozen reference model of the KL term."""
+
+    path: str | None = None
+    """Directory with weights of the student's architecture. `null`: the student's weights at the
+    start of the run."""
+
+
+class TokenizerConfig(Section):
+    """The student's tokenizer."""
+
+    path: str | None = None
+    """Directory with tokenizer.json, or `synthetic` for the characters of the arithmetic task.
+    `null`: `student.path`."""

@@ -1,0 +1,136 @@
+"""Settings of the rollouts: sampling, the engine, SGLang servers. Loads without torch.
+
+Not here: a served teacher (models.py).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, PositiveInt, model_validator
+
+from stable_opd_mcore.config.section import Section
+
+
+class SamplingConfig(Section):
+    """How rollouts are sampled."""
+
+    temperature: float = Field(default=1.0, gt=0)
+    """Of the rollouts and of every log-probability that the loss compares."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling of the rollouts. Log-probabilities are of the full softmax all the same."""
+    max_new_tokens: PositiveInt = 1024
+    """Longest response; a longer one is truncated."""
+
+
+class SglangConfig(Section):
+    """SGLang servers that sample the rollouts, and how the student's weights reach them."""
+
+    placement: Literal["colocated", "disaggregated", "external"] = "disaggregated"
+    """`colocated`: the run starts servers on the trainer's GPUs; they release their memory while
+    the trainer needs it. `disaggregated`: the run starts servers on other GPUs of the trainer's
+    machine. `external`: `stable-opd serve` or someone else started them; see `urls`."""
+    urls: tuple[str, ...] = ()
+    """Addresses of the `external` servers."""
+    num_servers: PositiveInt = 1
+    """Servers that the run starts, for all data-parallel ranks together. Each data-parallel rank
+    needs at least one."""
+    tensor: PositiveInt = 1
+    """Tensor-parallel ranks of one server that the run starts."""
+    first_gpu: int = Field(default=0, ge=0)
+    """`disaggregated`: index of the first GPU for servers."""
+    host: str = "127.0.0.1"
+    """Address on which started servers listen."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the first server, counted up for the others. 0: any free ports."""
+    api_key_file: str | None = None
+    """File with the servers' API key; `stable-opd serve` creates it. `null`: no key on loopback,
+    a random key of the run on any other host."""
+    python: str = ".venv-sglang/bin/python"
+    """Interpreter of the environment in which SGLang is installed."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the servers' weights; `null`: that of `train.precision`."""
+    max_running_requests: PositiveInt | None = None
+    """Responses that one server samples at once; `null`: SGLang's choice."""
+    arguments: tuple[str, ...] = ()
+    """More arguments of SGLang's command line."""
+    startup_timeout_seconds: float = Field(default=600.0, gt=0)
+    """Longest time a server may take to start or, once lost, to come back."""
+    request_timeout_seconds: float = Field(default=1800.0, gt=0)
+    """Longest time for all responses to one prompt."""
+    health_interval_seconds: float = Field(default=10.0, gt=0)
+    """Time between two health probes. A server that misses two counts as failed."""
+    max_restarts: int = Field(default=3, ge=0)
+    """Restarts of the servers of one data-parallel rank, over the run."""
+    sync: Literal["distributed", "tensor", "disk"] = "distributed"
+    """How weights travel. `distributed`: broadcast over NCCL or gloo. `tensor`: shared memory of
+    one machine. `disk`: safetensors in the run directory, which the servers must see."""
+    sync_host: str | None = None
+    """The trainer's address as the servers see it; `null`: the address of the interface that leads
+    to them."""
+    sync_timeout_seconds: float = Field(default=600.0, gt=0)
+    """Longest time for one bucket of weights."""
+    bucket_mib: PositiveInt = 512
+    """Weights sent at once. The trainer holds two buckets, a server one."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.placement == "external") != bool(self.urls):
+            raise ValueError(
+                "sglang.placement=external and sglang.urls=[http://HOST:PORT, ...] go together"
+            )
+        if self.placement == "external" and self.sync == "tensor":
+            raise ValueError(
+                "sglang.sync=tensor shares memory, so it needs servers this run starts itself"
+            )
+        return self
+
+
+class RolloutConfig(Section):
+    """Which engine samples how many rollouts."""
+
+    engine: Literal["embedded", "replay", "sglang"] = "embedded"
+    """`embedded`: the trainer's own weights and ranks. `sglang`: SGLang servers. `replay`: the
+    stored rollouts of another run."""
+    prompts_per_step: PositiveInt = 64
+    """Prompts of one training step, over all ranks."""
+    samples_per_prompt: PositiveInt = 4
+    """Rollouts of each prompt."""
+    replay_from: str | None = None
+    """`replay`: the run directory whose rollouts are read, step by step."""
+    save: Literal["all", "samples", "none"] = "all"
+    """Which rollouts are written to `rollouts/`; `samples`: the first 16 of each step."""
+    sglang: SglangConfig = SglangConfig()
+    async_steps: Literal[0, 1] = 0
+    """1: the servers sample the next step's rollouts while this step trains."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Most weight versions by which a rollout may be behind; older ones are sampled again."""
+    importance_correction: Literal["none", "truncated", "masked"] = "none"
+    """Multiplies each token's policy-gradient weight by w = trainer's over engine's probability.
+    `truncated`: min(w, threshold). `masked`: w, or 0 outside [1/threshold, threshold]."""
+    importance_threshold: float = Field(default=2.0, gt=1)
+    """The threshold of `importance_correction`."""
+
+    @model_validator(mode="after")
+    def _replay(self) -> Self:
+        if (self.engine == "replay") != (self.replay_from is not None):
+            raise ValueError("rollout.engine=replay and rollout.replay_from=RUN go together")
+        return self
+
+    @model_validator(mode="after")
+    def _one_step_off(self) -> Self:
+        if self.async_steps and self.engine != "sglang":
+            raise ValueError(
+                "rollout.async_steps=1 needs rollout.engine=sglang: other engines share the "
+                "trainer's ranks"
+            )
+        if self.async_steps and self.sglang.placement == "colocated":
+            raise ValueError(
+                "rollout.async_steps=1 needs servers with devices of their own, not colocated ones"
+            )
+        if self.async_steps > self.max_staleness:
+            raise ValueError(
+                f"rollout.async_steps={self.async_steps} draws from weights one step old: "
+                "set rollout.max_staleness=1"
+            )
+        return self

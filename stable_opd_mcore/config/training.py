@@ -1,0 +1,119 @@
+"""Settings of the training: layout, optimizer, steps, checkpoints, faults. Loads without torch.
+
+Not here: what the loss is (schema.py).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, PositiveInt, model_validator
+
+from stable_opd_mcore.config.section import Section
+
+
+class ParallelConfig(Section):
+    """How a model is cut over ranks. Data parallelism is what remains of the world size."""
+
+    tensor: PositiveInt = 1
+    """Tensor-parallel ranks."""
+    pipeline: PositiveInt = 1
+    """Pipeline stages."""
+    virtual_pipeline: PositiveInt | None = None
+    """Model chunks of each stage (interleaved pipeline); `null`: one."""
+    sequence: bool = False
+    """Shard activations outside attention and MLP over the tensor-parallel ranks."""
+    context: PositiveInt = 1
+    """Ranks that share the tokens of each sequence."""
+    expert: PositiveInt = 1
+    """Expert parallelism; not supported, must be 1."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.sequence and self.tensor == 1:
+            raise ValueError(
+                "parallel.sequence=true needs parallel.tensor > 1 (it shards over the tensor ranks)"
+            )
+        if self.virtual_pipeline is not None and self.pipeline == 1:
+            raise ValueError("parallel.virtual_pipeline needs parallel.pipeline > 1")
+        if self.expert != 1:
+            raise ValueError(f"parallel.expert={self.expert} is not supported yet: set it to 1")
+        return self
+
+
+class OptimizerConfig(Section):
+    """Adam (AdamW with `weight_decay`) and its learning rate."""
+
+    lr: float = Field(default=1e-6, gt=0)
+    """Learning rate after the warm-up."""
+    min_lr: float = Field(default=0.0, ge=0)
+    """Learning rate at the last step of a `linear` or `cosine` schedule."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Of the learning rate after the warm-up."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warm-up, from lr / warmup_steps."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    """Decay of the second moment."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay."""
+    clip_grad: float = Field(default=1.0, gt=0)
+    """Largest global gradient norm; a larger gradient is scaled down to it."""
+    distributed: bool = True
+    """Shard the optimizer's state over data-parallel ranks. On one rank it costs nothing, and the
+    checkpoints load on more."""
+
+
+class TrainConfig(Section):
+    """Steps, precision and memory."""
+
+    steps: PositiveInt = 800
+    """Training steps, each with its own batch of rollouts."""
+    seed: int = Field(default=0, ge=0)
+    """Of the order of prompts, of sampling and of random weights."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of weights and activations. Gradients and the optimizer's weights are fp32 in both."""
+    micro_batch_tokens: PositiveInt = 16384
+    """Packed tokens of a micro-batch, before `parallel.context` cuts them. A longer sequence has a
+    micro-batch of its own."""
+    minibatches: PositiveInt = 1
+    """Optimizer steps per batch of rollouts; the prompts are dealt to them in turn."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations of the student that the backward pass computes again; Megatron's modes."""
+    loss_chunk_tokens: PositiveInt = 1024
+    """Tokens whose logits exist at once in the loss. More are taken where the vocabulary is small,
+    fewer on a CPU where it is large."""
+
+
+class CheckpointConfig(Section):
+    """When training state is saved."""
+
+    every: int = Field(default=100, ge=0)
+    """Steps between checkpoints; 0: only at the end and when the run is stopped."""
+    keep: PositiveInt = 2
+    """Newest checkpoints to keep."""
+
+
+class FaultConfig(Section):
+    """What ends a run that cannot go on."""
+
+    watchdog_minutes: float | None = Field(default=60.0, gt=0)
+    """Longest time without a finished step; then every rank writes its stacks and exits. `null`:
+    wait for ever."""
+
+
+class ColdStartConfig(Section):
+    """Supervised steps on golden solutions before distillation: a run of `objective.name: sft` in
+    `<run>/cold_start`. Settings not named here are taken from the run."""
+
+    steps: PositiveInt
+    """Supervised steps."""
+    lr: float = Field(gt=0)
+    """Learning rate after the warm-up."""
+    prompts_per_step: PositiveInt = 64
+    """Golden solutions of one step."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warm-up."""
