@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     checks = parser.add_subparsers(dest="check", required=True)
     node = checks.add_parser("node")
     node.add_argument("notes", type=Path)

@@ -38,11 +38,11 @@ start_servers() {
       until curl --silent --fail --output /dev/null --max-time 5 "$url/health"; do
         if [ -e "$ATTEMPT_DIR/server_$index.given_up" ] || ((SECONDS >= deadline)); then
           stop_servers
-          verdict failed "server $index on ${SERVER_NODE_NAMES[index]} is not healthy: $url; $ATTEMPT_DIR/server_$index.*.log"
+          judge record failed "server $index on ${SERVER_NODE_NAMES[index]} is not healthy: $url; $ATTEMPT_DIR/server_$index.*.log"
           return 1
         elif [ -n "$STOP_WANTED" ]; then
           stop_servers
-          requeue stopped "asked to stop while the servers started"
+          judge record stopped "asked to stop while the servers started" --action=requeue
           return 1
         fi
         sleep 1

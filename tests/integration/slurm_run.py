@@ -125,7 +125,7 @@ class Run:
         self.signal_ranks(signal.SIGCONT, 0, 1)
 
     def until_asked_to_stop(self, times: int) -> None:
-        asked = "USR1: the nodes are wanted"
+        asked = "USR1: the job has to end"
         self.until(lambda: self.told().count(asked) == times, f"{times} times USR1")
 
 

@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -111,37 +110,3 @@ def test_a_node_that_knows_itself_as_loopback_has_an_address_for_the_others():
             text=True,
         )
     assert answer.stdout.split() == [made[0].address, made[1].address, "elsewhere"], answer.stderr
-
-
-HANG = """
-import sys, time
-from pathlib import Path
-import torch.distributed as dist
-from stable_opd_mcore.train.watchdog import Watchdog
-
-run, rank = Path(sys.argv[1]), int(sys.argv[2])
-dist.init_process_group("gloo", init_method=f"file://{run}/store", rank=rank, world_size=2)
-with Watchdog(minutes=(2 + 2 * rank) / 60, directory=run / "stacks", rank=rank):
-    if rank == 0:
-        dist.barrier()
-    time.sleep(600)
-"""
-
-
-def test_a_hang_is_blamed_on_the_rank_whose_stack_waits_for_nobody(tmp_path):
-    (tmp_path / "ranks").mkdir()
-    for rank in range(2):
-        (tmp_path / "ranks" / f"rank_0000{rank}").write_text(f"node{rank}\n")
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", HANG, str(tmp_path), str(rank)])
-        for rank in range(2)
-    ]
-    assert [rank.wait(timeout=120) for rank in ranks] == [1, 1]
-    answer = subprocess.run(
-        ["bash", "-c", f"source slurm/common.sh && ATTEMPT_DIR={tmp_path} && hung_ranks"],
-        cwd=REPOSITORY,
-        env=os.environ | {"RUN_DIRECTORY": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert answer.stdout.endswith("; not waiting for others: rank_00001 on node1\n"), answer
