@@ -4,8 +4,9 @@
     python launch/pipeline.py --yes run.executor=slurm opd="kl.beta=0.03 train.seed=1"
     python launch/pipeline.py --yes run.executor=local size=1p5b common="train.steps=100"
 
-A stage starts when the one before it has ended well; one that fails, fails the experiment and
-cancels what follows. Not here: how a stage runs (stages.py).
+A stage starts when the one before it has succeeded. A stage that fails fails the experiment and
+cancels the later stages.
+Not here: how a stage runs (stages.py).
 """
 
 import shlex
@@ -30,12 +31,12 @@ def pipeline(
     """SFT, Stable-OPD and evaluation.
 
     Args:
-        ctx: what the command line said: executor, dry run, detached.
-        name: of the experiment; its runs are <directory>/<name>_sft, _opd and _evaluation.
-        size: 7b or 1p5b, the batch script of the distillation and both configs.
-        directory: run.directory of all three.
-        sft_config: configs/sft_<size>.yaml unless given.
-        opd_config: configs/stable_opd_<size>.yaml unless given.
+        ctx: executor, dry run and detach, from the command line.
+        name: experiment name; the runs are <directory>/<name>_sft, _opd and _evaluation.
+        size: 7b or 1p5b; selects the batch script of the distillation and both configs.
+        directory: run.directory of all three runs.
+        sft_config: config of the supervised stage; default configs/sft_<size>.yaml.
+        opd_config: config of the other two; default configs/stable_opd_<size>.yaml.
         common: settings of all three stages, such as data.eval.path=...
         sft: settings of the supervised stage.
         opd: settings of the distillation.

@@ -1,9 +1,10 @@
-"""Stages of an experiment (batch scripts with their arguments), and how NeMo-Run is to start them.
+"""Stages of an experiment (a batch script with its arguments each), started by NeMo-Run.
 
-On Slurm, NeMo-Run writes and submits the job, and the job becomes our own batch script before
-NeMo-Run's part of it begins: resources, checks, checkpoints before the limit, requeue and verdict
-are those of `sbatch slurm/...`. On this machine a stage is launch/torchrun.sh.
-Not here: which stages make an experiment. NeMo-Run reads annotations, so they are not postponed.
+On Slurm, NeMo-Run writes and submits the job. The job then replaces itself with one of our batch
+scripts, so resources, checks, checkpoints before the limit, requeue and verdict are those of
+`sbatch slurm/...`. On this machine a stage is launch/torchrun.sh.
+Not here: which stages make an experiment (pipeline.py, sweep.py).
+This file has no `from __future__ import annotations`, because NeMo-Run reads the annotations.
 """
 
 import re
@@ -17,18 +18,18 @@ import nemo_run as run
 
 ROOT = Path(__file__).resolve().parents[1]
 SUCCEEDED, FAILED, CANCELLED = "SUCCEEDED", "FAILED", "CANCELLED"
-_reached_the_end = False  # of an experiment; NeMo-Run prints an error and returns
+_experiment_ended = False  # stays False when NeMo-Run prints an error and returns
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What `sbatch slurm/<script>.sh <arguments>` would run, once those in `after` ended well."""
+    """`sbatch slurm/<script>.sh <arguments>`, started when the stages in `after` have succeeded."""
 
     name: str
     script: str  # sft, stable_opd_7b, evaluate, ...
-    subcommand: str  # of `stable-opd`, as in the script
+    subcommand: str  # of `stable-opd`; the same as in the script
     arguments: Sequence[str]
-    after: Sequence[str] = ()  # names of stages before it
+    after: Sequence[str] = ()  # names of earlier stages
 
 
 @run.cli.factory
@@ -36,33 +37,32 @@ class Stage:
 def slurm() -> run.SlurmExecutor:
     """Submit from a login node; `run.executor.partition=h200` sets any of NeMo-Run's fields.
 
-    What is 0 or empty here is as the stage's own script says. NEMORUN_HOME must lie on the shared
-    file system.
+    A field that is 0 or empty takes the value of the stage's #SBATCH lines. NEMORUN_HOME must be on
+    the shared file system.
     """
     return run.SlurmExecutor(
-        account=None,  # type: ignore  # the user's own
+        account=None,  # type: ignore  # the user's default account
         nodes=0,
         time="",
         ntasks_per_node=1,
-        tunnel=run.LocalTunnel(job_dir=""),  # any other directory and sbatch does not find the job
-        packager=run.Packager(),  # the code is the shared checkout, as for sbatch
+        tunnel=run.LocalTunnel(job_dir=""),  # with another directory sbatch does not find the job
+        packager=run.Packager(),  # copies no code; the job uses the shared checkout
     )
 
 
 @run.cli.factory
 @run.autoconvert
 def local() -> run.LocalExecutor:
-    """Run on this machine, one stage after the other."""
+    """Run on this machine, the stages in sequence."""
     return run.LocalExecutor(packager=run.Packager())
 
 
 @dataclass(kw_only=True)
 class BatchScript(run.Plugin):
-    """Hands the Slurm job over to one of our batch scripts, with the resources and the early signal
-    that its #SBATCH lines ask for.
+    """Replaces the body of the Slurm job with one of our batch scripts, and takes the resources and
+    the early signal from its #SBATCH lines.
 
-    NeMo-Run's own job has no traps: the early signal would kill it, and a trap set there runs only
-    after its srun. Becoming the script with `exec` leaves no second way to run a stage.
+    The early signal would kill NeMo-Run's own job, and a trap set there runs only after its srun.
     """
 
     stage: Stage
@@ -70,8 +70,8 @@ class BatchScript(run.Plugin):
     def setup(self, task, executor: run.Executor) -> None:
         assert isinstance(executor, run.SlurmExecutor)
         script = ROOT / "slurm" / f"{self.stage.script}.sh"
-        asked = r"^#SBATCH --([\w-]+)(?:=(\S+))?"  # a flag has no value
-        lines: dict[str, str] = dict(re.findall(asked, script.read_text(), re.MULTILINE))
+        option = r"^#SBATCH --([\w-]+)(?:=(\S+))?"  # a flag has no value
+        lines: dict[str, str] = dict(re.findall(option, script.read_text(), re.MULTILINE))
         executor.nodes = executor.nodes or int(lines["nodes"])
         if executor.gpus_per_node is None and "gpus-per-node" in lines:
             executor.gpus_per_node = int(lines["gpus-per-node"])
@@ -79,15 +79,15 @@ class BatchScript(run.Plugin):
         executor.mem = executor.mem or lines.get("mem")
         executor.exclusive = executor.exclusive or "exclusive" in lines or None
         executor.signal = executor.signal or lines["signal"]
-        experiment = self.experiment_id.rpartition("_")[0]  # which NeMo-Run makes of name and time
+        experiment = self.experiment_id.rpartition("_")[0]  # the id is <name>_<time>
         executor.job_name_prefix = executor.job_name_prefix or f"{experiment}."
-        # without it a stage whose parent failed waits for ever
+        # without this option a stage whose parent failed stays in the queue for ever
         more = executor.additional_parameters or {}
         executor.additional_parameters = {"kill_on_invalid_dep": "yes", **more}
         command = shlex.join(["bash", str(script), *self.stage.arguments])
         executor.setup_lines = "\n".join(
             (
-                # where `nemo experiment logs` looks, in one file for all attempts
+                # the file that `nemo experiment logs` reads; all attempts append to it
                 "output=$(scontrol -o show job $SLURM_JOB_ID |",
                 "  sed -nE 's/.* StdOut=(\\S+).*/\\1/p')",
                 'log=$(dirname "$output")/$(basename "${output/sbatch_/log-}" .out)_0.out',
@@ -97,13 +97,13 @@ class BatchScript(run.Plugin):
 
 
 def run_stages(context: run.cli.RunContext, name: str, stages: Sequence[Stage]) -> None:
-    """Run the experiment, say how each stage ended, and end with an error when one did not succeed:
-    NeMo-Run itself returns 0 whatever happened.
+    """Run the experiment and print the final state of each stage. Exit with code 1 unless all
+    succeeded; NeMo-Run itself always returns 0.
 
     Raises:
-        ValueError: no executor, or a stage whose script or config is not there.
+        ValueError: there is no executor, or the script or the config of a stage is missing.
     """
-    global _reached_the_end
+    global _experiment_ended
     if context.executor is None:
         raise ValueError("say where it runs: run.executor=slurm or run.executor=local")
     for stage in stages:
@@ -115,7 +115,7 @@ def run_stages(context: run.cli.RunContext, name: str, stages: Sequence[Stage]) 
         for stage in stages:
             add(experiment, stage, context.executor)
         context.launch(experiment)
-    _reached_the_end = True
+    _experiment_ended = True
     if context.dryrun or context.detach:
         return
     if isinstance(context.executor, run.SlurmExecutor):
@@ -130,7 +130,7 @@ def run_stages(context: run.cli.RunContext, name: str, stages: Sequence[Stage]) 
 
 
 def add(experiment: run.Experiment, stage: Stage, executor: run.Executor) -> None:
-    """Add a stage; on this machine it also waits for the one added before it."""
+    """Add a stage. On this machine it also depends on the stage added before it."""
     if isinstance(executor, run.SlurmExecutor):
         experiment.add(
             run.Script(path=str(ROOT / "slurm" / f"{stage.script}.sh"), args=[*stage.arguments]),
@@ -139,14 +139,14 @@ def add(experiment: run.Experiment, stage: Stage, executor: run.Executor) -> Non
             dependencies=[*stage.after],
             plugins=[BatchScript(stage=stage)],
         )
-        # it has done its part; stored with the job, `nemo experiment` could not import it
+        # the plugin has run; `nemo experiment` could not import one that is stored with the job
         experiment.jobs[-1].plugins = None
         return
-    # NeMo-Run keeps the order on one machine, but starts a stage also after a failed parent
+    # on one machine NeMo-Run keeps the order, but also starts a stage whose parent failed
     executor = executor.clone()
     executor.env_vars |= {
-        "DONE": str(note(experiment, stage.name)),
-        "AFTER": " ".join(str(note(experiment, parent)) for parent in stage.after),
+        "DONE": str(success_file(experiment, stage.name)),
+        "AFTER": " ".join(str(success_file(experiment, parent)) for parent in stage.after),
     }
     experiment.add(
         run.Script(
@@ -158,20 +158,20 @@ def add(experiment: run.Experiment, stage: Stage, executor: run.Executor) -> Non
     )
 
 
-def note(experiment: run.Experiment, stage: str) -> Path:
-    """The file that says a stage of a local experiment ended well."""
+def success_file(experiment: run.Experiment, stage: str) -> Path:
+    """launch/torchrun.sh creates this file when a stage of a local experiment has succeeded."""
     return Path(experiment._exp_dir) / f"{stage}.succeeded"
 
 
 def local_state(experiment: run.Experiment, stage: Stage) -> str:
-    if note(experiment, stage.name).exists():
+    if success_file(experiment, stage.name).exists():
         return SUCCEEDED
-    started = all(note(experiment, parent).exists() for parent in stage.after)
+    started = all(success_file(experiment, parent).exists() for parent in stage.after)
     return FAILED if started else CANCELLED
 
 
 def main(entrypoint: Callable[..., None]) -> None:
-    """The command line of an experiment; any error is an exit code, which NeMo-Run's own is not."""
+    """The command line of an experiment. Exits with code 1 where NeMo-Run would print and return."""
     run.cli.main(entrypoint)
-    if not _reached_the_end and "--help" not in sys.argv:
+    if not _experiment_ended and "--help" not in sys.argv:
         sys.exit(1)

@@ -3,8 +3,9 @@
     python launch/sweep.py --yes run.executor=slurm betas="0.001 0.01" lambdas="0.1 1"
     python launch/sweep.py --yes --dryrun run.executor=slurm size=1p5b opd="train.steps=200"
 
-Each point is a run of its own; the report lays all of them over each other. On Slurm the points run
-at the same time, on one machine one after the other. Not here: how a stage runs (stages.py).
+Each grid point is one run. The report draws the curves of all runs in the same charts. On Slurm the
+runs are parallel; on one machine they are sequential.
+Not here: how a stage runs (stages.py).
 """
 
 import itertools
@@ -28,11 +29,11 @@ def sweep(
     """A grid of runs and their comparison.
 
     Args:
-        ctx: what the command line said: executor, dry run, detached.
-        name: of the experiment; its runs are <directory>/<name>_beta<b>_lambda<l>.
-        size: 7b or 1p5b, the batch script and its config.
+        ctx: executor, dry run and detach, from the command line.
+        name: experiment name; the runs are <directory>/<name>_beta<b>_lambda<l>.
+        size: 7b or 1p5b; selects the batch script and its config.
         directory: run.directory of all runs; the report is <directory>/<name>.html.
-        config: configs/stable_opd_<size>.yaml unless given.
+        config: default configs/stable_opd_<size>.yaml.
         betas: values of kl.beta.
         lambdas: values of mixture.lambda.
         opd: settings of all runs.

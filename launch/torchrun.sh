@@ -1,10 +1,10 @@
 #!/bin/bash
-# All GPUs of one machine, without Slurm: launch/torchrun.sh train configs/stable_opd_1p5b.yaml kl.beta=0.03
+# Run on all GPUs of one machine, without Slurm: launch/torchrun.sh train configs/stable_opd_1p5b.yaml kl.beta=0.03
 #
-# Resources: one process per GPU found, one process where there is none; RANKS=4 asks for another number.
-#   VENV=/path/to/venv   the virtual environment (.venv here)
-#   AFTER=FILES DONE=FILE   for a chain of stages: do nothing unless FILES exist, leave FILE when all went well
-# Ctrl-C ends it at once; SIGTERM or SIGUSR1 to it lets all ranks save after their step, and the same command resumes.
+# Resources: one process per GPU, or one process on a machine without GPUs; RANKS=4 sets another number.
+#   VENV=/path/to/venv   the virtual environment (default: .venv of this repository)
+#   AFTER=FILES DONE=FILE   for a chain of stages: fail unless FILES exist, create FILE on success
+# Ctrl-C ends the run at once. After SIGTERM or SIGUSR1 all ranks save after their step; the same command resumes.
 # Not here: several nodes (slurm/), server nodes.
 set -euo pipefail
 
@@ -19,14 +19,14 @@ if [ "${1:-}" = --dry-run ]; then
 fi
 for file in ${AFTER:-}; do
   if [ ! -e "$file" ]; then
-    echo "not started: what it depends on did not end well ($file is missing)" >&2
+    echo "not started: a stage before it did not succeed ($file is missing)" >&2
     exit 1
   fi
 done
 
 if [ "${1:-}" = report ]; then RANKS=1; fi
 
-# The agent would kill its workers 30 s after a signal, and die of SIGUSR1 itself; a checkpoint takes longer.
+# By default the agent kills its workers 30 s after a signal, too soon for a checkpoint, and SIGUSR1 kills the agent.
 launch=("$VENV/bin/python" -m torch.distributed.run --standalone --nproc-per-node="$RANKS"
   "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1" --shutdown-timeout=600 -m stable_opd_mcore "$@")
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} CUDA_DEVICE_MAX_CONNECTIONS=1
@@ -36,7 +36,8 @@ if [ -n "${show:-}" ]; then
   exit
 fi
 
-# A trap runs at once only while bash waits for a child; with job control (-m) the child still listens to SIGINT.
+# The agent runs in the background, because bash runs a trap at once only while it waits. Without job control (-m) bash
+# would start it with SIGINT ignored.
 agent=''
 stopped_by=''
 # shellcheck disable=SC2317 # called by the traps
@@ -53,8 +54,8 @@ agent=$!
 while :; do
   signalled='' code=0
   wait "$agent" || code=$?
-  [ -n "$signalled" ] || break # a signal ends `wait` early, with a code that is not the command's
+  [ -n "$signalled" ] || break # a signal ends `wait` early, with another code than the agent's
 done
-[ -z "$stopped_by" ] || echo "stopped by SIG$stopped_by; the same command goes on from the newest checkpoint" >&2
+[ -z "$stopped_by" ] || echo "stopped by SIG$stopped_by; the same command resumes from the newest checkpoint" >&2
 if [ "$code" = 0 ] && [ -n "${DONE:-}" ]; then touch "$DONE"; fi
 exit "$code"
