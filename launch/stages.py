@@ -171,7 +171,7 @@ def local_state(experiment: run.Experiment, stage: Stage) -> str:
 
 
 def main(entrypoint: Callable[..., None]) -> None:
-    """The command line of an experiment. Exits with code 1 where NeMo-Run would print and return."""
+    """The command line of an experiment. Any error exits with code 1; NeMo-Run would return 0."""
     run.cli.main(entrypoint)
     if not _experiment_ended and "--help" not in sys.argv:
         sys.exit(1)
