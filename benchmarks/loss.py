@@ -127,7 +127,7 @@ def plain_torch(point: Point) -> Step:
 
 
 def liger(point: Point) -> Step:
-    from liger_kernel.transformers import LigerFusedLinearJSD
+    from liger_kernel.transformers import LigerFusedLinearJSD  # pyright: ignore[reportMissingImports]
 
     loss = LigerFusedLinearJSD(jsd_beta=1.0)  # 1 is the reverse KL
 
@@ -306,7 +306,7 @@ def versions() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     cuda = torch.cuda.is_available()
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
     parser.add_argument("--tokens", type=int, help="T; without it the device's own sizes")

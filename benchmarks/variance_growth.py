@@ -116,7 +116,7 @@ def draw_figure(measured: dict[float, list[float]]) -> go.Figure:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("variance_growth.html"))
     parser.add_argument("--vocab", type=int, default=3)
     parser.add_argument("--prompt-spread", type=float, default=1.0)

@@ -11,7 +11,7 @@ Not here: how a stage runs (stages.py).
 import itertools
 import shlex
 
-import nemo_run as run
+import nemo_run as run  # pyright: ignore[reportMissingImports]
 from stages import Stage, main, run_stages
 
 

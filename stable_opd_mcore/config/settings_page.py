@@ -37,7 +37,7 @@ def settings_page() -> str:
 
 def _section_tables(prefix: str, model: Schema, models: Schema) -> list[str]:
     """A table for each section, those inside it after it."""
-    tables = []
+    tables: list[str] = []
     for name, field in model["properties"].items():
         section = _section_of(field, models)
         if section is not None:
