@@ -49,7 +49,7 @@ def evaluate(config: ConfigPath, overrides: Overrides = None) -> None:
     settings = load_config(config, overrides or [])
     from stable_opd_mcore.train.evaluation import evaluate_config
 
-    evaluate_config(settings, tell=typer.echo)
+    evaluate_config(settings, print_line=typer.echo)
 
 
 @app.command()

@@ -1,8 +1,8 @@
 """One evaluation: responses to held-out prompts, graded, and what share of them was right.
 
-Engine, grader and communication come as arguments, so the same function serves the training loop
-on any layout and the command line on one process. Not here: which prompts (benchmarks.py,
-data.order.PromptSet), the metrics of the generations (monitoring/health.py works on `rollouts`).
+How rollouts are drawn and graded is an argument, so the same function serves the training loop on
+any layout and the command line on one process. Not here: which prompts (benchmarks.py,
+data.prompts.PromptSet), the metrics of the generations (monitoring/health.py, from `rollouts`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from statistics import NormalDist
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.records import Prompt, Rollout
-from stable_opd_mcore.rollout.engine import RolloutEngine, Sampling
-
-Gather = Callable[[list[Rollout]], list[list[Rollout]]]
+from stable_opd_mcore.rollout.engine import Sampling
 
 
 @dataclass(frozen=True)
@@ -70,27 +68,17 @@ class EvaluationResult:
 
 
 def evaluate(
-    engine: RolloutEngine,
+    draw: Callable[[Sequence[Prompt]], list[Rollout]],
     prompts: Sequence[Prompt],
-    sampling: Sampling,
     *,
-    step: int,
-    grade: Callable[[Sequence[Rollout]], list[Rollout]],
     is_repetitive: Callable[[str], bool],
-    gather: Gather | None = None,
-    data_rank: int = 0,
-    data_size: int = 1,
     prompts_per_batch: int = 64,
 ) -> EvaluationResult:
     """Sample, grade and count; the result is the same on every rank.
 
     Args:
-        prompts: all of them, the same on every rank; each rank draws those of its data rank.
-        step: of the sampling noise.
-        grade: gives rollouts their rewards (Grader.grade_rollouts). Where several ranks form one
-            replica it must give them the same verdicts.
-        gather: a list from every data-parallel rank, in rank order; None for a single one.
-        prompts_per_batch: prompts handed to the engine at once.
+        draw: prompts to graded rollouts, k of the first prompt first; the same list on every rank.
+        prompts_per_batch: prompts handed to `draw` at once.
 
     Raises:
         UserError: no prompts, or one without a gold answer.
@@ -99,22 +87,16 @@ def evaluate(
     if missing is not None or not prompts:
         what = f"{missing}: no gold answer" if prompts else "no held-out prompts"
         raise UserError(f"{what}; set data.eval.path and data.eval.columns.answer")
-    mine = prompts[data_rank::data_size]
-    drawn: list[Rollout] = []
-    for start in range(0, len(mine), prompts_per_batch):
-        batch = mine[start : start + prompts_per_batch]
-        drawn.extend(grade(engine.generate(batch, sampling, step=step)))
-    shares = gather(drawn) if gather is not None else [drawn]
-    k = sampling.num_samples
-    by_prompt = [
-        shares[place % data_size][place // data_size * k :][:k] for place in range(len(prompts))
-    ]
+    rollouts: list[Rollout] = []
+    for start in range(0, len(prompts), prompts_per_batch):
+        rollouts.extend(draw(prompts[start : start + prompts_per_batch]))
+    k = len(rollouts) // len(prompts)
     return EvaluationResult(
         prompts=tuple(
-            _count(prompt, responses, is_repetitive)
-            for prompt, responses in zip(prompts, by_prompt, strict=True)
+            _count(prompt, rollouts[place * k : (place + 1) * k], is_repetitive)
+            for place, prompt in enumerate(prompts)
         ),
-        rollouts=tuple(rollout for responses in by_prompt for rollout in responses),
+        rollouts=tuple(rollouts),
     )
 
 

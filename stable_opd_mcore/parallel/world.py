@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -199,6 +200,22 @@ def gather_objects(item: Object, group: dist.ProcessGroup | None = None) -> list
     items: list[Any] = [None] * size
     dist.all_gather_object(items, item, group=group)
     return items
+
+
+def share_of_rank(items: Sequence[Object], rank: int, size: int) -> Sequence[Object]:
+    """Every `size`-th item from `rank` on: what one of `size` data-parallel ranks works on."""
+    return items[rank::size]
+
+
+def merge_shares(shares: Sequence[Sequence[Object]], results_per_item: int) -> list[Object]:
+    """Results in the order of the items, from each rank's results on its `share_of_rank`."""
+    size, k = len(shares), results_per_item
+    num_items = sum(len(share) for share in shares) // k
+    return [
+        result
+        for item in range(num_items)
+        for result in shares[item % size][item // size * k :][:k]
+    ]
 
 
 def broadcast_object(item: Object, group: dist.ProcessGroup | None = None) -> Object:

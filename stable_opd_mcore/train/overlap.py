@@ -1,9 +1,11 @@
-"""Do student and teacher look at the same tokens, and would they stop here? (METHOD §5)
+"""Whether student and teacher prefer the same tokens and would stop at the same place.
 
-Every `monitoring.overlap_every` steps both models are asked once more about the step's rollouts,
-before the update: their most probable tokens on every trained prefix, and the probability they give
-to ending the response at its last position. Not here: scores that a loss needs (teacher/), and what
-is watched on every step at no cost (monitoring/health.py).
+Every `monitoring.overlap_every` steps both models score the step's rollouts once more, before the
+update: their most probable tokens on every trained prefix, and the probability of ending the
+response at its last position. The metrics are defined in docs/method.md §5.
+
+Not here: the scores that a loss needs (scoring/), and the metrics of every step, which cost no
+forward pass (monitoring/health.py).
 """
 
 from __future__ import annotations
@@ -12,12 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from stable_opd_mcore.losses.head import StopClass
-from stable_opd_mcore.metrics import Mean, Metrics, reduce_over_ranks
-from stable_opd_mcore.parallel.world import World
+from stable_opd_mcore.metrics import Mean, Metrics
 from stable_opd_mcore.records import MicroBatch, Sample, Scores
 from stable_opd_mcore.scoring.scorer import Scorer
 from stable_opd_mcore.scoring.token_scores import overlap
@@ -26,42 +26,40 @@ TOP_K = 16
 
 
 @dataclass(frozen=True)
-class Observer:
-    """One of the two models."""
-
-    scorer: Scorer  # asked with `stop` and top_k = TOP_K
-    stop: StopClass  # all ids that end its responses, see own_stop
+class OverlapModel:
+    scorer: Scorer  # built with `stop` and top_k = TOP_K
+    stop: StopClass  # all ids that end this model's responses, see all_stop_ids
 
 
 @dataclass(frozen=True)
-class Observers:
-    student: Observer
-    teacher: Observer
+class OverlapPair:
+    student: OverlapModel
+    teacher: OverlapModel
 
 
-def own_stop(stop_ids: Sequence[int]) -> StopClass:
-    """The class of one model's stop ids, whether or not the loss sums them."""
+def all_stop_ids(stop_ids: Sequence[int]) -> StopClass:
+    """The class of all of a model's stop ids, also where objective.stop_class is off."""
     ids = tuple(sorted(set(stop_ids)))
     return StopClass(ids, ids, include_target=False)
 
 
 def overlap_metrics(
-    observers: Observers, world: World, batches: Sequence[MicroBatch], samples: Sequence[Sample]
+    pair: OverlapPair, batches: Sequence[MicroBatch], samples: Sequence[Sample]
 ) -> Metrics:
-    """`overlap/*` and `stop/*`, the same on every rank.
+    """`overlap/*` and `stop/*` of this rank's rows; empty off the last pipeline stage.
 
     Args:
         batches: this data-parallel rank's micro-batches of `samples`.
         samples: what `sample_index_N` of the micro-batches points into.
     """
-    last = [_last_positions(batch, samples) for batch in batches]
-    student = _ask(observers.student, batches, last, samples)
-    teacher = _ask(observers.teacher, batches, last, samples)
+    is_last = [_last_positions(batch, samples) for batch in batches]
+    student = _stop_scores(pair.student, batches, is_last, samples)
+    teacher = _stop_scores(pair.teacher, batches, is_last, samples)
     metrics = Metrics()
-    if student and world.tensor_rank == 0:  # its twins would say the same
-        for batch, ends_N, p, q in zip(batches, last, student, teacher, strict=True):
-            metrics = metrics | _compare(batch, ends_N, p, q)
-    return reduce_over_ranks(metrics, dist.group.WORLD)
+    if student:
+        for batch, is_last_N, p, q in zip(batches, is_last, student, teacher, strict=True):
+            metrics = metrics | _compare(batch, is_last_N, p, q)
+    return metrics
 
 
 def _last_positions(batch: MicroBatch, samples: Sequence[Sample]) -> Tensor:
@@ -71,40 +69,40 @@ def _last_positions(batch: MicroBatch, samples: Sequence[Sample]) -> Tensor:
     return final_N & (batch.pg_weight_N != 0)
 
 
-def _ask(
-    observer: Observer,
+def _stop_scores(
+    model: OverlapModel,
     batches: Sequence[MicroBatch],
-    last: Sequence[Tensor],
+    is_last: Sequence[Tensor],
     samples: Sequence[Sample],
 ) -> list[Scores]:
-    """Scores with a stop id as the target of every last position."""
-    stop_id = observer.stop.class_ids[0]
-    asked = [
-        replace(batch, targets_N=batch.targets_N.masked_fill(ends_N, stop_id))
-        for batch, ends_N in zip(batches, last, strict=True)
+    """Scores of the micro-batches, with a stop id as the target of every last position."""
+    stop_id = model.stop.class_ids[0]
+    retargeted = [
+        replace(batch, targets_N=batch.targets_N.masked_fill(is_last_N, stop_id))
+        for batch, is_last_N in zip(batches, is_last, strict=True)
     ]
-    return observer.scorer.about([sample.prompt_id for sample in samples]).score(asked)
+    return model.scorer.about([sample.prompt_id for sample in samples]).score(retargeted)
 
 
-def _compare(batch: MicroBatch, ends_N: Tensor, student: Scores, teacher: Scores) -> Metrics:
-    found = overlap(*_top(student), *_top(teacher))
+def _compare(batch: MicroBatch, is_last_N: Tensor, student: Scores, teacher: Scores) -> Metrics:
+    shared = overlap(*_top_tokens(student), *_top_tokens(teacher))
     assert student.logprob_N is not None and teacher.logprob_N is not None
     trained_N = batch.pg_weight_N != 0
     return Metrics(
         {
-            "overlap/ratio": _mean(found.ratio_N, trained_N),
-            "overlap/student_mass": _mean(found.student_mass_N, trained_N),
-            "overlap/teacher_mass": _mean(found.teacher_mass_N, trained_N),
-            "overlap/advantage": _mean(found.advantage_N, trained_N),
-            "stop/student_mass": _mean(student.logprob_N.exp(), ends_N),
-            "stop/teacher_mass": _mean(teacher.logprob_N.exp(), ends_N),
+            "overlap/ratio": _mean(shared.ratio_N, trained_N),
+            "overlap/student_mass": _mean(shared.student_mass_N, trained_N),
+            "overlap/teacher_mass": _mean(shared.teacher_mass_N, trained_N),
+            "overlap/advantage": _mean(shared.advantage_N, trained_N),
+            "stop/student_mass": _mean(student.logprob_N.exp(), is_last_N),
+            "stop/teacher_mass": _mean(teacher.logprob_N.exp(), is_last_N),
         }
     )
 
 
-def _top(scores: Scores) -> tuple[Tensor, Tensor]:
+def _top_tokens(scores: Scores) -> tuple[Tensor, Tensor]:
     assert scores.topk_ids_NK is not None and scores.topk_logprobs_NK is not None, (
-        "asked with top_k"
+        "the scorers of an OverlapPair are built with top_k"
     )
     return scores.topk_ids_NK, scores.topk_logprobs_NK
 

@@ -1,13 +1,13 @@
-"""From a config to a run's parts: tokenizer, prompts, models, engine, objective.
+"""Build a run's parts from its config: tokenizer, prompts, models, engine, objective.
 
-Everything a user can get wrong is refused here, before the first token is drawn. Not here: the
-step, the loop, or anything that changes while training.
+Settings, data and weights that do not fit together are refused here, before the first token is
+sampled. Not here: the step, the loop, or anything that changes while training.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from stable_opd_mcore.config.schema import Config, ModelConfig, TeacherConfig
@@ -30,42 +30,43 @@ from stable_opd_mcore.rollout.build import build_engine, embedded_engine, traini
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.scoring.scorer import Scorer
 from stable_opd_mcore.scoring.served_teacher import ServedTeacher
-from stable_opd_mcore.train.overlap import TOP_K, Observer, Observers, own_stop
+from stable_opd_mcore.train.overlap import TOP_K, OverlapModel, OverlapPair, all_stop_ids
 from stable_opd_mcore.train.step import Run
 from stable_opd_mcore.train.student import Student
 
 
-def build_run(config: Config, world: World, stop_asked: Callable[[], bool] = lambda: False) -> Run:
+def build_run(
+    config: Config, world: World, stop_requested: Callable[[], bool] = lambda: False
+) -> Run:
     """Build every part on this rank.
 
     Args:
-        stop_asked: whether the run is to end soon, so that nothing absent is waited for.
+        stop_requested: whether a signal has asked the run to stop; then absent servers are not
+            waited for.
 
     Raises:
-        UserError: settings, data, weights or layout that do not fit together; the message names
-            which.
+        UserError: settings, data, weights or layout that do not fit together.
     """
     tokenizer = load_tokenizer(config)
-    teachers_stops = teacher_stop_ids(config, tokenizer)
-    objective = build_objective(config, tokenizer.stop_token_ids, teachers_stops)
+    teacher_stops = teacher_stop_ids(config, tokenizer)
+    objective = build_objective(config, tokenizer.stop_token_ids, teacher_stops)
     architecture = configured_architecture(config.student)
     prompts = load_prompts(config, tokenizer, architecture, objective)
     held_out = load_held_out(config, tokenizer, architecture)
 
     models = _Models(config, world, objective, tokenizer.vocab_size)
-    chunks = models.load(config.student, trainable=True)
     return Run(
         config=config,
         world=world,
         tokenizer=tokenizer,
-        student=Student(chunks, config.optimizer, config.train.precision),
-        head=output_head(chunks, tokenizer.vocab_size),
-        teacher=models.teacher(chunks),
-        reference=models.reference(chunks),
-        behaviour=models.behaviour(chunks) if needs_behaviour(config) else None,
-        observers=models.observers(chunks, tokenizer.stop_token_ids, teachers_stops),
-        engine=build_engine(config, world, chunks, tokenizer, stop_asked),
-        held_out_engine=embedded_engine(world, chunks, tokenizer),
+        student=Student(models.student, config.optimizer, config.train.precision),
+        head=models.head,
+        teacher=models.teacher(),
+        reference=models.reference(),
+        behaviour=models.behaviour(),
+        overlap=models.overlap(tokenizer.stop_token_ids, teacher_stops),
+        engine=build_engine(config, world, models.student, tokenizer, stop_requested),
+        held_out_engine=embedded_engine(world, models.student, tokenizer),
         sampling=training_sampling(config, tokenizer.stop_token_ids),
         objective=objective,
         prompts=prompts,
@@ -75,25 +76,19 @@ def build_run(config: Config, world: World, stop_asked: Callable[[], bool] = lam
     )
 
 
-def needs_behaviour(config: Config) -> bool:
-    """Whether the student is asked what it thinks of the rollouts before it is updated."""
-    return config.train.minibatches > 1 or config.rollout.importance_correction != "none"
-
-
 def load_tokenizer(config: Config) -> Tokenizer:
-    """The student's tokenizer, with the ids its responses stop on."""
+    """The student's tokenizer, with the student's stop ids."""
     path = config.tokenizer.path or config.student.path
     assert path is not None, "the schema asks for one of the two"
     return Tokenizer.load(path, config.student.stop_token_ids)
 
 
 def teacher_stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...] | None:
-    """The ids the teacher's responses stop on; None without a teacher.
-
-    A teacher directory with a tokenizer of its own must have the student's vocabulary.
+    """The ids that end the teacher's responses; None without a teacher.
 
     Raises:
-        UserError: it has another.
+        UserError: the teacher's directory holds a tokenizer with another vocabulary than the
+            student's.
     """
     if config.teacher is None:
         return None
@@ -124,7 +119,7 @@ def load_prompts(
 def load_held_out(
     config: Config, tokenizer: Tokenizer, architecture: Architecture
 ) -> PromptSet | None:
-    """The held-out prompts, None without `data.eval`."""
+    """The held-out prompts; None without `data.eval`."""
     if config.data.eval is None:
         return None
     return held_out_prompts(load_rows(config.data.eval), config, tokenizer, architecture)
@@ -133,7 +128,7 @@ def load_held_out(
 def held_out_prompts(
     rows: Sequence[Row], config: Config, tokenizer: Tokenizer, architecture: Architecture
 ) -> PromptSet:
-    """Rows as prompts with room for a response of an evaluation."""
+    """Rows as prompts that leave room for an evaluation's response."""
     return PromptSet(
         rows,
         tokenizer,
@@ -145,25 +140,20 @@ def held_out_prompts(
 
 
 def configured_architecture(model: ModelConfig) -> Architecture:
-    """From the model's config.json, or its inline fields."""
+    """The architecture in the model's config.json, or the inline one."""
     source = model.path if model.architecture is None else model.architecture
     assert source is not None, "the schema asks for one of the two"
     return read_architecture(source)
 
 
-def load_student(config: Config, world: World, tokenizer: Tokenizer) -> list[HiddenStatesGPTModel]:
-    """The student alone, frozen, for an evaluation."""
-    return load_model(config, world, config.student, tokenizer.vocab_size, trainable=False)
-
-
 def load_model(
     config: Config, world: World, model: ModelConfig, vocab_size: int, *, trainable: bool
 ) -> list[HiddenStatesGPTModel]:
-    """The chunks of a model with its weights; random ones are drawn from the run's seed.
+    """This rank's chunks of a model with its weights; random weights are drawn from train.seed.
 
     Raises:
-        UserError: fewer vocabulary entries than the tokenizer has, or what `build_model` and
-            `load_hf` refuse.
+        UserError: fewer vocabulary entries than the tokenizer has, or an architecture or weights
+            that `build_model` or `load_hf` refuse.
     """
     architecture = configured_architecture(model)
     if architecture.vocab_size < vocab_size:
@@ -171,22 +161,22 @@ def load_model(
             f"{model.path or 'the inline architecture'}: vocab_size={architecture.vocab_size} is "
             f"smaller than the tokenizer's {vocab_size} tokens; take the model's own tokenizer"
         )
-    reads = model.path is not None and not model.random_init
+    weights_path = None if model.random_init else model.path
     chunks = build_model(
         architecture,
         world,
         precision=config.train.precision,
         recompute=config.train.recompute if trainable else "none",
         trainable=trainable,
-        seed=None if reads else config.train.seed,
+        seed=config.train.seed if weights_path is None else None,
     )
-    if model.path is not None and reads:
-        read_weights(chunks, model.path)
+    if weights_path is not None:
+        read_weights(chunks, weights_path)
     return chunks
 
 
 def read_weights(chunks: Sequence[HiddenStatesGPTModel], path: str) -> None:
-    """From a Hugging Face directory or a Megatron checkpoint, told by what it holds."""
+    """Read weights from a Hugging Face directory or a Megatron checkpoint."""
     if is_megatron(path):
         load_weights(chunks, path)
     else:
@@ -194,25 +184,32 @@ def read_weights(chunks: Sequence[HiddenStatesGPTModel], path: str) -> None:
 
 
 class _Models:
-    """Builds the models of a run on one layout."""
+    """The models of a run on this rank: the student, and the scorers that the objective needs."""
 
     def __init__(self, config: Config, world: World, objective: Objective, vocab_size: int):
         self.config, self.world, self.objective = config, world, objective
         self.vocab_size = vocab_size
+        self.student = self._load(config.student, trainable=True)
+        self.head = output_head(self.student, vocab_size)
+        self._megatron_scorer = partial(
+            MegatronScorer,
+            world=world,
+            vocab_size=vocab_size,
+            temperature=objective.temperature,
+            like=self.head,
+            chunk_tokens=config.train.loss_chunk_tokens,
+        )
 
-    def load(self, model: ModelConfig, *, trainable: bool) -> list[HiddenStatesGPTModel]:
-        return load_model(self.config, self.world, model, self.vocab_size, trainable=trainable)
-
-    def teacher(self, student: Sequence[HiddenStatesGPTModel]) -> Scorer | None:
+    def teacher(self) -> Scorer | None:
+        """The teacher as the objective needs it, None where it needs none."""
         needs = self.objective.teacher_needs
         if self.config.teacher is None or needs == "none":
             return None
-        top_k = self.objective.top_k if needs == "topk" else None
         stop, merged_ids = self.objective.teacher_stop, self.objective.terms.merged_ids
+        top_k = self.objective.top_k if needs == "topk" else None
         if self.config.teacher.engine == "megatron":
-            return self._scorer(
+            return self._megatron_scorer(
                 self._teacher_chunks,
-                student,
                 stop=stop,
                 top_k=top_k,
                 merged_ids=merged_ids,
@@ -223,16 +220,58 @@ class _Models:
                 f"objective.name={self.config.objective.name} compares whole distributions, which "
                 "a served teacher does not send; set teacher.engine=megatron"
             )
-        served = self._served(self.config.teacher, stop, top_k, merged_ids)
+        served = self._served_teacher(self.config.teacher, stop, top_k, merged_ids)
         served.self_test(range(min(64, self.vocab_size)))
         return served
+
+    def reference(self) -> MegatronScorer | None:
+        """The frozen reference: `reference.path`, or the student before its first update."""
+        needs = self.objective.reference_needs
+        if needs == "none":
+            return None
+        path = self.config.reference.path
+        architecture_only = self.config.student.model_copy(update={"random_init": True})
+        chunks = self._load(architecture_only, trainable=False)
+        if path is None:
+            copy_weights(self.student, chunks)
+        else:
+            read_weights(chunks, path)
+        return self._megatron_scorer(chunks, hidden_alone=needs == "hidden")
+
+    def behaviour(self) -> MegatronScorer | None:
+        """The student before the step's updates, where its probabilities are compared later."""
+        config = self.config
+        if config.train.minibatches == 1 and config.rollout.importance_correction == "none":
+            return None
+        return self._megatron_scorer(self.student, stop=self.objective.student_stop)
+
+    def overlap(
+        self, student_stops: Sequence[int], teacher_stops: Sequence[int] | None
+    ) -> OverlapPair | None:
+        """Student and teacher with their most probable tokens; None where no teacher scores."""
+        teacher = self.config.teacher
+        if teacher is None or teacher_stops is None or self.objective.teacher_needs == "none":
+            return None
+        own, stop = all_stop_ids(student_stops), all_stop_ids(teacher_stops)
+        top_k = min(TOP_K, self.vocab_size)
+        if teacher.engine == "sglang":
+            scorer: Scorer = self._served_teacher(teacher, stop, top_k)
+        else:
+            scorer = self._megatron_scorer(self._teacher_chunks, stop=stop, top_k=top_k)
+        return OverlapPair(
+            student=OverlapModel(self._megatron_scorer(self.student, stop=own, top_k=top_k), own),
+            teacher=OverlapModel(scorer, stop),
+        )
+
+    def _load(self, model: ModelConfig, *, trainable: bool) -> list[HiddenStatesGPTModel]:
+        return load_model(self.config, self.world, model, self.vocab_size, trainable=trainable)
 
     @cached_property
     def _teacher_chunks(self) -> list[HiddenStatesGPTModel]:
         assert self.config.teacher is not None
-        return self.load(self.config.teacher, trainable=False)
+        return self._load(self.config.teacher, trainable=False)
 
-    def _served(
+    def _served_teacher(
         self,
         teacher: TeacherConfig,
         stop: StopClass | None,
@@ -247,66 +286,4 @@ class _Models:
             stop=stop,
             top_k=top_k,
             merged_ids=merged_ids,
-        )
-
-    def reference(self, student: Sequence[HiddenStatesGPTModel]) -> MegatronScorer | None:
-        """The student as it is before its first update, or `reference.path`."""
-        needs = self.objective.reference_needs
-        if needs == "none":
-            return None
-        path = self.config.reference.path
-        frozen = self.config.student.model_copy(update={"random_init": True})
-        chunks = self.load(frozen, trainable=False)
-        if path is None:
-            copy_weights(student, chunks)
-        else:
-            read_weights(chunks, path)
-        return self._scorer(chunks, student, hidden_alone=needs == "hidden")
-
-    def behaviour(self, student: Sequence[HiddenStatesGPTModel]) -> MegatronScorer:
-        """The student itself, asked before the first of several updates on one batch."""
-        return self._scorer(student, student, stop=self.objective.student_stop)
-
-    def observers(
-        self,
-        student: Sequence[HiddenStatesGPTModel],
-        student_stops: Sequence[int],
-        teacher_stops: Sequence[int] | None,
-    ) -> Observers | None:
-        """Student and teacher, asked for their top tokens; None where no teacher is asked."""
-        teacher = self.config.teacher
-        if teacher is None or teacher_stops is None or self.objective.teacher_needs == "none":
-            return None
-        stop, top_k = own_stop(teacher_stops), min(TOP_K, self.vocab_size)
-        if teacher.engine == "sglang":
-            asked: Scorer = self._served(teacher, stop, top_k)
-        else:
-            asked = self._scorer(self._teacher_chunks, student, stop=stop, top_k=top_k)
-        own = own_stop(student_stops)
-        return Observers(
-            student=Observer(self._scorer(student, student, stop=own, top_k=top_k), own),
-            teacher=Observer(asked, stop),
-        )
-
-    def _scorer(
-        self,
-        chunks: Sequence[HiddenStatesGPTModel],
-        student: Sequence[HiddenStatesGPTModel],
-        *,
-        stop: StopClass | None = None,
-        top_k: int | None = None,
-        merged_ids: tuple[int, ...] = (),
-        hidden_alone: bool = False,
-    ) -> MegatronScorer:
-        return MegatronScorer(
-            chunks,
-            self.world,
-            vocab_size=self.vocab_size,
-            temperature=self.objective.temperature,
-            stop=stop,
-            top_k=top_k,
-            merged_ids=merged_ids,
-            hidden_alone=hidden_alone,
-            like=output_head(student, self.vocab_size),
-            chunk_tokens=self.config.train.loss_chunk_tokens,
         )

@@ -1,9 +1,12 @@
-"""One training step, as the method describes it. Start reading here.
+"""One training step of on-policy distillation. Start reading here.
 
-The step is written once for every layout: data-parallel ranks draw rollouts for their share of the
-prompts and then all hold the same global list, from which weights, packing and metrics follow; the
-loss is a plain sum whose weights hold the global normalisers. Not here: the loop around it,
-evaluation, checkpoints, files.
+The student samples responses, teacher and reference score them, the student is updated, and the
+rollout engine receives its new weights. The code is the same for every parallel layout: each
+data-parallel rank samples for its share of the prompts, then every rank holds the same global list
+of rollouts. Token weights follow from that list and contain the global normalisers, so the loss is
+a plain sum over tokens, micro-batches and ranks.
+
+Not here: the loop around the step, evaluation, checkpoints, files (loop.py).
 """
 
 from __future__ import annotations
@@ -32,31 +35,37 @@ from stable_opd_mcore.monitoring.health import rollout_metrics, sample_metrics, 
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.context import slice_microbatch
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
-from stable_opd_mcore.parallel.world import World, broadcast_object, gather_objects
+from stable_opd_mcore.parallel.world import (
+    World,
+    broadcast_object,
+    gather_objects,
+    merge_shares,
+    share_of_rank,
+)
 from stable_opd_mcore.records import LossOutput, MicroBatch, Prompt, Rollout, Sample
 from stable_opd_mcore.rollout.engine import RolloutEngine, Sampling
 from stable_opd_mcore.scoring.scorer import Scorer, with_scores
 from stable_opd_mcore.train.learning_rate import learning_rate
-from stable_opd_mcore.train.overlap import Observers, overlap_metrics
+from stable_opd_mcore.train.overlap import OverlapPair, overlap_metrics
 from stable_opd_mcore.train.state import TrainState
 from stable_opd_mcore.train.student import Student
 
 
 @dataclass(frozen=True)
 class Run:
-    """Everything one run holds on this rank; only the student's weights and optimizer change."""
+    """The parts of a run on this rank. Only the student's weights and optimizer state change."""
 
     config: Config
     world: World
     tokenizer: Tokenizer
     student: Student
-    head: Head | None  # the student's, on the last pipeline stage
+    head: Head | None  # the student's output head; None off the last pipeline stage
     teacher: Scorer | None
     reference: Scorer | None
-    behaviour: Scorer | None  # the student itself, asked before the first of several updates
-    observers: Observers | None  # student and teacher once more, asked now and then for metrics
+    behaviour: Scorer | None  # scores with the student's weights from before the step's updates
+    overlap: OverlapPair | None  # student and teacher, scored for the overlap/* and stop/* metrics
     engine: RolloutEngine
-    held_out_engine: RolloutEngine  # evaluates; the same as `engine` in all but a replay
+    held_out_engine: RolloutEngine  # for evaluation: samples also where `engine` replays a run
     sampling: Sampling
     objective: Objective
     prompts: PromptSet
@@ -75,31 +84,26 @@ class StepResult:
 def train_step(run: Run, state: TrainState) -> StepResult:
     """Sample from the student, score with teacher and reference, update the student, publish its
     weights.
+
+    Raises:
+        UserError: the loss or the gradient norm is not finite.
+        EngineLost, TeacherLost: no server answers; no weight has changed.
     """
     config, timer = run.config, PhaseTimer(run.world.device)
-    prompts = run.prompts.select(run.order.indices(state.cursor, config.rollout.prompts_per_step))
+    prompts = next_prompts(run, state.cursor)
 
     with timer.phase("rollout"):
-        rollouts = draw_rollouts(run, prompts, state)  # stamped with the weights they come from
-        draw_ahead(run, state)
+        rollouts = draw_rollouts(run, prompts, state.step)
+        prefetch_rollouts(run, state)
         samples = rollout_samples(rollouts, config.objective.masks)
         if run.objective.needs_golden:
             samples += golden_samples(prompts)
 
     parts = split_by_prompt(samples, config.train.minibatches)
     with timer.phase("score"):
-        minibatches = [
-            with_scores(
-                pack_minibatch(run, part),
-                teacher=run.teacher and run.teacher.about([s.prompt_id for s in part]),
-                reference=run.reference,
-                behaviour=run.behaviour,
-            )
-            for part in parts
-        ]
-        observed = observe(run, minibatches, parts, state.step + 1)
-
-    minibatches, correction = off_policy(run, minibatches)
+        minibatches = [score(run, pack_minibatch(run, part), part) for part in parts]
+        overlap = compare_models(run, minibatches, parts, state.step + 1)
+    minibatches, correction = correct_mismatch(run, minibatches)
 
     with timer.phase("update"):
         lr = learning_rate(state.step, config.train.steps, config.optimizer)
@@ -108,78 +112,70 @@ def train_step(run: Run, state: TrainState) -> StepResult:
     state = state.advance(num_prompts=len(prompts), optimizer_steps=len(updates))
     with timer.phase("sync"):
         run.engine.publish(state.weight_version)
-    metrics = step_metrics(run, rollouts, samples, [observed, correction, *updates], timer)
+    metrics = step_metrics(run, rollouts, samples, [overlap, correction, *updates], timer)
     return StepResult(state, metrics, rollouts)
 
 
-def draw_rollouts(run: Run, prompts: Sequence[Prompt], state: TrainState) -> list[Rollout]:
-    """Graded rollouts of all prompts; each data-parallel rank draws and grades its share."""
+def next_prompts(run: Run, cursor: int) -> list[Prompt]:
+    """The prompts of the step that starts at `cursor`."""
+    return run.prompts.select(run.order.indices(cursor, run.config.rollout.prompts_per_step))
+
+
+def draw_rollouts(run: Run, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
+    """Graded rollouts of all prompts; none where the objective trains on golden solutions only."""
     if not run.objective.needs_rollouts:
         return []
-    ranks = run.world.data_size
-    mine = run.engine.generate(prompts[run.world.data_rank :: ranks], run.sampling, step=state.step)
-    shares = gather_objects(grade(run.world, run.grader, mine), run.world.data_group)
-    samples = run.sampling.num_samples
-    return [
-        shares[position % ranks][position // ranks * samples + sample]
-        for position in range(len(prompts))
-        for sample in range(samples)
-    ]
+    return draw_graded(run.engine, run.grader, run.world, prompts, run.sampling, step)
 
 
-def draw_ahead(run: Run, state: TrainState) -> None:
-    """With rollout.async_steps=1: start on the next step's rollouts, from the weights of now."""
-    config, ranks = run.config, run.world.data_size
-    if not config.rollout.async_steps or state.step + 1 == config.train.steps:
-        return
-    count = config.rollout.prompts_per_step
-    prompts = run.prompts.select(run.order.indices(state.cursor + count, count))
-    run.engine.prefetch(prompts[run.world.data_rank :: ranks], run.sampling, step=state.step + 1)
-
-
-def observe(
-    run: Run,
-    minibatches: Sequence[Sequence[MicroBatch]],
-    parts: Sequence[Sequence[Sample]],
+def draw_graded(
+    engine: RolloutEngine,
+    grader: Grader,
+    world: World,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
     step: int,
-) -> Metrics:
-    """Every monitoring.overlap_every steps: how student and teacher see the same prefixes."""
-    every, metrics = run.config.monitoring.overlap_every, Metrics()
-    if run.observers is None or not every or step % every:
-        return metrics
-    for batches, part in zip(minibatches, parts, strict=True):
-        metrics = metrics | overlap_metrics(run.observers, run.world, batches, part)
-    return metrics
+) -> list[Rollout]:
+    """Rollouts with rewards in the order of the prompts, the same list on every rank.
+
+    Each data-parallel rank samples and grades its share of the prompts.
+    """
+    share = share_of_rank(prompts, world.data_rank, world.data_size)
+    rollouts = engine.generate(share, sampling, step=step)
+    # Grade on one rank and broadcast, so that a timeout cannot give ranks different rewards.
+    if dist.get_rank(world.model_group) == 0:
+        rollouts = grader.grade_rollouts(rollouts)
+    graded = broadcast_object(rollouts, world.model_group)
+    return merge_shares(gather_objects(graded, world.data_group), sampling.num_samples)
 
 
-def off_policy(
-    run: Run, minibatches: Sequence[Sequence[MicroBatch]]
-) -> tuple[list[list[MicroBatch]], Metrics]:
-    """Account for rollouts from other probabilities than the trainer's, as rollout.* says."""
-    settings = run.config.rollout
-    if settings.importance_correction != "none":
-        kind, threshold = settings.importance_correction, settings.importance_threshold
-        corrected, mine = [], Metrics()
-        for batches in minibatches:
-            batches, done = correct(batches, kind, threshold)
-            corrected.append(batches)
-            mine = mine | done
-        if run.world.tensor_rank != 0:  # its twin speaks for it
-            mine = Metrics()
-        return corrected, reduce_over_ranks(mine, dist.group.WORLD)
-    if settings.async_steps:
-        return [use_rollout_policy(batches) for batches in minibatches], Metrics()
-    return [list(batches) for batches in minibatches], Metrics()
+def prefetch_rollouts(run: Run, state: TrainState) -> None:
+    """With rollout.async_steps=1, start sampling for the next step from the current weights."""
+    config, world = run.config, run.world
+    if config.rollout.async_steps and state.step + 1 < config.train.steps:
+        prompts = next_prompts(run, state.cursor + config.rollout.prompts_per_step)
+        share = share_of_rank(prompts, world.data_rank, world.data_size)
+        run.engine.prefetch(share, run.sampling, step=state.step + 1)
 
 
-def grade(world: World, grader: Grader, rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Rollouts with their rewards. One rank of a replica judges: a time-out must not divide it."""
-    judges = dist.get_rank(world.model_group) == 0
-    return broadcast_object(grader.grade_rollouts(rollouts) if judges else [], world.model_group)
+def split_by_prompt(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:
+    """Samples in at most `parts` lists: prompt i goes to list i modulo `parts`, with all its
+    samples.
+    """
+    part_of_prompt: dict[str, int] = {}
+    split: list[list[Sample]] = [[] for _ in range(parts)]
+    for sample in samples:
+        split[part_of_prompt.setdefault(sample.prompt_id, len(part_of_prompt) % parts)].append(
+            sample
+        )
+    return [part for part in split if part]
 
 
 def pack_minibatch(run: Run, samples: Sequence[Sample]) -> list[MicroBatch]:
-    """This rank's micro-batches, or its slices of them, each token carrying its global weights."""
+    """This rank's micro-batches of a minibatch, sliced under context parallelism.
+
+    Token weights are computed over all of `samples`, which are the same on every rank.
+    """
     world = run.world
     batches = pack(
         samples,
@@ -195,30 +191,78 @@ def pack_minibatch(run: Run, samples: Sequence[Sample]) -> list[MicroBatch]:
     return [slice_microbatch(batch, world.context_rank, world.context_size) for batch in batches]
 
 
-def split_by_prompt(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:
-    """Samples in `parts` lists; prompts are dealt in turn, and stay whole."""
-    place: dict[str, int] = {}
-    split: list[list[Sample]] = [[] for _ in range(parts)]
-    for sample in samples:
-        split[place.setdefault(sample.prompt_id, len(place) % parts)].append(sample)
-    return [part for part in split if part]
+def score(run: Run, batches: Sequence[MicroBatch], samples: Sequence[Sample]) -> list[MicroBatch]:
+    """The micro-batches of `samples` with the scores of teacher, reference and behaviour policy."""
+    return with_scores(
+        batches,
+        teacher=run.teacher and run.teacher.about([sample.prompt_id for sample in samples]),
+        reference=run.reference,
+        behaviour=run.behaviour,
+    )
+
+
+def compare_models(
+    run: Run,
+    minibatches: Sequence[Sequence[MicroBatch]],
+    parts: Sequence[Sequence[Sample]],
+    step: int,
+) -> Metrics:
+    """Every monitoring.overlap_every steps: metrics of the most probable tokens of both models."""
+    every, metrics = run.config.monitoring.overlap_every, Metrics()
+    if run.overlap is None or not every or step % every:
+        return metrics
+    for batches, samples in zip(minibatches, parts, strict=True):
+        row_metrics = overlap_metrics(run.overlap, batches, samples)
+        metrics = metrics | reduce_row_metrics(run.world, row_metrics)
+    return metrics
+
+
+def correct_mismatch(
+    run: Run, minibatches: Sequence[Sequence[MicroBatch]]
+) -> tuple[Sequence[Sequence[MicroBatch]], Metrics]:
+    """Account for rollouts whose engine had other probabilities than the student has now.
+
+    rollout.importance_correction multiplies their token weights. Without it, stale rollouts
+    (rollout.async_steps=1) use the engine's log-probabilities as the old policy's.
+    """
+    settings = run.config.rollout
+    if settings.importance_correction == "none":
+        if settings.async_steps:
+            minibatches = [use_rollout_policy(batches) for batches in minibatches]
+        return minibatches, Metrics()
+    corrected, metrics = [], Metrics()
+    for batches in minibatches:
+        batches, batch_metrics = correct(
+            batches, settings.importance_correction, settings.importance_threshold
+        )
+        corrected.append(batches)
+        metrics = metrics | batch_metrics
+    return corrected, reduce_row_metrics(run.world, metrics)
 
 
 def update(run: Run, batches: Sequence[MicroBatch], lr: float, step: int) -> Metrics:
-    """One optimizer step on scored micro-batches; its metrics, the same on every rank."""
+    """One optimizer step on scored micro-batches; returns its metrics, the same on every rank.
 
-    def forward_step(chunk: Module, batch: MicroBatch) -> tuple[Tensor, Callable[[Tensor], tuple]]:
-        return forward_hidden(chunk, batch), lambda hidden_TH: loss_of(run, batch, hidden_TH)
+    Raises:
+        UserError: the loss or the gradient norm is not finite.
+    """
+
+    def forward_step(
+        model_chunk: Module, batch: MicroBatch
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, LossOutput]]]:
+        hidden_TH = forward_hidden(model_chunk, batch)
+        return hidden_TH, lambda hidden_TH: loss_of(run, batch, hidden_TH)
 
     run.student.zero_grad()
     results = run_forward_backward(run.student.model, batches, forward_step, world=run.world)
     grad_norm = run.student.finish_grads()
 
-    mine = token_metrics(results, batches) if results and run.world.tensor_rank == 0 else Metrics()
-    metrics = reduce_over_ranks(mine, dist.group.WORLD)
-    require_finite(metrics, grad_norm, step)  # before any weight moves
+    row_metrics = token_metrics(results, batches) if results else Metrics()
+    metrics = reduce_row_metrics(run.world, row_metrics)
+    require_finite(metrics, grad_norm, step)  # before any weight changes
     run.student.update(lr)
-    losses = {  # each update has its own normaliser: several average, they do not add up
+    # Each update has its own normaliser, so a step reports the mean of its updates' losses.
+    losses = {
         key: Mean(loss.total, 1)
         for key, loss in metrics.items()
         if key.startswith("loss/") and isinstance(loss, Sum)
@@ -241,36 +285,50 @@ def loss_of(run: Run, batch: MicroBatch, hidden_TH: Tensor) -> tuple[Tensor, Los
 
 
 def require_finite(metrics: Metrics, grad_norm: float, step: int) -> None:
-    """Stop before damage.
+    """Stop before an update that would damage the weights.
 
     Raises:
-        UserError: the loss or the gradient norm is not finite; no weight has moved yet.
+        UserError: the loss or the gradient norm is not finite; no weight has changed.
     """
     loss = metrics["loss/total"].value()
     if loss is None or not math.isfinite(loss) or not math.isfinite(grad_norm):
-        parts = ", ".join(
+        losses = ", ".join(
             f"{key}={metrics[key].value()}" for key in metrics if key.startswith("loss/")
         )
         raise UserError(
-            f"step {step}: {parts}, grad_norm={grad_norm}: not finite, so no weight was moved; the "
-            "newest checkpoint is intact. Lower optimizer.lr, or look at the step's rollouts"
+            f"step {step}: {losses}, grad_norm={grad_norm}: not finite. The update was not made "
+            "and the newest checkpoint is intact. Lower optimizer.lr, or look at the step's "
+            "rollouts"
         )
+
+
+def reduce_row_metrics(world: World, metrics: Metrics) -> Metrics:
+    """Add metrics of token rows over all ranks.
+
+    All tensor-parallel ranks hold the same rows; only rank 0 contributes them.
+    """
+    own = metrics if world.tensor_rank == 0 else Metrics()
+    return reduce_over_ranks(own, dist.group.WORLD)
 
 
 def step_metrics(
     run: Run,
     rollouts: Sequence[Rollout],
     samples: Sequence[Sample],
-    updates: Sequence[Metrics],
+    reduced: Sequence[Metrics],
     timer: PhaseTimer,
 ) -> Metrics:
-    """Everything the step has to say, the same on every rank."""
-    tokens = sum(len(s.prompt_token_ids) + len(s.response_token_ids) for s in samples)
-    mine = timer.metrics(tokens) | run.engine.take_metrics() | run.grader.take_metrics("rollout")
-    merged = reduce_over_ranks(mine, dist.group.WORLD) | sample_metrics(samples)
+    """All metrics of the step, the same on every rank.
+
+    Args:
+        reduced: metrics that are already the same on every rank.
+    """
+    num_tokens = sum(len(s.prompt_token_ids) + len(s.response_token_ids) for s in samples)
+    own = timer.metrics(num_tokens) | run.engine.take_metrics() | run.grader.take_metrics("rollout")
+    metrics = reduce_over_ranks(own, dist.group.WORLD) | sample_metrics(samples)
     if rollouts:
         budget = run.config.sampling.max_new_tokens
-        merged = merged | rollout_metrics(rollouts, budget, run.config.monitoring)
-    for metrics in updates:
-        merged = merged | metrics
-    return merged
+        metrics = metrics | rollout_metrics(rollouts, budget, run.config.monitoring)
+    for more in reduced:
+        metrics = metrics | more
+    return metrics

@@ -5,6 +5,7 @@ import pytest
 from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.evaluation.evaluate import evaluate, evaluation_sampling, wilson_interval
 from stable_opd_mcore.evaluation.grading import Grader
+from stable_opd_mcore.parallel.world import merge_shares, share_of_rank
 from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.rollout.engine import Sampling
 
@@ -36,22 +37,25 @@ class ScriptedEngine:
         self.weight_version = weight_version
 
 
-def run(engine=None, prompts=PROMPTS, num_samples=2, **changes):
+def run(engines=None, prompts=PROMPTS, **changes):
+    """With one engine per data-parallel rank."""
+    engines = engines or [ScriptedEngine()]
+    sampling = Sampling(num_samples=2)
     with Grader() as grader:
-        return evaluate(
-            engine or ScriptedEngine(),
-            prompts,
-            Sampling(num_samples=num_samples),
-            step=5,
-            grade=grader.grade_rollouts,
-            is_repetitive=lambda text: len(text) > 10,
-            **changes,
-        )
+
+        def draw(batch):
+            shares = []
+            for rank, engine in enumerate(engines):
+                share = share_of_rank(batch, rank, len(engines))
+                shares.append(grader.grade_rollouts(engine.generate(share, sampling, step=5)))
+            return merge_shares(shares, sampling.num_samples)
+
+        return evaluate(draw, prompts, is_repetitive=lambda text: len(text) > 10, **changes)
 
 
 def test_rates_are_over_all_responses():
     engine = ScriptedEngine()
-    result = run(engine, prompts_per_batch=3)
+    result = run([engine], prompts_per_batch=3)
     assert engine.calls == [(3, 5), (3, 5), (1, 5)]
     assert result.num_samples == 14
     assert result.accuracy == pytest.approx(6 / 14)
@@ -65,21 +69,11 @@ def test_rates_are_over_all_responses():
 
 @pytest.mark.parametrize("data_size", [2, 3, 8])
 def test_every_layout_gives_the_same_result(data_size):
-    whole = run()
-    # What rank r hands to gather is what a single process makes of the rank's prompts.
-    shares = [
-        list(run(prompts=PROMPTS[rank::data_size]).rollouts) if PROMPTS[rank::data_size] else []
-        for rank in range(data_size)
+    engines = [ScriptedEngine() for _ in range(data_size)]
+    assert run(engines) == run()
+    assert [engine.calls[0][0] for engine in engines] == [
+        len(PROMPTS[rank::data_size]) for rank in range(data_size)
     ]
-    for rank in range(data_size):
-        handed = []
-
-        def gather(share, handed=handed):
-            handed.extend(share)
-            return shares
-
-        assert run(gather=gather, data_rank=rank, data_size=data_size) == whole
-        assert handed == shares[rank]
 
 
 def test_a_prompt_without_gold_answer_or_no_prompt_at_all_is_refused():

@@ -33,7 +33,7 @@ def there_and_back(rank: int, world_size: int, directory: str) -> None:
         settings = {"num_samples": 2, "temperature": 1.0, "max_new_tokens": 8}
         evaluate_config(
             tiny_config(home, form + "_run", student=student, data=EVAL, evaluation=settings),
-            tell=print,
+            print_line=print,
         )
 
 
