@@ -1,4 +1,4 @@
-"""A file or a directory that is there whole or not at all, however its writing ends.
+"""Write a file or a directory completely or not at all, even if the writer is killed.
 
 Not here: checkpoints, which all ranks write together (train/checkpoint.py).
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write `path` atomically, parent directory included; an older file of its name is replaced."""
+    """Write `path`, and its parent directory if needed; replace an older file of that name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -29,11 +29,11 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """Yield an empty directory beside `path` that takes its name when the block ends well.
+    """Yield an empty directory beside `path`; rename it to `path` when the block ends well.
 
-    An older directory is replaced. That takes two renames; killed between them, a process leaves
-    the older one as `.NAME.old`, and the next call puts it back before anything else. One process
-    at a time may write a `path`.
+    An older directory is replaced. That takes two renames. A process killed between them leaves the
+    older one as `.NAME.old`, and the next call renames it back first. One process at a time may
+    write a `path`.
     """
     new, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
     if old.exists() and not path.exists():

@@ -1,8 +1,8 @@
-"""The one door to Megatron: `import megatron` works in this process, with or without CUDA.
+"""The one door to Megatron: `import megatron` works with and without CUDA.
 
-The package installs this when it is imported, so no other file has to prepare anything before its
-own `from megatron.core import ...`. Whether there is CUDA is asked at the first import of Megatron,
-and not before: settings and data load without torch. Not here: what makes Megatron run on a CPU
+The package installs this import hook when it is imported, so no other file prepares anything before
+`from megatron.core import ...`. The hook loads torch and looks for CUDA at the first import of
+Megatron: settings and data load without torch. Not here: how Megatron is rewritten for a CPU
 (parallel/megatron_cpu.py).
 """
 
@@ -16,33 +16,32 @@ from types import ModuleType
 
 
 def install() -> None:
-    """Prepare for the first `import megatron`; once, however often it is called.
+    """Put the hook in front of Python's import system. Called once, by the package itself.
 
     Raises:
-        RuntimeError: there is no CUDA and megatron.core was imported before.
+        RuntimeError: megatron.core was imported before, and there is no CUDA.
     """
-    if any(name.startswith("megatron.core") for name in sys.modules):
+    if "megatron.core" in sys.modules:
         from stable_opd_mcore.parallel import megatron_cpu
 
-        megatron_cpu.install()
-    elif not any(isinstance(finder, _FirstImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _FirstImport())
+        if megatron_cpu.is_needed():
+            raise RuntimeError(
+                "import stable_opd_mcore before the first import of megatron.core: without CUDA, "
+                "Megatron must be rewritten while it is imported"
+            )
+    sys.meta_path.insert(0, _MegatronFinder())
 
 
-class _FirstImport(importlib.abc.MetaPathFinder):
-    """Waits for the first import of Megatron, then makes way for the CPU's finder or none."""
-
+class _MegatronFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self,
         fullname: str,
         path: Sequence[str] | None = None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
+        """The rewritten module of Megatron; None, which leaves the import to Python, otherwise."""
         if fullname.partition(".")[0] != "megatron":
             return None
-        sys.meta_path.remove(self)
         from stable_opd_mcore.parallel import megatron_cpu
 
-        if megatron_cpu.install():
-            return megatron_cpu.find_spec(fullname, path, target)
-        return None
+        return megatron_cpu.find_spec(fullname, path, target) if megatron_cpu.is_needed() else None

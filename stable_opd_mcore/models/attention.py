@@ -3,10 +3,10 @@
 Shapes: s tokens of a sequence, b sequences, T packed tokens, P slots of their padded rectangles,
 A query heads and G key-value groups of this tensor rank, D head size.
 
-One class replaces the forward of Megatron's SelfAttention; its projections, norms and parallelism
-stay. Rotary positions come per token and sequences of similar length are attended to together, so
-nothing loops over the sequences of a micro-batch. Under context parallelism a rank's queries meet
-the keys of all ranks, gathered. Not decoding (rollout/ has its own cached attention), and not used
+One class replaces the forward of Megatron's SelfAttention and keeps its projections, norms and
+parallelism. Rotary positions come per token, and sequences of similar length are attended to
+together, so nothing loops over the sequences of a micro-batch. Under context parallelism the keys
+of all ranks are gathered. Not for decoding (rollout/ has its own cached attention), and not used
 where Transformer Engine is available.
 """
 
@@ -27,11 +27,11 @@ from torch import Tensor
 
 from stable_opd_mcore.parallel.context import token_indices
 
-_BUCKET_RATIO = 0.75  # a sequence joins a bucket when at least this share of the bucket's longest
+_BUCKET_RATIO = 0.75  # the shortest sequence of a bucket, as a share of the longest, at least
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm whose weight is marked for sequence parallelism, which Megatron's own refuses."""
+    """RMSNorm marked for sequence parallelism, which Megatron's torch norm refuses."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps)
@@ -39,20 +39,20 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class RotaryByPosition(torch.nn.Module):
-    """Cosines and sines looked up per token, in place of Megatron's RotaryEmbedding.
+    """Cosines and sines per token, in place of Megatron's RotaryEmbedding.
 
-    `positions` is set by the model before each forward; the table grows as needed.
+    The model sets `positions` before each forward; the table grows as needed.
     """
 
     def __init__(self, frequencies: Tensor, dtype: torch.dtype) -> None:
         super().__init__()
-        self._frequencies = frequencies  # fp32 [D/2]; not a buffer: it is no weight
+        self._frequencies = frequencies  # fp32 [D/2]; not a buffer, to stay out of checkpoints
         self._dtype = dtype
         self._table = torch.empty(0, frequencies.numel() * 2, dtype=dtype)
         self.positions: Tensor | None = None  # [b, s]
 
     def get_rotary_seq_len(self, *unused: Any, **also_unused: Any) -> int:
-        return 0  # Megatron asks for a length; positions say all
+        return 0  # Megatron passes it to forward, which ignores it
 
     def forward(self, unused_length: int, **unused: Any) -> Tensor:
         """[s, b, 1, D]: cosines in the first half, sines in the second."""
@@ -73,7 +73,7 @@ class RotaryByPosition(torch.nn.Module):
 
 
 def rotate(heads: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotate [s, b, heads, D] by [s, b, 1, D]; halves are paired, as in transformers."""
+    """Rotate [s, b, heads, D] by [s, b, 1, D]: element i with element i + D/2, as transformers."""
     cos, sin = cos_sin.chunk(2, dim=-1)
     first, second = heads.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -81,15 +81,14 @@ def rotate(heads: Tensor, cos_sin: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Buckets:
-    """T packed tokens laid out as a few rectangles [sequences, longest], attended to at once.
+    """T packed tokens laid out as a few rectangles [sequences, longest], each attended to at once.
 
-    Every packed token stands in exactly one slot. Padding stands right of its sequence, where
-    causal attention never looks at it; it repeats the sequence's first token, and what it yields is
-    dropped.
+    Every packed token has exactly one slot. The slots after a sequence's end repeat its first
+    token: causal attention ignores them, and their outputs are dropped.
     """
 
     shapes: tuple[tuple[int, int], ...]  # (sequences, longest) per rectangle
-    token_of_slot_P: Tensor | None  # int64; None: one rectangle that is the packed order itself
+    token_of_slot_P: Tensor | None  # int64; None: one rectangle in the packed order
     slot_of_token_T: Tensor | None  # int64
 
     @classmethod
@@ -123,21 +122,21 @@ class Buckets:
 
 @dataclass(frozen=True)
 class GatheredKeys:
-    """The whole sequences that this rank's slices of them attend to.
+    """The whole sequences to which the queries of this rank's slices attend.
 
-    Their rectangles match those of the slices one by one: rows are the same sequences, `size` times
-    as long. Keys are gathered rank after rank, so `token_of_slot_P` points into that order.
+    Their rectangles match those of the slices one by one: the same sequences, `group.size()` times
+    as long. Keys are gathered rank after rank; `token_of_slot_P` indexes that order.
     """
 
     group: dist.ProcessGroup
     buckets: Buckets
-    masks: tuple[Tensor, ...]  # bool [sequences, 1, longest slice, longest]: True may be looked at
+    masks: tuple[Tensor, ...]  # bool [sequences, 1, longest slice, longest]: True is attended to
 
     @classmethod
     def of(
         cls, cu_seqlens: Tensor, queries: Buckets, positions_T: Tensor, group: dist.ProcessGroup
     ) -> GatheredKeys:
-        """For this rank's slice: its rectangles and its tokens' positions in their sequences."""
+        """From the rectangles of this rank's slices, and their tokens' positions."""
         ranks = range(group.size())
         order = torch.cat([token_indices(cu_seqlens, rank, group.size()) for rank in ranks])
         gathered_T = torch.empty_like(order)
@@ -153,7 +152,7 @@ class GatheredKeys:
         return cls(group, Buckets(whole.shapes, _to_slots(gathered_T, whole), None), masks)
 
     def gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """All ranks' keys and values [T, 1, G, D]; backward each rank gets its own tokens' sums."""
+        """All ranks' keys and values [T, 1, G, D]; the backward pass sums the ranks' gradients."""
         both = gather_from_sequence_parallel_region(
             torch.cat((key, value), dim=2), group=self.group
         )
@@ -165,7 +164,7 @@ _NO_BUCKETS = Buckets((), None, None)
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's description of packed sequences, with their rectangles."""
+    """Megatron's description of packed sequences, and their rectangles."""
 
     buckets: Buckets = _NO_BUCKETS
     keys: GatheredKeys | None = None  # None: this rank holds whole sequences
@@ -174,9 +173,9 @@ class PackedSequences(PackedSeqParams):
     def of(
         cls, cu_seqlens: Tensor, positions_T: Tensor, group: dist.ProcessGroup, **described: Any
     ) -> PackedSequences:
-        """What `described` says in Megatron's terms, and what the attention here needs of it.
+        """Add rectangles to `described`, the fields of Megatron's PackedSeqParams.
 
-        `group` holds the slices of the sequences; alone in it, a rank holds them whole.
+        The ranks of `group` hold the slices of the sequences; a group of one holds them whole.
         """
         lengths = [length // group.size() for length in cu_seqlens.diff().tolist()]
         buckets = Buckets.of(lengths, positions_T.device)
@@ -187,7 +186,7 @@ class PackedSequences(PackedSeqParams):
 
 
 class TorchSelfAttention(SelfAttention):
-    """Megatron's self-attention with the attention itself by scaled_dot_product_attention."""
+    """Megatron's self-attention, computed by torch's scaled_dot_product_attention."""
 
     def forward(
         self,
@@ -201,11 +200,11 @@ class TorchSelfAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of [s, b, H], or of its sequence-parallel slice.
 
-        With `packed_seq_params` b is 1 and each sequence attends to itself, causally. Without, it
-        is plain causal attention over s, or what `attention_mask` leaves: [b, 1, s, s], bool, True
-        hides (Megatron's convention).
+        With `packed_seq_params`, b is 1 and each sequence attends to itself, causally. Without, it
+        is causal attention over s, or `attention_mask`: bool [b, 1, s, s], True hides (Megatron's
+        convention).
         """
-        assert inference_context is None, "cached decoding brings its own attention"
+        assert inference_context is None, "cached decoding has its own attention"
         query, key, value = cast(
             tuple[Tensor, Tensor, Tensor], self.get_query_key_value_tensors(hidden_states, None)
         )

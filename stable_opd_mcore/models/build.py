@@ -1,11 +1,11 @@
-"""Build the chunks of a model that belong on this rank, with random weights.
+"""Build this rank's chunks of a model, with random weights.
 
     architecture = read_architecture(path)
     chunks = build_model(architecture, world, precision="bf16", recompute="none", trainable=True)
-    load_hf(chunks, path)                               # convert.py
+    load_hf(chunks, path)                               # huggingface.py
 
-A model is a list of chunks: one, or with virtual pipelining several per rank. Not here: gradients'
-reduction and the optimizer (train/student.py).
+A rank's part of a model is a list of chunks: one, or several with a virtual pipeline. Not here: the
+reduction of gradients and the optimizer (train/student.py).
 """
 
 from __future__ import annotations
@@ -42,13 +42,12 @@ def build_model(
 
     Args:
         trainable: False gives a frozen model in evaluation mode.
-        seed: None leaves the weights undefined, for load_hf or copy_weights to fill: drawing those
-            of a large model takes minutes.
+        seed: None leaves the weights undefined, for load_hf or copy_weights to fill; drawing the
+            weights of a large model takes minutes.
 
     Raises:
-        UserError: heads or key-value heads not divisible by the tensor ranks, layers not by the
-            pipeline stages, fp32 where the attention cannot slice it; the message holds the numbers
-            and what to change.
+        UserError: parallel.tensor does not divide the heads, the pipeline stages do not divide the
+            layers, or Transformer Engine would attend over slices in fp32.
     """
     check_layout(architecture, world)
     _check_attention(world, precision)
@@ -93,8 +92,7 @@ def _check_attention(world: World, precision: Precision) -> None:
 def transformer_config(
     architecture: Architecture, world: World, precision: Precision, recompute: Recompute
 ) -> TransformerConfig:
-    """Megatron's settings for an architecture on this layout. Losses are sums: no token count
-    divides them."""
+    """Megatron's settings for an architecture on this layout."""
     dtype = _DTYPES[precision]
     fused = transformer_engine_is_usable()
     interleaved = world.virtual_pipeline is not None
@@ -124,15 +122,14 @@ def transformer_config(
         context_parallel_size=world.context_size,
         pipeline_model_parallel_size=world.pipeline_size,
         virtual_pipeline_model_parallel_size=world.virtual_pipeline,
-        # Packed micro-batches differ in length; Megatron ties that option to this dispatcher, dense
-        # models included.
+        # Packed micro-batches differ in length. Megatron demands this dispatcher with that option,
+        # for dense models too.
         variable_seq_lengths=world.pipeline_size > 1,
         moe_token_dispatcher_type="alltoall",
-        # Two stages that exchange both directions in one batch swap their messages: interleaving
-        # must not batch.
+        # With two interleaved stages, a batch of both directions swaps their messages.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
-        calculate_per_token_loss=True,
+        calculate_per_token_loss=True,  # losses are sums: Megatron divides by nothing
         recompute_granularity=None if recompute == "none" else recompute,
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=1 if recompute == "full" else None,

@@ -1,7 +1,7 @@
-"""Which models can be built: architectures read from Hugging Face's config.json, by family.
+"""The model families that can be built, and architectures read from Hugging Face's config.json.
 
-Adding a dense decoder family is an entry of FAMILIES (and, when its tensors have other names,
-entries of tensors.py's table). Not here: weights, Megatron, transformers; a config is plain JSON.
+A new dense decoder family is an entry of FAMILIES and, if its tensors have other names, entries of
+the table in tensors.py. Not here: weights, Megatron, transformers; a config is plain JSON.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from stable_opd_mcore.errors import UserError
 
 @dataclass(frozen=True)
 class Family:
-    """What tells one `model_type` from the next; all have RMSNorm before, SwiGLU and RoPE."""
+    """What differs between model types; all have pre-RMSNorm, SwiGLU and RoPE."""
 
     qkv_bias: bool
     qk_norm: bool
-    supported: Mapping[str, Any]  # the one value of these keys that is implemented, and default
+    supported: Mapping[str, Any]  # the only implemented value of these keys, also their default
 
 
 _PLAIN = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
@@ -49,7 +49,7 @@ class RotaryScaling:
 
 @dataclass(frozen=True)
 class Architecture:
-    """All that is needed to build a model; read from config.json."""
+    """The sizes and settings that define a model."""
 
     model_type: str
     num_layers: int
@@ -77,7 +77,7 @@ def read_architecture(source: str | Path | Mapping[str, Any]) -> Architecture:
 
     Raises:
         UserError: no such file, not JSON, unknown model_type, a key missing or with a value that
-            is not implemented; the message names the file and the key.
+            is not implemented. The message names the file and the key.
     """
     origin, fields = _fields(source)
     model_type = fields.get("model_type")
@@ -133,8 +133,7 @@ def read_architecture(source: str | Path | Mapping[str, Any]) -> Architecture:
 
 
 def rotary_frequencies(architecture: Architecture) -> Tensor:
-    """Radians per position, fp32 [head_dim / 2]; as transformers' "default", "linear" and
-    "llama3"."""
+    """Radians per position, fp32 [head_dim / 2], as transformers defines each rope_type."""
     size = architecture.head_dim
     frequencies = architecture.rope_theta ** -(torch.arange(0, size, 2, dtype=torch.float32) / size)
     scaling = architecture.rope_scaling
@@ -142,8 +141,7 @@ def rotary_frequencies(architecture: Architecture) -> Tensor:
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
-    # llama3: wavelengths beyond the original window are stretched, short ones kept, those between
-    # blended.
+    # llama3: stretch wavelengths beyond the original window, keep short ones, blend between.
     wavelengths = 2 * math.pi / frequencies
     turns = scaling.original_max_positions / wavelengths
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)

@@ -1,10 +1,10 @@
-"""A model chunk as the trainer sees it: hidden states out of packed tokens, and the output head.
+"""The model chunk that the trainer runs, from packed tokens to hidden states, and the output head.
 
     hidden_TH = forward_hidden(chunks[-1], microbatch)      # complete on every tensor rank
     head = output_head(chunks)
 
-The product of the two belongs to losses/, so logits of a whole micro-batch never exist. Not here:
-how a chunk is built (build.py) and filled (convert.py), the schedule (parallel/schedule.py).
+losses/ multiplies the two block by block, so logits of a whole micro-batch never exist. Not here:
+building a chunk (build.py), filling it (weights.py), running micro-batches (parallel/pipeline.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.losses.head import Head
 from stable_opd_mcore.models.attention import PackedSequences, RotaryByPosition
 from stable_opd_mcore.models.families import Architecture
@@ -29,9 +28,9 @@ from stable_opd_mcore.records import MicroBatch
 class HiddenStatesGPTModel(GPTModel):
     """GPTModel whose last stage returns normalised hidden states [s, b, H] instead of logits.
 
-    Under sequence parallelism the hidden states are gathered over the tensor ranks. The gradient
-    that comes back must be complete on every one of them (the loss sums it over the vocabulary
-    shards), so it is only split, not summed.
+    Under sequence parallelism the hidden states are gathered over the tensor ranks. The loss sums
+    their gradient over the vocabulary shards: it arrives complete on every rank, and the backward
+    pass splits it without summing.
     """
 
     architecture: Architecture
@@ -59,17 +58,17 @@ def unwrap(chunk: torch.nn.Module) -> HiddenStatesGPTModel:
 
 
 def output_head(chunks: Sequence[torch.nn.Module], vocab_size: int | None = None) -> Head | None:
-    """The head's shard of this tensor rank, the live parameter; None before the last stage.
+    """This tensor rank's shard of the head, the parameter itself; None before the last stage.
 
     Args:
-        vocab_size: the common vocabulary of student and teacher; default: the architecture's. Rows
-            beyond are padding.
+        vocab_size: the common vocabulary of student and teacher, whose other rows are padding;
+            None: the architecture's.
     """
     last = unwrap(chunks[-1])
     if not last.post_process:
         return None
     weight_VH = last.output_layer.weight
-    if weight_VH is None:  # tied, and the embedding lives in this chunk
+    if weight_VH is None:  # tied, and this chunk holds the embedding
         weight_VH = last.embedding.word_embeddings.weight
     group = last.pg_collection.tp
     return Head(
@@ -84,16 +83,16 @@ def forward_hidden(chunk: torch.nn.Module, microbatch: MicroBatch) -> Tensor:
     """Run one chunk (wrapped for data parallelism or not) over packed sequences.
 
     Returns:
-        hidden_TH on the last stage, complete on every tensor rank; elsewhere what the pipeline
-        sends on.
+        hidden_TH on the last stage, complete on every tensor rank; elsewhere the tensor for the
+        next stage.
 
     Raises:
-        UserError: sequence parallelism, and T is no multiple of the tensor ranks.
+        ValueError: T is no multiple of the sequence-parallel ranks, to which packing pads it.
     """
     model = unwrap(chunk)
     num_tokens, ranks = microbatch.tokens_T.numel(), model.pg_collection.tp.size()
     if model.config.sequence_parallel and num_tokens % ranks:
-        raise UserError(
+        raise ValueError(
             f"a micro-batch of {num_tokens} tokens cannot be cut over {ranks} sequence-parallel "
             f"ranks: pad it to a multiple of {ranks} (World.token_multiple)"
         )
@@ -117,6 +116,6 @@ def _packed_sequences(microbatch: MicroBatch, model: HiddenStatesGPTModel) -> Pa
     }
     if isinstance(model.rotary_pos_emb, RotaryByPosition):
         return PackedSequences.of(microbatch.cu_seqlens, microbatch.positions_T, group, **described)
-    if group.size() > 1:  # Transformer Engine asks for both; what fills a sequence is part of it
+    if group.size() > 1:  # Transformer Engine needs both; padding is part of a sequence here
         described["cu_seqlens_q_padded"] = described["cu_seqlens_kv_padded"] = microbatch.cu_seqlens
     return PackedSeqParams(**described)

@@ -47,12 +47,12 @@ _TOKENIZER_FILES = (
 
 
 def load_hf(chunks: Sequence[Module], path: str | Path) -> None:
-    """Fill the chunks from a Hugging Face directory's safetensors, one file or several.
+    """Fill the chunks from the safetensors of a Hugging Face directory.
 
     Raises:
         UserError: a file or tensor is missing, a file is truncated, or a shape or a set of tensors
-            belongs to another architecture; the message names the file and the tensor. No weight
-            has changed then.
+            belongs to another architecture. The message names the file and the tensor, and no
+            weight has changed.
     """
     with _Checkpoint(Path(path)) as checkpoint:
         checkpoint.check(architecture_of(chunks))
@@ -69,12 +69,12 @@ def export_hf(
 ) -> None:
     """Write config.json and safetensors that `transformers` loads, in the weights' own precision.
 
-    Collective over all ranks; the global rank 0 writes. An existing `directory` is replaced, whole
-    or not at all.
+    Collective over all ranks; rank 0 writes. An existing `directory` is replaced once the new one
+    is complete.
 
     Args:
-        save_tokenizer: writes what a tokenizer needs into the directory given to it.
-        max_file_bytes: a file holds at most this much, one tensor at least.
+        save_tokenizer: writes the tokenizer's files into the directory it is given.
+        max_file_bytes: the most bytes of a file that holds several tensors.
     """
     partial = writer = None
     with ExitStack() as stack:
@@ -92,7 +92,7 @@ def export_hf(
 
 
 class _Checkpoint:
-    """The safetensors of one directory, opened file by file, read tensor by tensor."""
+    """The safetensors files of a directory, each opened when its first tensor is read."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -109,14 +109,14 @@ class _Checkpoint:
         elif (self._directory / _SINGLE).is_file():
             self._file_of = dict.fromkeys(self._handle(_SINGLE).keys(), _SINGLE)
         else:
-            raise UserError(f"{self._directory}: neither {_SINGLE} nor {_INDEX} is there")
+            raise UserError(f"{self._directory}: has neither {_SINGLE} nor {_INDEX}")
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._open.clear()
 
     def check(self, architecture: Architecture) -> None:
-        """Refuse anything but exactly this architecture's tensors, on all ranks alike."""
+        """Refuse a missing, misshapen or additional tensor; every rank checks all of them."""
         wanted = {
             name: tensors.hf_shape(name, architecture)
             for entry in tensors.canonical_parameters(architecture)
@@ -150,7 +150,7 @@ class _Checkpoint:
             return self._handle(self._file_of[name]).get_slice(name)
         except SafetensorError:
             raise UserError(
-                f"{self._path(name)}: tensor {name} is not in this file, though {_INDEX} says so"
+                f"{self._path(name)}: tensor {name} is not in this file, but {_INDEX} lists it here"
             ) from None
 
     def _path(self, name: str) -> Path:
@@ -160,7 +160,7 @@ class _Checkpoint:
         if file not in self._open:
             path = self._directory / file
             if not path.is_file():
-                raise UserError(f"{path}: no such file, though {_INDEX} names it")
+                raise UserError(f"{path}: no such file, but {_INDEX} lists it")
             try:
                 self._open[file] = safe_open(path, framework="pt").__enter__()
             except SafetensorError as error:
@@ -172,7 +172,7 @@ class _Checkpoint:
 
 
 class _ShardWriter:
-    """Collects tensors into files of bounded size, and their index."""
+    """Collects tensors into files of bounded size, and writes their index."""
 
     def __init__(self, directory: Path, max_file_bytes: int) -> None:
         self._directory = directory

@@ -1,8 +1,8 @@
-"""Weights in Megatron's distributed checkpoint form, which any TP x PP layout reads and writes.
+"""Read and write weights in Megatron's distributed checkpoint form, on any TP x PP layout.
 
-A directory of weights alone is a model directory like a Hugging Face one: config.json beside them.
-A run's checkpoint (train/checkpoint.py) is such a directory too, with optimizer and counters. Not
-here: Hugging Face weights (convert.py).
+A directory in this form holds config.json and can be used as a model directory. A run's checkpoint
+(train/checkpoint.py) is such a directory too, and also holds optimizer and counters. Not here:
+Hugging Face's form (huggingface.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.save_helper import start_save_helper
 
 METADATA = ".metadata"
-# What torch's checkpoint metadata is made of; anything else in that pickle is refused.
+# The classes in the pickle of torch's checkpoint metadata; any other name is refused.
 METADATA_MODULES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
 METADATA_NAMES = {
     ("torch", "Size"),
@@ -43,9 +43,9 @@ def is_megatron(path: str | Path) -> bool:
 
 
 def sharding() -> dict[str, Any]:
-    """How a checkpoint is cut, for saving and loading alike: so that any layout can read it.
+    """Megatron's options for saving and loading, with which any layout reads the checkpoint.
 
-    A new one each time: Megatron notes the process groups of the present layout in it.
+    A new dict each time: Megatron adds the process groups of the layout to it.
     """
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -55,7 +55,7 @@ def sharding() -> dict[str, Any]:
 
 
 def weights_of(chunks: Sequence[Module]) -> dict[str, Any]:
-    """The sharded weights of this rank's chunks, as Megatron saves and loads them."""
+    """The sharded state of this rank's chunks, as Megatron saves and loads it."""
     return {
         f"model{index}": unwrap(chunk).sharded_state_dict(metadata=sharding())
         for index, chunk in enumerate(chunks)
@@ -68,7 +68,7 @@ def save_weights(
     """Write weights and config.json into a new directory, on all ranks together.
 
     Args:
-        save_tokenizer: writes what a tokenizer needs into the directory given to it.
+        save_tokenizer: writes the tokenizer's files into the directory it is given.
 
     Raises:
         UserError: the directory exists.
@@ -92,22 +92,22 @@ def save_weights(
 
 def save_sharded(tree: dict[str, Any], directory: Path) -> None:
     """Write sharded tensors into an existing directory, on all ranks together."""
-    if filesystem_async._results_queue is None:  # else Megatron starts one that outlives a kill
+    if filesystem_async._results_queue is None:  # Megatron's own helper outlives a killed rank
         filesystem_async._results_queue = start_save_helper()
     dist_checkpointing.save(tree, str(directory), content_metadata=sharding())
 
 
 def describe_weights(chunks: Sequence[Module], directory: Path) -> None:
-    """Write the config.json that belongs to these weights."""
+    """Write the config.json of these weights."""
     dtype = unwrap(chunks[0]).config.params_dtype
     write_config(architecture_of(chunks), dtype, directory)
 
 
 def load_weights(chunks: Sequence[Module], path: str | Path) -> None:
-    """Read a distributed checkpoint's weights into the chunks, whatever layout wrote them.
+    """Read a distributed checkpoint's weights into the chunks; any layout may have written it.
 
     Raises:
-        UserError: not a checkpoint's metadata.
+        UserError: the metadata is damaged or names foreign classes.
     """
     refuse_foreign_pickle(Path(path))
     loaded: Any = dist_checkpointing.load(weights_of(chunks), str(path))
@@ -126,9 +126,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def refuse_foreign_pickle(checkpoint: Path) -> None:
-    """torch reads this file with an unrestricted unpickler: let nothing but checkpoint metadata
-    reach it.
-    """
+    """Refuse metadata that names any class but its own: torch unpickles it without restriction."""
     path = checkpoint / METADATA
     try:
         with path.open("rb") as file:

@@ -1,8 +1,7 @@
-"""Which layers a model is made of: Transformer Engine's where it is installed and CUDA is there,
-torch's otherwise.
+"""The layers of a model: Transformer Engine's where it and CUDA are available, else torch's.
 
-Both specs name the same parameters for checkpoints (Megatron maps the names), so a checkpoint of
-one loads in the other. Not here: sizes and parallel layout (build.py), the torch attention itself
+Megatron maps the parameter names of both to the same names in checkpoints, so a checkpoint of one
+loads in the other. Not here: sizes and parallel layout (build.py), the torch attention
 (attention.py).
 """
 
@@ -27,12 +26,12 @@ from stable_opd_mcore.models.attention import RMSNorm, TorchSelfAttention
 
 
 def transformer_engine_is_usable() -> bool:
-    """Whether layers come from Transformer Engine: CUDA is there and the package is installed."""
+    """Whether CUDA is available and the package is installed."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None, pipeline_rank: int) -> Any:
-    """What GPTModel takes as `transformer_layer_spec`, for one model chunk."""
+    """The `transformer_layer_spec` of GPTModel for one model chunk."""
     if transformer_engine_is_usable():
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     return _torch_block_spec(config, vp_stage, pipeline_rank)
@@ -50,5 +49,5 @@ def _torch_block_spec(
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pipeline_rank)
-    # The final norm must be named here: the block would take Apex's or Megatron's own.
+    # Without `layer_norm` the block takes Apex's or Megatron's final norm.
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)

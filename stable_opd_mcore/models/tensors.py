@@ -1,8 +1,8 @@
-"""The table between Hugging Face's tensors and Megatron's parameters, read in both directions.
+"""The table of Hugging Face's tensors and Megatron's parameters, read in both directions.
 
-A parameter is assembled from one to three HF tensors in one of five layouts, then cut over the
-tensor ranks. Pure functions of tensors and sizes: no files, no process groups (convert.py has
-those).
+One to three HF tensors make up a parameter in one of five layouts, which is then cut over the
+tensor ranks. Pure functions of tensors and sizes. Not here: process groups (weights.py), files
+(huggingface.py).
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from torch import Tensor
 
 from stable_opd_mcore.models.families import Architecture
 
-# whole: the same on every rank.        columns: cut along dimension 1.
-# qkv: heads interleaved by group.      gate_up: both halves cut alike.      vocab: padded rows,
-# then cut.
+# whole: the same on every rank
+# columns: cut along dimension 1
+# qkv: heads interleaved by key-value group, then cut
+# gate_up: each half cut, then joined
+# vocab: rows padded to a multiple of the ranks, then cut
 Layout = Literal["whole", "columns", "qkv", "gate_up", "vocab"]
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One Megatron parameter (its full form): where it comes from and how it is laid out."""
+    """A Megatron parameter before it is cut: its HF tensors and its layout."""
 
     hf_names: tuple[str, ...]
     layout: Layout
@@ -64,7 +66,7 @@ def describe(name: str, layer_numbers: Sequence[int], tied: bool) -> Parameter:
     Args:
         name: as in `named_parameters` of the chunk.
         layer_numbers: the model-wide index, from 0, of each of the chunk's layers.
-        tied: the head is the embedding; a last stage's copy of it comes from there.
+        tied: the head is the embedding; the last stage's copy is filled from the embedding.
     """
     match = _LAYER_NAME.fullmatch(name)
     if match is None:
@@ -123,7 +125,7 @@ def hf_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
 def shard(
     tensors: Sequence[Tensor], layout: Layout, architecture: Architecture, rank: int, size: int
 ) -> Tensor:
-    """Full HF tensors to the shard that tensor rank `rank` of `size` holds."""
+    """The shard of full HF tensors that tensor rank `rank` of `size` holds."""
     if layout == "qkv":
         groups = architecture.num_key_value_heads
         rows = [tensor.reshape(groups, -1, *tensor.shape[1:]) for tensor in tensors]
@@ -144,9 +146,9 @@ def shard(
 def unshard(
     shards: Sequence[Tensor], layout: Layout, architecture: Architecture
 ) -> tuple[Tensor, ...]:
-    """The shards of all tensor ranks, in rank order, to full HF tensors. Inverse of `shard`.
+    """The full HF tensors of all tensor ranks' shards, in rank order. Inverse of `shard`.
 
-    Where there is one shard, its memory is the result's as far as the layout allows.
+    Of a single shard the results are views, where the layout allows it.
     """
     if layout == "qkv":
         size, per_group = architecture.head_dim, architecture.num_attention_heads
@@ -166,5 +168,5 @@ def unshard(
 
 
 def _join(pieces: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Concatenated; a single piece as it is, for `torch.cat` would copy it."""
+    """Concatenate; return a single piece itself, which `torch.cat` would copy."""
     return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim=dim)

@@ -28,10 +28,10 @@ from stable_opd_mcore.parallel.world import gather_objects
 
 @torch.no_grad()
 def random_weights(chunks: Sequence[Module], seed: int) -> None:
-    """Draw every weight: normal with the architecture's initializer_range, norms one, biases zero.
+    """Draw matrices from a normal with the architecture's initializer_range; norms 1, biases 0.
 
-    Each full tensor has a generator of its own, seeded by (seed, its HF name), so the layout does
-    not matter.
+    Each full tensor has its own generator, seeded by `seed` and its HF name, so the weights do not
+    depend on the layout.
     """
     architecture = architecture_of(chunks)
 
@@ -49,10 +49,10 @@ def random_weights(chunks: Sequence[Module], seed: int) -> None:
 
 
 def mark_shards(chunks: Sequence[Module]) -> None:
-    """Tell Megatron which weights are one tensor rank's share.
+    """Mark the weights that are a tensor rank's shard, as Megatron does when it draws them itself.
 
-    It does so itself only where it also draws them. Unmarked, a share counts as a copy, and
-    gradient norms leave out all shares but the first rank's.
+    Megatron takes an unmarked weight for a copy that every tensor rank holds, and its gradient norm
+    counts it on the first rank alone.
     """
     for _, weight, entry in _parameters(chunks):
         marked = hasattr(weight, "tensor_model_parallel")
@@ -62,11 +62,11 @@ def mark_shards(chunks: Sequence[Module]) -> None:
 
 
 def iter_hf_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
-    """Every HF tensor, whole, on this rank's device, in the order of the forward pass.
+    """Every full HF tensor, on this rank's device, in the order of the forward pass.
 
-    Collective over the tensor and pipeline ranks: all of them iterate in step, to the end, and see
-    the same. One parameter's tensors exist at a time; they may share memory with the weights, so
-    copy what is kept.
+    Collective over the tensor and pipeline ranks: all of them iterate to the end and get the same
+    tensors. One parameter's tensors exist at a time and may share memory with the weights: copy
+    what is kept.
     """
     models = [unwrap(chunk) for chunk in chunks]
     architecture = architecture_of(chunks)
@@ -97,8 +97,7 @@ def iter_hf_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def copy_weights(from_chunks: Sequence[Module], to_chunks: Sequence[Module]) -> None:
-    """Copy this rank's weights between two models of one architecture and layout, e.g. to freeze a
-    reference.
+    """Copy this rank's weights between two models of one architecture and layout.
 
     Raises:
         ValueError: the models differ.
@@ -113,13 +112,12 @@ def copy_weights(from_chunks: Sequence[Module], to_chunks: Sequence[Module]) -> 
 
 
 def architecture_of(chunks: Sequence[Module]) -> Architecture:
-    """What the chunks were built from."""
+    """The architecture that the chunks were built from."""
     return unwrap(chunks[0]).architecture
 
 
 def _parameters(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor, Parameter]]:
-    """This rank's parameters with their table entries. A tied head's copy on the last stage comes
-    last."""
+    """Name, weight and table entry of this rank's parameters; a tied head's copy comes last."""
     for model in map(unwrap, chunks):
         layers: Any = model.decoder.layers
         numbers = [layer.layer_number - 1 for layer in layers]
@@ -136,7 +134,7 @@ def fill_weights(chunks: Sequence[Module], source: Callable[[str], Tensor]) -> N
 
 
 def _owners(local: list[tuple[str, ...]], group: dist.ProcessGroup) -> dict[tuple[str, ...], int]:
-    """For every parameter the first pipeline rank that holds it."""
+    """For every parameter, the first pipeline rank that holds it."""
     owners: dict[tuple[str, ...], int] = {}
     for rank, names in enumerate(gather_objects(local, group)):
         for name in names:

@@ -1,13 +1,13 @@
-"""Context parallelism: which tokens of a micro-batch a rank holds.
+"""Context parallelism: the tokens of a micro-batch that one rank holds.
 
     batch = slice_microbatch(batch, world.context_rank, world.context_size)
 
-C ranks cut every packed sequence into 2C equal chunks; rank r holds chunks r and 2C-1-r, so that
-causal attention costs them all the same. That is the order of Transformer Engine's
-`thd_get_partitioned_indices` and of Megatron's rotary embedding, so either attention works on it.
-Targets were shifted before: the next token may lie on another rank.
+C ranks cut every packed sequence into 2C equal pieces; rank r holds pieces r and 2C-1-r, so that
+causal attention costs every rank the same. Transformer Engine's `thd_get_partitioned_indices` and
+Megatron's rotary embedding use the same order, so either attention works on it. Targets are shifted
+before, in data/packing.py, because the next token may lie on another rank.
 
-Not here: sequences of a multiple of 2C tokens (data/packing.py), attention over the slices
+Not here: padding sequences to a multiple of 2C tokens (data/packing.py), attention over the slices
 (models/attention.py).
 """
 
@@ -18,42 +18,41 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.records import MicroBatch
 
 
 def token_indices(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
-    """Where a rank's tokens stand among the T packed ones: int64 [T/size], in the rank's order.
+    """The places of a rank's tokens among the T packed ones: int64 [T/size], in the rank's order.
 
     Raises:
-        UserError: a sequence whose length is no multiple of 2 size.
+        ValueError: a sequence whose length is no multiple of 2 size, to which packing pads it.
     """
     lengths_S = cu_seqlens.diff().long()
     if bool((lengths_S % (2 * size)).any()):
-        raise UserError(
+        raise ValueError(
             f"sequences of {lengths_S.tolist()} tokens cannot be cut over {size} context-parallel "
             f"ranks: pad each to a multiple of {2 * size} (World.sequence_multiple)"
         )
-    chunks_S = lengths_S // (2 * size)
-    chunks = chunks_S.repeat_interleave(2 * chunks_S)  # per token of this rank
-    starts = cu_seqlens[:-1].long().repeat_interleave(2 * chunks_S)
-    within = torch.arange(len(chunks), device=chunks.device) - starts // size
-    # A token of the second half also skips the chunks of the other ranks between its rank's two.
-    skipped = torch.where(within < chunks, rank, 2 * size - 2 - rank)
-    return starts + within + skipped * chunks
+    piece_lengths_S = lengths_S // (2 * size)
+    lengths = piece_lengths_S.repeat_interleave(2 * piece_lengths_S)  # per token of this rank
+    starts = cu_seqlens[:-1].long().repeat_interleave(2 * piece_lengths_S)
+    within = torch.arange(len(lengths), device=lengths.device) - starts // size
+    # Pieces of other ranks before a token of this rank's first piece, or of its second.
+    others = torch.where(within < lengths, rank, 2 * size - 2 - rank)
+    return starts + within + others * lengths
 
 
 def slice_microbatch(batch: MicroBatch, rank: int, size: int) -> MicroBatch:
-    """A rank's share of a micro-batch without scores: its tokens, and the rows that lie on them.
+    """A rank's share of a micro-batch without scores: its tokens, and the rows at these tokens.
 
-    cu_seqlens and max_seqlen go on describing the whole sequences.
+    cu_seqlens and max_seqlen still describe the whole sequences.
 
     Raises:
-        UserError: a sequence whose length is no multiple of 2 size.
+        ValueError: a sequence whose length is no multiple of 2 size, to which packing pads it.
     """
     if size == 1:
         return batch
-    assert batch.teacher is None and batch.reference is None, "scores belong to a slice already"
+    assert batch.teacher is None and batch.reference is None, "scores are computed after slicing"
     indices = token_indices(batch.cu_seqlens, rank, size)
     place_T = torch.full_like(batch.tokens_T, -1)
     place_T[indices] = torch.arange(len(indices), device=indices.device)

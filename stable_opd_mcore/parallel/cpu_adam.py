@@ -1,8 +1,8 @@
-"""Adam for the CPU, with the interface and the state layout of the fused optimizers of GPUs.
+"""Adam for the CPU, with the interface and the state layout of the GPU's fused optimizers.
 
 Transformer Engine's and Apex's FusedAdam keep `exp_avg` and `exp_avg_sq` per parameter and `step`
 in the parameter group; Megatron's distributed checkpoints depend on that layout. The arithmetic is
-torch's own fused kernel. Not used where CUDA is available.
+torch's fused CPU kernel. Not used where CUDA is available.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class FusedAdam(torch.optim.Optimizer):
             [self.state[param]["exp_avg"] for param in params],
             [self.state[param]["exp_avg_sq"] for param in params],
             max_exp_avg_sqs=[],
-            # The kernel counts by itself, in one tensor per parameter.
+            # The kernel increments these counters itself; it wants one tensor per parameter.
             state_steps=list(torch.full((len(params),), float(steps_before)).unbind()),
             fused=True,
             amsgrad=False,

@@ -1,9 +1,8 @@
-"""What `torch.cuda` means inside megatron-core on a machine without CUDA: one device, the CPU,
-synchronous.
+"""The stand-in for `torch.cuda` inside megatron-core on a machine without CUDA.
 
-Placement answers with the CPU, streams and events do nothing, the CUDA generator is the default
-generator. Any name not given here is looked up in the real torch.cuda. Only `megatron_cpu` hands
-this out; nothing else sees it.
+There is one device, the CPU; streams and events do nothing; the CUDA generator is torch's default
+generator. Any other name is looked up in the real torch.cuda. Only modules that megatron_cpu.py
+rewrites use it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def _no_context(*args: Any, **kwargs: Any) -> nullcontext:
 
 
 class Stream:
-    """Stands for torch.cuda.Stream and torch.cuda.Event: work is done when the call returns."""
+    """In place of torch.cuda.Stream and torch.cuda.Event: calls return when their work is done."""
 
     cuda_stream = 0
 

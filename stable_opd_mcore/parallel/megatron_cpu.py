@@ -1,12 +1,12 @@
-"""Let unmodified megatron-core import and run in a process without CUDA.
+"""Rewrite megatron-core while it is imported, so that it runs in a process without CUDA.
 
-An import hook compiles `megatron.*`, and nothing else, after replacing the spellings that can only
-raise without CUDA: `torch.cuda.x` becomes a facade whose device is the CPU, `"cuda"` constants
-become `"cpu"`, `tensor.cuda()` becomes `tensor.cpu()`. Valid for megatron-core 0.16 to 0.19.
+Only `megatron.*` is rewritten, and only the expressions that raise without CUDA: `torch.cuda.x`
+becomes a facade whose device is the CPU, `"cuda"` constants become `"cpu"`, `tensor.cuda()` becomes
+`tensor.cpu()`. Valid for megatron-core 0.16 to 0.19.
 
 Not a monkeypatch: no attribute of torch changes, so transformers, dynamo and user code see the real
-torch. Not a second implementation: schedules, layers, optimizer and checkpoints are Megatron's own.
-Streams, NCCL, CUDA graphs and fused kernels are not exercised here. megatron_import.py installs it.
+torch. Not a second implementation: pipelining, layers, optimizer, checkpoints are Megatron's own.
+Streams, NCCL, CUDA graphs and fused kernels do not run here. megatron_import.py installs the hook.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -31,62 +31,36 @@ from torch.distributed import ProcessGroup
 
 from stable_opd_mcore.parallel import cpu_adam, cuda_facade
 
-_PACKAGE = "megatron"
-_FACADE = "_cpu_cuda"  # the name the rewritten modules know the facade by
+_FACADE = "_cpu_cuda"  # the name of the facade in the rewritten modules
 
 
-def install() -> bool:
-    """Install the hook, once; nothing is done where CUDA is available.
-
-    Returns:
-        Whether Megatron runs on the CPU in this process.
-
-    Raises:
-        RuntimeError: megatron.core was imported before; its modules refer to torch.cuda already.
-    """
+@cache
+def is_needed() -> bool:
+    """Whether Megatron runs on the CPU in this process. The first call prepares for that."""
     if torch.cuda.is_available():
         return False
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        return True
-    if any(name.startswith("megatron.core") for name in sys.modules):
-        raise RuntimeError(
-            "import stable_opd_mcore before the first import of megatron.core: without CUDA, "
-            "Megatron must be rewritten while it is imported"
-        )
     sys.modules[f"{_FACADE}_nvtx"] = cuda_facade.nvtx_module(f"{_FACADE}_nvtx")
-    sys.meta_path.insert(0, _Finder())
-    _ignore_harmless_warnings()
+    for message in _HARMLESS_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
     return True
 
 
 def find_spec(
-    fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    fullname: str, path: Sequence[str] | None, target: ModuleType | None
 ) -> ModuleSpec | None:
-    """As importlib's finders: the rewritten module of Megatron, None for any other package."""
-    if fullname.partition(".")[0] != _PACKAGE:
-        return None
+    """Where to find a module of Megatron, with a loader that rewrites its source."""
     spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
     if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
         spec.loader = _Loader(spec.loader.name, spec.loader.path)
     return spec
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None = None,
-        target: ModuleType | None = None,
-    ) -> ModuleSpec | None:
-        return find_spec(fullname, path, target)
-
-
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Compiles the rewritten source and keeps its bytecode apart from the package's own.
+    """Compiles the rewritten source and keeps its bytecode apart from Megatron's own.
 
-    The bytecode lies in this package's `__pycache__`, under the digest of the hook's source: as
-    trustworthy as the code around it, validated against the Megatron file's time and size by
-    importlib, and never read by another hook.
+    The bytecode lies in this package's `__pycache__`, in a folder named after the digest of this
+    file, so another version of the hook never reads it. importlib compiles again when the time or
+    size of Megatron's file has changed.
     """
 
     def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:
@@ -115,7 +89,7 @@ def _own_bytecode(path: str) -> str:
 
 _TRITON_IS_MISSING = importlib.util.find_spec("triton") is None
 _HOOK_DIGEST = hashlib.sha256(
-    Path(__file__).read_bytes() + bytes([_TRITON_IS_MISSING])  # all that shapes the bytecode
+    Path(__file__).read_bytes() + bytes([_TRITON_IS_MISSING])  # all that the bytecode depends on
 ).hexdigest()[:16]
 _BYTECODE = Path(importlib.util.cache_from_source(__file__)).parent / f"megatron-{_HOOK_DIGEST}"
 
@@ -157,9 +131,8 @@ class _Rewrite(ast.NodeTransformer):
 
 
 def _without_triton(statement: ast.stmt) -> ast.stmt:
-    # From 0.18 on, mixture-of-experts modules that gpt_model imports need triton to be importable.
-    # Only imports outside a `try` are replaced: inside one, the ImportError is what Megatron waits
-    # for.
+    # From 0.18 on, gpt_model imports mixture-of-experts modules that import triton. Imports inside
+    # a `try` stay: Megatron handles their ImportError.
     if not isinstance(statement, ast.Import) or not _TRITON_IS_MISSING:
         return statement
     module = statement.names[0]
@@ -177,7 +150,7 @@ def _disable_compilation(module: Any) -> None:
     module.disable_jit_fuser()  # torch.compile of three-line functions costs seconds each on a CPU
 
 
-def _use_the_default_generator(module: Any) -> None:
+def _use_default_generator(module: Any) -> None:
     generator = torch.default_generator
     module._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: (
         generator.get_state()
@@ -185,30 +158,29 @@ def _use_the_default_generator(module: Any) -> None:
     module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: generator.set_state(
         state
     )
-    # The tracker warns when the CPU generator moved inside its CUDA context; here they are one
-    # generator.
+    # The tracker warns when the CPU generator moves in its CUDA context: here they are the same.
     module.logging.getLogger(module.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
 
 
 def _use_cpu_adam(module: Any) -> None:
-    # Megatron's fall-back, torch.optim.AdamW, keeps `step` per parameter: a distributed-optimizer
-    # checkpoint written with it cannot be loaded. Taking the branch of the fused optimizers keeps
-    # the checkpoint layout of the GPU.
+    # Without a fused Adam, Megatron takes torch.optim.AdamW, which keeps `step` per parameter: a
+    # distributed-optimizer checkpoint written with it cannot be loaded. The branch of the fused
+    # optimizers writes the same checkpoint layout as on a GPU.
     module.Adam = cpu_adam.FusedAdam
     module.HAVE_APEX_OR_TE = module.USING_APEX_OPTIMIZER = True
     module.USING_PYTORCH_OPTIMIZER = False
 
 
-def _spare_lone_ranks(module: Any) -> None:
-    # A distributed optimizer over one rank gathers and scatters all weights and gradients in place;
+def _skip_collectives_of_one_rank(module: Any) -> None:
+    # A distributed optimizer over one rank gathers and scatters weights and gradients in place:
     # NCCL then does nothing, gloo copies them.
     for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
-        setattr(module, name, partial(_unless_alone, getattr(module, name)))
+        setattr(module, name, partial(_collective_or_nothing, getattr(module, name)))
 
 
-def _unless_alone(
+def _collective_or_nothing(
     collective: Callable, output: Tensor, input: Tensor, *, group: ProcessGroup, **options: Any
 ) -> Any:
     if group.size() > 1:
@@ -219,20 +191,15 @@ def _unless_alone(
 
 _AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.jit": _disable_compilation,
-    "megatron.core.tensor_parallel.random": _use_the_default_generator,
-    "megatron.core.distributed.param_and_grad_buffer": _spare_lone_ranks,
+    "megatron.core.tensor_parallel.random": _use_default_generator,
+    "megatron.core.distributed.param_and_grad_buffer": _skip_collectives_of_one_rank,
     "megatron.core.optimizer": _use_cpu_adam,
     "megatron.core.optimizer.distrib_optimizer": _use_cpu_adam,
 }
 
 
-def _ignore_harmless_warnings() -> None:
-    for message in _HARMLESS:
-        warnings.filterwarnings("ignore", message=message)
-
-
-# What Megatron says of GPU packages and settings, and torch of Megatron's calls.
-_HARMLESS = (
+# Megatron's warnings about GPU packages and settings, and torch's about Megatron's calls.
+_HARMLESS_WARNINGS = (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
     "full scope is deprecated",

@@ -1,10 +1,10 @@
-"""Run micro-batches through a model by Megatron's pipeline schedules; losses are plain sums.
+"""Run micro-batches through a model, pipelined by Megatron where there are several stages.
 
     outputs = run_forward_backward(chunks, microbatches, forward_step, world=world)
 
-One code path for every layout: no pipelining, 1F1B, interleaved. The loss of the step is the sum
-over micro-batches (weights carry the global normaliser), so nothing is divided here. Gradients are
-left unreduced: whoever owns the model calls Megatron's finalize_model_grads once afterwards.
+One code path for every layout: no pipelining, 1F1B, interleaved. The loss of a step is the sum over
+micro-batches, because token weights hold the global normaliser, so nothing is divided here. Not
+here: the reduction of gradients over ranks; the caller runs finalize_model_grads once afterwards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch.nn import Module
 
-from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.parallel.world import World
 
 MicroBatch = TypeVar("MicroBatch")
@@ -37,19 +36,19 @@ def run_forward_backward(
     """Forward, and unless `forward_only` backward, of all micro-batches.
 
     Args:
-        chunks: the model on this rank, in stage order.
+        chunks: the model chunks of this rank, in stage order.
         microbatches: the same list on all tensor and pipeline ranks of the replica.
         forward_step: runs one chunk on one micro-batch; returns its output tensor and a function of
-            the last stage's output. With backward that function returns (loss, result), loss a
-            differentiable scalar; with `forward_only` it returns the result, and everything runs
-            without gradients.
+            the last stage's output. That function returns (loss, result), where loss is a
+            differentiable scalar; with `forward_only` it returns the result alone, and no gradients
+            are recorded.
 
     Returns:
         The results in micro-batch order on the last pipeline stage, an empty list elsewhere.
 
     Raises:
-        UserError: no micro-batches, or their number does not suit interleaving
-            (World.microbatch_multiple).
+        ValueError: no micro-batches, or their number is no multiple of World.microbatch_multiple,
+            which packing guarantees.
     """
     _require_count(len(microbatches), world)
 
@@ -59,7 +58,7 @@ def run_forward_backward(
             return output, lambda tensor, **_: function(tensor)
         return output, lambda tensor: _as_sum(function(tensor))
 
-    # Else Megatron divides by the number of micro-batches.
+    # Without this setting Megatron divides losses by the number of micro-batches.
     assert forward_only or get_model_config(chunks[0]).calculate_per_token_loss
     run = get_forward_backward_func()
     with torch.no_grad() if forward_only else nullcontext():
@@ -76,19 +75,19 @@ def run_forward_backward(
 
 
 def _as_sum(loss_and_result: tuple[Tensor, Any]) -> tuple[Tensor, Tensor, Any]:
-    """With a token count in the middle Megatron leaves the loss undivided; the count is unused."""
+    """What Megatron takes: loss, token count, result. It does not divide by this count of zero."""
     loss, result = loss_and_result
     return loss, torch.zeros([], dtype=torch.int32, device=loss.device), result
 
 
 def _require_count(number: int, world: World) -> None:
     if number == 0:
-        raise UserError(
-            "no micro-batches: every data-parallel rank needs at least one, an empty one if need be"
+        raise ValueError(
+            "no micro-batches: every data-parallel rank needs at least one, which may be empty"
         )
     multiple = world.microbatch_multiple
     if number % multiple:
-        raise UserError(
+        raise ValueError(
             f"{number} micro-batches do not suit parallel.virtual_pipeline with parallel.pipeline="
             f"{world.pipeline_size}: pad with empty ones to a multiple of {multiple}"
         )

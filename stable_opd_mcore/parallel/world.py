@@ -1,14 +1,11 @@
-"""Who this rank is: its device, its place in the tensor x context x data x pipeline grid, and the
-process groups to talk over.
+"""This rank's device, its place in the tensor x context x data x pipeline grid, its process groups.
 
     world = start_world(config.parallel, seed=config.train.seed)
-    ...                                   # models, runs: as many as wanted, one after the other
+    ...                                   # build models and train, any number of times
     stop_world()
 
-`World` is passed to whoever needs to know; nothing above this folder asks Megatron's global
-parallel_state.
-Not a launcher: torchrun (or srun with its variables) starts the ranks, a lone process is a world of
-one.
+`World` is passed as an argument; no other folder reads Megatron's global parallel_state. Not a
+launcher: torchrun, or srun with its variables, starts the ranks. A lone process is a world of one.
 """
 
 from __future__ import annotations
@@ -34,15 +31,15 @@ from stable_opd_mcore.network import gloo_settings
 Object = TypeVar("Object")
 
 _TIMEOUT = timedelta(minutes=30)
-_created_process_group = False  # by start_world; stop_world leaves a caller's own standing
+_created_process_group = False  # by start_world; stop_world keeps a group that a caller created
 
 
 @dataclass(frozen=True)
 class World:
-    """This rank's view. A tensor x pipeline grid ("replica") holds the weights once.
+    """This rank's place. A replica, a tensor x pipeline grid of ranks, holds the weights once.
 
     Replicas are the data-parallel ranks: each draws rollouts for its share of the prompts.
-    `context_size` replicas cut the sequences of the same micro-batches among them.
+    `context_size` replicas share the same micro-batches; each holds a slice of every sequence.
     """
 
     rank: int
@@ -53,14 +50,14 @@ class World:
     sequence_parallel: bool
     pipeline_rank: int
     pipeline_size: int
-    virtual_pipeline: int | None  # model chunks per pipeline rank; None: one, not interleaved
+    virtual_pipeline: int | None  # model chunks per pipeline rank; None: one, without interleaving
     data_rank: int
     data_size: int
     context_rank: int
     context_size: int
-    batch_rank: int  # whose micro-batches these are: replicas that share them count once
+    batch_rank: int  # as data_rank, but replicas that share micro-batches count once
     batch_size: int
-    # what Megatron's constructors take; the five below are its members
+    # for Megatron's constructors; the properties below are its members
     groups: ProcessGroupCollection
 
     @property
@@ -92,7 +89,7 @@ class World:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether losses and scores exist on this rank."""
+        """Whether this rank computes losses and scores."""
         return self.pipeline_rank == self.pipeline_size - 1
 
     @property
@@ -116,21 +113,20 @@ class World:
     def microbatch_multiple(self) -> int:
         """The number of micro-batches must be a multiple of this.
 
-        An interleaved pipeline works through them in groups of its stages.
+        An interleaved pipeline processes them in groups of `pipeline_size`.
         """
         return self.pipeline_size if self.virtual_pipeline else 1
 
 
 def start_world(parallel: ParallelConfig, seed: int) -> World:
-    """Join the process group (created when there is none), lay out the grid, seed every generator.
+    """Join the process group, or create it; lay out the grid; seed every generator.
 
-    May be called again with the same layout: the groups are used again and the generators are
-    seeded anew. A rank's position varies fastest over tensor, then context, data, pipeline
-    (Megatron's order).
+    May be called again with the same layout: it keeps the groups and seeds the generators again.
+    Rank numbers run fastest over tensor, then context, data, pipeline (Megatron's order).
 
     Raises:
         UserError: tensor x pipeline x context does not divide the number of ranks.
-        RuntimeError: another layout stands; stop_world() first.
+        RuntimeError: a world of another layout is started; call stop_world() first.
     """
     device = _join()
     world_size = dist.get_world_size()
@@ -174,9 +170,9 @@ def start_world(parallel: ParallelConfig, seed: int) -> World:
 
 
 def stop_world() -> None:
-    """Wait for every rank, then leave; without it a gloo rank may abort at exit.
+    """Wait for every rank, then leave the process group; else a gloo rank may abort at exit.
 
-    Harmless when nothing is started. A process group that others created is left standing.
+    Does nothing when no world is started. Keeps a process group that the caller created.
     """
     global _created_process_group
     if not dist.is_initialized():
@@ -234,7 +230,9 @@ def _join() -> torch.device:
     if not dist.is_initialized():
         backend = "nccl" if on_gpu else "gloo"
         if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
-            master = os.environ.get("MASTER_ADDR", "localhost")  # torch says what is missing
+            master = os.environ.get(
+                "MASTER_ADDR", "localhost"
+            )  # torch refuses missing variables by name
             os.environ.update(gloo_settings(master))
             dist.init_process_group(backend, timeout=_TIMEOUT)
         else:
@@ -248,7 +246,7 @@ def _join() -> torch.device:
 
 
 def _share_cores() -> None:
-    """Ranks of one machine share its cores: more threads than cores halve the throughput."""
+    """Divide the machine's cores among its ranks: more threads than cores halve the throughput."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -258,21 +256,21 @@ def _share_cores() -> None:
 
 def _require_same_layout(parallel: ParallelConfig) -> None:
     wanted = (parallel.tensor, parallel.pipeline, parallel.virtual_pipeline, parallel.context)
-    standing = (
+    started = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_virtual_pipeline_model_parallel_world_size(),
         parallel_state.get_context_parallel_world_size(),
     )
-    if wanted != standing:
+    if wanted != started:
         raise RuntimeError(
-            f"a world of (tensor, pipeline, virtual_pipeline, context) = {standing} stands, "
-            f"{wanted} was asked for: call stop_world() first"
+            f"a world of (tensor, pipeline, virtual_pipeline, context) = {started} is started: "
+            f"call stop_world() before starting {wanted}"
         )
 
 
 def _seed_generators(seed: int, pipeline_rank: int) -> None:
-    # Megatron's convention; the tensor rank is added by its tracker.
+    # Megatron's convention; its tracker adds the tensor rank.
     seed = seed + 100 * pipeline_rank
     random.seed(seed)
     numpy.random.seed(seed % 2**32)

@@ -1,4 +1,4 @@
-"""A world of one rank: started, started again, refused, stopped. Several ranks: test_layouts.py."""
+"""A world of one rank: started, started again, refused, stopped. Several: test_pipeline.py."""
 
 from __future__ import annotations
 

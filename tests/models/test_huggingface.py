@@ -1,13 +1,17 @@
-"""Built models say what transformers says: logits to 1e-5 in fp32, and files that go back and forth
-bit-exactly."""
+"""Built models equal transformers' models: logits to 1e-5 in fp32, files bit for bit both ways.
+
+Damaged directories are refused with the file's and the tensor's name before any weight changes.
+"""
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stable_opd_mcore.config.schema import ParallelConfig
@@ -26,6 +30,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+
+
 MODELS = {
     "qwen2": tiny.config("qwen2"),
     "qwen2 tied": tiny.config("qwen2", tie_word_embeddings=True),
@@ -106,3 +112,65 @@ def test_bf16_keeps_stored_values(world: World, tmp_path: Path) -> None:
     hidden_TH = forward_hidden(chunks[0], tiny.microbatch([7, 5]))
     assert hidden_TH.dtype == torch.bfloat16
     assert hidden_TH.isfinite().all()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoints") / "qwen3"
+    export_hf(build_model(tiny.architecture("qwen3"), world), directory, max_file_bytes=30_000)
+    return directory
+
+
+def _refuses(
+    directory: Path, world: World, match: str, model_type: str = "qwen3", **changes
+) -> None:
+    chunks = build_model(tiny.architecture(model_type, **changes), world, seed=8)
+    before = [weight.clone() for weight in chunks[0].parameters()]
+    with pytest.raises(ValueError, match=match):
+        load_hf(chunks, directory)
+    after = list(chunks[0].parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_another_architecture(checkpoint: Path, world: World) -> None:
+    _refuses(
+        checkpoint, world, r"shape \(53, 32\), expected \(53, 40\).*another arch", hidden_size=40
+    )
+    _refuses(checkpoint, world, r"layers.4\..* is missing", num_hidden_layers=5)
+    _refuses(checkpoint, world, r"layers.3\..* no place in the model", num_hidden_layers=3)
+    _refuses(checkpoint, world, r"q_proj.bias is missing", model_type="qwen2")
+
+
+def test_truncated_file(checkpoint: Path, world: World, tmp_path: Path) -> None:
+    directory = shutil.copytree(checkpoint, tmp_path / "copy")
+    victim = sorted(directory.glob("*.safetensors"))[1]
+    victim.write_bytes(victim.read_bytes()[:-100])
+    _refuses(directory, world, f"{victim.name}: not readable, probably truncated")
+
+
+def test_missing_pieces(checkpoint: Path, world: World, tmp_path: Path) -> None:
+    directory = shutil.copytree(checkpoint, tmp_path / "copy")
+    victim = sorted(directory.glob("*.safetensors"))[1]
+    content = load_file(victim)
+    name = min(content)
+    save_file({key: value for key, value in content.items() if key != name}, victim)
+    _refuses(directory, world, f"{name} is not in this file")
+    victim.unlink()
+    _refuses(directory, world, f"{victim.name}: no such file")
+    (directory / "model.safetensors.index.json").write_text("{")
+    _refuses(directory, world, "not an index of safetensors")
+    (directory / "model.safetensors.index.json").unlink()
+    _refuses(directory, world, "neither model.safetensors nor")
+
+
+def test_export_leaves_nothing_half_written(world: World, tmp_path: Path) -> None:
+    """A failing export keeps the previous directory and removes its own."""
+    chunks = build_model(tiny.architecture("qwen3"), world)
+    export_hf(chunks, tmp_path / "model")
+    before = (tmp_path / "model" / "model.safetensors").read_bytes()
+    torch.nn.init.zeros_(chunks[0].output_layer.weight)
+    chunks[0].architecture = replace(chunks[0].architecture, source={"unwritable": {1, 2}})
+    with pytest.raises(TypeError):
+        export_hf(chunks, tmp_path / "model")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == before

@@ -1,8 +1,6 @@
-"""Every parallel layout computes what one rank computes: weights, outputs, summed losses,
-gradients, export.
+"""Every parallel layout gives the results of one rank: weights, outputs, losses, gradients, export.
 
-The single rank's results are written to a file; four ranks then go through all layouts in one
-launch.
+One rank writes its results to a file; then four ranks run all layouts in one launch.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ from tests.parallel.launch import run_ranks
 LAYOUTS = {
     "TP2": {"tensor": 2},
     "TP2+SP": {"tensor": 2, "sequence": True},
-    "PP2": {"pipeline": 2},
     "TP2xPP2": {"tensor": 2, "pipeline": 2, "sequence": True},
     "PP2xVPP2": {"pipeline": 2, "virtual_pipeline": 2},
     "DP4": {},

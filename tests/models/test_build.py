@@ -1,0 +1,46 @@
+"""Layouts that cannot hold a model are refused with both numbers and a remedy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.models import build
+from stable_opd_mcore.models.build import build_model, check_layout
+from stable_opd_mcore.models.hidden_states import forward_hidden
+from stable_opd_mcore.parallel.world import World, start_world, stop_world
+from tests.models import tiny
+
+
+@pytest.fixture(scope="module")
+def world():
+    yield start_world(ParallelConfig(), seed=0)
+    stop_world()
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ({"tensor_size": 4}, r"parallel.tensor=4 does not divide num_key_value_heads=2 .*\[1, 2\]"),
+        ({"tensor_size": 3}, "parallel.tensor=3 does not divide num_attention_heads=4"),
+        ({"pipeline_size": 3}, r"4 layers do not divide .*pipeline=3 .* among \[1, 2, 4\]"),
+        ({"pipeline_size": 4, "virtual_pipeline": 2}, "= 8 stages"),
+    ],
+)
+def test_layout_that_cannot_hold_the_model(layout: dict, message: str, world: World) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_layout(tiny.architecture("qwen3"), replace(world, **layout))
+
+
+def test_attention_that_cannot_slice_fp32(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "transformer_engine_is_usable", lambda: True)
+    with pytest.raises(ValueError, match=r"parallel.context=2 with train.precision=fp32"):
+        build_model(tiny.architecture("qwen3"), replace(world, context_size=2))
+
+
+def test_frozen_model_has_no_gradients(world: World) -> None:
+    frozen = build_model(tiny.architecture("qwen3"), world, trainable=False)
+    assert not forward_hidden(frozen[0], tiny.microbatch([4, 3])).requires_grad
+    assert not frozen[0].training

@@ -1,0 +1,55 @@
+"""Architectures are read from config.json; a wrong one is refused with the file and the key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stable_opd_mcore.models.families import read_architecture
+from tests.models import tiny
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; known: llama, qwen2, qwen3"),
+        ({"hidden_size": None}, "key hidden_size is missing"),
+        ({"vocab_size": "many"}, "vocab_size='many' should be a positive whole number"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type 'yarn'"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
+            "rope_type .linear. needs the key factor",
+        ),
+        ({"rope_parameters": None}, "key rope_theta is missing"),
+        ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
+        (
+            {"num_key_value_heads": 3},
+            "num_attention_heads=4 is no multiple of num_key_value_heads=3",
+        ),
+        ({"head_dim": None, "hidden_size": 34}, "hidden_size=34 is no multiple"),
+    ],
+)
+def test_config_json(changes: dict, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny.config("qwen3") | changes))
+    with pytest.raises(ValueError, match=f"config.json: {message}"):
+        read_architecture(tmp_path)
+
+
+def test_config_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config\.json: no such file"):
+        read_architecture(tmp_path)
+    (tmp_path / "config.json").write_text('{\n"model_type": }')
+    with pytest.raises(ValueError, match="line 2 is not JSON"):
+        read_architecture(tmp_path)
+
+
+def test_older_rope_settings_are_read() -> None:
+    """transformers before 5 wrote rope_theta and rope_scaling side by side."""
+    old = tiny.config("llama") | {"rope_parameters": None, "rope_theta": 5e5}
+    assert read_architecture(old).rope_theta == 5e5
+    old["rope_scaling"] = {"type": "linear", "factor": 2.0}
+    scaling = read_architecture(old).rope_scaling
+    assert scaling is not None
+    assert (scaling.kind, scaling.factor) == ("linear", 2.0)

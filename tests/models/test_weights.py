@@ -1,0 +1,25 @@
+"""The weights of built models: copied between models of one architecture only."""
+
+from __future__ import annotations
+
+import pytest
+
+from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.models.build import build_model
+from stable_opd_mcore.models.weights import copy_weights
+from stable_opd_mcore.parallel.world import World, start_world, stop_world
+from tests.models import tiny
+
+
+@pytest.fixture(scope="module")
+def world():
+    yield start_world(ParallelConfig(), seed=0)
+    stop_world()
+
+
+def test_copy_needs_one_architecture(world: World) -> None:
+    small, large = (
+        build_model(tiny.architecture("qwen3", num_hidden_layers=n), world) for n in (2, 4)
+    )
+    with pytest.raises(ValueError, match=r"num_layers=2.*num_layers=4"):
+        copy_weights(small, large)
