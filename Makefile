@@ -2,7 +2,7 @@
 #   make demo    watch plain on-policy distillation collapse and Stable-OPD hold (three minutes on 2 cores)
 #   make test    the tests, about eight minutes on 2 cores
 #   make test-cluster   a real Slurm (apt-get install slurm-wlm munge iproute2) and real SGLang servers, 20 minutes
-#   make checks  format, lint, types
+#   make checks  format, lint, types, shell scripts, spelling: the hooks of .pre-commit-config.yaml over all files
 #   make sglang  a venv of SGLang's own, .venv-sglang, for rollout servers on a CPU (about 1.6 GB)
 #   make sglang-old   the oldest SGLang the tests serve with, .venv-sglang-old (about 0.2 GB)
 #   make launch  a venv of NeMo-Run's own, .venv-launch, for the experiments in launch/ (about 0.5 GB)
@@ -37,9 +37,7 @@ test-cluster: $(INSTALLED) sglang sglang-old launch
 	$(BIN)/python -m pytest -m cluster
 
 checks: $(INSTALLED)
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/pre-commit run --all-files --show-diff-on-failure --hook-stage manual
 
 sglang: .venv-sglang/.installed
 .venv-sglang/.installed: requirements/sglang-cpu.txt requirements/sglang-cpu-nodeps.txt

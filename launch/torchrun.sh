@@ -40,7 +40,7 @@ fi
 # would start it with SIGINT ignored.
 agent=''
 stopped_by=''
-# shellcheck disable=SC2317 # called by the traps
+# shellcheck disable=SC2329 # called by the traps
 pass_on() {
   signalled=yes stopped_by=$1
   [ -z "$agent" ] || kill -s "$1" "$agent" 2>/dev/null || true

@@ -13,7 +13,7 @@ echo "$SLURMD_NODENAME" >"$ATTEMPT_DIR/ranks/$name"
 # Clusters that track processes by cgroup signal only this shell, not the command below it.
 child=''
 signalled=''
-# shellcheck disable=SC2317 # called by the traps
+# shellcheck disable=SC2329 # called by the traps
 pass_on() {
   signalled=yes
   [ -z "$child" ] || kill -s "$1" "$child" 2>/dev/null

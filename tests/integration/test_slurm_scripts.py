@@ -1,7 +1,6 @@
-"""What a reader of the batch scripts relies on, without a cluster: lint, headers, dry runs."""
+"""What a reader of the batch scripts relies on, without a cluster: headers, dry runs."""
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -12,8 +11,7 @@ from tests.integration.hosts import cannot_make_hosts, hosts
 
 REPOSITORY = Path(__file__).parents[2]
 SHARED = {"common.sh", "rank.sh", "servers.sh"}
-SHELL = sorted([*REPOSITORY.glob("slurm/*.sh"), *REPOSITORY.glob("launch/*.sh")])
-BATCH = [path for path in SHELL if path.parent.name == "slurm" and path.name not in SHARED]
+BATCH = sorted(path for path in REPOSITORY.glob("slurm/*.sh") if path.name not in SHARED)
 
 
 def dry_run(script: Path, *arguments: str, **settings: str) -> str:
@@ -26,21 +24,6 @@ def dry_run(script: Path, *arguments: str, **settings: str) -> str:
     )
     assert answer.returncode == 0, answer.stdout + answer.stderr
     return answer.stdout
-
-
-@pytest.mark.parametrize("path", SHELL, ids=lambda path: path.name)
-def test_shellcheck_is_content(path):
-    if shutil.which("shellcheck") is None:
-        if os.environ.get("CI") == "true":
-            pytest.fail("no shellcheck: apt-get install shellcheck")
-        pytest.skip("no shellcheck")
-    answer = subprocess.run(
-        ["shellcheck", "--external-sources", str(path)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-    )
-    assert answer.returncode == 0, answer.stdout
 
 
 @pytest.mark.parametrize("path", BATCH, ids=lambda path: path.name)
