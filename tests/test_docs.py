@@ -65,6 +65,8 @@ def test_named_commands_exist(document):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
     for module in re.findall(r"python3? -m ((?:stable_opd_mcore|benchmarks)[\w.]*)", text):
         assert importlib.util.find_spec(module), f"python -m {module}"
-    commands = {command.callback.__name__ for command in app.registered_commands if command.callback}
+    commands = {
+        command.callback.__name__ for command in app.registered_commands if command.callback
+    }
     for line in re.findall(r"(?:^|`)[\w./-]*?stable-opd ([a-z]+)", text, re.MULTILINE):
         assert line in commands, f"stable-opd {line}"

@@ -1,4 +1,4 @@
-"""The variance picture: the slopes of METHOD §7's toy, and what they come from."""
+"""The variance picture: the slopes of LSM's toy (docs/method.md §3), and what they come from."""
 
 from __future__ import annotations
 
