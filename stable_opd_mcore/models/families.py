@@ -23,16 +23,22 @@ from stable_opd_mcore.errors import UserError
 class Family:
     """What differs between model types; all have pre-RMSNorm, SwiGLU and RoPE."""
 
+    sglang_class: str  # SGLang's name of the model class, for config.json's "architectures"
     qkv_bias: bool
     qk_norm: bool
     supported: Mapping[str, Any]  # the only implemented value of these keys, also their default
 
 
 _PLAIN = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
+_NO_ATTENTION_BIAS = {"attention_bias": False}
 FAMILIES: dict[str, Family] = {
-    "qwen2": Family(qkv_bias=True, qk_norm=False, supported=_PLAIN),
-    "qwen3": Family(qkv_bias=False, qk_norm=True, supported=_PLAIN | {"attention_bias": False}),
-    "llama": Family(qkv_bias=False, qk_norm=False, supported=_PLAIN | {"attention_bias": False}),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, qk_norm=False, supported=_PLAIN),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", qkv_bias=False, qk_norm=True, supported=_PLAIN | _NO_ATTENTION_BIAS
+    ),
+    "llama": Family(
+        "LlamaForCausalLM", qkv_bias=False, qk_norm=False, supported=_PLAIN | _NO_ATTENTION_BIAS
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""The rollout engine that a config names. Not here: engines themselves, or models."""
+"""Builds the rollout engine that a config names. Not here: the engines themselves, or models."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ def build_engine(
     world: World,
     chunks: Sequence[Module],
     tokenizer: Tokenizer,
-    stop_asked: Callable[[], bool] = lambda: False,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> RolloutEngine:
-    """What `rollout.engine` names, over the student's chunks of this rank.
+    """The engine of `rollout.engine`, over the student's model chunks of this rank.
 
     Args:
-        stop_asked: whether the run is to end soon: then no absent server is waited for.
+        stop_requested: whether the run is about to end; then no server is waited for.
 
     Raises:
-        UserError: the run to replay has no stored rollouts, or a server does not start.
+        UserError: the run to replay has no stored rollouts, or there are too few servers.
     """
     if config.rollout.engine == "replay":
-        assert config.rollout.replay_from is not None, "the schema asks for it"
+        assert config.rollout.replay_from is not None, "the schema requires it"
         return ReplayEngine(config.rollout.replay_from)
     if config.rollout.engine == "sglang":
         return build_sglang_engine(
-            config, world, chunks, tokenizer.decode, tokenizer.vocab_size, stop_asked
+            config, world, chunks, tokenizer.decode, tokenizer.vocab_size, stop_requested
         )
     return embedded_engine(world, chunks, tokenizer)
 
 
 def embedded_engine(world: World, chunks: Sequence[Module], tokenizer: Tokenizer) -> EmbeddedEngine:
-    """The engine that evaluations use as well: a replay has no answers to new prompts."""
+    """An engine that can draw responses to any prompt; evaluations use it too."""
     return EmbeddedEngine(chunks, world, tokenizer.decode, vocab_size=tokenizer.vocab_size)
 
 
 def training_sampling(config: Config, stop_token_ids: Sequence[int]) -> Sampling:
-    """How the rollouts of a training step are drawn."""
+    """The sampling settings of a training step's rollouts."""
     return Sampling(
         temperature=config.sampling.temperature,
         top_p=config.sampling.top_p,

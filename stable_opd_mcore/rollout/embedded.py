@@ -1,17 +1,16 @@
-"""Rollouts from the student's own Megatron chunks: no second copy of the weights, nothing to
-synchronise.
+"""Rollouts from the student's own Megatron model chunks, without a second copy of the weights.
 
-Each distinct prompt of a batch is run once; its keys and values are then repeated for its
-samples, and all rows are decoded one token a step. Rows that have finished leave the batch. The
-noise of a token depends on its coordinates only (noise.py), so neither batch size, nor
-neighbours, nor the parallel layout change what is drawn.
+Each distinct prompt of a batch is run once; its keys and values are then repeated for its samples,
+and all rows are decoded one token a step. Finished rows leave the batch. A token's noise depends
+only on seed, step, prompt, sample and position (noise.py), so batch size, other rows and the
+parallel layout do not change what is drawn.
 
 Megatron runs the chunks in its static inference mode, with two replacements. Attention keeps keys
 and values in KVCache: Megatron's own static cache rotates every cached key again at each step (2.4
 times the whole step's cost at 4 layers of 256), has no mask for padding after the prompt, and
 cannot drop rows. Linear layers skip their autograd wrappers, a fifth of a small model's step.
 
-Ordering: weights are read where they lie, so `publish` only stamps the version. Not here:
+Ordering: the trained weights themselves are read, so `publish` only stores the version. Not here:
 servers, weight transfer. Letters: P prompts, R rollouts of one batch, B rows still running, T
 prompt slots, H hidden size, V vocabulary.
 """
@@ -44,8 +43,8 @@ from stable_opd_mcore.rollout.engine import NothingInFlight, Sampling, check_pro
 from stable_opd_mcore.rollout.kv_cache import KVCache
 from stable_opd_mcore.rollout.noise import row_key, sample_tokens, uniforms
 
-# Finished rows are dropped when no more than this share of the batch is still running. Times are
-# flat between 0.75 and 0.9; never dropping costs three times as much on a long-tailed batch.
+# Finished rows are dropped when at most this share of the batch is still running. Between 0.75 and
+# 0.9 the time is the same; never dropping takes three times as long on a long-tailed batch.
 _COMPACT_BELOW = 0.85
 
 
@@ -53,11 +52,10 @@ class EmbeddedEngine(NothingInFlight):
     """A `RolloutEngine` over the model chunks that are being trained.
 
     Args:
-        chunks: this rank's chunks, gradient wrapper or not.
-        world: this rank's place.
+        chunks: this rank's model chunks, with or without gradient wrapper.
         decode: token ids (no stop token) to text.
-        vocab_size: of the tokenizer both student and teacher use; larger ids are never drawn.
-        max_rows: responses decoded at once; more are drawn in turns.
+        vocab_size: of the tokenizer of student and teacher; larger ids are never drawn.
+        max_rows: responses decoded at once; more are drawn in several batches.
 
     Raises:
         UserError: the model has fewer vocabulary entries than `vocab_size`.
@@ -92,12 +90,12 @@ class EmbeddedEngine(NothingInFlight):
             for module in chunk.modules()
             if isinstance(module, SelfAttention)
         ]
-        # Only its type matters: it puts Megatron's model into inference; the memory is KVCache's.
-        # Its length sizes a rotary table that nobody reads but context parallelism must cut in two.
+        # Switches Megatron's model to inference; KVCache holds the keys and values. Its length
+        # sizes an unused rotary table, and must be even under context parallelism.
         self._context = StaticInferenceContext(max_rows, max_sequence_length=2)
 
     def publish(self, weight_version: int) -> None:
-        """Stamp the rollouts to come; the weights themselves are the student's."""
+        """Store the version of the following rollouts."""
         self.weight_version = weight_version
 
     @torch.no_grad()
@@ -120,7 +118,7 @@ class EmbeddedEngine(NothingInFlight):
         device = self._world.device
         prompts: list[Prompt] = []
         prompt_of_row: list[int] = []
-        for prompt, _ in rows:  # samples of one prompt stand side by side
+        for prompt, _ in rows:  # samples of one prompt are adjacent
             if not prompts or prompts[-1] is not prompt:
                 prompts.append(prompt)
             prompt_of_row.append(len(prompts) - 1)
@@ -162,7 +160,7 @@ class EmbeddedEngine(NothingInFlight):
     def _decode_rows(
         self, prompts: Sequence[Prompt], prompt_of_row_R: Tensor, keys_R: Tensor, sampling: Sampling
     ) -> tuple[Tensor, Tensor]:
-        """The decode loop: tokens and log-probabilities [R, L], void after a row's stop token."""
+        """The decode loop: tokens and log-probabilities [R, L], undefined after a stop token."""
         num_rows, device = len(keys_R), self._world.device
         tokens_RL = torch.zeros(num_rows, sampling.max_new_tokens, dtype=torch.int64, device=device)
         logprobs_RL = torch.zeros(num_rows, sampling.max_new_tokens, device=device)
@@ -196,7 +194,7 @@ class EmbeddedEngine(NothingInFlight):
         return tokens_RL, logprobs_RL
 
     def _new_cache(self, prompts: Sequence[Prompt], max_new_tokens: int) -> KVCache:
-        """An empty cache for `prompts`, which every attention of the chunks uses from now on."""
+        """An empty cache for `prompts`, which every attention layer uses from now on."""
         chunk = self._chunks[0]
         lengths = [len(prompt.token_ids) for prompt in prompts]
         positions_P = torch.arange(max(lengths) + max_new_tokens, dtype=torch.float32)
@@ -229,7 +227,7 @@ class EmbeddedEngine(NothingInFlight):
     def _sample(
         self, hidden_BH: Tensor | None, keys_B: Tensor, position: int, sampling: Sampling
     ) -> tuple[Tensor, Tensor]:
-        """Draw on the last stage, tell every rank of the replica: tokens_B, logprobs_B."""
+        """Draw on the last stage and broadcast to the replica: tokens_B, logprobs_B."""
         drawn_2B = torch.empty(2, len(keys_B), dtype=torch.float64, device=keys_B.device)
         if hidden_BH is not None:
             tokens_B, logprobs_B = sample_tokens(
@@ -241,13 +239,13 @@ class EmbeddedEngine(NothingInFlight):
             if self._world.model_group.size() == 1:
                 return tokens_B, logprobs_B
             drawn_2B = torch.stack((tokens_B.double(), logprobs_B.double()))
-        # One rank decides: reductions of other ranks need not round alike on every device.
+        # Draw on one rank and broadcast, because other ranks may round differently.
         source = (self._world.pipeline_size - 1) * self._world.tensor_size
         dist.broadcast(drawn_2B, group=self._world.model_group, group_src=source)
         return drawn_2B[0].long(), drawn_2B[1].float()
 
     def _logits(self, hidden_BH: Tensor) -> Tensor:
-        """fp32 logits over the common vocabulary [B, V], gathered over the head's shards."""
+        """fp32 logits of the common vocabulary [B, V], gathered over the head's shards."""
         head = self._head
         assert head is not None
         logits_BV = hidden_BH @ head.weight_VH.t()
@@ -266,7 +264,7 @@ def _left_padded(prompts: Sequence[Prompt], device: torch.device) -> Tensor:
 
 
 def _lengths(tokens_RL: Tensor, stop_ids: Sequence[int]) -> list[tuple[int, bool]]:
-    """Per row: response length with its stop token, and whether there was one."""
+    """Per row: response length including a stop token, and whether there is one."""
     is_stop_RL = torch.isin(
         tokens_RL, torch.tensor(stop_ids, dtype=torch.int64, device=tokens_RL.device)
     )
@@ -280,7 +278,7 @@ def _lengths(tokens_RL: Tensor, stop_ids: Sequence[int]) -> list[tuple[int, bool
 def _attention_forward(
     attention: SelfAttention, cache: KVCache, hidden_TBH: Tensor, **_: Any
 ) -> tuple[Tensor, Any]:
-    """What Megatron's attention does when it decodes, `cache` its memory: output and its bias."""
+    """Megatron's attention while decoding, with `cache`: the output and its bias."""
     heads: Any = attention.get_query_key_value_tensors(hidden_TBH)
     q_TBQD, k_TBGD, v_TBGD = heads
     mixed_TBE = cache.attend(
@@ -290,7 +288,7 @@ def _attention_forward(
 
 
 def _linear_forward(linear: Any, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Megatron's parallel linear without its autograd functions: output, and a bias not added."""
+    """Megatron's parallel linear without autograd functions: output, and the bias if skipped."""
     bias = linear.bias
     output = F.linear(hidden, linear.weight, None if linear.skip_bias_add else bias)
     group = linear.tp_group
@@ -301,9 +299,9 @@ def _linear_forward(linear: Any, hidden: Tensor) -> tuple[Tensor, Tensor | None]
 
 @contextmanager
 def _inference_mode(chunks: Sequence[HiddenStatesGPTModel]) -> Iterator[None]:
-    """Evaluation mode with lean linears, and no sequence parallelism: one token cannot be cut.
+    """Evaluation mode without sequence parallelism, which cannot cut one token.
 
-    Everything is as before afterwards, forwards that the block replaces included.
+    On exit, modes, flags and every replaced `forward` are restored.
     """
     training = [chunk.training for chunk in chunks]
     modules = [module for chunk in chunks for module in chunk.modules()]
@@ -326,12 +324,12 @@ def _inference_mode(chunks: Sequence[HiddenStatesGPTModel]) -> Iterator[None]:
 
 
 def _switched_off(owner: Any) -> list[tuple[Any, str]]:
-    """Set the sequence-parallel flags of a module or config to False; those that were True."""
+    """Set a module's or config's sequence-parallel flags to False; returns those that were True."""
     names = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
-    found = [(owner, name) for name in names if getattr(owner, name, False) is True]
-    for _, name in found:
+    flags = [(owner, name) for name in names if getattr(owner, name, False) is True]
+    for _, name in flags:
         setattr(owner, name, False)
-    return found
+    return flags
 
 
 def _send(hidden: Tensor, world: World) -> None:

@@ -1,12 +1,11 @@
-"""What a rollout engine is: prompts in, sampled responses out, stamped with the weights they were
-drawn from.
+"""The rollout engine protocol: prompts in, sampled responses and their weight version out.
 
-The training step, the evaluation and the demo know engines by this protocol only. Not here: how
-tokens are drawn (noise.py), the engines themselves (embedded.py, replay.py), rewards or metrics.
+Training step, evaluation and demo use engines through this protocol only. Not here: how tokens are
+drawn (noise.py), the engines (embedded.py, replay.py, sglang/), rewards.
 
-Ordering: `generate` draws from the weights of the last `publish`; nothing is in flight between
-two calls. Every tensor- and pipeline-parallel rank of a replica makes the same calls and gets the
-same rollouts; data-parallel ranks pass different prompts and may pass none.
+Ordering: `generate` draws from the weights of the last `publish`. All tensor- and pipeline-parallel
+ranks of a replica make the same calls and get the same rollouts; data-parallel ranks pass different
+prompts and may pass none.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from stable_opd_mcore.records import Prompt, Rollout
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn. One object for training, another for evaluation."""
+    """How responses are drawn; training and evaluation have one each."""
 
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
     max_new_tokens: int = 1024
     num_samples: int = 1  # responses per prompt
-    stop_token_ids: tuple[int, ...] = ()  # a response ends with the first of these, included
-    seed: int = 0  # of the sampling noise, together with step, prompt and sample index
+    stop_token_ids: tuple[int, ...] = ()  # a response ends with, and includes, the first of these
+    seed: int = 0  # of the noise, with step, prompt and sample index
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
@@ -44,7 +43,7 @@ class Sampling:
 
 
 class RolloutEngine(Protocol):
-    """Draws responses from the student; `weight_version` names the weights it draws from next."""
+    """Draws responses from the student's weights of version `weight_version`."""
 
     weight_version: int
 
@@ -59,58 +58,61 @@ class RolloutEngine(Protocol):
         ...
 
     def publish(self, weight_version: int) -> None:
-        """The student's weights have changed and are complete: draw from them from now on."""
+        """Draw from the student's current weights from now on."""
         ...
 
     def prefetch(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> None:
-        """These are the prompts of `step`: an engine that can draws them while this step trains."""
+        """Start to draw the rollouts of the future `step`, if the engine can."""
         ...
 
     def in_flight(self) -> tuple[int, list[Rollout]] | None:
-        """What was drawn ahead, for a checkpoint: the step, and this rank's rollouts of it."""
+        """The step that was drawn ahead and this rank's rollouts of it, for a checkpoint."""
         ...
 
     def restore(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Rollouts of `step` that a checkpoint held, of any rank's prompts."""
+        """Use a checkpoint's rollouts for `step`; they may be of any rank's prompts."""
         ...
 
     def take_metrics(self) -> Metrics:
-        """What the engine has to say since it was last asked; ranks' answers add."""
+        """This rank's metrics since the last call; the caller reduces them over ranks."""
         ...
 
     def close(self) -> None:
-        """End what the engine started."""
+        """End the servers that the engine started."""
         ...
 
 
 class NothingInFlight:
-    """The part of an engine that draws in this process, when asked, and is done."""
+    """The methods of an engine that draws in this process and nothing ahead."""
 
     def prefetch(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> None:
-        """Nothing is drawn ahead."""
+        """Do nothing."""
 
     def in_flight(self) -> tuple[int, list[Rollout]] | None:
         return None
 
     def restore(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """What was drawn ahead by another engine is drawn again."""
+        """Drop the rollouts; `generate` draws them again."""
 
     def take_metrics(self) -> Metrics:
         return Metrics()
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing."""
 
 
 class EngineLost(UserError):
-    """No rollouts can be drawn any more. Raised by `generate` on every rank, before the step has
-    changed anything: the training state can be saved."""
+    """No more rollouts can be drawn.
+
+    `generate` raises it on every rank before the step changes anything, so the training state can
+    be saved.
+    """
 
 
 def check_prompts(
     prompts: Sequence[Prompt], sampling: Sampling, *, vocab_size: int, window: int
 ) -> None:
-    """Refuse what no engine may be given: foreign token ids, more tokens than the window holds.
+    """Refuse prompts without tokens, ids outside the vocabulary, and lengths beyond the window.
 
     Raises:
         UserError: names the prompt, both numbers and the remedy.
@@ -118,9 +120,7 @@ def check_prompts(
     for prompt in prompts:
         ids = prompt.token_ids
         if not ids:
-            raise UserError(
-                f"prompt {prompt.prompt_id}: no tokens; a response needs something to follow"
-            )
+            raise UserError(f"prompt {prompt.prompt_id}: no tokens; drop the prompt")
         low, high = min(ids), max(ids)
         if low < 0 or high >= vocab_size:
             raise UserError(

@@ -1,12 +1,12 @@
 """Keys and values of the rows being decoded, and attention over them.
 
 Rows share one slot axis: prompts are padded on the left, so every row writes its next token into
-the same slot, and a row's padding is hidden by an additive mask. Keys are stored already rotated
-to the row's own position (padding does not count), so a row's numbers do not depend on how long
-its neighbours' prompts are, and no key is rotated twice. Memory follows need: slots grow by half,
-rows that have finished are dropped, and slots that have become padding for all rows go with them.
+the same slot, and an additive mask hides a row's padding. Keys are stored rotated to the row's own
+position (padding does not count), so a row's numbers do not depend on the other rows' lengths, and
+no key is rotated twice. The capacity grows by half when it is full. Dropping finished rows also
+drops slots that are padding for all remaining rows.
 
-Not a model and not a scheduler: embedded.py says when rows enter and leave. No Megatron here.
+Not a model and not a scheduler: embedded.py decides when rows enter and leave. No Megatron here.
 Letters: B rows, T new tokens per row, S slots, Q query heads, G key-value heads, D head size.
 """
 
@@ -24,7 +24,7 @@ class KVCache:
 
     Args:
         prompt_lengths: tokens of each row's prompt.
-        angles_PD: fp32 [positions, D/2], rotary angles of every position there will be.
+        angles_PD: fp32 [positions, D/2], rotary angles of all positions.
         dtype: of keys and values.
     """
 
@@ -35,13 +35,11 @@ class KVCache:
         self.pad_B = longest - torch.tensor(prompt_lengths, dtype=torch.int64, device=device)
         cosine_PD, sine_PD = angles_PD.cos(), angles_PD.sin()
         self._cosine_PD = torch.cat((cosine_PD, cosine_PD), dim=1).to(dtype)
-        # x.roll(D/2) puts the second half first; with these signs the rotation is x*cos +
-        # roll(x)*sin.
+        # With these signs the rotation is x * cos + x.roll(D/2) * sin.
         self._signed_sine_PD = torch.cat((-sine_PD, sine_PD), dim=1).to(dtype)
         self._dtype = dtype
-        self._layers: dict[
-            int, tuple[Tensor, Tensor]
-        ] = {}  # keys and values, each [B, G, capacity, D]
+        # keys and values of each layer, [B, G, capacity, D]
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._capacity = 0
         self._padded = min(prompt_lengths) != longest
 
@@ -77,7 +75,7 @@ class KVCache:
         keys, values = self._layers[layer]
         keys[:, :, self.used : self._stop] = self._rotate(k_TBGD).permute(1, 2, 0, 3)
         values[:, :, self.used : self._stop] = v_TBGD.permute(1, 2, 0, 3)
-        # The query heads of one group become more queries: no key is ever repeated for its group.
+        # The query heads of a group are stacked as more queries, so keys are not repeated.
         repeats = Q // G
         q = self._rotate(q_TBQD).view(T, B, G, repeats, D).permute(1, 2, 3, 0, 4)
         bias = self._bias_B1TS
@@ -93,7 +91,7 @@ class KVCache:
         return out.view(B, G, repeats, T, D).permute(3, 0, 1, 2, 4).reshape(T, B, Q * D)
 
     def select(self, index_B: Tensor) -> None:
-        """Make row i what row `index_B[i]` was: repeat rows (samples of a prompt) or drop them."""
+        """Row i becomes the old row `index_B[i]`: repeats rows (samples of a prompt) or drops."""
         self.pad_B = self.pad_B[index_B]
         trim = int(self.pad_B.min()) if self._padded else 0
         self.pad_B = self.pad_B - trim
@@ -122,7 +120,7 @@ class KVCache:
         return new
 
     def _bias(self, slots_T: Tensor, stop: int) -> Tensor | None:
-        """Additive mask [B|1, 1, T, stop]: 0 where a token may look, else -inf; None: anywhere."""
+        """Additive mask [B|1, 1, T, stop]: 0 where a token attends, else -inf; None: no mask."""
         if len(slots_T) == 1 and not self._padded:
             return None
         slots_S = torch.arange(stop, device=slots_T.device)
@@ -130,8 +128,8 @@ class KVCache:
         hidden_B1TS = slots_S > slots_11T1
         if self._padded:
             hidden_B1TS = hidden_B1TS | (slots_S < self.pad_B[:, None, None, None])
-        # A padding token sees itself: a row of -inf alone is NaN, and NaN survives every later
-        # mask.
+        # A padding token attends to itself: a row of -inf only gives NaN, and no later mask
+        # removes NaN.
         hidden_B1TS = hidden_B1TS & (slots_S != slots_11T1)
         bias = torch.zeros(hidden_B1TS.shape, dtype=self._dtype, device=slots_T.device)
         return bias.masked_fill_(hidden_B1TS, float("-inf"))

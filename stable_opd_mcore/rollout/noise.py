@@ -1,13 +1,11 @@
 """Sampling noise as a pure function of (seed, step, prompt, sample, position), and the draw itself.
 
-A random stream that is consumed in order would make a rollout depend on which other rows share
-its batch, on the parallel layout and on restarts. Here every uniform is computed from its
-coordinates: a row's 64-bit key is a BLAKE2b digest of (seed, step, prompt id, sample index), and
-position t takes output t of the SplitMix64 generator seeded with that key (Steele, Lea, Flood
-2014: state + (t+1) * gamma, then a bijective mix).
+With a sequential random stream, a rollout would depend on the other rows of its batch, on the
+parallel layout and on restarts. Here a row's 64-bit key is a BLAKE2b digest of (seed, step, prompt
+id, sample index), and position t uses output t of the SplitMix64 generator seeded with that key
+(Steele, Lea, Flood 2014: state + (t+1) * gamma, then a bijective mix).
 
-Not a general random number generator, and no use of torch's. Letters in names: B rows, V
-vocabulary.
+Not a general random number generator; torch's is not used. Letters: B rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from torch import Tensor
 
 
 def _signed(value: int) -> int:
-    """An unsigned 64-bit constant as torch's int64 holds it."""
+    """An unsigned 64-bit constant as int64, which torch needs."""
     return value - (1 << 64) if value >> 63 else value
 
 
@@ -37,7 +35,7 @@ def row_key(seed: int, step: int, prompt_id: str, sample_index: int) -> int:
 def uniforms(keys_B: Tensor, position: int) -> Tensor:
     """Uniforms in [0, 1), float64 [B], for response token `position` of rows with these int64 keys.
 
-    53 bits each; int64 arithmetic wraps modulo 2^64, and the shifts are made logical by a mask.
+    53 bits each; int64 arithmetic wraps modulo 2^64, and masks make the shifts logical.
     """
     state = keys_B + _signed((position + 1) * GAMMA % (1 << 64))
     state = (state ^ _shift(state, 30)) * MIX_1
@@ -59,12 +57,12 @@ def sample_tokens(
         logits_BV: fp32, the common vocabulary only (no padded columns).
         temperature: 0 takes the most likely token.
         top_p: keep the smallest set of most likely tokens whose mass reaches this.
-        uniform_B: float64 in [0, 1); not read when the temperature is 0.
+        uniform_B: float64 in [0, 1); unused when the temperature is 0.
 
     Returns:
-        tokens_B (int64) and logprobs_B (fp32): of the full softmax at the temperature, not
-        renormalised over the top-p set, because that is the distribution the loss compares; greedy:
-        at temperature 1. A token of probability zero is never drawn.
+        tokens_B (int64) and logprobs_B (fp32). The log-probabilities are of the full softmax at the
+        temperature (greedy: at 1), which the loss compares, and not renormalised over the top-p
+        set. A token of probability zero is never drawn.
     """
     if temperature == 0:
         logprobs_BV = torch.log_softmax(logits_BV, dim=-1)
@@ -77,12 +75,10 @@ def sample_tokens(
     mass_BV = logprobs_BV.exp()
     if top_p < 1:
         mass_BV = _keep_top_p(mass_BV, top_p)
-    # Sums of many small masses need the wider type, or the vocabulary's tail would never be
-    # reached.
+    # In fp32 the sum would swallow the small masses of the vocabulary's tail.
     cdf_BV = mass_BV.cumsum(dim=-1, dtype=torch.float64)
     total_B1 = cdf_BV[:, -1:].contiguous()
-    # Strictly below the total: rounding u * total up to it would point past the last token that
-    # has mass.
+    # Strictly below the total: u * total rounded up to it would select a token without mass.
     target_B1 = torch.minimum(
         uniform_B[:, None] * total_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1))
     )
@@ -91,7 +87,7 @@ def sample_tokens(
 
 
 def _keep_top_p(mass_BV: Tensor, top_p: float) -> Tensor:
-    """Zero the mass outside the nucleus; the most likely token always stays, ties by lower id."""
+    """Zero the mass outside the nucleus; keeps the most likely token, and of ties the lower id."""
     sorted_BV, order_BV = mass_BV.sort(dim=-1, descending=True, stable=True)
     before_BV = sorted_BV.cumsum(dim=-1, dtype=torch.float64) - sorted_BV
     sorted_BV = sorted_BV.masked_fill(before_BV >= top_p, 0.0)

@@ -1,8 +1,8 @@
-"""Rollouts of a stored run, read again step by step in place of sampling.
+"""Rollouts of a stored run, read step by step instead of sampled.
 
-Two layouts, versions or objectives that are given the same rollouts can be compared number by
-number. The stored responses and their log-probabilities are returned as they are; what the student
-of this run would have said plays no part. Not here: the file format (data/rollout_files.py).
+With the same rollouts, two layouts, versions or objectives can be compared number by number. Stored
+responses and log-probabilities are returned unchanged; this run's student draws nothing. Not here:
+the file format (data/rollout_files.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class ReplayEngine(NothingInFlight):
     """A `RolloutEngine` over the files of a run that was stored with rollout.save=all.
 
     Args:
-        run_directory: the stored run; `rollouts/step_000012.jsonl` in it holds what the step
-            numbered 12 (counted from 1) was trained on.
+        run_directory: the stored run; its `rollouts/step_000012.jsonl` holds the rollouts of step
+            12, counted from 1.
 
     Raises:
         UserError: the run has no rollouts.
@@ -33,24 +33,24 @@ class ReplayEngine(NothingInFlight):
         self._run_directory = Path(run_directory)
         if not any((self._run_directory / "rollouts").glob("step_*.jsonl")):
             raise UserError(
-                f"{self._run_directory}: no stored rollouts in it; rollout.replay_from must be a "
+                f"{self._run_directory}: no stored rollouts; rollout.replay_from must be a "
                 "run directory that was trained with rollout.save=all"
             )
 
     def publish(self, weight_version: int) -> None:
-        """Remember the version; the stored rollouts keep theirs."""
+        """Store the version; the stored rollouts keep their own."""
         self.weight_version = weight_version
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int
     ) -> list[Rollout]:
-        """The stored rollouts of `prompts` at the step that follows `step` finished ones.
+        """The stored rollouts of `prompts` at step `step + 1`, the one after `step` steps.
 
-        Graded anew by the caller; the prompts are the caller's own (golden solutions included).
+        They carry the caller's prompts (with golden solutions); the caller grades them again.
 
         Raises:
-            UserError: the step was not stored, or holds other prompts, other prompt tokens or
-                another number of samples, each with the file and the remedy.
+            UserError: the step was not stored, or with other prompts, other prompt tokens or fewer
+                samples; the message names the file and the remedy.
         """
         path = rollout_path(self._run_directory, step + 1)
         if not path.is_file():
@@ -83,13 +83,13 @@ def _stored_sample(
     if sample not in samples:
         raise UserError(
             f"{path}: prompt {prompt.prompt_id} has {len(samples)} stored samples, sample "
-            f"{sample} was asked for; set rollout.samples_per_prompt as in the stored run"
+            f"{sample} is missing; set rollout.samples_per_prompt as in the stored run"
         )
-    found = samples[sample]
-    if found.prompt.token_ids != prompt.token_ids:
+    rollout = samples[sample]
+    if rollout.prompt.token_ids != prompt.token_ids:
         raise UserError(
             f"{path}: prompt {prompt.prompt_id} was stored with other tokens "
-            f"({len(found.prompt.token_ids)}, now {len(prompt.token_ids)}); a replay needs the "
+            f"({len(rollout.prompt.token_ids)}, now {len(prompt.token_ids)}); a replay needs the "
             "same tokenizer, chat template and data as the stored run"
         )
-    return found
+    return rollout

@@ -1,10 +1,9 @@
-"""A model that is asked, not trained, on the student's own ranks: teacher, reference, old policy.
+"""A scorer on the student's own ranks: a Megatron teacher, reference or behaviour policy.
 
-Any architecture that models/ can build, cut over the same tensor and pipeline ranks, run forward
-only over the student's micro-batches by the same schedule. Its hidden states meet its head in
-chunks over tokens (token_scores.py), so logits of a whole micro-batch never exist; where the loss
-needs the full vocabulary it is given the hidden states alone, and multiplies the head itself. Not
-here: served teachers, losses.
+Any architecture that models/ can build, on the same tensor and pipeline ranks, run forward only
+over the student's micro-batches. The output head is multiplied in blocks of rows (token_scores.py),
+so the logits of a whole micro-batch never exist. A loss over the full vocabulary is given the
+hidden states alone and multiplies the head itself. Not here: served teachers, losses.
 """
 
 from __future__ import annotations
@@ -25,21 +24,19 @@ from stable_opd_mcore.scoring.token_scores import score
 
 
 class MegatronScorer:
-    """A `Scorer` over Megatron chunks.
+    """A `Scorer` over Megatron model chunks.
 
     Args:
-        chunks: this rank's chunks of the model, in evaluation mode or without dropout.
-        world: this rank's place.
+        chunks: this rank's model chunks, in evaluation mode or without dropout.
         vocab_size: the common vocabulary of student and teacher; larger ids are padding.
-        temperature: of the rollouts, so that all log-probabilities compare.
-        stop: the model's own stop class (METHOD §4), None to score the plain token.
+        temperature: of the rollouts, so that all log-probabilities are comparable.
+        stop: the model's own stop class (docs/method.md §4), None to score the plain token.
         top_k: also keep the K most probable tokens and their log-probabilities.
         merged_ids: stop ids that are one entry of this list (losses.terms.Terms.merged_ids).
-        hidden_alone: give hidden_NH and nothing else, for losses over the full vocabulary, which
-            find the rest when they multiply the head.
-        like: the student's head; the kept head is cut over the tensor ranks at the same vocabulary
-            entries, which a model with more padding rows is not by itself.
-        chunk_tokens: rows whose logits exist at once, as losses.head.chunk_rows bends it.
+        hidden_alone: return hidden_NH only, for losses over the full vocabulary.
+        like: the student's head. This model's head is cut over the tensor ranks at the same
+            vocabulary entries; with more padding rows Megatron would cut it elsewhere.
+        chunk_tokens: rows whose logits exist at once, adjusted by losses.head.chunk_rows.
 
     Raises:
         UserError: the model has fewer vocabulary entries than `vocab_size`.
@@ -59,10 +56,10 @@ class MegatronScorer:
         like: Head | None = None,
         chunk_tokens: int = 1024,
     ):
-        held = architecture_of(chunks).vocab_size
-        if held < vocab_size:
+        num_rows = architecture_of(chunks).vocab_size
+        if num_rows < vocab_size:
             raise UserError(
-                f"the model has {held} vocabulary entries, fewer than the {vocab_size} of the "
+                f"the model has {num_rows} vocabulary entries, fewer than the {vocab_size} of the "
                 "student's tokenizer: it belongs to another tokenizer"
             )
         self._chunks = list(chunks)
@@ -82,7 +79,7 @@ class MegatronScorer:
         return self._head
 
     def about(self, prompt_ids: Sequence[str]) -> MegatronScorer:  # noqa: ARG002
-        """See `Scorer.about`: one model answers for all prompts."""
+        """See `Scorer.about`: one model scores all prompts."""
         return self
 
     def score(self, microbatches: Sequence[MicroBatch]) -> list[Scores]:

@@ -1,11 +1,10 @@
-"""What a scorer is: a model that is only asked how probable the response tokens are.
+"""The scorer protocol: a model that gives the log-probabilities of the response tokens.
 
-The teacher, the frozen reference and, when one batch of rollouts serves several updates, the
-student itself as its behaviour policy are all asked in the same way, over the micro-batches that
-the update will use. Not here: how a model answers (megatron.py), which scores an objective needs
-(losses/).
+Teacher, reference and behaviour policy (the student before its update, when one batch of rollouts
+serves several) score the same micro-batches through it. Not here: the computation (megatron.py,
+served_teacher.py), which scores an objective needs (losses/).
 
-Ordering: scores describe the weights at the time of the call; nothing is cached between calls.
+Ordering: scores are of the weights at the time of the call; nothing is cached between calls.
 """
 
 from __future__ import annotations
@@ -23,20 +22,17 @@ class Scorer(Protocol):
 
     @property
     def head(self) -> Head | None:
-        """This rank's shard of the output head, which turns the kept hidden states into logits.
-
-        None off the last pipeline stage.
-        """
+        """This rank's shard of the output head; None off the last pipeline stage."""
         ...
 
     def about(self, prompt_ids: Sequence[str]) -> Scorer:
-        """The scorer for micro-batches of these samples, whose prompts may decide who answers."""
+        """The scorer of the following micro-batches, whose sample i answers `prompt_ids[i]`."""
         ...
 
     def score(self, microbatches: Sequence[MicroBatch]) -> list[Scores]:
         """Scores of each micro-batch's N rows; an empty list off the last pipeline stage.
 
-        Every rank of the replica makes the call, with the same micro-batches.
+        All ranks of the replica call it with the same micro-batches.
         """
         ...
 
@@ -48,35 +44,23 @@ def with_scores(
     reference: Scorer | None = None,
     behaviour: Scorer | None = None,
 ) -> list[MicroBatch]:
-    """The micro-batches with what each scorer says of them; unchanged off the last pipeline stage.
+    """The micro-batches with each scorer's scores; unchanged off the last pipeline stage.
 
     Args:
-        behaviour: gives `old_logprob_N` and `old_token_logprob_N`. Without it the present policy
-            stands for the old one, which is exact for the first update of a batch.
+        behaviour: gives `old_logprob_N` and `old_token_logprob_N`. Without it both stay None: the
+            loss then uses the current policy, which is exact for the first update of a batch.
     """
     scored = list(microbatches)
-    if teacher is not None:
-        scored = [
-            replace(batch, teacher=said)
-            for batch, said in zip(scored, _asked(teacher, microbatches), strict=True)
-        ]
-    if reference is not None:
-        scored = [
-            replace(batch, reference=said)
-            for batch, said in zip(scored, _asked(reference, microbatches), strict=True)
-        ]
-    if behaviour is not None:
-        scored = [
-            batch if said is None else _with_behaviour(batch, said)
-            for batch, said in zip(scored, _asked(behaviour, microbatches), strict=True)
-        ]
+    for name, scorer in (("teacher", teacher), ("reference", reference), ("behaviour", behaviour)):
+        scores = [] if scorer is None else scorer.score(microbatches)
+        if scores:
+            scored = [_with(name, *pair) for pair in zip(scored, scores, strict=True)]
     return scored
 
 
-def _asked(scorer: Scorer, microbatches: Sequence[MicroBatch]) -> Sequence[Scores | None]:
-    """One answer per micro-batch; None off the last pipeline stage."""
-    return scorer.score(microbatches) or [None] * len(microbatches)
-
-
-def _with_behaviour(batch: MicroBatch, said: Scores) -> MicroBatch:
-    return replace(batch, old_logprob_N=said.logprob_N, old_token_logprob_N=said.token_logprob_N)
+def _with(name: str, batch: MicroBatch, scores: Scores) -> MicroBatch:
+    if name == "behaviour":
+        return replace(
+            batch, old_logprob_N=scores.logprob_N, old_token_logprob_N=scores.token_logprob_N
+        )
+    return replace(batch, **{name: scores})

@@ -1,14 +1,13 @@
-"""A teacher that is served: one or several SGLang addresses, any architecture SGLang knows.
+"""A scorer over HTTP: a teacher on SGLang servers, of any architecture that SGLang supports.
 
-Scores are of the plain softmax at temperature 1 (SGLang ignores the temperature where it scores a
-prompt), so the rollouts must be drawn at 1. They are also normalised over all rows of its output
-head, those beyond the tokenizer's vocabulary included: trained models have nothing there, and a
-teacher that has is refused at the start. No hidden states come over HTTP: objectives over the
-full vocabulary need a teacher in the trainer (megatron.py).
+Scores are of the softmax at temperature 1 (SGLang scores prompts at no other), so rollouts must be
+drawn at 1. SGLang normalises over all rows of the output head, with those beyond the tokenizer's
+vocabulary; a teacher with probability there is refused at the start. HTTP carries no hidden states,
+so objectives over the full vocabulary need a Megatron teacher (megatron.py).
 
-The last pipeline stage's first tensor rank asks and shares the answers with its twins. A replica
-that fails is passed over for the next; when all fail, they are asked again until
-`patience_seconds` have passed.
+The last pipeline stage's first tensor rank sends the requests and broadcasts the scores to the
+other tensor ranks. After a failure the next replica of the teacher is tried; when all have failed,
+they are tried again until `patience_seconds` have passed.
 """
 
 from __future__ import annotations
@@ -38,30 +37,29 @@ from stable_opd_mcore.serving.client import (
     SglangClient,
 )
 
-_IN_FLIGHT = 64
+_MAX_IN_FLIGHT = 64
 _PAUSE_SECONDS = 2.0
-_TOP_SEEN = 8  # of the self-test's tokens, to see where a teacher's probability lies
-_ANY = ""  # the one route of a teacher that answers for every source
+_SELF_TEST_TOP_K = 8
+_ANY = ""  # the only route of a teacher for all sources
 
 
 class TeacherLost(UserError):
-    """No replica of a teacher answers. Raised before the step has changed anything."""
+    """No replica of a teacher answers. Raised before the step changes anything."""
 
 
 class ServedTeacher:
     """A `Scorer` over HTTP.
 
     Args:
-        settings: addresses and limits.
         vocab_size: the common vocabulary of student and teacher.
-        temperature: of the rollouts; only 1 can be served.
-        stop: the teacher's own stop class (METHOD §4), None to score the plain token.
-        top_k: also ask for the K most probable tokens.
+        temperature: of the rollouts; must be 1.
+        stop: the teacher's own stop class (docs/method.md §4), None to score the plain token.
+        top_k: also score the K most probable tokens.
         merged_ids: stop ids that are one entry of this list (losses.terms.Terms.merged_ids).
-        patience_seconds: how long an absent teacher is waited for.
+        patience_seconds: for how long requests are repeated when no replica answers.
 
     Raises:
-        UserError: a temperature other than 1, no key where one is named, or a list longer than
+        UserError: a temperature other than 1, no key in `api_key_file`, or a top-K list longer than
             the vocabulary.
     """
 
@@ -80,8 +78,8 @@ class ServedTeacher:
         if temperature != 1.0:
             raise UserError(
                 f"a served teacher scores at temperature 1, rollouts are drawn at {temperature}: "
-                "their log-probabilities do not compare; set sampling.temperature=1, or "
-                "teacher.engine=megatron, which scores at any"
+                "their log-probabilities are not comparable; set sampling.temperature=1, or "
+                "teacher.engine=megatron, which scores at any temperature"
             )
         routes = {_ANY: settings.urls} if settings.urls else settings.routes
         self._clients = {
@@ -101,9 +99,8 @@ class ServedTeacher:
         self._stop = stop
         self._top_k = top_k or 0
         self._merged_ids = torch.tensor(merged_ids if top_k else (), dtype=torch.int64)
-        # As many tokens as hold the K most probable entries whatever is merged, see merge_entries.
-        self._listed = self._top_k + max(0, len(self._merged_ids) - 1)
-        if self._listed > vocab_size:
+        self._list_size = self._top_k + max(0, len(self._merged_ids) - 1)  # see merge_entries
+        if self._list_size > vocab_size:
             raise UserError(
                 f"top-{self._top_k} of a vocabulary of {vocab_size}: lower objective.top_k"
             )
@@ -115,14 +112,14 @@ class ServedTeacher:
 
     @property
     def head(self) -> Head | None:
-        """A served teacher's head stays where it is."""
+        """None: the head is on the server."""
         return None
 
     def about(self, prompt_ids: Sequence[str]) -> ServedTeacher:
-        """This teacher, told which prompt each sample of the next micro-batches answers.
+        """See `Scorer.about`: a prompt's source selects the teacher.
 
         Raises:
-            UserError: a prompt whose source no route names.
+            UserError: no route names a prompt's source.
         """
         for prompt_id in prompt_ids:
             self._route(prompt_id)
@@ -133,14 +130,14 @@ class ServedTeacher:
         """See `Scorer.score`.
 
         Raises:
-            TeacherLost: no replica of some teacher answered some rank in time. Raised on all of
-                them, for all save a checkpoint then.
+            TeacherLost: no replica of some teacher answered some rank in time. Raised on all
+                ranks, because all of them save a checkpoint then.
         """
-        answers: list[Any] = [None]
+        replies: list[Any] = [None]
         lost = None
         if self._world.is_last_stage and self._world.tensor_rank == 0:
             try:
-                answers = [self._ask(microbatches)]
+                replies = [self._request_scores(microbatches)]
             except TeacherLost as error:
                 lost = str(error)
         for reason in gather_objects(lost):
@@ -150,55 +147,56 @@ class ServedTeacher:
             return []
         group = self._world.tensor_group
         if group.size() > 1:
-            dist.broadcast_object_list(answers, src=dist.get_global_rank(group, 0), group=group)
-        return [
-            self._scores(batch, said) for batch, said in zip(microbatches, answers[0], strict=True)
-        ]
+            dist.broadcast_object_list(replies, src=dist.get_global_rank(group, 0), group=group)
+        return [self._scores(*pair) for pair in zip(microbatches, replies[0], strict=True)]
 
     def self_test(self, token_ids: Sequence[int]) -> float:
-        """Ask every replica twice about one sequence; the largest difference to its route's first
-        answer.
+        """Score one sequence twice on every replica.
+
+        Returns:
+            The largest difference of a log-probability from the first reply of its route.
 
         Raises:
-            UserError: it exceeds the tolerance: replicas that disagree, or weights that change;
-                or probability beyond the common vocabulary, which the student cannot follow.
+            UserError: the difference exceeds the tolerance (the replicas differ, or their weights
+                change), or the teacher has probability beyond the common vocabulary.
             TeacherLost: a replica does not answer.
         """
-        top_k = min(_TOP_SEEN, self._vocab_size)
+        top_k = min(_SELF_TEST_TOP_K, self._vocab_size)
         request = Scoring(tuple(token_ids), 1, self._vocab_size, top_k)
-        worst = 0.0
+        largest = 0.0
         for route, clients in self._clients.items():
             first: SequenceScores | None = None
             for client in [client for client in clients for _ in range(2)]:
-                said = self._patiently([client], request)
-                first = first or said
-                self._require_within_vocabulary(client.url, said)
-                pairs = zip(first.logprobs, said.logprobs, strict=True)
+                scores = self._score_with_retries([client], request)
+                first = first or scores
+                self._require_within_vocabulary(client.url, scores)
+                pairs = zip(first.logprobs, scores.logprobs, strict=True)
                 difference = max(abs(a - b) for a, b in pairs)
-                worst = max(worst, difference)
+                largest = max(largest, difference)
                 if difference > self._tolerance:
                     raise UserError(
-                        f"teacher {route or 'urls'}: {client.url} differs by {difference:.3g} "
-                        f"from {clients[0].url} (allowed {self._tolerance:g}) about one sequence: "
-                        "other weights, another precision, or a server that is not deterministic"
+                        f"teacher {route or 'urls'}: scores of {client.url} differ by "
+                        f"{difference:.3g} from those of {clients[0].url} (allowed "
+                        f"{self._tolerance:g}): other weights, another precision, or a server "
+                        "that is not deterministic"
                     )
-        return worst
+        return largest
 
-    def _require_within_vocabulary(self, url: str, said: SequenceScores) -> None:
+    def _require_within_vocabulary(self, url: str, scores: SequenceScores) -> None:
         beyond = max(
             sum(
                 math.exp(value)
                 for token, value in zip(*top, strict=True)
                 if token >= self._vocab_size
             )
-            for top in zip(said.top_ids, said.top_logprobs, strict=True)
+            for top in zip(scores.top_ids, scores.top_logprobs, strict=True)
         )
         if beyond > self._tolerance:
             raise UserError(
                 f"teacher {url} gives {beyond:.3g} of its probability to token ids from "
                 f"{self._vocab_size} on, which are not in the common vocabulary (allowed "
                 f"{self._tolerance:g}): random weights, or the model of another tokenizer; "
-                "teacher.engine=megatron leaves such ids out"
+                "teacher.engine=megatron ignores such ids"
             )
 
     def _route(self, prompt_id: str) -> str:
@@ -212,12 +210,12 @@ class ServedTeacher:
             )
         return source
 
-    def _ask(self, microbatches: Sequence[MicroBatch]) -> list[list[SequenceScores]]:
-        """Per micro-batch, one answer per sequence that has rows, in their order."""
-        with ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="teacher") as pool:
+    def _request_scores(self, microbatches: Sequence[MicroBatch]) -> list[list[SequenceScores]]:
+        """Per micro-batch, the scores of each sequence that has rows, in their order."""
+        with ThreadPoolExecutor(_MAX_IN_FLIGHT, thread_name_prefix="teacher") as pool:
             futures = [
                 [
-                    pool.submit(self._patiently, self._clients[route], request)
+                    pool.submit(self._score_with_retries, self._clients[route], request)
                     for route, request in self._requests(batch)
                 ]
                 for batch in microbatches
@@ -239,33 +237,35 @@ class ServedTeacher:
                 token_ids=tuple(tokens[start:end]),
                 start=first_row + 1 - start,
                 vocab_size=self._vocab_size,
-                top_k=self._listed,
+                top_k=self._list_size,
                 extra_ids=self._extra_ids,
             )
             route = self._route(self._prompt_ids[sample]) if self._prompt_ids else _ANY
             requests.append((route, request))
         return requests
 
-    def _patiently(self, clients: Sequence[SglangClient], request: Scoring) -> SequenceScores:
+    def _score_with_retries(
+        self, clients: Sequence[SglangClient], request: Scoring
+    ) -> SequenceScores:
         deadline = time.monotonic() + self._patience
-        turn = next(self._turn)
-        for attempt in itertools.count(turn):
+        first = next(self._turn)
+        for attempt in itertools.count(first):
             try:
                 return clients[attempt % len(clients)].score(request)
             except ServerFailure as failure:
                 if time.monotonic() > deadline:
                     raise TeacherLost(
-                        f"no teacher answered for {self._patience:.0f} s; at last: {failure}"
+                        f"no teacher answered for {self._patience:.0f} s; last failure: {failure}"
                     ) from failure
-            if (attempt - turn) % len(clients) == len(clients) - 1:
+            if (attempt - first) % len(clients) == len(clients) - 1:
                 time.sleep(_PAUSE_SECONDS)
         raise AssertionError("unreachable")
 
-    def _scores(self, batch: MicroBatch, answers: Sequence[SequenceScores]) -> Scores:
+    def _scores(self, batch: MicroBatch, replies: Sequence[SequenceScores]) -> Scores:
         targets_N = batch.targets_N.cpu()
         count, device = len(targets_N), batch.targets_N.device
-        logprobs_N = torch.tensor([value for said in answers for value in said.logprobs])
-        extra_NE = torch.tensor([row for said in answers for row in said.extra_logprobs])
+        logprobs_N = torch.tensor([value for reply in replies for value in reply.logprobs])
+        extra_NE = torch.tensor([row for reply in replies for row in reply.extra_logprobs])
         extra_NE = extra_NE.view(count, len(self._extra_ids))
         if self._stop is not None:
             is_own_E = torch.isin(torch.tensor(self._extra_ids), torch.tensor(self._stop.class_ids))
@@ -273,10 +273,10 @@ class ServedTeacher:
             logprobs_N = torch.where(triggered_N, extra_NE[:, is_own_E].logsumexp(1), logprobs_N)
         if not self._top_k:
             return Scores(logprobs_N.to(device))
-        ids = [row for said in answers for row in said.top_ids]
-        values = [row for said in answers for row in said.top_logprobs]
-        ids_NK = torch.tensor(ids, dtype=torch.int64).view(count, self._listed)
-        values_NK = torch.tensor(values).view(count, self._listed)
+        ids = [row for reply in replies for row in reply.top_ids]
+        values = [row for reply in replies for row in reply.top_logprobs]
+        ids_NK = torch.tensor(ids, dtype=torch.int64).view(count, self._list_size)
+        values_NK = torch.tensor(values).view(count, self._list_size)
         if len(self._merged_ids):
             is_merged_E = torch.isin(torch.tensor(self._extra_ids), self._merged_ids)
             stopped_N = extra_NE[:, is_merged_E].logsumexp(1)
@@ -291,9 +291,10 @@ class ServedTeacher:
 def merge_entries(
     ids_NK: Tensor, logprobs_NK: Tensor, merged_ids: Tensor, merged_logprob_N: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The K most probable entries once J merged ids are one of them, from lists of K + J - 1.
+    """The K most probable entries when J merged ids count as one, from lists of K + J - 1 ids.
 
-    Exact: such a list holds K other ids, unless all J are in it; then their sum is among the K.
+    Exact: a list without some merged id holds at least K other ids; a list with all J holds K - 1
+    others, and the merged entry is the K-th.
     """
     keep = ids_NK.shape[1] - (len(merged_ids) - 1)
     others_NK = logprobs_NK.masked_fill(torch.isin(ids_NK, merged_ids), -torch.inf)

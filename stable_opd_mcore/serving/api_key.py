@@ -1,7 +1,7 @@
 """The servers' API key: the content of a file that only its owner can read.
 
-A setting or an argument would not do: a run keeps its settings beside its metrics, and every user
-of a machine can list the arguments of its processes.
+It is neither a setting (a run stores its settings beside its metrics) nor an argument (every user
+of a machine can list the arguments of its processes). Not here: sending it (client.py).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def read_api_key(path: str | Path | None) -> str | None:
 
 
 def make_api_key(path: Path) -> None:
-    """Write a random key for its owner alone (mode 0600); one that is there already stays."""
+    """Write a random key with mode 0600, unless `path` exists."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent)  # mode 0600
     with os.fdopen(handle, "w", encoding="utf-8") as file:
         file.write(secrets.token_urlsafe(24) + "\n")
-    with contextlib.suppress(FileExistsError):  # whole or not at all, and the first one's
-        os.link(temporary, path)
+    with contextlib.suppress(FileExistsError):
+        os.link(temporary, path)  # atomic, and the first of several writers wins
     os.unlink(temporary)

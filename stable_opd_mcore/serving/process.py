@@ -1,14 +1,13 @@
-"""One SGLang server process: started, probed, and ended by whoever owns it.
+"""One SGLang server process: start it, wait until it answers, end it.
 
     server = SglangServer(options, log=run_directory / "sglang/server_0.log")
     server.start(); server.wait_until_healthy()
     ...
     server.stop()
 
-The server is the leader of a process group of its own: ending the group ends its workers and
-nothing else. The server also ends when its owner dies, even by SIGKILL: the program in
-sglang_cpu_stand_in/serve.py watches the owner. Not here: requests (client.py), restarts
-(rollout/sglang/fleet.py).
+The server leads a process group of its own, so ending the group ends its workers and nothing else.
+The server also ends when its owner dies, even by SIGKILL: sglang_cpu_stand_in/serve.py watches the
+owner. Not here: requests (client.py), restarts (rollout/sglang/fleet.py).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -33,66 +32,63 @@ from stable_opd_mcore.network import gloo_settings
 from stable_opd_mcore.serving.client import RefusedRequest, ServerFailure, SglangClient
 
 PROGRAM = Path(__file__).parent / "sglang_cpu_stand_in"
-_KEY_VARIABLE = (
-    "STABLE_OPD_SGLANG_API_KEY"  # hands the key to the child: argv is public on a machine
-)
-OLDEST_RELEASE = (0, 5, 13)  # the oldest seen working; before 0.5.12 there are no weight checksums
+_KEY_VARIABLE = "STABLE_OPD_SGLANG_API_KEY"  # passes the key to the child; argv is public
+OLDEST_RELEASE = (0, 5, 13)  # the oldest in requirements/
 _POLL_SECONDS = 0.3
 _TERMINATE_SECONDS = 10.0
 
 
 class ServerStartError(UserError):
-    """A server did not come up; the message holds the end of its log."""
+    """A server did not start; the message holds the end of its log."""
 
 
 class UnsupportedRelease(ServerStartError):
-    """A server of an SGLang too old to take weights: starting it again cannot help."""
+    """The server's SGLang is too old; starting it again cannot help."""
 
 
 def require_release(client: SglangClient) -> None:
-    """Refuse an SGLang whose weights nobody could verify, before any are sent.
+    """Refuse an SGLang older than OLDEST_RELEASE before any weights are sent.
 
-    Versions are compared by their first three numbers. Builds from source may state 0.0.0 and are
-    taken at their word that they are new.
+    The first three numbers of a version are compared. A build from source may state 0.0.0 and is
+    accepted.
 
     Raises:
         UnsupportedRelease: older than OLDEST_RELEASE.
-        ServerFailure, RefusedRequest: it does not say.
+        ServerFailure, RefusedRequest: the server does not state its release.
     """
-    found = client.release()
-    numbers = tuple(map(int, re.findall(r"\d+", found)[:3]))
+    release = client.release()
+    numbers = tuple(map(int, re.findall(r"\d+", release)[:3]))
     if numbers != (0, 0, 0) and numbers < OLDEST_RELEASE:
         oldest = ".".join(map(str, OLDEST_RELEASE))
         raise UnsupportedRelease(
-            f"{client.url} runs SGLang {found}, which cannot tell what its weights are after an "
-            f"update: {oldest} or later is needed; install one where rollout.sglang.python points"
+            f"{client.url} runs SGLang {release}; {oldest} or later is needed, whose weights can "
+            "be verified after an update: install it where rollout.sglang.python points"
         )
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What one server is started with."""
+    """How one server is started."""
 
     python: str  # interpreter of the servers' venv
-    model: str  # directory with config.json, and weights unless dummy_weights
+    model: str  # directory with config.json, and with weights unless dummy_weights
     device: str = "cpu"  # cpu | cuda
     dtype: str = "float32"
     host: str = "127.0.0.1"
-    port: int = 0  # 0: any free one
-    tensor: int = 1
+    port: int = 0  # 0: any free port
+    tensor: int = 1  # tensor-parallel ranks
     api_key: str | None = None  # None: no key on loopback, a random one elsewhere
-    dummy_weights: bool = True  # drawn at random: the first publish brings the real ones
+    dummy_weights: bool = True  # random weights; the first publish sends the real ones
     memory_saver: bool = False  # colocated on a GPU: weights and cache can be released
     first_gpu: int = 0
     max_running_requests: int | None = None
     startup_timeout_seconds: float = 600.0
     request_timeout_seconds: float = 600.0
-    arguments: tuple[str, ...] = ()  # handed to SGLang as they are
-    environment: dict[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()  # further SGLang arguments
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` can be reached from this machine alone."""
+    """Whether only this machine can reach `host`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -100,7 +96,7 @@ def is_loopback(host: str) -> bool:
 
 
 def free_port(host: str) -> int:
-    """A port nobody listens on at this moment, low enough for releases that add 10,000 to it."""
+    """A free port, at most 55,535 because SGLang 0.5.13 also uses port + 10,000."""
     while True:
         with socket.socket() as probe:
             probe.bind((host, 0))
@@ -110,7 +106,7 @@ def free_port(host: str) -> int:
 
 
 class SglangServer:
-    """An owned server. `start` may be called again after `stop` or after the process died."""
+    """A server this process starts. `start` may be called again after the server has ended."""
 
     def __init__(self, options: ServerOptions, log: Path) -> None:
         self.options = options
@@ -129,7 +125,7 @@ class SglangServer:
 
     @property
     def pid(self) -> int | None:
-        """Process id, and group id, while started."""
+        """Process id, which is also the group id; None if not started."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -144,7 +140,7 @@ class SglangServer:
         )
 
     def start(self) -> None:
-        """Launch the process; returns at once.
+        """Launch the process without waiting for it to answer.
 
         Raises:
             ServerStartError: the servers' interpreter does not exist.
@@ -153,7 +149,7 @@ class SglangServer:
         if not os.access(self.options.python, os.X_OK):
             raise ServerStartError(
                 f"rollout.sglang.python={self.options.python}: no such interpreter; `make sglang` "
-                "builds the servers' venv for a CPU, the README says what a GPU machine needs"
+                "builds the servers' venv for a CPU, the README describes it for a GPU"
             )
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
@@ -169,9 +165,9 @@ class SglangServer:
             "LOCAL_WORLD_SIZE",
             "MASTER_ADDR",
             "MASTER_PORT",
-            "TORCHELASTIC_USE_AGENT_STORE",  # torchrun's: a server would wait for it for ever
+            "TORCHELASTIC_USE_AGENT_STORE",  # with it, torch waits for torchrun's store for ever
         ):
-            environment.pop(name, None)  # the trainer's rendezvous is not the server's
+            environment.pop(name, None)  # the trainer's rendezvous
         command = [self.options.python, str(PROGRAM / "serve.py"), "--owner-pid", str(os.getpid())]
         return subprocess.Popen(
             command + self.command_arguments(),
@@ -183,9 +179,7 @@ class SglangServer:
         )
 
     def command_arguments(self) -> list[str]:
-        """SGLang's arguments. Prompts and responses are token ids throughout, so no tokenizer is
-        loaded.
-        """
+        """SGLang's arguments. Requests hold token ids, so the server loads no tokenizer."""
         options = self.options
         arguments = [
             *("--model-path", options.model),
@@ -202,7 +196,7 @@ class SglangServer:
         if options.max_running_requests is not None:
             arguments += ["--max-running-requests", str(options.max_running_requests)]
         if options.device == "cpu":
-            # an idle scheduler would spin on a core that the trainer can use
+            # without --sleep-on-idle an idle scheduler keeps a core busy
             arguments += ["--attention-backend", "torch_native", "--sleep-on-idle"]
         else:
             arguments += ["--base-gpu-id", str(options.first_gpu)]
@@ -211,27 +205,27 @@ class SglangServer:
         return arguments + list(options.arguments)
 
     def _environment(self) -> dict[str, str]:
-        environment = gloo_settings(self.options.host) | self.options.environment
+        environment = gloo_settings(self.options.host)
         if self.api_key is not None:
             environment[_KEY_VARIABLE] = self.api_key
         if self.options.device == "cpu":
             environment["PYTHONPATH"] = str(PROGRAM)  # its sgl_kernel and model families
-            environment.setdefault("OMP_NUM_THREADS", "1")
-            # what weights were received into is kept, for fresh memory is ten times slower
-            environment.setdefault("MALLOC_MMAP_MAX_", "0")
-            environment.setdefault("MALLOC_TRIM_THRESHOLD_", "-1")
-            if self.options.tensor > 1:  # SGLang binds each rank to cores, and must be told which
+            environment["OMP_NUM_THREADS"] = "1"
+            # malloc keeps the memory that weights are received into: fresh pages cost ten times
+            environment["MALLOC_MMAP_MAX_"] = "0"
+            environment["MALLOC_TRIM_THRESHOLD_"] = "-1"
+            if self.options.tensor > 1:  # SGLang binds each rank to cores
                 cores = sorted(os.sched_getaffinity(0))
                 ranks = (str(cores[rank % len(cores)]) for rank in range(self.options.tensor))
                 environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(ranks)
         return environment
 
     def wait_until_healthy(self, give_up: Callable[[], bool] = lambda: False) -> float:
-        """Block until the server answers; the seconds it took.
+        """Block until the server answers; returns the seconds it took.
 
         Raises:
-            ServerStartError: it ended, `startup_timeout_seconds` passed, or `give_up` says so; it
-                is stopped then.
+            ServerStartError: it ended, `startup_timeout_seconds` passed, or `give_up()` is true.
+                The server is then stopped.
         """
         began = time.monotonic()
         with contextlib.closing(self.client()) as client:
@@ -249,19 +243,17 @@ class SglangServer:
         return time.monotonic() - began
 
     def _freeze_garbage(self, client: SglangClient) -> None:
-        """Spare every /flush_cache of a CPU server the walk over all that its imports have made."""
+        """Exclude what SGLang's imports created from garbage collection: /flush_cache collects."""
         try:
             client.call("POST", "/freeze_gc")
-        except RefusedRequest:
-            pass  # a release without the route: flushes are slower
-        except ServerFailure as failure:
+        except (ServerFailure, RefusedRequest) as failure:
             self.stop()
             raise ServerStartError(
                 f"SGLang server {self.url} ended: {failure}; {self._end_of_log()}"
             ) from failure
 
     def stop(self) -> None:
-        """End the process and its workers: politely, then by force. Harmless when nothing runs."""
+        """End the process and its workers: SIGTERM, then SIGKILL. Does nothing if none runs."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -273,7 +265,7 @@ class SglangServer:
         self._kill_group(process)
 
     def kill(self) -> None:
-        """End it by force at once: it hangs, or what it answers cannot be trusted."""
+        """End the process and its workers with SIGKILL."""
         process, self._process = self._process, None
         if process is not None:
             atexit.unregister(self.stop)
@@ -281,7 +273,7 @@ class SglangServer:
 
     @staticmethod
     def _kill_group(process: subprocess.Popen[bytes]) -> None:
-        with contextlib.suppress(ProcessLookupError):  # workers and all are gone already
+        with contextlib.suppress(ProcessLookupError):  # all of them have ended already
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 

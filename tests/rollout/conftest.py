@@ -1,4 +1,4 @@
-"""A tiny student, the same in transformers and on this process' Megatron."""
+"""A tiny student on disk, and a world of one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which engine a config gives."""
+"""The engine that a config names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def config(**rollout):
     return parse_config(values, "test")
 
 
-def test_the_embedded_engine_speaks_the_tokenizer(tiny_path, world):
+def test_the_embedded_engine_uses_the_tokenizer(tiny_path, world):
     tokenizer = Tokenizer.load("synthetic")
     chunks = build_model(read_architecture(tiny_path), world)
     settings = config()

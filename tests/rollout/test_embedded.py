@@ -1,4 +1,5 @@
-"""The embedded engine against transformers' full forward, and against itself in other company."""
+"""The embedded engine against transformers' full forward pass, and against itself in other
+batches."""
 
 from __future__ import annotations
 
@@ -58,12 +59,12 @@ def test_logprobs_are_the_full_softmax_at_the_temperature(engine, transformer, t
         assert torch.allclose(torch.tensor(rollout.rollout_logprobs), expected, atol=1e-5)
 
 
-def test_a_rollout_does_not_depend_on_its_company(engine, tiny_path, world):
+def test_a_rollout_does_not_depend_on_the_other_rows(engine, tiny_path, world):
     prompts = make_prompts(6)
     sampling = Sampling(max_new_tokens=40, num_samples=2, stop_token_ids=(4, 9), seed=11)
     together = engine.generate(prompts, sampling, step=3)
-    in_turns = build_engine(tiny_path, world, max_rows=5).generate(prompts, sampling, step=3)
-    assert [r.token_ids for r in in_turns] == [r.token_ids for r in together]
+    in_batches = build_engine(tiny_path, world, max_rows=5).generate(prompts, sampling, step=3)
+    assert [r.token_ids for r in in_batches] == [r.token_ids for r in together]
     for i in (0, 3, 5):
         alone = engine.generate([prompts[i]], sampling, step=3)
         assert [r.token_ids for r in alone] == [r.token_ids for r in together[2 * i : 2 * i + 2]]
@@ -97,7 +98,7 @@ def test_a_single_token_and_no_prompts(engine):
     assert engine.generate([], Sampling(), step=0) == []
 
 
-def test_memory_grows_past_its_first_block(tiny_path, world, transformer, monkeypatch):
+def test_the_cache_grows_past_its_first_block(tiny_path, world, transformer, monkeypatch):
     monkeypatch.setattr("stable_opd_mcore.rollout.kv_cache._SLOT_BLOCK", 8)
     sampling = Sampling(max_new_tokens=80, stop_token_ids=(4,))
     rollouts = build_engine(tiny_path, world).generate(make_prompts(8), sampling, step=1)
@@ -117,7 +118,7 @@ def test_only_the_common_vocabulary_is_drawn(tiny_path, world):
             assert max(rollout.token_ids) < 5
 
 
-def test_the_model_is_left_as_it_was(engine):
+def test_the_model_is_unchanged_afterwards(engine):
     chunk = engine._chunks[0]
     engine.generate(make_prompts(2), Sampling(max_new_tokens=2), step=0)
     assert all(module.training for module in chunk.modules())
@@ -186,7 +187,7 @@ def test_the_trainer_agrees_with_the_rollouts(tiny_path, world, precision, large
         assert gap.mean() < mean
 
 
-def test_weights_are_read_where_they_lie(tiny_path, world):
+def test_changed_weights_change_the_rollouts(tiny_path, world):
     engine = build_engine(tiny_path, world)
     greedy = Sampling(temperature=0, max_new_tokens=10)
     before = engine.generate(make_prompts(3), greedy, step=0)

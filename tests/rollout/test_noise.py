@@ -1,4 +1,4 @@
-"""Sampling noise: where it comes from, what it depends on, and what is drawn with it."""
+"""Sampling noise: its distribution, what it depends on, and the tokens drawn with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replay gives back a stored step, and says what does not fit."""
+"""Replay returns a stored step, and names what does not fit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from stable_opd_mcore.data.rollout_files import RolloutWriter
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.rollout.engine import Sampling
 from stable_opd_mcore.rollout.replay import ReplayEngine
@@ -30,7 +31,7 @@ def engine(tmp_path) -> ReplayEngine:
     return ReplayEngine(tmp_path)
 
 
-def test_a_share_of_the_prompts_gets_its_own_rollouts(engine):
+def test_some_of_the_prompts_get_their_own_rollouts(engine):
     mine = PROMPTS[1::2]
     with_golden = [replace(prompt, golden_token_ids=(7,)) for prompt in mine]
     rollouts = engine.generate(with_golden, Sampling(num_samples=2), step=2)
@@ -40,20 +41,20 @@ def test_a_share_of_the_prompts_gets_its_own_rollouts(engine):
     assert [r.weight_version for r in rollouts] == [2] * 4
 
 
-def test_fewer_samples_than_stored_are_the_first_ones(engine):
+def test_fewer_samples_than_stored_are_the_first_stored_ones(engine):
     rollouts = engine.generate(PROMPTS, Sampling(num_samples=1), step=0)
     assert rollouts == stored_rollouts(1)[::2]
 
 
-def test_what_does_not_fit_is_named(engine, tmp_path):
-    ask = Sampling(num_samples=2)
-    with pytest.raises(ValueError, match=r"step_000004.jsonl: step 4 was not stored; .* has 3"):
-        engine.generate(PROMPTS, ask, step=3)
-    with pytest.raises(ValueError, match=r"no rollouts of prompt other:0; .* train.seed"):
-        engine.generate([Prompt("other:0", "", (1,))], ask, step=0)
-    with pytest.raises(ValueError, match="set:1 has 2 stored samples, sample 2 was asked for"):
+def test_refusals_name_what_does_not_fit(engine, tmp_path):
+    sampling = Sampling(num_samples=2)
+    with pytest.raises(UserError, match=r"step_000004.jsonl: step 4 was not stored; .* has 3"):
+        engine.generate(PROMPTS, sampling, step=3)
+    with pytest.raises(UserError, match=r"no rollouts of prompt other:0; .* train.seed"):
+        engine.generate([Prompt("other:0", "", (1,))], sampling, step=0)
+    with pytest.raises(UserError, match="set:1 has 2 stored samples, sample 2 is missing"):
         engine.generate([PROMPTS[1]], Sampling(num_samples=3), step=0)
-    with pytest.raises(ValueError, match=r"set:1 was stored with other tokens .2, now 3"):
-        engine.generate([Prompt("set:1", "problem 1", (1, 2, 3))], ask, step=0)
-    with pytest.raises(ValueError, match=r"no stored rollouts .* rollout.save=all"):
+    with pytest.raises(UserError, match=r"set:1 was stored with other tokens .2, now 3"):
+        engine.generate([Prompt("set:1", "problem 1", (1, 2, 3))], sampling, step=0)
+    with pytest.raises(UserError, match=r"no stored rollouts; .* rollout.save=all"):
         ReplayEngine(tmp_path / "elsewhere")

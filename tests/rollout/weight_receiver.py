@@ -1,10 +1,9 @@
-"""A process that takes weights over SGLang's routes, slowly, and says what they hash to.
+"""A process that receives weights over SGLang's routes and returns their checksums.
 
     with receiver(fields) as url: ...
 
-It takes its time before it copies what it was handed, as a server under load does: a sender that
-writes into a bucket too early is found out by the checksums. Holds tensors in a dict: no model, no
-SGLang, nothing is generated.
+It waits before it copies a bucket, as a server under load does, so the checksums show a sender that
+overwrites the bucket too early. Holds tensors in a dict: no model, no SGLang, nothing is generated.
 """
 
 from __future__ import annotations
@@ -38,8 +37,11 @@ _LOADING_SECONDS = 0.03  # packing a bucket of these tests takes a hundredth of 
 def receiver(
     fields: dict[str, Any], *, loses: Sequence[str] = (), deaf: bool = False
 ) -> Iterator[str]:
-    """Its address. `loses`: tensors it is sent but does not take; `deaf`: it joins the process
-    group, and no broadcast.
+    """Yields its URL.
+
+    Args:
+        loses: tensors that it receives and drops.
+        deaf: it joins the process group, and refuses every broadcast.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -58,12 +60,14 @@ def _serve(pipe: Connection, fields: dict[str, Any], loses: tuple[str, ...], dea
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        wbufsize = -1  # headers and body leave together, or the second waits 40 ms for an ACK
+        wbufsize = (
+            -1
+        )  # headers and body in one packet; the second packet would wait 40 ms for an ACK
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            answer = getattr(state, self.path.strip("/"))(json.loads(body))
-            content = json.dumps(answer).encode()
+            route = self.path.strip("/").partition("?")[0]
+            content = json.dumps(getattr(state, route)(json.loads(body))).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()

@@ -1,4 +1,4 @@
-"""A frozen model's scores against transformers, over packed micro-batches."""
+"""A Megatron scorer against transformers, over packed micro-batches."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def chunks(path, world):
 def expected(path):
     """Per micro-batch: logits [N, V] of the common vocabulary, and hidden states [N, H]."""
     model = Qwen2ForCausalLM.from_pretrained(path).eval()
-    found = []
+    results = []
     for batch in BATCHES:
         logits, hidden = [], []
         for start, stop in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
@@ -65,8 +65,8 @@ def expected(path):
             logits.append(out.logits[0, :, :VOCAB_SIZE])
             hidden.append(out.hidden_states[-1][0])
         rows = batch.rows_N
-        found.append((torch.cat(logits)[rows], torch.cat(hidden)[rows]))
-    return found
+        results.append((torch.cat(logits)[rows], torch.cat(hidden)[rows]))
+    return results
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -86,24 +86,24 @@ def test_scores_are_those_of_the_common_vocabulary(chunks, world, expected, temp
         assert score.hidden_NH is None
 
 
-def test_hidden_states_alone_need_no_product_with_the_head(chunks, world, expected):
+def test_hidden_alone_returns_hidden_states_only(chunks, world, expected):
     model = MegatronScorer(chunks, world, vocab_size=VOCAB_SIZE, hidden_alone=True)
-    for said, (_, hidden) in zip(model.score(BATCHES), expected, strict=True):
-        assert said.logprob_N is None
-        assert said.entropy_N is None
-        assert torch.allclose(said.hidden_NH, hidden, atol=1e-5)
+    for scores, (_, hidden) in zip(model.score(BATCHES), expected, strict=True):
+        assert scores.logprob_N is None
+        assert scores.entropy_N is None
+        assert torch.allclose(scores.hidden_NH, hidden, atol=1e-5)
 
 
 def test_a_stop_token_is_scored_as_its_class(chunks, world, expected):
-    own, foreign = (3, 8), (5,)
-    stop = StopClass(class_ids=own, trigger_ids=own + foreign, include_target=False)
+    own, others = (3, 8), (5,)
+    stop = StopClass(class_ids=own, trigger_ids=own + others, include_target=False)
     model = MegatronScorer(chunks, world, vocab_size=VOCAB_SIZE, stop=stop)
     num_stops = 0
     for batch, score, (logits, _) in zip(BATCHES, model.score(BATCHES), expected, strict=True):
         assert score.hidden_NH is None
         assert score.topk_ids_NK is None
         logprobs = torch.log_softmax(logits, 1)
-        is_stop = torch.isin(batch.targets_N, torch.tensor(own + foreign))
+        is_stop = torch.isin(batch.targets_N, torch.tensor(own + others))
         sampled = logprobs.gather(1, batch.targets_N[:, None])[:, 0]
         wanted = torch.where(is_stop, logprobs[:, list(own)].logsumexp(1), sampled)
         assert torch.allclose(score.logprob_N, wanted, atol=1e-5)
@@ -112,7 +112,7 @@ def test_a_stop_token_is_scored_as_its_class(chunks, world, expected):
     assert num_stops
 
 
-def test_a_model_answers_twice_the_same(chunks, world):
+def test_scores_are_reproducible(chunks, world):
     model = MegatronScorer(chunks, world, vocab_size=VOCAB_SIZE, top_k=3)
     for once, again in zip(model.score(BATCHES), model.score(BATCHES), strict=True):
         for name in ("logprob_N", "entropy_N", "topk_logprobs_NK"):

@@ -1,4 +1,4 @@
-"""How scores get onto micro-batches."""
+"""`with_scores`: scores become fields of micro-batches."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.models.tiny import microbatch
 BATCHES = [microbatch([5, 3]), microbatch([4], seed=1)]
 
 
-class Fixed:
-    """A scorer whose answers are known."""
+class ConstantScorer:
+    """A scorer that returns one value for every token."""
 
     head = None
 
@@ -33,7 +33,12 @@ class Fixed:
 
 
 def test_each_scorer_fills_its_own_field():
-    scored = with_scores(BATCHES, teacher=Fixed(-1.0), reference=Fixed(-2.0), behaviour=Fixed(-3.0))
+    scored = with_scores(
+        BATCHES,
+        teacher=ConstantScorer(-1.0),
+        reference=ConstantScorer(-2.0),
+        behaviour=ConstantScorer(-3.0),
+    )
     for before, after in zip(BATCHES, scored, strict=True):
         assert after.tokens_T is before.tokens_T
         assert after.teacher.logprob_N.tolist() == [-1.0] * len(before.rows_N)
@@ -43,10 +48,10 @@ def test_each_scorer_fills_its_own_field():
         assert after.old_token_logprob_N.tolist() == [-4.0] * len(before.rows_N)
 
 
-def test_no_scorer_and_no_last_stage_change_nothing():
+def test_without_scorers_or_off_the_last_stage_nothing_changes():
     assert with_scores(BATCHES) == BATCHES
-    elsewhere = Fixed(-1.0, last_stage=False)
-    kept = with_scores(BATCHES, teacher=elsewhere, reference=elsewhere, behaviour=elsewhere)
-    for after, before in zip(kept, BATCHES, strict=True):
+    scorer = ConstantScorer(-1.0, last_stage=False)
+    unchanged = with_scores(BATCHES, teacher=scorer, reference=scorer, behaviour=scorer)
+    for after, before in zip(unchanged, BATCHES, strict=True):
         assert after.tokens_T is before.tokens_T
         assert (after.teacher, after.reference, after.old_logprob_N) == (None, None, None)

@@ -1,4 +1,4 @@
-"""What a served teacher's lists become; real servers answer in tests/integration."""
+"""A served teacher's top-K lists, and its absence; tests/integration has real servers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_merged_lists_are_those_of_the_merged_distribution():
     torch.testing.assert_close(logprobs_NK, expected.values)
 
 
-def ask_an_absent_teacher(rank: int, world_size: int, url: str) -> None:
+def score_with_an_absent_teacher(rank: int, world_size: int, url: str) -> None:
     world = start_world(ParallelConfig(pipeline=2), seed=0)
     settings = TeacherConfig(engine="sglang", urls=(url,))
     teacher = ServedTeacher(settings, world, vocab_size=99, temperature=1.0, patience_seconds=0)
@@ -38,6 +38,6 @@ def ask_an_absent_teacher(rank: int, world_size: int, url: str) -> None:
     stop_world()
 
 
-def test_a_lost_teacher_is_lost_to_the_stages_that_do_not_ask_it():
-    """All ranks save a checkpoint then; one that went on to the next stage's tensors would hang."""
-    run_ranks(2, ask_an_absent_teacher, f"http://127.0.0.1:{free_port('127.0.0.1')}")
+def test_a_lost_teacher_is_raised_on_every_pipeline_stage():
+    """All ranks save a checkpoint then; a stage that went on would hang."""
+    run_ranks(2, score_with_an_absent_teacher, f"http://127.0.0.1:{free_port('127.0.0.1')}")

@@ -1,3 +1,5 @@
+"""The key's file: who may read it, and errors that name it."""
+
 import stat
 
 import pytest
@@ -5,19 +7,19 @@ import pytest
 from stable_opd_mcore.serving.api_key import make_api_key, read_api_key
 
 
-def test_a_key_is_made_once_for_its_owner_alone(tmp_path):
+def test_a_key_is_made_once_with_mode_0600(tmp_path):
     path = tmp_path / "keys/key"
     make_api_key(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     key = read_api_key(path)
     assert key is not None
     assert len(key) >= 32
-    make_api_key(path)  # a second server of the run
+    make_api_key(path)
     assert read_api_key(path) == key
     assert [entry.name for entry in path.parent.iterdir()] == ["key"]
 
 
-def test_no_path_is_no_key_and_a_bad_one_is_named(tmp_path):
+def test_without_a_path_there_is_no_key_and_a_bad_path_is_named(tmp_path):
     assert read_api_key(None) is None
     with pytest.raises(ValueError, match=r"api_key_file=.*key: No such file.*stable-opd serve"):
         read_api_key(tmp_path / "key")

@@ -1,3 +1,5 @@
+"""How a server process is started, without SGLang."""
+
 import pytest
 
 from stable_opd_mcore.serving.process import (
@@ -18,26 +20,24 @@ def test_a_server_without_an_interpreter_is_refused(tmp_path):
     ("host", "loopback"),
     [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("node7", False)],
 )
-def test_a_server_that_others_can_reach_has_a_key(tmp_path, host, loopback):
-    """Where none was given, a random one that is not among its arguments."""
+def test_a_server_that_other_machines_reach_has_a_random_key(tmp_path, host, loopback):
     assert is_loopback(host) == loopback
     server = SglangServer(ServerOptions("python", "model", host=host, port=1), tmp_path / "log")
     assert (server.api_key is None) == loopback
     assert server.api_key not in server.command_arguments()
 
 
-def test_a_server_does_not_join_the_rendezvous_of_torchrun(tmp_path, monkeypatch):
-    """With the agent's store named, torch in the server would wait for another master for ever."""
+def test_a_server_does_not_inherit_torchruns_rendezvous(tmp_path, monkeypatch):
     names = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"}
     for name in names:
         monkeypatch.setenv(name, "1")
-    prints_its_environment = tmp_path / "python"
-    prints_its_environment.write_text("#!/bin/sh\nenv\n")
-    prints_its_environment.chmod(0o700)
-    server = SglangServer(ServerOptions(str(prints_its_environment), "model"), tmp_path / "log")
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nenv\n")
+    program.chmod(0o700)
+    server = SglangServer(ServerOptions(str(program), "model"), tmp_path / "log")
     server.start()
     with pytest.raises(ServerStartError, match="ended"):
         server.wait_until_healthy()
-    found = {line.partition("=")[0] for line in (tmp_path / "log").read_text().splitlines()}
-    assert "PATH" in found
-    assert not found & names
+    inherited = {line.partition("=")[0] for line in (tmp_path / "log").read_text().splitlines()}
+    assert "PATH" in inherited
+    assert not inherited & names

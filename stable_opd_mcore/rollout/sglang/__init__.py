@@ -1,0 +1,15 @@
+"""Rollouts from SGLang servers. Read in this order:
+
+build       from a config to the engine and its servers
+engine      the `RolloutEngine`: drawing, publishing, and agreement between ranks
+fleet       one rank's servers: requests in flight, failures, restarts
+records     between the trainer's records and a server's requests
+sync        one publish: send the weights, verify them, stamp the version
+transports  how a bucket of weights travels: process group, shared memory or files
+group       the process group of trainer and servers
+checksums   what the servers' weights must hash to
+events      the log of what happened to the servers
+serve       `stable-opd serve`: servers without a trainer
+
+Not here: HTTP requests and server processes (serving/).
+"""

@@ -1,10 +1,10 @@
-"""What a server's weights must hash to after a sync, computed from the trainer's own tensors.
+"""The checksums that a server must report after a sync, computed from the trainer's tensors.
 
 SGLang's /weights_checker gives one 64-bit hash per parameter and tensor rank, of the bytes as its
-layers hold them: q, k and v fused, gate and up fused, rows or columns cut, vocabulary padded.
-`ExpectedChecksums` lays the trainer's Hugging Face tensors out the same way, one at a time, and
-hashes the pieces; equality is bit-exact. Not here: who is asked and when (sync.py). Dense
-Qwen2, Qwen3 and Llama, unquantised.
+layers hold them: q, k and v fused, gate and up fused, cut by rows or columns, the vocabulary
+padded. `ExpectedChecksums` lays out the trainer's Hugging Face tensors in the same way, one at a
+time, and hashes the pieces. Equal hashes mean equal bits. Dense Qwen2, Qwen3 and Llama,
+unquantised. Not here: the requests (sync.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stable_opd_mcore.models.families import Architecture
 
-_FUSED = {  # our name's part -> (SGLang's, the parts in order)
+_FUSED = {  # part of our name -> (part of SGLang's name, the fused parts in order)
     "q_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
     "k_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
     "v_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
@@ -32,18 +32,19 @@ Hash = Callable[[Sequence[Tensor]], str]
 
 
 class ExpectedChecksums:
-    """Feed it every tensor once; `per_rank` is then what each tensor rank must answer."""
+    """After `add` of every tensor, `per_rank` holds each tensor rank's checksums by name."""
 
     def __init__(self, architecture: Architecture, tensor_size: int, hash_of: Hash) -> None:
         self._architecture = architecture
         self._size = tensor_size
         self._hash = hash_of
-        self._parts: dict[str, dict[str, Tensor]] = {}  # of fused parameters still incomplete
+        self._parts: dict[str, dict[str, Tensor]] = {}  # of incomplete fused parameters
         self.per_rank: list[dict[str, str]] = [{} for _ in range(tensor_size)]
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """One Hugging Face tensor, in the precision the server holds. Kept, and to be left as it
-        is, while its fused partners are missing.
+        """Add one Hugging Face tensor, in the server's precision.
+
+        It must not change until its fused partners are added.
         """
         part = name.split(".")[-2] if "." in name else name
         if part not in _FUSED:
@@ -65,7 +66,7 @@ class ExpectedChecksums:
     def _shard(self, name: str, tensor: Tensor, rank: int) -> Tensor:
         """Tensor rank `rank`'s piece of one tensor."""
         size = self._size
-        if name in ("k_proj", "v_proj"):  # fewer groups than ranks: several ranks hold the same one
+        if name in ("k_proj", "v_proj"):  # with fewer groups than ranks, ranks share a group
             groups = self._architecture.num_key_value_heads
             copies = max(1, size // groups)
             return tensor.chunk(size // copies)[rank // copies]
@@ -81,17 +82,14 @@ class ExpectedChecksums:
         return tensor
 
 
-def differences(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+def differences(expected: Mapping[str, str], actual: Mapping[str, str]) -> list[str]:
     """Names whose checksums differ or that one side lacks."""
-    return [
-        name
-        for name in sorted(expected.keys() | found.keys())
-        if expected.get(name) != found.get(name)
-    ]
+    names = sorted(expected.keys() | actual.keys())
+    return [name for name in names if expected.get(name) != actual.get(name)]
 
 
 def cpu_hash(pieces: Sequence[Tensor]) -> str:
-    """SGLang's hash of a CPU tensor, here of pieces that follow each other: 64 bits of SHA-256."""
+    """SGLang's hash of a CPU tensor, given in consecutive pieces: 64 bits of SHA-256."""
     digest = hashlib.sha256()
     for piece in pieces:
         flat = piece.detach().cpu().contiguous().view(-1).view(torch.uint8)
@@ -107,11 +105,10 @@ _TILES_AT_ONCE = 512  # 4 Mi words: a few hundred MiB of int64 temporaries
 
 
 def gpu_hash(pieces: Sequence[Tensor]) -> str:
-    """SGLang's hash of a CUDA tensor (sglang/kernels/ops/memory/gpu_tensor_hash.py), in int64
-    torch.
+    """SGLang's hash of a CUDA tensor (sglang/kernels/ops/memory/gpu_tensor_hash.py).
 
-    Two 32-bit mixes of every word with its position, summed over tiles of 8,192 words, the tiles'
-    64-bit results summed again and mixed.
+    Each 32-bit word is mixed with its position in two ways and summed over tiles of 8,192 words;
+    the tiles' 64-bit results are summed and mixed again. Computed in int64.
     """
     flat = torch.cat([piece.detach().contiguous().view(-1).view(torch.uint8) for piece in pieces])
     flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 4))
@@ -141,9 +138,8 @@ def _tiles_hash(words: Tensor, start: int, num_words: int) -> int:
 
 
 def _fmix32(values: Tensor) -> Tensor:
-    """MurmurHash3's finaliser on 32-bit values held in int64; products may wrap, their low words
-    are right.
-    """
+    """MurmurHash3's finaliser on 32-bit values in int64; products wrap, but their low 32 bits are
+    right."""
     values = values ^ (values >> 16)
     values = (values * 0x85EBCA6B) & _WORD
     values = values ^ (values >> 13)

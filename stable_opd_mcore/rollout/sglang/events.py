@@ -1,8 +1,7 @@
-"""What happened to the servers: one line per event in a log file, one count per kind in the
-metrics.
+"""What happened to the servers: a line per event in a file, a count per kind in the metrics.
 
-Not a monitoring sink: events are rare and are written when they happen, so that the file tells
-the story even of a run that ended badly.
+Not a monitoring sink: an event is written when it happens, so it is in the file even if the run
+crashes.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from typing import Literal
 from stable_opd_mcore.metrics import Metrics, Sum
 
 Event = Literal[
-    "failure",  # a server did not do its part
-    "restart",  # an owned server was ended and started again
-    "redrawn",  # responses asked for again because of either
-    "stale",  # responses from weights too old, dropped and drawn again
+    "failure",  # a server failed
+    "restart",  # a server of this run was ended and started again
+    "redrawn",  # responses drawn again after a failure
+    "stale",  # responses from too old weights, dropped and drawn again
     "resent",  # weights sent again outside the usual publish
     "published",  # weights sent and verified
-    "lost",  # no restarts are left
+    "lost",  # the fleet cannot go on
 ]
 _COUNTED: tuple[Event, ...] = ("failure", "restart", "redrawn", "stale", "resent")
 _log = logging.getLogger("stable_opd_mcore.rollout.sglang")
 
 
 class EventLog:
-    """Appends to `path`; safe from many threads."""
+    """Appends to `path`; safe to use from many threads."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -54,7 +53,7 @@ class EventLog:
             _log.warning("%s %s: %s", server, event, detail)
 
     def take_metrics(self) -> Metrics:
-        """Counts since the last call, a zero for every kind that did not happen."""
+        """Counts since the last call, 0 for kinds that did not happen."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
         return Metrics({f"engine/{event}": Sum(float(counts[event])) for event in _COUNTED})

@@ -1,14 +1,12 @@
-"""One data-parallel rank's servers: many requests in flight, and no failure that loses or doubles
-one.
+"""One data-parallel rank's servers: many requests in flight, none of them lost or counted twice.
 
-A request goes to the ready server with the fewest in flight. When a server fails, it is taken
-out, an owned one is killed and started again at once (it boots while the others work), and its
-requests go to those that remain. A request counts when its answer was accepted, once; what is
-left when no server is ready comes back as None.
+A request goes to the ready server with the fewest requests in flight. A server that fails takes no
+more requests; this run's own servers are killed and restarted at once, while the others work on.
+The failed server's requests go to the others; a request without any server left returns None.
 
-A member's life: restarting -> needs_weights -> ready -> failed -> restarting ... Only
-`weights_arrived` makes one ready. Not here: how weights get there (sync.py), and agreement
-between ranks (engine.py).
+States of a member: restarting -> needs_weights -> ready -> failed -> restarting ... Only
+`weights_arrived` makes a member ready. Not here: sending weights (sync.py), agreement between ranks
+(engine.py).
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from stable_opd_mcore.config.rollouts import SglangConfig
 from stable_opd_mcore.rollout.sglang.events import EventLog
 from stable_opd_mcore.serving.client import (
     Completion,
@@ -35,26 +34,26 @@ from stable_opd_mcore.serving.process import (
     require_release,
 )
 
-_MOST_IN_FLIGHT = 256  # per server; the server batches and queues them itself
-_MISSED_PROBES = 2
+_MAX_IN_FLIGHT = 256  # per server, which batches and queues them itself
+_MAX_MISSED_PROBES = 2
 
 
 @dataclass
 class Member:
-    """One server and what is known of it."""
+    """One server and its state."""
 
     name: str
     client: SglangClient
-    server: SglangServer | None  # None: somebody else's
-    tensor: int = 1  # its tensor-parallel ranks; somebody else's server is asked
+    server: SglangServer | None  # None: external, so this run cannot restart it
+    tensor: int = 1  # tensor-parallel ranks; an external server states its own
     state: str = "restarting"  # restarting | needs_weights | ready | failed
     in_flight: int = 0
     missed_probes: int = 0
-    life: int = 0  # one more after every failure
-    released: bool = False  # its GPU memory is the trainer's for now
+    life: int = 0  # the number of failures so far; each ends the server's process groups
+    released: bool = False  # its GPU memory is released to the trainer
 
     def reconnect(self) -> None:
-        """Those in flight fail; later requests use new connections."""
+        """Fail the requests in flight; later requests use new connections."""
         self.client.close()
         self.client = self.client.copy()
         self.life += 1
@@ -62,38 +61,38 @@ class Member:
 
 
 class Fleet:
-    """Draws responses from its members until each request is answered or no member is left."""
+    """Draws responses until each request is answered or no member is ready.
+
+    Args:
+        stop_requested: whether the run is about to end; then no member is waited for.
+    """
 
     def __init__(
         self,
         members: Sequence[Member],
         events: EventLog,
-        *,
-        max_restarts: int,
-        health_interval_seconds: float,
-        startup_timeout_seconds: float,
-        stop_asked: Callable[[], bool] = lambda: False,
+        settings: SglangConfig,
+        stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         self.members = list(members)
-        self.lost: str | None = None  # why there is no going on
+        self.lost: str | None = None  # why the fleet cannot go on
         self._events = events
-        self._restarts_left = max_restarts
-        self._health_interval = health_interval_seconds
-        self._startup_timeout = startup_timeout_seconds
-        self._stop_asked = stop_asked  # then no member is waited for: it may be ending as well
-        self._redrawn: Counter[str] = Counter()  # responses to ask for again, by who failed
+        self._settings = settings
+        self._restarts_left = settings.max_restarts
+        self._stop_requested = stop_requested
+        self._redrawn: Counter[str] = Counter()  # responses to draw again, by the failed member
         self._watcher: threading.Thread | None = None  # of the newest draw
         self._lock = threading.RLock()
 
     def start(self) -> None:
-        """Start the owned servers, all at once, and wait for every member."""
+        """Start this run's servers, all at once, and wait for every member."""
         for member in self.members:
             if member.server is not None:
                 member.server.start()
         self.await_restarts()
 
     def stop(self) -> None:
-        """End the owned servers; leave the others alone."""
+        """End this run's servers and close all connections."""
         for member in self.members:
             member.client.close()
             if member.server is not None:
@@ -104,13 +103,14 @@ class Fleet:
         requests: Sequence[Generation],
         accept: Callable[[Member, Sequence[Completion]], bool],
     ) -> list[list[Completion] | None]:
-        """Answers in the order of the requests; None where no server was left to ask.
+        """Responses in the order of the requests; None where no server was ready.
 
-        `accept` judges an answer's weights; a refused one is drawn again elsewhere.
+        Args:
+            accept: whether a member's responses come from allowed weights; others are drawn again.
         """
         answers: list[list[Completion] | None] = [None] * len(requests)
         waiting = deque(range(len(requests)))
-        num_threads = min(len(requests), _MOST_IN_FLIGHT * len(self.members))
+        num_threads = min(len(requests), _MAX_IN_FLIGHT * len(self.members))
         if not num_threads:
             return answers
         done = threading.Event()
@@ -125,52 +125,58 @@ class Fleet:
                 for worker in workers:
                     worker.result()
         finally:
-            done.set()  # not joined: a probe takes a second, and its verdict no longer counts
+            done.set()  # the watcher is not joined: a probe takes a second
             for name, count in self._redrawn.items():
                 self._events.add("redrawn", name, f"{count} responses after a failure", count)
             self._redrawn.clear()
         return answers
 
     def fail(self, member: Member, reason: str) -> None:
-        """Take a member out; an owned one is killed and started again while restarts are left."""
+        """Take a member out of use; kill and restart it if it is this run's and restarts are left.
+
+        Without restarts the fleet is lost.
+        """
         with self._lock:
             if member.state in ("failed", "restarting"):
-                return  # another thread was first
+                return  # another thread has reported the failure
             member.state = "failed"
             self._events.add("failure", member.name, reason)
             member.reconnect()
             if member.server is None:
-                member.state = "restarting"  # by its owner, we hope
+                member.state = "restarting"  # an external server: wait until it answers again
             elif self._restarts_left > 0:
                 self._restart(member, member.server)
             else:
                 member.server.kill()
                 self.lose(f"{member.name} failed and max_restarts is used up ({reason})")
 
+    def lose(self, reason: str) -> None:
+        """Declare that the fleet cannot go on."""
+        self.lost = reason
+        self._events.add("lost", "fleet", reason)
+
     def await_restarts(self) -> None:
-        """Wait until every restarting member answers; it then needs weights. Gives up where it
-        must.
-        """
+        """Wait until every restarting member answers and needs weights, or the fleet is lost."""
         for member in self.members:
             while member.state == "restarting" and self.lost is None:
                 self._await(member)
 
     def weights_arrived(self, member: Member) -> None:
-        """The member has the current weights, verified."""
+        """Make a member ready: it has the current weights, verified."""
         with self._lock:
             if member.state == "needs_weights":
                 member.state = "ready"
 
     def weights_outdated(self, member: Member) -> None:
-        """The member must not be asked until it has the current weights."""
+        """Send a member no request until it has the current weights."""
         with self._lock:
             if member.state == "ready":
                 member.state = "needs_weights"
 
     def release_memory(self) -> None:
-        """Colocated: give the GPUs to the trainer. The weights are gone and are sent again."""
+        """Colocated: release the GPU memory to the trainer. The weights must be sent again."""
         if self._watcher is not None:
-            self._watcher.join()  # a server with a probe in its queue does not survive this
+            self._watcher.join()  # a server with a queued health probe crashes on release
         for member in self.members:
             if member.state == "ready":
                 self.weights_outdated(member)
@@ -178,7 +184,7 @@ class Fleet:
                 member.released = True
 
     def resume_memory(self) -> None:
-        """Take back what was released. Harmless where nothing was."""
+        """Allocate again what was released."""
         for member in self.members:
             if member.released:
                 member.released = False
@@ -191,18 +197,19 @@ class Fleet:
             self.fail(member, str(error))
 
     def _await(self, member: Member) -> None:
+        """Wait for one start; after a failed one restart the server or lose the fleet."""
         try:
             if member.server is not None:
-                member.server.wait_until_healthy(self._stop_asked)
+                member.server.wait_until_healthy(self._stop_requested)
             else:
                 self._await_external(member)
             require_release(member.client)
             if member.server is None:
-                member.tensor = member.client.tensor_ranks()  # its owner's choice, at every start
+                member.tensor = member.client.tensor_ranks()  # may differ after each start
         except (ServerStartError, ServerFailure, RefusedRequest) as error:
             with self._lock:
                 self._events.add("failure", member.name, f"did not start: {error}")
-                hopeless = isinstance(error, UnsupportedRelease) or self._stop_asked()
+                hopeless = isinstance(error, UnsupportedRelease) or self._stop_requested()
                 if member.server is not None and self._restarts_left > 0 and not hopeless:
                     self._restart(member, member.server)
                 else:
@@ -212,14 +219,14 @@ class Fleet:
             member.state, member.missed_probes = "needs_weights", 0
 
     def _await_external(self, member: Member) -> None:
-        deadline = time.monotonic() + self._startup_timeout
+        timeout = self._settings.startup_timeout_seconds
+        deadline = time.monotonic() + timeout
+        url = member.client.url
         while not member.client.is_healthy(timeout_seconds=10.0):
-            if self._stop_asked():
-                raise ServerStartError(f"asked to stop while {member.client.url} did not answer")
+            if self._stop_requested():
+                raise ServerStartError(f"a stop was requested while {url} did not answer")
             if time.monotonic() > deadline:
-                raise ServerStartError(
-                    f"no answer from {member.client.url} in {self._startup_timeout:.0f} s"
-                )
+                raise ServerStartError(f"no answer from {url} in {timeout:.0f} s")
             time.sleep(1.0)
 
     def _restart(self, member: Member, server: SglangServer) -> None:
@@ -229,11 +236,6 @@ class Fleet:
         server.start()
         member.state = "restarting"
 
-    def lose(self, reason: str) -> None:
-        """There is no going on."""
-        self.lost = reason
-        self._events.add("lost", "fleet", reason)
-
     def _work(
         self,
         requests: Sequence[Generation],
@@ -241,7 +243,7 @@ class Fleet:
         answers: list[list[Completion] | None],
         accept: Callable[[Member, Sequence[Completion]], bool],
     ) -> None:
-        """One of many: take a request, a member, ask; until nothing waits or no member is ready."""
+        """A worker thread: send waiting requests until none waits or no member is ready."""
         while True:
             with self._lock:
                 member = self._least_loaded()
@@ -270,14 +272,15 @@ class Fleet:
         return min(ready, key=lambda member: member.in_flight, default=None)
 
     def _watch(self, done: threading.Event) -> None:
-        """Probe members while requests are in flight: one that stops answering is hung."""
-        while not done.wait(self._health_interval):
+        """Probe members while requests are in flight, and fail those that do not answer."""
+        interval = self._settings.health_interval_seconds
+        while not done.wait(interval):
             for member in self.members:
                 if member.state != "ready":
                     continue
-                if member.client.is_healthy(timeout_seconds=self._health_interval):
+                if member.client.is_healthy(timeout_seconds=interval):
                     member.missed_probes = 0
                     continue
                 member.missed_probes += 1
-                if member.missed_probes >= _MISSED_PROBES and not done.is_set():
-                    self.fail(member, f"hung: {_MISSED_PROBES} health probes went unanswered")
+                if member.missed_probes >= _MAX_MISSED_PROBES and not done.is_set():
+                    self.fail(member, f"hung: {_MAX_MISSED_PROBES} health probes went unanswered")

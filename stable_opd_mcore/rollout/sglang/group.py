@@ -1,7 +1,6 @@
-"""The trainer's end of a process group that it shares with SGLang servers: where it waits for them,
-and how it joins.
+"""The trainer's side of a process group with SGLang servers: the listening socket and joining.
 
-Not here: what is sent over the group, and who is in it (transports.py).
+Not here: what is sent over the group and its members (transports.py).
 """
 
 from __future__ import annotations
@@ -15,46 +14,41 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.network import address_towards
 from stable_opd_mcore.serving.process import is_loopback
 
 
 def listen(host: str | None, urls: Sequence[str]) -> socket.socket:
-    """A socket on this machine's address `host`, None: on the one on the way to the servers.
+    """A socket that listens on `host`, or for None on this machine's address towards the servers.
 
     Raises:
-        UserError: `host` is no address of this machine.
-        OSError: no way leads to a server, or its name is unknown.
+        ConfigError: `host` is not an address of this machine.
+        OSError: there is no route to a server, or its name is unknown.
     """
     if host is None:
         return socket.create_server((_address_towards(urls), 0))
     try:
         return socket.create_server((host, 0))
     except OSError as error:
-        raise UserError(
-            f"rollout.sglang.sync_host={host}: {error.strerror}; it is the trainer's own address "
-            "as the servers see it, null finds it"
+        raise ConfigError(
+            f"rollout.sglang.sync_host={host}: {error.strerror}; give the trainer's own address "
+            "as the servers see it, or null to find it"
         ) from error
 
 
 def _address_towards(urls: Sequence[str]) -> str:
-    """This machine's address on the way to the servers; if only some are here, to the others.
-
-    Raises:
-        OSError: no way leads to a server, or its name is unknown.
-    """
-    found = [address_towards(urlsplit(url).hostname or url) for url in urls]
-    return next((address for address in found if not is_loopback(address)), found[0])
+    """This machine's address towards the servers, if possible towards one on another machine."""
+    addresses = [address_towards(urlsplit(url).hostname or url) for url in urls]
+    return next((each for each in addresses if not is_loopback(each)), addresses[0])
 
 
 def join_group(
     backend: str, listener: socket.socket, world_size: int, name: str, timeout_seconds: float
 ) -> dist.ProcessGroup:
-    """Rank 0 of a process group apart from the default one, which the servers' ranks join on
-    their side.
+    """Join, as rank 0, a process group whose other ranks are the servers' ranks.
 
-    torch has no public call for a group across programs; this takes the steps SGLang takes
+    torch has no public call for a group across programs. This does what SGLang does
     (sglang.srt.utils.common.init_custom_process_group), so that the keys in the store agree.
     """
     torch_c10d: Any = dist
@@ -68,7 +62,7 @@ def join_group(
         is_master=True,
         timeout=timeout,
         wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # on this one interface, not on all
+        master_listen_fd=listener.detach(),  # listens on this interface only
     )
     group, _ = new_group(
         world_size,

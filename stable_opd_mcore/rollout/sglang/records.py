@@ -1,4 +1,4 @@
-"""Between the trainer's records and a server's requests. Pure functions; nothing is sent here."""
+"""Between the trainer's records and a server's requests. Pure functions: nothing is sent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Decode = Callable[[Sequence[int]], str]
 def request_for(
     prompt: Prompt, sampling: Sampling, vocab_size: int, padded_vocab_size: int
 ) -> Generation:
-    """All samples of one prompt in one request: they share its prefix, come or fail as one."""
+    """One request for all samples of a prompt, which is computed once for all of them."""
     return Generation(
         token_ids=prompt.token_ids,
         num_samples=sampling.num_samples,
@@ -34,7 +34,7 @@ def rollouts_of(
     num_samples: int,
     decode: Decode,
 ) -> list[Rollout]:
-    """The rollouts of one prompt: what was drawn, or what a checkpoint held where nothing was."""
+    """The rollouts of one prompt: from `answer`, or from the checkpoint's `held` without one."""
     if answer is None:
         return [held[prompt.prompt_id, sample] for sample in range(num_samples)]
     return [
@@ -45,11 +45,7 @@ def rollouts_of(
             rollout_logprobs=completion.logprobs,
             finish_reason="stop" if completion.finish_reason == "stop" else "length",
             weight_version=min(int(version) for version in completion.weight_versions),
-            text=decode(_without_stop(completion)),
+            text=decode(completion.token_ids[: -1 if completion.finish_reason == "stop" else None]),
         )
         for sample, completion in enumerate(answer)
     ]
-
-
-def _without_stop(completion: Completion) -> tuple[int, ...]:
-    return completion.token_ids[: -1 if completion.finish_reason == "stop" else None]

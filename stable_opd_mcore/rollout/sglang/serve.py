@@ -1,9 +1,9 @@
-"""`stable-opd serve`: servers of their own life, for runs with rollout.sglang.placement=external.
+"""`stable-opd serve`: servers without a trainer, for runs with rollout.sglang.placement=external.
 
-Starts what the config's rollout.sglang section describes, prints addresses when all answer, and
-stays until it is told to end or a server dies; then ends them all, by pid. Servers for rollouts
-start with random weights, for a run sends the real ones; a teacher's are read from teacher.path.
-What other machines can reach asks for a key, which stands in a file and is never printed.
+Starts the servers of the config's rollout.sglang section, prints their addresses when all answer,
+and ends them all after SIGINT or SIGTERM or when one of them dies. Rollout servers start with
+random weights, because the run sends the real ones; a teacher's weights are read from teacher.path.
+The API key is in a file and is never printed. Not here: how one server starts (serving/process.py).
 """
 
 from __future__ import annotations
@@ -25,15 +25,19 @@ from stable_opd_mcore.serving.api_key import make_api_key
 from stable_opd_mcore.serving.process import SglangServer, is_loopback, require_release
 
 _POLL_SECONDS = 1.0
-_ENDING = (signal.SIGINT, signal.SIGTERM)
+_END_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve(config: Config, *, teacher: bool, tell: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM.
 
+    Args:
+        teacher: serve teacher.path instead of the student.
+        tell: prints a line.
+
     Raises:
-        UserError: servers of somebody else's, no key where one is needed, no model to serve, or
-            a server that does not start or ends.
+        UserError: placement=external, no key where one is needed, no model to serve, or a server
+            that does not start or ends.
     """
     sglang = config.rollout.sglang
     if sglang.placement == "external":
@@ -49,7 +53,7 @@ def serve(config: Config, *, teacher: bool, tell: Callable[[str], None]) -> None
     folder = config.run.path / ("teacher" if teacher else "sglang")
     model = _teacher_model(config) if teacher else _student_model(config, folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    for number in _ENDING:
+    for number in _END_SIGNALS:
         signal.signal(number, _end)
     with ExitStack() as stack:
         servers = []
@@ -70,15 +74,15 @@ def serve(config: Config, *, teacher: bool, tell: Callable[[str], None]) -> None
 
 
 def _end(*_: object) -> NoReturn:
-    """Leave wherever we are, once; the servers are ended on the way out."""
-    for number in _ENDING:
+    """Raise SystemExit, once; `serve`'s exit stack then ends the servers."""
+    for number in _END_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     raise SystemExit(0)
 
 
 def _student_model(config: Config, folder: Path) -> Path:
     source = config.student.architecture or config.student.path
-    assert source is not None, "the schema asks for one of the two"
+    assert source is not None, "the schema requires one of the two"
     return write_model_config(read_architecture(source), folder / "model")
 
 

@@ -1,12 +1,15 @@
-"""From the trainer's shards to the servers' weights, verified: one publish.
+"""One publish: send the trainer's weights to the servers and verify them there.
 
-Streams whole tensors in buckets (models.weights gathers them over tensor and pipeline ranks), so
-that no second copy of the model ever exists. Order within a publish, for a server may die
-anywhere: requests aborted, session begun where the release has sessions, buckets, session ended,
-cache flushed, checksums read back and compared, and only then the new version stamped. Until then
-the server states "incomplete" and its answers are refused. What the checksums must be is computed
-from the weights in a second pass, while the servers compute theirs. Not here: the ways a bucket
-travels (transports.py), who retries (engine.py).
+Whole tensors are sent in buckets (models.weights gathers them over tensor and pipeline ranks), so
+no second copy of the model exists. Order, because a server may die at any point:
+
+1. abort requests, begin the update where the release has update sessions
+2. send the buckets; from the first one on the server states the version "incomplete"
+3. end the update, flush the cache, read the checksums back and compare them
+4. only then stamp the new version
+
+The expected checksums are computed in a second pass over the weights while the servers compute
+theirs. Not here: the transfer of a bucket (transports.py), retries (engine.py).
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_fixed
 from torch import Tensor
 from torch.nn import Module
 
@@ -36,10 +38,10 @@ from stable_opd_mcore.serving.client import RefusedRequest, ServerFailure, Sglan
 
 @dataclass(frozen=True)
 class Outcome:
-    """One publish: who has the weights, and why others do not."""
+    """The result of one publish."""
 
-    verified: tuple[str, ...]
-    failed: dict[str, str]
+    verified: tuple[str, ...]  # servers that have the weights
+    failed: dict[str, str]  # the other servers, and why
     num_bytes: int
 
 
@@ -53,13 +55,17 @@ def publish_weights(
     dtype: torch.dtype,
     bucket_bytes: int,
 ) -> Outcome:
-    """Give `targets` the weights and the version.
+    """Send `targets` the weights and stamp the version on them.
 
-    Collective over the tensor and pipeline ranks of one replica; `transport` is None on all but
-    the sender, whose outcome is the one that counts.
+    Collective over the tensor and pipeline ranks of one replica.
+
+    Args:
+        transport: None on all ranks but the sender, whose outcome counts.
+        label: unique to this publish.
+        dtype: of the servers' weights.
     """
     if transport is None:
-        for _ in range(2):  # to be sent, and to be hashed
+        for _ in range(2):  # one pass to send, one to hash
             for _ in iter_hf_tensors(chunks):
                 pass
         return Outcome((), {}, 0)
@@ -77,8 +83,9 @@ def publish_weights(
 def make_buckets(
     chunks: Sequence[Module], dtype: torch.dtype, bucket_bytes: int, buffers: Buffers
 ) -> Iterator[Bucket]:
-    """Whole tensors cast to `dtype`, packed into two buffers in turn; one that is larger than
-    `bucket_bytes` travels alone.
+    """Whole tensors cast to `dtype`, packed into two buffers in turn.
+
+    A tensor that is larger than `bucket_bytes` is a bucket of its own.
     """
     architecture = architecture_of(chunks)
     sizes = {
@@ -110,7 +117,7 @@ def verify_all(
     dtype: torch.dtype,
     version: int,
 ) -> None:
-    """End every session, compare checksums, and stamp the version on who holds what was sent."""
+    """End every session, compare checksums, and stamp the version on the servers that match."""
     alive = transport.alive
     expected = {
         size: ExpectedChecksums(architecture_of(chunks), size, _hash_for(chunks))
@@ -129,12 +136,12 @@ def verify_all(
 
 
 def _hash_for(chunks: Sequence[Module]) -> Any:
-    """Servers hash on the device they serve from, which is the trainer's kind of device."""
+    """Servers hash on the device they serve from, which is of the same kind as the trainer's."""
     return gpu_hash if next(chunks[0].parameters()).is_cuda else cpu_hash
 
 
 def begin_all(transport: Transport, targets: Sequence[Target], label: str) -> dict[str, _Session]:
-    """Begin on every target, then open the transport to those that could."""
+    """Begin a session on every target, then open the transport to those that did."""
     with ThreadPoolExecutor(max(1, len(targets)), thread_name_prefix="begin") as pool:
         begun = [pool.submit(_Session, target.client) for target in targets]
     sessions: dict[str, _Session] = {}
@@ -152,38 +159,33 @@ def begin_all(transport: Transport, targets: Sequence[Target], label: str) -> di
 class _Session:
     """The requests around an update of one server.
 
-    Releases from 0.5.21 on want updates between begin and end; earlier ones have no such routes.
+    SGLang 0.5.23 takes updates only between begin and end; 0.5.13 has no such routes.
     """
 
     def __init__(self, client: SglangClient) -> None:
-        """Stop whatever still runs (answers nobody waits for), and begin."""
+        """Abort the requests that still run, whose replies nothing reads, and begin."""
         self._client = client
         client.call("POST", "/abort_request", {"rid": "", "abort_all": True}, 30.0)
         try:
             self._has_sessions = self._begin()
-        except RefusedRequest:  # one that a failed publish left open
+        except RefusedRequest:  # a failed publish left its session open
             client.call("POST", "/end_weight_update", {}, 60.0)
             self._has_sessions = self._begin()
 
     def finish(self) -> Any:
-        """End the update; what the server's weights hash to, as it answers.
+        """End the update, flush the cache; returns the server's reply with its checksums.
 
         Raises:
-            ServerFailure, RefusedRequest: it does not do it.
+            ServerFailure, RefusedRequest: a request failed.
         """
         if self._has_sessions:
             self._client.call("POST", "/end_weight_update", {}, 120.0)
-        retrying = Retrying(  # refused while aborted requests leave
-            retry=retry_if_exception_type(RefusedRequest),
-            stop=stop_after_attempt(20),
-            wait=wait_fixed(0.25),
-            reraise=True,
-        )
-        retrying(self._client.call, "POST", "/flush_cache", {}, 60.0)
+        # the server waits for up to 5 s until the aborted requests have ended
+        self._client.call("POST", "/flush_cache?timeout=5", {}, 60.0)
         return self._client.call("POST", "/weights_checker", {"action": "checksum"}, 600.0)
 
     def stamp(self, answer: Any, expected: Sequence[dict[str, str]], version: int) -> None:
-        """Give the server its version, if its answer is what the trainer's weights hash to.
+        """Stamp the version on the server if its checksums are the expected ones.
 
         Raises:
             ServerFailure, RefusedRequest: the server does not hold exactly what was sent.
@@ -213,17 +215,17 @@ class _Session:
                 f"checksums of ranks {sorted(by_rank)}, expected {len(expected)}",
             )
         for rank, checksums in enumerate(expected):
-            wrong = differences(checksums, by_rank[rank])
-            if wrong:
+            names = differences(checksums, by_rank[rank])
+            if names:
                 raise ServerFailure(
                     self._client.url,
                     "garbage",
-                    f"after the sync {len(wrong)} of {len(checksums)} parameters of rank {rank} "
-                    f"differ from the trainer's, e.g. {', '.join(wrong[:3])}",
+                    f"after the sync {len(names)} of {len(checksums)} parameters of rank {rank} "
+                    f"differ from the trainer's, e.g. {', '.join(names[:3])}",
                 )
 
 
 def _tensor_rank(rank: Any) -> int:
-    """Of one entry of /weights_checker, which states one place or, from 0.5.21 on, a list."""
+    """The rank of one entry of /weights_checker: 0.5.13 states one place, 0.5.23 a list."""
     places = rank["parallelism_info"]
     return (places[0] if isinstance(places, list) else places)["tp_rank"]

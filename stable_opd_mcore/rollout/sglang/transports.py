@@ -1,12 +1,12 @@
-"""Three ways for a bucket of weights to reach servers: a process group, shared memory, files.
+"""Three ways to transfer a bucket of weights to servers: process group, shared memory, files.
 
     transport.open(targets, label); transport.send(bucket) ...; transport.close()
 
-`send` returns while the bucket is still on its way, so that the next one is packed meanwhile, into
-the other of two buffers that stay from publish to publish: a copy into fresh memory takes ten times
-as long as one into memory that was used before. A server that does not do its part is noted in
-`failed` and left out from there on; nothing raises for it. One sender, all servers at once. Not
-here: which weights (sync.py), verification, restarts.
+`send` returns before the bucket has arrived, so that the next one is packed meanwhile into the
+other of two buffers. Both buffers are kept between publishes: copying into fresh memory takes ten
+times as long. A server that fails is recorded in `failed` and skipped from then on; nothing raises
+for it. There is one sender, and it sends to all servers at once. Not here: which weights are sent
+and their verification (sync.py), restarts (fleet.py).
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from stable_opd_mcore.rollout.sglang.group import join_group, listen
 from stable_opd_mcore.serving.client import RefusedRequest, ServerFailure, SglangClient
 
 _POLL_SECONDS = 0.0005
-GROUP_LOST = "the process group is lost"  # how a failure reads that may be another server's
-INCOMPLETE = "incomplete"  # the version a server states between the first bucket and verification
+GROUP_LOST = "the process group is lost"  # begins a failure that another server may have caused
+INCOMPLETE = "incomplete"  # the version that a server states from the first bucket to verification
 
 
 @dataclass(frozen=True)
 class Target:
-    """A server to be given weights."""
+    """A server that receives weights."""
 
     name: str
     client: SglangClient
-    tensor: int  # its tensor-parallel ranks
+    tensor: int  # the number of its tensor-parallel ranks
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some whole tensors, end to end in one buffer that is used again for the bucket after next."""
+    """Whole tensors, one after the other in a buffer that the bucket after next reuses."""
 
     flat: Tensor  # uint8
     tensors: tuple[tuple[str, Tensor], ...]  # views into flat
@@ -63,7 +63,7 @@ class Buffers:
         self._next, self._last = (torch.empty(0, dtype=torch.uint8) for _ in range(2))
 
     def take(self, num_bytes: int, device: torch.device) -> Tensor:
-        """uint8 [num_bytes] of any content, the caller's until `take` is called twice more."""
+        """uint8 [num_bytes], not initialised; the second next call returns the same memory."""
         if self._next.numel() < num_bytes or self._next.device != device:
             self._next = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._next, self._last = self._last, self._next
@@ -71,7 +71,7 @@ class Buffers:
 
 
 class Transport:
-    """What the three have in common: targets, buffers, and asking all targets at once."""
+    """Common to the three: targets, buffers, and requests to all targets at once."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self.failed: dict[str, str] = {}
@@ -85,25 +85,25 @@ class Transport:
         return [target for target in self._targets if target.name not in self.failed]
 
     def open(self, targets: Sequence[Target], label: str) -> None:  # noqa: ARG002
-        """Get ready for one publish; `label` is unique to it."""
+        """Prepare one publish; `label` is unique to it."""
         self._targets, self.failed, self._pending = list(targets), {}, None
 
     def send(self, bucket: Bucket) -> None:
-        """Hand a bucket over; its buffer is free when the next `send`, or `close`, returns."""
+        """Start to send a bucket; its buffer is free when the next `send` or `close` returns."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """After the last bucket: wait until all have arrived."""
+        """Wait until all buckets have arrived."""
         self._settle()
 
     def _settle(self) -> None:
-        """Wait until the servers have loaded the bucket sent last."""
+        """Wait until the servers have loaded the last bucket."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
 
     def post(self, path: str, payload: Callable[[Target], dict[str, Any]]) -> Pending:
-        """Ask every living target at once; `Pending.wait` notes who failed."""
+        """Send a POST to every target that is alive; `Pending.wait` records failures."""
         return Pending(self, path, payload)
 
     def fail(self, target: Target, reason: str) -> None:
@@ -111,7 +111,7 @@ class Transport:
 
 
 class Pending:
-    """One POST to every living target, on its way."""
+    """POST requests in flight, one to each target that is alive."""
 
     def __init__(
         self, transport: Transport, path: str, payload: Callable[[Target], dict[str, Any]]
@@ -131,7 +131,7 @@ class Pending:
             raise ServerFailure(target.client.url, "status", f"{path}: {answer.get('message')}")
 
     def has_failed(self) -> bool:
-        """Whether some target has already said no: then nobody should wait for its part."""
+        """Whether some request has failed already."""
         return any(future.done() and future.exception() for _, future in self._futures)
 
     def wait(self) -> None:
@@ -148,18 +148,21 @@ def _description(bucket: Bucket) -> dict[str, Any]:
         "names": [name for name, _ in bucket.tensors],
         "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket.tensors],
         "shapes": [list(tensor.shape) for _, tensor in bucket.tensors],
-        "flush_cache": False,  # once, when all have arrived
+        "flush_cache": False,  # sync.py flushes after the last bucket
         "weight_version": INCOMPLETE,
     }
 
 
 class DistributedTransport(Transport):
-    """Broadcast over a process group of the sender (rank 0) and every server's tensor ranks: NCCL
-    between GPUs, gloo between CPUs. The group stands as long as the targets stay the same.
+    """Broadcast over a process group of the sender (rank 0) and every server's tensor ranks.
+
+    NCCL between GPUs, gloo between CPUs. The group is kept while the targets stay the same.
+
+    Args:
+        host: this machine's address as the servers see it; None: found from the routes to them.
     """
 
     def __init__(self, timeout_seconds: float, host: str | None, backend: str) -> None:
-        """`host`: this machine's address as the servers see it; None finds it."""
         super().__init__(timeout_seconds)
         self._host = host
         self._backend = backend
@@ -177,12 +180,13 @@ class DistributedTransport(Transport):
             self._join(label)
 
     def send(self, bucket: Bucket) -> None:
-        """Returns when the bytes have left: the next bucket is packed while servers load this one,
-        and no other collective runs beside the broadcast.
+        """Return when the bytes have been sent; the servers load them while the next is packed.
+
+        So no other collective runs beside the broadcast.
         """
         self._settle()
         if self._group is None:
-            return  # broken by an earlier bucket: nobody gets any more
+            return  # the group broke at an earlier bucket
         body = _description(bucket) | {"group_name": self._label, "load_format": "flattened_bucket"}
         pending = self.post("/update_weights_from_distributed", lambda _: body)
         self._pending = pending
@@ -210,12 +214,12 @@ class DistributedTransport(Transport):
         pending.wait()
 
     def _join(self, label: str) -> None:
-        # a server that outlives a run still holds that run's groups by their names
+        # random, because an external server may still hold a group of an earlier run
         self._label = f"stable-opd-{label}-{secrets.token_hex(4)}"
         try:
             listener = listen(self._host, [target.client.url for target in self._targets])
         except OSError as error:
-            self._break(f"no way to the servers: {error}")
+            self._break(f"no route to the servers: {error}")
             return
         host, port = listener.getsockname()
         offsets, world_size = {}, 1
@@ -243,7 +247,7 @@ class DistributedTransport(Transport):
             self._break("it did not form")
 
     def _break(self, reason: str) -> None:
-        """A group that lost a member is of no use to the others; each is given the weights anew."""
+        """Fail all targets: a group that lost a member cannot be used, so all are sent again."""
         self._destroy()
         for target in self.alive:
             self.fail(target, f"{GROUP_LOST}: {reason}")
@@ -252,22 +256,21 @@ class DistributedTransport(Transport):
         if self._group is None:
             return
         held, self._group = [self._group], None
-        held[0].abort()  # or what is still on its way would be waited for: by NCCL
+        held[0].abort()  # NCCL would otherwise wait for what is still being sent
         dist.destroy_process_group(held[0])
-        # gloo cannot abort: its destructor waits for a silent machine until the group's timeout
+        # gloo cannot abort: its destructor waits for an unreachable machine until the time-out
         threading.Thread(target=held.clear, name="destroy", daemon=True).start()
 
 
 class TensorTransport(Transport):
-    """Hand over memory, not bytes: CUDA IPC between processes of one GPU machine, shared memory
-    on a CPU.
-    """
+    """Send a handle of the memory: CUDA IPC between processes of one GPU machine, shared memory
+    on a CPU."""
 
     def send(self, bucket: Bucket) -> None:
         handles = {
             target.name: [_handles(bucket) for _ in range(target.tensor)] for target in self.alive
         }
-        self._settle()  # the server copies before it answers
+        self._settle()  # servers copy a bucket before they reply
         self._pending = self.post(
             "/update_weights_from_tensor",
             lambda target: {
@@ -279,9 +282,7 @@ class TensorTransport(Transport):
 
 
 def _handles(bucket: Bucket) -> str:
-    """For one process: torch counts who was given a handle, and frees the memory when as many have
-    let go of it.
-    """
+    """The bucket's tensors, pickled for one process: torch counts the receivers of a handle."""
     pickled = io.BytesIO()
     with _sharing_by_file_name():
         ForkingPickler(pickled).dump(list(bucket.tensors))
@@ -290,9 +291,7 @@ def _handles(bucket: Bucket) -> str:
 
 @contextlib.contextmanager
 def _sharing_by_file_name() -> Iterator[None]:
-    """Between unrelated processes a CPU tensor is found by name; torch's default passes
-    descriptors.
-    """
+    """Share CPU tensors by file name; torch's default passes descriptors to child processes."""
     before = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
@@ -302,7 +301,7 @@ def _sharing_by_file_name() -> Iterator[None]:
 
 
 class DiskTransport(Transport):
-    """Safetensors in a directory that the servers see too; read when complete."""
+    """Safetensors in a directory that the servers read when it is complete."""
 
     def __init__(
         self, timeout_seconds: float, directory: Path, model_config: dict[str, Any]
@@ -352,9 +351,9 @@ _SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
 def write_safetensors(file: Path, bucket: Bucket) -> None:
-    """The bucket as it lies in memory, behind a header (huggingface/safetensors, "Format").
+    """Write a header and the bucket's memory (huggingface/safetensors, "Format").
 
-    safetensors' own `save_file` refuses tensors that share a buffer, and copies every one.
+    safetensors' own `save_file` refuses tensors that share a buffer, and copies every tensor.
     """
     header, start = {}, 0
     for name, tensor in bucket.tensors:
@@ -365,7 +364,7 @@ def write_safetensors(file: Path, bucket: Bucket) -> None:
         }
         start += tensor.nbytes
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the data begins aligned
+    text += b" " * (-len(text) % 8)  # aligns the data
     with file.open("wb") as out:
         out.write(struct.pack("<Q", len(text)) + text)
         out.write(bucket.flat.cpu().numpy().data)

@@ -1,1 +1,1 @@
-"""The program that runs inside a server's own venv; nothing of it is imported by the trainer."""
+"""The program that runs in the servers' own venv; the trainer imports nothing from here."""

@@ -1,10 +1,10 @@
-"""Run one SGLang server that ends when its owner does: python serve.py --owner-pid PID
-SGLANG_ARGUMENT...
+"""Run one SGLang server that ends when its owner does.
 
-SGLang spawns its workers, and each imports this file again: what must happen before SGLang is
-imported (the CPU preparation) therefore stands at the top, outside the main guard. With a GPU it
-does nothing. Not part of the trainer: runs in the servers' venv, where neither this package nor
-Megatron is installed.
+    python serve.py --owner-pid PID SGLANG_ARGUMENT...
+
+SGLang spawns workers, each of which imports this file again. So the CPU preparation, which must
+come before SGLang's import, stands at the top and not in `main`; with a GPU it is skipped. Not part
+of the trainer: the servers' venv has neither this package nor Megatron.
 """
 
 import os
@@ -20,16 +20,16 @@ if any(a == "--device" and b == "cpu" for a, b in zip(sys.argv, sys.argv[1:], st
 
 
 class Unprinted(str):
-    """The key: SGLang writes all its settings into its log when it starts."""
+    """The key, hidden from SGLang's log, which prints all settings at the start."""
 
     def __repr__(self) -> str:
         return "'(not printed)'"
 
 
 def end_with_owner(pid: int, interval_seconds: float = 0.5) -> None:
-    """Kill this server's whole process group once `pid` is no longer its parent.
+    """Kill this server's process group once `pid` is no longer its parent.
 
-    A poll rather than PR_SET_PDEATHSIG: that fires when the *thread* that started the server ends.
+    It polls, because PR_SET_PDEATHSIG fires when the *thread* that started the server ends.
     """
     while os.getppid() == pid:
         time.sleep(interval_seconds)
@@ -41,8 +41,7 @@ def main(arguments: list[str]) -> None:
         owner, arguments = int(arguments[1]), arguments[2:]
         threading.Thread(target=end_with_owner, args=(owner,), daemon=True).start()
 
-    # not in argv, which every user can read
-    key = os.environ.pop("STABLE_OPD_SGLANG_API_KEY", None)
+    key = os.environ.pop("STABLE_OPD_SGLANG_API_KEY", None)  # argv would be public
 
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import prepare_server_args

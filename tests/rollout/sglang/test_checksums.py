@@ -1,4 +1,4 @@
-"""Checksums as SGLang computes them, against independent forms of its two hashes."""
+"""Expected checksums against independent implementations of SGLang's two hashes."""
 
 import hashlib
 
@@ -53,12 +53,12 @@ def kernel_hash(words: np.ndarray, tile: int = 8192) -> str:
 
 
 @pytest.mark.parametrize("count", [1, 7, 8192, 8193, 50_001])
-def test_gpu_hash_is_the_kernels(count):
+def test_gpu_hash_equals_the_kernels_hash(count):
     tensor = torch.randn(count, generator=torch.Generator().manual_seed(count))
     assert gpu_hash([tensor]) == kernel_hash(tensor.numpy().view(np.uint32))
 
 
-def test_hash_of_pieces_is_that_of_the_whole_in_16_bits_too():
+def test_pieces_hash_like_the_whole_tensor_in_bf16():
     tensor = torch.randn(5, 33).bfloat16()
     whole = tensor.view(-1).view(torch.uint8).numpy().tobytes()
     assert cpu_hash([tensor[:2], tensor[2:]]) == hashlib.sha256(whole).hexdigest()[:16]
@@ -88,7 +88,7 @@ def test_vocabulary_is_padded_to_a_multiple_of_64():
     assert expected.per_rank[1]["model.embed_tokens.weight"] == cpu_hash([second])
 
 
-def test_differences_name_what_differs_and_what_is_missing():
+def test_differences_name_changed_and_missing_parameters():
     assert differences({"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "0", "d": "4"}) == [
         "b",
         "c",

@@ -1,6 +1,4 @@
-"""What `stable-opd serve` refuses before it starts anything; the servers themselves are started in
-tests/integration.
-"""
+"""What `stable-opd serve` refuses before it starts a server; tests/integration starts servers."""
 
 from pathlib import Path
 
@@ -22,6 +20,6 @@ EXTERNAL = ("rollout.sglang.placement=external", "rollout.sglang.urls=[http://ho
         ((), True, r"serve --teacher needs teacher\.path"),  # its weights are drawn at random
     ],
 )
-def test_what_it_refuses(overrides, teacher, message):
+def test_refusals(overrides, teacher, message):
     with pytest.raises(ConfigError, match=message):
         serve(load_config(CONFIG, overrides), teacher=teacher, tell=print)

@@ -1,3 +1,1 @@
-"""SGLang's own classes of the model families the trainer knows, in the shape its registry looks
-for.
-"""
+"""A package that SGLang's model registry imports: its own classes of the trainer's families."""

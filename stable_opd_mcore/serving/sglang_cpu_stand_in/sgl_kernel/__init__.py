@@ -1,8 +1,7 @@
-"""What SGLang's CPU engine needs of the sgl_kernel package, which has no CPU wheel: one function
-in plain torch.
+"""A replacement for the sgl_kernel package, which has no CPU wheel: one function in plain torch.
 
-The other names imported from here belong to speculative decoding; they import and raise when
-called.
+SGLang's CPU engine imports other names too, which only speculative decoding uses. They raise
+NotImplementedError when called.
 """
 
 from collections.abc import Callable
@@ -15,10 +14,10 @@ __version__ = "0.0.0+plain.torch"
 
 def assign_req_to_token_pool_cpu(
     request_rows: torch.Tensor,
-    token_slots: torch.Tensor,  # [requests, positions]: where each token's key and value live
+    token_slots: torch.Tensor,  # [requests, positions]: cache slot of each token
     starts: torch.Tensor,
     ends: torch.Tensor,
-    new_slots: torch.Tensor,  # the slots of all requests, one after the other
+    new_slots: torch.Tensor,  # the slots of all requests, concatenated
     pool_length: int,
 ) -> None:
     """Write each request's new slots into its row, from its start to its end."""
@@ -34,6 +33,6 @@ def __getattr__(name: str) -> Callable[..., NoReturn]:
         raise AttributeError(name)
 
     def missing(*args: object, **kwargs: object) -> NoReturn:
-        raise NotImplementedError(f"sgl_kernel.{name} has no form in plain torch")
+        raise NotImplementedError(f"sgl_kernel.{name} has no plain torch version")
 
     return missing
