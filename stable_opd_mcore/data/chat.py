@@ -1,11 +1,11 @@
-"""The student's tokenizer: prompts by its chat template, golden responses, ids that end them.
+"""The student's tokenizer: prompts by its chat template, golden responses, stop tokens.
 
-Token ids are the model's own; nothing is translated between vocabularies. A golden response never
-passes through the template's assistant turn, because some templates (DeepSeek-R1's) delete
-everything before </think> there: its text follows the generation prompt directly, and the token
-that ends an assistant turn follows the text.
+Token ids are the model's own; nothing is translated between vocabularies. A golden response does
+not pass through the template's assistant turn, because some templates (DeepSeek-R1's) delete
+everything before </think> there. Its text follows the generation prompt directly, and the token
+that ends an assistant turn follows its text.
 
-Not the place where lengths are checked against a window: see order.PromptSet.
+Not here: the check of lengths against a window (data/prompts.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from stable_opd_mcore.errors import DataError, UserError
 SYNTHETIC = "synthetic"
 _THINK, _THINK_END = "<think>", "</think>"
 _MARK = "assistant-turn-mark"
-# A turn ends with its stop token; the next prompt begins only after a user's turn.
+# The stop token ends an assistant turn; PROMPT_END ends a user turn.
 _SYNTHETIC_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}"
@@ -37,9 +37,9 @@ _SYNTHETIC_TEMPLATE = (
 
 
 class Tokenizer:
-    """A Hugging Face fast tokenizer, with what distillation needs to know of it.
+    """A Hugging Face fast tokenizer with its chat template and its stop tokens.
 
-    `stop_token_ids` holds every id that ends a response, the one that ends golden responses first.
+    `stop_token_ids` holds every id that ends a response; the first one ends golden responses.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class Tokenizer:
         """From a directory with tokenizer.json, or the built-in "synthetic" one.
 
         Args:
-            stop_token_ids: the owner's explicit choice; its first id ends golden responses.
+            stop_token_ids: replaces the ids found in the directory (see `resolve_stop_ids`).
 
         Raises:
-            DataError: no such directory, or no tokenizer.json in it.
+            DataError: no such directory, no tokenizer.json in it, or no valid stop token.
         """
         if path == SYNTHETIC:
             return cls(_synthetic_backend(), SYNTHETIC, stop_token_ids)
@@ -80,12 +80,12 @@ class Tokenizer:
         return cls(PreTrainedTokenizerFast.from_pretrained(path), path, stop_token_ids)
 
     def save(self, directory: str | Path) -> None:
-        """Write tokenizer.json, its config and its chat template as `load` reads them."""
+        """Write tokenizer.json, its config and its chat template, for `load`."""
         self._backend.save_pretrained(str(directory))
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that exist, added ones included; a model's embedding may be padded beyond it."""
+        """Number of tokens, added ones included. A model's embedding may have more rows."""
         return len(self._backend)
 
     @property
@@ -99,7 +99,7 @@ class Tokenizer:
 
     @cached_property
     def turn_end_id(self) -> int | None:
-        """The token with which the chat template ends an assistant's turn; None without one."""
+        """The token that ends an assistant turn of the chat template; None without one."""
         if not self.has_template:
             return None
         messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
@@ -111,11 +111,10 @@ class Tokenizer:
         return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of the text as it is, nothing added.
+        """Ids of each text, without a template and without added tokens.
 
         Raises:
-            DataError: a character outside the vocabulary (only the synthetic vocabulary is that
-                small).
+            DataError: the synthetic tokenizer lacks a character.
         """
         if not texts:
             return []
@@ -127,7 +126,7 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of a response without the stop token at its end; other special tokens show."""
+        """The text of a response without the stop token at its end; it keeps special tokens."""
         ids = list(token_ids)
         if ids and ids[-1] in self.stop_token_ids:
             ids.pop()
@@ -140,22 +139,24 @@ class Tokenizer:
     def encode_prompt(
         self, problem: str, template: str = "{problem}", system: str | None = None
     ) -> tuple[int, ...]:
-        """The problem as the model sees it: prompt template, chat template, generation prompt."""
+        """Ids of the problem after prompt template, chat template and generation prompt."""
         return tuple(self.encode(self.render_prompt(problem, template, system)))
 
     def render_prompt(
         self, problem: str, template: str = "{problem}", system: str | None = None
     ) -> str:
-        """The prompt's text; without a chat template, system prompt, blank line, problem.
+        """The text that `encode_prompt` encodes.
+
+        Without a chat template: the system prompt, a blank line, the problem.
 
         Raises:
-            DataError: a prompt template without "{problem}".
+            DataError: a prompt template without "{problem}", or a chat template that fails.
         """
         if "{problem}" not in template:
             raise DataError(
                 f"data.prompt_template {template!r} lacks {{problem}}: put it where problems go"
             )
-        # Not str.format: templates and problems are full of LaTeX braces.
+        # Not str.format: LaTeX braces in templates are text.
         user = template.replace("{problem}", problem)
         if not self.has_template:
             return user if system is None else f"{system}\n\n{user}"
@@ -163,10 +164,10 @@ class Tokenizer:
         return self._render([*messages, {"role": "user", "content": user}], generation_prompt=True)
 
     def response_text(self, solution: str, prompt_text: str) -> str:
-        """A golden solution as it continues a prompt that may have opened <think> already.
+        """A golden solution as the response to a prompt, which may have opened <think> already.
 
-        A solution without a thought of its own closes the opened one at once, as Qwen3 does when
-        it is told not to think; otherwise the model would learn never to close it.
+        A solution without </think> then begins with it, in Qwen3's form for an empty thought.
+        Without it the model would learn to leave the thought open.
         """
         if not opens_thinking(prompt_text):
             return solution
@@ -178,7 +179,7 @@ class Tokenizer:
     def encode_response(
         self, solution: str, prompt_text: str = "", complete: bool = True
     ) -> tuple[int, ...]:
-        """Ids of a golden response; the token that ends a turn follows when it is complete."""
+        """Ids of a golden response; a complete one ends with the first stop token."""
         ids = self.encode(self.response_text(solution, prompt_text))
         return (*ids, self.stop_token_ids[0]) if complete else tuple(ids)
 
@@ -189,37 +190,37 @@ class Tokenizer:
             )
         except TemplateError as error:
             raise DataError(
-                f"{self.path}: its chat template refuses {messages}: {error}"
+                f"{self.path}: its chat template fails on {messages}: {error}"
             ) from error
         assert isinstance(text, str)
         return text
 
 
 def opens_thinking(prompt_text: str) -> bool:
-    """Whether a prompt ends inside a thought, which the response must then close."""
+    """Whether a prompt ends with <think>, which the response must then close."""
     return prompt_text.rstrip().endswith(_THINK)
 
 
 def resolve_stop_ids(
     model_dir: str | Path | None, tokenizer: Tokenizer, override: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Every id that ends a response, most authoritative first; generation stops on all of them.
+    """Every id that ends a response; generation stops on all of them.
 
-    An override is taken as it is. Otherwise: the token that ends an assistant's turn in the chat
-    template, then eos of generation_config.json, of config.json and of the tokenizer. They do
-    disagree: Qwen2.5-Math's template ends turns with 151645 and its configs say 151643.
+    `override` if given. Otherwise the token that ends an assistant turn of the chat template, then
+    eos_token_id of generation_config.json, of config.json and of the tokenizer, each once. The
+    sources disagree: Qwen2.5-Math's template ends turns with 151645, its configs hold 151643.
 
     Raises:
-        DataError: no id anywhere, or one outside the vocabulary.
+        DataError: no id in any source, or an id outside the vocabulary.
     """
     if override is not None:
-        found = list(override)
+        candidates = list(override)
     else:
-        found = [tokenizer.turn_end_id]
+        candidates = [tokenizer.turn_end_id]
         for name in ("generation_config.json", "config.json"):
-            found.extend(_eos_of(Path(model_dir) / name) if model_dir is not None else [])
-        found.append(tokenizer.eos_token_id)
-    ids = tuple(dict.fromkeys(token for token in found if token is not None))
+            candidates.extend(_eos_of(Path(model_dir) / name) if model_dir is not None else [])
+        candidates.append(tokenizer.eos_token_id)
+    ids = tuple(dict.fromkeys(token for token in candidates if token is not None))
     if not ids:
         raise DataError(
             f"{tokenizer.path}: no stop token found; set student.stop_token_ids (teacher likewise)"
@@ -235,7 +236,7 @@ def resolve_stop_ids(
 
 @dataclass(frozen=True)
 class RenamedToken:
-    """An added token whose id has another name in another tokenizer; None where it has none."""
+    """An added token whose id has different names in two tokenizers; None: no such id there."""
 
     token_id: int
     first: str | None
@@ -243,13 +244,13 @@ class RenamedToken:
 
 
 def same_vocabulary(first: Tokenizer, second: Tokenizer) -> list[RenamedToken]:
-    """Check that two tokenizers mean the same by the same id; return the added tokens that differ.
+    """Check that two tokenizers share their base vocabulary; return the added tokens that differ.
 
-    Added tokens may be renamed under one id (R1-Distill calls Qwen's <|im_start|> its User mark) or
-    exist on one side only: the models still share the ids. The base vocabulary may not differ.
+    Added tokens may have different names under one id (R1-Distill's User mark is Qwen's
+    <|im_start|>) or exist on one side only.
 
     Raises:
-        UserError: a base token differs; names both paths and the first such id.
+        UserError: a base token differs; the message names both paths and the first such id.
     """
     names = [_names_by_id(tokenizer) for tokenizer in (first, second)]
     added = [set(tokenizer._backend.get_added_vocab().values()) for tokenizer in (first, second)]

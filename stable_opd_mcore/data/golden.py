@@ -1,7 +1,7 @@
-"""From rollouts and golden solutions to samples, with the token masks of the objective.
+"""Samples from rollouts and golden solutions, with the token masks of the objective.
 
-The mixture (METHOD §2) trains on one golden solution for each distinct prompt of the batch, beside
-its rollouts. Nothing is weighted here: an objective turns samples into weights.
+The mixture (docs/method.md §2) trains on one golden solution for each prompt of the batch beside
+its rollouts. Not here: the weights of tokens, which the objective computes from samples.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 
 from stable_opd_mcore.config.schema import TokenMasksConfig
 from stable_opd_mcore.data.repetition import repetitive_mask
-from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.records import Prompt, Rollout, Sample
 
 _NO_MASKS = TokenMasksConfig()
@@ -19,7 +18,7 @@ _NO_MASKS = TokenMasksConfig()
 def rollout_samples(
     rollouts: Sequence[Rollout], masks: TokenMasksConfig = _NO_MASKS
 ) -> list[Sample]:
-    """Samples of the student's own responses; masked tokens have trained=False."""
+    """One sample per rollout; masked tokens have trained=False."""
     samples = []
     for rollout in rollouts:
         repetitive = repetitive_mask(rollout.token_ids)
@@ -40,27 +39,25 @@ def rollout_samples(
 
 
 def golden_samples(prompts: Iterable[Prompt]) -> list[Sample]:
-    """One sample per prompt, every token trained: the masks are for what the student made up.
+    """One sample per prompt, every token trained: token masks apply to rollouts only.
 
     Raises:
-        DataError: a prompt without a golden solution.
+        ValueError: a prompt without a golden solution, which PromptSet refuses beforehand.
     """
-    return [_golden(prompt) for prompt in prompts]
-
-
-def _golden(prompt: Prompt) -> Sample:
-    if not prompt.golden_token_ids:
-        raise DataError(
-            f"{prompt.prompt_id}: no golden solution, which sft and mixture.lambda > 0 train on; "
-            "set data.train.columns.solution, or mixture.lambda=0"
+    samples = []
+    for prompt in prompts:
+        if not prompt.golden_token_ids:
+            raise ValueError(f"{prompt.prompt_id}: no golden solution")
+        samples.append(
+            Sample(
+                source="golden",
+                prompt_id=prompt.prompt_id,
+                prompt_token_ids=prompt.token_ids,
+                response_token_ids=prompt.golden_token_ids,
+                trained=(True,) * len(prompt.golden_token_ids),
+            )
         )
-    return Sample(
-        source="golden",
-        prompt_id=prompt.prompt_id,
-        prompt_token_ids=prompt.token_ids,
-        response_token_ids=prompt.golden_token_ids,
-        trained=(True,) * len(prompt.golden_token_ids),
-    )
+    return samples
 
 
 def _trained(

@@ -1,8 +1,8 @@
-"""The paper's training set from OpenR1-Math-220k's rows (METHOD §6).
+"""The paper's training set, selected from the rows of OpenR1-Math-220k.
 
-A row stays when one of its generations is correct by Math-Verify, complete, and at most 8192 tokens
-long; the shortest such generation becomes the golden solution. Proofs and empty answers go. What
-was dropped is counted by reason. Not a downloader: rows come from sources.read_records.
+A row is kept if one of its generations is correct by Math-Verify, complete and at most 8192 tokens
+long; the shortest such generation becomes the golden solution. Proofs and rows without an answer
+are dropped. Dropped rows are counted by reason. Not here: reading files (data/sources.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class Selection:
-    """The rows that stay, in order, and how many were dropped for which reason."""
+    """The rows that are kept, in order, and the number of dropped rows by reason."""
 
     rows: tuple[Row, ...]
     dropped: Mapping[str, int]
@@ -42,7 +42,7 @@ def select_rows(
 
     Args:
         count_tokens: length of a generation in the student's tokens.
-        name: what row ids begin with.
+        name: first part of every row id.
 
     Raises:
         DataError: a record without OpenR1's columns, or with lists of different lengths.
@@ -63,7 +63,7 @@ def select_row(
     max_tokens: int,
     row_id: str,
 ) -> Row | str:
-    """The row with its shortest usable generation, or why it is dropped."""
+    """The row with its shortest usable generation, or the reason why it is dropped."""
     answer = (record.get("answer") or "").strip()
     if not answer:
         return "empty answer"
@@ -72,7 +72,9 @@ def select_row(
     candidates = _usable_generations(record, row_id)
     if not candidates:
         return "no correct and complete generation"
-    length, generation = min(((count_tokens(text), text) for text in candidates), key=_length)
+    length, generation = min(
+        ((count_tokens(text), text) for text in candidates), key=lambda candidate: candidate[0]
+    )
     if length > max_tokens:
         return f"longer than {max_tokens} tokens"
     problem = (record.get("problem") or "").strip()
@@ -82,9 +84,9 @@ def select_row(
 
 
 def split_rows(rows: Iterable[Row], num_first: int, seed: int) -> tuple[list[Row], list[Row]]:
-    """Two disjoint parts of shuffled rows, by problem text: the first has num_first rows or fewer.
+    """Shuffle rows and split them into two parts; the first has at most num_first rows.
 
-    Rows that share a problem never fall into different parts, so no OPD prompt was seen in SFT.
+    Rows with the same problem fall into the same part, so no OPD prompt is trained on in SFT.
 
     Raises:
         DataError: fewer than num_first + 1 rows.
@@ -95,7 +97,7 @@ def split_rows(rows: Iterable[Row], num_first: int, seed: int) -> tuple[list[Row
     total = sum(map(len, groups.values()))
     if total <= num_first:
         raise DataError(
-            f"{total} rows cannot be split into {num_first} and a rest; lower the first part"
+            f"{total} rows cannot be split into {num_first} and a second part; use more rows"
         )
     order = list(groups.values())
     random.Random(seed).shuffle(order)
@@ -107,7 +109,7 @@ def split_rows(rows: Iterable[Row], num_first: int, seed: int) -> tuple[list[Row
 
 
 def _usable_generations(record: Mapping[str, Any], row_id: str) -> list[str]:
-    """Generations that are correct and complete; a list that is null says nothing of any."""
+    """Generations that are correct and complete; none if one of the two lists is null."""
     for column, kind in _COLUMNS.items():
         if column not in record:
             raise DataError(
@@ -129,7 +131,3 @@ def _usable_generations(record: Mapping[str, Any], row_id: str) -> list[str]:
     finished = [reason != "length" for reason in reasons] if reasons else [True] * len(generations)
     usable = zip(generations, *flags, finished, strict=True)
     return [text for text, correct, complete, ended in usable if correct and complete and ended]
-
-
-def _length(candidate: tuple[int, str]) -> int:
-    return candidate[0]

@@ -1,16 +1,14 @@
-"""From the global list of samples to this data-parallel rank's packed micro-batches.
+"""Pack the global list of samples into the micro-batches of one data-parallel rank.
 
-Every rank holds the same samples and weights, so partition and packing are plain functions of
-them: all ranks agree without a message, and each builds only its own tensors. Nothing here
-normalises: the weights carry the global normaliser already, which is why the loss does not depend
-on how the samples fall into micro-batches.
+Every rank holds the same samples and weights, and partition and packing are pure functions of them:
+all ranks agree without communication, and each builds only its own tensors. The token weights
+contain the global normaliser, so the loss does not depend on the micro-batch of a sample.
 
-Not padding in the usual sense: sequences lie end to end, cu_seqlens says where each begins, and
-the few tokens that fill a micro-batch up to a multiple are a last sequence of their own that no
-loss row touches. Context parallelism needs each sequence to be a multiple: the tokens that fill it
-stand at its end, where causal attention hides them from the others.
+Sequences lie end to end, and cu_seqlens holds their bounds. Tokens that fill a micro-batch up to a
+multiple are a last sequence without loss rows. Context parallelism needs every sequence to be a
+multiple; its filling tokens stand at its end, where causal attention hides them from the others.
 
-Dimensions: see records.py (T packed tokens, S sequences, N rows that predict a response token).
+Not here: the slices of context parallelism (parallel/context.py). Suffixes of names: records.py.
 """
 
 from __future__ import annotations
@@ -22,10 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.records import MicroBatch, Sample, TokenWeights
 
-_PAD_TOKEN = 0  # any id that exists: no loss reads it, and no sequence attends to it
+_PAD_TOKEN = 0  # any valid id: no loss reads it and no token attends to it
 
 
 def pack(
@@ -43,21 +40,22 @@ def pack(
     """This rank's micro-batches; every data-parallel rank gets the same number of them.
 
     Args:
-        samples: the global list, the same on every rank. Samples of weight zero are packed too:
-            metrics read them.
+        samples: the global list, the same on every rank. Samples of weight zero are packed too,
+            for the metrics.
         weights: one per sample, one value per response token.
-        max_tokens: most tokens of a micro-batch; a longer sequence stands alone.
+        max_tokens: limit of T; a longer sequence is a micro-batch of its own.
         pad_to_multiple: T is a multiple of this (World.token_multiple).
-        sequence_multiple: so is the length of each sequence of this (World.sequence_multiple).
-        microbatch_multiple: their number is a multiple of this (interleaved pipelines need the
-            pipeline size).
+        sequence_multiple: every sequence's length is a multiple of this
+            (World.sequence_multiple).
+        microbatch_multiple: the number of micro-batches is a multiple of this; interleaved
+            pipelines need the pipeline size.
 
     Returns:
-        Micro-batches with sample_index_N pointing into `samples`; those without samples have N = 0.
+        Micro-batches whose sample_index_N indexes `samples`; those without samples have N = 0.
 
     Raises:
-        UserError: a sample without prompt, or with another number of weights or masks than
-            response tokens.
+        ValueError: a sample without a prompt, or whose number of weights or masks differs from its
+            number of response tokens.
     """
     for index, (sample, weight) in enumerate(zip(samples, weights, strict=True)):
         _check(index, sample, weight)
@@ -76,8 +74,11 @@ def pack(
 
 
 def partition(lengths: np.ndarray, parts: int) -> list[list[int]]:
-    """Balance sequences by tokens: longest first, each to the least loaded part, ties to the lower
-    index."""
+    """Indices of the sequences of each part, balanced by tokens.
+
+    The longest sequence comes first, each goes to the part with the fewest tokens, ties to the
+    lower part.
+    """
     loads = [0] * parts
     shares: list[list[int]] = [[] for _ in range(parts)]
     for index in np.argsort(-lengths, kind="stable").tolist():
@@ -88,8 +89,7 @@ def partition(lengths: np.ndarray, parts: int) -> list[list[int]]:
 
 
 def fill(lengths: np.ndarray, members: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """First-fit into bins of at most max_tokens; members come longest first, so equal lengths end
-    up together."""
+    """Put each member into the first bin with room for it, at most max_tokens in a bin."""
     bins: list[list[int]] = []
     room: list[int] = []
     for index in members:
@@ -110,7 +110,7 @@ def _length(sample: Sample) -> int:
 
 def _check(index: int, sample: Sample, weight: TokenWeights) -> None:
     if not sample.prompt_token_ids:
-        raise UserError(
+        raise ValueError(
             f"sample {index} ({sample.prompt_id}) has an empty prompt: "
             "nothing predicts its first token"
         )
@@ -125,7 +125,7 @@ def _check(index: int, sample: Sample, weight: TokenWeights) -> None:
         ("advantage", weight.advantage),
     ):
         if values is not None and len(values) != expected:
-            raise UserError(
+            raise ValueError(
                 f"sample {index} ({sample.prompt_id}) has {len(values)} values of {name} for "
                 f"{expected} response tokens"
             )
@@ -135,7 +135,7 @@ def _build(
     samples: Sequence[Sample],
     weights: Sequence[TokenWeights],
     members: Sequence[int],
-    multiples: tuple[int, int],  # of a sequence, of the micro-batch
+    multiples: tuple[int, int],  # of a sequence's length, of T
     advantages_given: bool,
     device: str | torch.device,
 ) -> MicroBatch:
@@ -199,11 +199,11 @@ def _up_to(multiple: int, lengths: Any) -> Any:
 
 
 def _join(parts: Sequence[Sequence], dtype: type) -> np.ndarray:
-    """One flat array of all parts; empty for no parts."""
+    """All parts as one flat array."""
     return np.concatenate([np.empty(0, dtype), *(np.asarray(part, dtype) for part in parts)])
 
 
 def _counters(lengths: np.ndarray) -> np.ndarray:
-    """0 .. length-1 for each length, end to end."""
+    """0 .. length - 1 for each length, concatenated."""
     ends = np.cumsum(lengths)
     return np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(ends - lengths, lengths)

@@ -1,8 +1,8 @@
-"""Which prompts come when, and the tokenised prompts, checked against the model's window.
+"""The prompts of a run: encoded, checked against the model's window, and their order.
 
-The order is a function of (seed, cursor): each epoch is its own permutation of all rows, and the
-cursor, an integer that counts prompts drawn since the start, is all a checkpoint needs for the next
-draw to be the right one.
+`PromptSet` holds rows as prompts. `PromptOrder` is a function of (seed, cursor): each epoch is a
+permutation of all rows, and the cursor counts the prompts drawn since the start, so a checkpoint
+stores the cursor alone. Not here: reading rows (data/sources.py), the chat template (data/chat.py).
 """
 
 from __future__ import annotations
@@ -16,26 +16,24 @@ import numpy as np
 from stable_opd_mcore.config.schema import DataConfig
 from stable_opd_mcore.data.chat import Tokenizer, opens_thinking
 from stable_opd_mcore.data.rows import Row
-from stable_opd_mcore.errors import DataError, UserError
+from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.records import Prompt
 
 _LOG = logging.getLogger(__name__)
 
 
 class PromptOrder:
-    """Endless, seeded, epoch by epoch; holds no position."""
+    """An endless, seeded order of rows; it holds no position."""
 
     def __init__(self, num_rows: int, seed: int):
         if num_rows < 1:
-            raise DataError("data.train has no rows to draw from")
+            raise ValueError("no rows to draw from")
         self.num_rows = num_rows
         self.seed = seed
 
     def indices(self, cursor: int, count: int) -> list[int]:
-        """Rows of draws cursor .. cursor+count-1; any split of that range into calls gives the same
-        rows."""
-        if cursor < 0 or count < 0:
-            raise UserError(f"cursor={cursor} and count={count} must not be negative")
+        """Rows of draws cursor .. cursor + count - 1, however that range is split into calls."""
+        assert cursor >= 0 and count >= 0
         drawn: list[int] = []
         while len(drawn) < count:
             epoch, offset = divmod(cursor + len(drawn), self.num_rows)
@@ -50,7 +48,7 @@ class PromptOrder:
 class PromptSet:
     """Rows as prompts: chat template applied, golden solutions encoded, lengths checked.
 
-    Token ids are kept as flat arrays (4 bytes a token): a golden set can hold 10^8 of them.
+    Token ids are stored in flat arrays of 4 bytes a token: golden solutions may hold 10^8 tokens.
     """
 
     def __init__(
@@ -66,13 +64,13 @@ class PromptSet:
         """Encode and check all rows.
 
         Args:
-            window: most tokens the model can see at once.
-            max_new_tokens: room that every prompt must leave for a rollout; 0 when none are drawn.
+            window: positions of the model, in tokens.
+            max_new_tokens: tokens that every prompt must leave for a rollout; 0 without rollouts.
             golden: whether golden solutions are encoded, and whether every row must have one.
 
         Raises:
-            DataError: a row without the golden solution it needs; with data.overlong=error, a
-                prompt that leaves too little room, or a golden solution that does not fit.
+            DataError: a row without the golden solution it needs; no row that fits the window; with
+                data.overlong=error, a prompt or golden solution that exceeds the window.
         """
         self._window, self._max_new_tokens = window, max_new_tokens
         texts = [
@@ -142,7 +140,7 @@ class PromptSet:
 
 
 class _Ragged:
-    """Lists of token ids in one flat array."""
+    """Lists of token ids of different lengths in one flat array."""
 
     def __init__(self, lists: Sequence[Sequence[int]]):
         self._ends = np.cumsum([0, *(len(ids) for ids in lists)])
@@ -157,7 +155,7 @@ class _Ragged:
 def _encode_golden(
     rows: Sequence[Row], prompt_texts: Sequence[str], tokenizer: Tokenizer, golden: str
 ) -> list[list[int] | None]:
-    """Ids of every golden solution, None where a row has none or none are wanted."""
+    """Ids of every golden solution; None for a row without one, and for all rows if "none"."""
     encoded: list[list[int] | None] = [None] * len(rows)
     if golden == "none":
         return encoded

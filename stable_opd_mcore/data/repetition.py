@@ -1,7 +1,7 @@
-"""Which tokens of a response are its repetitive tail: the maximal periodic suffix (METHOD §5).
+"""The repetitive tail of a response: its maximal periodic suffix of tokens (docs/method.md §5).
 
-Not the repetition rate of whole responses, which works on text and compression: see
-monitoring/health.py.
+Not here: the repetition rate of responses, which is a compression ratio of their text
+(monitoring/health.py).
 """
 
 from __future__ import annotations
@@ -10,27 +10,22 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stable_opd_mcore.errors import UserError
-
-_PREFILTER = 16  # tokens compared before a period is worth a comparison over the whole response
+_PREFILTER = 16  # tokens compared for all periods at once, before each is compared in full
 
 
 def periodic_suffix(token_ids: Sequence[int], max_period: int = 1024, min_repeats: int = 3) -> int:
-    """Length of the longest suffix with a period <= max_period, repeated min_repeats times or more.
+    """Length in tokens of the longest suffix with a period of at most max_period; 0 for none.
 
-    A suffix of length L has period p when each of its tokens equals the one p places before, within
-    the suffix; it counts when L >= min_repeats * p. The last repeat may be incomplete. 0 where
-    there is none.
+    A suffix of length L has period p if each of its tokens equals the token p places before it
+    inside the suffix. It counts if L >= min_repeats * p; the last repeat may be incomplete.
 
-    Cost: a few vectorised passes over max_period candidates, then one comparison over the response
-    per surviving period that is no multiple of one already found.
+    Cost: at most 16 vectorised passes over the periods, then one comparison over the response for
+    each remaining period that is no multiple of one that was found.
     """
     if min_repeats < 2:
-        raise UserError(
-            f"min_repeats={min_repeats}: a single occurrence is no repetition, use 2 or more"
-        )
-    # Reversed, the suffix is a prefix: it has period p when the text agrees for L - p tokens with
-    # itself moved by p.
+        raise ValueError(f"min_repeats={min_repeats}: a repetition needs 2 or more")
+    # The reversed suffix is a prefix. It has period p if its first L - p tokens equal the L - p
+    # tokens that begin at place p.
     reversed_T = np.asarray(token_ids)[::-1]
     total = len(reversed_T)
     candidates = np.arange(1, min(max_period, total // min_repeats) + 1)
@@ -42,7 +37,7 @@ def periodic_suffix(token_ids: Sequence[int], max_period: int = 1024, min_repeat
             return 0
     found: list[tuple[int, int]] = []  # (period, length of its suffix)
     for period in candidates.tolist():
-        # A unit made of whole smaller units repeats exactly as far as the smaller one does.
+        # A multiple of a period has the same suffix as the period itself.
         if any(period % smaller == 0 and period <= length for smaller, length in found):
             continue
         differs = reversed_T[period:] != reversed_T[: total - period]
@@ -55,6 +50,6 @@ def periodic_suffix(token_ids: Sequence[int], max_period: int = 1024, min_repeat
 def repetitive_mask(
     token_ids: Sequence[int], max_period: int = 1024, min_repeats: int = 3
 ) -> tuple[bool, ...]:
-    """Per token of a response: inside the maximal periodic suffix."""
+    """Per response token: True inside the maximal periodic suffix."""
     length = periodic_suffix(token_ids, max_period, min_repeats)
     return (False,) * (len(token_ids) - length) + (True,) * length

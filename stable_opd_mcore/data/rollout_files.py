@@ -1,10 +1,9 @@
-"""Rollouts on disk: one JSON Lines file a step, for people, the report and the replay engine.
+"""Rollouts as files: one JSON Lines file a step, for readers, the report and the replay engine.
 
-`rollouts/step_000012.jsonl` holds one object a rollout with everything of `Rollout` and `Prompt`,
-text first. `read_rollouts` gives back exactly what `write_rollouts` was given (floats in round-trip
-form, ids, None where None was). A file is written whole or not at all.
+`rollouts/step_000012.jsonl` holds one object per rollout with every field of `Rollout` and
+`Prompt`. `read_rollouts` returns exactly what `write_rollouts` wrote. A file is written atomically.
 
-Not the metrics (monitoring/sinks.py), and not a place where rollouts are judged or decoded.
+Not here: metrics (monitoring/sinks.py), grading and decoding.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from stable_opd_mcore.atomic_files import write_atomically
-from stable_opd_mcore.errors import DataError, UserError
+from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.records import AnswerFormat, FinishReason, Prompt, Rollout
 
-NUM_SAMPLES = 16  # what rollout.save=samples keeps of each step
+NUM_SAMPLES = 16  # rollouts of each step that rollout.save=samples keeps
 
 _Save = Literal["all", "samples", "none"]
 
-# Column -> the JSON types it may hold. None in the tuple: null is allowed.
+# Column -> the types of its JSON values; None: null is allowed.
 _COLUMNS: dict[str, tuple[type | None, ...]] = {
     "prompt_id": (str,),
     "sample_index": (int,),
@@ -43,27 +42,27 @@ _COLUMNS: dict[str, tuple[type | None, ...]] = {
 
 
 def rollout_path(run_directory: str | Path, step: int) -> Path:
-    """Where the rollouts of `step` live in a run."""
+    """The file of the rollouts of `step`."""
     return Path(run_directory) / "rollouts" / f"step_{step:06d}.jsonl"
 
 
 def write_rollouts(path: str | Path, rollouts: Iterable[Rollout]) -> None:
-    """Write `path` atomically, parent directory included; an older file of that name is replaced.
+    """Write `path` atomically, its parent directory included; replaces an older file.
 
     Raises:
-        UserError: a log-probability that is not finite (JSON has no such number), or as many
-            log-probabilities as tokens are not given.
+        ValueError: a log-probability is not finite (JSON has no such number), or the number of
+            log-probabilities differs from the number of tokens.
     """
     lines = [json.dumps(_to_row(rollout), ensure_ascii=False) + "\n" for rollout in rollouts]
-    # A decoded text may hold half of a split emoji: lone surrogates survive both ways.
+    # surrogatepass: a decoded text may hold half of a split emoji as a lone surrogate.
     write_atomically(Path(path), "".join(lines).encode("utf-8", "surrogatepass"))
 
 
 def read_rollouts(path: str | Path) -> list[Rollout]:
-    """Read a file of `write_rollouts` back, in order.
+    """The rollouts of a file of `write_rollouts`, in order.
 
     Raises:
-        DataError: missing file; or a row that is no rollout, with its line, column and the remedy.
+        DataError: missing file, or a row that is no rollout; the message names line and column.
     """
     path = Path(path)
     if not path.is_file():
@@ -80,16 +79,16 @@ def read_rollouts(path: str | Path) -> list[Rollout]:
             except ValueError as error:
                 raise DataError(
                     f"{path}, line {number}: not a JSON object ({error}); the file is cut or "
-                    "edited: store the run again"
+                    "edited: write it again with a new run"
                 ) from error
             rollouts.append(_from_row(row, f"{path}, line {number}"))
     return rollouts
 
 
 class RolloutWriter:
-    """Writes each step's rollouts into `<run>/rollouts/`, as much as `rollout.save` asks for.
+    """Writes the rollouts of each step into `<run>/rollouts/`, as many as `rollout.save` says.
 
-    One rank writes: rollouts are the global list, so the others have nothing to add.
+    One rank writes, because every rank holds the global list.
     """
 
     def __init__(self, run_directory: str | Path, save: _Save = "all"):
@@ -97,7 +96,7 @@ class RolloutWriter:
         self.save = save
 
     def write(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Keep all rollouts of `step`, the first `NUM_SAMPLES`, or none."""
+        """Write all rollouts of `step`, the first `NUM_SAMPLES`, or none."""
         if self.save == "none":
             return
         kept = rollouts if self.save == "all" else rollouts[:NUM_SAMPLES]
@@ -107,13 +106,13 @@ class RolloutWriter:
 def _to_row(rollout: Rollout) -> dict[str, Any]:
     name = f"rollout {rollout.sample_index} of prompt {rollout.prompt.prompt_id}"
     if len(rollout.token_ids) != len(rollout.rollout_logprobs):
-        raise UserError(
+        raise ValueError(
             f"{name}: {len(rollout.token_ids)} tokens but {len(rollout.rollout_logprobs)} "
             "log-probabilities"
         )
     for position, logprob in enumerate(rollout.rollout_logprobs):
         if not math.isfinite(logprob):
-            raise UserError(f"{name}: log-probability {logprob} at token {position}")
+            raise ValueError(f"{name}: log-probability {logprob} at token {position}")
     golden = rollout.prompt.golden_token_ids
     return {
         "prompt_id": rollout.prompt.prompt_id,
@@ -138,16 +137,14 @@ def _from_row(row: Any, where: str) -> Rollout:
         raise DataError(f"{where}: expected a JSON object, found {type(row).__name__}")
     for column, kinds in _COLUMNS.items():
         _require_column(row, column, kinds, where)
-    if row["finish_reason"] not in get_args(FinishReason):
-        raise DataError(
-            f"{where}: column finish_reason is {row['finish_reason']!r}; "
-            f"expected one of {', '.join(get_args(FinishReason))}"
-        )
-    if row["answer_format"] not in get_args(AnswerFormat):
-        raise DataError(
-            f"{where}: column answer_format is {row['answer_format']!r}; "
-            f"expected one of {', '.join(get_args(AnswerFormat))}"
-        )
+    for column, values in (
+        ("finish_reason", get_args(FinishReason)),
+        ("answer_format", get_args(AnswerFormat)),
+    ):
+        if row[column] not in values:
+            raise DataError(
+                f"{where}: column {column} is {row[column]!r}; expected one of {', '.join(values)}"
+            )
     ids, logprobs = row["response_token_ids"], row["rollout_logprobs"]
     if len(ids) != len(logprobs):
         raise DataError(
@@ -182,7 +179,7 @@ def _require_column(
     if column not in row:
         raise DataError(
             f"{where}: column {column} is missing (found: {', '.join(sorted(row)) or 'none'}); "
-            "only files this package wrote can be read as rollouts"
+            "only files that this package wrote can be read as rollouts"
         )
     value = row[column]
     if value is None and None in kinds:
@@ -208,4 +205,4 @@ def _numbers(row: dict[str, Any], column: str, where: str) -> tuple[float, ...]:
 
 
 def _refuse_constant(name: str) -> float:
-    raise UserError(f"{name} is not JSON")
+    raise ValueError(f"{name} is not JSON")

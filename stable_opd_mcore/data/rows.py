@@ -1,6 +1,6 @@
-"""One row of a data source, before any tokenizer has seen it.
+"""One row of a data source, as text.
 
-Not a `Prompt`: that is a row after the chat template, with token ids (see order.PromptSet).
+Not a `Prompt`, which is a row after the chat template, with token ids (data/prompts.py).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from stable_opd_mcore.records import AnswerFormat
 
 @dataclass(frozen=True)
 class Row:
-    """One problem, with its gold answer and golden solution where the source has them."""
+    """One problem, with its gold answer and golden solution if the source has them."""
 
     row_id: str  # "<source>:<row>", unique within a source
     problem: str
     answer: str | None = None  # gold final answer
     solution: str | None = None  # golden response as text, without its stop token
     answer_format: AnswerFormat = "boxed"
-    prefix: str = ""  # response text that stands before training starts; belongs to the prompt
-    complete: bool = True  # False: the solution was cut at the window, no stop token follows it
+    prefix: str = ""  # begins the response and is not trained on; encoded with the prompt
+    complete: bool = True  # False: the solution was cut at the window and has no stop token

@@ -1,9 +1,9 @@
-"""Rows from a JSON Lines or parquet file, a datasets directory, a hub id, or the synthetic task.
+"""Rows of a JSON Lines or parquet file, a datasets directory, a hub id, or the synthetic task.
 
 Column names come from the config; a dotted name reaches into nested values ("target.0.content").
-GSM8K's way of giving the answer ("... #### 42" ending the solution) is recognised. Nothing is
-tokenised here, and nothing is skipped silently: a row that cannot be used is an error that names
-the file, the row, the column and the remedy.
+GSM8K's form of an answer ("... #### 42" at the end of the solution) is recognised. No row is
+skipped silently: a row that cannot be used is an error that names file, row, column and remedy. Not
+here: tokens (data/chat.py, data/prompts.py).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def load_rows(source: SourceConfig) -> list[Row]:
 
 
 def source_name(source: SourceConfig) -> str:
-    """What row ids begin with: the same wherever the data lies on disk."""
+    """First part of every row id; it does not depend on the directory of the data."""
     path = Path(source.path)
     if path.is_file():
         return path.name
@@ -57,7 +57,7 @@ def source_name(source: SourceConfig) -> str:
 
 
 def read_records(source: SourceConfig) -> Iterator[tuple[int, Record]]:
-    """(number, columns) of each row; numbers are lines from 1 in JSON Lines, rows from 0 elsewhere.
+    """(number, columns) of each row. JSON Lines count lines from 1, other sources rows from 0.
 
     Raises:
         DataError: missing or unreadable source, unknown split.
@@ -65,8 +65,8 @@ def read_records(source: SourceConfig) -> Iterator[tuple[int, Record]]:
     unknown = source.options.keys() - {"configuration"}
     if unknown:
         raise DataError(
-            f"{source.path}: unknown data.*.options {sorted(unknown)}; only hub data sets have "
-            "one: configuration"
+            f"{source.path}: unknown data.*.options {sorted(unknown)}; the one option of files "
+            "and hub data sets is configuration"
         )
     path = Path(source.path)
     if path.suffix == ".jsonl":
@@ -81,10 +81,13 @@ def read_records(source: SourceConfig) -> Iterator[tuple[int, Record]]:
 
 
 def parse_row(record: Record, columns: ColumnsConfig, place: str, row_id: str) -> Row:
-    """One record as a row; `place` is named in errors. A row may lack a solution, see PromptSet.
+    """One record as a row. A row may lack a solution.
+
+    Args:
+        place: file and row, for errors.
 
     Raises:
-        DataError: a missing column, an empty problem or answer, a value of another type than text.
+        DataError: a missing column, an empty problem or answer, a value that is no text.
     """
     problem = _text(record, columns.problem, place, "problem")
     answer = solution = None
@@ -99,7 +102,7 @@ def parse_row(record: Record, columns: ColumnsConfig, place: str, row_id: str) -
 
 
 def boxed_solution(solution: str) -> str:
-    """A GSM8K solution without calculator marks, its answer boxed; any other text unchanged."""
+    """A GSM8K solution with its answer boxed and without calculator marks; other text unchanged."""
     final = _GSM8K_ANSWER.search(solution)
     if not final:
         return solution
@@ -109,14 +112,14 @@ def boxed_solution(solution: str) -> str:
 
 
 def _is_absent(record: Record, column: str) -> bool:
-    """A solution that is null or blank, or whose column keeps its default name and is not there."""
+    """Whether the solution is null or "", or its column has the default name and does not exist."""
     if column not in record:
         return column == _DEFAULT_COLUMNS.solution
     return record[column] in (None, "")
 
 
 def _text(record: Record, column: str, place: str, role: str) -> str:
-    """A column's value as text: a string or a number, for answers also a list of them."""
+    """A column's value as text: a string or number; for answers also a list of them."""
     value = _lookup(record, column, place, role)
     parts = value if role == "answer" and isinstance(value, list) else [value]
     texts = ["" if part is None else str(part).strip() for part in parts]
@@ -140,7 +143,7 @@ def _lookup(record: Record, column: str, place: str, role: str) -> Any:
         elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
             value = value[int(part)]
         else:
-            optional = "" if role == "problem" else ", or to null if the data has none"
+            optional = "" if role == "problem" else ", or to null if the data have none"
             raise DataError(
                 f"{place}: no column {column!r} ({role}); it has {', '.join(map(str, record))}. "
                 f"Set data.*.columns.{role} to one of them{optional}"
@@ -192,8 +195,7 @@ def _read_dataset(source: SourceConfig) -> Iterator[tuple[int, Record]]:
             f"{source.path}: no such file or directory, and no hub id (owner/name); "
             "check data.*.path"
         )
-    # Heavy: only those who read such a source pay for it.
-    import datasets
+    import datasets  # takes seconds, so only sources that need it import it
     from datasets.exceptions import DatasetsError
 
     try:

@@ -1,13 +1,12 @@
-"""Chain arithmetic with golden solutions, generated row by row from (seed, index), never stored.
+"""Chain arithmetic with golden solutions; row `index` is a function of (options, split, index).
 
-A problem "2+1+0-3*4" is worked from left to right modulo 5, one step at a time, and the answer
-ends the response: "2+1=3;3+0=3;3-3=0;0*4=0;[0]". A step may be re-checked, any number of times:
-"2+1=3;w2+1=3;". Besides these solutions a source can hold documents that train the models of a
-demonstration: loops and junk loops run on to the window's end, and training on them starts after a
-few repeats, so continuing a loop is taught and entering one is not.
+A problem "2+1+0-3*4" is computed from left to right modulo 5, one step at a time, and the answer
+ends the response: "2+1=3;3+0=3;3-3=0;0*4=0;[0]". A step may be re-checked any number of times:
+"2+1=3;w2+1=3;". A source can also hold loops for the models of the demonstration: a repeated step
+(`loop`) or repeated random symbols (`junk`) up to the window's end. Training on a loop starts after
+a few repeats, so a model learns to continue a loop and not to start one.
 
-Not a benchmark of reasoning: a task small enough that a two-layer model learns it on a laptop in a
-minute.
+Not a benchmark of reasoning: a two-layer model learns the task on a laptop in a minute.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from stable_opd_mcore.data.rows import Row
-from stable_opd_mcore.errors import DataError, UserError
+from stable_opd_mcore.errors import DataError
 
 ARITHMETIC = "synthetic:arithmetic"
 
@@ -29,8 +28,8 @@ STOP, SECOND_STOP, PAD, UNUSED = "$", "!", ".", "<unused>"
 VOCABULARY = (*SYMBOLS, STOP, SECOND_STOP, PAD, UNUSED)  # 24 tokens, in id order
 PROMPT_END = "#"  # the chat template's generation prompt
 
-_JUNK_REPEATS = 4  # a random unit is recognisable as a loop only after a few repeats
-_EVAL_ONE_IN = 8  # share of all problems that only the eval split may draw
+_JUNK_REPEATS = 4  # repeats before training starts; a random unit needs a few to be a loop
+_EVAL_ONE_IN = 8  # one in so many problems is held out of the "train" split
 
 
 class ArithmeticOptions(BaseModel):
@@ -43,40 +42,35 @@ class ArithmeticOptions(BaseModel):
     min_operations: PositiveInt = 2
     max_operations: PositiveInt = 5
     modulus: int = Field(5, ge=2, le=10)
-    recheck: tuple[float, ...] = (
-        0.0,
-    )  # P(re-check again | m re-checks made); the last holds for all further m
+    # Entry m: P(re-check again | m re-checks made); the last entry holds for all further m.
+    recheck: tuple[float, ...] = (0.0,)
     error_rate: float = Field(0.0, ge=0, le=1)  # share of steps whose result is a random digit
     loop: float = Field(0.0, ge=0, le=1)  # share of rows that repeat a step to the window's end
-    junk: float = Field(
-        0.0, ge=0, le=1
-    )  # share of rows that repeat random symbols to the window's end
-    loop_repeats: PositiveInt = 2  # repeats that stand before training starts
-    window: PositiveInt | None = (
-        None  # tokens of prompt and response; needed by loops and long re-checking
-    )
+    junk: float = Field(0.0, ge=0, le=1)  # share of rows that repeat random symbols likewise
+    loop_repeats: PositiveInt = 2  # repeats before training starts
+    window: PositiveInt | None = None  # tokens of prompt and response; loops need it
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.min_operations > self.max_operations:
-            raise UserError(
+            raise ValueError(
                 f"min_operations={self.min_operations} exceeds max_operations={self.max_operations}"
             )
         if not self.recheck or not all(0 <= p <= 1 for p in self.recheck):
-            raise UserError("recheck needs one or more probabilities between 0 and 1")
+            raise ValueError("recheck needs one or more probabilities between 0 and 1")
         if self.loop + self.junk > 1:
-            raise UserError(f"loop={self.loop} and junk={self.junk} add up to more than 1")
+            raise ValueError(f"loop={self.loop} and junk={self.junk} add up to more than 1")
         if self.window is None and (self.loop or self.junk or self.recheck[-1] > 0.9):
-            raise UserError(
-                "loop, junk and recheck ending above 0.9 need window, the length to fill"
+            raise ValueError(
+                "loop, junk and a recheck that ends above 0.9 need window, the length to fill"
             )
         needed = self._longest_document()
         if self.window is not None and self.window < needed:
-            raise UserError(f"window={self.window} is too short for these documents: {needed}")
+            raise ValueError(f"window={self.window} is too short for these documents: {needed}")
         return self
 
     def _longest_document(self) -> int:
-        """Tokens of the longest solution, or of a loop up to the end of its first trained unit."""
+        """Tokens of the longest solution, or of a loop to the end of its first trained unit."""
         prompt, steps = 2 * self.max_operations + 2, 6 * self.max_operations
         longest = prompt + steps + len("[0]$")
         if self.loop:
@@ -90,12 +84,12 @@ class ArithmeticOptions(BaseModel):
 class _Problem:
     text: str
     steps: list[str]  # "2+1=3;" each, wrong results included
-    answer: str  # the true one
-    claimed: str  # what the steps arrive at
+    answer: str  # the right one
+    claimed: str  # the result of the steps, wrong where a step is
 
 
 def arithmetic_rows(options: dict[str, Any], split: str, limit: int | None = None) -> list[Row]:
-    """The rows of one split. "train" and every other split never share a problem text.
+    """The rows of one split. No problem of "train" is in another split.
 
     Raises:
         DataError: unknown or inconsistent options.
@@ -115,7 +109,7 @@ def arithmetic_rows(options: dict[str, Any], split: str, limit: int | None = Non
 
 def arithmetic_row(options: ArithmeticOptions, split: str, index: int) -> Row:
     """Row `index` of a split: a pure function of its arguments."""
-    # A string seed is hashed by its bytes, the same in every process and Python version.
+    # A string seed is hashed by its bytes, equally in every process and Python version.
     rng = random.Random(f"{options.seed}/{split}/{index}")
     problem = _draw_problem(options, rng)
     while is_held_out(problem.text) != (split != "train"):
@@ -168,7 +162,7 @@ def _apply(left: int, operator: str, right: int) -> int:
 def _solution(
     problem: _Problem, options: ArithmeticOptions, rng: random.Random
 ) -> tuple[str, bool]:
-    """The steps with their re-checks and the answer, cut at the window; False where it was cut."""
+    """Steps, re-checks and answer, cut at the window; and whether the solution is complete."""
     room = _room(problem, options)
     text = ""
     for step in problem.steps:
@@ -180,23 +174,19 @@ def _solution(
             if room is not None and len(text) >= room:
                 return text[:room], False
     text += f"[{problem.claimed}]"
-    # One more place for the stop token.
+    # The window must also hold the stop token.
     return (text, True) if room is None or len(text) < room else (text[:room], False)
 
 
 def _loop(problem: _Problem, options: ArithmeticOptions, rng: random.Random) -> tuple[str, str]:
-    """Some steps, then one of them over and over: (what stands before training, the trained)."""
-    done = rng.randint(1, len(problem.steps))
-    last = problem.steps[done - 1]
-    last_two = "".join(problem.steps[max(0, done - 2) : done])
-    unit = rng.choice(["w" + last] * 4 + [last] * 2 + [last_two])
-    return _repeat_to_window(
-        problem, options, "".join(problem.steps[:done]), unit, options.loop_repeats
-    )
+    """Some steps, then one of them repeated: (text before training starts, trained text)."""
+    done = problem.steps[: rng.randint(1, len(problem.steps))]
+    unit = rng.choice(["w" + done[-1]] * 4 + [done[-1]] * 2 + ["".join(done[-2:])])
+    return _repeat_to_window(problem, options, "".join(done), unit, options.loop_repeats)
 
 
 def _junk(problem: _Problem, options: ArithmeticOptions, rng: random.Random) -> tuple[str, str]:
-    """As `_loop`, with a unit of random symbols after some steps and some noise."""
+    """As `_loop`, with some steps, random symbols and a repeated unit of random symbols."""
     opening = "".join(problem.steps[: rng.randint(0, len(problem.steps))])
     opening += "".join(rng.choice(SYMBOLS) for _ in range(rng.randint(0, 6)))
     unit = "".join(rng.choice(SYMBOLS) for _ in range(rng.randint(1, 10)))
@@ -214,5 +204,5 @@ def _repeat_to_window(
 
 
 def _room(problem: _Problem, options: ArithmeticOptions) -> int | None:
-    """Response tokens the window leaves; every character is a token, and so is the prompt's end."""
+    """Response tokens that the window leaves; every character is a token, PROMPT_END is one."""
     return None if options.window is None else options.window - len(problem.text) - len(PROMPT_END)

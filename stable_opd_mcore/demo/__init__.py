@@ -1,1 +1,1 @@
-"""The demonstration: on-policy distillation collapses, Stable-OPD holds, on a laptop's CPU."""
+"""The demonstration on a CPU: on-policy distillation collapses and Stable-OPD does not."""

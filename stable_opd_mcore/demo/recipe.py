@@ -1,11 +1,11 @@
-"""What the demo runs: how its teacher and student are made, and the arms of its two acts.
+"""The demo's runs: the training of its teacher and student, and the arms of its two acts.
 
-Plain settings for ordinary training runs, chained by the model each run leaves behind. The task is
-`data/synthetic.py`'s arithmetic. Not here: running them (run.py), reading them (summary.py).
+All are settings of ordinary training runs, chained by the models that the runs write. The task is
+the arithmetic of data/synthetic.py. Not here: running them (run.py), reading them (summary.py).
 
-What makes plain distillation break here, by construction: the teacher seldom starts to repeat a
-step but is near-certain to go on once it has, a response may be six times its normal length, the
-loss is a mean over tokens, so long responses weigh more, and the learning rate is high.
+Plain distillation collapses here by construction. The teacher seldom starts to repeat a step, but
+once it has started, it almost surely continues. A response may be six times its normal length. The
+loss is a mean over tokens, so long responses have more weight. The learning rate is high.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 from stable_opd_mcore.data.synthetic import SECOND_STOP, VOCABULARY
 from stable_opd_mcore.monitoring.sinks import METRICS_FILE
 
-MODEL = "model"  # where a run leaves its student
+MODEL = "model"  # directory of the trained student inside a run
 MAX_NEW_TOKENS = 160
 WINDOW = 172  # the longest prompt and MAX_NEW_TOKENS
-STOP_MAX_NEW_TOKENS = 80  # three times the normal length; what follows an ignored stop is noise
+STOP_MAX_NEW_TOKENS = 80  # three times the normal length
 
 CAPTIONS = {
-    "collapse": "A teacher that is near-certain inside loops. Plain OPD improves, then collapses; "
-    "the KL to the frozen start, the golden mixture, or both prevent it. "
-    "sft: golden solutions only.",
-    "stop_mismatch": "Student and teacher end on different stop tokens. Plain OPD improves, then "
-    "unlearns to stop; with each model's stop class summed (opd_stop_class) it does not.",
+    "collapse": "The teacher is almost certain inside loops. Plain OPD improves, then collapses. "
+    "The KL to the initial student, the golden mixture, or both prevent it. "
+    "sft trains on golden solutions only.",
+    "stop_mismatch": "Student and teacher use different stop tokens. Plain OPD improves, then the "
+    "student no longer stops. With the stop tokens of each model summed (opd_stop_class) it stops.",
 }
 COLLAPSE_ARMS: dict[str, dict[str, Any]] = {
     "opd": {},
@@ -45,7 +45,7 @@ STOP_ARMS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """One training run, or (with `swap_from`) a copy of a model that stops on the other token."""
+    """One training run; with `swap_from`, a copy of a model that uses the other stop token."""
 
     name: str
     directory: Path
@@ -62,7 +62,7 @@ class Job:
         return self.directory / MODEL
 
     def steps_done(self) -> int:
-        """How far the run is, from the rows it has written."""
+        """Steps that the run has finished, from the rows of its metrics.jsonl."""
         metrics = self.directory / METRICS_FILE
         if self.model.is_dir() or not metrics.is_file():
             return self.steps if self.model.is_dir() else 0
@@ -70,7 +70,7 @@ class Job:
 
 
 def demo_jobs(directory: Path, seeds: Iterable[int]) -> list[Job]:
-    """All runs of the demo; each seed has a teacher and a student of its own."""
+    """All runs of the demo. Each seed has its own teacher and student."""
     models: list[Job] = []
     arms: list[Job] = []
     for seed in seeds:
@@ -89,7 +89,7 @@ def demo_jobs(directory: Path, seeds: Iterable[int]) -> list[Job]:
 
 
 def _models(directory: Path, seed: int) -> dict[str, Job]:
-    """Teacher and student of one seed: each learns the task, then its weakness."""
+    """The models of one seed: each is trained on the task, then on documents with its weakness."""
     clean_teacher = _supervised(
         directory,
         "teacher_clean",
@@ -215,7 +215,7 @@ def _arm(
     teacher: Job,
     seed: int,
 ) -> Job:
-    """One arm of an act; every arm of an act has the same settings but those that name it."""
+    """One arm of an act. The arms of an act differ in `settings` only."""
     collapse = act == "collapse"
     home = directory / f"seed{seed}" / act
     problems = {"path": "synthetic:arithmetic", "options": {"rows": 1024, "seed": seed}}

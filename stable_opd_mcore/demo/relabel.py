@@ -1,5 +1,6 @@
-"""A copy of a model that ends its responses with the task's other stop token, and differs in
-nothing else.
+"""Copy a model so that it ends its responses with the task's other stop token.
+
+Everything else about the model is unchanged. Not here: training (run.py).
 """
 
 from __future__ import annotations
@@ -16,11 +17,9 @@ WEIGHTS = "model.safetensors"
 
 
 def swap_stop_tokens(source: Path, target: Path) -> None:
-    """Write `source` to `target` with the rows of the two stop tokens exchanged, whole or not at
-    all.
+    """Write `source` to `target` atomically, with the rows of the two stop tokens exchanged.
 
-    Both the embedding and the head are relabelled: what the model says and reads as one token it
-    now says and reads as the other.
+    The rows are exchanged in the embedding and in the output head.
     """
     weights = load_file(source / WEIGHTS)
     first, second = VOCABULARY.index(STOP), VOCABULARY.index(SECOND_STOP)

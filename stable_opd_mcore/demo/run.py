@@ -1,8 +1,8 @@
-"""`stable-opd demo`: train the models, run every arm with every seed, sum up, report.
+"""`stable-opd demo`: train the models, run every arm with every seed, write summary and report.
 
-Each piece of work is an ordinary training run (`train.loop.train`) in one of two worker processes,
-one thread each. A run that has finished is kept: the same command after an interruption goes on
-with those that have not. Not here: what the runs are (recipe.py).
+Each job is an ordinary training run (`train.loop.train`) in one of two worker processes with one
+thread each. Finished runs are kept, and the same command continues with the others. Not here: the
+settings of the runs (recipe.py).
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def run_demo(directory: Path, num_seeds: int) -> None:
         console.print()
         console.print(summary_table(act, [arm for arm in arms if arm.act == act]))
     console.print(
-        "Accuracy: 256 held-out problems, sampled at temperature 1 (greedy: its end).\n"
-        "trunc, rep: share of truncated and of repetitive rollouts, 5-step means.",
+        "Accuracy on 256 held-out problems, sampled at temperature 1; greedy: at the end.\n"
+        "trunc, rep: shares of truncated and of repetitive rollouts, 5-step means.",
         highlight=False,
     )
     console.print(f"{time.monotonic() - started:.0f} s", highlight=False)
@@ -78,17 +78,17 @@ def run_demo(directory: Path, num_seeds: int) -> None:
 
 
 def run_jobs(jobs: Sequence[Job]) -> None:
-    """Run jobs in worker processes, each after those it builds on; two side by side.
+    """Run jobs in two worker processes, each after the jobs that it needs.
 
     Raises:
-        UserError: a run failed; names it and its error. Or a finished run has other settings.
+        UserError: a run failed, or a finished run has other settings; the message names the run.
     """
     for job in jobs:
         _require_same_settings(job)
     finished = {job.name for job in jobs if job.model.is_dir()}
     waiting = [job for job in jobs if job.name not in finished]
     running: dict[Future, Job] = {}
-    os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the workers: two threads a run would fight
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the workers: more threads would compete for cores
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(WORKERS, mp_context=spawn) as pool, _Bars(jobs) as bars:
         while waiting or running:
@@ -104,18 +104,18 @@ def run_jobs(jobs: Sequence[Job]) -> None:
                     future.result()
                 except Exception as error:
                     others = " and ".join(other.name for other in running.values())
-                    bars.say(f"{job.name} failed" + (f", waiting for {others}" if others else ""))
+                    bars.print(f"{job.name} failed" + (f", waiting for {others}" if others else ""))
                     raise UserError(
                         f"the demo's run {job.name} failed: {type(error).__name__}: {error}. "
-                        "Finished runs are kept: the same command goes on from there"
+                        "Finished runs are kept: the same command continues from there"
                     ) from error
                 finished.add(job.name)
                 if job.arm is not None:
-                    bars.say(_outcome(summarise(job), job))
+                    bars.print(_outcome(summarise(job), job))
 
 
 def _outcome(arm: ArmSummary, job: Job) -> str:
-    """Accuracy at the start, at its peak, at the end; the highest truncation rate."""
+    """Accuracy at start, peak and end; the highest truncation rate."""
     return (
         f"{job.name:<{NAME_WIDTH}} accuracy {arm.initial_accuracy:.2f} → "
         f"{arm.peak_accuracy:.2f} → {arm.final_accuracy:.2f}  "
@@ -124,7 +124,7 @@ def _outcome(arm: ArmSummary, job: Job) -> str:
 
 
 class _Bars:
-    """A bar over all steps of all runs, and below it one for each run in progress."""
+    """A progress bar for all steps of all runs, and one for each run in progress."""
 
     def __init__(self, jobs: Sequence[Job]):
         self._jobs = jobs
@@ -156,16 +156,16 @@ class _Bars:
             self._progress.update(self._tasks[job.name], completed=job.steps_done())
         self._progress.update(self._total, completed=sum(job.steps_done() for job in self._jobs))
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         self._progress.console.print(text, highlight=False)
 
 
 def _require_same_settings(job: Job) -> None:
-    """A kept run stands for the recipe only if it was made by it."""
+    """Refuse a finished run whose settings are not the recipe's."""
     if job.config is None or not job.model.is_dir():
         return
-    made_with = load_config(job.directory / "config.resolved.yaml")
-    if made_with != parse_config(job.config, origin="the demo's recipe"):
+    settings = load_config(job.directory / "config.resolved.yaml")
+    if settings != parse_config(job.config, origin="the demo's recipe"):
         raise UserError(
             f"{job.directory} was made with other settings than this version's demo: remove it, "
             "or choose another --directory"
@@ -173,7 +173,7 @@ def _require_same_settings(job: Job) -> None:
 
 
 def _work(job: Job) -> None:
-    """In a worker: one job."""
+    """Do one job in a worker process."""
     if job.swap_from is not None:
         swap_stop_tokens(job.swap_from, job.model)
         return
@@ -183,7 +183,7 @@ def _work(job: Job) -> None:
 
 
 def summary_table(act: str, arms: Sequence[ArmSummary]) -> Table:
-    """One row an arm and seed; at most 80 columns wide."""
+    """One row per arm and seed, at most 80 columns wide."""
     table = Table(
         title=act, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0)
     )

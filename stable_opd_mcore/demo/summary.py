@@ -1,4 +1,4 @@
-"""What one arm of the demo did, read from its metrics.jsonl."""
+"""The summary of one arm of the demo, from its metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from stable_opd_mcore.demo.recipe import Job
 from stable_opd_mcore.monitoring.sinks import METRICS_FILE, read_metrics
 
-WINDOW = 5  # steps that a rate is averaged over
+WINDOW = 5  # steps in the mean of a rate
 
 
 @dataclass(frozen=True)
 class ArmSummary:
-    """Accuracies are of held-out evaluations at temperature 1 (`greedy_`: greedy).
+    """Accuracies are those of held-out evaluations at temperature 1 (`greedy_`: greedy).
 
-    Rates are 5-step means over the rollouts; of the evaluations where the arm draws no rollouts.
+    Rates are 5-step means over rollouts, or single evaluations in an arm without rollouts.
     """
 
     act: str
@@ -65,5 +65,5 @@ def summarise(job: Job) -> ArmSummary:
 
 
 def _means(values: list[float]) -> list[float]:
-    """Means over every window of WINDOW consecutive values."""
+    """Means of every WINDOW consecutive values."""
     return [sum(values[end - WINDOW : end]) / WINDOW for end in range(WINDOW, len(values) + 1)]

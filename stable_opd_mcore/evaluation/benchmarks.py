@@ -1,8 +1,8 @@
-"""The paper's six benchmarks (METHOD §6): where they are, what their columns are called, and k.
+"""The paper's six benchmarks: hub id, column names and the k of avg@k.
 
 Read from a local directory (`<directory>/<name>.jsonl` or `.parquet`, with the hub's column names
-or with problem and answer), or from the hub and its cache. Nothing is bundled or downloaded here
-beyond what `datasets` does for a hub id.
+or with problem and answer), or from the hub and its cache. Not here: the data themselves;
+`stable-opd prepare` writes them for machines without internet.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from stable_opd_mcore.errors import DataError
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One data set as the hub has it."""
+    """One data set on the hub."""
 
     hub_id: str
     split: str
     num_samples: int  # k of avg@k; 1 is pass@1
     problem: str = "problem"
     answer: str = "answer"
-    context: str | None = None  # column that stands before the problem where it is not empty
+    context: str | None = None  # column that is prepended to the problem unless it is empty
     configuration: str | None = None
 
 
@@ -53,7 +53,7 @@ def load_benchmark(
     """The rows of a benchmark, without golden solutions.
 
     Args:
-        directory: where its file lies; None reads the hub.
+        directory: holds its file; None reads the hub.
 
     Raises:
         DataError: unknown name, no file of that name in the directory, or bad rows.

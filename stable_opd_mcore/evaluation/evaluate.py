@@ -1,8 +1,8 @@
-"""One evaluation: responses to held-out prompts, graded, and what share of them was right.
+"""One evaluation: sample responses to held-out prompts, grade them, count.
 
-How rollouts are drawn and graded is an argument, so the same function serves the training loop on
-any layout and the command line on one process. Not here: which prompts (benchmarks.py,
-data.prompts.PromptSet), the metrics of the generations (monitoring/health.py, from `rollouts`).
+How responses are sampled and graded is an argument, so the same function serves the training loop
+on any layout and the command line. Not here: the prompts (benchmarks.py, data/prompts.py) and the
+health metrics of the responses (monitoring/health.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PromptResult:
 class EvaluationResult:
     """Sums over prompts; every rate is over all responses, so accuracy is avg@k."""
 
-    prompts: tuple[PromptResult, ...]  # in the order given
+    prompts: tuple[PromptResult, ...]  # in the order of the prompts
     rollouts: tuple[Rollout, ...]  # graded, k per prompt
 
     @property
@@ -51,7 +51,7 @@ class EvaluationResult:
 
     @property
     def accuracy_interval(self) -> tuple[float, float]:
-        """95 % Wilson interval over prompts; wider than needed where k > 1 samples agree little."""
+        """95 % Wilson interval over prompts; conservative for k > 1 samples per prompt."""
         return wilson_interval(self.accuracy, len(self.prompts))
 
     @property
@@ -77,8 +77,9 @@ def evaluate(
     """Sample, grade and count; the result is the same on every rank.
 
     Args:
-        draw: prompts to graded rollouts, k of the first prompt first; the same list on every rank.
-        prompts_per_batch: prompts handed to `draw` at once.
+        draw: prompts to their graded rollouts, k per prompt, in the order of the prompts; the same
+            list on every rank.
+        prompts_per_batch: prompts given to `draw` at once.
 
     Raises:
         UserError: no prompts, or one without a gold answer.
@@ -103,10 +104,10 @@ def evaluate(
 def evaluation_sampling(
     config: Config, stop_token_ids: Sequence[int], *, greedy: bool = False, num_samples: int = 1
 ) -> Sampling:
-    """How held-out responses are drawn: `evaluation`'s settings, or one greedy response each.
+    """The sampling settings of held-out responses; greedy: one response per prompt.
 
     Args:
-        num_samples: responses to a prompt where `evaluation.num_samples` does not say.
+        num_samples: responses per prompt if `evaluation.num_samples` is not set.
     """
     settings = config.evaluation
     is_greedy = greedy or settings.temperature == 0
@@ -121,7 +122,7 @@ def evaluation_sampling(
 
 
 def wilson_interval(rate: float, count: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval for a share `rate` of `count` independent trials."""
+    """Wilson's score interval of a share `rate` among `count` independent trials."""
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
     centre = rate + z * z / (2 * count)
     spread = z * math.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count))

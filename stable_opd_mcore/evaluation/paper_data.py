@@ -1,7 +1,8 @@
-"""The paper's data as files under the names that configs/ use, written where there is internet.
+"""Write the paper's data to files with the names that configs/ use.
 
-OpenR1-Math-220k's usable rows split into openr1_sft_33k.jsonl and openr1_opd_13k.jsonl, and the six
-benchmarks as <name>.jsonl. Not here: which rows are usable (data/openr1.py), reading the hub.
+openr1_sft_33k.jsonl and openr1_opd_13k.jsonl hold the usable rows of OpenR1-Math-220k, <name>.jsonl
+each of the six benchmarks. Not here: the selection of rows (data/openr1.py) and reading the hub
+(data/sources.py).
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ def write_paper_data(
     benchmark_directory: Path | None = None,
     sft_rows: int = SFT_ROWS,
 ) -> None:
-    """Write all eight files, each whole or not at all; those of the same name are replaced.
+    """Write all eight files atomically; files of the same name are replaced.
 
     Args:
-        tokenizer: the student's; a solution longer than 8192 of its tokens is not used.
+        tokenizer: the student's; solutions of more than 8192 of its tokens are not used.
         openr1: hub id, directory or file with OpenR1-Math-220k's columns.
-        benchmark_directory: of <name>.jsonl or .parquet; None reads the hub.
-        sft_rows: of the supervised part; the rest are prompts of the distillation.
+        benchmark_directory: holds <name>.jsonl or .parquet; None reads the hub.
+        sft_rows: rows of the supervised part; the others are the prompts of the distillation.
 
     Raises:
-        DataError: a source that cannot be read or lacks a column, or too few rows.
+        DataError: a source cannot be read, lacks a column or has too few rows.
     """
     records = read_records(SourceConfig(path=openr1))
     selection = select_rows(

@@ -1,4 +1,4 @@
-"""What evaluations came to: a table to read, and the same numbers as plain values for a file."""
+"""The results of evaluations as a text table and as plain values for evaluation.json."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from stable_opd_mcore.evaluation.evaluate import EvaluationResult
 
 
 def results_table(results: Mapping[str, EvaluationResult]) -> str:
-    """A line for each evaluation, and the mean accuracy over several, each counting the same."""
+    """One line per evaluation; for several, their unweighted mean accuracy."""
     width = max(len("average"), *map(len, results))
     head = "problems    k  accuracy  95 % interval    truncated  repetitive  tokens"
     lines = [f"{'':{width}}  {head}"]
@@ -26,7 +26,7 @@ def results_table(results: Mapping[str, EvaluationResult]) -> str:
 
 
 def plain_values(result: EvaluationResult) -> dict[str, float]:
-    """Its numbers, rates as shares of all responses, lengths in tokens."""
+    """The numbers of one evaluation: rates as shares of all responses, lengths in tokens."""
     low, high = result.accuracy_interval
     return {
         "accuracy": result.accuracy,

@@ -1,10 +1,8 @@
-"""The report's figures: which metrics stand together, and each run's curves in them.
+"""The report's figures: the metrics of each figure, and the curves of each run.
 
 The first three are the paper's Figures 2-4: truncation, repetition and accuracy; log-probabilities
-and advantage; repetitive against regular tokens. Curves are plain lists, ready for JSON; the page's
-script draws them (templates/figures.js.j2), so nothing here knows a colour of a theme.
-
-Not a reader of files (report.py) and no tables (tables.py).
+and advantage; repetitive and regular tokens. Curves are plain lists for JSON, and the page's script
+draws them (templates/figures.js.j2). Not here: reading files (report.py) and tables (tables.py).
 """
 
 from __future__ import annotations
@@ -16,12 +14,11 @@ from typing import Any
 from stable_opd_mcore.monitoring.names import NAMES
 
 WINDOW = 5  # steps of the trailing mean
-SMOOTH_FROM = 25  # rows below which every step is drawn as it is
-# Above this number of runs the single steps behind the trailing means would only be noise.
-MAX_FAINT_RUNS = 6
+SMOOTH_FROM = 25  # rows from which curves are trailing means
+MAX_FAINT_RUNS = 6  # up to so many runs, single steps are drawn behind the trailing means
 
-# Okabe and Ito's colours, told apart under every common colour blindness, without the yellow that
-# white paper swallows; a darker red and a grey continue. After the last, dashes begin.
+# The colours of Okabe and Ito, which the common kinds of colour blindness can distinguish, without
+# yellow; then grey and dark red. Further labels repeat the colours with dashed lines.
 COLOURS = (
     "#0072B2",
     "#D55E00",
@@ -56,8 +53,8 @@ class Figure:
 FIGURES = (
     Figure(
         "Truncation, repetition, accuracy",
-        "A collapse shows as truncation and repetition leaping up within tens of steps while "
-        "accuracy falls (the paper's Figure 2).",
+        "In a collapse truncation and repetition rise within tens of steps, and accuracy falls "
+        "(the paper's Figure 2).",
         (
             Panel("rollout/truncation_rate", "Rollouts truncated", share=True),
             Panel("rollout/repetition_rate", "Rollouts repetitive", share=True),
@@ -69,8 +66,8 @@ FIGURES = (
     ),
     Figure(
         "Log-probabilities and advantage",
-        "In a collapse all three rise at its onset: the student moves to tokens that both models "
-        "find easy, not to better answers (the paper's Figure 3).",
+        "All three rise when a collapse begins: the student moves to tokens that both models "
+        "find probable, not to better answers (the paper's Figure 3).",
         (
             Panel("logprob/student", "Student log-probability"),
             Panel("logprob/teacher", "Teacher log-probability"),
@@ -80,7 +77,7 @@ FIGURES = (
     Figure(
         "Repetitive and regular tokens",
         "In a collapse the advantage is near zero inside repetitive tails and negative elsewhere, "
-        "so its mean rises as the tails take over the batch (the paper's Figure 4).",
+        "so its mean rises with the share of repetitive tokens (the paper's Figure 4).",
         (
             Panel("advantage/repetitive", "Advantage, repetitive tokens"),
             Panel("advantage/regular", "Advantage, regular tokens"),
@@ -90,7 +87,7 @@ FIGURES = (
     ),
     Figure(
         "Loss and gradient",
-        "The loss is the plain sum of its parts, coefficients included.",
+        "The loss is the sum of its parts, coefficients included.",
         (
             Panel("loss/total", "Total"),
             Panel("loss/pg", "Policy gradient"),
@@ -111,32 +108,33 @@ FIGURES = (
     ),
     Figure(
         "Entropy and divergence",
-        "On rollout tokens. The sampled estimates are mean log-ratios and may fall below zero.",
+        "On rollout tokens. Sampled estimates are mean log-ratios and may be negative.",
         (
             Panel("entropy/student", "Entropy of the student"),
             Panel("kl/teacher", "KL(student || teacher)"),
             Panel("kl/reference", "KL(student || reference)"),
             Panel("kl/reference_sampled", "KL(student || reference), sampled"),
-            Panel("logprob/rollout_gap_mean", "Engine against trainer"),
+            Panel("logprob/rollout_gap_mean", "|Engine - trainer| log-probability"),
             Panel("ratio/clip_share", "Clipped ratios", share=True),
         ),
     ),
     Figure(
-        "Student beside teacher",
-        "The 16 most probable tokens of both: in a healthy run the shared ones hold nearly all "
-        "probability. A teacher that would not stop where the student does removes its stops.",
+        "Student and teacher",
+        "The 16 most probable tokens of each model; in a healthy run the shared ones hold nearly "
+        "all probability. A teacher that does not stop where the student stops trains the student "
+        "to stop no longer.",
         (
             Panel("overlap/ratio", "Shared top tokens", share=True),
             Panel("overlap/student_mass", "Student's mass on them", share=True),
             Panel("overlap/advantage", "Advantage on them"),
             Panel("entropy/gap", "Entropy gap"),
-            Panel("stop/student_mass", "Student stops at the end", share=True),
-            Panel("stop/teacher_mass", "Teacher stops at the end", share=True),
+            Panel("stop/student_mass", "Student's stop probability", share=True),
+            Panel("stop/teacher_mass", "Teacher's stop probability", share=True),
         ),
     ),
     Figure(
         "Speed and memory",
-        "Wall-clock time of a step and its phases; memory since the process started.",
+        "Wall-clock time of a step and its phases; peak memory since the process started.",
         (
             Panel("throughput/tokens_per_second", "Throughput"),
             Panel("time/total", "Step"),
@@ -150,7 +148,7 @@ FIGURES = (
 
 
 def style(index: int) -> dict[str, str]:
-    """Colour and dash of the index-th label; no two of the first 32 share both."""
+    """Colour and dash of the index-th label; the first 32 differ."""
     return {
         "colour": COLOURS[index % len(COLOURS)],
         "dash": DASHES[index // len(COLOURS) % len(DASHES)],
@@ -158,7 +156,7 @@ def style(index: int) -> dict[str, str]:
 
 
 def draw(figure: Figure, runs: Sequence[tuple[str, Sequence[Row]]]) -> dict[str, Any] | None:
-    """The figure's panels, a curve for every (label, rows) with values; None when none has any."""
+    """The figure's panels with a curve per (label, rows); None if no run has values for them."""
     panels = [
         {
             "title": panel.title,
@@ -182,7 +180,7 @@ def draw(figure: Figure, runs: Sequence[tuple[str, Sequence[Row]]]) -> dict[str,
 
 
 def trailing_mean(values: Sequence[float | None], window: int = WINDOW) -> list[float | None]:
-    """Mean of the defined ones of each value and the window - 1 before it; None where none is."""
+    """Mean of each value and the window - 1 before it, without None; None if all are None."""
     means: list[float | None] = []
     for end in range(1, len(values) + 1):
         defined = [value for value in values[max(0, end - window) : end] if value is not None]
@@ -197,7 +195,7 @@ def _curves(key: str, runs: Sequence[tuple[str, Sequence[Row]]]) -> list[dict[st
         if all(value is None for _, value in points):
             continue
         steps, values = [step for step, _ in points], [value for _, value in points]
-        # Evaluations are few and each is worth a dot.
+        # Evaluations are few: each is a dot.
         smooth = len(points) >= SMOOTH_FROM and not key.startswith("eval")
         curve = {
             "label": label,
@@ -212,5 +210,5 @@ def _curves(key: str, runs: Sequence[tuple[str, Sequence[Row]]]) -> list[dict[st
 
 
 def _rounded(values: Sequence[float | None]) -> list[float | None]:
-    """Six digits are more than a screen shows, and keep the page small."""
+    """Values with six digits, which keep the page small."""
     return [None if value is None else float(f"{value:.6g}") for value in values]

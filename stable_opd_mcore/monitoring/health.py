@@ -1,12 +1,10 @@
-"""Health of a run, per step (METHOD §5): truncation, repetition, lengths, advantages, KLs.
+"""Health metrics of a step (docs/method.md §5): truncation, repetition, lengths, advantages, KLs.
 
-`rollout_metrics` reads generations (text, length, finish reason), of training or of evaluation;
-`token_metrics` reads the per-token vectors that the loss already computed, so nothing here costs a
-forward pass. Both return `Metrics`; the first is over the global list, which every rank holds, the
-second is this rank's part and must be reduced over ranks.
+`rollout_metrics` reads the rollouts of a step or of an evaluation. Every rank holds the global list
+of them, so its result is global. `token_metrics` reads the per-token results of the loss; it covers
+this rank's micro-batches and must be reduced over ranks. Neither runs a model.
 
-Not the guard that acts on these numbers, not a sink, and not the finder of repetitive tokens
-(data/repetition.py marks them; here they are counted).
+Not here: sinks (sinks.py) and the detection of repetitive tokens (data/repetition.py).
 """
 
 from __future__ import annotations
@@ -25,15 +23,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PAPER_TAIL_CHARACTERS = 10_000
-CHARACTERS_PER_TOKEN = 2.5  # a tail must be reachable within the length budget
+CHARACTERS_PER_TOKEN = 2.5  # low, so that a response of max_new_tokens exceeds the tail
 ZLIB_LEVEL = 6
 
 
 def is_repetitive(text: str, tail_characters: int, ratio: float) -> bool:
-    """Whether the last `tail_characters` of `text` compress by more than `ratio` (METHOD §5).
+    """Whether the last `tail_characters` of `text` compress by more than `ratio` (§5).
 
-    Texts of up to `tail_characters` characters are never repetitive: they have no tail to judge.
-    Lengths are counted in characters, the ratio in UTF-8 bytes.
+    Texts of up to `tail_characters` characters are not repetitive. Lengths are in characters, the
+    ratio is one of UTF-8 bytes.
     """
     if len(text) <= tail_characters:
         return False
@@ -47,7 +45,7 @@ def repetition_rate(texts: Sequence[str], tail_characters: int, ratio: float) ->
 
 
 def tail_characters(config: MonitoringConfig, max_new_tokens: int) -> int:
-    """The configured tail L, or min(10,000, 2.5 x max_new_tokens): METHOD §5."""
+    """The configured tail L, or min(10,000, 2.5 x max_new_tokens) (docs/method.md §5)."""
     if config.repetition_tail_characters is not None:
         return config.repetition_tail_characters
     return max(1, min(PAPER_TAIL_CHARACTERS, int(CHARACTERS_PER_TOKEN * max_new_tokens)))
@@ -59,11 +57,11 @@ def rollout_metrics(
     config: MonitoringConfig,
     area: str = "rollout",
 ) -> Metrics:
-    """Health of a set of generations, under `<area>/...` ("rollout", "eval" or "eval_greedy").
+    """Health of a set of rollouts, under `<area>/...` ("rollout", "eval" or "eval_greedy").
 
     `rollouts` is the global list, the same on every rank: do not reduce the result over ranks.
-    When the tail L is not the paper's 10,000 characters, the rate at 10,000 stands beside it as
-    `repetition_rate_10k`. Accuracy is over graded rollouts, undefined when there are none.
+    Unless the tail L is the paper's 10,000 characters, `repetition_rate_10k` is the rate at 10,000.
+    Accuracy is over graded rollouts; None if there are none.
     """
     lengths = np.array([len(rollout.token_ids) for rollout in rollouts], dtype=np.int64)
     texts = [rollout.text for rollout in rollouts]
@@ -87,26 +85,23 @@ def rollout_metrics(
 
 
 def sample_metrics(samples: Sequence[Sample]) -> Metrics:
-    """Of the global list of samples: how much of the batch is complete golden sequences."""
+    """Share of complete golden sequences in the global list of samples."""
     complete = [sample.source == "golden" and not sample.truncated for sample in samples]
     return Metrics({"batch/golden_complete_share": _share(complete)})
 
 
 def token_metrics(outputs: Sequence[LossOutput], microbatches: Sequence[MicroBatch]) -> Metrics:
-    """Sums and counts over the scored tokens of this rank's micro-batches; reduce them over ranks.
+    """Metrics of the scored tokens of this rank's micro-batches; reduce them over ranks.
 
-    Log-probabilities, advantages, entropies, KL to the teacher and the clip share are over rollout
-    tokens in the loss (`pg_weight` not 0): golden tokens and masked tokens do not count. KL to the
-    reference is over prefixes with a KL weight. Shares of repetitive and masked tokens are over all
-    scored rollout tokens. The engine gap compares tokens with the trainer's behaviour policy
-    (`old_token_logprob`), else with the student's own.
+    Log-probabilities, advantages, entropies, KL to the teacher and the clip share are means over
+    rollout tokens in the loss (`pg_weight_N` not 0), without golden and masked tokens. KL to the
+    reference is over rows with a KL weight. Shares of repetitive and masked tokens are over all
+    scored rollout tokens. The rollout gap compares the engine's log-probability of a token with
+    `old_token_logprob_N`, or with the student's if that is None.
 
-    `loss/*` are sums, as the loss is; the total is added up from its parts because Megatron scales
-    the loss tensor itself in place. What no micro-batch provides (no teacher, no reference) is
-    undefined. Costs one device synchronisation a micro-batch.
-
-    Raises:
-        UserError: as many outputs as micro-batches are not given.
+    `loss/*` are sums, like the loss. The total is the sum of the parts, because Megatron scales the
+    loss tensor in place. A mean is None if no micro-batch has its values (no teacher, no
+    reference). Costs one device synchronisation per micro-batch.
     """
     metrics = Metrics()
     for output, microbatch in zip(outputs, microbatches, strict=True):
@@ -169,7 +164,7 @@ def _token_metrics(output: LossOutput, microbatch: MicroBatch) -> Metrics:
 def _mean_terms(
     output: LossOutput, microbatch: MicroBatch
 ) -> dict[str, tuple[Tensor | None, Tensor]]:
-    """key -> (values_N or None where nobody computed them, mask_N of the tokens that count)."""
+    """key -> (values_N, or None if not computed; mask_N of the tokens in the mean)."""
     teacher, reference = microbatch.teacher, microbatch.reference
     pg_N = microbatch.pg_weight_N != 0
     golden_N = microbatch.sft_weight_N != 0
@@ -211,7 +206,7 @@ def _mean_terms(
 
 
 def _engine_gap(output: LossOutput, microbatch: MicroBatch) -> Tensor:
-    """|log-probability at sampling - log-probability in the trainer|, fp32 [N], of the token."""
+    """|engine's log-probability of the token - trainer's|, fp32 [N], nats."""
     trainer_N = microbatch.old_token_logprob_N
     if trainer_N is None or trainer_N is microbatch.rollout_logprob_N:
         trainer_N = output.token_logprob_N.detach()

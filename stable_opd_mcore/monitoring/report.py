@@ -1,12 +1,12 @@
-"""One self-contained HTML page for one run, or for several laid over each other.
+"""One self-contained HTML page with the curves of one run or of several.
 
     write_report(["runs/opd", "runs/stable_opd"], "report.html")
 
-It holds the paper's Figures 2-4 and the other curves, a table of outcomes, the settings in which
-the runs differ, and rollouts to read. The plotting library is inside the page; nothing is fetched
-when it is opened, and the page's own policy forbids it. Everything read from the runs is escaped.
+The page holds the paper's Figures 2-4 and the other curves, a table of outcomes, the settings that
+differ between the runs, and sample rollouts. It contains the plotting library; its security policy
+forbids every download. All text from the runs is escaped.
 
-Not a live dashboard (that is TensorBoard), and it changes nothing in the runs.
+Not a live view (TensorBoard is), and it changes nothing in the runs.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 @dataclass(frozen=True)
 class ReportRun:
-    """A run and how the report names it.
+    """A run with its label and section in the report.
 
-    Runs of one section share its figures. Runs of one section with one label (an arm's seeds) share
-    a colour and a legend entry; a label keeps its colour in every section.
+    Runs of one section share its figures. Runs with one label (the seeds of an arm) share a colour
+    and, in each section, a legend entry.
     """
 
     directory: Path
@@ -51,18 +51,18 @@ def write_report(
     summary: Sequence[Mapping[str, Any]] = (),
     captions: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write the report of `runs` to `output`, whole or not at all, and return its path.
+    """Write the report of `runs` to `output` atomically and return its path.
 
     Args:
-        runs: run directories (labelled by their names), or `ReportRun`s with labels and sections.
-        output: the HTML file; its directory is made.
+        runs: run directories, labelled by their names, or `ReportRun`s.
+        output: the HTML file; its directory is created.
         title: the page's heading.
-        summary: flat records for a table of their own at the top, e.g. `arms` of a summary.json.
+        summary: flat records for a table at the top, e.g. `arms` of the demo's summary.json.
         captions: section -> a sentence under its heading.
 
     Raises:
-        UserError: no runs; or a run without metrics.jsonl, with a malformed row there, or with a
-            malformed config or rollout file. Names file and line.
+        UserError: no runs, a run without metrics.jsonl, or a malformed metrics, config or rollout
+            file; the message names file and line.
     """
     named = _named(runs)
     if not named:
@@ -95,7 +95,7 @@ def write_report(
 
 
 def _named(runs: Sequence[str | Path | ReportRun]) -> list[ReportRun]:
-    """Directories as runs labelled by their names (parent/name where names repeat), printable."""
+    """Directories as runs with their names as labels (parent/name for repeated names)."""
     paths = [Path(run).resolve() for run in runs if not isinstance(run, ReportRun)]
     names = [path.name for path in paths]
     named = []
@@ -116,7 +116,7 @@ def _section(
     rows: Mapping[Path, Sequence[Row]],
     styles: Mapping[str, Mapping[str, str]],
 ) -> dict[str, Any]:
-    """What the template shows of one section, and under "drawn" what its script draws."""
+    """The template's values for one section; "drawn" holds the data of its script."""
     labelled = [(run.label, rows[run.directory]) for run in runs]
     drawn = [figure for figure in (draw(figure, labelled) for figure in FIGURES) if figure]
     labels = list(dict.fromkeys(run.label for run in runs))
@@ -147,16 +147,16 @@ def _section(
 
 
 def _for_script(panel: Mapping[str, Any]) -> dict[str, Any]:
-    """A panel as the script wants it. Plotly reads markup in names: theirs is escaped."""
+    """A panel for the script. Names are escaped, because Plotly interprets markup in them."""
     curves = [{**curve, "name": html.escape(curve["label"])} for curve in panel["curves"]]
     return {"key": panel["key"], "unit": panel["unit"], "share": panel["share"], "curves": curves}
 
 
 def _json_script(data: Any) -> str:
-    """JSON that may stand inside a <script>: no "<" can end or open an element."""
+    """JSON for a <script> element: without "<", which could end or open an element."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _script(code: str) -> str:
-    assert "</script" not in code.lower(), "the plotting library would end its own element"
+    assert "</script" not in code.lower(), "the plotting library would end its script element"
     return code

@@ -1,12 +1,12 @@
-"""Where metrics go: metrics.jsonl always, TensorBoard and Weights & Biases when configured.
+"""The sinks of metrics: metrics.jsonl always, TensorBoard and Weights & Biases if configured.
 
-`metrics.jsonl` holds one JSON object a step: "step", then the metrics in sorted order. JSON has no
-NaN: a metric that is undefined (a mean over nothing) or not finite is null, and the non-finite ones
-are named, as in `"non_finite": {"grad_norm": "nan"}`, and warned about. A resumed run drops the
-rows it will write again, so every step stands in the file exactly once.
+`metrics.jsonl` holds one JSON object per step: "step", then the metrics in sorted order. A mean
+over nothing is null. A value that is not finite is null too, because JSON has no NaN;
+`"non_finite": {"grad_norm": "nan"}` then names it, and a warning is logged. A resumed run drops the
+rows that it will write again, so the file holds every step once.
 
-Only rank 0 opens sinks. Not where metrics are computed or reduced (health.py, ../metrics.py), and
-not where rollouts are stored (data/rollout_files.py).
+Only rank 0 opens sinks. Not here: computing metrics (health.py), reducing them (metrics.py), and
+rollouts (data/rollout_files.py).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Sinks:
     Args:
         directory: the run directory.
         config: `run.name` and the `monitoring` section are read.
-        first_step: the first step that will be written: 0 for a new run, the checkpoint's step + 1
-            for a resumed one. Rows from there on are dropped before anything is written.
+        first_step: the first step to write: 0 for a new run, the checkpoint's step + 1 for a
+            resumed one. Existing rows from this step on are dropped.
     """
 
     def __init__(self, directory: str | Path, config: Config, first_step: int):
@@ -55,11 +55,10 @@ class Sinks:
             self._sinks.append(WandbSink(directory, config))
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Write one row everywhere.
+        """Write one row to every sink.
 
         Raises:
-            UserError: a metric that monitoring/names.py does not describe, or a step written
-            before.
+            ValueError: a metric is not listed in monitoring/names.py, or the step was written.
         """
         require_known(metrics)
         values = metrics.values_by_key()
@@ -83,10 +82,10 @@ class Sinks:
 
 
 class JsonlSink:
-    """Appends one line a step, flushed at once, so that a killed run loses no finished step.
+    """Appends one line per step and flushes it, so that a killed run keeps its finished steps.
 
     Raises:
-        UserError: a row in the middle of an existing file is no metrics row; names file and line.
+        UserError: the existing file has a malformed row; the message names file and line.
     """
 
     def __init__(self, path: str | Path, first_step: int = 0):
@@ -98,10 +97,7 @@ class JsonlSink:
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
         if step <= self._last_step:
-            raise UserError(
-                f"{self._path}: step {step} after step {self._last_step}; steps are written once, "
-                "in order"
-            )
+            raise ValueError(f"{self._path}: step {step} after step {self._last_step}")
         non_finite = {key: str(value) for key, value in values.items() if not _is_finite(value)}
         row: dict[str, Any] = {"step": step}
         for key in sorted(values):
@@ -119,8 +115,7 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Scalars under their keys; what is undefined leaves a gap. A resumed run purges what it
-    redoes."""
+    """Scalars under their keys, without the undefined ones. A resumed run purges later steps."""
 
     def __init__(self, directory: str | Path, first_step: int = 0):
         from torch.utils.tensorboard import SummaryWriter
@@ -138,7 +133,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Weights & Biases, when installed and `monitoring.wandb` is set; its settings say where to.
+    """Weights & Biases; its own settings hold the account.
 
     Raises:
         UserError: wandb is not installed.
@@ -172,22 +167,22 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl, in order.
 
     Raises:
-        UserError: the file is missing or empty, or a row is malformed or repeats a step; the
-            message names file and line.
+        UserError: the file is missing or empty, or a row is malformed or out of order; the message
+            names file and line.
     """
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path}: no such file; give the directory of a run that has started")
     lines = path.read_bytes().splitlines()
     if not lines:
-        raise UserError(f"{path}: empty; the run has not finished its first step")
+        raise UserError(f"{path}: no rows; the run has not finished its first step")
     return _parse(path, lines)
 
 
 def _drop_from(path: Path, first_step: int) -> list[dict[str, Any]]:
-    """Rewrite `path` without the rows of step >= first_step; returns the rows that stay.
+    """Rewrite `path` without the rows of step >= first_step; return the rows that are kept.
 
-    A last line without its end was cut by a kill in the middle of a write: it goes too.
+    A last line without a newline was cut by a kill and is dropped too.
     """
     data = path.read_bytes()
     lines = data.split(b"\n")[:-1]
@@ -212,8 +207,8 @@ def _parse(path: Path, lines: list[bytes]) -> list[dict[str, Any]]:
                 raise UserError(f"{path}, line {number}: {key} is {value!r:.60}, not a number")
         if rows and row["step"] <= rows[-1]["step"]:
             raise UserError(
-                f"{path}, line {number}: step {row['step']} after step {rows[-1]['step']}; every "
-                "step stands once, in order"
+                f"{path}, line {number}: step {row['step']} after step {rows[-1]['step']}; steps "
+                "must increase"
             )
         rows.append(row)
     return rows

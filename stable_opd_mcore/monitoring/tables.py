@@ -1,7 +1,7 @@
-"""The report's tables: what each run reached, where settings differ, and rollouts one can read.
+"""The report's tables: outcomes of the runs, settings that differ, sample rollouts.
 
-Everything that comes from a run's files is untrusted text here: it leaves as plain strings for a
-template that escapes them, with control characters made visible. Not the curves (figures.py).
+Text from a run's files is untrusted: it becomes plain strings with visible control characters, and
+the template escapes them. Not here: the curves (figures.py).
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ CONFIG_FILE = "config.resolved.yaml"
 HEAD_CHARACTERS, TAIL_CHARACTERS = 1500, 700  # of a sample that is longer than both
 MISSING = "\N{EN DASH}"
 
-Table = dict[str, Any]  # {"columns": [str], "rows": [[str]], "texts": leading columns of words}
+# {"columns": [str], "rows": [[str]], "texts": number of leading columns that hold words}
+Table = dict[str, Any]
 
 
 def outcome_table(runs: Sequence[tuple[str, Path, Sequence[Row]]]) -> Table:
-    """One row a run: accuracy at start, peak and end; truncation and repetition, worst and last.
+    """One row per run: accuracy at start, peak and end; highest and last truncation, repetition.
 
-    The gap recovered is (accuracy at end - at start) / (teacher's - at start), METHOD §5, where the
-    run's settings tell the teacher's (`evaluation.teacher_accuracy`).
+    The gap recovered is (accuracy at end - at start) / (teacher's - at start), docs/method.md §5,
+    if the run's settings hold the teacher's accuracy (`evaluation.teacher_accuracy`).
     """
     columns = [
         "run",
@@ -71,12 +72,12 @@ def table_of_records(records: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def config_differences(runs: Sequence[tuple[str, Path]]) -> Table | None:
-    """Settings that differ between labels; None when none does or only one label is there.
+    """Settings that differ between labels; None if none differs.
 
-    Runs that share a label (seeds of one arm) share a column; where they differ all values stand.
+    Runs with one label (seeds of one arm) share a column, which lists all their values.
 
     Raises:
-        UserError: a config.resolved.yaml that is no YAML mapping; names the file.
+        UserError: a config.resolved.yaml is no YAML mapping; the message names the file.
     """
     labels = list(dict.fromkeys(label for label, _ in runs))
     settings: dict[str, list[dict[str, str]]] = {label: [] for label in labels}
@@ -95,11 +96,13 @@ def config_differences(runs: Sequence[tuple[str, Path]]) -> Table | None:
 
 
 def sample_rollouts(directory: Path, rows: Sequence[Row]) -> list[dict[str, str]]:
-    """The first rollout of the first and of the last stored step, and the most repetitive one of
-    the stored step with the highest repetition (else truncation) rate. Empty without stored steps.
+    """Sample rollouts for the report; empty without stored steps.
+
+    They are the first rollout of the first and of the last stored step, and the most repetitive
+    rollout of the stored step with the highest repetition rate (then truncation rate).
 
     Raises:
-        UserError: a stored rollout is malformed; names file and line.
+        UserError: a stored rollout is malformed; the message names file and line.
     """
     stored = [row for row in rows if rollout_path(directory, row["step"]).is_file()]
     if not stored:
@@ -117,14 +120,17 @@ def sample_rollouts(directory: Path, rows: Sequence[Row]) -> list[dict[str, str]
 
 
 def compression(text: str) -> float:
-    """Bytes over zlib bytes of the whole text; 0 for an empty one."""
+    """Compression ratio of the whole text: bytes / zlib bytes; 0 for an empty one."""
     data = text.encode("utf-8", "surrogatepass")
     return len(data) / len(zlib.compress(data, ZLIB_LEVEL)) if data else 0.0
 
 
 def printable(text: str) -> str:
-    """`text` with what cannot be printed made visible: control characters as their pictures,
-    direction overrides and lone surrogates as the replacement character."""
+    """`text` with visible control characters.
+
+    ASCII control characters become their Unicode pictures; direction overrides, lone surrogates
+    and unassigned characters become the replacement character.
+    """
     return "".join(_printable_character(character) for character in text)
 
 
@@ -170,7 +176,7 @@ def _teacher_accuracy(directory: Path) -> float | None:
     stated = _flat_config(directory / CONFIG_FILE).get("evaluation.teacher_accuracy")
     try:
         return None if stated is None else float(stated)
-    except ValueError:  # "None", or somebody else's settings
+    except ValueError:  # "None", or no number
         return None
 
 

@@ -1,6 +1,6 @@
-"""How long the phases of a step take, how many tokens a second that makes, and peak memory.
+"""Wall-clock time of a step and its phases, tokens per second, and peak memory.
 
-Not a profiler: wall-clock seconds of the named phases, nothing inside them.
+Not a profiler: it measures the named phases and nothing inside them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class PhaseTimer:
         with timer.phase("rollout"): ...
         metrics = timer.metrics(num_tokens)
 
-    The step starts when the timer is made and ends with `metrics`. A phase entered twice adds up.
-    On a CUDA device a phase ends when its kernels have ended. Reduced over ranks, times are those
-    of the slowest rank.
+    The step starts when the timer is created and ends with `metrics`. The times of a phase that is
+    entered twice add up. On a CUDA device a phase ends when its kernels have ended. Reduced over
+    ranks, times are those of the slowest rank.
     """
 
     def __init__(self, device: torch.device | str = "cpu"):
@@ -35,7 +35,7 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time inside to `time/<name>`, also when it ends in an exception."""
+        """Add the time of the block to `time/<name>`, also if it raises."""
         start = self._now()
         try:
             yield
@@ -43,10 +43,11 @@ class PhaseTimer:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start
 
     def metrics(self, num_tokens: int) -> Metrics:
-        """`time/<phase>` and `time/total` in seconds, tokens a second, peak memory.
+        """`time/<phase>` and `time/total` in seconds, tokens per second, peak memory.
 
-        `num_tokens`: prompt and response tokens of the step's global batch; every rank gives the
-        same number, and the rate is over the ranks' mean step time.
+        Args:
+            num_tokens: prompt and response tokens of the step's global batch, the same number on
+                every rank. The rate divides it by the ranks' mean step time.
         """
         total = self._now() - self._start
         times = {f"time/{name}": Max(seconds) for name, seconds in self._seconds.items()}
@@ -68,10 +69,10 @@ class PhaseTimer:
 def peak_memory_gib(device: torch.device | str = "cpu") -> float:
     """Peak memory of this process since its start, in GiB.
 
-    On a CUDA device: what PyTorch allocated there. Otherwise: resident memory, libraries included.
+    On a CUDA device: memory allocated by PyTorch. Otherwise: resident memory, libraries included.
     """
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**30 if sys.platform == "darwin" else 2**20)  # bytes there, KiB elsewhere
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)  # macOS counts bytes, Linux KiB

@@ -4,7 +4,6 @@ import pytest
 
 from stable_opd_mcore.config.schema import TokenMasksConfig
 from stable_opd_mcore.data.golden import golden_samples, rollout_samples
-from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.records import Prompt, Rollout
 
 PROMPTS = [
@@ -64,5 +63,5 @@ def test_truncated_rollouts_are_masked_whole():
 
 
 def test_a_prompt_without_golden_solution_is_named():
-    with pytest.raises(DataError, match=r"s:5: no golden solution"):
+    with pytest.raises(ValueError, match=r"s:5: no golden solution"):
         golden_samples([Prompt("s:5", "c", (1,))])

@@ -92,5 +92,5 @@ def test_missing_golden_solutions():
 
 
 def test_no_rows_to_draw_from():
-    with pytest.raises(DataError, match="no rows"):
+    with pytest.raises(ValueError, match="no rows"):
         PromptOrder(0, seed=0)

@@ -103,7 +103,7 @@ def test_values_that_are_not_finite_are_null_and_named(tmp_path, caplog):
         ('{"step": 0}\n[]\n', "line 2: not a metrics row"),
         ('{"step": 0, "loss/total": "low"}\n', "line 1: loss/total is 'low', not a number"),
         ('{"step": 1}\n{"step": 1}\n', "line 2: step 1 after step 1"),
-        ("", "empty"),
+        ("", "no rows"),
     ],
 )
 def test_malformed_metrics_are_named(tmp_path, text, message):
