@@ -1,0 +1,58 @@
+"""What a GPU and its links offer, and the share of it that this project expects to reach.
+
+Peaks are the vendors'. Shares are assumptions until `BENCHMARKS.md` holds measured ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stable_opd_mcore.errors import UserError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator. Rates are per device and in one direction."""
+
+    name: str
+    memory_gib: float
+    reserved_gib: float  # CUDA context, NCCL buffers, cuBLAS workspaces, fragmentation
+    matmul_tflops: float  # dense bf16 peak
+    memory_gbps: float  # peak, in 1e9 bytes per second
+    node_gbps: float  # to another device of the same node
+    network_gbps: float  # to another node
+    matmul_share: float = 0.6  # of the peak, over a whole forward or backward pass
+    memory_share: float = 0.8
+    link_share: float = 0.8
+
+    @property
+    def usable_bytes(self) -> float:
+        return (self.memory_gib - self.reserved_gib) * GIB
+
+    def matmul_seconds(self, flops: float) -> float:
+        return flops / (self.matmul_tflops * 1e12 * self.matmul_share)
+
+    def memory_seconds(self, num_bytes: float) -> float:
+        return num_bytes / (self.memory_gbps * 1e9 * self.memory_share)
+
+    def link_seconds(self, num_bytes: float, *, within_node: bool) -> float:
+        rate = self.node_gbps if within_node else self.network_gbps
+        return num_bytes / (rate * 1e9 * self.link_share)
+
+
+DEVICES = {
+    "h100": Device("h100", 79.6, 4.0, 989.0, 3350.0, 450.0, 50.0),
+    "h200": Device("h200", 139.0, 4.0, 989.0, 4800.0, 450.0, 50.0),
+}
+
+
+def device_named(name: str) -> Device:
+    """
+    Raises:
+        UserError: an unknown name.
+    """
+    if name not in DEVICES:
+        raise UserError(f"--gpu {name}: unknown; expected one of {', '.join(sorted(DEVICES))}")
+    return DEVICES[name]

@@ -1,0 +1,92 @@
+"""How the trainer's GPUs divide into tensor, pipeline, context and data ranks.
+
+The same arithmetic as parallel/world.py, without a process group. Not here: what lies on a rank
+(model_size.py, memory.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.models.families import Architecture
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks per dimension. `data` counts replicas that read micro-batches of their own."""
+
+    gpus: int
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1  # model chunks per pipeline rank
+    context: int = 1
+    sequence: bool = False  # sequence parallelism over the tensor ranks
+
+    @property
+    def data(self) -> int:
+        return self.gpus // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Ranks over which gradients are summed and the optimizer is sharded."""
+        return self.data * self.context
+
+    def __str__(self) -> str:
+        parts = [f"TP{self.tensor}", f"PP{self.pipeline}", f"CP{self.context}", f"DP{self.data}"]
+        return " x ".join(parts) + (f", {self.virtual} chunks a stage" if self.virtual > 1 else "")
+
+
+def layout_of(parallel: ParallelConfig, gpus: int) -> Layout:
+    """The config's layout on this many trainer GPUs.
+
+    Raises:
+        UserError: tensor x pipeline x context does not divide the GPUs.
+    """
+    replica = parallel.tensor * parallel.pipeline * parallel.context
+    if gpus % replica:
+        raise UserError(
+            f"parallel.tensor={parallel.tensor} x parallel.pipeline={parallel.pipeline} x "
+            f"parallel.context={parallel.context} = {replica} does not divide {gpus} trainer GPUs: "
+            f"take a multiple of {replica}, or lower one of them"
+        )
+    return Layout(
+        gpus=gpus,
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        virtual=parallel.virtual_pipeline or 1,
+        context=parallel.context,
+        sequence=parallel.sequence,
+    )
+
+
+def refusal(architecture: Architecture, layout: Layout) -> str | None:
+    """Why the model cannot be laid out so; None where it can."""
+    for name in ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size"):
+        number = getattr(architecture, name)
+        if number % layout.tensor:
+            return f"parallel.tensor={layout.tensor} does not divide {name}={number}"
+    stages = layout.pipeline * layout.virtual
+    if architecture.num_layers % stages:
+        return f"{architecture.num_layers} layers do not divide into {stages} stages"
+    return None
+
+
+def valid_layouts(
+    architectures: Sequence[Architecture], gpus: int, gpus_per_node: int
+) -> Iterator[Layout]:
+    """Every layout that holds all models, tensor ranks within a node; one chunk a stage."""
+    for tensor in _divisors(gpus_per_node):
+        for pipeline in _divisors(gpus // tensor if gpus % tensor == 0 else 1):
+            for context in _divisors(gpus // (tensor * pipeline)):
+                if gpus % (tensor * pipeline * context) or context > gpus_per_node:
+                    continue
+                layout = Layout(gpus, tensor, pipeline, 1, context, sequence=tensor > 1)
+                if all(refusal(model, layout) is None for model in architectures):
+                    yield layout
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

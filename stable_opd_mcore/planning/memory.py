@@ -1,0 +1,243 @@
+"""Memory of one GPU by component and phase, from a config, its models and a layout.
+
+A step has three phases: rollouts are drawn, the scorers read them, the student is updated. Each
+component names the phases in which it is held. Sizes are those of the second step and later ones:
+Adam's state exists from the first update on. Not here: how long a phase takes (seconds.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.planning.hardware import Device
+from stable_opd_mcore.planning.layout import Layout
+from stable_opd_mcore.planning.model_size import Layers, ModelSize
+
+Phase = Literal["rollout", "score", "update"]
+PHASES: tuple[Phase, ...] = ("rollout", "score", "update")
+
+
+@dataclass(frozen=True)
+class Work:
+    """Lengths and counts of one step that the config does not fix."""
+
+    prompt_tokens: int = 256  # mean
+    response_tokens: int = 4096  # mean, of rollouts and golden solutions
+
+    def sequences(self, config: Config) -> int:
+        """Rollouts and golden solutions of one step, over all ranks."""
+        prompts = config.rollout.prompts_per_step
+        golden = prompts if config.mixture.lambda_ > 0 or config.objective.name == "sft" else 0
+        drawn = 0 if config.objective.name == "sft" else prompts * config.rollout.samples_per_prompt
+        return drawn + golden
+
+    def trained_tokens(self, config: Config) -> int:
+        """Prompt and response tokens of one step, over all ranks."""
+        return self.sequences(config) * (self.prompt_tokens + self.response_tokens)
+
+    def scored_rows(self, config: Config) -> int:
+        """Response tokens of one step, over all ranks."""
+        return self.sequences(config) * self.response_tokens
+
+
+@dataclass(frozen=True)
+class Models:
+    """The models of a run; None where it has none."""
+
+    student: Architecture
+    teacher: Architecture | None = None  # in the trainer; a served one takes no memory here
+    reference: bool = False  # the student's architecture
+
+
+@dataclass(frozen=True)
+class Component:
+    name: str
+    bytes: float
+    phases: tuple[Phase, ...] = PHASES
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """One pipeline stage's GPU: what it holds."""
+
+    stage: int
+    components: tuple[Component, ...]
+    usable_bytes: float
+
+    def bytes_in(self, phase: Phase) -> float:
+        return sum(item.bytes for item in self.components if phase in item.phases)
+
+    @property
+    def peak_phase(self) -> Phase:
+        return max(PHASES, key=self.bytes_in)
+
+    @property
+    def peak_bytes(self) -> float:
+        return self.bytes_in(self.peak_phase)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.usable_bytes
+
+
+def memory_plan(
+    config: Config,
+    models: Models,
+    layout: Layout,
+    device: Device,
+    work: Work,
+    layers: Layers = "transformer_engine",
+) -> MemoryPlan:
+    """The stage that needs most."""
+    plans = [
+        MemoryPlan(
+            stage,
+            tuple(_components(config, models, layout, stage, work, layers)),
+            device.usable_bytes,
+        )
+        for stage in {0, layout.pipeline - 1}
+    ]
+    return max(plans, key=lambda plan: plan.peak_bytes)
+
+
+def largest_micro_batch(
+    config: Config, models: Models, layout: Layout, device: Device, work: Work
+) -> int | None:
+    """The largest train.micro_batch_tokens that fits, in steps of 1,024; None: not even one."""
+
+    def fits(thousands: int) -> bool:
+        train = config.train.model_copy(update={"micro_batch_tokens": 1024 * thousands})
+        changed = config.model_copy(update={"train": train})
+        return memory_plan(changed, models, layout, device, work).fits
+
+    low, high = 0, 1024
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return 1024 * low if low else None
+
+
+def micro_batch_tokens(config: Config, layout: Layout, work: Work) -> float:
+    """Tokens of the largest micro-batch: a sequence longer than the budget stands alone."""
+    longest = work.prompt_tokens + config.sampling.max_new_tokens
+    budget = max(config.train.micro_batch_tokens, longest)
+    return min(budget, work.trained_tokens(config) / layout.data / config.train.minibatches)
+
+
+def _components(
+    config: Config, models: Models, layout: Layout, stage: int, work: Work, layers: Layers
+) -> list[Component]:
+    element = 2 if config.train.precision == "bf16" else 4
+    student = ModelSize(models.student, layout)
+    parameters = student.stage_parameters(stage)
+    # bf16: Adam keeps fp32 weights and two moments; fp32: the weights are the model's own.
+    state = 12 if element == 2 else 8
+    shards = layout.gradient_ranks if config.optimizer.distributed else 1
+    parts = [
+        Component("student weights", element * parameters),
+        Component("gradients, fp32", 4 * parameters),
+        Component("Adam's state", state * parameters / shards),
+    ]
+    frozen = []
+    if models.teacher is not None:
+        frozen.append(("teacher weights", ModelSize(models.teacher, layout)))
+    if models.reference:
+        frozen.append(("reference weights", student))
+    parts += [Component(name, element * size.stage_parameters(stage)) for name, size in frozen]
+    parts += _rollout_components(config, student, stage, work, element)
+    last = stage == layout.pipeline - 1
+    if last:
+        parts += _loss_components(config, models, student, work, element)
+
+    tokens = micro_batch_tokens(config, layout, work) / layout.context
+    scored = [size for _, size in frozen]
+    if scored:
+        widest = max(size.saved_bytes("none", layers, element) for size in scored)
+        parts.append(Component("one layer's activations", widest * tokens, ("score",)))
+    per_token = student.layers_per_stage * student.saved_bytes(
+        config.train.recompute, layers, element
+    )
+    per_token += student.saved_outside_layers(last, layers, element)
+    in_flight = min(_in_flight(layout, stage), num_micro_batches(config, layout, work))
+    activations = per_token * tokens * in_flight
+    if config.train.recompute == "full":  # one layer at a time is computed again
+        activations += student.saved_bytes("none", layers, element) * tokens
+    parts.append(Component("activations", activations, ("update",)))
+    return parts
+
+
+def _rollout_components(
+    config: Config, student: ModelSize, stage: int, work: Work, element: int
+) -> list[Component]:
+    layout = student.layout
+    if config.objective.name == "sft":
+        return []
+    if config.rollout.engine == "sglang":
+        buckets = 2 * config.rollout.sglang.bucket_mib * 2**20
+        return [Component("weight sync buckets", buckets, ("rollout",))]
+    if config.rollout.engine == "replay":
+        return []
+    drawn = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    tokens = work.prompt_tokens + config.sampling.max_new_tokens
+    per_token = student.kv_bytes(element) / (layout.tensor * layout.pipeline)
+    cache = drawn / layout.gradient_ranks * tokens * per_token
+    return [Component("KV cache", cache, ("rollout",))]
+
+
+def _loss_components(
+    config: Config, models: Models, student: ModelSize, work: Work, element: int
+) -> list[Component]:
+    """What the last stage holds beside its layers: kept hidden states, and the fused loss."""
+    layout, needs = student.layout, _hidden_states_needed(config, models)
+    rows = work.scored_rows(config) / layout.gradient_ranks
+    kept = element * rows * sum(needs)
+    block = config.train.loss_chunk_tokens * student.head_rows
+    logits = element * block * (1 + len(needs))
+    tokens = micro_batch_tokens(config, layout, work) / layout.context
+    hidden = 2 * element * tokens * models.student.hidden_size  # gathered, and its gradient
+    head_gradient = 4 * student.head_rows * models.student.hidden_size
+    return [
+        Component("hidden states of the scorers", kept, ("score", "update")),
+        Component("loss: logits, hidden states", logits + hidden, ("update",)),
+        Component("loss: gradient of the head", head_gradient, ("update",)),
+    ]
+
+
+def _hidden_states_needed(config: Config, models: Models) -> list[int]:
+    """Hidden sizes of the scorers whose hidden states the loss reads."""
+    objective, needed = config.objective, []
+    whole = objective.name in ("gkd", "student_topk") or objective.advantage.control_variate
+    if models.teacher is not None and whole:
+        needed.append(models.teacher.hidden_size)
+    if models.reference and config.kl.estimator == "exact":
+        needed.append(models.student.hidden_size)
+    return needed
+
+
+def _in_flight(layout: Layout, stage: int) -> float:
+    """Micro-batches whose activations stage `stage` holds at once under 1F1B, in whole stages."""
+    if layout.virtual == 1:
+        return layout.pipeline - stage
+    extra = (layout.pipeline - stage - 1) * 2 + (layout.virtual - 1) * layout.pipeline + 1
+    return min(extra / layout.virtual, layout.pipeline * 2)
+
+
+def num_micro_batches(config: Config, layout: Layout, work: Work) -> int:
+    """Of one data-parallel rank and one optimizer step."""
+    tokens = work.trained_tokens(config) / layout.data / config.train.minibatches
+    return max(1, round(tokens / micro_batch_tokens(config, layout, work)))
+
+
+def with_layout(config: Config, layout: Layout) -> Config:
+    """The config with this layout in place of its own."""
+    changes = {
+        "tensor": layout.tensor,
+        "pipeline": layout.pipeline,
+        "context": layout.context,
+        "sequence": layout.sequence,
+        "virtual_pipeline": layout.virtual if layout.virtual > 1 else None,
+    }
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update=changes)})

@@ -1,0 +1,235 @@
+"""`stable-opd plan`: what a config will need, as a table or JSON.
+
+    plan = make_plan(config, nodes=1, gpus_per_node=8, server_nodes=0, gpu="h200")
+    print(plan.table())
+
+Needs each model's config.json, no weights and no GPU.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from stable_opd_mcore.config.schema import Config, ModelConfig
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.models.families import Architecture, read_architecture
+from stable_opd_mcore.planning.hardware import GIB, Device, device_named
+from stable_opd_mcore.planning.layout import Layout, layout_of, refusal, valid_layouts
+from stable_opd_mcore.planning.memory import (
+    PHASES,
+    MemoryPlan,
+    Models,
+    Work,
+    largest_micro_batch,
+    memory_plan,
+    with_layout,
+)
+from stable_opd_mcore.planning.seconds import Servers, StepSeconds, step_seconds
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The GPUs of a job: trainer nodes first, then nodes of SGLang servers."""
+
+    nodes: int
+    gpus_per_node: int
+    server_nodes: int = 0
+
+    @property
+    def trainer_gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+@dataclass(frozen=True)
+class Plan:
+    config: Config
+    cluster: Cluster
+    device: Device
+    layout: Layout
+    work: Work
+    memory: MemoryPlan
+    seconds: StepSeconds
+    largest_micro_batch: int | None
+
+    @property
+    def tokens_per_gpu_second(self) -> float:
+        gpus = (self.cluster.nodes + self.cluster.server_nodes) * self.cluster.gpus_per_node
+        return self.work.trained_tokens(self.config) / self.seconds.total / gpus
+
+    @property
+    def gpu_hours(self) -> float:
+        gpus = (self.cluster.nodes + self.cluster.server_nodes) * self.cluster.gpus_per_node
+        return self.config.train.steps * self.seconds.total * gpus / 3600
+
+    def as_json(self) -> str:
+        values: dict[str, Any] = {
+            "gpu": self.device.name,
+            "cluster": asdict(self.cluster),
+            "layout": asdict(self.layout) | {"data": self.layout.data},
+            "assumed": asdict(self.work),
+            "memory_gib": {
+                "components": {c.name: round(c.bytes / GIB, 3) for c in self.memory.components},
+                "phases": {p: round(self.memory.bytes_in(p) / GIB, 3) for p in PHASES},
+                "usable": round(self.memory.usable_bytes / GIB, 3),
+                "stage": self.memory.stage,
+            },
+            "fits": self.memory.fits,
+            "largest_micro_batch_tokens": self.largest_micro_batch,
+            "seconds": asdict(self.seconds) | {"total": self.seconds.total},
+            "tokens_per_gpu_second": self.tokens_per_gpu_second,
+            "gpu_hours": self.gpu_hours,
+        }
+        return json.dumps(values, indent=1)
+
+    def table(self) -> str:
+        """Memory by component and phase, then seconds by phase."""
+        memory = Table(title=f"GiB per GPU of pipeline stage {self.memory.stage}: {self.layout}")
+        for name in ("", *PHASES):
+            memory.add_column(name, justify="left" if not name else "right")
+        for item in self.memory.components:
+            held = [_gib(item.bytes) if phase in item.phases else "" for phase in PHASES]
+            memory.add_row(item.name, *held)
+        memory.add_section()
+        memory.add_row("sum", *(_gib(self.memory.bytes_in(phase)) for phase in PHASES))
+        usable = f"{_gib(self.memory.usable_bytes)} GiB of a {self.device.name} are usable"
+        verdict = "fits" if self.memory.fits else "DOES NOT FIT"
+        budget = self.largest_micro_batch
+        advice = (
+            f"the largest train.micro_batch_tokens that fits is {budget}"
+            if budget
+            else "no micro-batch fits: raise parallel.tensor, parallel.pipeline or the GPUs"
+        )
+        seconds = "  ".join(f"{k} {v:.1f}" for k, v in asdict(self.seconds).items())
+        lines = [
+            _render(memory),
+            f"{verdict}: {usable}; {advice}",
+            f"seconds a step: {seconds}  total {self.seconds.total:.1f}",
+            f"{self.tokens_per_gpu_second:.0f} tokens/GPU/s, {self.gpu_hours:.0f} GPU-hours for "
+            f"{self.config.train.steps} steps",
+            f"assumed: {self.work.prompt_tokens} prompt and {self.work.response_tokens} response "
+            "tokens on average; rates are estimates that no GPU has confirmed",
+        ]
+        return "\n".join(lines)
+
+
+def make_plan(
+    config: Config, cluster: Cluster, gpu: str = "h200", work: Work | None = None
+) -> Plan:
+    """
+    Raises:
+        UserError: a layout that does not divide GPUs or model, an unknown GPU, or a model whose
+            config.json cannot be read.
+    """
+    device, models = device_named(gpu), read_models(config)
+    layout = layout_of(config.parallel, cluster.trainer_gpus)
+    for name, model in (("student", models.student), ("teacher", models.teacher)):
+        reason = model and refusal(model, layout)
+        if reason:
+            raise UserError(f"the {name} does not fit the layout: {reason}")
+    return _plan(config, models, layout, cluster, device, work or default_work(config))
+
+
+def rank_layouts(
+    config: Config, cluster: Cluster, gpu: str = "h200", work: Work | None = None
+) -> list[Plan]:
+    """Plans of every valid layout: those that fit first, fastest first."""
+    device, models, work = device_named(gpu), read_models(config), work or default_work(config)
+    architectures = [model for model in (models.student, models.teacher) if model is not None]
+    plans = [
+        _plan(with_layout(config, layout), models, layout, cluster, device, work)
+        for layout in valid_layouts(architectures, cluster.trainer_gpus, cluster.gpus_per_node)
+    ]
+    return sorted(plans, key=lambda plan: (not plan.memory.fits, plan.seconds.total))
+
+
+def layouts_table(plans: list[Plan], rows: int = 20) -> str:
+    table = Table(title=f"the first {min(rows, len(plans))} of {len(plans)} layouts")
+    for name in ("layout", "GiB", "fits", "s/step", "tokens/GPU/s", "largest micro-batch"):
+        table.add_column(name, justify="left" if name == "layout" else "right")
+    for plan in plans[:rows]:
+        table.add_row(
+            str(plan.layout),
+            _gib(plan.memory.peak_bytes),
+            "yes" if plan.memory.fits else "no",
+            f"{plan.seconds.total:.1f}",
+            f"{plan.tokens_per_gpu_second:.0f}",
+            str(plan.largest_micro_batch or "-"),
+        )
+    return _render(table)
+
+
+def default_work(config: Config) -> Work:
+    """Responses of half the limit on average."""
+    return Work(response_tokens=max(1, config.sampling.max_new_tokens // 2))
+
+
+def read_models(config: Config) -> Models:
+    """Architectures of the models that lie on the trainer's GPUs.
+
+    Raises:
+        UserError: a model directory without a readable config.json.
+    """
+    teacher = config.teacher
+    in_trainer = teacher is not None and teacher.engine == "megatron"
+    return Models(
+        student=_architecture(config.student, "student"),
+        teacher=_architecture(teacher, "teacher") if teacher and in_trainer else None,
+        reference=config.kl.beta > 0,
+    )
+
+
+def _architecture(model: ModelConfig, name: str) -> Architecture:
+    source = model.architecture if model.architecture is not None else model.path
+    assert source is not None, "the schema asks for one of the two"
+    if isinstance(source, str) and not Path(source).exists():
+        raise UserError(
+            f"{name}.path={source}: no such directory; a plan needs only its config.json "
+            f"(set {name}.path to a directory that holds it)"
+        )
+    return read_architecture(source)
+
+
+def _plan(
+    config: Config, models: Models, layout: Layout, cluster: Cluster, device: Device, work: Work
+) -> Plan:
+    return Plan(
+        config=config,
+        cluster=cluster,
+        device=device,
+        layout=layout,
+        work=work,
+        memory=memory_plan(config, models, layout, device, work),
+        seconds=step_seconds(
+            config, models, layout, device, work, _servers(config, layout, cluster),
+            cluster.gpus_per_node,
+        ),
+        largest_micro_batch=largest_micro_batch(config, models, layout, device, work),
+    )  # fmt: skip
+
+
+def _servers(config: Config, layout: Layout, cluster: Cluster) -> Servers:
+    """SGLang's servers on their nodes or colocated; the embedded engine's replicas."""
+    if config.rollout.engine != "sglang":
+        return Servers(layout.gradient_ranks, layout.tensor * layout.pipeline, own_gpus=False)
+    settings = config.rollout.sglang
+    if cluster.server_nodes:
+        tensor = settings.tensor
+        return Servers(cluster.server_nodes * cluster.gpus_per_node // tensor, tensor, True)
+    return Servers(settings.num_servers, settings.tensor, settings.placement != "colocated")
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f}"
+
+
+def _render(table: Table) -> str:
+    console = Console(width=110, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get().rstrip()

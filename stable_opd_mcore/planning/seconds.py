@@ -1,0 +1,148 @@
+"""Seconds a step by phase, from rooflines and link rates.
+
+Every figure is work over rate: products over the matmul rate, weights and caches over the memory
+rate, messages over the link rate. Nothing overlaps except what a formula says. The rates' shares
+are assumptions (hardware.py), so layouts compare better than absolute seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.planning.hardware import Device
+from stable_opd_mcore.planning.layout import Layout
+from stable_opd_mcore.planning.memory import Models, Work, num_micro_batches
+from stable_opd_mcore.planning.model_size import ModelSize
+
+# Seconds of one decoding step beside its memory traffic and products.
+ENGINE_SECONDS = {"embedded": 0.025, "sglang": 0.002, "replay": 0.0}  # Python; CUDA graphs
+PUBLISH_SECONDS = 0.5  # requests, cache flush and checksums of one weight update
+
+
+@dataclass(frozen=True)
+class Servers:
+    """The SGLang servers that draw the rollouts, or the ranks of the embedded engine."""
+
+    count: int
+    tensor: int
+    own_gpus: bool  # beside the trainer's
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Predicted seconds of one step, phase by phase."""
+
+    rollout: float
+    score: float
+    update: float
+    publish: float
+
+    @property
+    def total(self) -> float:
+        return self.rollout + self.score + self.update + self.publish
+
+
+def step_seconds(
+    config: Config,
+    models: Models,
+    layout: Layout,
+    device: Device,
+    work: Work,
+    servers: Servers,
+    gpus_per_node: int,
+) -> StepSeconds:
+    """One step of the run, evaluation and checkpoints excluded."""
+    student = ModelSize(models.student, layout)
+    forward = _forward_seconds(config, student, layout, device, work, gpus_per_node)
+    scorers = [forward] if models.reference else []
+    if models.teacher is not None:
+        teacher = ModelSize(models.teacher, layout)
+        scorers.append(_forward_seconds(config, teacher, layout, device, work, gpus_per_node))
+    passes = 4 if config.train.recompute == "full" else 3  # forward, and two products backward
+    heads = [student] + ([student] if models.reference else [])
+    if models.teacher is not None:
+        heads.append(ModelSize(models.teacher, layout))
+    head_flops = sum(size.head_flops(work.scored_rows(config)) for size in heads)
+    head_flops += 2 * student.head_flops(work.scored_rows(config))
+    # Only the last stage multiplies by the head.
+    head = device.matmul_seconds(head_flops / (layout.gpus / layout.pipeline))
+    optimizer = _optimizer_seconds(config, student, device, gpus_per_node)
+    drawn = servers.own_gpus and config.rollout.async_steps == 1
+    rollout = _rollout_seconds(config, student, device, work, servers)
+    score, update = sum(scorers), passes * forward + head + optimizer
+    publish = PUBLISH_SECONDS if config.rollout.engine == "sglang" else 0.0
+    publish += device.link_seconds(2 * student.total_parameters(), within_node=False)
+    if config.rollout.engine != "sglang":
+        publish = 0.0
+    if drawn:  # rollouts of the next step are drawn meanwhile
+        rollout = max(0.0, rollout - score - update)
+    return StepSeconds(rollout, score, update, publish)
+
+
+def _forward_seconds(
+    config: Config,
+    size: ModelSize,
+    layout: Layout,
+    device: Device,
+    work: Work,
+    gpus_per_node: int,
+) -> float:
+    """One forward pass of all trained tokens, pipeline bubble and messages included."""
+    tokens = work.trained_tokens(config)
+    mean_context = (work.prompt_tokens + work.response_tokens) / 2
+    compute = device.matmul_seconds(size.forward_flops(tokens, mean_context) / layout.gpus)
+    micro_batches = num_micro_batches(config, layout, work)
+    bubble = (layout.pipeline - 1) / (micro_batches * layout.virtual)
+    return compute * (1 + bubble) + _message_seconds(size, layout, device, tokens, gpus_per_node)
+
+
+def _message_seconds(
+    size: ModelSize, layout: Layout, device: Device, tokens: float, gpus_per_node: int
+) -> float:
+    """Tensor- and context-parallel messages of one forward pass, in bf16."""
+    model, t, c = size.architecture, layout.tensor, layout.context
+    of_rank = tokens / (layout.data * c)
+    per_layer = 4 * 2 * of_rank * model.hidden_size * (t - 1) / t  # two gathers, two scatters
+    seconds = device.link_seconds(size.layers_per_stage * per_layer, within_node=t <= gpus_per_node)
+    ring = 2 * 2 * of_rank * size.key_width / t * (c - 1)  # keys and values pass every rank
+    return seconds + device.link_seconds(
+        size.layers_per_stage * ring, within_node=t * c <= gpus_per_node
+    )
+
+
+def _optimizer_seconds(
+    config: Config, student: ModelSize, device: Device, gpus_per_node: int
+) -> float:
+    """Gradients summed, Adam, weights gathered; once for each of train.minibatches."""
+    layout = student.layout
+    parameters = max(student.stage_parameters(s) for s in {0, layout.pipeline - 1})
+    d = layout.gradient_ranks
+    messages = (4 + 2) * parameters * (d - 1) / d
+    replica = layout.tensor * layout.pipeline
+    seconds = device.link_seconds(messages, within_node=replica * d <= gpus_per_node)
+    shards = d if config.optimizer.distributed else 1
+    seconds += device.memory_seconds(7 * 4 * parameters / shards)
+    return config.train.minibatches * seconds
+
+
+def _rollout_seconds(
+    config: Config, student: ModelSize, device: Device, work: Work, servers: Servers
+) -> float:
+    """Until the longest response is complete: weights read once a step, caches once a token."""
+    if config.objective.name == "sft" or config.rollout.engine == "replay":
+        return 0.0
+    drawn = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    of_server = drawn / servers.count
+    steps = config.sampling.max_new_tokens  # some response runs to the limit
+    weights = 2 * student.total_parameters() / servers.tensor
+    mean_context = work.prompt_tokens + work.response_tokens / 2
+    tokens = of_server * work.response_tokens
+    cache = tokens * mean_context * student.kv_bytes() / servers.tensor
+    flops = 2 * student.total_parameters() * tokens / servers.tensor
+    prompts = 2 * student.total_parameters() * of_server * work.prompt_tokens / servers.tensor
+    return (
+        steps * (device.memory_seconds(weights) + ENGINE_SECONDS[config.rollout.engine])
+        + device.memory_seconds(cache)
+        + device.matmul_seconds(flops + prompts)
+    )

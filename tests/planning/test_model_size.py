@@ -1,0 +1,89 @@
+"""Parameter counts and saved activations against Megatron's own models in a fake world."""
+
+from __future__ import annotations
+
+import pytest
+
+from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.models.build import build_model
+from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.planning.layout import layout_of
+from stable_opd_mcore.planning.model_size import ModelSize
+from tests.planning.fake_world import fake_tensors, fake_world, saved_for_backward
+
+SHAPES = {
+    "qwen2": {
+        "hidden_size": 3584,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18944,
+    },
+    "qwen3": {
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12288,
+    },
+    "llama": {
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "tie_word_embeddings": True,
+    },
+}
+LAYOUTS = [  # family, tensor, pipeline, context, sequence, precision, recompute
+    ("qwen2", 1, 1, 1, False, "bf16", "none"),
+    ("qwen2", 1, 1, 1, False, "fp32", "none"),
+    ("qwen2", 2, 1, 1, False, "bf16", "none"),
+    ("qwen2", 2, 1, 1, True, "bf16", "none"),
+    ("qwen2", 4, 1, 1, True, "bf16", "none"),
+    ("qwen2", 4, 1, 1, True, "fp32", "none"),
+    ("qwen2", 4, 1, 1, True, "bf16", "full"),
+    ("qwen2", 4, 1, 1, True, "bf16", "selective"),
+    ("qwen2", 4, 2, 1, True, "bf16", "none"),
+    ("qwen2", 4, 4, 1, True, "bf16", "none"),
+    ("qwen2", 4, 1, 2, True, "bf16", "none"),
+    ("qwen2", 1, 1, 4, False, "bf16", "none"),
+    ("qwen3", 1, 1, 1, False, "bf16", "none"),
+    ("qwen3", 8, 1, 1, True, "bf16", "none"),
+    ("qwen3", 8, 2, 1, True, "bf16", "none"),
+    ("qwen3", 4, 1, 2, True, "bf16", "none"),
+    ("qwen3", 4, 1, 1, True, "bf16", "selective"),
+    ("llama", 4, 2, 1, True, "bf16", "full"),
+    ("llama", 2, 1, 1, False, "fp32", "none"),
+    ("qwen3", 2, 4, 1, False, "fp32", "none"),
+    ("llama", 1, 1, 1, False, "bf16", "none"),
+    ("llama", 8, 1, 1, True, "bf16", "none"),
+    ("llama", 2, 4, 1, False, "bf16", "none"),
+]
+TOKENS = 4096
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "pipeline", "context", "sequence", "precision", "recompute"), LAYOUTS
+)
+def test_sizes_are_those_of_the_built_model(
+    family, tensor, pipeline, context, sequence, precision, recompute
+):
+    fields = {"vocab_size": 152065, "max_position_embeddings": TOKENS, "rope_theta": 1e4}
+    source = {"model_type": family, "num_hidden_layers": 4, **fields, **SHAPES[family]}
+    architecture = read_architecture(source)
+    parallel = ParallelConfig(tensor=tensor, pipeline=pipeline, context=context, sequence=sequence)
+    layout = layout_of(parallel, 64)
+    size = ModelSize(architecture, layout)
+    for rank, stage in ((0, 0), (63, pipeline - 1)):
+        with fake_world(parallel, gpus=64, rank=rank) as world, fake_tensors():
+            chunks = build_model(
+                architecture, world, precision=precision, seed=None, recompute=recompute
+            )
+            counted = sum(p.numel() for chunk in chunks for p in chunk.parameters())
+            assert counted == size.stage_parameters(stage)
+            if context > 1 or stage > 0:
+                continue
+            element = 2 if precision == "bf16" else 4
+            per_token = size.layers_per_stage * size.saved_bytes(recompute, "torch", element)
+            per_token += size.saved_outside_layers(pipeline == 1, "torch", element)
+            saved = saved_for_backward(chunks[0], TOKENS)
+            assert saved == pytest.approx(per_token * TOKENS, rel=0.03)
