@@ -115,6 +115,31 @@ def report(
 
 
 @app.command()
+def plan(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Trainer nodes.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(min=1)] = 8,
+    server_nodes: Annotated[int, typer.Option(min=0, help="Nodes of SGLang servers.")] = 0,
+    gpu: Annotated[str, typer.Option(help="h200 or h100.")] = "h200",
+    layouts: Annotated[bool, typer.Option("--layouts", help="Rank all valid layouts.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Predict memory per GPU and seconds a step; needs each model's config.json and no GPU."""
+    from stable_opd_mcore.config.load import load_config
+
+    settings = load_config(config, overrides or [])
+    from stable_opd_mcore.planning.plan import Cluster, layouts_table, make_plan, rank_layouts
+
+    cluster = Cluster(nodes, gpus_per_node, server_nodes)
+    if layouts:
+        typer.echo(layouts_table(rank_layouts(settings, cluster, gpu)))
+        return
+    made = make_plan(settings, cluster, gpu)
+    typer.echo(made.as_json() if as_json else made.table())
+
+
+@app.command()
 def demo(
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds of every arm.")] = 1,
     directory: Annotated[Path, typer.Option(help="Where runs and report go.")] = Path("runs/demo"),

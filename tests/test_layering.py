@@ -16,6 +16,7 @@ ROWS = {
     "monitoring": 5,
     "scoring": 4,
     "rollout": 4,
+    "planning": 4,
     "models": 3,
     "losses": 2,  # losses and data know no model: one below, so that models may name a Head
     "data": 2,

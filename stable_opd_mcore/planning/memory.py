@@ -147,7 +147,7 @@ def _components(
     if models.reference:
         frozen.append(("reference weights", student))
     parts += [Component(name, element * size.stage_parameters(stage)) for name, size in frozen]
-    parts += _rollout_components(config, student, stage, work, element)
+    parts += _rollout_components(config, student, work, element)
     last = stage == layout.pipeline - 1
     if last:
         parts += _loss_components(config, models, student, work, element)
@@ -162,15 +162,15 @@ def _components(
     )
     per_token += student.saved_outside_layers(last, layers, element)
     in_flight = min(_in_flight(layout, stage), num_micro_batches(config, layout, work))
-    activations = per_token * tokens * in_flight
-    if config.train.recompute == "full":  # one layer at a time is computed again
-        activations += student.saved_bytes("none", layers, element) * tokens
-    parts.append(Component("activations", activations, ("update",)))
+    parts.append(Component("activations", per_token * tokens * in_flight, ("update",)))
+    # Backward holds the gradients of one layer's activations, or the activations it recomputes.
+    one_layer = student.saved_bytes("none", layers, element) * tokens
+    parts.append(Component("backward workspace", one_layer, ("update",)))
     return parts
 
 
 def _rollout_components(
-    config: Config, student: ModelSize, stage: int, work: Work, element: int
+    config: Config, student: ModelSize, work: Work, element: int
 ) -> list[Component]:
     layout = student.layout
     if config.objective.name == "sft":

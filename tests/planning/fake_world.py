@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.models import attention, hidden_states
-from stable_opd_mcore.models.build import HiddenStatesGPTModel, forward_hidden
+from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, forward_hidden
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from stable_opd_mcore.records import MicroBatch
 

@@ -85,7 +85,8 @@ def test_the_largest_budget_fits_and_the_next_does_not(tmp_path):
 
 
 def test_one_gpu_does_not_hold_a_7b_run(tmp_path):
-    plan = make_plan(config_7b(tmp_path, "parallel.tensor=1", "parallel.sequence=false"), NODE)
+    config = config_7b(tmp_path, "parallel.tensor=1", "parallel.sequence=false")
+    plan = make_plan(config, Cluster(nodes=1, gpus_per_node=1))
     assert not plan.memory.fits
     assert plan.largest_micro_batch is None
     assert "DOES NOT FIT" in plan.table()
