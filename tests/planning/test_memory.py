@@ -1,0 +1,58 @@
+"""Memory by component: which parts a config needs, and how they follow the layout."""
+
+from __future__ import annotations
+
+import pytest
+
+from stable_opd_mcore.planning.plan import Cluster, Plan, make_plan
+from tests.planning.cases import NODE, config_7b
+
+
+def components(plan: Plan) -> dict[str, float]:
+    return {item.name: item.bytes for item in plan.memory.components}
+
+
+def test_weights_gradients_and_optimizer_follow_the_layout(tmp_path):
+    held = components(make_plan(config_7b(tmp_path), NODE))
+    of_rank = held["student weights"] / 2  # bf16
+    assert of_rank == pytest.approx(7.6156e9 / 4, rel=1e-3)  # Qwen2.5-7B over four tensor ranks
+    assert held["gradients, fp32"] == 4 * of_rank
+    assert held["Adam's state"] == 12 * of_rank / 2  # over two data-parallel ranks
+    assert held["teacher weights"] == held["reference weights"] == held["student weights"]
+    assert held["KV cache"] == 128 * (256 + 8192) * 2 * 28 * 512 * 2 / 4
+
+
+@pytest.mark.parametrize(
+    ("override", "gone"),
+    [
+        ("kl.beta=0", "reference weights"),
+        ("rollout.engine=sglang", "KV cache"),
+        ("kl.estimator=k3", "hidden states of the scorers"),
+    ],
+)
+def test_a_part_that_is_not_used_takes_nothing(tmp_path, override, gone):
+    assert gone in components(make_plan(config_7b(tmp_path), NODE))
+    assert not components(make_plan(config_7b(tmp_path, override), NODE)).get(gone)
+
+
+def test_full_recompute_and_smaller_budgets_need_less(tmp_path):
+    def peak(*overrides: str) -> float:
+        return make_plan(config_7b(tmp_path, *overrides), NODE).memory.peak_bytes
+
+    assert peak("train.recompute=full") < peak("train.micro_batch_tokens=16384") < peak()
+
+
+def test_the_largest_budget_fits_and_the_next_does_not(tmp_path):
+    budget = make_plan(config_7b(tmp_path), NODE, gpu="h100").largest_micro_batch
+    assert budget is not None
+    for tokens, fits in ((budget, True), (budget + 1024, False)):
+        config = config_7b(tmp_path, f"train.micro_batch_tokens={tokens}")
+        assert make_plan(config, NODE, gpu="h100").memory.fits == fits
+
+
+def test_one_gpu_does_not_hold_a_7b_run(tmp_path):
+    config = config_7b(tmp_path, "parallel.tensor=1", "parallel.sequence=false")
+    plan = make_plan(config, Cluster(nodes=1, gpus_per_node=1))
+    assert not plan.memory.fits
+    assert plan.largest_micro_batch is None
+    assert "DOES NOT FIT" in plan.table()
