@@ -27,6 +27,18 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise
 
 
+def describe_space(path: Path, needed_bytes: int) -> str:
+    """The free space at `path`, the space needed there and the space missing, for an error."""
+    while not path.exists():
+        path = path.parent
+    free_bytes = shutil.disk_usage(path).free
+    missing_bytes = max(0, needed_bytes - free_bytes)
+    needed, free, missing = (
+        f"{n / 2**20:.1f} MiB" for n in (needed_bytes, free_bytes, missing_bytes)
+    )
+    return f"needed {needed}, free {free}, missing {missing}"
+
+
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
     """Yield an empty directory beside `path`; rename it to `path` when the block ends well.

@@ -12,6 +12,7 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
+        allow_inf_nan=False,
         populate_by_name=True,
         protected_namespaces=(),
         use_attribute_docstrings=True,

@@ -103,7 +103,7 @@ def read_architecture(source: str | Path | Mapping[str, Any]) -> Architecture:
         value = fields.get(key, default)
         if value is None:
             raise UserError(f"{origin}: key {key} is missing; a {model_type} config needs it")
-        if not isinstance(value, int) or value < 1:
+        if type(value) is not int or value < 1:
             raise UserError(f"{origin}: {key}={value!r} should be a positive whole number")
         return value
 
@@ -129,11 +129,11 @@ def read_architecture(source: str | Path | Mapping[str, Any]) -> Architecture:
         ffn_hidden_size=count("intermediate_size"),
         vocab_size=count("vocab_size"),
         max_positions=count("max_position_embeddings"),
-        rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=_number(origin, fields, "rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
         tied=bool(fields.get("tie_word_embeddings", False)),
-        initializer_range=float(fields.get("initializer_range", 0.02)),
+        initializer_range=_number(origin, fields, "initializer_range", 0.02),
         source=dict(fields),
     )
 
@@ -169,30 +169,44 @@ def _fields(source: str | Path | Mapping[str, Any]) -> tuple[str, Mapping[str, A
         ) from None
     except json.JSONDecodeError as error:
         raise UserError(f"{path}: line {error.lineno} is not JSON: {error.msg}") from None
+    except (OSError, ValueError, RecursionError) as error:  # unreadable, not UTF-8, nested too deep
+        raise UserError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(fields, dict):
         raise UserError(f"{path}: expected a JSON object with the model's settings")
     return str(path), fields
 
 
+def _number(origin: str, fields: Mapping[str, Any], key: str, default: float) -> float:
+    value = fields.get(key, default)
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise UserError(f"{origin}: {key}={value!r} should be a positive number")
+    return float(value)
+
+
 def _rotary(origin: str, fields: Mapping[str, Any]) -> tuple[float, RotaryScaling | None]:
     """From `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
     given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    theta = given.get("rope_theta", fields.get("rope_theta"))
-    if theta is None:
+    if not isinstance(given, dict):
+        raise UserError(f"{origin}: rope_parameters={given!r} should be an object")
+    holder = given if "rope_theta" in given else fields
+    if holder.get("rope_theta") is None:
         raise UserError(f"{origin}: key rope_theta is missing (also not in rope_parameters)")
+    theta = _number(origin, holder, "rope_theta", 0.0)
     kind = given.get("rope_type", given.get("type", "default"))
     if kind == "default":
-        return float(theta), None
+        return theta, None
     if kind not in ("linear", "llama3"):
         raise UserError(
             f"{origin}: rope_type {kind!r} is not supported; expected default, linear or llama3"
         )
     if "factor" not in given:
         raise UserError(f"{origin}: rope_type {kind!r} needs the key factor")
-    return float(theta), RotaryScaling(
+    return theta, RotaryScaling(
         kind=kind,
-        factor=float(given["factor"]),
-        low_freq_factor=float(given.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(given.get("high_freq_factor", 4.0)),
-        original_max_positions=int(given.get("original_max_position_embeddings", 8192)),
+        factor=_number(origin, given, "factor", 1.0),
+        low_freq_factor=_number(origin, given, "low_freq_factor", 1.0),
+        high_freq_factor=_number(origin, given, "high_freq_factor", 4.0),
+        original_max_positions=int(
+            _number(origin, given, "original_max_position_embeddings", 8192)
+        ),
     )

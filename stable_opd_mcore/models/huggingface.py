@@ -10,10 +10,11 @@ of names and layouts (tensors.py).
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Module
 
-from stable_opd_mcore.atomic_files import atomic_directory
+from stable_opd_mcore.atomic_files import atomic_directory, describe_space
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models import tensors
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.hidden_states import unwrap
-from stable_opd_mcore.models.weights import architecture_of, fill_weights, iter_hf_tensors
+from stable_opd_mcore.models.weights import (
+    architecture_of,
+    fill_weights,
+    iter_hf_tensors,
+    refuse_non_finite,
+)
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_DTYPES = ("F32", "BF16", "F16", "F64")  # in safetensors' names
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -51,8 +58,8 @@ def load_hf(chunks: Sequence[Module], path: str | Path) -> None:
 
     Raises:
         UserError: a file or tensor is missing, a file is truncated, or a shape or a set of tensors
-            belongs to another architecture. The message names the file and the tensor, and no
-            weight has changed.
+            belongs to another architecture: no weight has changed. Or a value is not finite: some
+            weights have changed. The message names the file and the tensor.
     """
     with _Checkpoint(Path(path)) as checkpoint:
         checkpoint.check(architecture_of(chunks))
@@ -75,10 +82,15 @@ def export_hf(
     Args:
         save_tokenizer: writes the tokenizer's files into the directory it is given.
         max_file_bytes: the most bytes of a file that holds several tensors.
+
+    Raises:
+        UserError: a weight is not finite, or the directory cannot be written.
     """
+    refuse_non_finite(chunks, f"{directory} is not written")
     partial = writer = None
     with ExitStack() as stack:
         if dist.get_rank() == 0:
+            stack.enter_context(_naming_write_errors(Path(directory), chunks))
             partial = stack.enter_context(atomic_directory(Path(directory)))
             writer = _ShardWriter(partial, max_file_bytes)
         for name, tensor in iter_hf_tensors(chunks):
@@ -89,6 +101,22 @@ def export_hf(
             write_config(architecture_of(chunks), unwrap(chunks[0]).config.params_dtype, partial)
             save_tokenizer(partial)
     dist.barrier()
+
+
+@contextmanager
+def _naming_write_errors(directory: Path, chunks: Sequence[Module]) -> Iterator[None]:
+    """Turn an error of writing into a UserError with the space that the export needs."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        architecture, dtype = architecture_of(chunks), unwrap(chunks[0]).config.params_dtype
+        needed_bytes = dtype.itemsize * sum(
+            math.prod(tensors.hf_shape(name, architecture))
+            for entry in tensors.canonical_parameters(architecture)
+            for name in entry.hf_names
+        )
+        space = describe_space(directory, needed_bytes)
+        raise UserError(f"{directory}: cannot be written: {error}; {space}") from error
 
 
 class _Checkpoint:
@@ -103,8 +131,8 @@ class _Checkpoint:
         index = self._directory / _INDEX
         if index.is_file():
             try:
-                self._file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            except (json.JSONDecodeError, KeyError) as error:
+                self._file_of = dict(json.loads(index.read_bytes())["weight_map"])
+            except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
                 raise UserError(f"{index}: not an index of safetensors files ({error})") from None
         elif (self._directory / _SINGLE).is_file():
             self._file_of = dict.fromkeys(self._handle(_SINGLE).keys(), _SINGLE)
@@ -130,10 +158,16 @@ class _Checkpoint:
         for name, shape in wanted.items():
             if name not in self._file_of:
                 raise UserError(f"{self._directory}: tensor {name} is missing; {hint}")
-            found = tuple(self._view(name).get_shape())
+            view = self._view(name)
+            found, dtype = tuple(view.get_shape()), view.get_dtype()
             if found != shape:
                 raise UserError(
                     f"{self._path(name)}: tensor {name} has shape {found}, expected {shape}; {hint}"
+                )
+            if dtype not in _DTYPES:
+                raise UserError(
+                    f"{self._path(name)}: tensor {name} has dtype {dtype}, expected one of "
+                    f"{', '.join(_DTYPES)}; convert quantized weights first"
                 )
         ignored = {"lm_head.weight"} if architecture.tied else set()
         for name in self._file_of.keys() - wanted.keys() - ignored:
@@ -143,7 +177,11 @@ class _Checkpoint:
                 )
 
     def tensor(self, name: str) -> Tensor:
-        return self._handle(self._file_of[name]).get_tensor(name)
+        """The full tensor; UserError if a value is not finite."""
+        tensor = self._handle(self._file_of[name]).get_tensor(name)
+        if not tensor.isfinite().all():
+            raise UserError(f"{self._path(name)}: tensor {name} holds NaN or infinity")
+        return tensor
 
     def _view(self, name: str) -> Any:
         try:
@@ -163,7 +201,7 @@ class _Checkpoint:
                 raise UserError(f"{path}: no such file, but {_INDEX} lists it")
             try:
                 self._open[file] = safe_open(path, framework="pt").__enter__()
-            except SafetensorError as error:
+            except (OSError, SafetensorError) as error:
                 raise UserError(
                     f"{path}: not readable, probably truncated ({path.stat().st_size} bytes): "
                     f"{error}; copy or download it again"

@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from torch import Tensor
 from torch.nn import Module
 
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models import tensors
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.hidden_states import unwrap
@@ -109,6 +110,22 @@ def copy_weights(from_chunks: Sequence[Module], to_chunks: Sequence[Module]) -> 
         )
     for source, target in zip(_parameters(from_chunks), _parameters(to_chunks), strict=True):
         target[1].copy_(source[1])
+
+
+def refuse_non_finite(chunks: Sequence[Module], origin: str) -> None:
+    """Check every weight of the model in one pass. Collective over all ranks.
+
+    Raises:
+        UserError: a weight of some rank is NaN or infinite; `origin` begins the message.
+    """
+    bad = None
+    weights = [weight.detach() for _, weight, _ in _parameters(chunks)]
+    if not torch.nn.utils.get_total_norm(weights, norm_type=torch.inf).isfinite():
+        entries = (entry for _, w, entry in _parameters(chunks) if not w.isfinite().all())
+        bad = ", ".join(next(entries).hf_names)
+    for name in gather_objects(bad):
+        if name is not None:
+            raise UserError(f"{origin}: tensor {name} holds NaN or infinity")
 
 
 def architecture_of(chunks: Sequence[Module]) -> Architecture:

@@ -1,9 +1,9 @@
-"""Save and resume a run: Megatron's distributed checkpoint plus the run's counters, atomically.
+"""Save and resume a run: weights, optimizer, random generators and counters.
 
-A checkpoint is a directory `step_000100` that appears by one rename when every rank has written its
-part; `state.json` in it lists every file with its size, so a damaged one is recognised and the
-newest complete one wins. Any TP x PP x DP layout can read what another wrote. Not here: when to
-save, or Hugging Face export.
+A checkpoint is a directory `step_000100` in Megatron's distributed form. One rename makes it appear
+when every rank has written its part. Its manifest holds a checksum of every file; a run resumes
+from the newest checkpoint whose files all match. Any TP x PP x DP layout reads what another wrote.
+Not here: when to save, Hugging Face export.
 """
 
 from __future__ import annotations
@@ -23,68 +23,73 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors.torch import load_file, save_file
 
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.models.manifest import MANIFEST, find_damage, has_manifest
 from stable_opd_mcore.models.megatron_checkpoint import (
-    describe_weights,
     refuse_foreign_pickle,
-    save_sharded,
+    save_directory,
     sharding,
     weights_of,
 )
-from stable_opd_mcore.models.weights import architecture_of
+from stable_opd_mcore.models.weights import architecture_of, refuse_non_finite
+from stable_opd_mcore.parallel.world import broadcast_object
 from stable_opd_mcore.train.state import TrainState
 from stable_opd_mcore.train.student import Student
 
-FORMAT = 1
+FORMATS = (1, 2)  # 1: file sizes in state.json; 2: checksums in the manifest
 STATE_FILE = "state.json"
 logger = logging.getLogger(__name__)
 
 
 def save_checkpoint(directory: Path, state: TrainState, student: Student, keep: int) -> Path:
-    """Write `directory`/step_NNNNNN on all ranks, then drop all but the newest `keep`."""
+    """Write `directory`/step_NNNNNN on all ranks, then delete all but the newest `keep` so far.
+
+    A later step's checkpoint, from which the run could not resume, stays until it is overwritten.
+
+    Raises:
+        UserError: a rank could not write; older checkpoints are untouched.
+    """
     final = directory / f"step_{state.step:06d}"
-    partial = directory / f"partial-{final.name}"
     rank = dist.get_rank()
+    record = {
+        "format": FORMATS[-1],
+        "state": asdict(state),
+        "architecture": _shape_of(student),
+        "distributed_optimizer": student.distributed,
+        "versions": {name: version(name) for name in ("torch", "megatron-core")},
+    }
+    save_directory(
+        _state_dict(student, loading=False),
+        student.chunks,
+        final,
+        describe=lambda path: (path / STATE_FILE).write_text(json.dumps(record, indent=1)),
+        add_own_files=lambda path: save_file(
+            _rng_state(), path / f"rng_rank_{rank:05d}.safetensors"
+        ),
+    )
     if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    save_sharded(_state_dict(student, loading=False), partial)
-    save_file(_rng_state(), partial / f"rng_rank_{rank:05d}.safetensors")
-    dist.barrier()
-    if rank == 0:
-        describe_weights(student.chunks, partial)
-        record = {
-            "format": FORMAT,
-            "state": asdict(state),
-            "architecture": _shape_of(student),
-            "distributed_optimizer": student.distributed,
-            "versions": {name: version(name) for name in ("torch", "megatron-core")},
-            "files": {p.name: p.stat().st_size for p in sorted(partial.iterdir())},
-        }
-        (partial / STATE_FILE).write_text(json.dumps(record, indent=1))
-        if final.exists():
-            shutil.rmtree(final)
-        partial.rename(final)
-        for old in sorted(directory.glob("step_*"))[:-keep]:
+        so_far = sorted(path for path in directory.glob("step_*") if path.name <= final.name)
+        for old in so_far[:-keep]:
             shutil.rmtree(old)
     dist.barrier()
     return final
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
-    """The newest complete checkpoint, None when there is none.
+    """The newest intact checkpoint, None if there is no checkpoint at all.
 
-    Damaged ones are passed over with a warning.
+    Collective: all ranks verify a share of each checkpoint and get the same answer. Rank 0 logs a
+    line with the damaged file for every checkpoint that it skips.
 
     Raises:
-        UserError: checkpoints are there, but none is complete.
+        UserError: there are checkpoints, but all are damaged.
     """
     damaged = []
-    for path in sorted(directory.glob("step_*"), reverse=True):
-        fault = _fault(path)
+    for path in broadcast_object(sorted(directory.glob("step_*"), reverse=True)):
+        fault = _find_fault(path)
         if fault is None:
-            for line in damaged:
-                logger.warning("passing over %s; resuming from %s", line, path)
+            if dist.get_rank() == 0:
+                for line in damaged:
+                    logger.warning("skipping %s; resuming from %s", line, path)
             return path
         damaged.append(f"{path}: {fault}")
     if damaged:
@@ -102,7 +107,7 @@ def load_checkpoint(path: Path, student: Student) -> TrainState:
     Raises:
         UserError: another architecture or optimizer layout, or a file that is not ours.
     """
-    record = json.loads((path / STATE_FILE).read_text())
+    record = _read_record(path)
     found, wanted = record["architecture"], _shape_of(student)
     if found != wanted:
         names = sorted(k for k in found.keys() | wanted.keys() if found.get(k) != wanted.get(k))
@@ -122,6 +127,7 @@ def load_checkpoint(path: Path, student: Student) -> TrainState:
     loaded: Any = dist_checkpointing.load(_state_dict(student, loading=True), str(path))
     for index, chunk in enumerate(student.model):
         chunk.module.load_state_dict(loaded[f"model{index}"])
+    refuse_non_finite(student.chunks, str(path))
     student.optimizer.load_state_dict(loaded["optimizer"])
     rng = path / f"rng_rank_{dist.get_rank():05d}.safetensors"
     if rng.exists():  # else a larger world's rank, which keeps its seeded state
@@ -143,21 +149,52 @@ def _shape_of(student: Student) -> dict[str, Any]:
     return {name: values[name] for name in values.keys() - {"source", "initializer_range"}}
 
 
-def _fault(path: Path) -> str | None:
-    """Why a checkpoint directory cannot be used, None when it is complete."""
+def _find_fault(path: Path) -> str | None:
+    """Why a checkpoint cannot be used, None if it is complete. Collective."""
+    has_checksums = has_manifest(path)
+    fault = find_damage(path) if has_checksums else None
+    if fault is None and dist.get_rank() == 0:
+        try:
+            record = _read_record(path)
+            if not has_checksums:
+                _check_sizes(path, record)
+        except (OSError, ValueError, RecursionError) as error:
+            fault = str(error)
+    fault = broadcast_object(fault)
+    if fault is None and not has_checksums and dist.get_rank() == 0:
+        logger.warning("%s: not verified: an earlier version wrote it without checksums", path)
+    return fault
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """The content of state.json; ValueError if it is not what `save_checkpoint` writes."""
     try:
-        record = json.loads((path / STATE_FILE).read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        return f"half-written ({STATE_FILE}: {error})"
-    if record.get("format") != FORMAT:
-        return f"format {record.get('format')!r}, this version reads {FORMAT}"
+        record: Any = json.loads((path / STATE_FILE).read_bytes())
+        counters = TrainState(**record["state"])
+        kinds = {type(value) for value in asdict(counters).values()}
+        if kinds != {int} or not isinstance(record["architecture"], dict):
+            raise TypeError("counters or architecture of another type")
+        record["distributed_optimizer"]
+    except FileNotFoundError:
+        raise ValueError(f"half-written ({STATE_FILE} is missing)") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{STATE_FILE} cannot be used ({error})") from None
+    if record.get("format") not in FORMATS:
+        raise ValueError(f"format {record.get('format')!r}, this version reads {FORMATS}")
+    return record
+
+
+def _check_sizes(path: Path, record: dict[str, Any]) -> None:
+    """Compare with the file sizes that format 1 recorded; check the metadata before unpickling."""
+    if record["format"] != 1 or not isinstance(record.get("files"), dict):
+        raise ValueError(f"half-written ({MANIFEST} is missing)")
     for name, size in record["files"].items():
         file = path / name
         if not file.is_file():
-            return f"half-written ({name} is missing)"
+            raise ValueError(f"half-written ({name} is missing)")
         if file.stat().st_size != size:
-            return f"half-written ({name} has {file.stat().st_size} bytes, {size} were written)"
-    return None
+            raise ValueError(f"half-written ({name} has {file.stat().st_size} of {size} bytes)")
+    refuse_foreign_pickle(path)
 
 
 def _rng_state() -> dict[str, torch.Tensor]:

@@ -31,6 +31,7 @@ from stable_opd_mcore.losses.importance import correct, use_rollout_policy
 from stable_opd_mcore.losses.objectives import Objective
 from stable_opd_mcore.metrics import Mean, Metrics, Same, Sum, reduce_over_ranks
 from stable_opd_mcore.models.hidden_states import forward_hidden
+from stable_opd_mcore.models.weights import refuse_non_finite
 from stable_opd_mcore.monitoring.health import rollout_metrics, sample_metrics, token_metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.context import slice_microbatch
@@ -244,7 +245,7 @@ def update(run: Run, batches: Sequence[MicroBatch], lr: float, step: int) -> Met
     """One optimizer step on scored micro-batches; returns its metrics, the same on every rank.
 
     Raises:
-        UserError: the loss or the gradient norm is not finite.
+        UserError: the loss, the gradient norm or an updated weight is not finite.
     """
 
     def forward_step(
@@ -261,6 +262,7 @@ def update(run: Run, batches: Sequence[MicroBatch], lr: float, step: int) -> Met
     metrics = reduce_row_metrics(run.world, row_metrics)
     require_finite(metrics, grad_norm, step)  # before any weight changes
     run.student.update(lr)
+    refuse_non_finite(run.student.chunks, f"step {step}: nothing is saved or published")
     # Each update has its own normaliser, so a step reports the mean of its updates' losses.
     losses = {
         key: Mean(loss.total, 1)

@@ -36,6 +36,8 @@ def test_overrides_win_and_keep_types():
         ("rollout.prompts_per_stp=3", "did you mean rollout.prompts_per_step?"),
         ("train.steps=many", "train.steps: Input should be a valid integer"),
         ("sampling.temperature=0", "sampling.temperature: Input should be greater than 0"),
+        ("optimizer.lr=.inf", "optimizer.lr: Input should be a finite number"),
+        ("kl.beta=.nan", "kl.beta: Input should be a finite number"),
         ("parallel.sequence=true", "parallel.sequence=true needs parallel.tensor > 1"),
         ("parallel.expert=2", "parallel.expert=2 is not supported yet"),
         ("rollout.engine=replay", "rollout.replay_from=RUN go together"),

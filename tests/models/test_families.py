@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import read_architecture
 from tests.models import tiny
 
@@ -34,6 +35,27 @@ from tests.models import tiny
 def test_config_json(changes: dict, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tiny.config("qwen3") | changes))
     with pytest.raises(ValueError, match=f"config.json: {message}"):
+        read_architecture(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rms_norm_eps": "small"}, "rms_norm_eps='small' should be a positive number"),
+        ({"initializer_range": float("inf")}, "initializer_range=inf should be a positive number"),
+        ({"num_hidden_layers": True}, "num_hidden_layers=True should be a positive whole number"),
+        ({"rope_parameters": [1]}, r"rope_parameters=\[1\] should be an object"),
+        ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta='x' should be a positive number"),
+    ],
+)
+def test_odd_values(changes: dict, message: str, tmp_path: Path) -> None:
+    test_config_json(changes, message, tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[" * 100_000])
+def test_binary_or_deeply_nested_config(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"config\.json: cannot be read as JSON"):
         read_architecture(tmp_path)
 
 

@@ -5,6 +5,7 @@ Damaged directories are refused with the file's and the tensor's name before any
 
 from __future__ import annotations
 
+import resource
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
@@ -174,3 +176,52 @@ def test_export_leaves_nothing_half_written(world: World, tmp_path: Path) -> Non
         export_hf(chunks, tmp_path / "model")
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
+
+
+def test_non_finite_weights_are_neither_read_nor_written(
+    checkpoint: Path, world: World, tmp_path: Path
+) -> None:
+    """The message names the file and the tensor; an older export stays."""
+    directory = shutil.copytree(checkpoint, tmp_path / "copy")
+    victim = min(directory.glob("*.safetensors"))
+    content = load_file(victim)
+    name = min(content)
+    content[name].view(-1)[3] = torch.inf
+    save_file(content, victim)
+    chunks = build_model(tiny.architecture("qwen3"), world)
+    with pytest.raises(UserError, match=f"{victim.name}: tensor {name} holds NaN or infinity"):
+        load_hf(chunks, directory)
+    torch.nn.init.constant_(chunks[0].decoder.final_layernorm.weight, torch.nan)
+    with pytest.raises(UserError, match=r"copy is not written: .*model.norm.weight"):
+        export_hf(chunks, directory)
+    assert load_file(victim).keys() == content.keys()
+
+
+def test_quantized_weights_are_refused(checkpoint: Path, world: World, tmp_path: Path) -> None:
+    directory = shutil.copytree(checkpoint, tmp_path / "copy")
+    victim = min(directory.glob("*.safetensors"))
+    content = load_file(victim)
+    name = min(content)
+    save_file(content | {name: content[name].to(torch.int8)}, victim)
+    _refuses(directory, world, f"{name} has dtype I8")
+
+
+@pytest.mark.parametrize("index", [b"[]", b'{"weight_map": 3}', b"\xff", b"[" * 100_000])
+def test_odd_index(index: bytes, checkpoint: Path, world: World, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_bytes(index)
+    _refuses(tmp_path, world, "index.json: not an index of safetensors")
+
+
+def test_export_that_cannot_be_written(world: World, tmp_path: Path) -> None:
+    """A full disk, by a limit on file sizes: one message with the space, the old export stays."""
+    chunks = build_model(tiny.architecture("qwen3"), world)
+    export_hf(chunks, tmp_path / "model")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"model: cannot be written: .*; needed 0.1 MiB, free"):
+            export_hf(chunks, tmp_path / "model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    load_hf(chunks, tmp_path / "model")

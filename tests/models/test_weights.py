@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.build import build_model
-from stable_opd_mcore.models.weights import copy_weights
+from stable_opd_mcore.models.weights import copy_weights, refuse_non_finite
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from tests.models import tiny
 
@@ -23,3 +25,12 @@ def test_copy_needs_one_architecture(world: World) -> None:
     )
     with pytest.raises(ValueError, match=r"num_layers=2.*num_layers=4"):
         copy_weights(small, large)
+
+
+def test_a_non_finite_weight_is_named(world: World) -> None:
+    chunks = build_model(tiny.architecture("qwen3"), world)
+    refuse_non_finite(chunks, "step 3")
+    with torch.no_grad():
+        chunks[0].decoder.layers[1].self_attention.linear_qkv.weight[5, 2] = -torch.inf
+    with pytest.raises(UserError, match=r"step 3: tensor model.layers.1.self_attn.q_proj"):
+        refuse_non_finite(chunks, "step 3")

@@ -8,7 +8,6 @@ from safetensors.torch import load_file, save_file
 
 from stable_opd_mcore.cli import main
 from stable_opd_mcore.config.load import save_config
-from stable_opd_mcore.train.checkpoint import newest_checkpoint
 from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks
 from tests.train.runs import tiny_architecture, tiny_config
@@ -130,20 +129,3 @@ def test_checkpoint_of_another_architecture(capsys, monkeypatch, tmp_path, run):
     message = fails(capsys, monkeypatch, tmp_path, student=other)
     assert "another architecture" in message
     assert "hidden_size=32 (the config's model has 64)" in message
-
-
-def test_half_written_checkpoints_are_named(tmp_path, run):
-    for step in (2, 4):
-        target = tmp_path / f"step_{step:06d}"
-        target.mkdir()
-        for file in (run / "checkpoints" / "step_000002").iterdir():
-            (target / file.name).write_bytes(file.read_bytes())
-    shard = next((tmp_path / "step_000004").glob("*.distcp"))
-    shard.write_bytes(shard.read_bytes()[:-1])
-    assert newest_checkpoint(tmp_path) == tmp_path / "step_000002"
-    (tmp_path / "step_000002" / "state.json").unlink()
-    with pytest.raises(ValueError, match="no complete checkpoint") as caught:
-        newest_checkpoint(tmp_path)
-    assert shard.name in str(caught.value)
-    (tmp_path / "empty").mkdir()
-    assert newest_checkpoint(tmp_path / "empty") is None
