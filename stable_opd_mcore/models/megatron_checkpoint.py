@@ -53,7 +53,7 @@ METADATA_NAMES = {
     ("torch._utils", "_rebuild_tensor_v2"),
 }
 # RuntimeErrors of torch's and of Megatron's file writers.
-_WRITE_ERRORS = ("PytorchStreamWriter", "Worker failure: [Errno")
+_WRITE_ERRORS = ("inline_container.cc", "PytorchStreamWriter", "Worker failure: [Errno")
 
 
 def is_megatron(path: str | Path) -> bool:
