@@ -186,6 +186,12 @@ def main() -> None:
     except UserError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
+    except OSError as error:  # permissions, a full disk, a directory where a file should be
+        path = error.filename2 or error.filename
+        if path is None:
+            raise
+        typer.echo(f"error: {path}: {error.strerror}", err=True)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

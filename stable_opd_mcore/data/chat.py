@@ -11,6 +11,7 @@ Not here: the check of lengths against a window (data/prompts.py).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +29,12 @@ from stable_opd_mcore.errors import DataError, UserError
 SYNTHETIC = "synthetic"
 _THINK, _THINK_END = "<think>", "</think>"
 _MARK = "assistant-turn-mark"
+_JSON_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
 # The stop token ends an assistant turn; PROMPT_END ends a user turn.
 _SYNTHETIC_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
@@ -62,7 +69,8 @@ class Tokenizer:
             stop_token_ids: replaces the ids found in the directory (see `resolve_stop_ids`).
 
         Raises:
-            DataError: no such directory, no tokenizer.json in it, or no valid stop token.
+            DataError: no such directory, no tokenizer.json in it, files that cannot be loaded, or
+                no valid stop token.
         """
         if path == SYNTHETIC:
             return cls(_synthetic_backend(), SYNTHETIC, stop_token_ids)
@@ -77,7 +85,16 @@ class Tokenizer:
                 f"{path}: no tokenizer.json in it; download the model with its tokenizer, "
                 "or set tokenizer.path"
             )
-        return cls(PreTrainedTokenizerFast.from_pretrained(path), path, stop_token_ids)
+        try:
+            backend = PreTrainedTokenizerFast.from_pretrained(path)
+        except Exception as error:  # tokenizers raises no narrower class
+            for name in _JSON_FILES:
+                if (directory / name).is_file():
+                    _read_json(directory / name)
+            raise DataError(
+                f"{path}: its tokenizer files cannot be loaded: {error}; download them again"
+            ) from error
+        return cls(backend, path, stop_token_ids)
 
     def save(self, directory: str | Path) -> None:
         """Write tokenizer.json, its config and its chat template, for `load`."""
@@ -106,6 +123,28 @@ class Tokenizer:
         tail = self.encode(self._render(messages, generation_prompt=False).rpartition(_MARK)[2])
         added = set(self._backend.get_added_vocab().values())
         return next((token for token in tail if token in added), None)
+
+    @cached_property
+    def _control_tokens(self) -> re.Pattern[str] | None:
+        """Matches the text of added tokens that are special, stop a response or mark a turn.
+
+        Not every mark of a turn is special (R1-Distill's are not). Think tokens are content.
+        """
+        messages = [{"role": "user", "content": "0"}, {"role": "assistant", "content": _MARK}]
+        turns = self._render(messages, generation_prompt=True) if self.has_template else ""
+        control = {*self.stop_token_ids, *self.encode(turns.replace(_MARK, ""))}
+        texts = [
+            token.content
+            for token_id, token in self._backend.added_tokens_decoder.items()
+            if (token.special or token_id in control)
+            and token.content.strip() not in ("", _THINK, _THINK_END)
+        ]
+        return re.compile("|".join(map(re.escape, texts))) if texts else None
+
+    def control_token_in(self, text: str) -> str | None:
+        """The first control token that `encode` would find in `text`; None without one."""
+        match = self._control_tokens.search(text) if self._control_tokens else None
+        return match.group() if match else None
 
     def encode(self, text: str) -> list[int]:
         return self.encode_many([text])[0]
@@ -188,9 +227,9 @@ class Tokenizer:
             text = self._backend.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=generation_prompt
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError) as error:
             raise DataError(
-                f"{self.path}: its chat template fails on {messages}: {error}"
+                f"{self.path}: its chat template fails on {messages!s:.300}: {error}"
             ) from error
         assert isinstance(text, str)
         return text
@@ -279,11 +318,23 @@ def _names_by_id(tokenizer: Tokenizer) -> dict[int, str]:
 def _eos_of(path: Path) -> list[int | None]:
     if not path.is_file():
         return []
+    eos = _read_json(path).get("eos_token_id")
+    ids = eos if isinstance(eos, list) else [eos]
+    if not all(token is None or type(token) is int for token in ids):
+        raise DataError(
+            f"{path}: eos_token_id is {eos!s:.80}; expected a token id or a list of them"
+        )
+    return ids
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        eos: Any = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except ValueError as error:
+        values = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not valid JSON: {error}") from error
-    return list(eos) if isinstance(eos, list) else [eos]
+    if not isinstance(values, dict):
+        raise DataError(f"{path}: a JSON {type(values).__name__}, not an object")
+    return values
 
 
 def _check_symbols(texts: Sequence[str]) -> None:

@@ -64,7 +64,7 @@ def select_row(
     row_id: str,
 ) -> Row | str:
     """The row with its shortest usable generation, or the reason why it is dropped."""
-    answer = (record.get("answer") or "").strip()
+    answer = _text(record, "answer", row_id)
     if not answer:
         return "empty answer"
     if record.get("question_type") == "proof" or answer.lower() == "proof":
@@ -77,7 +77,7 @@ def select_row(
     )
     if length > max_tokens:
         return f"longer than {max_tokens} tokens"
-    problem = (record.get("problem") or "").strip()
+    problem = _text(record, "problem", row_id)
     if not problem:
         raise DataError(f"{row_id}: column 'problem' is empty or missing; remove the row")
     return Row(row_id=row_id, problem=problem, answer=answer, solution=generation)
@@ -117,17 +117,31 @@ def _usable_generations(record: Mapping[str, Any], row_id: str) -> list[str]:
                 "open-r1/OpenR1-Math-220k"
             )
     generations = record["generations"] or []
+    if not isinstance(generations, list) or not all(isinstance(g, str) for g in generations):
+        raise DataError(f"{row_id}: column 'generations' is no list of texts")
     flags = []
     for column in ("correctness_math_verify", "is_reasoning_complete"):
         values = record[column]
         if values is None:
             return []
+        if not isinstance(values, list):
+            raise DataError(f"{row_id}: column {column!r} is no list of booleans")
         if len(values) != len(generations):
             raise DataError(
                 f"{row_id}: {len(values)} values of {column!r} for {len(generations)} generations"
             )
         flags.append(values)
-    reasons = record.get("finish_reasons")
-    finished = [reason != "length" for reason in reasons] if reasons else [True] * len(generations)
+    reasons = record.get("finish_reasons") or [None] * len(generations)
+    if not isinstance(reasons, list) or len(reasons) != len(generations):
+        raise DataError(f"{row_id}: 'finish_reasons' is no list of {len(generations)} texts")
+    finished = [reason != "length" for reason in reasons]
     usable = zip(generations, *flags, finished, strict=True)
     return [text for text, correct, complete, ended in usable if correct and complete and ended]
+
+
+def _text(record: Mapping[str, Any], column: str, row_id: str) -> str:
+    """A column's text without outer spaces; "" if it is null or missing."""
+    value = record.get(column)
+    if not isinstance(value, str | None):
+        raise DataError(f"{row_id}: column {column!r} holds {type(value).__name__}, not text")
+    return (value or "").strip()

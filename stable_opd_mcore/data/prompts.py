@@ -16,6 +16,7 @@ import numpy as np
 from stable_opd_mcore.config.schema import DataConfig
 from stable_opd_mcore.data.chat import Tokenizer, opens_thinking
 from stable_opd_mcore.data.rows import Row
+from stable_opd_mcore.data.sources import boxed_solution
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.records import Prompt
 
@@ -70,7 +71,9 @@ class PromptSet:
 
         Raises:
             DataError: a row without the golden solution it needs; no row that fits the window; with
-                data.overlong=error, a prompt or golden solution that exceeds the window.
+                data.overlong=error, a prompt or golden solution that exceeds the window; a problem
+                or golden solution with the text of a control token; a golden solution that is the
+                bare answer.
         """
         self._window, self._max_new_tokens = window, max_new_tokens
         texts = [
@@ -81,6 +84,8 @@ class PromptSet:
             [text + row.prefix for text, row in zip(texts, rows, strict=True)]
         )
         goldens = _encode_golden(rows, texts, tokenizer, golden)
+        for row in rows:
+            _refuse_control_tokens(row, tokenizer, golden)
         kept = []
         for index, row in enumerate(rows):
             problem = self._length_problem(len(prompts[index]), goldens[index])
@@ -166,6 +171,8 @@ def _encode_golden(
             f"{missing}: no golden solution, which sft and mixture.lambda > 0 train on; "
             "set data.train.columns.solution, or mixture.lambda=0"
         )
+    for index in present:
+        _refuse_bare_answer(rows[index])
     texts = [
         tokenizer.response_text(rows[index].solution or "", prompt_texts[index])
         for index in present
@@ -173,3 +180,31 @@ def _encode_golden(
     for index, ids in zip(present, tokenizer.encode_many(texts), strict=True):
         encoded[index] = [*ids, tokenizer.stop_token_ids[0]] if rows[index].complete else ids
     return encoded
+
+
+def _refuse_control_tokens(row: Row, tokenizer: Tokenizer, golden: str) -> None:
+    """Refuse text that the tokenizer would encode as a control token.
+
+    Such a token in a problem ends the user's turn inside the prompt; in a golden solution it
+    teaches the student to stop early. The row is refused and not neutralised: breaking the text up
+    would train on other tokens than the row shows, and a data set has few such rows.
+    """
+    texts = {"problem": row.problem, "solution": row.solution or "" if golden != "none" else ""}
+    for role, text in texts.items():
+        token = tokenizer.control_token_in(text)
+        if token is not None:
+            raise DataError(
+                f"{row.row_id}: the {role} contains {token!r}, a control token of "
+                f"{tokenizer.path}; remove it from the row or drop the row"
+            )
+
+
+def _refuse_bare_answer(row: Row) -> None:
+    """Refuse an answer without worked steps as a golden solution."""
+    answer = row.answer or ""
+    if (row.solution or "").strip() in (answer, boxed_solution(f"#### {answer}")):
+        raise DataError(
+            f"{row.row_id}: the golden solution is the bare answer {answer!r:.80}; set "
+            "data.*.columns.solution to a column of worked solutions, or to null without sft and "
+            "with mixture.lambda=0"
+        )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -76,7 +77,7 @@ def read_rollouts(path: str | Path) -> list[Rollout]:
                 row = json.loads(
                     line.decode("utf-8", "surrogatepass"), parse_constant=_refuse_constant
                 )
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(
                     f"{path}, line {number}: not a JSON object ({error}); the file is cut or "
                     "edited: write it again with a new run"
@@ -145,6 +146,10 @@ def _from_row(row: Any, where: str) -> Rollout:
             raise DataError(
                 f"{where}: column {column} is {row[column]!r}; expected one of {', '.join(values)}"
             )
+    if row["reward"] is not None and not abs(row["reward"]) <= sys.float_info.max:
+        raise DataError(
+            f"{where}: column reward is {row['reward']!r:.60}; expected a finite number"
+        )
     ids, logprobs = row["response_token_ids"], row["rollout_logprobs"]
     if len(ids) != len(logprobs):
         raise DataError(
@@ -192,15 +197,15 @@ def _require_column(
 
 def _token_ids(row: dict[str, Any], column: str, where: str) -> tuple[int, ...]:
     for position, value in enumerate(row[column]):
-        if type(value) is not int or value < 0:
+        if type(value) is not int or not 0 <= value < 2**31:
             raise DataError(f"{where}: {column}[{position}] is {value!r:.60}, not a token id")
     return tuple(row[column])
 
 
 def _numbers(row: dict[str, Any], column: str, where: str) -> tuple[float, ...]:
     for position, value in enumerate(row[column]):
-        if type(value) not in (int, float):
-            raise DataError(f"{where}: {column}[{position}] is {value!r:.60}, not a number")
+        if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+            raise DataError(f"{where}: {column}[{position}] is {value!r:.60}, not a finite number")
     return tuple(float(value) for value in row[column])
 
 

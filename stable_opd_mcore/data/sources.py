@@ -9,6 +9,7 @@ here: tokens (data/chat.py, data/prompts.py).
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -25,6 +26,7 @@ Record = Mapping[str, Any]
 _DEFAULT_COLUMNS = ColumnsConfig()
 
 _GSM8K_ANSWER = re.compile(r"\n?####[ \t]*([^\n]+?)\s*\Z")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _GSM8K_CALCULATION = re.compile(r"<<[^<>\n]*>>")
 
 
@@ -123,13 +125,20 @@ def _text(record: Record, column: str, place: str, role: str) -> str:
     value = _lookup(record, column, place, role)
     parts = value if role == "answer" and isinstance(value, list) else [value]
     texts = ["" if part is None else str(part).strip() for part in parts]
+    where = f"{place}: column {column!r} ({role})"
     if not texts or not all(texts):
-        raise DataError(f"{place}: column {column!r} ({role}) is empty; fill it or remove the row")
-    if not all(isinstance(part, (str, int, float)) and part is not True for part in parts):
-        raise DataError(
-            f"{place}: column {column!r} ({role}) holds {type(value).__name__}, not text; "
-            f"set data.*.columns.{role} to a text column, or mend the row"
-        )
+        raise DataError(f"{where} is empty; fill it or remove the row")
+    for part, text in zip(parts, texts, strict=True):
+        if not isinstance(part, str | int | float) or isinstance(part, bool):
+            raise DataError(
+                f"{where} holds {type(value).__name__}, not text; set data.*.columns.{role} to a "
+                "text column, or mend the row"
+            )
+        # Exports of tables write a missing value as the text "nan".
+        if (isinstance(part, float) and not math.isfinite(part)) or text.lower() == "nan":
+            raise DataError(f"{where} is {text}, not an {role}; fill it or remove the row")
+        if _SURROGATE.search(text):
+            raise DataError(f"{where} has a lone surrogate, half a character; mend the row")
     return ", ".join(texts)
 
 
@@ -164,7 +173,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Record]]:
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(
                     f"{path}:{number}: not a JSON value ({error}); every line must be one object, "
                     "complete, in UTF-8"
@@ -184,7 +193,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Record]]:
         batches = pyarrow.parquet.ParquetFile(path).iter_batches()
         records = (record for batch in batches for record in batch.to_pylist())
         yield from enumerate(records)
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a readable parquet file: {error}") from error
 
 

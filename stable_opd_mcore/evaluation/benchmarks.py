@@ -75,7 +75,7 @@ def load_benchmark(
             answer=benchmark.answer if benchmark.answer in record else "answer",
             solution=None,
         )
-        context = (record.get(benchmark.context) or "").strip() if benchmark.context else ""
+        context = str(record.get(benchmark.context) or "").strip() if benchmark.context else ""
         if context and columns.problem in record:
             record = {**record, columns.problem: f"{context}\n{record[columns.problem]}"}
         rows.append(parse_row(record, columns, f"{source.path}:{number}", f"{prefix}:{number}"))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -106,8 +107,14 @@ class JsonlSink:
             named = ", ".join(f"{key} is {value}" for key, value in sorted(non_finite.items()))
             logger.warning("step %d: %s; written as null", step, named)
             row["non_finite"] = non_finite
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise UserError(
+                f"{self._path}: step {step} cannot be written: {error.strerror}; the run resumes "
+                "from its newest checkpoint"
+            ) from error
         self._last_step = step
 
     def close(self) -> None:
@@ -198,13 +205,17 @@ def _parse(path: Path, lines: list[bytes]) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{path}, line {number}: not JSON ({error})") from error
-        if not isinstance(row, dict) or type(row.get("step")) is not int:
+        step = row.get("step") if isinstance(row, dict) else None
+        if type(step) is not int or not 0 <= step < 2**63:
             raise UserError(f"{path}, line {number}: not a metrics row: it has no integer step")
         for key, value in row.items():
-            if key != "non_finite" and type(value) not in (int, float, type(None)):
-                raise UserError(f"{path}, line {number}: {key} is {value!r:.60}, not a number")
+            is_number = type(value) in (int, float) and abs(value) <= sys.float_info.max
+            if key != "non_finite" and value is not None and not is_number:
+                raise UserError(
+                    f"{path}, line {number}: {key} is {value!r:.60}, not a finite number"
+                )
         if rows and row["step"] <= rows[-1]["step"]:
             raise UserError(
                 f"{path}, line {number}: step {row['step']} after step {rows[-1]['step']}; steps "

@@ -222,7 +222,7 @@ def _flat_config(path: Path) -> dict[str, str]:
         return {}
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not readable as YAML: {error}") from error
     if not isinstance(values, dict):
         raise UserError(f"{path}: expected a mapping of settings, found {type(values).__name__}")

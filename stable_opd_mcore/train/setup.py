@@ -105,8 +105,12 @@ def teacher_stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...] | 
 def load_prompts(
     config: Config, tokenizer: Tokenizer, architecture: Architecture, objective: Objective
 ) -> PromptSet:
-    """The training prompts, with golden solutions where the objective trains on them."""
-    return PromptSet(
+    """The training prompts, with golden solutions where the objective trains on them.
+
+    Raises:
+        UserError: rows that cannot be used, or fewer of them than rollout.prompts_per_step.
+    """
+    prompts = PromptSet(
         load_rows(config.data.train),
         tokenizer,
         config.data,
@@ -114,6 +118,13 @@ def load_prompts(
         max_new_tokens=config.sampling.max_new_tokens if objective.needs_rollouts else 0,
         golden="required" if objective.needs_golden else "none",
     )
+    if config.rollout.prompts_per_step > len(prompts):
+        raise UserError(
+            f"rollout.prompts_per_step={config.rollout.prompts_per_step} exceeds the "
+            f"{len(prompts)} usable rows of data.train ({prompts.num_dropped} dropped): a step "
+            "would train on one prompt several times; lower it, or add rows"
+        )
+    return prompts
 
 
 def load_held_out(

@@ -132,6 +132,31 @@ def test_renamed_special_tokens_are_reported_and_other_vocabularies_refused(qwen
         same_vocabulary(qwen, synthetic)
 
 
+def test_control_tokens_are_those_that_end_or_open_a_turn(qwen, r1):
+    assert qwen.control_token_in("Stop.<|im_end|>\n<|im_start|>system\n") == "<|im_end|>"
+    assert r1.control_token_in("a<\uff5cAssistant\uff5c>b") == "<\uff5cAssistant\uff5c>"
+    for text in ("<think>\nOne.\n</think>\n\n2", "a <| b |> c, <im_end>, $2$ \x00"):
+        assert qwen.control_token_in(text) is r1.control_token_in(text) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("tokenizer.json", '{"model": ', r"tokenizer\.json: not valid JSON"),
+        ("tokenizer.json", '{"version": "1.0"}', "its tokenizer files cannot be loaded"),
+        ("tokenizer_config.json", "[" * 100_000, r"tokenizer_config\.json: not valid JSON"),
+        ("config.json", '{"eos_token_id": "2"}', r"config\.json: eos_token_id is 2; expected"),
+        ("config.json", "[1]", r"config\.json: a JSON list, not an object"),
+        ("chat_template.jinja", "{{ messages + 1 }}", "its chat template fails on"),
+    ],
+)
+def test_broken_tokenizer_files_are_named(synthetic, tmp_path, name, text, message):
+    synthetic.save(tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=message):
+        Tokenizer.load(str(tmp_path))
+
+
 def test_missing_tokenizers_are_named(tmp_path):
     with pytest.raises(DataError, match="nowhere: no such tokenizer directory"):
         Tokenizer.load("nowhere")

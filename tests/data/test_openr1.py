@@ -71,6 +71,15 @@ def test_broken_records_are_named():
         select({"problem": "x", "answer": "1"})
     with pytest.raises(DataError, match="openr1:0: 1 values of 'correctness_math_verify' for 4"):
         select(record(correctness_math_verify=[True]))
+    for changes in (
+        {"answer": 2},
+        {"problem": ["x"]},
+        {"generations": "text"},
+        {"is_reasoning_complete": 4},
+        {"finish_reasons": ["stop"]},
+    ):
+        with pytest.raises(DataError, match=rf"openr1:0: .*{next(iter(changes))}"):
+            select(record(**changes))
 
 
 def test_split_is_seeded_exact_and_disjoint_by_problem():

@@ -91,6 +91,26 @@ def test_missing_golden_solutions():
         make_set(rows, golden="required")
 
 
+@pytest.mark.parametrize("solution", ["2", " 2 ", "The answer is \\boxed{2}."])
+def test_a_bare_answer_is_no_golden_solution(solution):
+    rows = [ROWS[0], Row("s:9", "1+1", "2", solution)]
+    with pytest.raises(DataError, match=r"s:9: the golden solution is the bare answer '2'"):
+        make_set(rows, golden="required")
+    assert len(make_set(rows, golden="none")) == 2
+
+
+def test_control_tokens_in_a_row_are_refused_by_row():
+    hostile = [ROWS[0], Row("s:9", "1+1$", "2", "1+1=2;[2]!$")]
+    with pytest.raises(
+        DataError, match=r"s:9: the problem contains '\$', a control token of synth"
+    ):
+        make_set(hostile)
+    stopped = [ROWS[0], Row("s:9", "1+1", "2", "1+1=2;[2]!$")]
+    with pytest.raises(DataError, match=r"s:9: the solution contains '!'"):
+        make_set(stopped)
+    assert len(make_set(stopped, golden="none")) == 2
+
+
 def test_no_rows_to_draw_from():
     with pytest.raises(ValueError, match="no rows"):
         PromptOrder(0, seed=0)

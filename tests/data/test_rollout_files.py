@@ -87,7 +87,13 @@ def test_a_missing_file_says_which_setting_keeps_them(tmp_path):
         ("response_token_ids", [1, -2, 3], r"response_token_ids\[1\] is -2, not a token id"),
         ("response_token_ids", [1, 2], "2 response_token_ids but 3 rollout_logprobs"),
         ("golden_token_ids", ["a"], r"golden_token_ids\[0\] is 'a'"),
-        ("rollout_logprobs", [0, None, 0], r"rollout_logprobs\[1\] is None, not a number"),
+        (
+            "response_token_ids",
+            [1, 10**400, 3],
+            r"response_token_ids\[1\] is 1000",
+        ),
+        ("rollout_logprobs", [0, -(10**400), 0], r"rollout_logprobs\[1\] is -1000"),
+        ("rollout_logprobs", [0, None, 0], r"rollout_logprobs\[1\] is None, not a finite number"),
     ],
 )
 def test_a_malformed_row_is_named(tmp_path, column, value, message):

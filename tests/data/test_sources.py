@@ -105,6 +105,14 @@ GOOD = json.dumps(RECORDS[0])
         (['{"problem": ["x"], "answer": "1"}'], r"column 'problem' \(problem\) holds list"),
         (['{"problem": "x", "answer": {"a": 1}}'], r"column 'answer' \(answer\) holds dict"),
         (['{"problem": "x", "answer": true}'], r"column 'answer' \(answer\) holds bool"),
+        (['{"problem": "x", "answer": false}'], r"column 'answer' \(answer\) holds bool"),
+        (['{"problem": "x", "answer": NaN}'], r":1: column 'answer' \(answer\) is nan"),
+        (['{"problem": "x", "answer": "NaN"}'], r":1: column 'answer' \(answer\) is NaN"),
+        (['{"problem": "x", "answer": -Infinity}'], r":1: column 'answer' \(answer\) is -inf"),
+        (['{"problem": "x", "answer": [1, 1e999]}'], r":1: column 'answer' \(answer\) is inf"),
+        (['{"problem": "\\ud83d", "answer": "1"}'], r"'problem' \(problem\) has a lone surrogate"),
+        (["[" * 100_000], r"bad\.jsonl:1: not a JSON value \(maximum recursion"),
+        (["\x00\x01\x7fELF"], r"bad\.jsonl:1: not a JSON value"),
         (['{"problem": "x", "answer": "1", "solution": 2}'], None),
         ([], r"bad\.jsonl: no rows in it"),
     ],
@@ -129,6 +137,9 @@ def test_bad_sources_are_named(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(DataError, match=r"a\.parquet: not a readable parquet file"):
         load(tmp_path / "a.parquet")
+    (tmp_path / "thrift.parquet").write_bytes(b"PAR1" + b"\xff" * 40 + b"\x20\0\0\0PAR1")
+    with pytest.raises(DataError, match=r"thrift\.parquet: not a readable parquet file"):
+        load(tmp_path / "thrift.parquet")
     (tmp_path / "latin.jsonl").write_bytes('{"problem": "é", "answer": "1"}'.encode("latin-1"))
     with pytest.raises(DataError, match=r"latin\.jsonl:1: .*UTF-8"):
         load(tmp_path / "latin.jsonl")

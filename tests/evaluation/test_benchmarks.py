@@ -27,10 +27,11 @@ def test_hub_columns_with_context_and_several_answers(tmp_path):
         tmp_path / "olympiadbench.jsonl",
         {"question": "Find x.", "context": "Let x > 0.", "final_answer": ["1", "2"]},
         {"question": "Find y.", "context": None, "final_answer": ["3"]},
+        {"question": "Find z.", "context": 5, "final_answer": ["3"]},
     )
     rows = load_benchmark("olympiadbench", tmp_path)
-    assert [row.problem for row in rows] == ["Let x > 0.\nFind x.", "Find y."]
-    assert [row.answer for row in rows] == ["1, 2", "3"]
+    assert [row.problem for row in rows] == ["Let x > 0.\nFind x.", "Find y.", "5\nFind z."]
+    assert [row.answer for row in rows] == ["1, 2", "3", "3"]
     assert rows[0].row_id == "olympiadbench.jsonl:1"
     assert rows[0].solution is None
 

@@ -101,7 +101,9 @@ def test_values_that_are_not_finite_are_null_and_named(tmp_path, caplog):
     [
         ('{"step": 0}\n{"loss/total": 1}\n', "line 2: not a metrics row: it has no integer step"),
         ('{"step": 0}\n[]\n', "line 2: not a metrics row"),
-        ('{"step": 0, "loss/total": "low"}\n', "line 1: loss/total is 'low', not a number"),
+        ('{"step": 0, "loss/total": "low"}\n', "line 1: loss/total is 'low', not a finite number"),
+        ('{"step": 0, "loss/total": 1e999}\n', "line 1: loss/total is inf, not a finite number"),
+        ('{"step": -1}\n', "line 1: not a metrics row"),
         ('{"step": 1}\n{"step": 1}\n', "line 2: step 1 after step 1"),
         ("", "no rows"),
     ],

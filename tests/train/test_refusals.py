@@ -74,6 +74,12 @@ def test_bad_rows(capsys, monkeypatch, tmp_path, case):
         assert word in message
 
 
+def test_fewer_rows_than_prompts_in_a_step(capsys, monkeypatch, tmp_path):
+    rows = data(tmp_path / "rows.jsonl", [json.dumps(ROWS[0])] * 7)
+    message = fails(capsys, monkeypatch, tmp_path, data=rows)
+    assert "rollout.prompts_per_step=8 exceeds the 7 usable rows" in message
+
+
 def test_missing_data_file(capsys, monkeypatch, tmp_path):
     path = str(tmp_path / "absent.jsonl")
     assert path in fails(capsys, monkeypatch, tmp_path, data={"train": {"path": path}})
