@@ -33,9 +33,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from stable_opd_mcore.losses.advantages import teacher_over_student
-from stable_opd_mcore.losses.fused import Head, fused_loss
-from stable_opd_mcore.losses.terms import Terms
+from stable_opd_mcore.losses.coefficients import Terms, teacher_over_student
+from stable_opd_mcore.losses.fused import fused_loss
+from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.records import MicroBatch, Scores
 
 CPU_POINT = (4096, 512, 32768)  # T, H, V
@@ -54,7 +54,7 @@ class Point:
     vocab: int
     dtype: str
     device: str
-    chunk_tokens: int
+    block_rows: int
     repeats: int
     threads: int
 
@@ -110,7 +110,7 @@ def fused(point: Point, terms: Terms, pg_weight: float, kl_weight: float = 0.0) 
             terms,
             teacher_head=frozen,
             reference_head=frozen,
-            chunk_tokens=point.chunk_tokens,
+            block_rows=point.block_rows,
         ).loss
 
     return step
@@ -138,22 +138,22 @@ def liger(point: Point) -> Step:
 
 
 def gemms(point: Point) -> Step:
-    """The four products of the other implementations, in the same chunks, and no pass over their
-    results."""
+    """The four products of the other implementations, in the same blocks of rows, without passes
+    over their results."""
 
     class Products(torch.autograd.Function):
         @staticmethod
         def forward(ctx, student_TH, student_VH, teacher_TH, teacher_VH):
             d_TH, d_VH = torch.zeros_like(student_TH), torch.zeros_like(student_VH)
-            rows = min(point.chunk_tokens, point.tokens)
+            rows = min(point.block_rows, point.tokens)
             buffers = student_VH.new_empty(2, rows, point.vocab)
             for start in range(0, point.tokens, rows):
-                chunk = slice(start, min(start + rows, point.tokens))
-                logits, other = buffers[:, : chunk.stop - start]
-                torch.mm(student_TH[chunk], student_VH.T, out=logits)
-                torch.mm(teacher_TH[chunk], teacher_VH.T, out=other)
-                d_TH[chunk] = logits @ student_VH
-                d_VH.addmm_(logits.T, student_TH[chunk])
+                block = slice(start, min(start + rows, point.tokens))
+                logits, other = buffers[:, : block.stop - start]
+                torch.mm(student_TH[block], student_VH.T, out=logits)
+                torch.mm(teacher_TH[block], teacher_VH.T, out=other)
+                d_TH[block] = logits @ student_VH
+                d_VH.addmm_(logits.T, student_TH[block])
             ctx.save_for_backward(d_TH, d_VH)
             return student_TH.new_zeros(())
 
@@ -244,10 +244,10 @@ def points(options: argparse.Namespace) -> list[Point]:
         sizes = [CPU_POINT]
     names = [n for n in IMPLEMENTATIONS if n != "liger" or device == "cuda"]
     dtype = options.dtype or ("bf16" if device == "cuda" else "fp32")
-    chunk_tokens = options.chunk_tokens or (1024 if device == "cuda" else 512)
+    block_rows = options.block_rows or (1024 if device == "cuda" else 512)
     repeats = options.repeats or (5 if device == "cuda" else 3)
     return [
-        Point(name, *size, dtype, device, chunk_tokens, repeats, options.threads)
+        Point(name, *size, dtype, device, block_rows, repeats, options.threads)
         for size in sizes
         for name in options.only or names
     ]
@@ -314,7 +314,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=CPU_POINT[2])
     parser.add_argument("--dtype", choices=("fp32", "bf16"))
     parser.add_argument("--only", nargs="+", choices=list(IMPLEMENTATIONS))
-    parser.add_argument("--chunk-tokens", type=int, help="default 1024, on a CPU 512")
+    parser.add_argument("--block-rows", type=int, help="default 1024, on a CPU 512")
     parser.add_argument("--repeats", type=int, help="timed runs after one warm-up")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--json", type=Path, help="write all figures here")

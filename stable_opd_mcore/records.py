@@ -15,14 +15,15 @@ Log-probabilities and entropies are in nats, over the common vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
 SampleSource = Literal["rollout", "golden"]
+_Rows = TypeVar("_Rows", "MicroBatch", "Scores")
 AnswerFormat = Literal["boxed", "bracket"]  # graded by math-verify; exactly "[answer]" at the end
 
 
@@ -146,3 +147,14 @@ class LossOutput:
     reference_logprob_N: Tensor  # [N] nats, of the token; 0 without a reference
     teacher_logprob_N: Tensor  # [N] nats, of the stop class; 0 without a teacher
     teacher_entropy_N: Tensor  # [N] nats, 0 where the loss does not compute the teacher's logits
+
+
+def select_rows(record: _Rows, rows: slice) -> _Rows:
+    """Some of the N response tokens: cuts every field named ..._N, ..._NK or ..._NH."""
+    chosen: dict[str, Any] = {}
+    for name, value in vars(record).items():
+        if isinstance(value, Scores):
+            chosen[name] = select_rows(value, rows)
+        elif value is not None and name.rpartition("_")[2] in ("N", "NK", "NH"):
+            chosen[name] = value[rows]
+    return replace(record, **chosen)

@@ -32,7 +32,7 @@ ROWS = {
 }
 THIRD_PARTIES = {
     "megatron": {"parallel", "models", "rollout/embedded", "train"},
-    "triton": {"losses/kernels"},
+    "triton": {"losses/triton_ops"},
     "transformers": {"models", "data/chat"},
     "math_verify": {"evaluation/grading_worker"},
     "plotly": {"monitoring"},

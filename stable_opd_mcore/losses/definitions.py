@@ -1,10 +1,11 @@
-"""Every objective in plain torch on [N, V] logits: the definition, to be read beside METHOD §1-4.
+"""Every objective in plain torch on [N, V] logits: the definitions, to be read beside
+docs/method.md §1-4.
 
-Autograd gives the gradients. Written for reading and for testing the fused path, not for training:
-memory grows with N * V, and nothing is sharded. Logits come undivided by the temperature; padded
-columns must be cut off before.
+Autograd gives the gradients. For reading and for testing the fused path, not for training: memory
+grows with N * V, and nothing is sharded. Logits are not divided by the temperature, and padded
+columns are cut off.
 
-N scored rows, V common vocabulary, J stop ids, K entries of a support.
+N scored rows, V common vocabulary, K columns of a support.
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ import torch
 from torch import Tensor
 
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.losses.head import StopClass
-from stable_opd_mcore.losses.outcomes import NEVER
+from stable_opd_mcore.losses.stop_tokens import NEVER, StopClass
 from stable_opd_mcore.records import MicroBatch
 
 
 @dataclass(frozen=True)
-class View:
-    """What a policy term sees."""
+class PolicyInputs:
+    """What a policy term is computed from."""
 
     config: Config
     batch: MicroBatch
@@ -35,7 +35,7 @@ class View:
     teacher_logprob_N: Tensor | None  # of the target or the teacher's stop class
 
 
-PolicyTerm = Callable[[View], Tensor]  # per-token loss [N], before weights
+PolicyTerm = Callable[[PolicyInputs], Tensor]  # per-token loss [N], before weights
 
 
 @dataclass(frozen=True)
@@ -62,29 +62,29 @@ def objective_loss(
     teacher_stop: StopClass | None = None,
     merged_ids: Sequence[int] = (),
 ) -> Components:
-    """L = sum_t pg_t term_t + kl_t KL(student || reference)_t - sft_t log pi(y_t) (METHOD §2).
+    """sum_t pg_t term_t + kl_t KL(student || reference)_t - sft_t log pi(y_t) (docs/method.md §2).
 
-    merged_ids: stop ids that are one outcome in every distribution compared (METHOD §4).
+    merged_ids: stop ids that are one outcome in every distribution compared (docs/method.md §4).
     """
     temperature = config.sampling.temperature
     log_p_NV = (student_logits_NV / temperature).log_softmax(-1)
     token_logprob_N = log_p_NV.gather(1, batch.targets_N[:, None])[:, 0]
-    view = View(
+    inputs = PolicyInputs(
         config=config,
         batch=batch,
         log_p_NV=merge_ids(log_p_NV, merged_ids),
-        log_q_NV=_outcomes(teacher_logits_NV, temperature, merged_ids),
+        log_q_NV=_merged_log_softmax(teacher_logits_NV, temperature, merged_ids),
         logprob_N=class_logprob(log_p_NV, batch.targets_N, student_stop),
         token_logprob_N=token_logprob_N,
         teacher_logprob_N=_teacher_logprob(batch, teacher_logits_NV, temperature, teacher_stop),
     )
     pg = kl = log_p_NV.sum() * 0
     if policy_term is not None:
-        pg = (batch.pg_weight_N * policy_term(view)).sum()
+        pg = (batch.pg_weight_N * policy_term(inputs)).sum()
     if config.kl.beta and config.kl.estimator == "exact":
-        log_r_NV = _outcomes(reference_logits_NV, temperature, merged_ids)
+        log_r_NV = _merged_log_softmax(reference_logits_NV, temperature, merged_ids)
         assert log_r_NV is not None
-        kl = (batch.kl_weight_N * kl_divergence(view.log_p_NV, log_r_NV)).sum()
+        kl = (batch.kl_weight_N * kl_divergence(inputs.log_p_NV, log_r_NV)).sum()
     elif config.kl.beta:
         assert batch.reference is not None and batch.reference.logprob_N is not None
         kl = (batch.kl_weight_N * k3(token_logprob_N, batch.reference.logprob_N)).sum()
@@ -92,10 +92,10 @@ def objective_loss(
     return Components(pg, kl, sft)
 
 
-def opd(view: View) -> Tensor:
-    """Clipped surrogate of A = log pi_T - log pi_old with its options (METHOD §1, §3)."""
-    settings, batch = view.config.objective, view.batch
-    old_N, teacher_N = _behaviour(view), view.teacher_logprob_N
+def opd(inputs: PolicyInputs) -> Tensor:
+    """Clipped surrogate of A = log pi_T - log pi_old with its options (docs/method.md §1, §3)."""
+    settings, batch = inputs.config.objective, inputs.batch
+    old_N, teacher_N = _behaviour(inputs), inputs.teacher_logprob_N
     assert teacher_N is not None
     alpha = settings.advantage.power
     reward_N = teacher_N - old_N
@@ -107,40 +107,40 @@ def opd(view: View) -> Tensor:
     if settings.discount > 0:
         advantage_N = _discounted(reward_N, batch, settings.discount)
     if settings.advantage.control_variate:
-        assert view.log_q_NV is not None
-        advantage_N = advantage_N + kl_divergence(view.log_p_NV, view.log_q_NV).detach()
-    return _surrogate(view, old_N, advantage_N)
+        assert inputs.log_q_NV is not None
+        advantage_N = advantage_N + kl_divergence(inputs.log_p_NV, inputs.log_q_NV).detach()
+    return _surrogate(inputs, old_N, advantage_N)
 
 
-def grpo(view: View) -> Tensor:
-    """Clipped surrogate of the group-normalised reward that came with the sample (METHOD §3)."""
-    assert view.batch.given_advantage_N is not None
-    clamp = view.config.objective.advantage.clamp
-    advantage_N = view.batch.given_advantage_N
+def grpo(inputs: PolicyInputs) -> Tensor:
+    """Clipped surrogate of the group-normalised reward of the sample (docs/method.md §3)."""
+    assert inputs.batch.given_advantage_N is not None
+    clamp = inputs.config.objective.advantage.clamp
+    advantage_N = inputs.batch.given_advantage_N
     if clamp is not None:
         advantage_N = advantage_N.clamp(-clamp, clamp)
-    return _surrogate(view, _behaviour(view), advantage_N)
+    return _surrogate(inputs, _behaviour(inputs), advantage_N)
 
 
-def lsm(view: View) -> Tensor:
-    """KL(p || q), both renormalised on the teacher's top K (METHOD §3)."""
-    assert view.batch.teacher is not None
-    ids_NK, logprobs_NK = view.batch.teacher.topk_ids_NK, view.batch.teacher.topk_logprobs_NK
+def lsm(inputs: PolicyInputs) -> Tensor:
+    """KL(p || q), both renormalised on the teacher's top K (docs/method.md §3)."""
+    assert inputs.batch.teacher is not None
+    ids_NK, logprobs_NK = inputs.batch.teacher.topk_ids_NK, inputs.batch.teacher.topk_logprobs_NK
     assert ids_NK is not None and logprobs_NK is not None
-    return _support_kl(view.log_p_NV.gather(1, ids_NK), logprobs_NK)
+    return _support_kl(inputs.log_p_NV.gather(1, ids_NK), logprobs_NK)
 
 
-def student_topk(view: View) -> Tensor:
-    """KL(p || q), both renormalised on the student's top K (METHOD §3)."""
-    assert view.log_q_NV is not None
-    ids_NK = view.log_p_NV.topk(view.config.objective.top_k, dim=1).indices
-    return _support_kl(view.log_p_NV.gather(1, ids_NK), view.log_q_NV.gather(1, ids_NK))
+def student_topk(inputs: PolicyInputs) -> Tensor:
+    """KL(p || q), both renormalised on the student's top K (docs/method.md §3)."""
+    assert inputs.log_q_NV is not None
+    ids_NK = inputs.log_p_NV.topk(inputs.config.objective.top_k, dim=1).indices
+    return _support_kl(inputs.log_p_NV.gather(1, ids_NK), inputs.log_q_NV.gather(1, ids_NK))
 
 
-def gkd(view: View) -> Tensor:
-    """Full-vocabulary reverse KL, forward KL or JSD(b) to the teacher (METHOD §3)."""
-    assert view.log_q_NV is not None
-    log_p, log_q, settings = view.log_p_NV, view.log_q_NV, view.config.objective
+def gkd(inputs: PolicyInputs) -> Tensor:
+    """Full-vocabulary reverse KL, forward KL or JSD(b) to the teacher (docs/method.md §3)."""
+    assert inputs.log_q_NV is not None
+    log_p, log_q, settings = inputs.log_p_NV, inputs.log_q_NV, inputs.config.objective
     if settings.divergence == "reverse":
         return kl_divergence(log_p, log_q)
     if settings.divergence == "forward":
@@ -162,7 +162,7 @@ def k3(logprob_N: Tensor, reference_logprob_N: Tensor) -> Tensor:
 
 
 def class_logprob(log_p_NV: Tensor, targets_N: Tensor, stop: StopClass | None) -> Tensor:
-    """log p of the target, or of its stop class where it is a stop token (METHOD §4)."""
+    """log p of the target, or of its stop class where it is a stop token (docs/method.md §4)."""
     token_N = log_p_NV.gather(1, targets_N[:, None])[:, 0]
     if stop is None:
         return token_N
@@ -179,7 +179,7 @@ def class_logprob(log_p_NV: Tensor, targets_N: Tensor, stop: StopClass | None) -
 def merge_ids(log_p_NV: Tensor, ids: Sequence[int]) -> Tensor:
     """log p with the ids as one outcome: their sum under the first, probability 0 under the rest.
 
-    0 is e^NEVER, whose logarithm is finite, so that 0 log 0 is 0 below.
+    Probability 0 is e^NEVER, whose logarithm is finite, so that 0 log 0 is 0.
     """
     if not ids:
         return log_p_NV
@@ -189,37 +189,39 @@ def merge_ids(log_p_NV: Tensor, ids: Sequence[int]) -> Tensor:
     return torch.where(first_V, merged_N1, log_p_NV.masked_fill(member_V, NEVER))
 
 
-def _outcomes(logits_NV: Tensor | None, temperature: float, ids: Sequence[int]) -> Tensor | None:
+def _merged_log_softmax(
+    logits_NV: Tensor | None, temperature: float, ids: Sequence[int]
+) -> Tensor | None:
     return None if logits_NV is None else merge_ids((logits_NV / temperature).log_softmax(-1), ids)
 
 
 def _teacher_logprob(
     batch: MicroBatch, logits_NV: Tensor | None, temperature: float, stop: StopClass | None
 ) -> Tensor | None:
-    """As the teacher said it; where it sent its hidden states alone, from its logits."""
+    """As given; from the teacher's logits where only its hidden states are given."""
     if batch.teacher is None or batch.teacher.logprob_N is not None:
         return None if batch.teacher is None else batch.teacher.logprob_N
     assert logits_NV is not None
     return class_logprob((logits_NV / temperature).log_softmax(-1), batch.targets_N, stop)
 
 
-def _behaviour(view: View) -> Tensor:
-    """log pi_old: as given, the rollouts' own, or the present policy held constant.
+def _behaviour(inputs: PolicyInputs) -> Tensor:
+    """log pi_old: as given, the rollouts' own, or the present policy as a constant.
 
-    A rollout knows its token's probability, not its stop class's: the token's share of the class
-    is taken to be the present one.
+    Where pi_old's probability of a stop class is unknown, the token's share of its class is taken
+    from the present policy.
     """
-    batch = view.batch
+    batch = inputs.batch
     if batch.old_logprob_N is not None:
         return batch.old_logprob_N
     if batch.old_token_logprob_N is None:
-        return view.logprob_N.detach()
-    return batch.old_token_logprob_N + (view.logprob_N - view.token_logprob_N).detach()
+        return inputs.logprob_N.detach()
+    return batch.old_token_logprob_N + (inputs.logprob_N - inputs.token_logprob_N).detach()
 
 
-def _surrogate(view: View, old_N: Tensor, advantage_N: Tensor) -> Tensor:
-    clip = view.config.objective.clip
-    ratio_N = (view.logprob_N - old_N).exp()
+def _surrogate(inputs: PolicyInputs, old_N: Tensor, advantage_N: Tensor) -> Tensor:
+    clip = inputs.config.objective.clip
+    ratio_N = (inputs.logprob_N - old_N).exp()
     bounded_N = ratio_N.clamp(1 - clip, 1 + clip)
     return -torch.minimum(ratio_N * advantage_N, bounded_N * advantage_N)
 

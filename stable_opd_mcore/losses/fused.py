@@ -1,42 +1,55 @@
 """From hidden states and output heads to a loss and its gradients, never holding [N, V].
 
-The N scored rows go through in chunks: logits by one GEMM per model, sums of the chunk, per-token
-coefficients from the sums, the gradient written over the logits, two GEMMs. Both gradients are
-complete when the forward returns; backward only hands them out. Peak extra memory, whatever N: one
-logits chunk per model, plus the gradients themselves. METHOD §2 has the algebra; objectives.py
-says which terms an objective is made of.
+The N scored rows go through in blocks: one GEMM per model gives logits, one pass their sums; the
+sums give per-token coefficients; one pass writes the gradient over the student's logits, and two
+GEMMs carry it to hidden states and head. Every term is linear in its coefficients, which may depend
+on the block's sums (docs/method.md §2). Extra memory, whatever N: one block of logits per model,
+and the gradients. Not here: the passes (torch_ops.py), and which objective has which terms
+(objectives.py).
 
-N scored rows, C rows of a chunk, V columns of this rank's vocabulary shard, J looked-up columns of
-a row (the target first, then stop ids), K entries of a support, H hidden size.
+N scored rows, C rows of a block, V columns of this rank's vocabulary shard, J looked-up columns of
+a row (the target first, then stop ids), K columns of a support, H hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.losses.advantages import return_to_go
-from stable_opd_mcore.losses.chunk import Chunk
-from stable_opd_mcore.losses.head import (
-    Head,
-    StopClass,
-    accumulation_dtype,
-    align_head,
-    require_same_columns,
-    stop_classes,
+from stable_opd_mcore.losses.coefficients import (
+    NO_SCORES,
+    Component,
+    Terms,
+    k3_estimator,
+    needed_heads,
+    old_logprob,
+    return_to_go,
+    surrogate,
+    token_advantage,
+    weighted,
 )
-from stable_opd_mcore.losses.lookup import Lookup, Support
-from stable_opd_mcore.losses.outcomes import merge_
-from stable_opd_mcore.losses.passes import local_sums, reduce_pairs
-from stable_opd_mcore.losses.terms import Rows, Terms
-from stable_opd_mcore.records import LossOutput, MicroBatch
-
-__all__ = ["Head", "StopClass", "Terms", "align_head", "fused_loss", "stop_classes"]
+from stable_opd_mcore.losses.output_head import Head, accumulation_dtype
+from stable_opd_mcore.losses.stop_tokens import (
+    MergedStops,
+    TargetColumns,
+    TargetLogprobs,
+    merge_stops_,
+)
+from stable_opd_mcore.losses.torch_ops import SparseColumns
+from stable_opd_mcore.losses.vocabulary_sums import (
+    PairStatistics,
+    Statistics,
+    SupportDivergence,
+    dense_divergence,
+    merge_shards,
+    operations,
+)
+from stable_opd_mcore.records import LossOutput, MicroBatch, select_rows
 
 
 def fused_loss(
@@ -48,249 +61,342 @@ def fused_loss(
     teacher_head: Head | None = None,
     reference_head: Head | None = None,
     context_group: dist.ProcessGroup | None = None,
-    chunk_tokens: int = 1024,
+    block_rows: int = 1024,
 ) -> LossOutput:
     """The loss of one micro-batch, differentiable in hidden_NH and head.weight_VH.
 
     Under tensor parallelism every rank of the group calls it with the same rows; the loss is the
-    same on all of them, and the gradient by hidden_NH comes out summed over the shards. Weight
-    gradients accumulate over chunks in the weight's dtype, fp32 inside each product. Under context
+    same on all of them, and the gradient by hidden_NH is summed over the shards. Weight gradients
+    accumulate over blocks in the weight's dtype, fp32 inside each product. Under context
     parallelism the rows are those of this rank's slice, and losses and gradients add up over
     `context_group`.
 
     Raises:
-        UserError: a score the terms need is missing, or heads cover different vocabulary ranges.
+        ValueError: a score that the terms need is missing, or heads cover different vocabulary
+            ranges.
+        UserError: a stop id or top_k outside the common vocabulary.
     """
-    heads = (head, teacher_head, reference_head)
-    run = _Run(heads, Rows.of(batch), batch, terms, context_group, chunk_tokens)
-    run.check(hidden_NH)
-    loss = _FusedLoss.apply(hidden_NH, head.weight_VH, run, torch.is_grad_enabled())
-    found = run.found
-    return LossOutput(
-        loss=loss,
-        pg=found["pg"].sum(),
-        kl=found["kl"].sum(),
-        sft=found["sft"].sum(),
-        student_logprob_N=found["logprob"],
-        token_logprob_N=found["token_logprob"],
-        entropy_N=found["entropy"],
-        advantage_N=found["advantage"],
-        ratio_clipped_N=found["clipped"].bool(),
-        kl_reference_N=found["kl_reference"],
-        kl_teacher_N=found["kl_teacher"],
-        reference_logprob_N=found["reference_logprob"],
-        teacher_logprob_N=found["teacher_logprob"],
-        teacher_entropy_N=found["teacher_entropy"],
-    )
+    heads = needed_heads(hidden_NH, batch, terms, head, teacher_head, reference_head)
+    grad = torch.is_grad_enabled()
+    wants = grad and hidden_NH.requires_grad, grad and head.weight_VH.requires_grad
+    with torch.no_grad():
+        evaluation = _Evaluation(batch, terms, heads, block_rows)
+        rows, *gradients = evaluation.run(hidden_NH, *wants, context_group)
+    loss = _WithGradients.apply(hidden_NH, head.weight_VH, rows.loss.sum(), *gradients)
+    sums = {"pg": rows.pg.sum(), "kl": rows.kl.sum(), "sft": rows.sft.sum()}
+    return replace(rows, loss=loss, **sums, ratio_clipped_N=rows.ratio_clipped_N.bool())
 
 
-class _FusedLoss(torch.autograd.Function):
+class _WithGradients(torch.autograd.Function):
+    """A scalar whose gradients are known already; backward only hands them out."""
+
     @staticmethod
-    def forward(ctx, hidden_NH: Tensor, weight_VH: Tensor, run: _Run, grad_enabled: bool) -> Tensor:
-        wants = [grad_enabled and needed for needed in ctx.needs_input_grad[:2]]
-        d_hidden, d_weight = run(hidden_NH, weight_VH, wants_hidden=wants[0], wants_weight=wants[1])
-        ctx.save_for_backward(d_hidden, d_weight)
-        return (run.found["pg"] + run.found["kl"] + run.found["sft"]).sum()
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        total: Tensor,
+        d_hidden_NH: Tensor | None,
+        d_weight_VH: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(d_hidden_NH, d_weight_VH)
+        return total.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, *grad_outputs: Tensor):
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         scale = grad_outputs[0]
         gradients = ctx.saved_tensors
         if not torch.equal(scale, torch.ones_like(scale)):
             gradients = [g if g is None else g * scale.to(g.dtype) for g in gradients]
-        return (*gradients, None, None)
+        return (*gradients, None, None, None)
 
 
-class _Run:
-    """One evaluation over all chunks; `found` holds its per-token results."""
+@dataclass(frozen=True)
+class _Evaluation:
+    """One evaluation of the loss, over all blocks of a micro-batch."""
 
-    FOUND = (
-        "pg",
-        "kl",
-        "sft",
-        "logprob",
-        "token_logprob",
-        "entropy",
-        "advantage",
-        "clipped",
-        "kl_reference",
-        "kl_teacher",
-        "reference_logprob",
-        "teacher_logprob",
-        "teacher_entropy",
-    )
+    batch: MicroBatch
+    terms: Terms
+    heads: Mapping[str, Head]  # of "student", and of those others whose logits the terms need
+    block_rows: int
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # logits of a block, per model
 
-    def __init__(self, heads, rows, batch, terms, context_group, chunk_tokens):
-        self.head: Head = heads[0]
-        self.rows: Rows = rows
-        self.batch: MicroBatch = batch
-        self.terms: Terms = terms
-        self.teacher_head: Head | None = heads[1]
-        self.reference_head: Head | None = heads[2]
-        self.context_group: dist.ProcessGroup | None = context_group
-        self.chunk_tokens: int = chunk_tokens
-        self.scale = 1.0 / terms.temperature
-        self.found: dict[str, Tensor] = {}
-        self.buffers: dict[str, Tensor] = {}
-
-    def check(self, hidden_NH: Tensor) -> None:
-        """Say what is missing before any work is done."""
-        terms, rows = self.terms, self.rows
-        if hidden_NH.shape[0] != rows.targets.shape[0]:
-            raise UserError(
-                f"{hidden_NH.shape[0]} hidden states for {rows.targets.shape[0]} scored rows: "
-                "select them with hidden_TH.index_select(0, microbatch.rows_N)"
-            )
-        for name, needed, head, hidden in (
-            ("teacher", terms.teacher_logits, self.teacher_head, rows.teacher_hidden),
-            ("reference", terms.reference == "exact", self.reference_head, rows.reference_hidden),
-        ):
-            if needed and (head is None or hidden is None):
-                raise UserError(f"the loss needs the {name}'s hidden states and output head")
-            if needed and head is not None:
-                require_same_columns(self.head, head, name)
-        if terms.reference == "k3" and rows.reference_logprob is None:
-            raise UserError("kl.estimator=k3 needs the reference's log-probabilities")
-        if terms.divergence == "teacher_support" and rows.topk_ids is None:
-            raise UserError("the loss needs the teacher's top-k ids and log-probabilities")
-
-    def __call__(
-        self, hidden_NH: Tensor, weight_VH: Tensor, *, wants_hidden: bool, wants_weight: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Run all chunks; return the gradients that are wanted."""
-        dtype = accumulation_dtype(hidden_NH)
-        self.found = {
-            name: torch.zeros(hidden_NH.shape[0], dtype=dtype, device=hidden_NH.device)
-            for name in self.FOUND
-        }
+    def run(
+        self,
+        hidden_NH: Tensor,
+        wants_hidden: bool,
+        wants_weight: bool,
+        context_group: dist.ProcessGroup | None,
+    ) -> tuple[LossOutput, Tensor | None, Tensor | None]:
+        """Results of all rows, of which none is summed yet, and those gradients that are wanted."""
+        batch, head = self.batch, self.heads["student"]
         if self.terms.advantage is not None and self.terms.discount > 0:
-            self.rows = replace(self.rows, advantage=self._returns(hidden_NH))
+            returns_N = self._returns(hidden_NH, context_group)
+            batch = replace(batch, given_advantage_N=returns_N)
         d_hidden = torch.zeros_like(hidden_NH) if wants_hidden else None
-        d_weight = torch.zeros_like(weight_VH) if wants_weight else None
-        for rows in self._chunks():
-            chunk = self._open(hidden_NH[rows], self.rows[rows])
-            gradient_CV = chunk.finish(self.found, rows, wants_hidden or wants_weight)
-            if gradient_CV is None or self.head.num_columns == 0:
+        d_weight = torch.zeros_like(head.weight_VH) if wants_weight else None
+        columns, results = slice(0, head.num_columns), []
+        for rows in self._blocks():
+            block = self._block(hidden_NH[rows], select_rows(batch, rows))
+            finished, gradient_CV = block.finish(wants_hidden or wants_weight)
+            results.append(finished)
+            if gradient_CV is None or head.num_columns == 0:
                 continue
-            columns = slice(0, self.head.num_columns)
             if d_hidden is not None:
-                d_hidden[rows] = gradient_CV @ weight_VH[columns]
+                d_hidden[rows] = gradient_CV @ head.weight_VH[columns]
             if d_weight is not None:
                 hidden_CH = hidden_NH[rows].to(gradient_CV.dtype)
                 torch.addmm(d_weight[columns], gradient_CV.T, hidden_CH, out=d_weight[columns])
         if d_hidden is not None:
-            self.head.reduce_(d_hidden)
-        self.buffers.clear()
-        return d_hidden, d_weight
+            head.reduce_(d_hidden)
+        if not results:
+            empty_N = hidden_NH.new_zeros(0, dtype=accumulation_dtype(hidden_NH))
+            results = [LossOutput(*[empty_N] * len(fields(LossOutput)))]
+        whole = map(torch.cat, zip(*(vars(block).values() for block in results), strict=True))
+        return LossOutput(*whole), d_hidden, d_weight
 
-    def _returns(self, hidden_NH: Tensor) -> Tensor:
-        """Discounted returns of the whole micro-batch: from a first, forward-only pass unless
-        both log-probabilities are given.
+    def _returns(self, hidden_NH: Tensor, context_group: dist.ProcessGroup | None) -> Tensor:
+        """Discounted returns of the whole micro-batch, to which masked tokens add nothing.
 
-        Masked tokens add nothing to the returns of those before them.
+        A first, forward-only pass computes the advantages unless both log-probabilities are given.
         """
-        given = self.rows
-        if given.old_logprob is not None and given.teacher_logprob is not None:
-            values_N = given.token_advantage(given.old_logprob, self.terms)
+        batch, teacher = self.batch, self.batch.teacher or NO_SCORES
+        if batch.old_logprob_N is not None and teacher.logprob_N is not None:
+            values_N = token_advantage(self.terms, batch, batch.old_logprob_N, teacher.logprob_N)
         else:
-            values_N = torch.empty_like(self.found["logprob"])
-            for rows in self._chunks():
-                values_N[rows] = self._open(hidden_NH[rows], given[rows]).token_advantage()
-        values_N = values_N.masked_fill(given.pg_weight == 0, 0)
-        tokens = (self.batch.sample_index_N, self.batch.token_index_N)
-        return return_to_go(values_N, *tokens, self.terms.discount, self.context_group)
+            values_N = hidden_NH.new_empty(len(hidden_NH), dtype=accumulation_dtype(hidden_NH))
+            for rows in self._blocks():
+                block = self._block(hidden_NH[rows], select_rows(batch, rows))
+                values_N[rows] = block.advantage()
+        values_N = values_N.masked_fill(batch.pg_weight_N == 0, 0)
+        tokens = (batch.sample_index_N, batch.token_index_N)
+        return return_to_go(values_N, *tokens, self.terms.discount, context_group)
 
-    def _chunks(self) -> Iterator[slice]:
-        count = self.rows.targets.shape[0]
-        for start in range(0, count, self.chunk_tokens):
-            yield slice(start, min(start + self.chunk_tokens, count))
+    def _blocks(self) -> Iterator[slice]:
+        count = self.batch.targets_N.shape[0]
+        for start in range(0, count, self.block_rows):
+            yield slice(start, min(start + self.block_rows, count))
 
-    def _logits(self, name: str, head: Head, hidden_CH: Tensor) -> Tensor:
-        """Logits into a buffer that all chunks share; the last chunk may fill only part of it."""
-        buffer = self.buffers.get(name)
-        if buffer is None:
-            buffer = head.logits_buffer(hidden_CH.shape[0])
-            self.buffers[name] = buffer
-        return head.logits(hidden_CH, out=buffer[: hidden_CH.shape[0]])
+    def _logits(self, hidden_CH: Tensor, batch: MicroBatch) -> dict[str, Tensor]:
+        """Logits of a block, per model of `heads`.
 
-    def _all_logits(self, hidden_CH: Tensor, rows: Rows) -> dict[str, Tensor]:
-        """Logits of the chunk by the student and by those models that the terms need whole."""
-        logits = {"student": self._logits("student", self.head, hidden_CH)}
-        exact = self.terms.reference == "exact"
-        for name, needed, head, other_CH in (
-            ("reference", exact, self.reference_head, rows.reference_hidden),
-            ("teacher", self.terms.teacher_logits, self.teacher_head, rows.teacher_hidden),
-        ):
-            if needed:
-                assert head is not None and other_CH is not None, "checked before the first chunk"
-                logits[name] = self._logits(name, head, other_CH)
+        All blocks share one buffer per model, of which the last block may fill only a part.
+        """
+        hidden = {"student": hidden_CH}
+        for name, scores in (("teacher", batch.teacher), ("reference", batch.reference)):
+            if scores is not None and scores.hidden_NH is not None:
+                hidden[name] = scores.hidden_NH
+        logits = {}
+        for name, head in self.heads.items():
+            if name not in self.buffers:
+                self.buffers[name] = head.logits_buffer(len(hidden_CH))
+            logits[name] = head.logits(hidden[name], out=self.buffers[name][: len(hidden_CH)])
         return logits
 
-    def _support_ids(self, student_CV: Tensor, rows: Rows) -> Tensor | None:
-        if self.terms.divergence == "teacher_support":
-            return rows.topk_ids
+    def _support_ids(self, student_CV: Tensor, batch: MicroBatch) -> Tensor | None:
+        if self.terms.divergence == "teacher_support" and batch.teacher is not None:
+            return batch.teacher.topk_ids_NK
         if self.terms.divergence == "student_support":
-            return self.head.top_k(student_CV, self.terms.top_k)[1]
+            return self.heads["student"].top_k(student_CV, self.terms.top_k)[1]
         return None
 
-    def _open(self, hidden_CH: Tensor, rows: Rows) -> Chunk:
-        """Logits and everything that is known of a chunk before coefficients."""
-        terms, head = self.terms, self.head
-        logits = self._all_logits(hidden_CH, rows)
+    def _block(self, hidden_CH: Tensor, batch: MicroBatch) -> _Block:
+        """Logits of a block and their sums over the vocabulary."""
+        terms, head, scale = self.terms, self.heads["student"], 1.0 / self.terms.temperature
+        logits = self._logits(hidden_CH, batch)
         student_CV = logits["student"]
-        lookup = Lookup.of(rows.targets, terms.stop, head.vocab_size)
-        read = {"target": head.gather_columns(student_CV, lookup.ids_CJ)}
-        if "reference" in logits:
-            read["reference"] = head.gather_columns(logits["reference"], rows.targets[:, None])
-        teachers, alone = None, []
-        if "teacher" in logits:
-            teachers = Lookup.of(rows.targets, terms.teacher_stop, head.vocab_size)
-            read["teacher"] = head.gather_columns(logits["teacher"], teachers.ids_CJ)
-            alone = [local_sums(logits["teacher"], None, self.scale)]
+        shard_sums = operations(student_CV).shard_sums
+        stops = {"student": terms.stop, "teacher": terms.teacher_stop}
+        columns = {
+            name: TargetColumns.of(batch.targets_N, stops.get(name), head.vocab_size)
+            for name in logits
+        }
+        looked_up = {
+            name: head.gather_columns(logits[name], columns[name].ids_CJ) for name in logits
+        }
+        alone = [shard_sums(logits["teacher"], None, scale)] if "teacher" in logits else []
 
-        # From here on the stop ids are one outcome in all logits, where the terms ask for it.
-        merged = merge_(logits, terms.merged_ids, self.scale, head) if terms.merged_ids else None
-        support_ids = self._support_ids(student_CV, rows)
-        if support_ids is not None:
+        # From here on the stop ids are one outcome in all logits, where the terms merge them.
+        merged = None
+        if terms.merged_ids:
+            merged = merge_stops_(logits, terms.merged_ids, scale, head)
+        support_ids_CK = self._support_ids(student_CV, batch)
+        if support_ids_CK is not None:
             for name in ("student", "teacher"):
                 if name in logits:
-                    read[f"{name}_support"] = head.gather_columns(logits[name], support_ids)
-        others = ["reference"] if "reference" in logits else []
-        if terms.teacher_pair:
-            others.append("teacher")
-        pairs = [local_sums(student_CV, logits[name], self.scale) for name in others]
-        pairs = pairs or [local_sums(student_CV, None, self.scale)]
-        paired = [bool(others)] * len(pairs) + [False] * len(alone)
-        statistics, whole = reduce_pairs([*pairs, *alone], paired, list(read.values()), head)
+                    looked_up[f"{name} support"] = head.gather_columns(logits[name], support_ids_CK)
+        others = terms.compared_models
+        pairs = [shard_sums(student_CV, logits[name], scale) for name in others]
+        pairs = pairs or [shard_sums(student_CV, None, scale)]
+        statistics, whole = merge_shards([*pairs, *alone], list(looked_up.values()), head)
 
-        read = {name: x * self.scale for name, x in zip(read, whole, strict=True)}
-        meets = dict(zip(others, statistics, strict=False))  # without others: the student alone
-        reference, reference_logprob_C = meets.get("reference"), rows.reference_logprob
-        if reference is not None:
-            assert reference.other is not None
-            reference_logprob_C = reference.other.log_softmax(read["reference"])[:, 0]
-        teacher_entropy_C = None
-        if teachers is not None:
-            teacher = teachers.read(read["teacher"], statistics[-1].student)
-            rows = replace(rows, teacher_logprob=teacher.logprob_C)
-            teacher_entropy_C = statistics[-1].entropy_C
+        at = {name: x * scale for name, x in zip(looked_up, whole, strict=True)}
+        compared = {
+            name: pair
+            for name, pair in zip(others, statistics, strict=False)
+            if isinstance(pair, PairStatistics)
+        }
+        normalisers = {"student": statistics[0].normaliser}
+        if alone:
+            normalisers["teacher"] = statistics[-1].normaliser  # over tokens, not merged
+        if "reference" in compared:
+            normalisers["reference"] = compared["reference"].other
+        logprobs = {name: columns[name].logprobs(at[name], normalisers[name]) for name in logits}
+        teacher, reference = logprobs.get("teacher"), logprobs.get("reference")
+        given, given_reference = batch.teacher or NO_SCORES, batch.reference or NO_SCORES
         support = None
-        if support_ids is not None:
-            teacher_CK = read.get("teacher_support", rows.topk_logprobs)
+        if support_ids_CK is not None:
+            teacher_CK = at.get("teacher support", given.topk_logprobs_NK)
             assert teacher_CK is not None
-            support = Support.of(support_ids, read["student_support"], teacher_CK)
-        return Chunk(
+            support = SupportDivergence.of(support_ids_CK, at["student support"], teacher_CK)
+        return _Block(
             head=head,
             terms=terms,
-            rows=rows,
+            batch=batch,
             logits=logits,
             student=statistics[0],
-            reference=reference,
-            teacher=meets.get("teacher"),
-            target=lookup.read(read["target"], statistics[0].student),
-            reference_logprob_C=reference_logprob_C,
-            teacher_entropy_C=teacher_entropy_C,
+            compared=compared,
+            target=logprobs["student"],
+            reference_logprob_C=reference.logprob_C if reference else given_reference.logprob_N,
+            teacher_logprob_C=teacher.logprob_C if teacher else given.logprob_N,
+            teacher_entropy_C=statistics[-1].entropy_C if alone else None,
             support=support,
             merged=merged,
         )
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A block of rows: logits, undivided by the temperature, and what their sums give."""
+
+    head: Head
+    terms: Terms
+    batch: MicroBatch  # its [N, ...] fields hold the rows of this block
+    logits: Mapping[str, Tensor]  # [C, V] of "student" and where needed "reference", "teacher"
+    student: Statistics
+    compared: Mapping[str, PairStatistics]  # student against each full distribution it is held to
+    target: TargetLogprobs
+    reference_logprob_C: Tensor | None  # of the target token
+    teacher_logprob_C: Tensor | None  # of the target or its stop class: given, or from the logits
+    teacher_entropy_C: Tensor | None  # where the teacher's logits are here
+    support: SupportDivergence | None
+    merged: MergedStops | None  # the stop ids, where they are one outcome in `logits`
+
+    def finish(self, wants_gradient: bool) -> tuple[LossOutput, Tensor | None]:
+        """Results per row, not summed, and if wanted d loss / d logits [C, V], written over the
+        student's logits.
+        """
+        target, batch = self.target, self.batch
+        policy, kl = self._policy(), self._kl()
+        sft_C = weighted(batch.sft_weight_N, -target.token_logprob_C)
+        entropy_C, zero_C = self.student.entropy_C, torch.zeros_like(target.logprob_C)
+        if self.merged is not None:
+            entropy_C = self.merged.token_entropy(self.student, self.terms.temperature)
+
+        def given(value_C: Tensor | None) -> Tensor:
+            return zero_C if value_C is None else value_C
+
+        kl_teacher_C = None
+        if "teacher" in self.compared:
+            kl_teacher_C = self.compared["teacher"].reverse_kl_C
+        elif self.teacher_logprob_C is not None:
+            kl_teacher_C = target.logprob_C - self.teacher_logprob_C
+        results = LossOutput(
+            loss=policy.value_C + kl.value_C + sft_C,
+            pg=policy.value_C,
+            kl=kl.value_C,
+            sft=sft_C,
+            student_logprob_N=target.logprob_C,
+            token_logprob_N=target.token_logprob_C,
+            entropy_N=entropy_C,
+            advantage_N=given(policy.advantage_C),
+            ratio_clipped_N=given(policy.clipped_C).bool(),
+            kl_reference_N=given(kl.kl_C),
+            kl_teacher_N=given(kl_teacher_C),
+            reference_logprob_N=given(self.reference_logprob_C),
+            teacher_logprob_N=given(self.teacher_logprob_C),
+            teacher_entropy_N=given(self.teacher_entropy_C),
+        )
+        return results, self._write_gradient(policy, kl) if wants_gradient else None
+
+    def advantage(self) -> Tensor:
+        """A of every token by itself, under pi_old, or under the present policy without one."""
+        behaviour_C = old_logprob(self.batch, self.target)
+        if behaviour_C is None:
+            behaviour_C = self.target.logprob_C
+        return token_advantage(self.terms, self.batch, behaviour_C, self.teacher_logprob_C)
+
+    def _policy(self) -> Component:
+        terms, batch = self.terms, self.batch
+        zero_C = torch.zeros_like(self.target.logprob_C)
+        if terms.advantage is not None:
+            advantage_C = batch.given_advantage_N if terms.discount > 0 else self.advantage()
+            assert advantage_C is not None
+            if terms.settings.control_variate:
+                # After the return-to-go, for it belongs to this prefix alone.
+                advantage_C = advantage_C + self.compared["teacher"].reverse_kl_C
+            return surrogate(batch, self.target, advantage_C, terms.clip)
+        if terms.divergence is None:
+            return Component(zero_C, zero_C)
+        if self.support is not None:
+            return Component(weighted(batch.pg_weight_N, self.support.value_C), zero_C)
+        value_C, term = dense_divergence(
+            terms.divergence,
+            self.compared["teacher"],
+            self.logits["student"],
+            self.logits["teacher"],
+            batch.pg_weight_N,
+            terms.jsd_beta,
+            1.0 / terms.temperature,
+            self.head,
+        )
+        return Component(weighted(batch.pg_weight_N, value_C), zero_C, dense=term)
+
+    def _kl(self) -> Component:
+        """The KL to the reference."""
+        weight_C = self.batch.kl_weight_N
+        zero_C = torch.zeros_like(self.target.logprob_C)
+        if self.terms.reference == "none":
+            return Component(zero_C, zero_C)
+        if self.terms.reference == "k3":
+            assert self.reference_logprob_C is not None
+            return k3_estimator(weight_C, self.target.token_logprob_C, self.reference_logprob_C)
+        reference = self.compared["reference"]
+        term = reference.reverse_term(self.logits["reference"], weight_C)
+        kl_C = reference.reverse_kl_C
+        return Component(weighted(weight_C, kl_C), zero_C, dense=term, kl_C=kl_C)
+
+    def _write_gradient(self, policy: Component, kl: Component) -> Tensor:
+        """Overwrite the student's logits with the gradient of all components."""
+        logits_CV, head, student = self.logits["student"], self.head, self.student.normaliser
+        write_gradient_ = operations(logits_CV).write_gradient_
+        scale = 1.0 / self.terms.temperature
+        token_C = kl.logprob_gradient_C - self.batch.sft_weight_N
+        at_target_CJ = self.target.share_CJ * policy.logprob_gradient_C[:, None]
+        at_target_CJ[:, 0] += token_C
+        logprob_gradient_C = policy.logprob_gradient_C + token_C
+        both = {"reference": kl.dense, "teacher": policy.dense}
+        dense = {name: term for name, term in both.items() if term is not None}
+        columns_CJ, here_CJ = head.local_columns(self.target.ids_CJ)
+        sparse = SparseColumns(columns_CJ.masked_fill(~here_CJ, -1), at_target_CJ)
+        write_gradient_(logits_CV, student, logprob_gradient_C, sparse, list(dense.values()), scale)
+        at_outcome_C = torch.zeros_like(token_C)
+        if self.support is not None:
+            ids_CK = self.support.ids_CK
+            values_CK = self.support.gradient_CK * self.batch.pg_weight_N[:, None]
+            head.scatter_add_(logits_CV, ids_CK, values_CK * scale)
+            if self.merged is not None:
+                at_outcome_C = (values_CK * (ids_CK == self.merged.ids[0])).sum(1)
+        if self.merged is not None:
+            self.merged.write_gradient_(
+                logits_CV,
+                student,
+                logprob_gradient_C,
+                at_outcome_C,
+                SparseColumns(self.target.ids_CJ, at_target_CJ * scale),
+                dense,
+                scale,
+                head,
+            )
+        return logits_CV

@@ -1,8 +1,7 @@
-"""Every objective by name: which terms its loss has, which scores it needs, how its tokens are
-weighted.
+"""Every objective by name: its definition, the terms of its loss, and the scores it needs.
 
-To add an objective: write its per-token definition in definitions.py, and one line in OBJECTIVES
-that says which terms compute it. The tests hold every entry against its definition. Not here: how
+To add an objective: write its per-token definition in definitions.py, and add a line to OBJECTIVES
+with the terms that compute it. The tests compare every line with its definition. Not here: how
 terms are computed (fused.py).
 """
 
@@ -18,37 +17,41 @@ from torch import Tensor
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.losses import definitions, token_weights
-from stable_opd_mcore.losses.advantages import given_with_sample, teacher_over_student
+from stable_opd_mcore.losses.coefficients import Terms, given_with_sample, teacher_over_student
 from stable_opd_mcore.losses.fused import fused_loss
-from stable_opd_mcore.losses.head import Head, StopClass, chunk_rows, stop_classes
-from stable_opd_mcore.losses.terms import Terms
+from stable_opd_mcore.losses.output_head import Head, rows_per_block
+from stable_opd_mcore.losses.stop_tokens import StopClass, stop_classes
 from stable_opd_mcore.records import LossOutput, MicroBatch, Sample, TokenWeights
 
-# "topk" comes with "sampled"; "hidden" comes alone, and the loss finds the rest.
+# "topk" includes "sampled"; "hidden" is hidden states only, and the loss computes the rest.
 ScoresNeeded = Literal["none", "sampled", "topk", "hidden"]
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One row of the registry."""
+class ObjectiveSpec:
+    """One line of OBJECTIVES."""
 
-    definition: definitions.PolicyTerm | None  # the plain per-token form; None: no policy term
+    definition: definitions.PolicyTerm | None  # None: no policy term
     terms: Callable[[Config], Terms]
     teacher: ScoresNeeded
     rewards: bool = False  # advantages come from graded rollouts
 
 
-OBJECTIVES: dict[str, Entry] = {
-    "sft": Entry(None, lambda config: Terms(), "none"),
-    "grpo": Entry(
+OBJECTIVES: dict[str, ObjectiveSpec] = {
+    "sft": ObjectiveSpec(None, lambda config: Terms(), "none"),
+    "grpo": ObjectiveSpec(
         definitions.grpo, lambda config: Terms(advantage=given_with_sample), "none", rewards=True
     ),
-    "opd": Entry(definitions.opd, lambda config: Terms(advantage=teacher_over_student), "sampled"),
-    "lsm": Entry(definitions.lsm, lambda config: Terms(divergence="teacher_support"), "topk"),
-    "student_topk": Entry(
+    "opd": ObjectiveSpec(
+        definitions.opd, lambda config: Terms(advantage=teacher_over_student), "sampled"
+    ),
+    "lsm": ObjectiveSpec(
+        definitions.lsm, lambda config: Terms(divergence="teacher_support"), "topk"
+    ),
+    "student_topk": ObjectiveSpec(
         definitions.student_topk, lambda config: Terms(divergence="student_support"), "hidden"
     ),
-    "gkd": Entry(
+    "gkd": ObjectiveSpec(
         definitions.gkd, lambda config: Terms(divergence=config.objective.divergence), "hidden"
     ),
 }
@@ -61,27 +64,26 @@ class Objective:
     name: str
     teacher_needs: ScoresNeeded  # what `microbatch.teacher` must carry
     reference_needs: ScoresNeeded  # what `microbatch.reference` must carry
-    top_k: int  # entries per row when teacher_needs is "topk"
+    top_k: int  # tokens per row when teacher_needs is "topk"
     needs_rollouts: bool  # False: golden solutions alone are trained on
     needs_golden: bool  # golden solutions must be among the samples
     needs_rewards: bool  # rollouts must be graded before weighting
     student_stop: StopClass | None  # for scoring the student (old log-probabilities)
-    teacher_stop: StopClass | None  # for scoring the teacher; the reference is scored without
+    teacher_stop: StopClass | None  # for scoring the teacher; the reference has no stop class
     terms: Terms
     config: Config
 
     @property
     def temperature(self) -> float:
-        """Of every log-probability that the loss compares."""
+        """The temperature of every log-probability in the loss."""
         return self.terms.temperature
 
     def token_weights(self, samples: Sequence[Sample]) -> list[TokenWeights]:
-        """Weights of all samples of the step (every data-parallel rank's), global normalisers
-        inside.
+        """Weights of all samples of the step, of every data-parallel rank, normalisers included.
 
         Raises:
             UserError: a rollout without reward (grpo), an off-policy prompt without golden
-            solution (gkd).
+                solution (gkd).
         """
         config = self.config
         policy = [sample.source == "rollout" and self.needs_rollouts for sample in samples]
@@ -113,14 +115,16 @@ class Objective:
         """The summed loss of one micro-batch, differentiable in hidden_NH and head.weight_VH.
 
         Args:
-            hidden_NH: the student's last hidden states of the scored rows:
-            hidden_TH.index_select(0, rows_N). head: the student's output head, this rank's shard.
+            hidden_NH: the student's last hidden states of the scored rows,
+                hidden_TH.index_select(0, rows_N).
+            head: the student's output head, this rank's shard.
             teacher_head: where teacher_needs is "hidden"; cut at the student's shard boundaries
-            (align_head). reference_head: where reference_needs is "hidden". context_group: ranks
-            that hold the other slices of the micro-batch's sequences.
+                (align_head).
+            reference_head: where reference_needs is "hidden".
+            context_group: ranks that hold the other slices of the micro-batch's sequences.
 
         Raises:
-            UserError: scores are missing or heads do not fit, naming which.
+            ValueError: scores are missing or heads do not fit, naming which.
         """
         return fused_loss(
             hidden_NH,
@@ -130,7 +134,7 @@ class Objective:
             teacher_head=teacher_head,
             reference_head=reference_head,
             context_group=context_group,
-            chunk_tokens=chunk_rows(self.config.train.loss_chunk_tokens, head),
+            block_rows=rows_per_block(self.config.train.loss_block_tokens, head),
         )
 
 
@@ -151,13 +155,13 @@ def build_objective(
         raise ConfigError(
             f"objective.name={settings.name!r}: expected one of {', '.join(OBJECTIVES)}"
         )
-    entry = OBJECTIVES[settings.name]
-    _check(config, entry)
+    spec = OBJECTIVES[settings.name]
+    _check(config, spec)
     student_stop = teacher_stop = None
-    if settings.stop_class and entry.teacher != "none" and teacher_stop_ids is not None:
+    if settings.stop_class and spec.teacher != "none" and teacher_stop_ids is not None:
         student_stop, teacher_stop = stop_classes(student_stop_ids, teacher_stop_ids)
     terms = replace(
-        entry.terms(config),
+        spec.terms(config),
         settings=settings.advantage,
         clip=settings.clip,
         discount=settings.discount,
@@ -171,14 +175,14 @@ def build_objective(
     reference_needs: dict[str, ScoresNeeded] = {"none": "none", "k3": "sampled", "exact": "hidden"}
     return Objective(
         name=settings.name,
-        teacher_needs="hidden" if terms.teacher_logits else entry.teacher,
+        teacher_needs="hidden" if terms.teacher_logits else spec.teacher,
         reference_needs=reference_needs[terms.reference],
         top_k=settings.top_k,
         needs_rollouts=settings.name != "sft",
         needs_golden=settings.name == "sft"
         or config.mixture.lambda_ > 0
         or (settings.name == "gkd" and settings.on_policy_fraction < 1),
-        needs_rewards=entry.rewards,
+        needs_rewards=spec.rewards,
         student_stop=student_stop,
         teacher_stop=teacher_stop,
         terms=terms,
@@ -186,11 +190,11 @@ def build_objective(
     )
 
 
-def _check(config: Config, entry: Entry) -> None:
+def _check(config: Config, spec: ObjectiveSpec) -> None:
     """Refuse options that the named objective would ignore."""
     settings, name = config.objective, config.objective.name
-    from_teacher = entry.terms(config).advantage is teacher_over_student
-    if entry.teacher != "none" and config.teacher is None:
+    from_teacher = spec.terms(config).advantage is teacher_over_student
+    if spec.teacher != "none" and config.teacher is None:
         raise ConfigError(f"objective.name={name} needs a teacher: set teacher.path")
     for option, given in (
         ("discount", settings.discount > 0),

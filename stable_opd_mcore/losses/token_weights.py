@@ -1,16 +1,18 @@
-"""Per-token weights with the global normaliser inside, so that the loss is a plain sum (METHOD
-§1-3).
+"""Per-token weights with the global normaliser inside, so that the loss is a plain sum
+(docs/method.md §1-3, 6), and their correction for the engine's probabilities.
 
-Pure Python over the global list of samples, the same on every rank. Every component has its own
-denominator:
-    pg   sequence_mean  1 / (sequences * trained tokens of this one)     token_mean  1 / trained
-    tokens of all
-         constant       1 / (sequences * max_new_tokens)   (Dr.GRPO)
-    kl   beta / visited rollout prefixes, masked tokens included: a mask is about advantages, not
-    about states sft  lambda / (golden sequences * trained tokens of this one)
-"Sequences" are those with at least one trained token. Because sums over ranks and micro-batches of
-sum_t w_t f_t give exactly the global mean, no count has to travel with a gradient. Not here: which
-tokens are trained.
+`token_weights` works on the global list of samples, the same on every rank. Every component has its
+own denominator:
+
+    pg    sequence_mean   1 / (sequences * trained tokens of this one)
+          token_mean      1 / trained tokens of all
+          constant        1 / (sequences * max_new_tokens), as in Dr. GRPO
+    kl    beta / visited rollout prefixes; a token mask removes advantages, not prefixes
+    sft   lambda / (golden sequences * trained tokens of this one)
+
+"Sequences" are those with at least one trained token. Sums of w_t f_t over ranks and micro-batches
+are exactly the global mean, so no count has to travel with a gradient. Not here: which tokens are
+trained.
 """
 
 from __future__ import annotations
@@ -18,13 +20,19 @@ from __future__ import annotations
 import statistics
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import repeat
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.records import Sample, TokenWeights
+from stable_opd_mcore.metrics import Mean, Metrics
+from stable_opd_mcore.records import MicroBatch, Sample, TokenWeights
 
 Aggregation = Literal["sequence_mean", "token_mean", "constant"]
+Correction = Literal["none", "truncated", "masked"]
 STD_EPSILON = 1e-6
 
 
@@ -46,7 +54,7 @@ def token_weights(
         max_new_tokens: the denominator of `constant`.
         beta: weight of the mean KL over rollout prefixes.
         sft_weight: weight of the mean negative log-likelihood over golden solutions.
-        advantages: per sample, spread over its tokens; None where the teacher gives them.
+        advantages: per sample, the same for all its tokens; None where they come from scores.
     """
     trained = [sum(sample.trained) for sample in samples]
     golden = [sample.source == "golden" for sample in samples]
@@ -82,10 +90,10 @@ def token_weights(
 
 
 def group_advantages(samples: Sequence[Sample], std_normalise: bool) -> list[float]:
-    """Reward minus the mean of its prompt's rollouts, over their sample standard deviation if
-    asked (GRPO).
+    """Per sample: reward minus the mean reward of its prompt's rollouts (GRPO).
 
-    Golden samples get 0, and so does a group whose rewards are all alike.
+    std_normalise: divide by the rewards' sample standard deviation. Golden samples and groups of
+    equal rewards get 0.
 
     Raises:
         UserError: a rollout without a reward.
@@ -116,11 +124,11 @@ def group_advantages(samples: Sequence[Sample], std_normalise: bool) -> list[flo
 
 
 def on_policy_share(samples: Sequence[Sample], fraction: float) -> list[bool]:
-    """GKD's lambda: for that share of prompts the rollouts carry the policy term, for the others
-    the golden solution.
+    """Per sample, whether it carries GKD's policy term: the rollouts of a `fraction` of the
+    prompts, and the golden solutions of the others.
 
-    Which prompts is drawn by a hash of the prompt and its first rollout, so it changes from step
-    to step and is the same on every rank.
+    A hash of the prompt and its first rollout draws the prompts, so the draw changes from step to
+    step and is the same on every rank.
 
     Raises:
         UserError: an off-policy prompt without a golden solution.
@@ -148,3 +156,63 @@ def _draw(sample: Sample) -> int:
 
 def _on_trained(weight: float, sample: Sample) -> tuple[float, ...]:
     return tuple(weight if on else 0.0 for on in sample.trained)
+
+
+def importance_weights(
+    trainer_logprob_N: Tensor, rollout_logprob_N: Tensor, kind: Correction, threshold: float
+) -> Tensor:
+    """Factor on each token's policy-gradient weight, fp32 [N], with w = p_trainer / p_engine.
+
+    The engine and the trainer round differently, and with rollout.async_steps=1 the engine's
+    weights are one version older.
+
+        none        1
+        truncated   min(w, threshold)
+        masked      w inside [1/threshold, threshold], 0 outside
+
+    Both probabilities are of the full softmax at the sampling temperature. Not the PPO ratio, which
+    compares the policy being updated with the one before the update; the two multiply.
+    """
+    ratio_N = torch.exp((trainer_logprob_N - rollout_logprob_N).float())
+    if kind == "none":
+        return torch.ones_like(ratio_N)
+    if kind == "truncated":
+        return ratio_N.clamp(max=threshold)
+    inside_N = (ratio_N <= threshold) & (ratio_N >= 1 / threshold)
+    return torch.where(inside_N, ratio_N, 0.0)
+
+
+def correct_importance(
+    batches: Sequence[MicroBatch], kind: Correction, threshold: float
+) -> tuple[list[MicroBatch], Metrics]:
+    """Micro-batches with corrected policy-gradient weights, and metrics of the correction.
+
+    `old_token_logprob_N` must be the trainer's log-probability of the sampled token itself before
+    the update, as the engine's is, also where the loss compares stop classes. Micro-batches without
+    it (before the last pipeline stage) come back unchanged.
+    """
+    corrected, metrics = [], Metrics()
+    for batch in batches:
+        trainer_N = batch.old_token_logprob_N
+        if kind == "none" or trainer_N is None:
+            corrected.append(batch)
+            continue
+        weight_N = importance_weights(trainer_N, batch.rollout_logprob_N, kind, threshold)
+        trained_N = batch.pg_weight_N != 0
+        ratio_N = torch.exp((trainer_N - batch.rollout_logprob_N).float())
+        count = int(trained_N.sum())
+        metrics = metrics | Metrics(
+            {
+                "importance/weight_mean": Mean(float(weight_N[trained_N].sum()), count),
+                "importance/cut_share": Mean(float((weight_N != ratio_N)[trained_N].sum()), count),
+            }
+        )
+        # Golden tokens have no rollout probability; their weight of 0 must stay exactly 0.
+        pg_weight_N = torch.where(trained_N, batch.pg_weight_N * weight_N, 0.0)
+        corrected.append(replace(batch, pg_weight_N=pg_weight_N))
+    return corrected, metrics
+
+
+def use_rollout_policy(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Micro-batches whose old policy is the engine's: the exact off-policy ratio."""
+    return [replace(batch, old_token_logprob_N=batch.rollout_logprob_N) for batch in batches]

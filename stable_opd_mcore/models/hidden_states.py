@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from stable_opd_mcore.losses.head import Head
+from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.models.attention import PackedSequences, RotaryByPosition
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.records import MicroBatch

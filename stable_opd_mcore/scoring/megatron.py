@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.losses.head import Head, StopClass, align_head, chunk_rows
+from stable_opd_mcore.losses.output_head import Head, align_head, rows_per_block
+from stable_opd_mcore.losses.stop_tokens import StopClass
 from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
@@ -32,11 +33,11 @@ class MegatronScorer:
         temperature: of the rollouts, so that all log-probabilities are comparable.
         stop: the model's own stop class (docs/method.md §4), None to score the plain token.
         top_k: also keep the K most probable tokens and their log-probabilities.
-        merged_ids: stop ids that are one entry of this list (losses.terms.Terms.merged_ids).
+        merged_ids: stop ids that are one entry of this list (losses.coefficients.Terms.merged_ids).
         hidden_alone: return hidden_NH only, for losses over the full vocabulary.
         like: the student's head. This model's head is cut over the tensor ranks at the same
             vocabulary entries; with more padding rows Megatron would cut it elsewhere.
-        chunk_tokens: rows whose logits exist at once, adjusted by losses.head.chunk_rows.
+        block_rows: rows whose logits exist at once, adjusted by output_head.rows_per_block.
 
     Raises:
         UserError: the model has fewer vocabulary entries than `vocab_size`.
@@ -54,7 +55,7 @@ class MegatronScorer:
         merged_ids: tuple[int, ...] = (),
         hidden_alone: bool = False,
         like: Head | None = None,
-        chunk_tokens: int = 1024,
+        block_rows: int = 1024,
     ):
         num_rows = architecture_of(chunks).vocab_size
         if num_rows < vocab_size:
@@ -69,7 +70,7 @@ class MegatronScorer:
         self._top_k = top_k
         self._merged_ids = merged_ids
         self._hidden_alone = hidden_alone
-        self._chunk_tokens = chunk_tokens
+        self._block_rows = block_rows
         head = output_head(chunks, vocab_size)
         self._head = head if head is None or like is None else align_head(head, like)
 
@@ -106,5 +107,5 @@ class MegatronScorer:
             stop=self._stop,
             top_k=self._top_k,
             merged_ids=self._merged_ids,
-            chunk_tokens=chunk_rows(self._chunk_tokens, self._head),
+            block_rows=rows_per_block(self._block_rows, self._head),
         )

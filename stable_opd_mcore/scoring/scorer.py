@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from stable_opd_mcore.losses.head import Head
+from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.records import MicroBatch, Scores
 
 

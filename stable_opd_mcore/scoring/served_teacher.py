@@ -26,7 +26,8 @@ from torch import Tensor
 
 from stable_opd_mcore.config.schema import TeacherConfig
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.losses.head import Head, StopClass
+from stable_opd_mcore.losses.output_head import Head
+from stable_opd_mcore.losses.stop_tokens import StopClass
 from stable_opd_mcore.parallel.world import World, gather_objects
 from stable_opd_mcore.records import MicroBatch, Scores
 from stable_opd_mcore.serving.api_key import read_api_key
@@ -55,7 +56,7 @@ class ServedTeacher:
         temperature: of the rollouts; must be 1.
         stop: the teacher's own stop class (docs/method.md §4), None to score the plain token.
         top_k: also score the K most probable tokens.
-        merged_ids: stop ids that are one entry of this list (losses.terms.Terms.merged_ids).
+        merged_ids: stop ids that are one entry of this list (losses.coefficients.Terms.merged_ids).
         patience_seconds: for how long requests are repeated when no replica answers.
 
     Raises:

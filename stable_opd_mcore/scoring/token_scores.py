@@ -1,8 +1,7 @@
-"""What a model says of the scored rows, forward only and in chunks: log-probabilities, entropy,
-top-K, overlap.
+"""Forward-only scores of the scored rows, in blocks: log-probabilities, entropy, top-K, overlap.
 
-Teacher, reference and student all go through here; nothing of size [N, V] is kept. Not here:
-gradients (fused.py). N scored rows, K entries of a top-K list.
+Teacher, reference and student are all scored here; nothing of size [N, V] is kept. Not here:
+gradients (losses/fused.py). N scored rows, K entries of a top-K list.
 """
 
 from __future__ import annotations
@@ -12,11 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.losses.head import Head, StopClass, accumulation_dtype
-from stable_opd_mcore.losses.lookup import Lookup
-from stable_opd_mcore.losses.outcomes import merge_
-from stable_opd_mcore.losses.passes import local_sums, reduce_pairs
+from stable_opd_mcore.losses.output_head import Head, accumulation_dtype
+from stable_opd_mcore.losses.stop_tokens import StopClass, TargetColumns, merge_stops_
+from stable_opd_mcore.losses.vocabulary_sums import merge_shards, operations
 from stable_opd_mcore.records import Scores
 
 
@@ -30,24 +27,27 @@ def score(
     stop: StopClass | None = None,
     top_k: int | None = None,
     merged_ids: tuple[int, ...] = (),
-    chunk_tokens: int = 1024,
+    block_rows: int = 1024,
 ) -> Scores:
     """Score targets under log-softmax(hidden @ weight.T / temperature). Collective over head.group.
 
     Args:
         hidden_NH: last hidden states of the scored rows.
         targets_N: int64 token ids.
-        stop: this model's stop class (objective.student_stop or .teacher_stop), None for the plain
-        token.
+        stop: this model's stop class (objective.student_stop or .teacher_stop); None: score the
+            target token itself.
         top_k: also return the K most probable tokens.
-        merged_ids: stop ids that are one entry of this list, under the first of them (METHOD §4).
+        merged_ids: stop ids that are one entry of the top-K list, under the first of them
+            (docs/method.md §4).
+        block_rows: rows whose logits exist at once.
 
     Raises:
-        UserError: row counts differ, or top_k exceeds the vocabulary.
+        ValueError: row counts differ.
+        UserError: top_k exceeds the vocabulary.
     """
     count = targets_N.shape[0]
     if hidden_NH.shape[0] != count:
-        raise UserError(
+        raise ValueError(
             f"{hidden_NH.shape[0]} hidden states for {count} targets: select the scored rows"
         )
     dtype = accumulation_dtype(head.weight_VH)
@@ -57,35 +57,34 @@ def score(
         ids_NK = targets_N.new_empty(count, top_k)
         logprobs_NK = hidden_NH.new_empty(count, top_k, dtype=dtype)
     scale = 1.0 / temperature
-    buffer_CV = head.logits_buffer(min(count, chunk_tokens))
-    for start in range(0, count, chunk_tokens):
-        rows = slice(start, min(start + chunk_tokens, count))
+    buffer_CV = head.logits_buffer(min(count, block_rows))
+    for start in range(0, count, block_rows):
+        rows = slice(start, min(start + block_rows, count))
         logits_CV = head.logits(hidden_NH[rows], out=buffer_CV[: rows.stop - start])
-        lookup = Lookup.of(targets_N[rows], stop, head.vocab_size)
-        looked_up = [head.gather_columns(logits_CV, lookup.ids_CJ)]
-        pairs = [local_sums(logits_CV, None, scale)]
-        (statistics,), (target_CJ,) = reduce_pairs(pairs, [False], looked_up, head)
-        target = lookup.read(target_CJ * scale, statistics.student)
+        columns = TargetColumns.of(targets_N[rows], stop, head.vocab_size)
+        looked_up = [head.gather_columns(logits_CV, columns.ids_CJ)]
+        sums = operations(logits_CV).shard_sums(logits_CV, None, scale)
+        (statistics,), (target_CJ,) = merge_shards([sums], looked_up, head)
+        target = columns.logprobs(target_CJ * scale, statistics.normaliser)
         logprob_N[rows], token_logprob_N[rows] = target.logprob_C, target.token_logprob_C
         entropy_N[rows] = statistics.entropy_C
         if ids_NK is not None and logprobs_NK is not None:
             if merged_ids:
-                merge_({"scored": logits_CV}, merged_ids, scale, head)
+                merge_stops_({"scored": logits_CV}, merged_ids, scale, head)
             values_CK, ids_NK[rows] = head.top_k(logits_CV, ids_NK.shape[1])
-            logprobs_NK[rows] = statistics.student.log_softmax(values_CK * scale)
+            logprobs_NK[rows] = statistics.normaliser.log_softmax(values_CK * scale)
     return Scores(logprob_N, token_logprob_N, entropy_N, ids_NK, logprobs_NK)
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """How far student and teacher look at the same tokens (METHOD §5), per row."""
+    """How far the top-K lists of student and teacher agree, per row (docs/method.md §5)."""
 
     ratio_N: Tensor  # |S_student and S_teacher| / K
     student_mass_N: Tensor  # the student's probability on the intersection
     teacher_mass_N: Tensor  # the teacher's
-    advantage_N: (
-        Tensor  # E_p[log q - log p], both renormalised on the intersection; 0 where it is empty
-    )
+    # E_p[log q - log p], both renormalised on the intersection; 0 where it is empty
+    advantage_N: Tensor
 
 
 def overlap(
@@ -97,18 +96,17 @@ def overlap(
     """Compare two top-K lists of equal K; ids are unique within a row.
 
     Raises:
-        UserError: the lists differ in size.
+        ValueError: the lists differ in size.
     """
     if student_ids_NK.shape != teacher_ids_NK.shape:
-        raise UserError(
+        raise ValueError(
             f"top-k lists of shape {tuple(student_ids_NK.shape)} and {tuple(teacher_ids_NK.shape)}"
         )
     same_NKK = student_ids_NK[:, :, None] == teacher_ids_NK[:, None, :]
     shared_NK = same_NKK.any(2)
     log_q = torch.where(same_NKK, teacher_logprobs_NK[:, None, :], -torch.inf).amax(2)
     log_p = student_logprobs_NK.masked_fill(~shared_NK, -torch.inf)
-    found_N = shared_NK.any(1)
-    p_NK = log_p.masked_fill(~found_N[:, None], 0).softmax(1)
+    p_NK = log_p.masked_fill(~shared_NK.any(1)[:, None], 0).softmax(1)
     gap_NK = (log_q - log_q.logsumexp(1, keepdim=True)) - (log_p - log_p.logsumexp(1, keepdim=True))
     advantage_N = (p_NK * gap_NK.masked_fill(~shared_NK, 0)).sum(1)
     return Overlap(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from stable_opd_mcore.losses.head import StopClass
+from stable_opd_mcore.losses.stop_tokens import StopClass
 from stable_opd_mcore.metrics import Mean, Metrics
 from stable_opd_mcore.records import MicroBatch, Sample, Scores
 from stable_opd_mcore.scoring.scorer import Scorer

@@ -17,8 +17,8 @@ from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.sources import load_rows
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.grading import Grader
-from stable_opd_mcore.losses.head import StopClass
 from stable_opd_mcore.losses.objectives import Objective, build_objective
+from stable_opd_mcore.losses.stop_tokens import StopClass
 from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import Architecture, read_architecture
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
@@ -208,7 +208,7 @@ class _Models:
             vocab_size=vocab_size,
             temperature=objective.temperature,
             like=self.head,
-            chunk_tokens=config.train.loss_chunk_tokens,
+            block_rows=config.train.loss_block_tokens,
         )
 
     def teacher(self) -> Scorer | None:

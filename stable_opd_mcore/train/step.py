@@ -26,9 +26,9 @@ from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.data.prompts import PromptOrder, PromptSet
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.grading import Grader
-from stable_opd_mcore.losses.head import Head
-from stable_opd_mcore.losses.importance import correct, use_rollout_policy
 from stable_opd_mcore.losses.objectives import Objective
+from stable_opd_mcore.losses.output_head import Head
+from stable_opd_mcore.losses.token_weights import correct_importance, use_rollout_policy
 from stable_opd_mcore.metrics import Mean, Metrics, Same, Sum, reduce_over_ranks
 from stable_opd_mcore.models.hidden_states import forward_hidden
 from stable_opd_mcore.models.weights import refuse_non_finite
@@ -233,7 +233,7 @@ def correct_mismatch(
         return minibatches, Metrics()
     corrected, metrics = [], Metrics()
     for batches in minibatches:
-        batches, batch_metrics = correct(
+        batches, batch_metrics = correct_importance(
             batches, settings.importance_correction, settings.importance_threshold
         )
         corrected.append(batches)

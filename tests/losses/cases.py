@@ -11,8 +11,8 @@ from torch import Tensor
 from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.losses.definitions import Components, class_logprob, merge_ids, objective_loss
-from stable_opd_mcore.losses.fused import Head
 from stable_opd_mcore.losses.objectives import OBJECTIVES, Objective, build_objective
+from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.records import MicroBatch, Scores
 
 STUDENT_STOP, TEACHER_STOP = (1,), (2,)

@@ -1,4 +1,4 @@
-"""Hold the Triton kernels against the torch passes.
+"""Compare triton_ops with torch_ops.
 
 Run with TRITON_INTERPRET=1 on a CPU, as it is on a GPU. A program of its own: the interpreter must
 be chosen before triton is first imported.
@@ -10,16 +10,18 @@ import itertools
 
 import torch
 
-from stable_opd_mcore.losses import kernels, passes
-from stable_opd_mcore.losses.head import Head
-from stable_opd_mcore.losses.outcomes import NEVER
+from stable_opd_mcore.losses import torch_ops, triton_ops
+from stable_opd_mcore.losses.output_head import Head
+from stable_opd_mcore.losses.stop_tokens import NEVER
+from stable_opd_mcore.losses.torch_ops import DenseTerm, Normaliser, ShardSums, SparseColumns
+from stable_opd_mcore.losses.vocabulary_sums import PairStatistics, merge_shards
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 SIZES = ((1, 1), (3, 31), (2, 2048), (3, 2053))
 
 
 def check(rows: int, columns: int, dtype: torch.dtype, scale: float, device: str) -> None:
-    """All three kernels, on ordinary logits, on rows of +-1e4, and beside ids merged away."""
+    """All three passes, on ordinary logits, on rows of +-1e4, and beside ids merged away."""
     draw = torch.Generator().manual_seed(rows * columns)
     z, r, t = torch.randn(3, rows, columns, generator=draw, dtype=torch.float64) * 2
     z[0, ::2], r[0, ::3] = 1e4, -1e4
@@ -33,37 +35,42 @@ def check(rows: int, columns: int, dtype: torch.dtype, scale: float, device: str
 
     pairs = [torch_sums(z, o, scale) for o in (r, t)]
     for other, expected in zip((r, t, None), [*pairs, torch_sums(z, None, scale)], strict=True):
-        found = kernels.local_sums(z, other, scale)
+        found = triton_ops.shard_sums(z, other, scale)
         if other is not None:  # any anchor will do: move the torch form's to the kernel's
-            expected[:, 5] += expected[:, 1] * (found[:, 7] - expected[:, 7])
-            expected[:, 7] = found[:, 7]
-        close(found, expected, 1e-10 if dtype == torch.float64 else 1e-5)
-    (reference, teacher), _ = passes.reduce_pairs(pairs, [True, True], [z[:, :0].float()], head)
-    assert reference.other is not None and teacher.other is not None
-    assert reference.student_to_other_C is not None and teacher.student_to_other_C is not None
+            moved = expected.student_sum * (found.anchor - expected.anchor)
+            expected = expected._replace(
+                student_gap=expected.student_gap + moved, anchor=found.anchor
+            )
+        for name, values_C in expected._asdict().items():
+            if values_C is not None:
+                close(getattr(found, name), values_C, 1e-10 if dtype == torch.float64 else 1e-5)
+    (reference, teacher), _ = merge_shards(pairs, [z[:, :0].float()], head)
+    assert isinstance(reference, PairStatistics)
+    assert isinstance(teacher, PairStatistics)
 
-    found = kernels.jsd_sums(z, t, teacher.student, teacher.other, 0.3, scale)
-    expected_pair = passes.jsd_sums(z.cpu(), t.cpu(), _cpu(teacher), 0.3, scale, head)
-    close(found, torch.stack(expected_pair, dim=1).to(device), tolerance)
+    normalisers = (teacher.normaliser, teacher.other)
+    found = triton_ops.divergence_sums("jsd", z, t, *normalisers, 0.3, scale)
+    expected = torch_ops.divergence_sums(
+        "jsd", z.cpu(), t.cpu(), *map(_cpu, normalisers), 0.3, scale
+    )
+    close(found, expected.to(device), tolerance)
 
     weights = torch.randn(3, rows, generator=draw).to(device, reference.entropy_C.dtype)
     at = torch.arange(2 * rows, device=device).view(rows, 2) % (columns + 1) - 1
-    sparse = passes.SparseColumns(at, weights[:2].T * 3)
+    sparse = SparseColumns(at, weights[:2].T * 3)
     for kind in ("none", "reverse", "forward", "jsd"):
-        value = teacher.student_to_other_C if kind == "reverse" else found[:, 1]
-        terms = [
-            passes.DenseTerm(
-                "reverse", r, reference.other, weights[0], reference.student_to_other_C
-            )
-        ]
+        centre = teacher.reverse_kl_C if kind == "reverse" else found[:, 1]
+        terms = [DenseTerm("reverse", r, reference.other, weights[0], reference.reverse_kl_C)]
         if kind != "none":
-            terms.append(passes.DenseTerm(kind, t, teacher.other, weights[1], value, 0.3))
+            terms.append(DenseTerm(kind, t, teacher.other, weights[1], centre, 0.3))
         for count in range(len(terms) + 1):
             mine, plain = roomy(z), z.cpu().clone()
-            kernels.write_gradient_(mine, teacher.student, weights[2], sparse, terms[:count], scale)
-            passes.write_gradient_(
+            triton_ops.write_gradient_(
+                mine, teacher.normaliser, weights[2], sparse, terms[:count], scale
+            )
+            torch_ops.write_gradient_(
                 plain,
-                _cpu(teacher.student),
+                _cpu(teacher.normaliser),
                 weights[2].cpu(),
                 _cpu(sparse),
                 [_cpu(term) for term in terms[:count]],
@@ -79,14 +86,14 @@ def roomy(z: torch.Tensor) -> torch.Tensor:
     return wide[:, : z.shape[1]]
 
 
-def torch_sums(z: torch.Tensor, other: torch.Tensor | None, scale: float) -> torch.Tensor:
-    cpu = passes.local_sums(z.cpu(), None if other is None else other.cpu(), scale)
-    return cpu.to(z.device)
+def torch_sums(z: torch.Tensor, other: torch.Tensor | None, scale: float) -> ShardSums:
+    sums = torch_ops.shard_sums(z.cpu(), None if other is None else other.cpu(), scale)
+    return ShardSums(*(None if x is None else x.to(z.device) for x in sums))
 
 
 def _cpu(record):
     values = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in vars(record).items()}
-    values = {k: _cpu(v) if isinstance(v, passes.Normaliser) else v for k, v in values.items()}
+    values = {k: _cpu(v) if isinstance(v, Normaliser) else v for k, v in values.items()}
     return type(record)(**values)
 
 

@@ -1,7 +1,7 @@
 """Compile the Triton kernels for an H200 without one: what the interpreter cannot see.
 
-Types that do not meet, launch arguments that do not fit, and loads that are not 16 bytes wide, at
-the sizes of a 7B model's head. A program of its own, as check_kernels.py is. Not here: results.
+It finds types and launch arguments that do not fit, and loads that are not 16 bytes wide, at the
+sizes of a 7B model's head. A program of its own, as check_kernels.py is. Not here: results.
 """
 
 from __future__ import annotations
@@ -14,14 +14,19 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from stable_opd_mcore.losses import kernels
+from stable_opd_mcore.losses import triton_ops
+from stable_opd_mcore.losses.torch_ops import ShardSums
 
 H200 = GPUTarget("cuda", 90, 32)
 COLUMNS = 152064
 OPTIONS = {
-    kernels._sums_kernel: {"COLUMNS": COLUMNS, "HAS_OTHER": True, "WIDTH": kernels.NUM_SUMS},
-    kernels._jsd_kernel: {"COLUMNS": COLUMNS},
-    kernels._gradient_kernel: {
+    triton_ops._sums_kernel: {
+        "COLUMNS": COLUMNS,
+        "HAS_OTHER": True,
+        "WIDTH": len(ShardSums._fields),
+    },
+    triton_ops._jsd_kernel: {"COLUMNS": COLUMNS},
+    triton_ops._gradient_kernel: {
         "FIRST": "reverse",
         "SECOND": "jsd",
         "WIDTH": 11,
@@ -49,7 +54,7 @@ def compile_for_h200(kernel: Any, options: dict[str, Any], logits: str) -> str:
         **options,
         "READABLE": COLUMNS,
         "DTYPE": tl.float32,
-        "BLOCK": kernels.BLOCK_COLUMNS,
+        "TILE": triton_ops.TILE_COLUMNS,
     }
     constants = {names.index(name): value for name, value in constants.items() if name in names}
     signature = {
@@ -63,7 +68,7 @@ def compile_for_h200(kernel: Any, options: dict[str, Any], logits: str) -> str:
     source = ASTSource(
         kernel, signature, {(index,): value for index, value in constants.items()}, attributes
     )
-    return triton.compile(source, H200, {"num_warps": kernels.NUM_WARPS}).asm["ptx"]
+    return triton.compile(source, H200, {"num_warps": triton_ops.NUM_WARPS}).asm["ptx"]
 
 
 def main() -> None:

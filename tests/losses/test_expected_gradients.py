@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.losses.fused import Head
 from stable_opd_mcore.losses.objectives import Objective, build_objective
+from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.records import MicroBatch
 from tests.losses.cases import make_config, teacher_scores
 
@@ -187,8 +187,9 @@ COMPARING = {
 def test_a_teacher_that_stops_on_another_token_teaches_stopping(changes, plain_odds):
     """The student stops on 0 with odds .3 to .4 against token 2, the teacher on 1 with .6 to .2.
 
-    Each gives the other's stop token next to nothing. Merged, the student learns to stop as often
-    as the teacher, on its own token; as they are, divergences teach it never to stop (METHOD §4).
+    Each gives the other's stop token almost no probability. With merged stop ids the student
+    learns to stop as often as the teacher, on its own token; without, divergences teach it never to
+    stop (docs/method.md §4).
     """
     student = torch.tensor([[0.3, 1e-9, 0.4, 0.2, 0.1]], dtype=torch.float64).log()
     teacher = torch.tensor([[1e-9, 0.6, 0.2, 0.12, 0.08]], dtype=torch.float64).log()

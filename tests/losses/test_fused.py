@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from stable_opd_mcore.losses.definitions import class_logprob
-from stable_opd_mcore.losses.fused import Head, StopClass, fused_loss
+from stable_opd_mcore.losses.fused import fused_loss
 from stable_opd_mcore.losses.objectives import OBJECTIVES, build_objective
+from stable_opd_mcore.losses.output_head import Head
+from stable_opd_mcore.losses.stop_tokens import StopClass
 from stable_opd_mcore.records import MicroBatch
 from tests.losses.cases import (
     STUDENT_STOP,
@@ -240,7 +242,7 @@ def test_empty_microbatch_stays_connected(variant):
     assert found.d_hidden.shape == (0, 8) and not found.d_weight.any()
 
 
-def fused_in_chunks(case: Case, chunk_tokens: int) -> tuple[torch.Tensor, ...]:
+def fused_in_blocks(case: Case, block_rows: int) -> tuple[torch.Tensor, ...]:
     hidden = case.hidden_NH.float().requires_grad_()
     weight = case.weight_VH.float().requires_grad_()
     vocab = len(weight)
@@ -251,17 +253,17 @@ def fused_in_chunks(case: Case, chunk_tokens: int) -> tuple[torch.Tensor, ...]:
         case.objective.terms,
         teacher_head=Head(case.teacher_weight_VH.float(), 0, vocab),
         reference_head=Head(case.reference_weight_VH.float(), 0, vocab),
-        chunk_tokens=chunk_tokens,
+        block_rows=block_rows,
     )
     return out.loss, *torch.autograd.grad(out.loss, (hidden, weight)), out.student_logprob_N
 
 
 @every_variant
-def test_one_chunk_equals_many(variant):
+def test_one_block_equals_many(variant):
     case = case_of(variant, 37, 61, seed=3)
-    whole = fused_in_chunks(case, 37)
-    for chunk_tokens in (1, 5, 36, 1000):
-        for a, b in zip(whole, fused_in_chunks(case, chunk_tokens), strict=True):
+    whole = fused_in_blocks(case, 37)
+    for block_rows in (1, 5, 36, 1000):
+        for a, b in zip(whole, fused_in_blocks(case, block_rows), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 

@@ -7,9 +7,13 @@ import pytest
 import torch
 
 from stable_opd_mcore.data.packing import pack
-from stable_opd_mcore.losses.head import Head
-from stable_opd_mcore.losses.importance import correct, importance_weights, use_rollout_policy
 from stable_opd_mcore.losses.objectives import build_objective
+from stable_opd_mcore.losses.output_head import Head
+from stable_opd_mcore.losses.token_weights import (
+    correct_importance,
+    importance_weights,
+    use_rollout_policy,
+)
 from stable_opd_mcore.records import Sample, TokenWeights
 from stable_opd_mcore.scoring.token_scores import score
 from tests.losses.cases import (
@@ -58,7 +62,9 @@ def test_only_trained_rollout_tokens_are_weighed_and_counted():
     packed = batch()
     trained = packed.pg_weight_N != 0
     old = torch.where(trained, packed.rollout_logprob_N + math.log(3.0), -1e4)
-    (corrected,), metrics = correct([replace(packed, old_token_logprob_N=old)], "truncated", 2.0)
+    (corrected,), metrics = correct_importance(
+        [replace(packed, old_token_logprob_N=old)], "truncated", 2.0
+    )
     assert torch.equal(corrected.pg_weight_N, packed.pg_weight_N * 2.0)
     assert torch.equal(corrected.sft_weight_N, packed.sft_weight_N)
     values = metrics.values_by_key()
@@ -67,11 +73,11 @@ def test_only_trained_rollout_tokens_are_weighed_and_counted():
 
 def test_equal_probabilities_change_no_bit():
     packed = replace(batch(), old_token_logprob_N=batch().rollout_logprob_N)
-    (corrected,), _ = correct([packed], "masked", 1.5)
+    (corrected,), _ = correct_importance([packed], "masked", 1.5)
     assert torch.equal(corrected.pg_weight_N, packed.pg_weight_N)
 
 
-# ---- a student that stops on several tokens, whose probabilities the loss sums (METHOD §4)
+# ---- a student that stops on several tokens, whose probabilities the loss sums (docs/method.md §4)
 
 
 def several_stops(**changes) -> Case:
@@ -95,7 +101,7 @@ def test_engine_and_trainer_that_agree_need_no_correction():
     asked = replace(
         case.batch, old_logprob_N=scored.logprob_N, old_token_logprob_N=scored.token_logprob_N
     )
-    (corrected,), metrics = correct([asked], "masked", 1.00001)
+    (corrected,), metrics = correct_importance([asked], "masked", 1.00001)
     torch.testing.assert_close(corrected.pg_weight_N, asked.pg_weight_N, rtol=1e-5, atol=0)
     assert metrics.values_by_key()["importance/cut_share"] == 0
     assert_same_loss(replace(case, batch=corrected), case)

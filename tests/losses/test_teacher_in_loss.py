@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stable_opd_mcore.losses.head import Head
+from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.scoring.token_scores import score
 from tests.losses.cases import make_case, make_config
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from stable_opd_mcore.losses.definitions import merge_ids
-from stable_opd_mcore.losses.fused import Head, align_head
+from stable_opd_mcore.losses.output_head import Head, align_head
 from stable_opd_mcore.scoring.token_scores import score
 from tests.losses.cases import assert_close, run_fused, run_reference
 from tests.losses.test_fused import VARIANTS, case_of
@@ -92,7 +92,7 @@ def check_scores(groups: list[dist.ProcessGroup]) -> None:
                 temperature=0.7,
                 top_k=20,
                 merged_ids=merged_ids,
-                chunk_tokens=4,
+                block_rows=4,
             )
             top = merge_ids(log_p, merged_ids).topk(20, dim=1)
             torch.testing.assert_close(found.topk_logprobs_NK, top.values)

@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from stable_opd_mcore.config.schema import ParallelConfig
-from stable_opd_mcore.losses.head import StopClass
+from stable_opd_mcore.losses.stop_tokens import StopClass
 from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.huggingface import load_hf

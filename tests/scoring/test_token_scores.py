@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stable_opd_mcore.losses.fused import Head, StopClass, stop_classes
-from stable_opd_mcore.losses.head import chunk_rows
+from stable_opd_mcore.losses.output_head import Head, rows_per_block
+from stable_opd_mcore.losses.stop_tokens import StopClass, stop_classes
 from stable_opd_mcore.scoring.token_scores import overlap, score
 from tests.losses.cases import make_case, make_config
 
@@ -15,14 +15,14 @@ def test_scores_equal_log_softmax():
     case = make_case(make_config(), 17, 61)
     log_p = (case.hidden_NH @ case.weight_VH.T / 0.7).log_softmax(-1)
     padded = torch.cat([case.weight_VH, torch.full((3, 8), 50.0)])
-    for chunk_tokens in (1, 5, 100):
+    for block_rows in (1, 5, 100):
         found = score(
             case.hidden_NH,
             Head(padded, 0, 61),
             case.batch.targets_N,
             temperature=0.7,
             top_k=4,
-            chunk_tokens=chunk_tokens,
+            block_rows=block_rows,
         )
         sampled = log_p.gather(1, case.batch.targets_N[:, None])[:, 0]
         torch.testing.assert_close(found.logprob_N, sampled)
@@ -42,7 +42,7 @@ def test_top_k_has_the_stop_ids_as_one_of_its_entries():
         temperature=0.7,
         top_k=20,
         merged_ids=(7, 30, 50),
-        chunk_tokens=5,
+        block_rows=5,
     )
     others = [token for token in range(61) if token not in (7, 30, 50)]
     stopped = log_p[:, [7, 30, 50]].logsumexp(1, keepdim=True)
@@ -62,12 +62,12 @@ def test_nothing_to_score():
     assert found.topk_ids_NK.shape == (0, 2)
 
 
-def test_chunks_hold_about_as_many_logits_whatever_the_vocabulary():
+def test_blocks_hold_about_as_many_logits_whatever_the_vocabulary():
     def rows(wanted, vocab):
-        return chunk_rows(wanted, Head(torch.empty(0, 1), 0, vocab))
+        return rows_per_block(wanted, Head(torch.empty(0, 1), 0, vocab))
 
     assert rows(1024, 4096) == 1024
-    assert rows(1024, 64) == 2**22 // 64  # a small vocabulary: long chunks cost nothing
+    assert rows(1024, 64) == 2**22 // 64  # a small vocabulary: long blocks cost nothing
     assert rows(1024, 32768) == 512  # a large one on a CPU: 64 MiB of logits are enough
     assert rows(1024, 152064) == 128
     assert rows(32, 152064) == 32

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from stable_opd_mcore.losses.head import Head
+from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.train.setup import build_run
 from stable_opd_mcore.train.state import TrainState

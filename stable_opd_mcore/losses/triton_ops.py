@@ -1,68 +1,64 @@
-"""Triton kernels for the passes over a chunk's logits; passes.py defines and calls them on CUDA.
+"""The passes over one block of logits as Triton kernels: what CUDA runs.
 
-Memory-bound on purpose: `local_sums` and `jsd_sums` read each logits chunk once, `write_gradient_`
-reads each once and writes the student's over itself. Logits stay in their own dtype in memory and
-are fp32 (fp64 for fp64) in registers. Not here: merging of vocabulary shards, and GEMMs.
+The same functions with the same arguments as torch_ops.py, which defines them. Memory-bound on
+purpose: `shard_sums` and `divergence_sums` read each block of logits once, `write_gradient_` reads
+each once and writes over the student's. Logits keep their dtype in memory and are fp32 (fp64 for
+fp64) in registers. Not here: the merging of vocabulary shards, and GEMMs.
 
-C rows, V columns of the local shard; z student logits, o another model's.
+C rows of a block, V columns of the local shard; z student logits, o another model's.
 """
 
-# Triton may be missing, and its language is not Python's: a type checker knows neither its launch
-# options nor its constants.
+# Triton may not be installed, and a type checker knows neither its launch options nor its
+# constants.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
 # pyright: reportReturnType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from stable_opd_mcore.losses.head import accumulation_dtype
-
-if TYPE_CHECKING:
-    from stable_opd_mcore.losses.passes import DenseTerm, Normaliser, SparseColumns
+from stable_opd_mcore.losses.output_head import accumulation_dtype
+from stable_opd_mcore.losses.torch_ops import DenseTerm, Normaliser, ShardSums, SparseColumns
 
 # Columns a program holds at once. The sums keep six running vectors of this length in registers:
 # 2048 columns over 8 warps are 8 values per thread and vector.
-BLOCK_COLUMNS = 2048
+TILE_COLUMNS = 2048
 NUM_WARPS = 8
-NUM_SUMS = 8  # as in passes.NUM_SUMS
 VECTOR = 16  # columns that the widest load takes at most
 
 
-def local_sums(logits_CV: Tensor, other_CV: Tensor | None, scale: float) -> Tensor:
-    """As passes.local_sums: [C, NUM_SUMS]."""
+def shard_sums(logits_CV: Tensor, other_CV: Tensor | None, scale: float) -> ShardSums:
+    """See torch_ops.shard_sums."""
     rows, columns = logits_CV.shape
-    dtype = accumulation_dtype(logits_CV)
-    sums_CS = torch.zeros(rows, NUM_SUMS, dtype=dtype, device=logits_CV.device)
-    if columns == 0:
-        sums_CS[:, [0, 3]] = -torch.inf
-    elif rows:
+    sums, table_CS = ShardSums.zeros(logits_CV, other_CV)
+    if rows and columns:
         other = logits_CV if other_CV is None else other_CV
         _sums_kernel[(rows,)](
             logits_CV,
             other,
-            sums_CS,
+            table_CS,
             logits_CV.stride(0),
             other.stride(0),
             scale,
             COLUMNS=columns,
             READABLE=_readable(logits_CV, other),
             HAS_OTHER=other_CV is not None,
-            WIDTH=NUM_SUMS,
-            DTYPE=_triton_dtype(dtype),
-            BLOCK=BLOCK_COLUMNS,
+            WIDTH=table_CS.shape[1],
+            DTYPE=_triton_dtype(table_CS.dtype),
+            TILE=TILE_COLUMNS,
             num_warps=NUM_WARPS,
         )
-    return sums_CS
+    return sums
 
 
-def jsd_sums(
+def divergence_sums(
+    kind: str,
     logits_CV: Tensor,
     other_CV: Tensor,
     student: Normaliser,
@@ -70,7 +66,8 @@ def jsd_sums(
     beta: float,
     scale: float,
 ) -> Tensor:
-    """This shard's part of KL(other || m) and KL(student || m): [C, 2] (see passes.jsd_sums)."""
+    """See torch_ops.divergence_sums."""
+    assert kind == "jsd", f"{kind} has no second pass"
     rows, columns = logits_CV.shape
     dtype = accumulation_dtype(logits_CV)
     sums_C2 = torch.zeros(rows, 2, dtype=dtype, device=logits_CV.device)
@@ -87,7 +84,7 @@ def jsd_sums(
             COLUMNS=columns,
             READABLE=_readable(logits_CV, other_CV),
             DTYPE=_triton_dtype(dtype),
-            BLOCK=BLOCK_COLUMNS,
+            TILE=TILE_COLUMNS,
             num_warps=NUM_WARPS,
         )
     return sums_C2
@@ -101,7 +98,7 @@ def write_gradient_(
     terms: Sequence[DenseTerm],
     scale: float,
 ) -> None:
-    """As passes.write_gradient_, for at most two terms."""
+    """See torch_ops.write_gradient_; at most two terms."""
     rows, columns = logits_CV.shape
     if rows == 0 or columns == 0:
         return
@@ -115,11 +112,11 @@ def write_gradient_(
         betas[index] = term.jsd_beta
         others.append(term.logits_CV)
         normaliser = term.normaliser
-        scalars += [normaliser.maximum_C, normaliser.log_sum_C, term.weight_C, term.value_C]
+        scalars += [normaliser.maximum_C, normaliser.log_sum_C, term.weight_C, term.centre_C]
     first = others[0] if others else logits_CV
     second = others[1] if len(others) > 1 else logits_CV
     table_CA = _row_scalars(*scalars)
-    _gradient_kernel[(rows, triton.cdiv(columns, BLOCK_COLUMNS))](
+    _gradient_kernel[(rows, triton.cdiv(columns, TILE_COLUMNS))](
         logits_CV,
         first,
         second,
@@ -136,7 +133,7 @@ def write_gradient_(
         WIDTH=table_CA.shape[1],
         NUM_SPARSE=target.columns_CJ.shape[1],
         DTYPE=_triton_dtype(accumulation_dtype(logits_CV)),
-        BLOCK=BLOCK_COLUMNS,
+        TILE=TILE_COLUMNS,
         num_warps=NUM_WARPS,
         **options,
     )
@@ -149,11 +146,11 @@ def _row_scalars(*columns_C: Tensor) -> Tensor:
 
 
 def _readable(*logits_CV: Tensor) -> int:
-    """Columns that may be touched in every row: V rounded up to whole vectors where rows have the
-    room.
+    """Columns that may be read and written in every row: V, rounded up to whole vectors where the
+    rows have room.
 
     A mask that ends inside a vector would split every load of the kernel into single elements.
-    What lies beyond V is never used, and is scratch: write_gradient_ overwrites it.
+    Values beyond V are never used, and write_gradient_ overwrites them.
     """
     columns = logits_CV[0].shape[1]
     whole = triton.cdiv(columns, VECTOR) * VECTOR
@@ -184,11 +181,11 @@ def _load_logits(
 
 
 @triton.jit
-def _relative(x, inside, block_max, old_max):
-    """A block's x and e^x relative to the maximum so far, that maximum, and by what it was less
-    before: shift and e^shift.
+def _relative(x, inside, tile_max, old_max):
+    """A tile's x and e^x relative to the new maximum, that maximum, shift = old - new maximum,
+    and e^shift.
     """
-    new_max = tl.maximum(old_max, block_max)
+    new_max = tl.maximum(old_max, tile_max)
     shift = tl.where(old_max == float("-inf"), 0.0, old_max - new_max)
     x = tl.where(inside, x - new_max, 0.0)
     return x, tl.where(inside, tl.exp(x), 0.0), new_max, shift, tl.exp(shift)
@@ -198,7 +195,7 @@ def _relative(x, inside, block_max, old_max):
 def _sums_kernel(
     z_ptr,  # [C, V] student logits
     o_ptr,  # [C, V] the other model's; unread without HAS_OTHER
-    out_ptr,  # [C, WIDTH]
+    out_ptr,  # [C, WIDTH], columns in the order of ShardSums
     z_stride,
     o_stride,
     scale,  # 1 / temperature
@@ -207,33 +204,32 @@ def _sums_kernel(
     HAS_OTHER: tl.constexpr,
     WIDTH: tl.constexpr,
     DTYPE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """One row per program, one read. Running maxima are scalars; the sums stay per-lane until the
-    end.
+    """One row per program, one read. Maxima are scalars; the sums stay per lane until the end.
 
     When a maximum grows by -shift, sums of e^z' shrink by e^shift and their dots gain sum * shift:
-    the same algebra as merging two shards (passes.reduce_pairs).
+    the same algebra as merging two shards (vocabulary_sums.merge_shards).
     """
     row = tl.program_id(0).to(tl.int64)
     low = float("-inf")
     max_z = tl.full((), low, DTYPE)
     max_o = tl.full((), low, DTYPE)
     anchor = tl.zeros((), DTYPE)  # the other's logit where the student's maximum lies
-    zeros = tl.zeros((BLOCK,), DTYPE)
+    zeros = tl.zeros((TILE,), DTYPE)
     sum_z, dot_zz = zeros, zeros
     sum_o, dot_zo, dot_oz = zeros, zeros, zeros
-    for start in range(0, COLUMNS, BLOCK):
-        lanes = start + tl.arange(0, BLOCK)
+    for start in range(0, COLUMNS, TILE):
+        lanes = start + tl.arange(0, TILE)
         inside = lanes < COLUMNS
         z = _load_logits(z_ptr + row * z_stride, lanes, scale, low, COLUMNS, READABLE, DTYPE)
-        block_max, block_at = tl.max(z, 0, return_indices=True)
-        z, exp_z, new_max_z, shift_z, shrink_z = _relative(z, inside, block_max, max_z)
+        tile_max, tile_at = tl.max(z, 0, return_indices=True)
+        z, exp_z, new_max_z, shift_z, shrink_z = _relative(z, inside, tile_max, max_z)
         dot_zz = (dot_zz + sum_z * shift_z) * shrink_z + exp_z * z
         if HAS_OTHER:
             o = _load_logits(o_ptr + row * o_stride, lanes, scale, low, COLUMNS, READABLE, DTYPE)
-            at_block_max = tl.sum(tl.where(lanes == start + block_at, o, 0.0), 0)
-            new_anchor = tl.where(block_max > max_z, at_block_max, anchor)
+            at_tile_max = tl.sum(tl.where(lanes == start + tile_at, o, 0.0), 0)
+            new_anchor = tl.where(tile_max > max_z, at_tile_max, anchor)
             anchored = shift_z + tl.where(max_z == low, 0.0, new_anchor - anchor)
             gap = tl.where(inside, z - (o - new_anchor), 0.0)
             dot_zo = (dot_zo + sum_z * anchored) * shrink_z + exp_z * gap
@@ -277,19 +273,19 @@ def _jsd_kernel(
     COLUMNS: tl.constexpr,  # V, one per run
     READABLE: tl.constexpr,  # >= V, see _readable
     DTYPE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """One row per program: sum o (log o - log m) and sum p (log p - log m)."""
     row = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, BLOCK)
+    lanes = tl.arange(0, TILE)
     max_z = tl.load(rows_ptr + row * 4)
     log_sum_z = tl.load(rows_ptr + row * 4 + 1)
     max_o = tl.load(rows_ptr + row * 4 + 2)
     log_sum_o = tl.load(rows_ptr + row * 4 + 3)
     share = tl.full((), 1.0, DTYPE) * beta
-    from_o = tl.zeros((BLOCK,), DTYPE)
-    from_p = tl.zeros((BLOCK,), DTYPE)
-    for start in range(0, COLUMNS, BLOCK):
+    from_o = tl.zeros((TILE,), DTYPE)
+    from_p = tl.zeros((TILE,), DTYPE)
+    for start in range(0, COLUMNS, TILE):
         inside = start + lanes < COLUMNS
         readable = start + lanes < READABLE
         z = tl.load(z_ptr + row * z_stride + start + lanes, mask=readable, other=0.0).to(DTYPE)
@@ -307,16 +303,16 @@ def _jsd_kernel(
 def _dense_term(
     o_ptr, lanes, row_ptr, log_p, p, scale, beta, READABLE: tl.constexpr, KIND: tl.constexpr
 ):
-    """One term's gradient by the divided logits; row_ptr holds maximum, log-sum, weight, value."""
+    """One term's gradient by the divided logits; row_ptr holds maximum, log-sum, weight, centre."""
     log_o = tl.load(o_ptr + lanes, mask=lanes < READABLE, other=0.0).to(log_p.dtype) * scale
     log_o = log_o - tl.load(row_ptr) - tl.load(row_ptr + 1)
     weight = tl.load(row_ptr + 2)
-    value = tl.load(row_ptr + 3)
+    centre = tl.load(row_ptr + 3)
     if KIND == "forward":
         return weight * (p - tl.exp(log_o))
     if KIND == "jsd":
-        return weight * (1.0 - beta) * p * (log_p - _log_mixture(log_o, log_p, beta) - value)
-    return weight * p * (log_p - log_o - value)
+        return weight * (1.0 - beta) * p * (log_p - _log_mixture(log_o, log_p, beta) - centre)
+    return weight * p * (log_p - log_o - centre)
 
 
 @triton.jit
@@ -339,11 +335,11 @@ def _gradient_kernel(
     WIDTH: tl.constexpr,
     NUM_SPARSE: tl.constexpr,
     DTYPE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """One block of one row per program: no reduction, one read and one write."""
+    """One tile of one row per program: no reduction, one read and one write."""
     row = tl.program_id(0).to(tl.int64)
-    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    lanes = tl.program_id(1) * TILE + tl.arange(0, TILE)
     readable = lanes < READABLE
     row_ptr = rows_ptr + row * WIDTH
     z = tl.load(z_ptr + row * z_stride + lanes, mask=readable, other=0.0).to(DTYPE) * scale

@@ -1,0 +1,203 @@
+"""Stop tokens of a student and a teacher that end differently (docs/method.md §4).
+
+Two remedies. Where only sampled tokens are compared, a sampled stop token counts with the
+probability of its model's whole stop class (`StopClass`, `TargetColumns`). Where whole
+distributions are compared, the stop ids of both models are merged into one outcome in every
+model's logits (`merge_stops_`): the first id takes the logsumexp of all, the others take NEVER.
+Shapes and ids stay as they are. The gradient of that outcome is then spread over its ids by the
+student's softmax among them. Not here: which losses merge (fused.Terms.merged_ids).
+
+C rows of a block, V columns of this rank's shard, J looked-up columns of a row, M models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.losses.output_head import Head, accumulation_dtype
+from stable_opd_mcore.losses.torch_ops import DenseTerm, Normaliser, SparseColumns
+from stable_opd_mcore.losses.vocabulary_sums import Statistics, operations
+
+# A logit far below any other, and finite: a probability of 0 times it must be 0 in every sum.
+NEVER = -1e9
+
+
+@dataclass(frozen=True)
+class StopClass:
+    """Where the target is in trigger_ids, its probability is that of the whole class."""
+
+    class_ids: tuple[int, ...]  # this model's own stop ids
+    trigger_ids: tuple[int, ...]  # stop ids of the student and of the teacher together
+    include_target: bool  # student: a sampled stop token is in the class even if not in class_ids
+
+
+def stop_classes(
+    student_stop_ids: Sequence[int], teacher_stop_ids: Sequence[int]
+) -> tuple[StopClass | None, StopClass | None]:
+    """Student's and teacher's stop class; None twice where both stop on one and the same token.
+
+    Raises:
+        UserError: one of the models has no stop ids.
+    """
+    student, teacher = tuple(sorted(set(student_stop_ids))), tuple(sorted(set(teacher_stop_ids)))
+    if not student or not teacher:
+        raise UserError(
+            f"a stop class needs stop ids of both models; student has {student}, teacher has "
+            f"{teacher}: set student.stop_token_ids and teacher.stop_token_ids, "
+            "or objective.stop_class=false"
+        )
+    if student == teacher and len(student) == 1:
+        return None, None
+    union = tuple(sorted({*student, *teacher}))
+    return StopClass(student, union, True), StopClass(teacher, union, False)
+
+
+@dataclass(frozen=True)
+class TargetLogprobs:
+    """Log-probability of every row's target token, or of its stop class."""
+
+    ids_CJ: Tensor
+    logprob_C: Tensor  # of the stop class where the target is a stop token, else of the token
+    token_logprob_C: Tensor  # always of the token itself
+    share_CJ: Tensor  # pi(column) / pi(class): d logprob / d logits at ids, without its -p
+
+
+@dataclass(frozen=True)
+class TargetColumns:
+    """The columns to look up in every row: the target's, then those of all stop ids."""
+
+    ids_CJ: Tensor
+    triggered_C: Tensor | None  # the target is a stop token of either model; None without a class
+    member_CJ: Tensor | None  # columns that make up the class
+
+    @classmethod
+    def of(cls, targets_C: Tensor, stop: StopClass | None, vocab_size: int) -> TargetColumns:
+        """
+        Raises:
+            UserError: a stop id outside the common vocabulary.
+        """
+        if stop is None:
+            return cls(targets_C[:, None], None, None)
+        _require_stop_ids(stop.class_ids, vocab_size)
+        class_J = targets_C.new_tensor(stop.class_ids)
+        ids_CJ = torch.cat([targets_C[:, None], class_J.expand(len(targets_C), -1)], dim=1)
+        member_CJ = torch.ones_like(ids_CJ, dtype=torch.bool)
+        # A target in the class stands in two columns: count it once.
+        member_CJ[:, 0] = ~torch.isin(targets_C, class_J) & stop.include_target
+        triggered_C = torch.isin(targets_C, targets_C.new_tensor(stop.trigger_ids))
+        return cls(ids_CJ, triggered_C, member_CJ)
+
+    def logprobs(self, logits_CJ: Tensor, normaliser: Normaliser) -> TargetLogprobs:
+        """From the logits at ids_CJ, summed over the shards and divided by the temperature."""
+        logprob_CJ = normaliser.log_softmax(logits_CJ)
+        token_logprob_C = logprob_CJ[:, 0]
+        if self.triggered_C is None or self.member_CJ is None:
+            share_CJ = torch.ones_like(logprob_CJ)
+            return TargetLogprobs(self.ids_CJ, token_logprob_C, token_logprob_C, share_CJ)
+        members_CJ = logprob_CJ.masked_fill(~self.member_CJ, -torch.inf)
+        class_logprob_C = members_CJ.logsumexp(1)
+        only_target_CJ = torch.zeros_like(logprob_CJ)
+        only_target_CJ[:, 0] = 1
+        return TargetLogprobs(
+            ids_CJ=self.ids_CJ,
+            logprob_C=torch.where(self.triggered_C, class_logprob_C, token_logprob_C),
+            token_logprob_C=token_logprob_C,
+            share_CJ=torch.where(self.triggered_C[:, None], members_CJ.softmax(1), only_target_CJ),
+        )
+
+
+@dataclass(frozen=True)
+class MergedStops:
+    """The merged stop ids of one block. Logits are fp32 or fp64, not divided by temperature."""
+
+    ids: tuple[int, ...]  # the first holds the merged outcome
+    logit_C1: Mapping[str, Tensor]  # of the outcome, per model, rounded to the logits' dtype
+    share_CJ: Tensor  # the student's probabilities of the ids within the outcome
+
+    def token_entropy(self, student: Statistics, temperature: float) -> Tensor:
+        """The student's entropy over tokens [C], from its statistics over merged logits."""
+        logit_C1 = self.logit_C1["student"] / temperature
+        probability_C1 = student.normaliser.log_softmax(logit_C1).exp()
+        return student.entropy_C + (probability_C1 * torch.special.entr(self.share_CJ)).sum(1)
+
+    def write_gradient_(
+        self,
+        gradient_CV: Tensor,
+        student: Normaliser,
+        logprob_gradient_C: Tensor,
+        at_outcome_C: Tensor,
+        target: SparseColumns,
+        terms: Mapping[str, DenseTerm],
+        scale: float,
+        head: Head,
+    ) -> None:
+        """Overwrite the ids' columns: their shares of d loss / d outcome, plus target's values.
+
+        The outcome's gradient is computed by itself, as a vocabulary of one column and in fp32, so
+        that the columns are rounded once like all others.
+
+        Args:
+            at_outcome_C: added to the outcome's gradient, before the temperature's factor.
+            target: global ids, and values after the temperature's factor.
+            terms: per model; other arguments are write_gradient_'s.
+        """
+        outcome_C1 = self.logit_C1["student"].clone()
+        sparse = SparseColumns(torch.zeros_like(target.columns_CJ[:, :1]), at_outcome_C[:, None])
+        of_outcome = [replace(term, logits_CV=self.logit_C1[name]) for name, term in terms.items()]
+        operations(outcome_C1).write_gradient_(
+            outcome_C1, student, logprob_gradient_C, sparse, of_outcome, scale
+        )
+        ids_J = torch.tensor(self.ids, device=gradient_CV.device)
+        same_CJJ = target.columns_CJ[:, :, None] == ids_J
+        at_ids_CJ = torch.where(same_CJJ, target.values_CJ[:, :, None], 0).sum(1)
+        _write_columns_(gradient_CV, self.ids, self.share_CJ * outcome_C1 + at_ids_CJ, head)
+
+
+def merge_stops_(
+    logits_CV: Mapping[str, Tensor], ids: tuple[int, ...], scale: float, head: Head
+) -> MergedStops:
+    """Merge `ids` into one outcome in the logits of every model, in place. One small all-reduce.
+
+    Args:
+        logits_CV: per model, the student's first; all cover the columns of `head`.
+        ids: stop ids of student and teacher together.
+        scale: 1 / temperature.
+
+    Raises:
+        UserError: an id outside the common vocabulary.
+    """
+    _require_stop_ids(ids, head.vocab_size)
+    rows = next(iter(logits_CV.values())).shape[0]
+    ids_CJ = torch.tensor(ids, device=head.weight_VH.device).expand(rows, -1)
+    whole_MCJ = torch.stack([head.gather_columns(x, ids_CJ) for x in logits_CV.values()])
+    head.reduce_(whole_MCJ)
+    highest_MC1 = whole_MCJ.amax(2, keepdim=True)
+    apart_MCJ = (whole_MCJ - highest_MC1) * scale
+    # The maximum is added last, so a single dominant stop id keeps its logit bit for bit.
+    merged_MC1 = highest_MC1 + apart_MCJ.logsumexp(2, keepdim=True) / scale
+    rounded = {}
+    for (name, x), merged_C1 in zip(logits_CV.items(), merged_MC1, strict=True):
+        columns_CJ = torch.full_like(apart_MCJ[0], NEVER)
+        columns_CJ[:, :1] = merged_C1
+        _write_columns_(x, ids, columns_CJ, head)
+        rounded[name] = merged_C1.to(x.dtype).to(accumulation_dtype(x))
+    return MergedStops(ids, rounded, apart_MCJ[0].softmax(1))
+
+
+def _write_columns_(x_CV: Tensor, ids: tuple[int, ...], values_CJ: Tensor, head: Head) -> None:
+    """x[:, id] = values for those ids that are in this shard."""
+    for index, token in enumerate(ids):
+        column = token - head.vocab_start
+        if 0 <= column < head.num_columns:
+            x_CV[:, column] = values_CJ[:, index]
+
+
+def _require_stop_ids(ids: Sequence[int], vocab_size: int) -> None:
+    outside = [i for i in ids if not 0 <= i < vocab_size]
+    if outside:
+        raise UserError(f"stop ids {outside} lie outside the common vocabulary of {vocab_size}")

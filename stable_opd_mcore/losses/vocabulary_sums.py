@@ -1,0 +1,191 @@
+"""From the sums of vocabulary shards to normalisers, entropies and divergences of whole rows.
+
+Chooses the form of the passes by device (`operations`: torch_ops.py on a CPU, triton_ops.py on
+CUDA). Each shard's sums are relative to its own maximum, so merging shards and avoiding overflow
+are one operation (`merge_shards`); one shard takes the same path. docs/method.md §2 has the
+algebra. Not here: what the sums mean to an objective (fused.py).
+
+C rows of a block, V columns of the local shard, J looked-up columns, K columns of a support, P
+pairs of models, R shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from stable_opd_mcore.losses import torch_ops
+from stable_opd_mcore.losses.output_head import Head
+from stable_opd_mcore.losses.torch_ops import DenseTerm, Normaliser, ShardSums
+
+
+def operations(logits_CV: Tensor) -> ModuleType:
+    """The module whose shard_sums, divergence_sums and write_gradient_ work on these logits."""
+    if not logits_CV.is_cuda:
+        return torch_ops
+    from stable_opd_mcore.losses import triton_ops
+
+    return triton_ops
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """One model over the whole vocabulary: the student, or the other where it is summed alone."""
+
+    normaliser: Normaliser
+    entropy_C: Tensor
+
+
+@dataclass(frozen=True)
+class PairStatistics(Statistics):
+    """The student, compared with one other model over the whole vocabulary."""
+
+    other: Normaliser
+    anchor_C: Tensor  # a number near E_p[o]
+    centre_C: Tensor  # E_p[log p - (o - anchor)]
+    reverse_kl_C: Tensor  # KL(student || other)
+    forward_kl_C: Tensor  # KL(other || student)
+
+    def reverse_term(self, logits_CV: Tensor, weight_C: Tensor) -> DenseTerm:
+        """weight * KL(student || other) for the gradient pass.
+
+        log p - log o - KL = log p - (o - anchor) - centre: the other's normaliser cancels.
+        """
+        normaliser = Normaliser(self.anchor_C, torch.zeros_like(self.anchor_C))
+        return DenseTerm("reverse", logits_CV, normaliser, weight_C, self.centre_C)
+
+
+def merge_shards(
+    pairs: Sequence[ShardSums], looked_up: Sequence[Tensor], head: Head
+) -> tuple[list[Statistics], list[Tensor]]:
+    """Merge the shards' sums and looked-up logits: one gather of maxima, one packed all-reduce.
+
+    Args:
+        pairs: this shard's sums of each pair of models.
+        looked_up: local parts of gathered logits, [C, J] each; they come back whole.
+        head: gives the group.
+    """
+    maxima_CP3 = _whole_maxima(pairs, head)
+    packed = []
+    for index, pair in enumerate(pairs):
+        max_z, max_o, anchor = maxima_CP3[:, index].unbind(1)
+        shift_z = _shift(pair.student_max, max_z)
+        scale_z = shift_z.exp()
+        packed += [
+            pair.student_sum * scale_z,
+            (pair.student_dot + pair.student_sum * shift_z) * scale_z,
+        ]
+        if pair.other_max is not None:
+            assert pair.other_sum is not None and pair.other_gap is not None
+            assert pair.student_gap is not None and pair.anchor is not None
+            shift_o = _shift(pair.other_max, max_o)
+            scale_o, apart = shift_o.exp(), shift_z - shift_o
+            anchored = shift_z + (anchor - pair.anchor)
+            packed += [
+                pair.other_sum * scale_o,
+                (pair.student_gap + pair.student_sum * anchored) * scale_z,
+                (pair.other_gap - pair.other_sum * apart) * scale_o,
+            ]
+    whole = torch.cat([torch.stack(packed, dim=1), *looked_up], dim=1)
+    head.reduce_(whole)
+    widths = [len(packed), *(part.shape[1] for part in looked_up)]
+    sums_CS, *whole_looked_up = whole.split(widths, dim=1)
+    sums = iter(sums_CS.unbind(1))
+    statistics = []
+    for index, pair in enumerate(pairs):
+        count = 2 if pair.other_max is None else 5
+        statistics.append(_statistics(maxima_CP3[:, index], [next(sums) for _ in range(count)]))
+    return statistics, whole_looked_up
+
+
+def _whole_maxima(pairs: Sequence[ShardSums], head: Head) -> Tensor:
+    """Maxima of student and other over all shards, and one anchor, [C, P, 3]."""
+    parts = []
+    for pair in pairs:
+        others = (pair.student_max if x is None else x for x in (pair.other_max, pair.anchor))
+        parts.append(torch.stack([pair.student_max, *others], dim=1))
+    ranks_RCP3 = head.gather(torch.stack(parts, dim=1))
+    maxima_CP3 = ranks_RCP3.amax(0)
+    # The anchor of the shard where the student's maximum lies: moving it there would cost digits.
+    winner_1CP1 = ranks_RCP3[..., :1].argmax(0, keepdim=True)
+    maxima_CP3[..., 2:] = ranks_RCP3[..., 2:].gather(0, winner_1CP1)[0]
+    return maxima_CP3
+
+
+def _shift(local_C: Tensor, whole_C: Tensor) -> Tensor:
+    """local - whole maximum, <= 0; 0 for an empty shard, whose sums are 0 anyway."""
+    return torch.where(local_C == -torch.inf, 0, local_C - whole_C)
+
+
+def _statistics(maxima_C3: Tensor, sums: Sequence[Tensor]) -> Statistics:
+    """Entropies and divergences from whole sums, in the order in which they were packed.
+
+    H = log S_z - E_p[z'],  KL(p || o) = E_p[z' - (o - a)] - log S_z + (max o - a) + log S_o.
+    """
+    max_z, max_o, anchor = maxima_C3.unbind(1)
+    student = Normaliser(max_z, sums[0].log())
+    entropy_C = student.log_sum_C - sums[1] / sums[0]
+    if len(sums) == 2:
+        return Statistics(student, entropy_C)
+    sum_o, student_gap, other_gap = sums[2:]
+    other = Normaliser(max_o, sum_o.log())
+    centre_C = student_gap / sums[0] - student.log_sum_C
+    return PairStatistics(
+        normaliser=student,
+        entropy_C=entropy_C,
+        other=other,
+        anchor_C=anchor,
+        centre_C=centre_C,
+        reverse_kl_C=centre_C + (max_o - anchor) + other.log_sum_C,
+        forward_kl_C=other_gap / sum_o + student.log_sum_C - other.log_sum_C,
+    )
+
+
+def dense_divergence(
+    kind: str,
+    pair: PairStatistics,
+    logits_CV: Tensor,
+    other_CV: Tensor,
+    weight_C: Tensor,
+    beta: float,
+    scale: float,
+    head: Head,
+) -> tuple[Tensor, DenseTerm]:
+    """Value [C] and gradient term of a full-vocabulary divergence of student and other model.
+
+    "reverse" and "forward" are known from the pair's statistics; any other kind takes a second
+    pass and one all-reduce.
+    """
+    if kind == "reverse":
+        return pair.reverse_kl_C, pair.reverse_term(other_CV, weight_C)
+    if kind == "forward":
+        term = DenseTerm(kind, other_CV, pair.other, weight_C, pair.forward_kl_C)
+        return pair.forward_kl_C, term
+    sums_C2 = operations(logits_CV).divergence_sums(
+        kind, logits_CV, other_CV, pair.normaliser, pair.other, beta, scale
+    )
+    head.reduce_(sums_C2)
+    term = DenseTerm(kind, other_CV, pair.other, weight_C, sums_C2[:, 1], beta)
+    return torch_ops.divergence_value(kind, sums_C2, beta), term
+
+
+@dataclass(frozen=True)
+class SupportDivergence:
+    """KL(p || q) with both renormalised over K columns (docs/method.md §3, lsm, student_topk)."""
+
+    ids_CK: Tensor
+    value_C: Tensor
+    gradient_CK: Tensor  # d value / d student logits at ids: p (log p/q - KL)
+
+    @classmethod
+    def of(cls, ids_CK: Tensor, student_CK: Tensor, teacher_CK: Tensor) -> SupportDivergence:
+        """From logits or log-probabilities of both models at the same ids; constants cancel."""
+        log_p = student_CK.log_softmax(1)
+        gap_CK = log_p - teacher_CK.to(log_p.dtype).log_softmax(1)
+        p = log_p.exp()
+        value_C = (p * gap_CK).sum(1)
+        return cls(ids_CK, value_C, p * (gap_CK - value_C[:, None]))
