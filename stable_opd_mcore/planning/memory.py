@@ -194,7 +194,7 @@ def _loss_components(
     layout, needs = student.layout, _hidden_states_needed(config, models)
     rows = work.scored_rows(config) / layout.gradient_ranks
     kept = element * rows * sum(needs)
-    block = config.train.loss_chunk_tokens * student.head_rows
+    block = config.train.loss_block_tokens * student.head_rows
     logits = element * block * (1 + len(needs))
     tokens = micro_batch_tokens(config, layout, work) / layout.context
     hidden = 2 * element * tokens * models.student.hidden_size  # gathered, and its gradient
