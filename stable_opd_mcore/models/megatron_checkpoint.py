@@ -52,6 +52,7 @@ METADATA_NAMES = {
     ("collections", "OrderedDict"),
     ("torch._utils", "_rebuild_tensor_v2"),
 }
+_BYTES_PER_TENSOR = 3 * 2**10  # of torch's zip format and of the metadata
 # RuntimeErrors of torch's and of Megatron's file writers.
 _WRITE_ERRORS = ("inline_container.cc", "PytorchStreamWriter", "Worker failure: [Errno")
 
@@ -184,11 +185,10 @@ def _write_error(error: BaseException) -> str | None:
 
 
 def _bytes_of(tree: dict[str, Any]) -> int:
-    """Bytes of the tensors that this rank writes."""
-    tensors = nested_values(tree)
+    """Bytes of the files that this rank writes, about."""
     return sum(
-        item.data.nbytes
-        for item in tensors
+        item.data.nbytes + _BYTES_PER_TENSOR
+        for item in nested_values(tree)
         if isinstance(item, ShardedTensor | ShardedTensorFactory)
         and is_main_replica(item.replica_id)
         and item.data is not None

@@ -2,12 +2,16 @@
 
 from pathlib import Path
 
+import pytest
+
 from stable_opd_mcore.config.schema import OptimizerConfig, ParallelConfig
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.train.loop import train
 from stable_opd_mcore.train.student import Student
-from tests.train.runs import tiny_architecture
+from tests.train.runs import tiny_architecture, tiny_config
 
 
 def resident_mib(field: str) -> float:
@@ -33,4 +37,17 @@ def test_one_rank_with_a_distributed_optimizer_holds_no_copies():
     before = resident_mib("VmRSS:")
     update(student)
     assert resident_mib("VmHWM:") - before < 0.3 * weights_mib
+    stop_world()
+
+
+def test_an_update_to_infinity_ends_the_run_before_anything_is_saved(tmp_path):
+    config = tiny_config(
+        tmp_path,
+        "run",
+        optimizer={"lr": 1e38, "weight_decay": 1e38, "warmup_steps": 0},
+        checkpoint={"every": 1},
+    )
+    with pytest.raises(UserError, match=r"step 1: nothing is saved or published: tensor model"):
+        train(config, show_progress=False)
+    assert not (tmp_path / "run" / "checkpoints").exists()
     stop_world()
