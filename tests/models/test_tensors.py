@@ -1,0 +1,35 @@
+"""The table of tensors: shards of every layout join to the tensors that they were cut from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stable_opd_mcore.models import tensors
+from tests.models import tiny
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
+def test_unshard_inverts_shard(model_type: str, size: int) -> None:
+    architecture = tiny.architecture(model_type, num_hidden_layers=1)
+    for entry in tensors.canonical_parameters(architecture):
+        full = [torch.randn(tensors.hf_shape(name, architecture)) for name in entry.hf_names]
+        shards = [tensors.shard(full, entry.layout, architecture, r, size) for r in range(size)]
+        joined = tensors.unshard(shards, entry.layout, architecture)
+        for name, before, after in zip(entry.hf_names, full, joined, strict=True):
+            assert torch.equal(before, after), name
+
+
+def test_vocabulary_shards_are_padded_with_zeros() -> None:
+    architecture = tiny.architecture("qwen3")
+    full = torch.ones(tiny.VOCAB_SIZE, 2)
+    shards = [tensors.shard([full], "vocab", architecture, rank, 2) for rank in range(2)]
+    assert [len(shard) for shard in shards] == [27, 27]
+    assert torch.cat(shards)[tiny.VOCAB_SIZE :].eq(0).all()
+
+
+def test_a_tied_head_comes_from_the_embedding() -> None:
+    tied, untied = (tensors.describe("output_layer.weight", [], tied) for tied in (True, False))
+    assert tied.hf_names == ("model.embed_tokens.weight",)
+    assert untied.hf_names == ("lm_head.weight",)
