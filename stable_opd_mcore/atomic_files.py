@@ -5,12 +5,25 @@ Not here: checkpoints, which all ranks write together (train/checkpoint.py).
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from stable_opd_mcore.errors import UserError
+
+_DISK_ERRNOS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+}
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -27,11 +40,28 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise
 
 
+@contextmanager
+def naming_disk_errors(directory: Path) -> Iterator[None]:
+    """Turn the errors of a full, read-only or forbidden disk into a UserError naming it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DISK_ERRNOS:
+            raise
+        space = describe_space(directory, 0)
+        raise UserError(
+            f"{directory}: cannot be written: {error}; {space}. Checkpoints are intact: make room, "
+            "or change run.directory, and start the run again"
+        ) from error
+
+
 def describe_space(path: Path, needed_bytes: int) -> str:
     """The free space at `path`, the space needed there and the space missing, for an error."""
     while not path.exists():
         path = path.parent
     free_bytes = shutil.disk_usage(path).free
+    if not needed_bytes:
+        return f"free {free_bytes / 2**20:.1f} MiB"
     missing_bytes = max(0, needed_bytes - free_bytes)
     needed, free, missing = (
         f"{n / 2**20:.1f} MiB" for n in (needed_bytes, free_bytes, missing_bytes)

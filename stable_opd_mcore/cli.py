@@ -36,9 +36,11 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     from stable_opd_mcore.config.load import load_config
 
     settings = load_config(config, overrides or [])
+    from stable_opd_mcore.atomic_files import naming_disk_errors
     from stable_opd_mcore.train.loop import train as run_training
 
-    run_training(settings)
+    with naming_disk_errors(settings.run.path):
+        run_training(settings)
 
 
 @app.command()

@@ -25,9 +25,9 @@ ROWS = {
     "config": 1,
     "records": 1,
     "metrics": 1,
-    "errors": 0,
-    "network": 0,
     "atomic_files": 0,
+    "network": 0,
+    "errors": -1,
     "megatron_import": 3,
 }
 THIRD_PARTIES = {

@@ -85,6 +85,13 @@ def test_missing_data_file(capsys, monkeypatch, tmp_path):
     assert path in fails(capsys, monkeypatch, tmp_path, data={"train": {"path": path}})
 
 
+def test_a_run_directory_that_cannot_be_written(capsys, monkeypatch, tmp_path):
+    (tmp_path / "runs").write_text("")
+    message = fails(capsys, monkeypatch, tmp_path)
+    assert f"{tmp_path / 'runs' / 'bad'}: cannot be written: [Errno 20] Not a directory" in message
+    assert "free" in message
+
+
 def test_layout_that_does_not_fit_the_ranks(capsys, monkeypatch, tmp_path):
     message = fails(capsys, monkeypatch, tmp_path, parallel={"tensor": 2})
     assert "parallel.tensor=2" in message
