@@ -19,6 +19,7 @@ from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks
 from tests.train.runs import metrics_of, tiny_config
 
+DRAW = random.Random()  # its own generator: every run seeds the global one
 PLACES = {
     "shard": r"*.distcp",
     "metadata": [".metadata", "common.pt", "metadata.json"],
@@ -33,17 +34,17 @@ def change(path: Path, offset: int, data: bytes) -> None:
 
 
 def flip_bit(path: Path, older: Path) -> None:
-    offset = random.randrange(path.stat().st_size)
-    change(path, offset, bytes([path.read_bytes()[offset] ^ 1 << random.randrange(8)]))
+    offset = DRAW.randrange(path.stat().st_size)
+    change(path, offset, bytes([path.read_bytes()[offset] ^ 1 << DRAW.randrange(8)]))
 
 
 def zero_range(path: Path, older: Path) -> None:
     size = path.stat().st_size
-    change(path, random.randrange(size // 2), bytes(min(4096, size // 2)))
+    change(path, DRAW.randrange(size // 2), bytes(min(4096, size // 2)))
 
 
 def cut(path: Path, older: Path) -> None:
-    os.truncate(path, random.randrange(1, path.stat().st_size))
+    os.truncate(path, DRAW.randrange(1, path.stat().st_size))
 
 
 def make_directory(path: Path, older: Path) -> None:
@@ -59,14 +60,14 @@ def dangling_link(path: Path, older: Path) -> None:
 KINDS: dict[str, Callable[[Path, Path], object]] = {
     "one bit flipped": flip_bit,
     "a range of zeros": zero_range,
-    "all bytes random": lambda path, _: path.write_bytes(random.randbytes(path.stat().st_size)),
+    "all bytes random": lambda path, _: path.write_bytes(DRAW.randbytes(path.stat().st_size)),
     "last byte lost": lambda path, _: os.truncate(path, path.stat().st_size - 1),
     "cut at random": cut,
     "empty": lambda path, _: os.truncate(path, 0),
     "longer": lambda path, _: path.write_bytes(path.read_bytes() + b"\0"),
     "missing": lambda path, _: path.unlink(),
     "of another step": lambda path, older: shutil.copy(older, path),
-    "a directory or a dangling link": lambda path, older: random.choice(
+    "a directory or a dangling link": lambda path, older: DRAW.choice(
         (make_directory, dangling_link)
     )(path, older),
 }
@@ -86,7 +87,7 @@ def run_once(directory: Path, tensor: int) -> Path:
 def damage_and_resume(rank: int, world_size: int, home: Path, seed: int) -> None:
     logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="    %(message)s")
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    random.seed(seed)  # the same on every rank
+    DRAW.seed(seed)  # the same on every rank
     whole = run_once(home / "whole", world_size)
     for kind, damage in KINDS.items():
         for place, names in PLACES.items():
@@ -97,7 +98,7 @@ def damage_and_resume(rank: int, world_size: int, home: Path, seed: int) -> None
                 shutil.rmtree(newest.with_name("step_000006"))
                 shutil.rmtree(newest.parents[1] / "model")
             files = sorted(f.name for f in (whole / "checkpoints" / newest.name).glob("*.distcp"))
-            name = random.choice(files if place == "shard" else names)
+            name = DRAW.choice(files if place == "shard" else names)
             if rank == 0:
                 damage(newest / name, newest.with_name("step_000002") / name)
                 print(f"{kind} | {place} | {name}", flush=True)
