@@ -196,7 +196,8 @@ check_nodes() {
     check_network
     judge preflight --nodes "${all[@]}" --trainers "${TRAINER_NODES[@]}" || return 1
   fi
-  RUN_DIRECTORY=$(cat "$notes/run_directory")
+  RUN_DIRECTORY=$(cat "$notes/run_directory") # a path inside the container; only rank.sh uses it
+  export RUN_DIRECTORY
   log "preflight passed: all-reduce $(cat "$notes/${TRAINER_NODES[0]}.network_good" 2>/dev/null || echo skipped); run directory $RUN_DIRECTORY"
 }
 
@@ -212,7 +213,6 @@ check_network() {
 # The step runs in the background: bash runs a trap at once while it waits for a child, and late while it runs one.
 run_trainer() {
   local trainer seconds=0
-  rm -rf "$RUN_DIRECTORY"/{REQUEUE,stacks} # of an earlier attempt
   if [ -n "$STOP_WANTED" ]; then return; fi
   step trainer "$(joined "${TRAINER_NODES[@]}")" "$RANKS_PER_NODE"
   "${STEP[@]}" --kill-on-bad-exit=1 --wait=60 --output="$ATTEMPT_DIR/rank_%5t.log" "$ROOT/slurm/rank.sh" "${TRAINER[@]}" &
@@ -231,7 +231,7 @@ run_trainer() {
 
 judge_run() {
   local -a run=(run --nodes "${TRAINER_NODES[@]}" "${SERVER_NODE_NAMES[@]}"
-    --ranks=$((${#TRAINER_NODES[@]} * RANKS_PER_NODE)) --run-directory="$RUN_DIRECTORY")
+    --ranks=$((${#TRAINER_NODES[@]} * RANKS_PER_NODE)))
   judge "${run[@]}" && return
   [ "$NEXT" = probe ] || return 1
   probe_nodes

@@ -73,9 +73,7 @@ def main() -> int:
     if arguments.what == "preflight":
         verdict = judge_preflight(attempt, arguments.nodes, arguments.trainers)
     elif arguments.what == "run":
-        verdict = judge_run(
-            attempt, arguments.nodes, arguments.ranks, arguments.run_directory, arguments.probed
-        )
+        verdict = judge_run(attempt, arguments.nodes, arguments.ranks, arguments.probed)
     else:
         verdict = Verdict(arguments.name, arguments.reason, action=arguments.action)
     if verdict.action in ("requeue", "exclude"):
@@ -101,7 +99,6 @@ def parse_arguments() -> argparse.Namespace:
     run = what.add_parser("run")
     run.add_argument("--nodes", nargs="+", required=True)
     run.add_argument("--ranks", type=int, required=True)
-    run.add_argument("--run-directory", type=Path, required=True)
     run.add_argument("--probed", action="store_true", help="alive_NODE files are complete")
     recorded = what.add_parser("record")
     recorded.add_argument("name")
@@ -145,25 +142,32 @@ def judge_preflight(attempt: Attempt, nodes: list[str], trainers: list[str]) -> 
 # ---- the end of the trainer -------------------------------------------------------------------
 
 
-def judge_run(
-    attempt: Attempt, nodes: list[str], ranks: int, run_directory: Path, probed: bool
-) -> Verdict:
-    """Verdict over exit codes, logs and stacks of a trainer that has ended.
+def judge_run(attempt: Attempt, nodes: list[str], ranks: int, probed: bool) -> Verdict:
+    """Verdict over outcome, exit codes, logs and stacks of a trainer that has ended.
+
+    `done` needs the run's own DONE file and exit code 0 of every rank. Neither alone is enough: a
+    run that stopped early also exits with 0, and a rank may fail after DONE was written.
 
     Args:
-        attempt: whose directory holds `exits`, `ranks`, the logs, and alive_NODE once probed.
+        attempt: whose directory holds `run` (outcome and stacks, copied by rank.sh), `exits`,
+            `ranks`, the logs, and alive_NODE once probed.
         nodes: all nodes; the first runs the batch script.
         ranks: number of ranks that were started.
-        run_directory: holds the stacks of a hang, and the marker of a stop.
         probed: whether every node had its time to write alive_NODE.
     """
-    marker = read(run_directory / "REQUEUE")
+    outcome = attempt.directory / "run"
+    marker = read(outcome / "REQUEUE")
     if marker:
         return Verdict("stopped", f"stopped after a step, checkpoint {marker}", action="requeue")
     exits = read_exits(attempt)
     if len(exits) == ranks and all(each.code == 0 for each in exits):
-        return Verdict("done", f"all {ranks} ranks ended well")
-    hang = describe_hang(attempt, run_directory / "stacks")
+        done = read(outcome / "DONE")
+        if done:
+            return Verdict("done", f"all {ranks} ranks ended with code 0, DONE {done}")
+        where = read(attempt.directory / "preflight" / "run_directory")
+        reason = f"all {ranks} ranks ended with code 0, but {where} has neither DONE nor REQUEUE"
+        return Verdict("failed", reason)
+    hang = describe_hang(attempt, outcome / "stacks")
     if attempt.stop and not hang:
         reason = "ended before it could save; the newest checkpoint stands"
         return Verdict("stopped", reason, action="requeue")
@@ -175,7 +179,7 @@ def judge_run(
             return Verdict("lost", "bad node(s)", action="exclude", nodes=tuple(silent))
     if hang:
         attempt.log("hang: stacks follow")
-        for path in sorted((run_directory / "stacks").glob(STACKS)):
+        for path in sorted((outcome / "stacks").glob(STACKS)):
             print(read(path), file=sys.stderr)
         return judge_hang(attempt, hang)
     return name_culprit(attempt, exits)

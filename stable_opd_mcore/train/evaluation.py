@@ -37,6 +37,7 @@ from stable_opd_mcore.train.setup import (
     load_model,
     load_tokenizer,
 )
+from stable_opd_mcore.train.signals import DONE, clear_outcome, write_outcome
 from stable_opd_mcore.train.state import TrainState
 from stable_opd_mcore.train.step import Run, draw_graded
 
@@ -79,6 +80,8 @@ def evaluate_config(config: Config, print_line: Callable[[str], None]) -> None:
     student = load_model(config, world, config.student, tokenizer.vocab_size, trainable=False)
     engine = embedded_engine(world, student, tokenizer)
     directory = config.run.path
+    if world.rank == 0:
+        clear_outcome(directory)
     results, values = {}, {}
     with Grader(config.evaluation.grading_timeout_seconds) as grader:
         for name, (held_out, num_samples) in problems.items():
@@ -97,6 +100,7 @@ def evaluate_config(config: Config, print_line: Callable[[str], None]) -> None:
     if world.rank == 0:
         write_atomically(directory / "evaluation.json", json.dumps(values, indent=1).encode())
         print_line(results_table(results))
+    write_outcome(directory, DONE, step=None)
     stop_world()
 
 

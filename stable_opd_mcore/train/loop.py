@@ -34,11 +34,13 @@ from stable_opd_mcore.train.evaluation import evaluate_student
 from stable_opd_mcore.train.in_flight import restore_in_flight, save_in_flight
 from stable_opd_mcore.train.setup import build_run
 from stable_opd_mcore.train.signals import (
+    DONE,
+    REQUEUE,
     Stopped,
     StopSignals,
-    clear_marker,
-    leave_for_requeue,
+    clear_outcome,
     shielded,
+    write_outcome,
 )
 from stable_opd_mcore.train.state import TrainState
 from stable_opd_mcore.train.step import Run, train_step
@@ -66,7 +68,7 @@ def train(config: Config, show_progress: bool = True) -> Path:
     world = start_world(config.parallel, config.train.seed)
     home = config.run.path
     if world.rank == 0:
-        clear_marker(home)
+        clear_outcome(home)
     stop = StopSignals(world.device)
     watchdog = Watchdog(config.fault.watchdog_minutes, home / STACKS, world.rank)
     with stop, watchdog:
@@ -76,9 +78,10 @@ def train(config: Config, show_progress: bool = True) -> Path:
                 config = _after_cold_start(config, world, guard, show_progress)
             _train_phase(config, world, guard, show_progress)
         except Stopped as stopped:
-            leave_for_requeue(home, stopped.step)
+            write_outcome(home, REQUEUE, stopped.step)
             stop_world()
             raise
+        write_outcome(home, DONE, config.train.steps)
         stop_world()
     return home
 
@@ -114,7 +117,7 @@ def _after_cold_start(config: Config, world: World, guard: Guard, show_progress:
 
 def _train_phase(config: Config, world: World, guard: Guard, show_progress: bool) -> None:
     directory = config.run.path
-    run = build_run(config, world, guard.stop.asked)
+    run = build_run(config, world, guard.stop.requested)
     state = _resume(run)
     speaks = world.rank == 0
     if speaks:
@@ -141,7 +144,7 @@ def _train_phase(config: Config, world: World, guard: Guard, show_progress: bool
             if sinks is not None:
                 writer.write(state.step, result.rollouts)
                 sinks.write(state.step, metrics)
-            stopping = guard.stop.asked_on_any_rank()
+            stopping = guard.stop.requested_on_any_rank()
             if stopping or _due(state.step, config.checkpoint.every or config.train.steps, config):
                 _save(run, state)
             advance(metrics)
@@ -170,7 +173,7 @@ def _save_without_servers(run: Run, state: TrainState, guard: Guard, lost: Excep
     """
     if state.step:  # the optimizer has no state to save before its first step
         _save(run, state)
-        if guard.stop.asked_on_any_rank():
+        if guard.stop.requested_on_any_rank():
             raise Stopped(state.step) from lost
 
 

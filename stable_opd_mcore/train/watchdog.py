@@ -1,16 +1,17 @@
-"""Ends a run that hangs: no step for N minutes, and every rank writes its stacks and exits.
+"""End a run that hangs: after N minutes without a step, every rank writes its stacks and exits.
 
     with Watchdog(minutes, run_directory / STACKS, rank) as watchdog:
         for each step:
             ...
             watchdog.step_done()
 
-The clock is faulthandler's, a thread in C: it also fires while a collective or a kernel holds the
-interpreter. A stack file is empty until then and removed at the end, so one with text in it means a
-hang. Its time is the rank's last sign of life: where all but one wait for that one, each stack is
-the same, and who stands still (stopped, or its node frozen) is told by that alone. The others look
-before the clock fires, for ending the step lets a stopped process go on.
-Not here: the time-outs of the collectives, and what happens next (slurm/common.sh).
+The timer is faulthandler's, a thread in C, so it also fires while a collective or a kernel holds
+the interpreter lock. A stack file is empty until the timer fires and is removed at the end, so a
+stack file with text means a hang. A thread updates the file's time stamp, the rank's sign of life.
+When a rank is stopped or its node is frozen, all other ranks wait for it and their stacks are
+alike. They therefore write the ranks without a sign of life to SILENT before the timer fires,
+because the end of the step lets a stopped process continue.
+Not here: the time-outs of the collectives (config/schema.py), and the verdict (slurm/verdict.py).
 """
 
 from __future__ import annotations
@@ -26,19 +27,18 @@ from typing import TextIO
 from stable_opd_mcore.atomic_files import write_atomically
 
 STACKS = "stacks"
-SILENT = "silent"  # beside the stacks: the ranks that stood still when a hang came near, one a line
-_BEATS = 20  # signs of life in the time that a step may take
-_LOOK = 0.8  # of that time without a step: who is silent?
-_SILENCE = 0.5  # of that time without a sign of life
+SILENT = "silent"  # file beside the stacks: ranks without a sign of life before a hang, one a line
+_BEATS = 20  # signs of life within the time limit of a step
+_LOOK = 0.8  # share of the limit without a step after which the other ranks are checked
+_SILENCE = 0.5  # share of the limit without a sign of life after which a rank is silent
 
 
 class Watchdog:
-    """Armed while the block lasts.
+    """Armed inside the block.
 
     Args:
         minutes: longest time between two calls of `step_done`; None never fires.
-        directory: stacks go to `directory`/rank_00003.txt; those of an earlier attempt are
-            replaced.
+        directory: of the stack files rank_00003.txt; replaces those of an earlier attempt.
     """
 
     def __init__(self, minutes: float | None, directory: Path, rank: int):
@@ -61,7 +61,7 @@ class Watchdog:
         return self
 
     def step_done(self) -> None:
-        """Start the clock anew: after each step, and after other long work between steps."""
+        """Restart the timer: after each step, and after other long work between steps."""
         if self._seconds is not None:
             assert self._file is not None, "used outside its with block"
             faulthandler.dump_traceback_later(self._seconds, exit=True, file=self._file)
@@ -82,25 +82,25 @@ class Watchdog:
             self._path.unlink()
 
     def _beat(self, seconds: float) -> None:
-        """A sign of life every now and then; once a step takes too long, a look at the others'."""
-        told, last_beat = [], time.monotonic()
+        """Give signs of life; check those of the other ranks once a step takes too long."""
+        reported, last_beat = [], time.monotonic()
         while not self._ended.wait(seconds / _BEATS):
             os.utime(self._path)
-            stood_still = time.monotonic() - last_beat > _SILENCE * seconds
+            was_stopped = time.monotonic() - last_beat > _SILENCE * seconds
             last_beat = time.monotonic()
-            if stood_still or last_beat - self._last_step < _LOOK * seconds:
-                continue  # who stood still itself cannot tell how the others are
+            if was_stopped or last_beat - self._last_step < _LOOK * seconds:
+                continue  # a rank that was stopped itself sees the others' signs too late
             silent = self._silent_ranks(_SILENCE * seconds)
             write_atomically(self._silent, "".join(f"{name}\n" for name in silent).encode())
-            if silent and silent != told:
+            if silent and silent != reported:
                 minutes = _SILENCE * seconds / 60
                 print(f"no sign of life for {minutes:.2g} minutes: {' '.join(silent)}", flush=True)
-                told = silent
+                reported = silent
 
     def _silent_ranks(self, seconds: float) -> list[str]:
-        """Ranks without a sign of life for that long, by the file system's clock; not those whose
-        clock fired already.
+        """Ranks without a sign of life for that long, by the file system's clock. Ranks whose timer
+        has fired already are left out.
         """
         now = self._path.stat().st_mtime
-        found = [(file.stem, file.stat()) for file in sorted(self._path.parent.glob("rank_*.txt"))]
-        return [name for name, s in found if now - s.st_mtime > seconds and not s.st_size]
+        stats = [(file.stem, file.stat()) for file in sorted(self._path.parent.glob("rank_*.txt"))]
+        return [name for name, s in stats if now - s.st_mtime > seconds and not s.st_size]

@@ -27,7 +27,7 @@ class Files:
 
     def __init__(self, logs: Path):
         self.directory = logs / "attempt_0"
-        self.run_directory = logs / "run"
+        self.outcome = self.directory / "run"
         for name in ("ranks", "exits", "preflight"):
             (self.directory / name).mkdir(parents=True)
         for rank, node in enumerate(NODES):
@@ -41,18 +41,16 @@ class Files:
         self.write(f"rank_0000{rank}.log", log)
 
     def stacks(self, *texts: str, silent: str = "") -> None:
-        (self.run_directory / "stacks").mkdir(parents=True)
+        (self.outcome / "stacks").mkdir(parents=True)
         for rank, text in enumerate(texts):
-            (self.run_directory / "stacks" / f"rank_0000{rank}.txt").write_text(text)
-        (self.run_directory / "stacks" / "silent").write_text(silent)
+            (self.outcome / "stacks" / f"rank_0000{rank}.txt").write_text(text)
+        (self.outcome / "stacks" / "silent").write_text(silent)
 
     def attempt(self, **limits) -> Attempt:
         return Attempt(self.directory, job=7, number=0, **limits)
 
     def judge(self, probed: bool = True, stop: str = "", **limits) -> Verdict:
-        return judge_run(
-            self.attempt(stop=stop, **limits), NODES, len(NODES), self.run_directory, probed
-        )
+        return judge_run(self.attempt(stop=stop, **limits), NODES, len(NODES), probed)
 
 
 @pytest.fixture
@@ -62,15 +60,25 @@ def files(tmp_path) -> Files:
     return made
 
 
-def test_done_when_every_rank_exits_with_0(files):
+@pytest.mark.parametrize(
+    ("outcome", "code", "name"),
+    [("DONE", 0, "done"), ("", 0, "failed"), ("DONE", 1, "failed")],
+)
+def test_done_needs_the_outcome_of_the_run_and_code_0_of_every_rank(files, outcome, code, name):
     files.exit(0, 0, 1)
-    files.exit(1, 0, 2)
-    assert files.judge().name == "done"
+    files.exit(1, code, 2, "OSError: disk full\n")
+    if outcome:
+        files.outcome.mkdir()
+        (files.outcome / outcome).write_text('{"step": 300}')
+    judged = files.judge()
+    assert (judged.name, judged.action) == (name, "end")
+    if not outcome:
+        assert judged.reason.endswith("has neither DONE nor REQUEUE")
 
 
 def test_a_marker_of_the_run_means_stopped(files):
-    files.run_directory.mkdir()
-    (files.run_directory / "REQUEUE").write_text('{"step": 6}')
+    files.outcome.mkdir()
+    (files.outcome / "REQUEUE").write_text('{"step": 6}')
     judged = files.judge(stop="USR1")
     assert (judged.name, judged.action) == ("stopped", "requeue")
     assert judged.reason == 'stopped after a step, checkpoint {"step": 6}'
@@ -151,7 +159,7 @@ with Watchdog(minutes=(2 + 2 * rank) / 60, directory=run / "stacks", rank=rank):
 
 
 def test_real_stacks_name_the_rank_that_is_not_in_a_collective(files):
-    run = files.run_directory
+    run = files.outcome
     run.mkdir()
     ranks = [
         subprocess.Popen([sys.executable, "-c", HANG, str(run), str(rank)]) for rank in range(2)

@@ -1,4 +1,4 @@
-"""Stopping between steps: every rank after the same one, and the marker stands before any goes."""
+"""Every rank stops after the same step, and no rank leaves before the marker exists."""
 
 import os
 import signal
@@ -11,11 +11,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from stable_opd_mcore.train.signals import (
-    MARKER,
+    REQUEUE,
     StopSignals,
-    clear_marker,
-    leave_for_requeue,
+    clear_outcome,
     shielded,
+    write_outcome,
 )
 from tests.parallel.launch import run_ranks
 
@@ -26,38 +26,38 @@ def stop_when_one_rank_is_signalled(rank, world_size, directory):
     before = signal.getsignal(signal.SIGTERM)
     step = 0
     with StopSignals() as stop:
-        while not stop.asked_on_any_rank():
+        while not stop.requested_on_any_rank():
             step += 1
             time.sleep(0.01 * rank)
             if rank == 1 and step == 3:
-                # to this thread: a library's thread could take it and be noted a step later
+                # to this thread: a library's thread could receive it and report it a step later
                 signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
             assert step < 10
         if rank == 0:
-            time.sleep(0.3)  # the marker comes late; nobody may leave before
-        leave_for_requeue(directory, step)
-    assert (directory / MARKER).read_text() == '{"step": 3}'
+            time.sleep(0.3)  # the marker comes late; no rank may leave before it
+        write_outcome(directory, REQUEUE, step)
+    assert (directory / REQUEUE).read_text() == '{"step": 3}'
     assert signal.getsignal(signal.SIGTERM) == before
     dist.barrier()
     if rank == 0:
-        clear_marker(directory)
-        clear_marker(directory)  # also where none stands
-        assert not (directory / MARKER).exists()
+        clear_outcome(directory)
+        clear_outcome(directory)  # also without a marker
+        assert not (directory / REQUEUE).exists()
 
 
 def test_ranks_agree_on_the_step(tmp_path):
     run_ranks(2, stop_when_one_rank_is_signalled, tmp_path)
 
 
-def test_sigterm_is_noted_without_a_process_group():
+def test_sigterm_is_recorded_without_a_process_group():
     with StopSignals() as stop:
-        assert not stop.asked_on_any_rank()
+        assert not stop.requested_on_any_rank()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.asked_on_any_rank()
+        assert stop.requested_on_any_rank()
 
 
 def test_processes_started_meanwhile_survive_sigusr1():
-    """Slurm may signal every process of a step; only the ranks are meant."""
+    """Slurm may signal every process of a step; only the ranks must react."""
     listen = "import time; print('up', flush=True); time.sleep(30)"
     with StopSignals():
         child = subprocess.Popen([sys.executable, "-c", listen], stdout=subprocess.PIPE)
@@ -76,8 +76,8 @@ def test_sigterm_waits_until_a_checkpoint_is_written():
             child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
             child.terminate()
             os.kill(os.getpid(), signal.SIGTERM)
-            assert not stop.asked_on_any_rank()
-        assert stop.asked_on_any_rank()
+            assert not stop.requested_on_any_rank()
+        assert stop.requested_on_any_rank()
         child.communicate(b"go on\n", timeout=30)
         assert child.returncode == 0
 
@@ -109,6 +109,6 @@ def test_a_helper_of_the_first_checkpoint_survives_sigterm(tmp_path):
     assert answer.stdout == "written\n", answer.stderr
 
 
-def test_a_signal_that_arrives_at_the_end_kills_nobody():
+def test_a_signal_at_the_end_of_the_block_kills_no_process():
     with StopSignals():
         os.kill(os.getpid(), signal.SIGUSR1)

@@ -1,5 +1,5 @@
-"""The watchdog ends a process that makes no step, with the stack it hangs in, and no other; the
-others of a run name the one that stands still.
+"""The watchdog ends only a process that makes no step, and writes its stack. The other ranks of the
+run name a rank that has stopped.
 """
 
 import os
@@ -65,18 +65,18 @@ def start(directory: Path, *ranks: int, seconds: float) -> list[subprocess.Popen
     return processes
 
 
-def test_a_rank_that_stands_still_is_named_also_when_it_goes_on_later(tmp_path):
+def test_a_stopped_rank_is_named_and_stays_named_when_it_continues(tmp_path):
     stopped, *others = start(tmp_path, 1, 0, 2, seconds=4)
     os.kill(stopped.pid, signal.SIGSTOP)
     assert [other.wait(timeout=60) for other in others] == [1, 1]
     assert (tmp_path / SILENT).read_text() == "rank_00001\n"
-    os.kill(stopped.pid, signal.SIGCONT)  # as Slurm does to end it: now it writes its stack too
+    os.kill(stopped.pid, signal.SIGCONT)  # as Slurm does to end it; it then writes its stack too
     assert stopped.wait(timeout=60) == 1
     assert (tmp_path / "rank_00001.txt").read_text()
     assert (tmp_path / SILENT).read_text() == "rank_00001\n"
 
 
-def test_nobody_is_named_where_all_hang_together(tmp_path):
+def test_no_rank_is_named_where_all_hang_together(tmp_path):
     ranks = start(tmp_path, 0, 1, seconds=2)
     assert [rank.wait(timeout=60) for rank in ranks] == [1, 1]
     assert (tmp_path / SILENT).read_text() == ""
