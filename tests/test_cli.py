@@ -20,5 +20,5 @@ def test_a_run_outlives_the_reader_of_its_output(tmp_path):
     assert process.stdout is not None
     process.stdout.close()
     assert process.wait(timeout=240) == 0
-    for name in ("metrics.jsonl", "summary.json", "report.html", "model/tokenizer.json"):
+    for name in ("metrics.jsonl", "summary.json", "report.html", "model/tokenizer.json", "DONE"):
         assert (tmp_path / "run" / name).is_file(), name
