@@ -21,7 +21,7 @@ set -uo pipefail
 : "${SERVERS_PER_NODE:=1}"                # each data-parallel rank of the trainer needs a server of its own
 : "${SERVER_COMMAND:=}"                  # in place of `python -m stable_opd_mcore serve`
 : "${SERVER_TIMEOUT:=900}"               # seconds until all servers must answer /health; weights load from shared disk
-: "${SERVER_RESTARTS:=5}"                # how often a server node's command is started again after it ended
+: "${SERVER_RESTARTS:=5}"                # how often in an hour a server node's command may end before the job fails
 
 # ---- checks before the start ------------------------------------------------------------------------------------
 : "${PREFLIGHT:=on}"                     # off: only read the config
@@ -33,6 +33,7 @@ set -uo pipefail
 # ---- when it stops ----------------------------------------------------------------------------------------------
 : "${MAX_REQUEUES:=50}"                  # how often the job may start again in all
 : "${MAX_HANGS:=3}"                      # of these, after the watchdog ended it
+: "${LAST_SECONDS:=25}"                  # before the end of the job: the time to judge it and to queue it again
 : "${NETWORK_INTERFACE:=}"               # e.g. bond0, where the default route is not the cluster's own network
 
 # shellcheck source=slurm/servers.sh
@@ -131,6 +132,11 @@ set_environment() {
   if ((SERVER_NODES > 0)); then
     export NCCL_CUMEM_ENABLE=0                # SGLang sets it in its processes; both ends of the weight group must agree
   fi
+  if [ -n "${http_proxy:-}${https_proxy:-}${all_proxy:-}${HTTP_PROXY:-}${HTTPS_PROXY:-}${ALL_PROXY:-}" ]; then
+    local node direct=localhost,127.0.0.1 # nodes reach one another without the proxy
+    for node in "${TRAINER_NODES[@]}" "${SERVER_NODE_NAMES[@]}"; do direct+=,$node,$(address_of "$node"); done
+    export NO_PROXY=$direct${NO_PROXY:+,$NO_PROXY} no_proxy=$direct${no_proxy:+,$no_proxy}
+  fi
   if [ -n "$NETWORK_INTERFACE" ]; then
     export NCCL_SOCKET_IFNAME=$NETWORK_INTERFACE GLOO_SOCKET_IFNAME=$NETWORK_INTERFACE
   fi
@@ -194,7 +200,7 @@ check_nodes() {
   judge preflight --nodes "${all[@]}" || return 1
   if [ "$PREFLIGHT" = on ] && [ "$MIN_ALLREDUCE_GBPS" != 0 ]; then
     check_network
-    judge preflight --nodes "${all[@]}" --trainers "${TRAINER_NODES[@]}" || return 1
+    judge network --nodes "${TRAINER_NODES[@]}" || return 1
   fi
   RUN_DIRECTORY=$(cat "$notes/run_directory") # a path inside the container; only rank.sh uses it
   export RUN_DIRECTORY
@@ -210,17 +216,26 @@ check_network() {
 }
 
 # ---- the trainer ------------------------------------------------------------------------------------------------
-# The step runs in the background: bash runs a trap at once while it waits for a child, and late while it runs one.
+# Returns when the trainer's step has ended, or shortly before the end of the job. The step runs in the background: bash
+# runs a trap at once while it waits for a child, and late while it runs one.
 run_trainer() {
-  local trainer seconds=0
+  local trainer seconds=0 end=''
   if [ -n "$STOP_WANTED" ]; then return; fi
   step trainer "$(joined "${TRAINER_NODES[@]}")" "$RANKS_PER_NODE"
   "${STEP[@]}" --kill-on-bad-exit=1 --wait=60 --output="$ATTEMPT_DIR/rank_%5t.log" "$ROOT/slurm/rank.sh" "${TRAINER[@]}" &
   trainer=$!
   while kill -0 "$trainer" 2>/dev/null; do
+    if [ -z "$STOP_WANTED" ] && compgen -G "$ATTEMPT_DIR/server_*.given_up" >/dev/null; then
+      STOP_WANTED=USR1
+    fi
     if [ "$STOP_WANTED" = USR1 ] && ((seconds++ % 20 == 0)); then # repeated: ranks that still start ignore the signal
       log "asking the trainer to stop after its step"
       signal_step USR1 trainer
+      end=$(job_end)
+    fi
+    if [ -n "$end" ] && ((end - $(date +%s) < LAST_SECONDS)); then
+      log "the trainer has not stopped $LAST_SECONDS s before the end of the job"
+      return
     fi
     sleep 1 &
     wait $!
@@ -238,12 +253,19 @@ judge_run() {
   judge "${run[@]}" --probed
 }
 
+# End of the job in seconds since the epoch; empty when it has none.
+job_end() {
+  local end
+  end=$(scontrol -o show job "$SLURM_JOB_ID" | sed -nE 's/.* EndTime=([0-9]\S+).*/\1/p')
+  [ -z "$end" ] || date -d "$end" +%s
+}
+
 # Run a command on every node but this one; a node that runs it leaves alive_NODE. One step a node, because a step over
 # several nodes fails as a whole. Slurm itself may need minutes to notice a silent node.
 probe_nodes() {
   local node
   for node in "${TRAINER_NODES[@]:1}" "${SERVER_NODE_NAMES[@]}"; do
-    step alive "$node" 1
+    CONTAINER_IMAGE='' step alive "$node" 1 # importing an image takes longer than the probe may
     timeout 40 "${STEP[@]}" --output=none touch "$ATTEMPT_DIR/alive_$node" 2>/dev/null &
   done
   wait
@@ -265,21 +287,31 @@ judge() {
   case $NEXT in
     requeue)
       trap '' TERM CONT USR1
-      scontrol requeue "$SLURM_JOB_ID" # from here on the exit code of this attempt does not count
+      queue_again requeue || code=1 # otherwise the exit code of this attempt does not count
       ;;
-    exclude) exclude_nodes "${answer#* }" ;;
-    '') log "no verdict: $HOST_PYTHON slurm/verdict.py ended with code $code" ;;
+    exclude)
+      trap '' TERM CONT USR1
+      queue_again requeuehold && exclude_nodes "${answer#* }"
+      ;;
+    '') [ "$1" = refused ] || log "no verdict: $HOST_PYTHON slurm/verdict.py ended with code $code" ;;
   esac
   return "$code"
 }
 
-# exclude_nodes NODE,NODE: queue the job again without them. Slurm accepts an exclusion for a held job, not for a running one.
+# queue_again requeue|requeuehold; returns 1 when Slurm refuses, for example because of --no-requeue
+queue_again() {
+  local message
+  if ! message=$(scontrol "$1" "$SLURM_JOB_ID" 2>&1); then
+    judge refused "$message"
+    return 1
+  fi
+}
+
+# exclude_nodes NODE,NODE: release the held job without them. Slurm accepts an exclusion only while a job is held.
 exclude_nodes() {
   local excluded try
   excluded=$(scontrol -o show job "$SLURM_JOB_ID" | sed -nE 's/.* ExcNodeList=(\S+).*/\1/p')
   excluded=$(joined ${excluded:+"${excluded/(null)/}"} "$1")
-  trap '' TERM CONT
-  scontrol requeuehold "$SLURM_JOB_ID"
   for try in 1 2 3 4 5 6 7 8; do
     scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${excluded#,}" && break
     sleep "0.$try"

@@ -1,19 +1,24 @@
-"""Is this node fit for the job? Run by common.sh on every node before anything expensive starts.
+"""Check a node before the job starts. common.sh runs this on every node.
 
     preflight.py node NOTES --token=T --head=n1 ... -- CONFIG key=value ...    one process a node
     preflight.py network NOTES --floor=100                                     one process a rank
 
-Notes are files in a directory that all nodes share: `<node>.good`, or `<node>.bad` with the
-reasons, and likewise `<node>.network_good`; the head node also writes `run_directory`, or
-`config_error`. A node that writes nothing is bad too. Not here: what is done about a bad node
-(common.sh), and whether the settings fit the model.
+NOTES is a directory that all nodes share. A node writes `<node>.good`, or `<node>.bad`: a JSON
+object from the kind of a fault to its message, so that verdict.py can compare nodes. The all-reduce
+likewise writes `<node>.network_good` or `.network_bad`. The head node also writes `run_directory`,
+or `config_error`.
+Not here: what follows from a fault (verdict.py), and whether the settings fit the model.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import errno
+import json
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -23,7 +28,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "numpy")
-GPU_FIELDS = {  # nvidia-smi's name: the value a healthy GPU answers; "[N/A]" passes
+GPU_FIELDS = {  # nvidia-smi's name: the value of a healthy GPU; "[N/A]" passes
     "ecc.errors.uncorrected.volatile.total": "0",
     "retired_pages.pending": "No",
     "remapped_rows.pending": "No",
@@ -50,12 +55,12 @@ def parse_arguments() -> argparse.Namespace:
     node.add_argument("notes", type=Path)
     node.add_argument("--checks", choices=("on", "off"), default="on")
     node.add_argument(
-        "--token", required=True, help="what NOTES/token holds, seen through this node's mount"
+        "--token", required=True, help="text of NOTES/token, to prove that the directory is shared"
     )
-    node.add_argument("--gpus", type=int, default=0, help="healthy GPUs wanted")
+    node.add_argument("--gpus", type=int, default=0, help="number of healthy GPUs required")
     node.add_argument("--min-free-gib", type=float, default=0)
     node.add_argument(
-        "--head", required=True, help="the node of rank 0: its versions count, it checks the port"
+        "--head", required=True, help="node of rank 0: other nodes must have its versions"
     )
     node.add_argument("--port", type=int, required=True)
     node.add_argument(
@@ -73,8 +78,8 @@ def check_node(arguments: argparse.Namespace, name: str) -> int:
     notes, is_head = arguments.notes, name == arguments.head
     token = notes / "token"
     if not token.is_file() or token.read_text().strip() != arguments.token:
-        print(f"{name}: {notes} is not what the batch script wrote: the file system is not shared")
-        return 1  # a note could not be read either
+        print(f"{name}: {notes} is not the batch script's: the file system is not shared")
+        return 1  # without a note, which the batch script could not read
     try:
         config = load_config(arguments.command_line[0], arguments.command_line[1:])
     except ConfigError as error:
@@ -84,67 +89,120 @@ def check_node(arguments: argparse.Namespace, name: str) -> int:
     run_directory = config.run.path.absolute()
     if is_head:
         (notes / "run_directory").write_text(str(run_directory))
-    problems = []
+    faults: dict[str, str] = {}
     if arguments.checks == "on":
-        problems = [
-            *disk_problems(run_directory, arguments.min_free_gib),
-            *gpu_problems(arguments.gpus),
-            *version_problems(notes, name, arguments.head),
-            *(port_problems(arguments.port) if is_head else []),
-        ]
-    (notes / f"{name}.{'bad' if problems else 'good'}").write_text("; ".join(problems))
+        faults |= disk_faults(run_directory, arguments.min_free_gib, is_head)
+        faults |= gpu_faults(arguments.gpus)
+        faults |= version_faults(notes, name, arguments.head)
+        if is_head:
+            faults |= port_faults(arguments.port)
+    (notes / f"{name}.{'bad' if faults else 'good'}").write_text(json.dumps(faults))
     return 0
 
 
-def disk_problems(run_directory: Path, min_free_gib: float) -> list[str]:
+def disk_faults(run_directory: Path, min_free_gib: float, is_head: bool) -> dict[str, str]:
+    """Whether the run directory is writable and has room. The head node also reserves the room,
+    because a quota may end before the disk is full.
+    """
+    size = int(min_free_gib * 2**30)
     try:
         run_directory.mkdir(parents=True, exist_ok=True)
         probe = run_directory / f".preflight-{socket.gethostname()}-{os.getpid()}"
         probe.write_text("writable")
-        probe.unlink()
     except OSError as error:
-        return [f"cannot write to {run_directory}: {error.strerror}"]
-    free = shutil.disk_usage(run_directory).free / 2**30
-    if free < min_free_gib:
-        return [f"{free:.1f} GiB free at {run_directory}, MIN_FREE_GIB={min_free_gib:g}"]
-    return []
-
-
-def gpu_problems(wanted: int) -> list[str]:
-    """Read nvidia-smi: as many GPUs as wanted, none with memory errors, pending repairs or
-    a hardware slow-down.
-    """
-    if not wanted:
-        return []
-    query = ",".join(("index", *GPU_FIELDS))
+        return {"disk write": f"cannot write to {run_directory}: {error.strerror}"}
     try:
+        free = shutil.disk_usage(run_directory).free
+        if free < size:
+            message = (
+                f"{free / 2**30:.1f} GiB free at {run_directory}, MIN_FREE_GIB={min_free_gib:g}"
+            )
+            return {"disk space": message}
+        if is_head and size:
+            reserve(probe, size)
+    except OSError as error:
+        message = f"no room for MIN_FREE_GIB={min_free_gib:g} at {run_directory}: {error.strerror}"
+        return {"disk space": f"{message} ({free / 2**30:.1f} GiB free; a quota?)"}
+    finally:
+        probe.unlink()
+    return {}
+
+
+def reserve(path: Path, size: int) -> None:
+    """Allocate `size` bytes without writing them; write 64 MiB where the file system cannot.
+
+    Raises:
+        OSError: the file system refuses, because of a full disk, a quota or a limit.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    with path.open("wb") as file:
+        if libc.fallocate(file.fileno(), 0, 0, size) == 0:
+            return
+        code = ctypes.get_errno()
+        if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise OSError(code, os.strerror(code))
+        file.write(bytes(min(size, 64 * MIB)))
+        file.flush()
+        os.fsync(file.fileno())  # a network file system may refuse only here
+
+
+def gpu_faults(required: int) -> dict[str, str]:
+    """Faults that nvidia-smi reports: too few GPUs, memory errors, pending repairs, a hardware
+    slow-down.
+    """
+    if not required:
+        return {}
+    try:
+        gpus = query_gpus()
+    except FileNotFoundError:
+        message = "no nvidia-smi: no GPUs, or no driver in the container"
+        return {"driver": f"{message} (REQUIRE_GPU=0: train on CPU)"}
+    except subprocess.TimeoutExpired:
+        return {"gpu timeout": "nvidia-smi does not answer within 60 s"}
+    except RuntimeError as error:
+        return {"driver": f"nvidia-smi: {error}"}
+    faults = {}
+    if len(gpus) < required:
+        allocated = int(os.environ.get("SLURM_GPUS_ON_NODE", "0"))
+        kind = "gpu lost" if allocated >= required else "number of GPUs"
+        faults[kind] = f"{len(gpus)} GPUs, RANKS_PER_NODE={required}"
+    for gpu in gpus:
+        for field, value in gpu.items():
+            if value not in (GPU_FIELDS.get(field, value), "[N/A]"):
+                faults[f"gpu {field}"] = f"GPU {gpu['index']}: {field} is {value}"
+    return faults
+
+
+def query_gpus() -> list[dict[str, str]]:
+    """The GPU_FIELDS of each GPU, without those that an old driver does not know.
+
+    Raises:
+        RuntimeError: nvidia-smi fails; its output.
+        FileNotFoundError, subprocess.TimeoutExpired: it is missing, or hangs.
+    """
+    fields = ["index", *GPU_FIELDS]
+    while True:
         answer = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"],
+            ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"],
             capture_output=True,
             text=True,
             timeout=60,
         )
-    except FileNotFoundError:
-        return [
-            "no nvidia-smi: no GPUs, or no driver in the container (REQUIRE_GPU=0: train on CPU)"
-        ]
-    except subprocess.TimeoutExpired:
-        return ["nvidia-smi does not answer within 60 s"]
-    if answer.returncode:
-        return [f"nvidia-smi: {(answer.stderr or answer.stdout).strip()}"]
-    rows = [[field.strip() for field in line.split(",")] for line in answer.stdout.splitlines()]
-    problems = [] if len(rows) >= wanted else [f"{len(rows)} GPUs, {wanted} wanted"]
-    for index, *values in rows:
-        problems += [
-            f"GPU {index}: {field} is {value}"
-            for (field, healthy), value in zip(GPU_FIELDS.items(), values, strict=True)
-            if value not in (healthy, "[N/A]")
-        ]
-    return problems
+        if not answer.returncode:
+            break
+        output = (answer.stderr + answer.stdout).strip()
+        unknown = re.search(r'Field "(.+?)" is not a valid field', output)
+        if unknown is None or unknown[1] not in GPU_FIELDS:
+            raise RuntimeError(output)
+        print(f"nvidia-smi does not know {unknown[1]}: not checked", flush=True)
+        fields.remove(unknown[1])
+    rows = [[value.strip() for value in line.split(",")] for line in answer.stdout.splitlines()]
+    return [dict(zip(fields, row, strict=True)) for row in rows]
 
 
-def version_problems(notes: Path, name: str, head: str) -> list[str]:
-    """Every node must run what the head node runs; the head's list is waited for."""
+def version_faults(notes: Path, name: str, head: str) -> dict[str, str]:
+    """Packages of which this node has another version than the head node."""
     mine = [f"python {platform.python_version()}"]
     for package in PACKAGES:
         try:
@@ -154,33 +212,33 @@ def version_problems(notes: Path, name: str, head: str) -> list[str]:
     listing = notes / f"{name}.versions"
     listing.with_suffix(".partial").write_text("\n".join(mine))
     listing.with_suffix(".partial").rename(listing)
-    reference = notes / f"{head}.versions"
+    of_head = notes / f"{head}.versions"
     deadline = time.monotonic() + 60
-    while not reference.exists():
+    while not of_head.exists():
         if time.monotonic() > deadline:
-            return []  # the head node is the bad one, and named for it
+            return {}  # the head node has a fault of its own
         time.sleep(0.2)
-    theirs = reference.read_text().splitlines()
-    return [
-        f"{here}, but {there} on {head}"
+    theirs = of_head.read_text().splitlines()
+    return {
+        f"version of {here.split()[0]}": f"{here}, but {there} on {head}"
         for here, there in zip(mine, theirs, strict=True)
         if here != there
-    ]
+    }
 
 
-def port_problems(port: int) -> list[str]:
+def port_faults(port: int) -> dict[str, str]:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError as error:
-            return [f"port {port} for the rendezvous: {error.strerror}"]
-    return []
+            return {"port": f"port {port} for the rendezvous: {error.strerror}"}
+    return {}
 
 
 def check_network(notes: Path, name: str, floor: float) -> int:
-    """All-reduce over everyone; when that is slow, within nodes and between neighbours, to
-    find whose fault it is.
+    """Measure the all-reduce over all ranks. When that is slow, also measure within each node and
+    between neighbours, to find the slow node.
     """
     import torch
     import torch.distributed as dist
@@ -189,7 +247,8 @@ def check_network(notes: Path, name: str, floor: float) -> int:
 
     on_gpu = torch.cuda.is_available()
     if on_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        # Slurm may show each task only its own GPU
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     os.environ.update(gloo_settings(os.environ["MASTER_ADDR"]))
     dist.init_process_group("nccl" if on_gpu else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -199,19 +258,20 @@ def check_network(notes: Path, name: str, floor: float) -> int:
     if slowest(speeds["all nodes"], on_gpu) < floor:
         mine = [range(n * per_node, (n + 1) * per_node) for n in range(num_nodes)]
         speeds = {"within the node": among(mine, rank, on_gpu)} if per_node > 1 else {}
-        # A node that is slow with both neighbours is at fault, one that is fast with one is not.
+        # A slow node is slow with both neighbours; a good one is fast with one of its own.
         pairs = [range(n * per_node, (n + 2) * per_node) for n in range(num_nodes - 1)]
         even, odd = among(pairs[0::2], rank, on_gpu), among(pairs[1::2], rank, on_gpu)
-        if found := [speed for speed in (even, odd) if speed is not None]:
-            speeds["with its better neighbour"] = max(found)
+        if with_neighbours := [speed for speed in (even, odd) if speed is not None]:
+            speeds["with its better neighbour"] = max(with_neighbours)
     if rank % per_node == 0:
-        slow = [
-            f"all-reduce {what}: {s:.1f} GB/s, floor {floor:g}"
-            for what, s in speeds.items()
+        slow = {
+            f"all-reduce {where}": f"all-reduce {where}: {s:.1f} GB/s, MIN_ALLREDUCE_GBPS={floor:g}"
+            for where, s in speeds.items()
             if s and s < floor
-        ]
+        }
         note = notes / f"{name}.network_{'bad' if slow else 'good'}"
-        note.write_text("; ".join(slow) or f"{min(filter(None, speeds.values())):.3f} GB/s")
+        speed = f"{min(filter(None, speeds.values())):.3f} GB/s"
+        note.write_text(json.dumps(slow) if slow else speed)
     print(f"node {node} rank {rank}: {speeds}")
     dist.barrier()
     dist.destroy_process_group()
@@ -219,12 +279,12 @@ def check_network(notes: Path, name: str, floor: float) -> int:
 
 
 def among(groups: list[range], rank: int, on_gpu: bool) -> float | None:
-    """Bandwidth within the one of these disjoint groups that holds this rank, None if none does."""
+    """Bandwidth within this rank's group, None when it is in none of these disjoint groups."""
     import torch.distributed as dist
 
     mine = None
     for members in groups:
-        group = dist.new_group(list(members))  # every rank takes part in making every group
+        group = dist.new_group(list(members))  # a collective over all ranks
         if rank in members:
             mine = group
     speed = bus_bandwidth(mine, on_gpu) if mine is not None else None
@@ -233,7 +293,7 @@ def among(groups: list[range], rank: int, on_gpu: bool) -> float | None:
 
 
 def bus_bandwidth(group, on_gpu: bool) -> float:
-    """GB/s of a ring all-reduce, 2(n-1)/n bytes moved per byte (as nccl-tests counts).
+    """Bus bandwidth of an all-reduce in GB/s: 2(n-1)/n bytes moved per byte, as in nccl-tests.
 
     Infinite for a group of one.
     """
@@ -246,7 +306,7 @@ def bus_bandwidth(group, on_gpu: bool) -> float:
     values = torch.ones((512 if on_gpu else 4) * MIB // 4, device="cuda" if on_gpu else "cpu")
     repeats = 10 if on_gpu else 2
     seconds = 0.0
-    for measured in (False, True):  # the first round makes the connections
+    for measured in (False, True):  # the first round opens the connections
         dist.all_reduce(values, group=group)
         if on_gpu:
             torch.cuda.synchronize()
@@ -261,13 +321,13 @@ def bus_bandwidth(group, on_gpu: bool) -> float:
 
 
 def slowest(speed: float, on_gpu: bool) -> float:
-    """The same number on every rank, so that all take the same way."""
+    """The lowest speed of all ranks, so that all ranks take the same branch."""
     import torch
     import torch.distributed as dist
 
-    found = torch.tensor([speed], dtype=torch.float64, device="cuda" if on_gpu else "cpu")
-    dist.all_reduce(found, op=dist.ReduceOp.MIN)
-    return float(found)
+    lowest = torch.tensor([speed], dtype=torch.float64, device="cuda" if on_gpu else "cpu")
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+    return float(lowest)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 # shellcheck shell=bash
-# SGLang servers on nodes of their own: started before the trainer, which waits for their health, watched while it runs,
-# started again when they die. Part of common.sh, whose settings and variables it uses.
-# Not here: what a server is (`stable-opd serve`), servers that share the trainer's nodes (rollout.sglang.placement).
-# shellcheck disable=SC2034 # TRAINER and SERVER are common.sh's
+# SGLang servers on nodes of their own. They start before the trainer, which waits until all are healthy; a server node's
+# command is started again when it ends. Part of common.sh, whose settings and variables it uses.
+# Not here: one server (`stable-opd serve`), servers that share the trainer's nodes (rollout.sglang.placement).
+# shellcheck disable=SC2034 # common.sh uses TRAINER and SERVER
 
 connect_servers() {
   local index number host port
   SERVER_URLS=() # SERVERS_PER_NODE of the first node, then of the next
-  API_KEY_FILE=$ATTEMPT_DIR/api_key # made by the first server; what other machines reach demands one
+  API_KEY_FILE=$ATTEMPT_DIR/api_key # the first server creates it
   for index in "${!SERVER_NODE_NAMES[@]}"; do
     host=$(address_of "${SERVER_NODE_NAMES[index]}")
     port=$((MASTER_PORT + 10000 + 20 * index))
@@ -17,9 +17,9 @@ connect_servers() {
     "rollout.sglang.api_key_file=$API_KEY_FILE")
 }
 
-# The command of server node $1, in $SERVER
+# server_command INDEX: the command of that server node, in $SERVER
 server_command() {
-  local address=${SERVER_URLS[$1 * SERVERS_PER_NODE]#http://} # of its first server; the others count the port up
+  local address=${SERVER_URLS[$1 * SERVERS_PER_NODE]#http://} # of its first server; the others have the next ports
   if [ -n "$SERVER_COMMAND" ]; then
     read -ra SERVER <<<"$SERVER_COMMAND"
   else
@@ -35,7 +35,7 @@ start_servers() {
   for index in "${!SERVER_NODE_NAMES[@]}"; do keep_server "$index" & done
   for index in "${!SERVER_NODE_NAMES[@]}"; do
     for url in "${SERVER_URLS[@]:index * SERVERS_PER_NODE:SERVERS_PER_NODE}"; do
-      until curl --silent --fail --output /dev/null --max-time 5 "$url/health"; do
+      until "$HOST_PYTHON" "$ROOT/slurm/health.py" "$url/health"; do
         if [ -e "$ATTEMPT_DIR/server_$index.given_up" ] || ((SECONDS >= deadline)); then
           stop_servers
           judge record failed "server $index on ${SERVER_NODE_NAMES[index]} is not healthy: $url; $ATTEMPT_DIR/server_$index.*.log"
@@ -52,21 +52,27 @@ start_servers() {
   done
 }
 
-# Runs a server until stop_servers, starting it again when it dies; the trainer sends it the weights anew.
+# Run a server node's command until stop_servers; start it again when it ends. The trainer sends it the weights again.
 keep_server() {
-  local index=$1 starts=0
+  local index=$1 starts=0 ends=0 began message
   trap '' USR1 TERM
   step "server_$index" "${SERVER_NODE_NAMES[index]}" 1
   server_command "$index"
   while [ ! -e "$ATTEMPT_DIR/servers_stop" ]; do
+    began=$SECONDS
     "${STEP[@]}" --output="$ATTEMPT_DIR/server_$index.start_$starts.log" "${SERVER[@]}"
     [ ! -e "$ATTEMPT_DIR/servers_stop" ] || return
-    if ((++starts > SERVER_RESTARTS)); then
-      log "server $index ended $starts times: given up"
-      touch "$ATTEMPT_DIR/server_$index.given_up"
+    starts=$((starts + 1))
+    if ((SECONDS - began > 3600)); then ends=0; fi
+    ends=$((ends + 1))
+    if ((ends > SERVER_RESTARTS)); then
+      message="server $index on ${SERVER_NODE_NAMES[index]} ended $ends times, SERVER_RESTARTS=$SERVER_RESTARTS"
+      log "$message: given up"
+      echo "$message; $ATTEMPT_DIR/server_$index.start_$((starts - 1)).log" >"$ATTEMPT_DIR/server_$index.partial"
+      mv "$ATTEMPT_DIR/server_$index.partial" "$ATTEMPT_DIR/server_$index.given_up"
       return
     fi
-    log "server $index on ${SERVER_NODE_NAMES[index]} ended: start $starts of at most $SERVER_RESTARTS more"
+    log "server $index on ${SERVER_NODE_NAMES[index]} ended: start $starts, $((SERVER_RESTARTS - ends)) more"
     sleep 2
   done
 }

@@ -1,5 +1,6 @@
-"""The checks of a node, run as common.sh runs them, each with the fault it is there to find."""
+"""Each check of a node with a fault that it must find, run as common.sh runs it."""
 
+import json
 import os
 import socket
 import subprocess
@@ -12,67 +13,94 @@ REPOSITORY = Path(__file__).parents[2]
 CONFIG = "configs/smoke_cpu.yaml"
 
 
-def check_node(notes: Path, *options: str, name: str = "n1") -> None:
+def check_node(
+    notes: Path, *options: str, name: str = "n1", limit: str = "true", **variables: str
+) -> dict[str, str]:
+    """Check a node in a shell after `limit`; its faults."""
     (notes / "token").write_text("7.0\n")
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
     arguments = ["--token=7.0", f"--port={port}", "--head=n1", *options]
     arguments += ["--", CONFIG, f"run.directory={notes}"]
+    command = [sys.executable, "slurm/preflight.py", "node", str(notes), *arguments]
     subprocess.run(
-        [sys.executable, "slurm/preflight.py", "node", str(notes), *arguments],
+        ["/bin/bash", "-c", f'{limit}; exec "$@"', "bash", *command],
         cwd=REPOSITORY,
         env=os.environ
         | {
             "SLURMD_NODENAME": name,
             "PYTHONPATH": str(REPOSITORY),
-            "PATH": "/nowhere",  # also a machine with GPUs has none here
-        },
+            "PATH": "/nowhere",  # hides the nvidia-smi of a machine with GPUs
+        }
+        | variables,
         timeout=120,
     )
+    bad = notes / f"{name}.bad"
+    return json.loads(bad.read_text()) if bad.exists() else {}
 
 
-def test_a_good_node_says_so_and_where_the_run_will_be(tmp_path):
-    check_node(tmp_path)
+def test_a_good_node_also_reports_the_run_directory(tmp_path):
+    assert not check_node(tmp_path, "--min-free-gib=0.01")
     assert (tmp_path / "n1.good").exists()
     assert (tmp_path / "run_directory").read_text() == str(tmp_path / "smoke_cpu")
 
 
 @pytest.mark.parametrize(
-    ("options", "fault"),
+    ("options", "limit", "kind", "message"),
     [
-        (["--min-free-gib=1e9"], "GiB free at"),
-        (["--gpus=8"], "no nvidia-smi"),
+        (["--min-free-gib=1e9"], "true", "disk space", "GiB free at"),
+        # as with a quota, the disk has room but the file system refuses the size
+        (["--min-free-gib=0.01"], "ulimit -f 1024", "disk space", "no room for MIN_FREE_GIB=0.01"),
+        (["--gpus=8"], "true", "driver", "no nvidia-smi"),
     ],
 )
-def test_a_bad_node_says_why(options, fault, tmp_path):
-    check_node(tmp_path, *options)
-    assert fault in (tmp_path / "n1.bad").read_text()
+def test_a_bad_node_reports_its_fault(options, limit, kind, message, tmp_path):
+    assert message in check_node(tmp_path, *options, limit=limit)[kind]
     assert not (tmp_path / "n1.good").exists()
 
 
-def test_other_versions_than_the_head_node(tmp_path):
+OLD_DRIVER = """#!/bin/bash
+for field in clocks_event_reasons.hw_slowdown clocks_event_reasons.hw_power_brake_slowdown; do
+  case $1 in *$field*) echo "Field \\"$field\\" is not a valid field to query."; exit 2 ;; esac
+done
+echo "0, 0, No, No, $REMAPPING, Not Active"
+"""
+
+
+def test_a_field_that_an_old_driver_does_not_know_is_left_out(tmp_path):
+    (tmp_path / "nvidia-smi").write_text(OLD_DRIVER)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:/bin", "SLURM_GPUS_ON_NODE": "2"}
+    assert check_node(tmp_path, "--gpus=1", REMAPPING="No", **variables) == {}
+    faults = check_node(tmp_path, "--gpus=2", REMAPPING="Yes", **variables)
+    assert faults == {
+        "gpu lost": "1 GPUs, RANKS_PER_NODE=2",
+        "gpu remapped_rows.failure": "GPU 0: remapped_rows.failure is Yes",
+    }
+
+
+def test_a_node_with_other_versions_than_the_head_node_is_bad(tmp_path):
     check_node(tmp_path)
     versions = (tmp_path / "n1.versions").read_text()
     (tmp_path / "n1.versions").write_text(versions.replace("torch ", "torch 0."))
-    check_node(tmp_path, name="n2")
-    assert "but torch 0." in (tmp_path / "n2.bad").read_text()
+    assert "but torch 0." in check_node(tmp_path, name="n2")["version of torch"]
 
 
-def test_a_file_system_that_is_not_shared_leaves_no_note(tmp_path):
+def test_a_node_without_the_shared_file_system_leaves_no_note(tmp_path):
     check_node(tmp_path, "--token=another")
     assert not list(tmp_path.glob("n1.*"))
 
 
-def test_a_taken_port(tmp_path):
+def test_a_taken_port_is_a_fault(tmp_path):
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
-        check_node(tmp_path, f"--port={taken.getsockname()[1]}")
-    assert "for the rendezvous" in (tmp_path / "n1.bad").read_text()
+        faults = check_node(tmp_path, f"--port={taken.getsockname()[1]}")
+    assert "for the rendezvous" in faults["port"]
 
 
-def test_a_slow_network_is_measured_and_its_nodes_named(tmp_path):
+def test_the_nodes_of_a_slow_network_are_named(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -97,4 +125,6 @@ def test_a_slow_network_is_measured_and_its_nodes_named(tmp_path):
     ]
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
     for node in ("n1", "n2"):
-        assert "GB/s, floor 1e+06" in (tmp_path / f"{node}.network_bad").read_text()
+        faults = json.loads((tmp_path / f"{node}.network_bad").read_text())
+        speed = faults["all-reduce with its better neighbour"]
+        assert "GB/s, MIN_ALLREDUCE_GBPS=1e+06" in speed

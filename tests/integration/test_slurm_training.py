@@ -211,7 +211,7 @@ def test_a_server_that_never_gets_healthy_is_named(cluster, tmp_path):
     job = run.submit(options=("--nodes=2",), settings=settings)
     cluster.wait(job, {"FAILED"}, PATIENCE_SECONDS)
     assert "server 0 on n2 is not healthy" in run.verdicts()[0]["reason"]
-    assert run.told().count("server 0 on n2 ended") == 1
+    assert run.told().count("server 0 on n2 ended: start") == 1
 
 
 ONE_OF_TWO = """
@@ -276,7 +276,8 @@ def test_a_silent_node_is_named_and_left_out(silenced, undisturbed):
         pytest.skip("the nodes share this machine's network: no link to cut")
     silenced.until_verdicts(2)
     lost, done = silenced.verdicts()
-    assert (lost["verdict"], lost["reason"]) == ("lost", "bad node(s) n5 excluded; queued again")
+    assert (lost["verdict"], lost["excluded"]) == ("lost", ["n5"])
+    assert lost["reason"] == "n5: runs no command; excluded n5; queued again"
     assert "(most recent call first)" in silenced.told()  # where the other rank waited for it
     assert done["verdict"] == "done"
     ranks = silenced.logs / "attempt_1" / "ranks"

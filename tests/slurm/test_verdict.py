@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from slurm import verdict
-from slurm.verdict import Attempt, Verdict, judge_preflight, judge_run
+from attempt import Attempt, Verdict, last_line, read_history, record
+from nodes import judge_network, judge_preflight
+from verdict import judge_run
 
 REPOSITORY = Path(__file__).parents[2]
 NODES = ["n1", "n2"]
@@ -171,34 +171,101 @@ def test_real_stacks_name_the_rank_that_is_not_in_a_collective(files):
 def test_a_job_that_hung_too_often_fails(files):
     files.stacks(IN_COLLECTIVE)
     for _ in range(2):
-        verdict.record(files.attempt(), Verdict("hang", "no step"))
+        record(files.attempt(), Verdict("hang", "no step"))
     assert files.judge(max_hangs=3).name == "hang"
     assert files.judge(max_hangs=2).name == "failed"
 
 
-def good_nodes(files: Files, *nodes: str) -> None:
-    for node in nodes:
-        files.write(f"preflight/{node}.good", "")
+def check_nodes(files: Files, **faults: dict[str, str] | str | None) -> Verdict:
+    """Judge the nodes: those with a dict of faults, a line of output, or no answer (None)."""
+    for task, (node, fault) in enumerate(faults.items()):
+        if isinstance(fault, dict):
+            name = f"{node}.bad" if fault else f"{node}.good"
+            files.write(f"preflight/{name}", json.dumps(fault))
+        elif fault:
+            files.write(f"preflight/node_{task}.log", f"{fault}\n")
+    return judge_preflight(files.attempt(), list(faults))
 
 
-def test_the_trainer_starts_when_every_node_is_good(files):
-    good_nodes(files, *NODES)
-    assert judge_preflight(files.attempt(), NODES, []).action == "start"
+ECC = {"gpu ecc": "GPU 0: ecc is 3"}
+SPACE = {"disk space": "12.3 GiB free at /runs, MIN_FREE_GIB=200"}
+NO_PYTHON = "slurmstepd: error: execve(): /wrong/bin/python: No such file or directory"
+NOT_SHARED = "{}: /tmp/preflight is not the batch script's: the file system is not shared"
+
+
+@pytest.mark.parametrize(
+    ("faults", "excluded"),
+    [
+        ({"n1": {}, "n2": {}}, None),
+        ({"n1": {}, "n2": ECC}, "n2"),
+        ({"n1": ECC}, "n1"),
+        ({"n1": {}, "n2": SPACE}, "n2"),
+        ({"n1": {}, "n2": None}, "n2"),
+        ({"n1": {}, "n2": None, "n3": None}, "n2,n3"),
+        ({"n1": {}, "n2": NO_PYTHON}, "n2"),
+        ({"n1": {}, "n2": NOT_SHARED.format("n2")}, "n2"),
+    ],
+)
+def test_a_bad_node_is_excluded_with_its_fault(files, faults, excluded):
+    judged = check_nodes(files, **faults)
+    if excluded is None:
+        assert judged.action == "start"
+    else:
+        assert (judged.name, judged.action) == ("requeued", "exclude")
+        assert ",".join(judged.nodes) == excluded
+        assert judged.reason.startswith(f"{judged.nodes[0]}: ")
+
+
+@pytest.mark.parametrize(
+    ("faults", "reason"),
+    [
+        ({"n1": SPACE, "n2": SPACE}, "n1: 12.3 GiB free at /runs, MIN_FREE_GIB=200; the same"),
+        ({"n1": SPACE | ECC, "n2": SPACE}, "n1: 12.3 GiB free"),
+        ({"n1": SPACE, "n2": SPACE, "n3": None}, "on 2 of 3 nodes"),
+        ({"n1": SPACE}, "n1: 12.3 GiB free at /runs, MIN_FREE_GIB=200"),
+        ({"n1": ECC, "n2": ECC}, "the same fault on 2 of 2 nodes, so none is excluded"),
+        ({"n1": NO_PYTHON, "n2": NO_PYTHON}, "/wrong/bin/python: No such file"),
+        ({"n1": NO_PYTHON}, "/wrong/bin/python: No such file"),
+        ({"n1": None, "n2": None}, "no answer within PREFLIGHT_TIMEOUT"),
+        (
+            {"n1": {}, "n2": NOT_SHARED.format("n2"), "n3": NOT_SHARED.format("n3")},
+            "the file system is not shared; the same fault on 2 of 3 nodes",
+        ),
+    ],
+)
+def test_a_fault_of_every_node_fails_and_excludes_none(files, faults, reason):
+    judged = check_nodes(files, **faults)
+    assert (judged.name, judged.action, judged.nodes) == ("failed", "end", ())
+    assert reason in judged.reason
+
+
+def test_the_same_fault_on_the_node_of_an_earlier_attempt_fails(files):
+    record(files.attempt(), check_nodes(files, n1=ECC))
+    judged = check_nodes(files, n2=ECC)
+    assert (judged.name, judged.action) == ("failed", "end")
+    assert check_nodes(files, n2={"gpu clock": "GPU 0: clock is Active"}).action == "exclude"
+
+
+def test_an_all_reduce_below_the_floor_on_every_node_fails(files):
     files.write("preflight/n1.network_good", "300 GB/s")
-    judged = judge_preflight(files.attempt(), NODES, NODES)
-    assert (judged.action, judged.nodes) == ("exclude", ("n2",))
+    slow = {"all-reduce within the node": "all-reduce within the node: 9 GB/s"}
+    files.write("preflight/n2.network_bad", json.dumps(slow))
+    assert judge_network(files.attempt(), NODES).nodes == ("n2",)
+    (files.directory / "preflight" / "n1.network_good").unlink()
+    files.write("preflight/n1.network_bad", json.dumps(slow))
+    assert judge_network(files.attempt(), NODES).name == "failed"
 
 
-def test_a_bad_node_is_excluded(files):
-    good_nodes(files, "n1")
-    files.write("preflight/n2.bad", "GPU 0: remapped_rows.failure is Yes")
-    judged = judge_preflight(files.attempt(), NODES, [])
-    assert (judged.name, judged.action, judged.nodes) == ("requeued", "exclude", ("n2",))
+def test_an_all_reduce_that_does_not_finish_fails_with_its_last_words(files):
+    files.write("preflight/network_00000.log", "NCCL error: unhandled system error\n")
+    judged = judge_network(files.attempt(), NODES)
+    assert (judged.name, judged.nodes) == ("failed", ())
+    assert "did not finish: NCCL error: unhandled system error" in judged.reason
 
 
 def test_a_refused_config_fails(files):
     files.write("preflight/config_error", "train.stepz: no such setting")
-    judged = judge_preflight(files.attempt(), NODES, [])
+    judged = judge_preflight(files.attempt(), NODES)
     assert (judged.name, judged.action) == ("failed", "end")
     assert "train.stepz" in judged.reason
 
@@ -231,20 +298,83 @@ def test_the_record_says_whether_the_job_is_queued_again(
     newest = json.loads((files.directory.parent / "verdict.json").read_text())
     assert (newest["verdict"], newest["reason"]) == (name, reason)
     assert (newest["job"], newest["attempt"]) == (7, attempt)
-    assert verdict.read_history(files.attempt()) == [newest]
+    assert read_history(files.attempt()) == [newest]
 
 
 def test_excluded_nodes_add_up_until_the_job_has_started_too_often(files):
-    files.write("preflight/n2.good", "")
-    files.write("preflight/n1.bad", "GPU 0: remapped_rows.failure is Yes")
+    files.write("preflight/n2.good", "{}")
+    files.write("preflight/n1.bad", json.dumps(ECC))
     arguments = ("preflight", "--nodes", *NODES)
     assert run_verdict(files, *arguments, attempt=1) == ("exclude n1", 1)
-    files.write("preflight/n1.good", "")
+    files.write("preflight/n1.good", "{}")
     (files.directory / "preflight" / "n2.good").unlink()
     assert run_verdict(files, *arguments, attempt=2) == ("end", 1)
     newest = json.loads((files.directory.parent / "verdict.json").read_text())
     assert newest["reason"].endswith("submit again with --exclude=n1,n2")
 
 
-def test_verdict_needs_no_newer_python_than_it_says():
-    ast.parse((REPOSITORY / "slurm" / "verdict.py").read_text(), feature_version=(3, 8))
+def test_a_refused_requeue_corrects_the_newest_verdict(files):
+    record(files.attempt(), Verdict("requeued", "n3: no answer"))
+    assert run_verdict(files, "record", "requeued", "no tasks", "--action=requeue")[0] == "requeue"
+    message = "Requested operation is presently disabled for job 7"
+    assert run_verdict(files, "refused", message) == ("", 1)
+    first, newest = read_history(files.attempt())
+    assert first["reason"] == "n3: no answer"
+    assert f"no tasks; not queued again ({message}); the same sbatch" in newest["reason"]
+    assert not newest["queued_again"]
+
+
+def test_a_reason_that_repeats_is_not_queued_again(files):
+    arguments = ("record", "requeued", "Slurm refused the step", "--action=requeue")
+    assert run_verdict(files, *arguments)[0] == "requeue"
+    assert run_verdict(files, *arguments, attempt=1)[0] == "end"
+    assert read_history(files.attempt())[-1]["verdict"] == "failed"
+
+
+LOG = """Traceback (most recent call last):
+  File "/shared/train.py", line 3, in train
+OSError: [Errno 28] No space left on device
+[rank1]:[W1121 17:00:00.1 ProcessGroupGloo.cpp:70] Warning: destroy_process_group was not called
+frame #0: c10::Error::Error() from /venv/libc10.so
+/shared/slurm/rank.sh: line 48: 77 Aborted "$@"
+slurmstepd: error: *** STEP 7.2 ON n1 CANCELLED AT 2026-11-21T17:00:01 ***
+srun: error: n2: task 1: Exited with exit code 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        (LOG, "OSError: [Errno 28] No space left on device"),
+        (NO_PYTHON, NO_PYTHON),
+        ("", ""),
+    ],
+)
+def test_the_last_words_are_the_own_ones(tmp_path, log, words):
+    (tmp_path / "log").write_text(log)
+    assert last_line(tmp_path / "log") == words
+
+
+@pytest.mark.parametrize(
+    ("outcome", "name", "reason"),
+    [
+        ("REQUEUE", "failed", "server 0 on n3 ended 6 times; the run stopped after a step"),
+        ("", "failed", "server 0 on n3 ended 6 times"),
+        ("DONE", "done", "DONE"),
+    ],
+)
+def test_a_server_that_was_given_up_fails_the_job(files, outcome, name, reason):
+    files.write("server_0.given_up", "server 0 on n3 ended 6 times\n")
+    files.exit(0, 0, 1)
+    files.exit(1, 0, 1)
+    files.outcome.mkdir()
+    if outcome:
+        (files.outcome / outcome).write_text('{"step": 6}')
+    judged = files.judge(stop="USR1")
+    assert (judged.name, judged.action) == (name, "end")
+    assert reason in judged.reason
+
+
+@pytest.mark.parametrize("name", ["attempt", "health", "nodes", "verdict"])
+def test_the_batch_node_needs_python_3_8(name):
+    ast.parse((REPOSITORY / "slurm" / f"{name}.py").read_text(), feature_version=(3, 8))

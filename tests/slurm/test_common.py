@@ -1,0 +1,75 @@
+"""Functions of common.sh with stand-ins for Slurm's commands."""
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+SRUN = """#!/bin/bash
+echo running >"$ATTEMPT_DIR/running"
+until [ -e "$ATTEMPT_DIR/signalled" ]; do sleep 0.1; done
+"""
+
+
+def run_function(tmp_path: Path, function: str, **programs: str) -> str:
+    """Source common.sh, call a function of it with these programs in front; its output."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, text in programs.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    nodes = "TRAINER_NODES=(n1) SERVER_NODE_NAMES=() TRAINER=(train)"
+    answer = subprocess.run(
+        ["bash", "-c", f"source slurm/common.sh; {nodes}; mkdir -p $ATTEMPT_DIR; {function}"],
+        cwd=REPOSITORY,
+        env=os.environ
+        | {
+            "PATH": f"{tools}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "7",
+            "LOG_DIR": str(tmp_path),
+            "http_proxy": "http://proxy:3128",
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout
+
+
+def test_the_trainer_is_stopped_when_a_server_was_given_up(tmp_path):
+    programs = {
+        "srun": SRUN,
+        "squeue": "#!/bin/bash\necho 7.1 trainer\n",
+        "scancel": '#!/bin/bash\necho "$@" >"$ATTEMPT_DIR/signalled"\n',
+        "scontrol": "#!/bin/bash\necho JobId=7 EndTime=Unknown Deadline=N/A\n",
+    }
+    began = time.monotonic()
+    told = run_function(tmp_path, 'touch "$ATTEMPT_DIR/server_0.given_up"; run_trainer', **programs)
+    assert time.monotonic() - began < 20
+    assert "trainer step ended with code 0" in told
+    signal = (tmp_path / "attempt_0" / "signalled").read_text()
+    assert signal == "--signal=USR1 7.1\n"
+
+
+def test_the_trainer_is_left_shortly_before_the_job_ends(tmp_path):
+    end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 10))
+    programs = {
+        "srun": "#!/bin/bash\nexec sleep 15 >/dev/null 2>&1\n",
+        "squeue": "#!/bin/bash\n",
+        "scontrol": f"#!/bin/bash\necho JobId=7 EndTime={end} Deadline=N/A\n",
+    }
+    began = time.monotonic()
+    told = run_function(tmp_path, 'touch "$ATTEMPT_DIR/server_0.given_up"; run_trainer', **programs)
+    assert time.monotonic() - began < 8
+    assert "the trainer has not stopped 25 s before the end of the job" in told
+
+
+def test_nodes_are_reached_without_the_proxy(tmp_path):
+    told = run_function(
+        tmp_path,
+        "set_environment; echo $NO_PROXY",
+        getent="#!/bin/bash\necho 10.0.0.5\n",
+    )
+    assert told == "localhost,127.0.0.1,n1,10.0.0.5\n"
