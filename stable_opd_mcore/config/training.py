@@ -97,12 +97,17 @@ class CheckpointConfig(Section):
     """Newest checkpoints to keep."""
 
 
+COLLECTIVE_TIMEOUT_MINUTES = 24 * 60
+"""Longest wait in a collective. It must be far above the watchdog's limit: the watchdog finds the
+rank that hangs, while the collective that times out first ends a rank that waited for it."""
+
+
 class FaultConfig(Section):
     """What ends a run that cannot go on."""
 
-    watchdog_minutes: float | None = Field(default=60.0, gt=0)
+    watchdog_minutes: float | None = Field(default=60.0, gt=0, le=COLLECTIVE_TIMEOUT_MINUTES / 4)
     """Longest time without a finished step; then every rank writes its stacks and exits. `null`:
-    wait for ever."""
+    only the time-out of the collectives, 24 hours, ends a run that hangs."""
 
 
 class ColdStartConfig(Section):

@@ -23,14 +23,17 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch.distributed.rendezvous import rendezvous
 
 from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.config.training import COLLECTIVE_TIMEOUT_MINUTES
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.network import gloo_settings
 
 Object = TypeVar("Object")
 
-_TIMEOUT = timedelta(minutes=30)
+_START_TIMEOUT = timedelta(minutes=30)  # until all ranks have started
+_TIMEOUT = timedelta(minutes=COLLECTIVE_TIMEOUT_MINUTES)
 _created_process_group = False  # by start_world; stop_world keeps a group that a caller created
 
 
@@ -146,6 +149,7 @@ def start_world(parallel: ParallelConfig, seed: int) -> World:
             pipeline_model_parallel_size=parallel.pipeline,
             virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
             context_parallel_size=parallel.context,
+            distributed_timeout_minutes=COLLECTIVE_TIMEOUT_MINUTES,
         )
     groups = ProcessGroupCollection.use_mpu_process_groups()
     _seed_generators(seed, pipeline_rank=groups.pp.rank())
@@ -226,7 +230,7 @@ def _join() -> torch.device:
     global _created_process_group
     on_gpu = torch.cuda.is_available()
     if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(_local_gpu())
     if not dist.is_initialized():
         backend = "nccl" if on_gpu else "gloo"
         if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
@@ -234,7 +238,11 @@ def _join() -> torch.device:
                 "MASTER_ADDR", "localhost"
             )  # torch refuses missing variables by name
             os.environ.update(gloo_settings(master))
-            dist.init_process_group(backend, timeout=_TIMEOUT)
+            store, rank, world_size = next(rendezvous("env://", timeout=_START_TIMEOUT))
+            store.set_timeout(_TIMEOUT)  # groups exchange addresses at their first collective
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT
+            )
         else:
             store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
@@ -243,6 +251,11 @@ def _join() -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
     _share_cores()
     return torch.device("cpu")
+
+
+def _local_gpu() -> int:
+    """Index of this rank's GPU. Slurm may show each rank only its own."""
+    return int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
 
 
 def _share_cores() -> None:

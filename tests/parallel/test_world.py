@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.config.schema import FaultConfig, ParallelConfig
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
-from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.parallel.world import _local_gpu, start_world, stop_world
 
 
 def test_starting_again_seeds_again() -> None:
@@ -26,6 +28,35 @@ def test_starting_again_seeds_again() -> None:
     stop_world()
     assert not dist.is_initialized()
     stop_world()
+
+
+def test_no_collective_times_out_before_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**variables, "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    world = start_world(ParallelConfig(), seed=0)
+    groups = (dist.group.WORLD, world.data_group, world.tensor_group, world.pipeline_group)
+    timeouts = [
+        group._get_backend(world.device).options._timeout.total_seconds() / 60 for group in groups
+    ]
+    stop_world()
+    default = FaultConfig().watchdog_minutes
+    assert default is not None
+    assert min(timeouts) >= 4 * default
+    for minutes in (default, min(timeouts) / 4):
+        FaultConfig(watchdog_minutes=minutes)
+    with pytest.raises(ValueError, match="watchdog_minutes"):
+        FaultConfig(watchdog_minutes=min(timeouts) / 2)
+
+
+@pytest.mark.parametrize(("visible", "gpu"), [(8, 3), (1, 0)])
+def test_a_rank_uses_its_own_gpu(monkeypatch: pytest.MonkeyPatch, visible: int, gpu: int) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    assert _local_gpu() == gpu
 
 
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"tensor": 2, "pipeline": 2}, {"context": 2}])
