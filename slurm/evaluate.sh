@@ -1,11 +1,11 @@
 #!/bin/bash
-# Evaluate a trained student on the paper's six benchmarks, one table; evaluation.benchmarks=[] takes data.eval instead.
+# Evaluate a trained student on the paper's six benchmarks; with evaluation.benchmarks=[] on data.eval instead.
 #
 # Resources: one node of 8 GPUs, for at most 4 hours.
-#   sbatch options win over the lines below: sbatch --nodes=4 --time=2-00:00:00 --partition=h200 --account=me slurm/evaluate.sh
+#   sbatch options override the lines below: sbatch --nodes=4 --time=2-00:00:00 --partition=h200 --account=me slurm/evaluate.sh
 #   Fewer GPUs a node: RANKS_PER_NODE=4 sbatch --gpus-per-node=4 slurm/evaluate.sh
-# Settings: arguments go to `stable-opd evaluate` unchanged, another .yaml among them replaces the config.
-# Every other setting of the batch side (virtual environment or container, checks, limits): see common.sh.
+# Settings: arguments are passed to `stable-opd evaluate`; a .yaml file among them replaces the config.
+# Environment variables (virtual environment or container, checks, limits): see common.sh.
 #   sbatch slurm/evaluate.sh student.path=runs/stable_opd_7b/model run.name=eval_7b
 #   sbatch slurm/evaluate.sh 'evaluation.benchmarks=[math500,minerva]' evaluation.num_samples=4
 #   bash slurm/evaluate.sh --dry-run             prints what would run

@@ -2,11 +2,11 @@
 # The supervised run before distillation: the student's base model on golden solutions (configs/sft_7b.yaml).
 #
 # Resources: one node of 8 GPUs with 80 GB or more, for at most 12 hours at a time.
-#   sbatch options win over the lines below: sbatch --nodes=4 --time=2-00:00:00 --partition=h200 --account=me slurm/sft.sh
+#   sbatch options override the lines below: sbatch --nodes=4 --time=2-00:00:00 --partition=h200 --account=me slurm/sft.sh
 #   Fewer GPUs a node: RANKS_PER_NODE=4 sbatch --gpus-per-node=4 slurm/sft.sh
-# Its result, <run>/model, is the student.path of the distillation run.
-# Settings: arguments go to `stable-opd train` unchanged, another .yaml among them replaces the config.
-# Every other setting of the batch side (virtual environment or container, checks, limits): see common.sh.
+# The trained model, <run>/model, is the student.path of the distillation run.
+# Settings: arguments are passed to `stable-opd train`; a .yaml file among them replaces the config.
+# Environment variables (virtual environment or container, checks, limits): see common.sh.
 #   sbatch slurm/sft.sh student.path=models/Qwen2.5-Math-1.5B run.name=sft_1p5b parallel.tensor=1
 #   bash slurm/sft.sh --dry-run             prints what would run
 #SBATCH --job-name=sft

@@ -2,11 +2,11 @@
 # The paper's 1.5B run: Qwen2.5-Math-1.5B taught by OpenThinker3-7B, Stable-OPD (configs/stable_opd_1p5b.yaml).
 #
 # Resources: one node of 8 GPUs with 80 GB or more, for at most 12 hours at a time.
-#   sbatch options win over the lines below: sbatch --nodes=4 --time=2-00:00:00 --partition=h200 --account=me slurm/stable_opd_1p5b.sh
+#   sbatch options override the lines below: sbatch --nodes=4 --time=2-00:00:00 --partition=h200 --account=me slurm/stable_opd_1p5b.sh
 #   Fewer GPUs a node: RANKS_PER_NODE=4 sbatch --gpus-per-node=4 slurm/stable_opd_1p5b.sh
 # Before the time limit, on preemption and after a lost node it saves and queues itself again; each start resumes.
-# Settings: arguments go to `stable-opd train` unchanged, another .yaml among them replaces the config.
-# Every other setting of the batch side (virtual environment or container, checks, limits): see common.sh.
+# Settings: arguments are passed to `stable-opd train`; a .yaml file among them replaces the config.
+# Environment variables (virtual environment or container, checks, limits): see common.sh.
 #   sbatch slurm/stable_opd_1p5b.sh mixture.lambda=0.3 run.name=lambda_3
 #   bash slurm/stable_opd_1p5b.sh --dry-run             prints what would run
 #SBATCH --job-name=stable_opd_1p5b

@@ -2,11 +2,11 @@
 # An example over several nodes: a 32B student (Qwen2.5-32B) taught by its 32B reasoning sibling, tensor 8 x pipeline 2.
 #
 # Resources: four trainer nodes and two SGLang nodes of 8 H200, for at most 48 hours at a time. Not run at this size yet.
-#   sbatch options win over the lines below: sbatch --nodes=4 --time=2-00:00:00 --partition=h200 --account=me slurm/stable_opd_32b.sh
+#   sbatch options override the lines below: sbatch --nodes=4 --time=2-00:00:00 --partition=h200 --account=me slurm/stable_opd_32b.sh
 #   Fewer GPUs a node: RANKS_PER_NODE=4 sbatch --gpus-per-node=4 slurm/stable_opd_32b.sh
 #   Other splits: SERVER_NODES=4 sbatch --nodes=12 ...; trainer GPUs must be a multiple of parallel.tensor x pipeline.
-# Settings: arguments go to `stable-opd train` unchanged, another .yaml among them replaces the config.
-# Every other setting of the batch side (virtual environment or container, checks, limits): see common.sh.
+# Settings: arguments are passed to `stable-opd train`; a .yaml file among them replaces the config.
+# Environment variables (virtual environment or container, checks, limits): see common.sh.
 #   sbatch slurm/stable_opd_32b.sh train.steps=200
 #   bash slurm/stable_opd_32b.sh --dry-run             prints what would run
 #SBATCH --job-name=stable_opd_32b

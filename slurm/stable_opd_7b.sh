@@ -2,13 +2,13 @@
 # The paper's 7B run: Qwen2.5-Math-7B taught by OpenThinker3-7B, Stable-OPD, 800 steps (configs/stable_opd_7b.yaml).
 #
 # Resources: one node of 8 GPUs with 80 GB or more (made for H200), for at most 24 hours at a time.
-#   sbatch options win over the lines below: sbatch --nodes=4 --time=2-00:00:00 --partition=h200 --account=me slurm/stable_opd_7b.sh
+#   sbatch options override the lines below: sbatch --nodes=4 --time=2-00:00:00 --partition=h200 --account=me slurm/stable_opd_7b.sh
 #   Fewer GPUs a node: RANKS_PER_NODE=4 sbatch --gpus-per-node=4 slurm/stable_opd_7b.sh
 #   Rollouts on SGLang nodes of their own, here two trainer nodes and one server node:
 #     SERVER_NODES=1 sbatch --nodes=3 slurm/stable_opd_7b.sh
 # Before the time limit, on preemption and after a lost node it saves and queues itself again; each start resumes.
-# Settings: arguments go to `stable-opd train` unchanged, another .yaml among them replaces the config.
-# Every other setting of the batch side (virtual environment or container, checks, limits): see common.sh.
+# Settings: arguments are passed to `stable-opd train`; a .yaml file among them replaces the config.
+# Environment variables (virtual environment or container, checks, limits): see common.sh.
 #   sbatch slurm/stable_opd_7b.sh kl.beta=0.03 run.name=beta_03
 #   bash slurm/stable_opd_7b.sh --dry-run             prints what would run
 #SBATCH --job-name=stable_opd_7b

@@ -4,11 +4,11 @@
         job = cluster.submit(["slurm/stable_opd_7b.sh", "train.steps=4"], options=["--nodes=2"])
         cluster.wait(job, {"COMPLETED"}, timeout=120)
 
-Each node is a host with an address, a loopback and a hostname of its own (hosts.py), slurmctld and
-sbatch are outside, as on a login node; without root all nodes are this machine (nodes_here). Each
-has its own port, eight CPUs and eight pretended GPUs; every file and port is the cluster's own.
-`sacct` is a stand-in over `scontrol`, for there is no accounting database. Not here: cgroups,
-containers, several machines' file systems and clocks, real GPUs.
+Each node is a host with its own address, loopback and hostname (hosts.py); slurmctld and sbatch run
+outside, as on a login node. Without root all nodes are this machine (nodes_here). Each node has its
+own port, eight CPUs and eight fake GPUs; all files and ports belong to one cluster. `sacct` is a
+stand-in over `scontrol`, because there is no accounting database.
+Not here: cgroups, containers, several machines' file systems and clocks, real GPUs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scont
 SEARCH_PATH = f"{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin"
 PREEMPTION_GRACE_SECONDS = 60
 SACCT = r"""#!/bin/bash
-# sacct --parsable2 -j ID, answered by scontrol
+# sacct --parsable2 -j ID, with the values of scontrol
 while [ $# -gt 0 ]; do case "$1" in -j) id=$2; shift;; esac; shift; done
 job=$(scontrol -o show job "$id")
 field() { sed -nE "s/.*\b$1=(\S+).*/\1/p" <<<"$job"; }
@@ -49,15 +49,15 @@ def missing_programs() -> list[str]:
 
 @dataclass(frozen=True)
 class Node:
-    """Where a slurmd runs."""
+    """A host that runs a slurmd."""
 
     name: str
     hostname: str
     address: str
     controller: str
-    """Address of slurmctld's machine, as this node sees it."""
+    """Address at which this node reaches slurmctld."""
     command: Callable[..., list[str]]
-    """A command and its arguments as they are run on this node."""
+    """Maps a command and its arguments to a command that runs them on this node."""
 
     @property
     def has_own_network(self) -> bool:
@@ -69,17 +69,16 @@ def nodes_on(made: Sequence[Host]) -> list[Node]:
 
 
 def nodes_here(names: Sequence[str]) -> list[Node]:
-    """Nodes that share this machine's network: what one binds to 127.0.0.1 all others see."""
+    """Nodes that share this machine's network, 127.0.0.1 included."""
     hostname, address = socket.gethostname().split(".")[0], "127.0.0.1"
     return [Node(name, hostname, address, address, lambda *command: [*command]) for name in names]
 
 
 class SlurmCluster:
-    """Daemons that live as long as the `with` block; `env` is what Slurm's commands need to reach
-    them.
+    """Slurm's daemons inside the `with` block; Slurm's commands reach them with `env`.
 
     Args:
-        nodes: of the partitions "main" and, with more priority, "high".
+        nodes: of the partitions "main" and, with higher priority, "high".
         aside: of the partition "aside".
     """
 
@@ -143,7 +142,7 @@ class SlurmCluster:
         env: dict[str, str] | None = None,
         directory: Path = REPOSITORY,
     ) -> str:
-        """sbatch a script with its arguments from `directory`; the job's id."""
+        """Submit a script with its arguments from `directory`; returns the id of the job."""
         answer = subprocess.run(
             ["sbatch", "--parsable", *options, *script],
             cwd=directory,
@@ -155,7 +154,7 @@ class SlurmCluster:
         return answer.stdout.strip()
 
     def call(self, *command: str, check: bool = True) -> str:
-        """Run a Slurm command; its standard output."""
+        """Run a Slurm command; returns its standard output."""
         return self._run(*command, check=check).stdout
 
     def succeeds(self, *command: str) -> bool:
@@ -163,8 +162,8 @@ class SlurmCluster:
 
     def field(self, job: str, name: str) -> str:
         """A field of `scontrol show job`, "" when it is absent."""
-        found = re.search(rf"\b{name}=(\S*)", self.call("scontrol", "-o", "show", "job", job))
-        return found.group(1) if found else ""
+        match = re.search(rf"\b{name}=(\S*)", self.call("scontrol", "-o", "show", "job", job))
+        return match.group(1) if match else ""
 
     def state(self, job: str) -> str:
         return self.field(job, "JobState")
@@ -173,7 +172,7 @@ class SlurmCluster:
         """Wait until the job is in one of `states`.
 
         Raises:
-            AssertionError: not within `timeout` seconds, or it ended otherwise.
+            AssertionError: not within `timeout` seconds, or the job ended in another state.
         """
         final = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "DEADLINE"}
         deadline = time.monotonic() + timeout
@@ -194,8 +193,8 @@ class SlurmCluster:
         self._start(f"slurmd-{node}", *self.nodes[node].command(*arguments))
 
     def lose_node(self, node: str) -> None:
-        """What a power cut looks like: the node's daemon and every process of its jobs are gone,
-        and it is down.
+        """Simulate a power cut: kill the node's daemon and all processes of its jobs, and set the
+        node down.
         """
         self._daemons.pop(f"slurmd-{node}").kill()
         of_the_node = {"SLURMD_NODENAME": node, "SLURM_CONF": self.env["SLURM_CONF"]}
@@ -205,7 +204,7 @@ class SlurmCluster:
         self.call("scontrol", "update", f"nodename={node}", "state=down", "reason=power")
 
     def set_link(self, node: str, state: str) -> None:
-        """ "down": what a broken link looks like. Nothing on the node ends, nothing reaches it."""
+        """Set the node's network link "up" or "down"; its processes continue."""
         command = ("ip", "link", "set", "eth0", state)
         subprocess.run(self.nodes[node].command(*command), check=True)
 
@@ -271,7 +270,7 @@ class SlurmCluster:
             f"SlurmdPort={daemon}",
             "AuthType=auth/munge",
             "CredType=cred/munge",
-            # cred_expire is also how long a requeued job must wait: 120 s by default
+            # a requeued job waits for cred_expire, by default 120 s
             f"AuthInfo=socket={at}/run/munge.sock,cred_expire=5",
             f"SlurmUser={user}",
             f"SlurmdUser={user}",
@@ -293,9 +292,9 @@ class SlurmCluster:
             "ReturnToService=2",
             "KillWait=30",
             "MinJobAge=3600",
-            # a job's ports come from its number, and two clusters on one machine share the ports
+            # a job's ports follow from its number, and clusters on one machine share the ports
             f"FirstJobId={random.randrange(1, 9000)}",
-            # nodes go down when a test says so; by itself Slurm 22.05 may requeue without the GPUs
+            # only tests set nodes down; when Slurm 22.05 does, it may requeue a job without GPUs
             "SlurmdTimeout=3600",
             "JobRequeue=1",
             "JobAcctGatherType=jobacct_gather/none",
@@ -320,7 +319,7 @@ class SlurmCluster:
             " PriorityTier=100 PreemptMode=OFF",
         ]
         (at / "slurm.conf").write_text("\n".join(lines) + "\n")
-        # `ip netns exec` mounts a /sys without cgroups, where Slurm would look which there are
+        # `ip netns exec` mounts a /sys without cgroups, so Slurm cannot detect their version
         (at / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         (at / "gres.conf").write_text(
             f"NodeName={','.join(self.nodes)} Name=gpu File=/dev/tty[0-7]\n"

@@ -1,8 +1,10 @@
-"""A training run on the Slurm of the tests: submitted as a user does, watched, disturbed.
+"""A training run on the test cluster: submit it as a user does, observe it, disturb it.
 
-run = Run(cluster, tmp_path, "name")
-job = run.submit("kl.beta=0.3", options=("--nodes=2",))
-run.until_step(2)
+    run = Run(cluster, tmp_path, "name")
+    job = run.submit("kl.beta=0.3", options=("--nodes=2",))
+    run.until_step(2)
+
+Not here: the cluster (slurm_cluster.py).
 """
 
 import json
@@ -17,7 +19,7 @@ from tests.integration.processes import running
 from tests.integration.slurm_cluster import SlurmCluster
 
 STEPS = 20
-PATIENCE_SECONDS = 240  # on a busy machine; what must come sooner says so
+PATIENCE_SECONDS = 240  # enough on a busy machine; events with a deadline have their own
 TINY = [
     "configs/smoke_cpu.yaml",
     f"train.steps={STEPS}",
@@ -27,11 +29,11 @@ TINY = [
     "checkpoint.every=3",
     "monitoring.tensorboard=false",
 ]
-MACHINE_KEYS = ("time/", "throughput/", "memory/")  # metrics that no two runs share
+MACHINE_KEYS = ("time/", "throughput/", "memory/")  # metrics that differ between identical runs
 
 
 class Run:
-    """One run of a batch script and the files it leaves."""
+    """One run of a batch script and its files."""
 
     def __init__(
         self, cluster: SlurmCluster, directory: Path, name: str, script: str = "stable_opd_7b"
@@ -76,7 +78,7 @@ class Run:
         try:
             self.cluster.until(condition, PATIENCE_SECONDS, what)
         except AssertionError as error:
-            raise AssertionError(f"{error}\n== {self.output.name}\n{self.told()}") from None
+            raise AssertionError(f"{error}\n== {self.output.name}\n{self.text()}") from None
 
     def until_step(self, step: int) -> None:
         self.until(lambda: any(row["step"] >= step for row in self.rows()), f"step {step}")
@@ -93,31 +95,32 @@ class Run:
             return []
         return [json.loads(line) for line in path.read_text().splitlines()]
 
-    def told(self) -> str:
+    def text(self) -> str:
+        """Output of the batch script."""
         return self.output.read_text() if self.output.exists() else "(no output)"
 
     def signal_ranks(self, number: signal.Signals, *ranks: int) -> None:
-        """To the trainer processes themselves, not to the shells above them."""
-        found = {}
+        """Signal the trainer processes, not the shells above them."""
+        pids = {}
         for pid, command, environment in running():
             mine = f"run.name={self.directory.name}" in command and "train" in command
             if mine and "RANK" in environment and Path(command[0]).name.startswith("py"):
-                found[int(environment["RANK"])] = pid
+                pids[int(environment["RANK"])] = pid
         for rank in ranks:
-            if number != signal.SIGCONT or rank in found:  # those that are gone need not go on
-                os.kill(found[rank], number)
+            if number != signal.SIGCONT or rank in pids:  # a rank may have ended while stopped
+                os.kill(pids[rank], number)
 
     def server_process(self, job: str) -> int:
-        """An SGLang process of the job, not the `stable-opd serve` above it."""
+        """Process id of an SGLang server of the job, not of the `stable-opd serve` above it."""
         for pid, command, environment in running():
             serves = any(part.endswith("sglang_cpu_stand_in/serve.py") for part in command)
             if serves and environment.get("SLURM_JOB_ID") == job:
                 return pid
-        raise AssertionError(f"job {job} has no server\n{self.told()}")
+        raise AssertionError(f"job {job} has no server\n{self.text()}")
 
     @contextmanager
     def frozen_at(self, step: int) -> Iterator[None]:
-        """Holds both ranks once `step` is done, so that what happens in the block happens there."""
+        """Stop both ranks after `step`, and let them continue after the block."""
         self.until_step(step)
         self.signal_ranks(signal.SIGSTOP, 0, 1)
         assert self.rows()[-1]["step"] < STEPS, "the run was over before it could be held"
@@ -126,10 +129,10 @@ class Run:
 
     def until_asked_to_stop(self, times: int) -> None:
         asked = "USR1: the job has to end"
-        self.until(lambda: self.told().count(asked) == times, f"{times} times USR1")
+        self.until(lambda: self.text().count(asked) == times, f"{times} times USR1")
 
 
-def what_was_learnt(rows: list[dict]) -> list[dict]:
+def without_machine_metrics(rows: list[dict]) -> list[dict]:
     return [
         {key: value for key, value in row.items() if not key.startswith(MACHINE_KEYS)}
         for row in rows

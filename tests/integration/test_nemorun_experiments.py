@@ -1,7 +1,7 @@
 """NeMo-Run experiments, launched as a user does, on a real Slurm and on this machine.
 
-NeMo-Run stands in an environment of its own (extra `launch`): .venv-launch, or the interpreter that
-STABLE_OPD_NEMORUN_PYTHON names.
+NeMo-Run has its own environment (extra `launch`): .venv-launch, or that of the interpreter in
+STABLE_OPD_NEMORUN_PYTHON.
 """
 
 import json
@@ -56,11 +56,11 @@ def nemorun_python() -> str:
 
 
 class Launcher:
-    """Runs launch/*.py, and NeMo-Run's own command, in a directory of its own."""
+    """Runs launch/*.py and NeMo-Run's own command in one directory."""
 
     def __init__(self, python: str, directory: Path):
         self.python, self.directory = python, directory
-        # not one that stands already: a fresh cluster counts jobs from 1 again, logs are named so
+        # unique, because job numbers, which name the logs, repeat between clusters
         self.name = f"test_{uuid.uuid4().hex[:8]}"
         self.env = os.environ | SETTINGS | {"NEMORUN_HOME": str(directory / "nemo")}
 
@@ -77,7 +77,9 @@ class Launcher:
         return self.directory / f"{self.name}_{point}"
 
     def _call(self, *command: str) -> subprocess.CompletedProcess[str]:
-        with (self.directory / "output.txt").open("w+") as file:  # background tasks outlive it
+        with (self.directory / "output.txt").open(
+            "w+"
+        ) as file:  # a file, because background tasks may outlive the command
             answer = subprocess.run(
                 [self.python, *command],
                 cwd=REPOSITORY,
@@ -100,7 +102,7 @@ def launcher(nemorun_python, tmp_path):
 
 
 def states(launched: subprocess.CompletedProcess[str]) -> dict[str, str]:
-    """What the launcher says of each stage in its last lines."""
+    """State of each stage, from the last lines of the launcher."""
     lines = [line.split(": ") for line in launched.stdout.splitlines()]
     return {line[0]: line[1] for line in lines if len(line) == 2 and line[0].isidentifier()}
 
@@ -124,27 +126,23 @@ def check_completed(launcher: Launcher, launched: subprocess.CompletedProcess[st
 
 
 def preempt(cluster, launcher: Launcher, stage: str) -> str:
-    """Have the nodes of a stage wanted back as soon as it listens.
-
-    Returns:
-        The job's id.
-    """
+    """Send the early signal to a stage once its script has set its traps; the id of the job."""
     name = f"{launcher.name}.{stage}"
 
     def job() -> str:
         return cluster.call("squeue", "--noheader", f"--name={name}", "--format=%i").strip()
 
-    def listens() -> bool:
+    def has_traps() -> bool:
         logs = launcher.directory.glob(f"nemo/**/log-{name}_{job()}_0.out")
         return any("[attempt 0] trainers" in log.read_text() for log in logs)
 
-    cluster.until(listens, 200, f"job {name} runs")
+    cluster.until(has_traps, 200, f"job {name} runs")
     preempted = job()
     cluster.call("scancel", "--batch", "--signal=USR1", preempted)
     return preempted
 
 
-def test_on_slurm_a_failed_stage_cancels_the_rest_and_a_preempted_one_goes_on(launcher, cluster):
+def test_on_slurm_a_failed_stage_cancels_the_rest_and_a_preempted_one_resumes(launcher, cluster):
     launcher.env |= cluster.env
     check_failed(launcher, launcher.launch("pipeline", *ON_SLURM, *PIPELINE, BROKEN))
 
@@ -165,7 +163,7 @@ def test_on_this_machine_a_failed_stage_cancels_the_rest(launcher):
     check_completed(launcher, launcher.launch("pipeline", *LOCALLY, *PIPELINE))
 
 
-def test_a_sweep_gives_one_run_a_point_and_one_report(launcher, cluster):
+def test_a_sweep_makes_one_run_per_point_and_one_report(launcher, cluster):
     launcher.env |= cluster.env
     grid = ("config=configs/smoke_cpu.yaml", "betas=0.01 0.1", "lambdas=0.1 1", f"opd={TINY}")
     done = launcher.launch("sweep", *ON_SLURM, *grid)
@@ -179,14 +177,14 @@ def test_a_sweep_gives_one_run_a_point_and_one_report(launcher, cluster):
     assert all(point.name in page for point in points)
 
 
-def test_a_dry_run_shows_our_script_inside_the_job(launcher):
+def test_a_dry_run_shows_the_batch_script_inside_the_job(launcher):
     shown = launcher.launch("pipeline", "--dryrun", *ON_SLURM, "size=1p5b", "run.executor.nodes=2")
     assert shown.returncode == 0, shown.stdout
     assert "slurm/sft.sh configs/sft_1p5b.yaml" in shown.stdout
     assert "slurm/stable_opd_1p5b.sh configs/stable_opd_1p5b.yaml" in shown.stdout
     lines = re.findall(r"#SBATCH --(\S+)", shown.stdout)
-    assert lines.count("nodes=2") == lines.count("time=00:20:00") == 3  # the command line's
-    assert lines.count("signal=B:USR1@600") == 2  # the scripts' own
+    assert lines.count("nodes=2") == lines.count("time=00:20:00") == 3  # from the command line
+    assert lines.count("signal=B:USR1@600") == 2  # from the scripts
     assert lines.count("signal=B:USR1@120") == 1
     assert lines.count("mem=0") == 3
 
@@ -199,7 +197,7 @@ def test_a_dry_run_shows_our_script_inside_the_job(launcher):
         (["size=7b"], "say where it runs: run.executor=slurm or"),
     ],
 )
-def test_what_cannot_run_is_refused_at_once(arguments, message, launcher):
+def test_an_experiment_that_cannot_run_is_refused_at_once(arguments, message, launcher):
     refused = launcher.launch("sweep", *arguments)
     assert refused.returncode == 1
     assert message in refused.stdout

@@ -82,8 +82,8 @@ def test_servers_are_reached_without_the_proxy(cluster, tmp_path):
     job = run.submit(options=("--nodes=2",), settings=settings)
     cluster.wait(job, {"FAILED"}, timeout=120)  # the trainer does not find the server's key
     server.shutdown()
-    assert "server 0 on " in run.told()
-    assert " is healthy" in run.told()
+    assert "server 0 on " in run.text()
+    assert " is healthy" in run.text()
 
 
 HEALTHY = """

@@ -1,7 +1,7 @@
 """The shipped batch scripts on a real Slurm: three nodes, CPU ranks, a tiny student, real training.
 
-Most cost a minute, so each tells one long story: a run that loses its nodes in every way and still
-ends like one left alone, one that hangs and then crashes, one whose servers end with it and alone.
+A job takes about a minute, so a test puts several faults into one run: a run that loses its nodes
+in four ways, one that hangs and then crashes, one whose servers end with the job and then alone.
 """
 
 import json
@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from tests.integration.sglang_tools import PYTHON, needs_sglang
-from tests.integration.slurm_run import PATIENCE_SECONDS, STEPS, Run, what_was_learnt
+from tests.integration.slurm_run import PATIENCE_SECONDS, STEPS, Run, without_machine_metrics
 
 pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster, tmp_path_factory) -> Run:
-    """A run that ends at its first attempt that starts, all checks on, one node with a bad GPU."""
+    """A run without faults after its checks have excluded one node with a bad GPU."""
     directory = tmp_path_factory.mktemp("undisturbed")
     (directory / "bin").mkdir()
     smi = directory / "bin" / "nvidia-smi"
@@ -45,8 +45,8 @@ def undisturbed(cluster, tmp_path_factory) -> Run:
 
 @pytest.fixture(scope="module")
 def silenced(cluster, tmp_path_factory) -> Run | None:
-    """A run, aside of the others, whose second node falls silent. That takes minutes of waiting, so
-    it goes on beside the other tests.
+    """A run in the partition "aside" whose second node falls silent. It takes minutes, in parallel
+    with the other tests. None when the nodes have no network of their own.
     """
     if not cluster.nodes["n5"].has_own_network:
         return None
@@ -56,16 +56,16 @@ def silenced(cluster, tmp_path_factory) -> Run | None:
     cluster.set_link("n5", "down")
     assert run.rows()[-1]["step"] < STEPS, "the run was over before its node could fall silent"
 
-    def plug_it_in_again() -> None:  # until then Slurm waits for the node to end the job there
+    def restore_link() -> None:  # until then Slurm waits for the node to end the job there
         run.until_verdicts(1)
         cluster.set_link("n5", "up")
 
-    threading.Thread(target=plug_it_in_again, daemon=True).start()
+    threading.Thread(target=restore_link, daemon=True).start()
     return run
 
 
-def test_a_bad_node_is_named_and_left_out(undisturbed, silenced):  # which begins here
-    assert "n1: GPU 0: ecc.errors.uncorrected.volatile.total is 3" in undisturbed.told()
+def test_a_bad_node_is_excluded(undisturbed, silenced):  # `silenced` starts here
+    assert "n1: GPU 0: ecc.errors.uncorrected.volatile.total is 3" in undisturbed.text()
     assert [v["verdict"] for v in undisturbed.verdicts()] == ["requeued", "done"]
     ranks = undisturbed.logs / "attempt_1" / "ranks"
     assert sorted(path.read_text().strip() for path in ranks.iterdir()) == ["n2", "n3"]
@@ -77,11 +77,11 @@ def test_the_script_trains_to_the_end(undisturbed):
     assert (undisturbed.directory / "report.html").is_file()
 
 
-def test_a_run_that_loses_its_nodes_in_every_way_ends_the_same(cluster, undisturbed, tmp_path):
+def test_a_run_that_loses_its_nodes_four_times_ends_the_same(cluster, undisturbed, tmp_path):
     run = Run(cluster, tmp_path, "disturbed")
     job = run.submit(options=("--signal=B:USR1@120",))
 
-    with run.frozen_at(2):  # the time limit comes near
+    with run.frozen_at(2):  # the time limit approaches
         minutes = int(cluster.field(job, "RunTime").split(":")[1]) + 2
         cluster.call("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
         run.until_asked_to_stop(times=1)
@@ -90,29 +90,31 @@ def test_a_run_that_loses_its_nodes_in_every_way_ends_the_same(cluster, undistur
     run.until(lambda: cluster.succeeds(*longer), "a time limit for the next attempt")
     run.until_attempt(1)
 
-    with run.frozen_at(run.rows()[-1]["step"] + 1):  # a job with more priority takes all nodes
+    with run.frozen_at(run.rows()[-1]["step"] + 1):  # a job with higher priority takes all nodes
         options = ("--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null")
         cluster.submit(["--wrap=sleep 1"], options=options)
         run.until_asked_to_stop(times=2)
     run.until_verdicts(2)
     run.until_attempt(2)
 
-    with run.frozen_at(run.rows()[-1]["step"] + 1):  # a node goes dark
+    with run.frozen_at(run.rows()[-1]["step"] + 1):  # a node fails
         lost = (run.logs / "attempt_2" / "ranks" / "rank_00001").read_text().strip()
         cluster.lose_node(lost)
         run.until_attempt(3)
 
-    with run.frozen_at(run.rows()[-1]["step"] + 1):  # someone cancels the job ...
-        cluster.call("scancel", job)  # Slurm lets stopped processes go on, to end
+    with run.frozen_at(run.rows()[-1]["step"] + 1):  # a user cancels the job ...
+        cluster.call("scancel", job)  # Slurm lets stopped processes continue, to end them
         cluster.wait(job, {"CANCELLED"}, PATIENCE_SECONDS)
     assert run.verdicts()[-1]["reason"].startswith("stopped after a step, checkpoint")
     cluster.restore_node(lost)
-    again = run.submit(settings={"LOG_DIR": str(tmp_path / "second-logs")})  # ... and submits it
+    again = run.submit(
+        settings={"LOG_DIR": str(tmp_path / "second-logs")}
+    )  # ... and submits it again
     cluster.wait(again, {"COMPLETED"}, PATIENCE_SECONDS)
 
     assert [v["verdict"] for v in run.verdicts()[:2]] == ["stopped", "stopped"]
     assert [row["step"] for row in run.rows()] == list(range(1, STEPS + 1))
-    assert what_was_learnt(run.rows()) == what_was_learnt(undisturbed.rows())
+    assert without_machine_metrics(run.rows()) == without_machine_metrics(undisturbed.rows())
 
 
 def test_a_hang_is_ended_and_a_crash_is_named(cluster, tmp_path):
@@ -126,8 +128,8 @@ def test_a_hang_is_ended_and_a_crash_is_named(cluster, tmp_path):
     assert hang["verdict"] == "hang"
     stopped_on = (run.logs / "attempt_0" / "ranks" / "rank_00001").read_text().strip()
     assert hang["reason"].endswith(f"stood still: rank_00001 on {stopped_on}; queued again")
-    assert "(most recent call first)" in run.told()
-    assert "torch/distributed/" in run.told()  # where rank 0 waited for the other
+    assert "(most recent call first)" in run.text()
+    assert "torch/distributed/" in run.text()  # where rank 0 waited for the other
     run.until_attempt(1)
     step = run.rows()[-1]["step"]
 
@@ -140,14 +142,14 @@ def test_a_hang_is_ended_and_a_crash_is_named(cluster, tmp_path):
 
 
 @needs_sglang
-def test_servers_that_end_with_the_job_or_alone_cost_no_step(cluster, tmp_path):
+def test_no_step_is_lost_when_servers_end_with_the_job_or_alone(cluster, tmp_path):
     run = Run(cluster, tmp_path, "served")
 
     def submit(logs: Path) -> str:
         return run.submit(
             f"rollout.sglang.python={PYTHON}",
             "rollout.sglang.arguments=[--max-total-tokens=8192]",
-            "checkpoint.every=1000",  # none but those that something asks for
+            "checkpoint.every=1000",  # only the checkpoints that a stop requests
             options=("--nodes=3",),
             settings={"SERVER_NODES": "1", "SERVERS_PER_NODE": "2", "LOG_DIR": str(logs)},
         )
@@ -166,20 +168,20 @@ def test_servers_that_end_with_the_job_or_alone_cost_no_step(cluster, tmp_path):
     os.kill(run.server_process(job), signal.SIGKILL)
     assert run.rows()[-1]["step"] < STEPS, "the run was over before its server could die"
     cluster.wait(job, {"COMPLETED"}, PATIENCE_SECONDS)
-    told = run.told()
-    assert told.count("server 0 on n3 is healthy") == 2
-    assert "server 0 on n3 ended: start 1" in told
+    output = run.text()
+    assert output.count("server 0 on n3 is healthy") == 2
+    assert "server 0 on n3 ended: start 1" in output
     assert [v["verdict"] for v in run.verdicts()] == ["done"]
     assert [row["step"] for row in run.rows()] == list(range(1, STEPS + 1))
     events = (run.directory / "sglang" / "events.jsonl").read_text().splitlines()
     assert any(json.loads(line)["event"] == "failure" for line in events)
-    check_that_keys_stay_secret(tmp_path)
+    check_keys_are_secret(tmp_path)
 
 
-def check_that_keys_stay_secret(directory: Path) -> None:
+def check_keys_are_secret(directory: Path) -> None:
     files = [path for path in directory.rglob("*") if path.is_file()]
     keys = [path for path in files if path.name == "api_key"]
-    assert len(keys) == 2  # one of each job
+    assert len(keys) == 2  # one per job
     for key_file in keys:
         assert key_file.stat().st_mode & 0o077 == 0
         key = key_file.read_bytes().strip()
@@ -194,7 +196,7 @@ def test_a_wrong_setting_ends_before_anything_starts(cluster, tmp_path):
     assert not run.directory.exists()
 
 
-def test_checks_that_slurm_does_not_start_blame_no_node(cluster, tmp_path):
+def test_no_node_is_excluded_when_slurm_does_not_start_the_checks(cluster, tmp_path):
     run = Run(cluster, tmp_path, "refused")
     settings = {"SLURM_GRES": "unicorn:1", "MAX_REQUEUES": "0"}  # the first is an option of srun
     job = run.submit(settings=settings)
@@ -202,7 +204,7 @@ def test_checks_that_slurm_does_not_start_blame_no_node(cluster, tmp_path):
     reason = run.verdicts()[0]["reason"]
     assert reason.startswith("Slurm did not start the checks: srun: error: ")
     assert "Invalid generic resource" in reason
-    assert "bad node" not in run.told()
+    assert "bad node" not in run.text()
 
 
 def test_a_server_that_never_gets_healthy_is_named(cluster, tmp_path):
@@ -211,7 +213,7 @@ def test_a_server_that_never_gets_healthy_is_named(cluster, tmp_path):
     job = run.submit(options=("--nodes=2",), settings=settings)
     cluster.wait(job, {"FAILED"}, PATIENCE_SECONDS)
     assert "server 0 on n2 is not healthy" in run.verdicts()[0]["reason"]
-    assert run.told().count("server 0 on n2 ended: start") == 1
+    assert run.text().count("server 0 on n2 ended: start") == 1
 
 
 ONE_OF_TWO = """
@@ -229,7 +231,7 @@ http.server.HTTPServer(address, Healthy).serve_forever()
 """
 
 
-def test_every_server_of_a_node_is_waited_for(cluster, tmp_path):
+def test_the_trainer_waits_for_every_server_of_a_node(cluster, tmp_path):
     (tmp_path / "one_of_two.py").write_text(ONE_OF_TWO)
     run = Run(cluster, tmp_path, "half")
     settings = {
@@ -246,7 +248,7 @@ def test_every_server_of_a_node_is_waited_for(cluster, tmp_path):
     assert f":{port + 1};" in reason
 
 
-def test_benchmarks_are_evaluated_by_name(cluster, tmp_path):
+def test_named_benchmarks_are_evaluated(cluster, tmp_path):
     rows = {  # with the columns that the hub's data sets have
         "amc": [{"problem": "2+1", "answer": 3.0}, {"problem": "4-1*2", "answer": 1.0}],
         "olympiadbench": [
@@ -263,23 +265,23 @@ def test_benchmarks_are_evaluated_by_name(cluster, tmp_path):
         f"evaluation.benchmark_directory={tmp_path}",
     )
     cluster.wait(job, {"COMPLETED"}, PATIENCE_SECONDS)
-    found = json.loads((run.directory / "evaluation.json").read_text())
-    counts = {name: (of["num_prompts"], of["num_samples"]) for name, of in found.items()}
+    results = json.loads((run.directory / "evaluation.json").read_text())
+    counts = {name: (each["num_prompts"], each["num_samples"]) for name, each in results.items()}
     assert counts == {"amc": (2, 32), "olympiadbench": (2, 1)}
     table = (run.logs / "attempt_0" / "rank_00000.log").read_text().splitlines()
     assert [line.split()[0] for line in table[-3:]] == [*rows, "average"]
     assert [v["verdict"] for v in run.verdicts()] == ["done"]
 
 
-def test_a_silent_node_is_named_and_left_out(silenced, undisturbed):
+def test_a_silent_node_is_excluded(silenced, undisturbed):
     if silenced is None:
         pytest.skip("the nodes share this machine's network: no link to cut")
     silenced.until_verdicts(2)
     lost, done = silenced.verdicts()
     assert (lost["verdict"], lost["excluded"]) == ("lost", ["n5"])
     assert lost["reason"] == "n5: runs no command; excluded n5; queued again"
-    assert "(most recent call first)" in silenced.told()  # where the other rank waited for it
+    assert "(most recent call first)" in silenced.text()  # where the other rank waited for it
     assert done["verdict"] == "done"
     ranks = silenced.logs / "attempt_1" / "ranks"
     assert sorted(path.read_text().strip() for path in ranks.iterdir()) == ["n4", "n6"]
-    assert what_was_learnt(silenced.rows()) == what_was_learnt(undisturbed.rows())
+    assert without_machine_metrics(silenced.rows()) == without_machine_metrics(undisturbed.rows())
