@@ -45,7 +45,9 @@ def write_paper_data(
     """
     records = read_records(SourceConfig(path=openr1))
     selection = select_rows(
-        track(records, "OpenR1", total=None), lambda text: len(tokenizer.encode(text))
+        track(records, "OpenR1", total=None),
+        lambda text: len(tokenizer.encode(text)),
+        name=openr1,
     )
     for reason, count in selection.dropped.items():
         tell(f"{openr1}: {count} rows dropped: {reason}")

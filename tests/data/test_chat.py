@@ -148,6 +148,8 @@ def test_control_tokens_are_those_that_end_or_open_a_turn(qwen, r1):
         ("config.json", '{"eos_token_id": "2"}', r"config\.json: eos_token_id is 2; expected"),
         ("config.json", "[1]", r"config\.json: a JSON list, not an object"),
         ("chat_template.jinja", "{{ messages + 1 }}", "its chat template fails on"),
+        ("chat_template.jinja", "{{ 1 // 0 }}", "its chat template fails on"),
+        ("chat_template.jinja", "{{ range(10**9) }}", "its chat template fails on"),
     ],
 )
 def test_broken_tokenizer_files_are_named(synthetic, tmp_path, name, text, message):
