@@ -1,4 +1,4 @@
-"""Where real data for tests lies, for the tests that use it and skip without it."""
+"""The directory of real data; tests that need it are skipped without it."""
 
 import os
 from pathlib import Path

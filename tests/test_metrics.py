@@ -1,4 +1,4 @@
-"""Metrics add exactly, keep their counts, and agree on every rank."""
+"""Metrics add exactly, keep their counts, and are equal on every rank."""
 
 import json
 import math

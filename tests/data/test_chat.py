@@ -98,7 +98,7 @@ def test_generation_config_may_list_several_stop_tokens(synthetic, tmp_path):
         Tokenizer.load(str(tmp_path))
 
 
-def test_golden_thoughts_survive_where_the_template_would_delete_them(r1):
+def test_a_golden_thought_is_kept_with_a_template_that_deletes_thoughts(r1):
     golden = "<think>\nOne and one.\n</think>\n\n\\boxed{2}"
     prompt = r1.render_prompt("1+1?")
     assert prompt.endswith("<\uff5cAssistant\uff5c>")
@@ -108,7 +108,7 @@ def test_golden_thoughts_survive_where_the_template_would_delete_them(r1):
     assert ids[-1] == 151643
 
 
-def test_an_opened_thought_is_neither_doubled_nor_left_open(qwen):
+def test_a_thought_opened_by_the_prompt_is_closed_once(qwen):
     config = json.loads((real_data(QWEN3_THINKING) / "tokenizer_config.json").read_text())
     backend = PreTrainedTokenizerFast.from_pretrained(str(real_data(QWEN)))
     backend.chat_template = config["chat_template"]

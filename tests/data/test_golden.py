@@ -40,7 +40,7 @@ def test_rollouts_and_golden_solutions_become_samples():
     assert [s.truncated for s in samples] == [False, True, False, False, False, False]
 
 
-def test_the_repetitive_tail_is_marked_always_and_masked_on_request():
+def test_the_repetitive_tail_is_always_marked_and_masked_by_setting():
     plain, masked = (
         rollout_samples(ROLLOUTS, TokenMasksConfig(repetitive_tail=flag)) for flag in (False, True)
     )

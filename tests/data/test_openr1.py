@@ -34,7 +34,7 @@ def test_the_shortest_correct_and_complete_generation_wins():
     assert selection.rows == (Row("openr1:0", "1+1?", "2", "b b"),)
 
 
-def test_finish_reasons_count_where_they_are_known():
+def test_truncated_generations_are_not_used():
     reasons = ["stop", "length", "stop", "stop"]
     assert select(record(finish_reasons=reasons)).rows[0].solution == "a a a"
 
@@ -58,7 +58,7 @@ def test_dropped_rows_are_counted_by_reason(changes, reason):
     assert selection.dropped == {reason: 2}
 
 
-def test_the_real_row_of_the_data_set():
+def test_a_real_row():
     row = json.loads(real_data("openr1/row0_truncated.json").read_text())
     selection = select(row, max_tokens=8192)
     assert selection.rows[0].solution == row["generations"][0]

@@ -120,7 +120,7 @@ def test_no_samples_still_give_one_empty_micro_batch():
     assert len(batch.tokens_T) == 4
 
 
-def test_a_sequence_longer_than_a_micro_batch_stands_alone_and_limits_hold_otherwise():
+def test_only_a_sequence_longer_than_a_micro_batch_exceeds_max_tokens():
     samples, weights = make_samples(20, longest=40)
     for batch in pack(samples, weights, max_tokens=30, data_rank=0, data_size=1):
         assert len(batch.tokens_T) <= 30 or len(batch.sample_index_N.unique()) == 1
@@ -135,7 +135,7 @@ def test_partition_balances_tokens():
     assert sorted(i for share in partition(lengths, 4) for i in share) == list(range(64))
 
 
-def test_given_advantages_reach_every_micro_batch_even_those_without():
+def test_every_micro_batch_has_given_advantages_if_one_sample_has():
     samples, weights = make_samples(4)
     first = weights[0]
     weights[0] = TokenWeights(

@@ -58,13 +58,13 @@ def test_rows_become_prompts_with_golden_ids():
     assert (first.prompt_id, first.text, first.answer) == ("s:1", "1+1", "2")
     assert first.answer_format == "bracket"
     assert not first.opens_thinking
-    # What stands before training starts is prompt; a cut solution has no stop token.
+    # A prefix is encoded with the prompt; a cut solution has no stop token.
     assert tokenizer.decode(looping.token_ids) == "2*2#2*2=4;2*2=4;"
     assert looping.golden_token_ids == tuple(tokenizer.encode("2*2=4;2*2=4;"))
     assert [p.prompt_id for p in prompts.select([2, 0, 2])] == ["s:3", "s:1", "s:3"]
 
 
-def test_overlong_prompts_and_golden_solutions_are_errors_with_the_sum():
+def test_overlong_prompts_and_golden_solutions_are_errors_with_both_numbers():
     with pytest.raises(DataError, match=r"s:2: its prompt has 8 .*max_new_tokens=30.*window of 35"):
         make_set(window=35)
     with pytest.raises(DataError, match=r"s:2: its golden solution has 22 .*prompt's 8.*of 29"):

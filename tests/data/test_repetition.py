@@ -47,7 +47,7 @@ def test_a_period_beyond_the_limit_or_too_few_repeats_do_not_count():
     assert periodic_suffix(unit * 2 + unit[:-1]) == 0
 
 
-def test_a_response_that_leaves_its_loop_has_no_repetitive_tail():
+def test_a_loop_before_the_end_is_no_repetitive_tail():
     assert repetitive_mask([1, 2] * 10 + [3]) == (False,) * 21
     assert repetitive_mask([9, 8] + [1, 2] * 3) == (False,) * 2 + (True,) * 6
     assert repetitive_mask([]) == ()

@@ -1,4 +1,4 @@
-"""Rollouts come back from disk exactly as they went, and a broken file says where it is broken."""
+"""Rollout files: an exact round trip, and errors that name line and column."""
 
 import json
 import math
@@ -46,18 +46,18 @@ def test_round_trip_is_exact(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
-def test_one_line_a_rollout_whatever_its_text(tmp_path):
+def test_every_rollout_is_one_line(tmp_path):
     write_rollouts(tmp_path / "x.jsonl", ROLLOUTS)
     assert (tmp_path / "x.jsonl").read_bytes().count(b"\n") == len(ROLLOUTS)
 
 
 @pytest.mark.parametrize(("save", "kept"), [("all", 20), ("samples", 16)])
-def test_the_writer_keeps_what_it_was_asked_to(tmp_path, save, kept):
+def test_the_writer_keeps_all_rollouts_or_the_first_16(tmp_path, save, kept):
     RolloutWriter(tmp_path, save).write(3, ROLLOUTS[:1] * 20)
     assert len(read_rollouts(rollout_path(tmp_path, 3))) == kept
 
 
-def test_the_writer_can_keep_nothing(tmp_path):
+def test_the_writer_keeps_nothing_with_save_none(tmp_path):
     RolloutWriter(tmp_path, "none").write(3, ROLLOUTS)
     assert list(tmp_path.iterdir()) == []
 
@@ -72,7 +72,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["x.jsonl"]
 
 
-def test_a_missing_file_says_which_setting_keeps_them(tmp_path):
+def test_the_error_of_a_missing_file_names_the_setting(tmp_path):
     with pytest.raises(DataError, match=r"step_000007.jsonl: no such rollout file.*rollout.save"):
         read_rollouts(rollout_path(tmp_path, 7))
 

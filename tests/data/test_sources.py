@@ -1,4 +1,4 @@
-"""Reading rows, and what is said of bad input."""
+"""Reading rows, and the errors for bad input."""
 
 import json
 

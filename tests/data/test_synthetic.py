@@ -39,7 +39,7 @@ def test_answers_and_solutions_are_right_and_ranges_hold():
     assert any("w" in row.solution for row in rows)
 
 
-def test_a_row_depends_on_seed_and_index_alone():
+def test_a_row_is_a_function_of_options_split_and_index():
     options = ArithmeticOptions(seed=3, rows=50)
     rows = arithmetic_rows({"seed": 3, "rows": 50}, "train")
     assert arithmetic_row(options, "train", 49) == rows[49]
@@ -84,7 +84,7 @@ def test_loops_fill_the_window_and_training_starts_after_the_repeats():
             assert len(row.problem) + 1 + len(row.solution) + 1 <= 120
 
 
-def test_repeated_rechecks_follow_their_hazard():
+def test_repeated_rechecks_have_the_given_probabilities():
     rows = arithmetic_rows({"rows": 2000, "recheck": [0.5, 0.0]}, "train")
     steps = sum(row.solution.count(";") - row.solution.count("w") for row in rows)
     rechecks = sum(row.solution.count("w") for row in rows)
@@ -109,7 +109,7 @@ def test_bad_options_are_refused(options, message):
         arithmetic_rows(options, "train")
 
 
-def test_it_is_a_source_like_any_other():
+def test_the_task_is_read_as_a_source():
     source = SourceConfig(path="synthetic:arithmetic", split="test", limit=5)
     assert load_rows(source)[4].row_id == "synthetic:arithmetic/test:4"
     with pytest.raises(DataError, match="no such synthetic task"):

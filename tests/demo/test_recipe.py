@@ -1,4 +1,4 @@
-"""The demo's jobs: what waits for what, and in what the arms of an act differ."""
+"""The demo's jobs: their dependencies, and the settings in which the arms of an act differ."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_jobs_wait_for_the_models_they_read_and_for_nothing_else(jobs):
         assert all(name.startswith(f"seed{job.seed}/") for name in job.after)
 
 
-def test_an_order_exists(jobs):
+def test_the_jobs_have_no_cycle(jobs):
     finished: set[str] = set()
     while len(finished) < len(jobs):
         ready = {job.name for job in jobs if finished.issuperset(job.after)} - finished
@@ -75,7 +75,7 @@ def test_names_and_directories_are_unique(jobs):
     assert len({job.name for job in jobs}) == len({job.directory for job in jobs}) == len(jobs)
 
 
-def test_arms_of_an_act_differ_only_in_what_names_them(jobs):
+def test_arms_of_an_act_differ_only_in_their_named_settings(jobs):
     arms = [job for job in jobs if job.arm]
     plain = {(job.seed, job.act): resolved(job) for job in arms if job.arm == "opd"}
     for job in arms:

@@ -23,7 +23,7 @@ def write_model(directory: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-def test_the_rows_of_the_two_stops_change_places_and_nothing_else(tmp_path):
+def test_only_the_rows_of_the_two_stop_tokens_are_exchanged(tmp_path):
     weights = write_model(tmp_path / "model")
     swap_stop_tokens(tmp_path / "model", tmp_path / "swapped")
     swapped = load_file(tmp_path / "swapped" / WEIGHTS)
@@ -39,7 +39,7 @@ def test_the_rows_of_the_two_stops_change_places_and_nothing_else(tmp_path):
     ).read_text()
 
 
-def test_twice_is_the_original_and_leaves_no_partial_copies(tmp_path):
+def test_two_exchanges_give_the_original_without_partial_copies(tmp_path):
     weights = write_model(tmp_path / "model")
     swap_stop_tokens(tmp_path / "model", tmp_path / "once")
     swap_stop_tokens(tmp_path / "once", tmp_path / "twice")

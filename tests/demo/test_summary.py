@@ -66,7 +66,7 @@ def test_an_arm_without_rollouts_is_read_from_its_evaluations(tmp_path):
     assert summary.lowest_accuracy_after_peak == summary.final_accuracy == 0.75
 
 
-def test_the_table_fits_80_columns_and_cuts_no_name(tmp_path):
+def test_the_table_fits_80_columns_with_full_names(tmp_path):
     rows = [{"step": step, **evaluated(0.5, 0.5)} for step in range(2)]
     summary = summarise(job_with_rows(tmp_path, rows))
     console = Console(width=80, record=True, file=io.StringIO())

@@ -112,7 +112,7 @@ def test_sampling_follows_the_evaluation_settings():
     assert evaluation_sampling(zero, []) == Sampling(0.0, 1.0, 9, 1, (), 4)
 
 
-def test_a_benchmarks_own_k_holds_where_the_settings_have_none():
+def test_the_number_of_samples_is_that_of_the_benchmark_unless_set():
     assert evaluation_sampling(config(), []).num_samples == 1
     assert evaluation_sampling(config(), [], num_samples=32).num_samples == 32
     assert evaluation_sampling(config(num_samples=4), [], num_samples=32).num_samples == 4

@@ -35,11 +35,11 @@ def sources(tmp_path):
 
 
 def test_files_under_the_names_that_configs_use(sources, tmp_path):
-    told = []
+    lines = []
     write_paper_data(
         Tokenizer.load("synthetic"),
         tmp_path / "data",
-        told.append,
+        lines.append,
         openr1=str(sources / "openr1.jsonl"),
         benchmark_directory=sources,
         sft_rows=5,
@@ -52,7 +52,7 @@ def test_files_under_the_names_that_configs_use(sources, tmp_path):
     problems = {row.problem: row for part in parts for row in part}
     assert problems.keys() == {f"{number}+1=" for number in range(9) if number != 3}
     assert problems["7+1="].solution == "8"  # the shortest correct one
-    assert any("1 rows dropped: no correct" in line for line in told)
+    assert any("1 rows dropped: no correct" in line for line in lines)
     for name in BENCHMARKS:
         written = load_benchmark(name, tmp_path / "data")
         assert [(row.problem, row.answer) for row in written] == [("1+1=", "2")]

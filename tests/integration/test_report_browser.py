@@ -1,4 +1,4 @@
-"""The report in a real browser: all panels drawn, nothing logged, hostile text does nothing."""
+"""The report in a real browser: all panels are drawn, nothing is logged, hostile text is inert."""
 
 import re
 import shutil
@@ -35,7 +35,7 @@ FLAGS = [
 
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium")
-def test_the_report_draws_itself(tmp_path):
+def test_the_report_is_drawn_in_a_browser(tmp_path):
     runs = [
         ReportRun(make_run(tmp_path / "opd", 40, collapse_at=20, text=HOSTILE), "opd", "one"),
         ReportRun(make_run(tmp_path / "held", 40, beta=0.5), HOSTILE, "one"),

@@ -1,4 +1,4 @@
-"""Health numbers against hand-made batches, METHOD §5 fixtures and real degenerate output."""
+"""Health metrics of hand-made batches, of the fixtures of docs/method.md §5 and of real output."""
 
 import json
 import math
@@ -67,7 +67,7 @@ def test_fixtures(text, ratio, repetitive):
     assert is_repetitive(text, 10_000, 10) is repetitive
 
 
-def test_a_text_of_exactly_the_tail_is_too_short_to_judge():
+def test_a_text_of_the_tail_length_is_not_repetitive():
     assert not is_repetitive("a" * 10_000, 10_000, 10)
     assert is_repetitive("a" * 10_001, 10_000, 10)
 
@@ -129,7 +129,7 @@ def test_rollout_metrics_of_a_batch_by_hand():
     }
 
 
-def test_the_second_repetition_rate_appears_only_when_its_tail_differs():
+def test_the_second_repetition_rate_is_written_only_for_another_tail():
     values = rollout_metrics([rollout(3, "stop")], 8192, MonitoringConfig(), area="eval")
     assert "eval/repetition_rate" in values
     assert "eval/repetition_rate_10k" not in values
@@ -245,7 +245,7 @@ def test_token_metrics_do_not_depend_on_micro_batching(cut):
     assert token_metrics(outputs, microbatches).values_by_key() == EXPECTED
 
 
-def test_numbers_of_tokens_that_do_not_count_cannot_spoil_the_rest():
+def test_non_finite_values_of_masked_tokens_are_ignored():
     masked = torch.arange(6) == 3
     spoiled = {
         name: torch.where(masked, math.nan, getattr(OUTPUT, name))
@@ -255,7 +255,7 @@ def test_numbers_of_tokens_that_do_not_count_cannot_spoil_the_rest():
     assert values.values_by_key() == EXPECTED
 
 
-def test_a_teacher_whose_logits_the_loss_has_is_measured_there():
+def test_teacher_metrics_from_the_loss_when_scores_are_hidden_states():
     alone = replace(MICROBATCH, teacher=Scores(None, hidden_NH=torch.zeros(6, 1)))
     output = replace(OUTPUT, teacher_entropy_N=torch.full((6,), 2.0))
     assert token_metrics([output], [alone]).values_by_key() == EXPECTED
@@ -283,6 +283,6 @@ def test_the_engine_gap_is_against_the_behaviour_policy():
     assert values["logprob/rollout_gap_max"] == 4.0
 
 
-def test_a_name_nobody_described_is_refused():
+def test_an_unlisted_metric_is_refused():
     with pytest.raises(ValueError, match=r"unknown metrics loss/totla: describe them in"):
         require_known(["loss/total", "loss/totla"])

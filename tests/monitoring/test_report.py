@@ -64,7 +64,7 @@ def test_figures_show_known_metrics_once():
     assert len(keys) == len(set(keys))
 
 
-def test_no_two_labels_look_alike():
+def test_labels_have_different_styles():
     styles = [tuple(style(index).values()) for index in range(len(COLOURS) * len(DASHES))]
     assert len(set(styles)) == len(styles)
 
@@ -121,7 +121,7 @@ def test_the_gap_recovered_needs_the_teachers_accuracy(tmp_path):
     assert table["rows"][0][table["columns"].index("gap recovered")] == "0.500"
 
 
-def test_records_become_a_table_with_words_to_the_left():
+def test_records_become_a_table():
     table = table_of_records(
         [{"act": "a", "seed": 0, "peak_accuracy": 0.5}, {"act": "b", "x": None}]
     )
@@ -130,7 +130,7 @@ def test_records_become_a_table_with_words_to_the_left():
     assert table["rows"] == [["a", "0", "0.500", MISSING], ["b", MISSING, MISSING, MISSING]]
 
 
-def test_settings_that_differ_stand_by_label_and_names_do_not_count(tmp_path):
+def test_settings_that_differ_are_listed_by_label_without_run_names(tmp_path):
     plain = make_run(tmp_path / "plain", 1)
     held = [make_run(tmp_path / f"kl-{seed}", 1, beta=0.5) for seed in range(2)]
     runs = [("opd", plain), ("kl", held[0]), ("kl", held[1])]
@@ -185,7 +185,7 @@ def test_the_page_refers_to_nothing_outside_itself(tmp_path):
     assert policy.startswith("default-src 'none'")
 
 
-def test_arms_with_seeds_in_sections_keep_one_colour(tmp_path):
+def test_a_label_has_one_colour_in_all_sections_and_seeds(tmp_path):
     runs = [
         ReportRun(make_run(tmp_path / f"{act}-{arm}-{seed}", 2), arm, act)
         for act, arms in {"collapse": ["opd", "stable_opd"], "stop": ["opd", "fixed"]}.items()
@@ -208,7 +208,7 @@ def test_arms_with_seeds_in_sections_keep_one_colour(tmp_path):
     assert "Other stops." in page.text
 
 
-def test_equal_directory_names_are_told_apart(tmp_path):
+def test_equal_directory_names_get_different_labels(tmp_path):
     runs = [make_run(tmp_path / parent / "run", 2) for parent in ("x", "y")]
     (section,) = data_of(page_of(write_report(runs, tmp_path / "r.html")))
     assert [label for label, _ in section["styles"]] == ["x/run", "y/run"]

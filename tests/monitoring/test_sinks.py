@@ -1,4 +1,4 @@
-"""metrics.jsonl has every step exactly once, whatever happened to the process, and no NaN."""
+"""metrics.jsonl holds every step once, also after a kill, and no NaN."""
 
 import json
 import logging
@@ -151,7 +151,7 @@ def test_a_resumed_tensorboard_shows_each_step_once(tmp_path):
     assert seen == [(0, 0.25), (1, 0.25), (2, 0.75), (3, 0.75)]
 
 
-def test_a_metric_nobody_described_is_refused_before_anything_is_written(tmp_path):
+def test_an_unlisted_metric_is_refused_before_anything_is_written(tmp_path):
     with (
         Sinks(tmp_path, config(tensorboard=False), first_step=0) as sinks,
         pytest.raises(ValueError, match="unknown metrics loss/totla"),
