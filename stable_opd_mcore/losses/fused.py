@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,12 @@ from stable_opd_mcore.losses.coefficients import (
     token_advantage,
     weighted,
 )
-from stable_opd_mcore.losses.output_head import Head, accumulation_dtype
+from stable_opd_mcore.losses.output_head import (
+    Head,
+    WithGradients,
+    accumulation_dtype,
+    add_product_,
+)
 from stable_opd_mcore.losses.stop_tokens import (
     MergedStops,
     TargetColumns,
@@ -66,10 +70,9 @@ def fused_loss(
     """The loss of one micro-batch, differentiable in hidden_NH and head.weight_VH.
 
     Under tensor parallelism every rank of the group calls it with the same rows; the loss is the
-    same on all of them, and the gradient by hidden_NH is summed over the shards. Weight gradients
-    accumulate over blocks in the weight's dtype, fp32 inside each product. Under context
-    parallelism the rows are those of this rank's slice, and losses and gradients add up over
-    `context_group`.
+    same on all of them, and the gradient by hidden_NH is summed over the shards. The head's
+    gradient accumulates over blocks in fp32 and is rounded once. Under context parallelism the rows
+    are those of this rank's slice, and losses and gradients add up over `context_group`.
 
     Raises:
         ValueError: a score that the terms need is missing, or heads cover different vocabulary
@@ -82,34 +85,9 @@ def fused_loss(
     with torch.no_grad():
         evaluation = _Evaluation(batch, terms, heads, block_rows)
         rows, *gradients = evaluation.run(hidden_NH, *wants, context_group)
-    loss = _WithGradients.apply(hidden_NH, head.weight_VH, rows.loss.sum(), *gradients)
+    loss = WithGradients.apply(hidden_NH, head.weight_VH, rows.loss.sum(), *gradients)
     sums = {"pg": rows.pg.sum(), "kl": rows.kl.sum(), "sft": rows.sft.sum()}
     return replace(rows, loss=loss, **sums, ratio_clipped_N=rows.ratio_clipped_N.bool())
-
-
-class _WithGradients(torch.autograd.Function):
-    """A scalar whose gradients are known already; backward only hands them out."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_NH: Tensor,
-        weight_VH: Tensor,
-        total: Tensor,
-        d_hidden_NH: Tensor | None,
-        d_weight_VH: Tensor | None,
-    ) -> Tensor:
-        ctx.save_for_backward(d_hidden_NH, d_weight_VH)
-        return total.clone()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        scale = grad_outputs[0]
-        gradients = ctx.saved_tensors
-        if not torch.equal(scale, torch.ones_like(scale)):
-            gradients = [g if g is None else g * scale.to(g.dtype) for g in gradients]
-        return (*gradients, None, None, None)
 
 
 @dataclass(frozen=True)
@@ -135,7 +113,9 @@ class _Evaluation:
             returns_N = self._returns(hidden_NH, context_group)
             batch = replace(batch, given_advantage_N=returns_N)
         d_hidden = torch.zeros_like(hidden_NH) if wants_hidden else None
-        d_weight = torch.zeros_like(head.weight_VH) if wants_weight else None
+        dtype, d_weight = accumulation_dtype(head.weight_VH), None
+        if wants_weight:
+            d_weight = torch.zeros_like(head.weight_VH, dtype=dtype)
         columns, results = slice(0, head.num_columns), []
         for rows in self._blocks():
             block = self._block(hidden_NH[rows], select_rows(batch, rows))
@@ -147,12 +127,14 @@ class _Evaluation:
                 d_hidden[rows] = gradient_CV @ head.weight_VH[columns]
             if d_weight is not None:
                 hidden_CH = hidden_NH[rows].to(gradient_CV.dtype)
-                torch.addmm(d_weight[columns], gradient_CV.T, hidden_CH, out=d_weight[columns])
+                add_product_(d_weight[columns], gradient_CV, hidden_CH)
         if d_hidden is not None:
             head.reduce_(d_hidden)
         if not results:
             empty_N = hidden_NH.new_zeros(0, dtype=accumulation_dtype(hidden_NH))
             results = [LossOutput(*[empty_N] * len(fields(LossOutput)))]
+        if d_weight is not None:
+            d_weight = d_weight.to(head.weight_VH.dtype)
         whole = map(torch.cat, zip(*(vars(block).values() for block in results), strict=True))
         return LossOutput(*whole), d_hidden, d_weight
 

@@ -8,6 +8,7 @@ Not here: sums over the vocabulary (vocabulary_sums.py) and losses (fused.py).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from stable_opd_mcore.errors import UserError
 
 ROW_ALIGNMENT = 64  # elements; 128 bytes in bf16
 
+PRODUCT_COLUMNS = 2**14  # vocabulary entries whose head gradient is multiplied at once
 MIN_BLOCK_ELEMENTS = 2**22  # a block holds at least so many logits per model
 MAX_CPU_BLOCK_ELEMENTS = 2**24  # 64 MiB of fp32 logits per model
 MIN_CPU_BLOCK_ROWS = 128
@@ -129,6 +131,24 @@ def rows_per_block(wanted: int, head: Head) -> int:
     return min(rows, max(MIN_CPU_BLOCK_ROWS, MAX_CPU_BLOCK_ELEMENTS // vocab))
 
 
+def add_product_(sum_VH: Tensor, gradient_CV: Tensor, hidden_CH: Tensor) -> None:
+    """sum += gradient.T @ hidden, rounded to the sum's dtype only.
+
+    A narrower gradient is multiplied in slices of the vocabulary, so that the product in the sum's
+    dtype needs little memory.
+    """
+    if gradient_CV.dtype == sum_VH.dtype:
+        torch.addmm(sum_VH, gradient_CV.T, hidden_CH, out=sum_VH)
+        return
+    for start in range(0, len(sum_VH), PRODUCT_COLUMNS):
+        columns = slice(start, start + PRODUCT_COLUMNS)
+        gradient_VC = gradient_CV[:, columns].T
+        if gradient_CV.is_cuda:
+            sum_VH[columns] += torch.mm(gradient_VC, hidden_CH, out_dtype=sum_VH.dtype)
+        else:  # only CUDA multiplies into a wider dtype
+            sum_VH[columns].addmm_(gradient_VC.to(sum_VH.dtype), hidden_CH.to(sum_VH.dtype))
+
+
 def accumulation_dtype(tensor: Tensor) -> torch.dtype:
     """fp64 for fp64, so that gradients can be checked in it; fp32 for any other dtype."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
@@ -185,3 +205,28 @@ def align_head(head: Head, like: Head) -> Head:
         if low < high:
             weight_VH[low - start : high - start] = rows[low - first : high - first]
     return replace(head, weight_VH=weight_VH, vocab_start=start)
+
+
+class WithGradients(torch.autograd.Function):
+    """A loss whose gradients by hidden states and head are known already; backward returns them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        total: Tensor,
+        d_hidden_NH: Tensor | None,
+        d_weight_VH: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(d_hidden_NH, d_weight_VH)
+        return total.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        scale = grad_outputs[0]
+        gradients = ctx.saved_tensors
+        if not torch.equal(scale, torch.ones_like(scale)):
+            gradients = [g if g is None else g * scale.to(g.dtype) for g in gradients]
+        return (*gradients, None, None, None)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from stable_opd_mcore.losses.coefficients import Terms
 from stable_opd_mcore.losses.definitions import class_logprob
 from stable_opd_mcore.losses.fused import fused_loss
 from stable_opd_mcore.losses.objectives import OBJECTIVES, build_objective
@@ -265,6 +266,33 @@ def test_one_block_equals_many(variant):
     for block_rows in (1, 5, 36, 1000):
         for a, b in zip(whole, fused_in_blocks(case, block_rows), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_head_gradient_of_a_frequent_token_loses_no_digits_over_many_blocks():
+    """One block has an error of .17 %; summed in bf16, 256 blocks had 1.1 %."""
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2048, 4, generator=draw).bfloat16()
+    weight = (0.1 * torch.randn(16, 4, generator=draw)).bfloat16()
+    case = make_case(make_config(objective__name="sft"), 2048, 16)
+    zero = torch.zeros(2048)
+    batch = replace(
+        cast_batch(case.batch, torch.float32, torch.float32),
+        targets_N=torch.full((2048,), 3),
+        pg_weight_N=zero,
+        sft_weight_N=zero + 1 / 2048,
+    )
+
+    def gradient(dtype: torch.dtype, block_rows: int) -> torch.Tensor:
+        head = Head(weight.to(dtype).requires_grad_(), 0, 16)
+        out = fused_loss(hidden.to(dtype), head, batch, Terms(), block_rows=block_rows)
+        return torch.autograd.grad(out.loss, head.weight_VH)[0][3].double()
+
+    exact = gradient(torch.float64, 2048)
+    errors = [
+        float((gradient(torch.bfloat16, rows) - exact).norm() / exact.norm()) for rows in (2048, 8)
+    ]
+    assert errors[0] < 3e-3
+    assert errors[1] < 1.2 * errors[0]
 
 
 def select(batch: MicroBatch, rows: torch.Tensor) -> MicroBatch:
