@@ -20,10 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stable_opd_mcore.config.schema import AdvantageConfig
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.losses.output_head import Head, require_same_columns
 from stable_opd_mcore.losses.stop_tokens import StopClass, TargetLogprobs
 from stable_opd_mcore.losses.torch_ops import DenseTerm
-from stable_opd_mcore.records import MicroBatch, Scores
+from stable_opd_mcore.records import LossOutput, MicroBatch, Scores
 
 NO_OPTIONS = AdvantageConfig.model_validate({})
 NO_SCORES = Scores(None)
@@ -103,6 +104,37 @@ def needed_heads(
     if terms.divergence == "teacher_support" and (batch.teacher or NO_SCORES).topk_ids_NK is None:
         raise ValueError("the loss needs the teacher's top-k ids and log-probabilities")
     return heads
+
+
+def require_finite_scores(batch: MicroBatch, rows: LossOutput) -> None:
+    """Refuse scores that are not finite, before any gradient reaches a model.
+
+    A weight of zero does not help against them: 0 * NaN is NaN in the head's gradient. One
+    reduction per tensor, and one copy to the host.
+
+    Raises:
+        UserError: naming the score and the first of its rows.
+    """
+    teacher = batch.teacher or NO_SCORES
+    scores = {
+        "the teacher's log-probabilities": rows.teacher_logprob_N,
+        "the teacher's top-k log-probabilities": teacher.topk_logprobs_NK,
+        "the teacher's entropies": rows.teacher_entropy_N,
+        "the reference's log-probabilities": rows.reference_logprob_N,
+        "the old log-probabilities": batch.old_logprob_N,
+        "the old log-probabilities of tokens": batch.old_token_logprob_N,
+        "the given advantages": batch.given_advantage_N,
+    }
+    finite = {name: torch.isfinite(x) for name, x in scores.items() if x is not None}
+    all_finite = torch.stack([x.all() for x in finite.values()]).tolist()
+    for (name, x), fine in zip(finite.items(), all_finite, strict=True):
+        if not fine:
+            first = int((~x.reshape(len(x), -1)).any(1).nonzero()[0])
+            raise UserError(
+                f"{name}: {int((~x).sum())} of {x.numel()} values are not finite, the first in "
+                f"scored row {first}: no weight was moved. Check that model's checkpoint, its "
+                "precision and its server"
+            )
 
 
 @dataclass(frozen=True)

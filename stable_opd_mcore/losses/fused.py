@@ -27,6 +27,7 @@ from stable_opd_mcore.losses.coefficients import (
     k3_estimator,
     needed_heads,
     old_logprob,
+    require_finite_scores,
     return_to_go,
     surrogate,
     token_advantage,
@@ -77,7 +78,7 @@ def fused_loss(
     Raises:
         ValueError: a score that the terms need is missing, or heads cover different vocabulary
             ranges.
-        UserError: a stop id or top_k outside the common vocabulary.
+        UserError: a stop id or top_k outside the common vocabulary, or scores that are not finite.
     """
     heads = needed_heads(hidden_NH, batch, terms, head, teacher_head, reference_head)
     grad = torch.is_grad_enabled()
@@ -85,6 +86,7 @@ def fused_loss(
     with torch.no_grad():
         evaluation = _Evaluation(batch, terms, heads, block_rows)
         rows, *gradients = evaluation.run(hidden_NH, *wants, context_group)
+    require_finite_scores(batch, rows)
     loss = WithGradients.apply(hidden_NH, head.weight_VH, rows.loss.sum(), *gradients)
     sums = {"pg": rows.pg.sum(), "kl": rows.kl.sum(), "sft": rows.sft.sum()}
     return replace(rows, loss=loss, **sums, ratio_clipped_N=rows.ratio_clipped_N.bool())

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.losses.coefficients import Terms
 from stable_opd_mcore.losses.definitions import class_logprob
 from stable_opd_mcore.losses.fused import fused_loss
@@ -234,6 +235,36 @@ def test_zero_weights_give_exactly_zero_gradient(variant):
     batch = replace(case.batch, pg_weight_N=zero, kl_weight_N=zero, sft_weight_N=zero)
     found = run_fused(replace(case, batch=batch), torch.float32)
     assert found.loss == 0 and not found.d_hidden.any() and not found.d_weight.any()
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "message"),
+    [
+        ("opd", {"teacher": "logprob_N"}, "the teacher's log-probabilities: 1 of 13"),
+        ("gkd", {"teacher": "hidden_NH"}, "the teacher's log-probabilities: 1 of 13"),
+        ("lsm", {"teacher": "topk_logprobs_NK"}, "top-k log-probabilities: 1 of 13"),
+        ("opd_exact_kl", {"reference": "hidden_NH"}, "the reference's log-probabilities"),
+        ("opd_k3", {"reference": "logprob_N"}, "the reference's log-probabilities"),
+        ("grpo", {"batch": "given_advantage_N"}, "the given advantages"),
+    ],
+)
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_scores_that_are_not_finite_are_refused_by_name(variant, changes, message, value):
+    """In the golden row 5, where the policy's and the reference's weights are zero."""
+    case = case_of(variant)
+
+    def spoilt(record, name):
+        x = getattr(record, name).clone()
+        x[5, ...] = x[5, ...].index_fill(-1, torch.tensor(0), value) if x.ndim > 1 else value
+        return replace(record, **{name: x})
+
+    ((owner, name),) = changes.items()
+    if owner == "batch":
+        batch = spoilt(case.batch, name)
+    else:
+        batch = replace(case.batch, **{owner: spoilt(getattr(case.batch, owner), name)})
+    with pytest.raises(UserError, match=f"{message}.*scored row 5"):
+        run_fused(replace(case, batch=batch))
 
 
 @every_variant
