@@ -140,6 +140,29 @@ def test_stop_ids_are_merged_where_distributions_are_compared():
     assert merged((1,), (2,), kl__beta=0.1) == ()
 
 
+def test_the_stop_class_is_for_objectives_with_a_teacher():
+    def stops(name):
+        objective = build_objective(make_config(objective__name=name), (1,), (2,))
+        return objective.student_stop, objective.teacher_stop
+
+    assert stops("grpo") == stops("sft") == (None, None)
+    assert None not in stops("opd") + stops("gkd") + stops("lsm") + stops("student_topk")
+
+
+def test_golden_solutions_are_mixed_into_gkd():
+    """lambda weighs golden solutions beside the policy term, also of off-policy prompts."""
+    batch = [sample(f"p{i}", 2, source) for i in range(2) for source in ("rollout", "golden")]
+    for fraction in (1.0, 0.5):
+        config = make_config(
+            objective__name="gkd", objective__on_policy_fraction=fraction, mixture={"lambda": 0.2}
+        )
+        objective = build_objective(config, (1,), (1,))
+        assert objective.needs_golden
+        weights = objective.token_weights(batch)
+        assert [w.sft for w in weights] == [(0.0,) * 2, pytest.approx((0.05,) * 2)] * 2
+        assert sum(sum(w.pg) for w in weights) == pytest.approx(1)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
