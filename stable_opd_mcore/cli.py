@@ -1,8 +1,8 @@
-"""The `stable-opd` command. Heavy imports happen after the arguments are parsed, so `--help` is
-instant.
+"""The `stable-opd` command.
 
-Errors a user can mend (bad settings, bad data, a wrong layout) end with one message and exit code
-2; anything else is a defect of ours and keeps its traceback.
+A UserError (wrong settings, data, layout or servers) ends it with one message and exit code 2. Any
+other exception is a defect of this project and keeps its traceback. Commands import what they run
+after the arguments are parsed, so that `--help` is quick. Not here: what the commands do.
 """
 
 from __future__ import annotations
@@ -31,7 +31,16 @@ Overrides = Annotated[
 
 
 @app.command()
-def train(config: ConfigPath, overrides: Overrides = None) -> None:
+def train(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    accept_changes: Annotated[
+        bool,
+        typer.Option(
+            "--accept-changes", help="Resume with other settings than the run was trained with."
+        ),
+    ] = False,
+) -> None:
     """Train; resumes by itself when the run directory holds a checkpoint."""
     from stable_opd_mcore.config.load import load_config
 
@@ -39,8 +48,12 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     from stable_opd_mcore.atomic_files import naming_disk_errors
     from stable_opd_mcore.train.loop import train as run_training
 
-    with naming_disk_errors(settings.run.path):
-        run_training(settings)
+    try:
+        with naming_disk_errors(settings.run.path):
+            run_training(settings, accept_changes=accept_changes)
+    except KeyboardInterrupt:
+        typer.echo("interrupted; nothing was saved since the newest checkpoint", err=True)
+        raise typer.Exit(130) from None
 
 
 @app.command()
@@ -62,7 +75,7 @@ def serve(
         bool, typer.Option("--teacher", help="Serve teacher.path instead of the student.")
     ] = False,
 ) -> None:
-    """Start the SGLang servers of rollout.sglang for runs elsewhere; they end with this command."""
+    """Start the SGLang servers of rollout.sglang for other runs; they end with this command."""
     from stable_opd_mcore.config.load import load_config
 
     settings = load_config(config, overrides or [])
@@ -80,7 +93,7 @@ def convert(
     tensor: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks (torchrun).")] = 1,
     pipeline: Annotated[int, typer.Option(min=1, help="Pipeline stages (torchrun).")] = 1,
 ) -> None:
-    """Convert weights: Hugging Face to Megatron or back, told by what SOURCE holds."""
+    """Convert weights from Hugging Face to Megatron or back, depending on what SOURCE holds."""
     from stable_opd_mcore.train.convert import convert as run_conversion
 
     typer.echo(f"{run_conversion(source, target, tensor, pipeline)}: {target}")
@@ -94,7 +107,8 @@ def prepare(
         str, typer.Option(help="Hub id, directory or file of OpenR1-Math-220k's rows.")
     ] = "open-r1/OpenR1-Math-220k",
     benchmarks: Annotated[
-        Path | None, typer.Option(help="Directory of <name>.jsonl or .parquet; else the hub.")
+        Path | None,
+        typer.Option(help="Directory of <name>.jsonl or <name>.parquet; default: the hub."),
     ] = None,
 ) -> None:
     """Write the paper's training sets and benchmarks as files, for nodes without internet."""
@@ -106,7 +120,7 @@ def prepare(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories to lay over each other.")],
+    runs: Annotated[list[Path], typer.Argument(help="Run directories to compare.")],
     output: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
 ) -> None:
     """Write one self-contained HTML page with the curves of one run or several."""
@@ -152,37 +166,37 @@ def demo(
     run_demo(directory, seeds)
 
 
-class _Unheard(io.FileIO):
-    """A standard stream that drops what is written after its reader went away, as `head` does."""
+class _ToleratesClosedPipe(io.FileIO):
+    """A standard stream that drops what is written after its reader has ended, as `head` does."""
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:
-            with open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), self.fileno())
+            with open(os.devnull, "wb") as null:
+                os.dup2(null.fileno(), self.fileno())
             return len(data)
 
 
-def _outlive_readers() -> None:
-    """Whoever stops listening to the standard streams does not end a run of days."""
+def _ignore_closed_pipes() -> None:
+    """A run continues when the reader of its standard streams ends."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None or stream is not getattr(sys, f"__{name}__"):
-            continue  # closed, or a caller's own
-        lasting = io.TextIOWrapper(
-            io.BufferedWriter(_Unheard(stream.fileno(), "wb", closefd=False)),
+            continue  # closed, or replaced by the caller
+        wrapped = io.TextIOWrapper(
+            io.BufferedWriter(_ToleratesClosedPipe(stream.fileno(), "wb", closefd=False)),
             encoding=stream.encoding,
             errors=stream.errors,
             line_buffering=stream.line_buffering,
             write_through=stream.write_through,
         )
-        setattr(sys, name, lasting)
+        setattr(sys, name, wrapped)
 
 
 def main() -> None:
-    """Entry point: user errors become one message on stderr."""
-    _outlive_readers()
+    """Run the command; a UserError becomes one message on stderr."""
+    _ignore_closed_pipes()
     try:
         app()
     except UserError as error:

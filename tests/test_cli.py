@@ -1,4 +1,4 @@
-"""The command as a process among others."""
+"""The command: what it prints and how it exits."""
 
 import os
 import subprocess
@@ -8,6 +8,7 @@ import pytest
 
 from stable_opd_mcore.cli import main
 from stable_opd_mcore.config.load import save_config
+from stable_opd_mcore.errors import ConfigError
 from tests.monitoring.make_run import make_run
 from tests.train.runs import tiny_config
 
@@ -38,3 +39,42 @@ def test_a_run_outlives_the_reader_of_its_output(tmp_path):
     assert process.wait(timeout=240) == 0
     for name in ("metrics.jsonl", "summary.json", "report.html", "model/tokenizer.json", "DONE"):
         assert (tmp_path / "run" / name).is_file(), name
+
+
+def raising(error):
+    def train(*_args, **_settings):
+        raise error
+
+    return train
+
+
+@pytest.fixture
+def arguments(tmp_path, monkeypatch):
+    save_config(tiny_config(tmp_path, "run"), tmp_path / "run.yaml")
+    monkeypatch.setattr("sys.argv", ["stable-opd", "train", str(tmp_path / "run.yaml")])
+
+
+@pytest.mark.usefixtures("arguments")
+def test_a_user_error_is_one_message_and_exit_code_2(monkeypatch, capsys):
+    monkeypatch.setattr("stable_opd_mcore.train.loop.train", raising(ConfigError("mend a=1")))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr() == ("", "error: mend a=1\n")
+
+
+@pytest.mark.usefixtures("arguments")
+@pytest.mark.parametrize("error", [ValueError("of torch"), OSError("of a socket")])
+def test_any_other_error_keeps_its_traceback(monkeypatch, error):
+    monkeypatch.setattr("stable_opd_mcore.train.loop.train", raising(error))
+    with pytest.raises(type(error), match=str(error)):
+        main()
+
+
+@pytest.mark.usefixtures("arguments")
+def test_a_second_ctrl_c_exits_with_130(monkeypatch, capsys):
+    monkeypatch.setattr("stable_opd_mcore.train.loop.train", raising(KeyboardInterrupt()))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+    assert "nothing was saved since the newest checkpoint" in capsys.readouterr().err

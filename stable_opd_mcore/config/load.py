@@ -1,6 +1,6 @@
-"""From a YAML file and dotted overrides to a `Config`; errors name key, file and remedy.
+"""Read a YAML file and dotted overrides as a `Config`; errors name key, file and remedy.
 
-Not a config language: no inheritance, no interpolation from the environment, one file per run.
+One file per run. Not a config language: no inheritance between files.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from yaml import YAMLError
@@ -28,17 +28,40 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             wrong type or value.
     """
     path = Path(path)
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such config file; configs/ holds examples")
     for item in overrides:
         if "=" not in item:
             raise ConfigError(f"override {item!r}: expected key=value, e.g. train.steps=10")
     try:
-        tree = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
+        tree = OmegaConf.merge(read_mapping(path), OmegaConf.from_dotlist(list(overrides)))
         values = OmegaConf.to_container(tree, resolve=True)
-    except (YAMLError, OmegaConfBaseException) as error:
+    except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: not readable as YAML settings: {error}") from error
     return parse_config(values, origin=str(path))
+
+
+def read_mapping(path: Path) -> DictConfig:
+    """The settings in a YAML file, neither resolved nor validated.
+
+    Raises:
+        ConfigError: no file, no YAML text, or a list or a value in place of settings.
+    """
+    try:
+        tree = OmegaConf.load(path)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such config file; configs/ holds examples") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a text file ({error}); give a YAML file") from error
+    except OSError as error:
+        if error.errno is None:  # OmegaConf: YAML, but neither a mapping nor a list
+            raise ConfigError(f"{path}: no settings; configs/ holds examples") from error
+        raise ConfigError(f"{path}: {error.strerror}; give a readable YAML file") from error
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path}: not readable as YAML settings: {error}") from error
+    if not isinstance(tree, DictConfig):
+        raise ConfigError(
+            f"{path}: a list at the top; settings are sections with keys, as in configs/"
+        )
+    return tree
 
 
 def parse_config(values: Any, origin: str) -> Config:
@@ -50,7 +73,7 @@ def parse_config(values: Any, origin: str) -> Config:
 
 
 def save_config(config: Config, path: Path) -> None:
-    """Write the resolved config, whole or not at all; `load_config` reads it back equal."""
+    """Write the resolved config atomically; `load_config` reads an equal one."""
     values = config.model_dump(mode="json", by_alias=True)
     write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(values)).encode())
 

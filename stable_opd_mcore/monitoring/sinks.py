@@ -49,7 +49,8 @@ class Sinks:
 
     def __init__(self, directory: str | Path, config: Config, first_step: int):
         directory = Path(directory)
-        self._sinks: list[Sink] = [JsonlSink(directory / METRICS_FILE, first_step)]
+        self._jsonl = JsonlSink(directory / METRICS_FILE, first_step)
+        self._sinks: list[Sink] = [self._jsonl]
         if config.monitoring.tensorboard:
             self._sinks.append(TensorBoardSink(directory / "tensorboard", first_step))
         if config.monitoring.wandb:
@@ -65,6 +66,10 @@ class Sinks:
         values = metrics.values_by_key()
         for sink in self._sinks:
             sink.write(step, values)
+
+    def write_event(self, event: str, step: int, details: Mapping[str, Any]) -> None:
+        """Write a line to metrics.jsonl that is no row of metrics, as the run stands at `step`."""
+        self._jsonl.write_event(event, step, details)
 
     def close(self) -> None:
         for sink in self._sinks:
@@ -116,6 +121,11 @@ class JsonlSink:
                 "from its newest checkpoint"
             ) from error
         self._last_step = step
+
+    def write_event(self, event: str, step: int, details: Mapping[str, Any]) -> None:
+        row = {"event": event, "after_step": step, **details}
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
 
     def close(self) -> None:
         self._file.close()
@@ -194,7 +204,8 @@ def _drop_from(path: Path, first_step: int) -> list[dict[str, Any]]:
     data = path.read_bytes()
     lines = data.split(b"\n")[:-1]
     rows = [row for row in _parse(path, lines) if row["step"] < first_step]
-    kept = b"".join(line + b"\n" for line in lines[: len(rows)])
+    kept_steps = {row["step"] for row in rows} | {None}  # events have no step and stay
+    kept = b"".join(line + b"\n" for line in lines if json.loads(line).get("step") in kept_steps)
     if kept != data:
         write_atomically(path, kept)
     return rows
@@ -207,6 +218,8 @@ def _parse(path: Path, lines: list[bytes]) -> list[dict[str, Any]]:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}, line {number}: not JSON ({error})") from error
+        if isinstance(row, dict) and "event" in row:
+            continue
         step = row.get("step") if isinstance(row, dict) else None
         if type(step) is not int or not 0 <= step < 2**63:
             raise UserError(f"{path}, line {number}: not a metrics row: it has no integer step")

@@ -1,8 +1,8 @@
-"""Rollouts drawn ahead, kept beside the checkpoint they belong to (rollout.async_steps=1).
+"""Prefetched rollouts, stored for each checkpoint (rollout.async_steps=1).
 
-`in_flight/step_000100.jsonl` holds what was drawn for the step after checkpoint step_000100, so a
-resumed run trains on the very rollouts the interrupted one would have. Written before the
-checkpoint, which is what makes it count. Not here: how rollouts are drawn ahead (rollout/).
+`in_flight/step_000100.jsonl` holds the rollouts of the step after checkpoint step_000100, so a
+resumed run trains on the same rollouts as the interrupted one would have. It is written before the
+checkpoint; without that checkpoint it is not read. Not here: prefetching itself (rollout/).
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ FOLDER = "in_flight"
 
 
 def save_in_flight(directory: Path, step: int, engine: RolloutEngine, world: World) -> None:
-    """Keep what was drawn ahead when `step` was done; drop what belongs to checkpoints that are
-    gone.
+    """Store the rollouts prefetched after `step`; delete those of deleted checkpoints.
 
-    Every rank makes the call; the first one writes.
+    Every rank calls it; rank 0 writes.
     """
-    ahead = engine.in_flight()
-    shares = gather_objects(ahead[1] if ahead else [], world.data_group)
-    if world.rank != 0 or ahead is None:
+    prefetched = engine.in_flight()
+    shares = gather_objects(prefetched[1] if prefetched else [], world.data_group)
+    if world.rank != 0 or prefetched is None:
         return
     write_rollouts(_path(directory, step), [rollout for share in shares for rollout in share])
     kept = {path.name for path in (directory / "checkpoints").glob("step_*")}
@@ -34,9 +33,7 @@ def save_in_flight(directory: Path, step: int, engine: RolloutEngine, world: Wor
 
 
 def restore_in_flight(directory: Path, step: int, engine: RolloutEngine) -> None:
-    """Give the engine what was drawn ahead when the checkpoint of `step` was saved, if anything
-    was.
-    """
+    """Give the engine the rollouts stored for the checkpoint of `step`, if there are any."""
     path = _path(directory, step)
     if path.is_file():
         engine.restore(step, read_rollouts(path))

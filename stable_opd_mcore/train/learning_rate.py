@@ -1,5 +1,6 @@
-"""The learning rate as a pure function of the training step, so that a resumed run cannot count it
-twice.
+"""The learning-rate schedule: a pure function of the training step.
+
+A resumed run needs no scheduler state. Not here: the optimizer (student.py).
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from stable_opd_mcore.config.schema import OptimizerConfig
 def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
     """Learning rate of the update number `step` (0-based) out of `num_steps`.
 
-    Linear warm-up from lr/warmup_steps to lr, then constant, or linear or cosine decay to min_lr at
-    the last step.
+    Linear warm-up from lr/warmup_steps to lr, then constant, or linear or cosine decay that reaches
+    min_lr at the last step.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps

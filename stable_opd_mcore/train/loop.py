@@ -1,15 +1,17 @@
-"""The loop around the step: cold start, resume, evaluation, files, checkpoints, and the report at
-the end.
+"""The loop around the step: cold start, resume, evaluation, files, checkpoints, final report.
 
-Order within a step, for a process may die anywhere: update, evaluate, write the rollouts, write the
-metrics row, save the checkpoint. A resumed run drops the rows after its checkpoint and writes them
-again, identical. Not here: what a step computes (step.py) and how a run's parts are built
-(setup.py).
+Order within a step, because a process may be killed anywhere: update, evaluate, write the rollouts,
+write the metrics row, save the checkpoint. A resumed run drops the rows after its checkpoint and
+writes them again, identical.
+
+Not here: what a step computes (step.py), how a run's parts are built (setup.py), the run
+directory's lock and configs (run_lock.py, run_directory.py).
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,8 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from stable_opd_mcore.atomic_files import write_atomically
-from stable_opd_mcore.config.load import save_config
+from stable_opd_mcore.atomic_files import naming_disk_errors, write_atomically
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.rollout_files import RolloutWriter
 from stable_opd_mcore.metrics import Metrics
@@ -32,11 +33,19 @@ from stable_opd_mcore.scoring.served_teacher import TeacherLost
 from stable_opd_mcore.train.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from stable_opd_mcore.train.evaluation import evaluate_student
 from stable_opd_mcore.train.in_flight import restore_in_flight, save_in_flight
+from stable_opd_mcore.train.run_directory import (
+    CHECKPOINTS,
+    keep_resolved,
+    on_first_rank,
+    settings_changes,
+)
+from stable_opd_mcore.train.run_lock import RunLock
 from stable_opd_mcore.train.setup import build_run
 from stable_opd_mcore.train.signals import (
     DONE,
     REQUEUE,
     Stopped,
+    StopReason,
     StopSignals,
     clear_outcome,
     shielded,
@@ -46,39 +55,61 @@ from stable_opd_mcore.train.state import TrainState
 from stable_opd_mcore.train.step import Run, train_step
 from stable_opd_mcore.train.watchdog import STACKS, Watchdog
 
-CHECKPOINTS = "checkpoints"
 MODEL = "model"  # the trained student in Hugging Face form, inside the run directory
 
 
 @dataclass(frozen=True)
-class Guard:
-    """What may end a run before its last step."""
+class Session:
+    """This process's part in the run, the same for the cold start and the training after it."""
 
+    world: World
     stop: StopSignals
     watchdog: Watchdog
+    show_progress: bool
+    accept_changes: bool
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this rank writes the files of which there is one."""
+        return self.world.rank == 0
 
 
-def train(config: Config, show_progress: bool = True) -> Path:
-    """Train to the last step, from the newest checkpoint where there is one; return the run
-    directory.
+def train(config: Config, show_progress: bool = True, accept_changes: bool = False) -> Path:
+    """Train to the last step, from the newest checkpoint if there is one.
+
+    Args:
+        accept_changes: resume with other settings than the checkpoints were trained with.
+
+    Returns:
+        The run directory.
 
     Raises:
-        Stopped: the scheduler asked; a checkpoint is saved and a marker says so.
+        Stopped: a signal stopped the run between two steps; a checkpoint is saved.
+        UserError: another run holds the directory.
+        ConfigError: settings differ from the checkpoints' and are not accepted.
     """
     world = start_world(config.parallel, config.train.seed)
     home = config.run.path
-    if world.rank == 0:
-        clear_outcome(home)
     stop = StopSignals(world.device)
-    watchdog = Watchdog(config.fault.watchdog_minutes, home / STACKS, world.rank)
-    with stop, watchdog:
-        guard = Guard(stop, watchdog)
+    with ExitStack() as stack:
+        stack.enter_context(stop)
+        on_first_rank(world, lambda: _take_directory(home, stack))
+        watchdog = Watchdog(config.fault.watchdog_minutes, home / STACKS, world.rank)
+        stack.enter_context(watchdog)
+        session = Session(world, stop, watchdog, show_progress, accept_changes)
         try:
             if config.cold_start is not None:
-                config = _after_cold_start(config, world, guard, show_progress)
-            _train_phase(config, world, guard, show_progress)
+                config = _after_cold_start(config, session)
+            _train_phase(config, session)
         except Stopped as stopped:
-            write_outcome(home, REQUEUE, stopped.step)
+            if stopped.reason == StopReason.REQUEUE:
+                write_outcome(home, REQUEUE, stopped.step)
+            elif world.rank == 0:
+                print(
+                    f"stopped by Ctrl-C after step {stopped.step}; checkpoint: "
+                    f"{stopped.checkpoint}. The same command resumes there.",
+                    file=sys.stderr,
+                )
             stop_world()
             raise
         write_outcome(home, DONE, config.train.steps)
@@ -86,14 +117,22 @@ def train(config: Config, show_progress: bool = True) -> Path:
     return home
 
 
+def _take_directory(home: Path, stack: ExitStack) -> None:
+    with naming_disk_errors(home):
+        stack.enter_context(RunLock(home))
+        clear_outcome(home)
+
+
 def cold_start_config(config: Config) -> Config:
-    """The supervised run before distillation, in `<run>/cold_start`."""
+    """The config of the supervised run before distillation, in `<run>/cold_start`."""
     assert config.cold_start is not None
     cold = config.cold_start
     values = config.model_dump(by_alias=True)
     values["run"] = {"name": "cold_start", "directory": str(config.run.path)}
     values["objective"] = {"name": "sft"}
-    values["rollout"] = {"prompts_per_step": cold.prompts_per_step}  # it draws none
+    values["rollout"] = {
+        "prompts_per_step": cold.prompts_per_step
+    }  # supervised steps sample nothing
     values["kl"]["beta"] = 0.0
     values["mixture"]["lambda"] = 0.0
     values["optimizer"] |= {"lr": cold.lr, "warmup_steps": cold.warmup_steps}
@@ -102,12 +141,16 @@ def cold_start_config(config: Config) -> Config:
     return Config.model_validate(values)
 
 
-def _after_cold_start(config: Config, world: World, guard: Guard, show_progress: bool) -> Config:
-    """Run the cold start unless its model is there; the config that starts from it."""
+def _after_cold_start(config: Config, session: Session) -> Config:
+    """Run the cold start unless its model exists; the config that starts from that model."""
     cold = cold_start_config(config)
     model = cold.run.path / MODEL
-    if not model.is_dir():
-        _train_phase(cold, world, guard, show_progress)
+    if model.is_dir():
+        on_first_rank(
+            session.world, lambda: settings_changes(cold, accepted=session.accept_changes)
+        )
+    else:
+        _train_phase(cold, session)
     values = config.model_dump(by_alias=True)
     values["tokenizer"]["path"] = config.tokenizer.path or config.student.path
     values["student"] |= {"path": str(model), "architecture": None, "random_init": False}
@@ -115,70 +158,93 @@ def _after_cold_start(config: Config, world: World, guard: Guard, show_progress:
     return Config.model_validate(values)
 
 
-def _train_phase(config: Config, world: World, guard: Guard, show_progress: bool) -> None:
+def _train_phase(config: Config, session: Session) -> None:
+    """Train one run directory to its last step, then export the model and write the report."""
     directory = config.run.path
-    run = build_run(config, world, guard.stop.requested)
+    changed = on_first_rank(
+        session.world, lambda: settings_changes(config, accepted=session.accept_changes)
+    )
+    run = build_run(config, session.world, lambda: bool(session.stop.requested()))
     state = _resume(run)
-    speaks = world.rank == 0
-    if speaks:
-        save_config(config, directory / "config.resolved.yaml")
 
     with ExitStack() as stack:
         stack.callback(run.engine.close)
         stack.enter_context(run.grader)
-        first_row = state.step + 1 if state.step else 0  # row 0 is the evaluation before training
-        sinks = stack.enter_context(Sinks(directory, config, first_row)) if speaks else None
-        writer = RolloutWriter(directory, config.rollout.save)
-        advance = stack.enter_context(_progress(config, state, show_progress and speaks))
+        sinks = stack.enter_context(_sinks(config, state)) if session.is_first_rank else None
+        if sinks is not None:
+            if changed:
+                sinks.write_event("settings_changed", state.step, {"changes": changed})
+            keep_resolved(config)
+        shown = session.show_progress and session.is_first_rank
+        advance = stack.enter_context(_progress(config, state, shown))
         if state.step == 0 and config.evaluation.every and run.held_out is not None:
-            _write_evaluation(run, state, sinks)
-        while state.step < config.train.steps:
-            try:
-                result = train_step(run, state)
-            except (EngineLost, TeacherLost) as lost:
-                _save_without_servers(run, state, guard, lost)
-                raise
-            state, metrics = result.state, result.metrics
-            if run.held_out is not None and _due(state.step, config.evaluation.every, config):
-                metrics = metrics | evaluate_student(run, state)
+            metrics = evaluate_student(run, state)
             if sinks is not None:
-                writer.write(state.step, result.rollouts)
-                sinks.write(state.step, metrics)
-            stopping = guard.stop.requested_on_any_rank()
-            if stopping or _due(state.step, config.checkpoint.every or config.train.steps, config):
-                _save(run, state)
-            advance(metrics)
-            guard.watchdog.step_done()
-            if stopping and state.step < config.train.steps:
-                raise Stopped(state.step)
+                sinks.write(0, metrics)
+        session.stop.finish_step_first = True
+        _train_steps(run, state, session, sinks, advance)
+        session.stop.finish_step_first = False
 
     export_hf(run.student.chunks, directory / MODEL, save_tokenizer=run.tokenizer.save)
-    if speaks:
+    if session.is_first_rank:
         _summarise(directory)
         write_report([directory], directory / "report.html")
 
 
-def _write_evaluation(run: Run, state: TrainState, sinks: Sinks | None) -> None:
-    """The evaluation before training, as row 0."""
-    metrics = evaluate_student(run, state)
-    if sinks is not None:
-        sinks.write(0, metrics)
+def _train_steps(
+    run: Run,
+    state: TrainState,
+    session: Session,
+    sinks: Sinks | None,
+    advance: Callable[[Metrics], None],
+) -> None:
+    """Train from `state` to the last step.
+
+    Raises:
+        Stopped: a signal came; a checkpoint of the last finished step is saved.
+    """
+    config = run.config
+    writer = RolloutWriter(config.run.path, config.rollout.save)
+    while state.step < config.train.steps:
+        try:
+            result = train_step(run, state)
+        except (EngineLost, TeacherLost) as lost:
+            _save_without_servers(run, state, session.stop, lost)
+            raise
+        state, metrics = result.state, result.metrics
+        if run.held_out is not None and _due(state.step, config.evaluation.every, config):
+            metrics = metrics | evaluate_student(run, state)
+        if sinks is not None:
+            writer.write(state.step, result.rollouts)
+            sinks.write(state.step, metrics)
+        reason, checkpoint = session.stop.requested_on_any_rank(), None
+        if reason or _due(state.step, config.checkpoint.every or config.train.steps, config):
+            checkpoint = _save(run, state)
+        advance(metrics)
+        session.watchdog.step_done()
+        if reason and state.step < config.train.steps:
+            raise Stopped(state.step, reason, checkpoint)
 
 
-def _save_without_servers(run: Run, state: TrainState, guard: Guard, lost: Exception) -> None:
+def _sinks(config: Config, state: TrainState) -> Sinks:
+    first_row = state.step + 1 if state.step else 0  # row 0 is the evaluation before training
+    return Sinks(config.run.path, config, first_row)
+
+
+def _save_without_servers(run: Run, state: TrainState, stop: StopSignals, lost: Exception) -> None:
     """Save the last finished step; nothing has changed since.
 
     Raises:
         Stopped: this run is asked to stop, and so were its servers.
     """
     if state.step:  # the optimizer has no state to save before its first step
-        _save(run, state)
-        if guard.stop.requested_on_any_rank():
-            raise Stopped(state.step) from lost
+        checkpoint = _save(run, state)
+        if reason := stop.requested_on_any_rank():
+            raise Stopped(state.step, reason, checkpoint) from lost
 
 
 def _resume(run: Run) -> TrainState:
-    """Where the newest checkpoint left off, its weights and rollouts in place; else the start."""
+    """The newest checkpoint's state, its weights and rollouts restored; else the initial state."""
     directory = run.config.run.path
     newest = newest_checkpoint(directory / CHECKPOINTS)
     if newest is None:
@@ -189,15 +255,18 @@ def _resume(run: Run) -> TrainState:
     return state
 
 
-def _save(run: Run, state: TrainState) -> None:
+def _save(run: Run, state: TrainState) -> Path:
+    """Save a checkpoint of `state`; returns its directory."""
     directory = run.config.run.path
     save_in_flight(directory, state.step, run.engine, run.world)
     with shielded():
-        save_checkpoint(directory / CHECKPOINTS, state, run.student, run.config.checkpoint.keep)
+        return save_checkpoint(
+            directory / CHECKPOINTS, state, run.student, run.config.checkpoint.keep
+        )
 
 
 def _due(step: int, every: int, config: Config) -> bool:
-    """Every `every` steps, and after the last one; 0 is never."""
+    """Whether something happens after `step`: every `every` steps and after the last; 0: never."""
     return bool(every) and (step % every == 0 or step == config.train.steps)
 
 
@@ -214,7 +283,7 @@ def _summarise(directory: Path) -> None:
 def _progress(
     config: Config, state: TrainState, shown: bool
 ) -> Iterator[Callable[[Metrics], None]]:
-    """A progress bar on stderr with the numbers one watches; yields the function that moves it."""
+    """A progress bar on stderr with a few metrics; yields the function that advances it."""
     columns = (
         TextColumn("[bold]{task.description}"),
         BarColumn(),

@@ -1,7 +1,7 @@
-"""Where a run stands: the few numbers that, with weights and optimizer, determine every later step.
+"""The counters of a run that, with weights and optimizer state, determine every later step.
 
-Not here: anything derived from them. Rollout noise and data order are pure functions of the seed
-and these counters, so a restored state continues exactly as the uninterrupted run would have.
+Rollout noise and data order are pure functions of the seed and these counters, so a restored run
+continues exactly as the uninterrupted one would have. Not here: anything derived from them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class TrainState:
     step: int = 0  # completed training steps
     cursor: int = 0  # prompts consumed so far, over all epochs
     optimizer_steps: int = 0  # completed; several per training step with train.minibatches > 1
-    weight_version: int = 0  # of the student's weights; what rollouts are stamped with
+    weight_version: int = 0  # of the student's weights; every rollout records it
 
     def advance(self, num_prompts: int, optimizer_steps: int) -> TrainState:
         """The state after one training step on `num_prompts` prompts."""

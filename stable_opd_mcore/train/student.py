@@ -1,8 +1,8 @@
-"""The model that learns: Megatron chunks under Megatron's gradient buffers, and its Adam.
+"""The trained model: Megatron chunks under Megatron's gradient buffers, and its Adam.
 
-Gradients are sums over micro-batches and data-parallel ranks; nothing here averages, because the
-loss weights already hold the global normaliser. Not here: the loss, the schedule of the learning
-rate, checkpoints.
+Gradients are sums over micro-batches and data-parallel ranks and are not averaged, because the
+token weights already contain the global normaliser. Not here: the loss, the learning-rate schedule,
+checkpoints.
 """
 
 from __future__ import annotations
@@ -74,9 +74,7 @@ class Student:
         self.optimizer.zero_grad()
 
     def finish_grads(self) -> float:
-        """Sum gradients over all ranks and return their global L2 norm, the same number on every
-        rank.
-        """
+        """Sum gradients over all ranks; returns their global L2 norm, the same on every rank."""
         finalize_model_grads(self.model, num_tokens=None)
         self.optimizer.prepare_grads()
         self._grad_norm = float(self.optimizer.get_grad_norm())

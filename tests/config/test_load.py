@@ -53,13 +53,28 @@ def test_mistakes_name_the_key_the_file_and_the_remedy(override, message):
         assert str(SMOKE) in str(caught.value)
 
 
-def test_missing_and_broken_files(tmp_path):
-    with pytest.raises(ConfigError, match="no such config file"):
-        load_config(tmp_path / "absent.yaml")
-    broken = tmp_path / "broken.yaml"
-    broken.write_text("run: {name: [")
-    with pytest.raises(ConfigError, match=r"broken\.yaml: not readable as YAML"):
-        load_config(broken)
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no such config file"),
+        (b"run: {name: [", "not readable as YAML"),
+        (b"- run\n- student\n", "a list at the top"),
+        (b"\x7fELF\x02\xd0\xff", "not a text file"),
+        (b"\0\0", "not readable as YAML"),
+        (b"", "run is required"),
+    ],
+)
+def test_files_that_are_no_settings(tmp_path, content, message):
+    path = tmp_path / "broken.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"{path}: {message}"):
+        load_config(path)
+
+
+def test_a_directory_in_place_of_a_config(tmp_path):
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load_config(tmp_path)
 
 
 def test_settings_load_without_torch():

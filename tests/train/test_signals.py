@@ -8,10 +8,13 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from stable_opd_mcore.train.signals import (
     REQUEUE,
+    Stopped,
+    StopReason,
     StopSignals,
     clear_outcome,
     shielded,
@@ -112,3 +115,18 @@ def test_a_helper_of_the_first_checkpoint_survives_sigterm(tmp_path):
 def test_a_signal_at_the_end_of_the_block_kills_no_process():
     with StopSignals():
         os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def test_ctrl_c_waits_for_the_end_of_the_step_the_first_time():
+    with StopSignals() as stop:
+        with pytest.raises(KeyboardInterrupt):  # nothing to save before the first step
+            signal.raise_signal(signal.SIGINT)
+        assert stop.requested() == StopReason.NONE
+        stop.finish_step_first = True
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        assert stop.requested_on_any_rank() == StopReason.INTERRUPT
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert Stopped(3, StopReason.INTERRUPT, None).code == 130
+    assert Stopped(3, StopReason.REQUEUE, None).code == 0

@@ -1,0 +1,93 @@
+"""What differs between the settings of a run directory and those it is resumed with.
+
+`changes` compares a stored config.resolved.yaml with a new config. Settings that cannot change what
+is trained (FREE) are left out. Keys that this version does not know any more are ignored, and keys
+that an older version did not know count as their default.
+
+Not here: what happens when there is a difference (train/run_directory.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import OmegaConf
+from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
+
+from stable_opd_mcore.config.load import read_mapping
+from stable_opd_mcore.config.schema import Config
+
+# Keys and sections that may differ when a run is resumed: how long, where, how fast, how watched.
+FREE = (
+    "run",
+    "parallel",
+    "checkpoint",
+    "evaluation",
+    "monitoring",
+    "fault",
+    "data.eval",
+    "teacher.urls",
+    "teacher.routes",
+    "teacher.api_key_file",
+    "teacher.request_timeout_seconds",
+    "teacher.self_test_tolerance",
+    "rollout.save",
+    "rollout.sglang",
+    "train.steps",
+    "train.micro_batch_tokens",
+    "train.recompute",
+    "train.loss_block_tokens",
+)
+NOT_FREE = ("rollout.sglang.dtype",)  # within FREE
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The plain values of a resolved config, which may be of an older version.
+
+    Raises:
+        ConfigError: see `read_mapping`.
+    """
+    return cast("dict[str, Any]", OmegaConf.to_container(read_mapping(path)))
+
+
+def changes(old: Mapping[str, Any], new: Config) -> dict[str, tuple[Any, Any]]:
+    """Key -> (old value, new value) of every setting that differs and is not FREE.
+
+    train.steps is free while the learning rate does not depend on it (optimizer.schedule=constant).
+    """
+    differences = _differences(old, new, "")
+    free = [key for key in FREE if key != "train.steps" or new.optimizer.schedule == "constant"]
+    return {
+        key: values
+        for key, values in differences.items()
+        if _is_in(key, NOT_FREE) or not _is_in(key, free)
+    }
+
+
+def _differences(old: Mapping[str, Any], new: BaseModel, prefix: str) -> dict[str, tuple[Any, Any]]:
+    differences: dict[str, tuple[Any, Any]] = {}
+    plain = new.model_dump(mode="json", by_alias=True)
+    for name, field in type(new).model_fields.items():
+        key = field.alias or name
+        value = getattr(new, name)
+        if key in old:
+            old_value = old[key]
+        elif field.is_required():
+            old_value = None
+        else:
+            old_value = to_jsonable_python(
+                field.get_default(call_default_factory=True), by_alias=True
+            )
+        if isinstance(value, BaseModel) and isinstance(old_value, Mapping):
+            old_section = cast("Mapping[str, Any]", old_value)
+            differences |= _differences(old_section, value, f"{prefix}{key}.")
+        elif old_value != plain[key]:
+            differences[prefix + key] = (old_value, plain[key])
+    return differences
+
+
+def _is_in(key: str, keys: Sequence[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in keys)

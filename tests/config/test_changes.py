@@ -1,0 +1,81 @@
+"""Which settings of a stored run differ from new ones, and which of them may."""
+
+import pytest
+
+from stable_opd_mcore.config.changes import FREE, NOT_FREE, changes, read_settings
+from stable_opd_mcore.config.load import load_config, save_config
+from stable_opd_mcore.config.schema import Config, Section
+from tests.config.test_load import CONFIGS, SMOKE
+
+
+def differences(tmp_path, overrides, edit=lambda text: text):
+    """Between smoke_cpu.yaml as stored (and edited) and the same with overrides."""
+    stored = tmp_path / "config.resolved.yaml"
+    save_config(load_config(SMOKE), stored)
+    stored.write_text(edit(stored.read_text()))
+    return changes(read_settings(stored), load_config(SMOKE, overrides))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_stored_config_equals_itself(path, tmp_path):
+    save_config(load_config(path), tmp_path / "stored.yaml")
+    assert changes(read_settings(tmp_path / "stored.yaml"), load_config(path)) == {}
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("optimizer.lr=0.002", {"optimizer.lr": (0.001, 0.002)}),
+        ("kl.beta=0", {"kl.beta": (0.1, 0.0)}),
+        ("objective.name=gkd", {"objective.name": ("opd", "gkd")}),
+        ("train.seed=1", {"train.seed": (0, 1)}),
+        ("data.train.limit=5", {"data.train.limit": (None, 5)}),
+        ("student.architecture.hidden_size=128", None),
+        ("rollout.sglang.dtype=bfloat16", {"rollout.sglang.dtype": (None, "bfloat16")}),
+        ("cold_start={steps: 1, lr: 0.1}", None),
+        ("train.steps=20", {}),
+        ("parallel.tensor=2", {}),
+        ("evaluation.every=0", {}),
+        ("checkpoint.keep=9", {}),
+        ("rollout.sglang.port=99", {}),
+        ("run.name=other", {}),
+    ],
+)
+def test_what_may_differ(tmp_path, override, expected):
+    found = differences(tmp_path, [override])
+    if expected is None:
+        (key,) = found
+        assert override.startswith(key)
+    else:
+        assert found == expected
+
+
+def test_the_number_of_steps_is_not_free_where_the_learning_rate_depends_on_it(tmp_path):
+    stored = load_config(SMOKE, ["optimizer.schedule=cosine"])
+    save_config(stored, tmp_path / "stored.yaml")
+    longer = load_config(SMOKE, ["optimizer.schedule=cosine", "train.steps=20"])
+    expected = {"train.steps": (10, 20)}
+    assert changes(read_settings(tmp_path / "stored.yaml"), longer) == expected
+
+
+def test_keys_of_other_versions(tmp_path):
+    def age(text):
+        text = text.replace("  minibatches: 1\n", "  setting_of_the_past: 1\n")
+        return text + "section_of_the_past:\n  a: 1\n"
+
+    assert differences(tmp_path, [], age) == {}
+    assert differences(tmp_path, ["train.minibatches=2"], age) == {"train.minibatches": (1, 2)}
+
+
+def test_every_free_key_exists():
+    for key in (*FREE, *NOT_FREE):
+        section: type[Section] = Config
+        *parents, last = key.split(".")
+        for name in parents:
+            annotation = section.model_fields[name].annotation
+            section = next(
+                kind
+                for kind in (annotation, *getattr(annotation, "__args__", ()))
+                if isinstance(kind, type) and issubclass(kind, Section)
+            )
+        assert last in section.model_fields, key
