@@ -19,16 +19,7 @@ MAX_FAINT_RUNS = 6  # up to so many runs, single steps are drawn behind the trai
 
 # The colours of Okabe and Ito, which the common kinds of colour blindness can distinguish, without
 # yellow; then grey and dark red. Further labels repeat the colours with dashed lines.
-COLOURS = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-    "#999999",
-    "#AA3377",
-)
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#AA3377")
 DASHES = ("solid", "dash", "dot", "dashdot")
 
 Row = dict[str, Any]

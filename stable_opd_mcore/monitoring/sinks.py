@@ -17,7 +17,6 @@ import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from stable_opd_mcore.atomic_files import write_atomically
@@ -78,12 +77,7 @@ class Sinks:
     def __enter__(self) -> Sinks:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -112,14 +106,8 @@ class JsonlSink:
             named = ", ".join(f"{key} is {value}" for key, value in sorted(non_finite.items()))
             logger.warning("step %d: %s; written as null", step, named)
             row["non_finite"] = non_finite
-        try:
-            self._file.write(json.dumps(row, allow_nan=False) + "\n")
-            self._file.flush()
-        except OSError as error:
-            raise UserError(
-                f"{self._path}: step {step} cannot be written: {error.strerror}; the run resumes "
-                "from its newest checkpoint"
-            ) from error
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
         self._last_step = step
 
     def write_event(self, event: str, step: int, details: Mapping[str, Any]) -> None:
