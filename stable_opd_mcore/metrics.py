@@ -145,7 +145,9 @@ def reduce_over_ranks(metrics: Metrics, group: ProcessGroup | None) -> Metrics:
     if group is None or dist.get_world_size(group) == 1:
         return metrics
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, dict(metrics), group=group)
+    dist.all_gather_object(  # pyright: ignore[reportUnknownMemberType]
+        gathered, dict(metrics), group=group
+    )
     total = Metrics()
     for contribution in gathered:
         total = total | Metrics(contribution)
