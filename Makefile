@@ -3,6 +3,7 @@
 #   make test    the tests, about eight minutes on 2 cores
 #   make test-cluster   a real Slurm (apt-get install slurm-wlm munge iproute2) and real SGLang servers, 20 minutes
 #   make checks  format, lint, types, shell scripts, spelling: the hooks of .pre-commit-config.yaml over all files
+#   make mutants PATHS=stable_opd_mcore/data/packing.py   mutation tests of one file, or of all that pyproject.toml lists
 #   make sglang  a venv of SGLang's own, .venv-sglang, for rollout servers on a CPU (about 1.6 GB)
 #   make sglang-old   the oldest SGLang the tests serve with, .venv-sglang-old (about 0.2 GB)
 #   make launch  a venv of NeMo-Run's own, .venv-launch, for the experiments in launch/ (about 0.5 GB)
@@ -14,7 +15,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: sglang sglang-old launch demo test test-cluster checks install format clean
+.PHONY: sglang sglang-old launch mutants demo test test-cluster checks install format clean
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -38,6 +39,13 @@ test-cluster: $(INSTALLED) sglang sglang-old launch
 
 checks: $(INSTALLED)
 	$(BIN)/pre-commit run --all-files --show-diff-on-failure --hook-stage manual
+
+# A mutant is named after its module and function: stable_opd_mcore.data.packing.x_fill__mutmut_1
+PATHS ?=
+mutants: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --editable '.[mutation]'
+	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/mutmut run --max-children 1 $(foreach path,$(PATHS),'$(subst /,.,$(path:.py=)).*')
+	$(BIN)/mutmut results
 
 sglang: .venv-sglang/.installed
 .venv-sglang/.installed: requirements/sglang-cpu.txt requirements/sglang-cpu-nodeps.txt
@@ -73,4 +81,4 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-sglang .venv-sglang-old .venv-launch .pytest_cache .ruff_cache
+	rm -rf .venv .venv-sglang .venv-sglang-old .venv-launch mutants .pytest_cache .ruff_cache
