@@ -1,6 +1,10 @@
-"""Who may import whom: a file imports only from rows below its own, or from its own folder."""
+"""Which file may import which: only lower rows and its own folder, and never in a circle.
+
+Every import counts: also those inside functions and those for type checkers alone.
+"""
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -52,7 +56,13 @@ def imported_modules(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{path}: relative import"
             names.add(node.module)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
     return names
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
 
 
 def folder_of(path: Path) -> str:
@@ -76,3 +86,9 @@ def test_third_parties_stay_in_their_place(path):
         allowed = THIRD_PARTIES.get(module.split(".")[0])
         if allowed is not None:
             assert any(name == a or name.startswith(a + "/") for a in allowed), f"{name}: {module}"
+
+
+def test_no_module_imports_itself_over_others():
+    modules = {module_of(path): path for path in FILES}
+    imports = {name: imported_modules(path) & modules.keys() for name, path in modules.items()}
+    TopologicalSorter(imports).prepare()  # raises CycleError with the circle

@@ -1,12 +1,13 @@
 """Packing: every token once, on the right row, the same plan on every rank."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from stable_opd_mcore.data.packing import pack, partition
+from stable_opd_mcore.data.packing import fill, pack, partition
 from stable_opd_mcore.records import Sample, TokenWeights
 
 
@@ -149,9 +150,66 @@ def test_every_micro_batch_has_given_advantages_if_one_sample_has():
     assert all(batch.given_advantage_N is None for batch in plain)
 
 
-def test_wrong_lengths_are_refused_with_both_numbers():
+@pytest.mark.parametrize(
+    "name", ["trained", "rollout_logprobs", "repetitive", "pg", "kl", "sft", "advantage"]
+)
+def test_wrong_lengths_are_refused_with_both_numbers(name):
     samples, weights = make_samples(2)
-    bad = TokenWeights(pg=(1.0,), kl=weights[1].kl, sft=weights[1].sft)
-    expected = rf"p:1.*1 values of pg for {len(samples[1].response_token_ids)} response tokens"
+    holder = samples if hasattr(samples[1], name) else weights
+    holder[1] = replace(holder[1], **{name: (1.0,)})
+    count = len(samples[1].response_token_ids)
+    expected = rf"sample 1 \(p:1\) has 1 values of {name} for {count} response tokens$"
     with pytest.raises(ValueError, match=expected):
-        pack(samples, [weights[0], bad], max_tokens=64, data_rank=0, data_size=1)
+        pack(samples, weights, max_tokens=64, data_rank=0, data_size=1)
+
+
+def test_empty_prompts_and_missing_weights_are_refused():
+    samples, weights = make_samples(2)
+    with pytest.raises(ValueError, match="shorter"):
+        pack(samples, weights[:1], max_tokens=64, data_rank=0, data_size=1)
+    samples[1] = replace(samples[1], prompt_token_ids=())
+    with pytest.raises(
+        ValueError, match=r"^sample 1 \(p:1\) has an empty prompt: nothing predicts"
+    ):
+        pack(samples, weights, max_tokens=64, data_rank=0, data_size=1)
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_types_and_device_are_the_models_also_without_samples(count):
+    samples, weights = make_samples(count)
+    weights = [replace(weight, advantage=weight.pg) for weight in weights]
+    (batch,) = pack(samples, weights, max_tokens=999, data_rank=0, data_size=1, device="meta")
+    tensors = {name: value for name, value in vars(batch).items() if torch.is_tensor(value)}
+    assert {value.device.type for value in tensors.values()} == {"meta"}
+    kinds = {name: value.dtype for name, value in tensors.items()}
+    assert kinds.pop("cu_seqlens") == torch.int32
+    assert kinds.pop("repetitive_N") == torch.bool
+    floats = {"pg_weight_N", "kl_weight_N", "sft_weight_N", "rollout_logprob_N"}
+    floats |= {"given_advantage_N"} if count else set()
+    assert {name for name, kind in kinds.items() if kind == torch.float32} == floats
+    assert {kind for name, kind in kinds.items() if name not in floats} == {torch.int64}
+
+
+def test_the_padding_too_is_a_multiple_of_the_sequences():
+    samples, weights = make_samples(1)
+    (batch,) = pack(
+        samples,
+        weights,
+        max_tokens=99,
+        data_rank=0,
+        data_size=1,
+        pad_to_multiple=6,
+        sequence_multiple=4,
+    )
+    assert len(batch.tokens_T) % 12 == 0
+    assert not (np.diff(batch.cu_seqlens.tolist()) % 4).any()
+
+
+def test_equal_lengths_keep_their_order():
+    lengths = np.random.default_rng(0).integers(1, 4, 400)
+    (order,) = partition(lengths, 1)
+    assert order == sorted(range(400), key=lambda index: (-lengths[index], index))
+
+
+def test_sequences_fill_a_micro_batch_to_its_last_token():
+    assert fill(np.array([5, 4, 3, 2, 1]), range(5), 6) == [[0, 4], [1, 3], [2]]

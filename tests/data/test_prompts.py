@@ -32,6 +32,31 @@ def make_set(rows=ROWS, window=64, max_new_tokens=30, golden="optional", **chang
     )
 
 
+class ThinkingTokenizer:
+    """One id for each letter; prompts open a thought."""
+
+    stop_token_ids = (0,)
+
+    def render_prompt(self, problem, template, system):
+        return f"{system}: {template.format(problem=problem)}<think>"
+
+    def response_text(self, solution, prompt_text):
+        assert prompt_text.endswith("<think>")
+        return solution
+
+    def encode_many(self, texts):
+        return [[ord(letter) for letter in text] for text in texts]
+
+
+def test_prompts_hold_the_system_prompt_and_know_that_they_open_a_thought():
+    config = data_config(system_prompt="Add", prompt_template="{problem}?")
+    tokenizer = ThinkingTokenizer()
+    (prompt,) = PromptSet(ROWS[:1], tokenizer, config, window=64, max_new_tokens=9)
+    assert "".join(map(chr, prompt.token_ids)) == "Add: 1+1?<think>"
+    assert "".join(map(chr, prompt.golden_token_ids)) == "1+1=2;[2]\0"
+    assert prompt.opens_thinking is True
+
+
 def test_any_split_of_the_range_into_calls_draws_the_same_rows():
     order = PromptOrder(num_rows=7, seed=1)
     whole = order.indices(0, 40)
@@ -57,7 +82,7 @@ def test_rows_become_prompts_with_golden_ids():
     assert first.golden_token_ids == tokenizer.encode_response("1+1=2;[2]")
     assert (first.prompt_id, first.text, first.answer) == ("s:1", "1+1", "2")
     assert first.answer_format == "bracket"
-    assert not first.opens_thinking
+    assert first.opens_thinking is False
     # A prefix is encoded with the prompt; a cut solution has no stop token.
     assert tokenizer.decode(looping.token_ids) == "2*2#2*2=4;2*2=4;"
     assert looping.golden_token_ids == tuple(tokenizer.encode("2*2=4;2*2=4;"))
@@ -65,7 +90,9 @@ def test_rows_become_prompts_with_golden_ids():
 
 
 def test_overlong_prompts_and_golden_solutions_are_errors_with_both_numbers():
-    with pytest.raises(DataError, match=r"s:2: its prompt has 8 .*max_new_tokens=30.*window of 35"):
+    with pytest.raises(
+        DataError, match=r"s:2: its prompt has 8 .*max_new_tokens=30.*window of 35; lower"
+    ):
         make_set(window=35)
     with pytest.raises(DataError, match=r"s:2: its golden solution has 22 .*prompt's 8.*of 29"):
         make_set(window=29, max_new_tokens=10)
@@ -79,7 +106,7 @@ def test_overlong_rows_can_be_dropped_and_are_counted(caplog):
         prompts = make_set(window=35, overlong="drop")
     assert [prompts[i].prompt_id for i in range(len(prompts))] == ["s:1"]
     assert prompts.num_dropped == 2
-    assert "dropped 2 of 3 rows" in caplog.text
+    assert caplog.messages == ["dropped 2 of 3 rows that exceed the window of 35"]
     with pytest.raises(DataError, match="none of 3 rows fits the window of 10"):
         make_set(window=10, overlong="drop")
 
@@ -87,7 +114,8 @@ def test_overlong_rows_can_be_dropped_and_are_counted(caplog):
 def test_missing_golden_solutions():
     rows = [ROWS[0], Row("s:9", "1+1", "2", None)]
     assert make_set(rows)[1].golden_token_ids is None
-    with pytest.raises(DataError, match=r"s:9: no golden solution.*mixture\.lambda=0"):
+    fix = "; set data.train.columns.solution, or mixture.lambda=0$"
+    with pytest.raises(DataError, match=f"s:9: no golden solution.*{fix}"):
         make_set(rows, golden="required")
 
 
@@ -111,6 +139,11 @@ def test_control_tokens_in_a_row_are_refused_by_row():
     assert len(make_set(stopped, golden="none")) == 2
 
 
+def test_lengths_that_just_fit_are_kept():
+    assert len(make_set(ROWS[:2], window=30, max_new_tokens=22, golden="required")) == 2
+    assert PromptOrder(1, seed=0).indices(3, 2) == [0, 0]
+
+
 def test_no_rows_to_draw_from():
-    with pytest.raises(ValueError, match="no rows"):
+    with pytest.raises(ValueError, match=r"^no rows to draw from$"):
         PromptOrder(0, seed=0)

@@ -178,7 +178,8 @@ def run_fused(
     batch = cast_batch(case.batch, fp, dtype)
     out = objective(hidden, heads[0], batch, teacher_head=heads[1], reference_head=heads[2])
     out.loss.backward()
-    assert hidden.grad is not None and heads[0].weight_VH.grad is not None
+    assert hidden.grad is not None
+    assert heads[0].weight_VH.grad is not None
     parts = (out.loss.detach(), out.pg, out.kl, out.sft, hidden.grad, heads[0].weight_VH.grad)
     return Result(*(part.double() for part in parts))
 
@@ -199,7 +200,8 @@ def run_reference(case: Case) -> Result:
         case.objective.terms.merged_ids,
     )
     parts.loss.backward()
-    assert hidden.grad is not None and weight.grad is not None
+    assert hidden.grad is not None
+    assert weight.grad is not None
     sums = (parts.loss, parts.pg, parts.kl, parts.sft)
     return Result(*(x.detach() for x in sums), hidden.grad, weight.grad)
 

@@ -234,7 +234,9 @@ def test_zero_weights_give_exactly_zero_gradient(variant):
     zero = torch.zeros(16, dtype=torch.float64)
     batch = replace(case.batch, pg_weight_N=zero, kl_weight_N=zero, sft_weight_N=zero)
     found = run_fused(replace(case, batch=batch), torch.float32)
-    assert found.loss == 0 and not found.d_hidden.any() and not found.d_weight.any()
+    assert found.loss == 0
+    assert not found.d_hidden.any()
+    assert not found.d_weight.any()
 
 
 @pytest.mark.parametrize(
@@ -271,7 +273,8 @@ def test_scores_that_are_not_finite_are_refused_by_name(variant, changes, messag
 def test_empty_microbatch_stays_connected(variant):
     found = run_fused(case_of(variant, 0, 31), torch.float32)
     assert found.loss == 0
-    assert found.d_hidden.shape == (0, 8) and not found.d_weight.any()
+    assert found.d_hidden.shape == (0, 8)
+    assert not found.d_weight.any()
 
 
 def fused_in_blocks(case: Case, block_rows: int) -> tuple[torch.Tensor, ...]:
@@ -434,7 +437,8 @@ def test_per_token_results():
     torch.testing.assert_close(out.advantage_N, advantage * trained)
     ratio = (out.student_logprob_N - case.batch.old_logprob_N).exp()
     clipped = ((ratio > 1.2) & (advantage > 0)) | ((ratio < 0.8) & (advantage < 0))
-    assert torch.equal(out.ratio_clipped_N, clipped & trained) and clipped.any()
+    assert torch.equal(out.ratio_clipped_N, clipped & trained)
+    assert clipped.any()
     assert (out.kl_teacher_N == out.student_logprob_N - case.batch.teacher.logprob_N).all()
 
 
@@ -456,6 +460,6 @@ def test_says_what_is_missing():
     for variant, message in (("opd", "teacher scores"), ("lsm", "top-k"), ("opd_k3", "k3")):
         with pytest.raises(ValueError, match=message):
             case_of(variant).objective(case.hidden_NH, head, lone)
+    outside = replace(case_of("opd").objective.terms, stop=StopClass((40,), (40,), True))
     with pytest.raises(ValueError, match=r"stop ids \[40\]"):
-        outside = replace(case_of("opd").objective.terms, stop=StopClass((40,), (40,), True))
         fused_loss(case.hidden_NH, head, case.batch, outside)

@@ -49,7 +49,8 @@ def test_token_mean_counts_trained_tokens():
 
 def test_constant_divides_by_the_budget():
     pg = [w.pg for w in weights(aggregation="constant", sampling__max_new_tokens=10)]
-    assert pg[0] == (1 / 20,) * 4 and pg[1] == (1 / 20, 0.0)
+    assert pg[0] == (1 / 20,) * 4
+    assert pg[1] == (1 / 20, 0.0)
 
 
 def test_kl_is_a_mean_over_all_rollout_prefixes_masked_ones_too():
@@ -62,7 +63,8 @@ def test_golden_solutions_have_a_normaliser_of_their_own():
     sft = [w.sft for w in weights(mixture={"lambda": 0.2})]
     assert sft == [(0.0,) * 4, (0.0,) * 2, (0.0,) * 3, pytest.approx((0.02,) * 5), (0.1,)]
     alone = [w.sft for w in weights(objective__name="sft")]
-    assert alone[3] == pytest.approx((0.1,) * 5) and alone[4] == (0.5,)
+    assert alone[3] == pytest.approx((0.1,) * 5)
+    assert alone[4] == (0.5,)
     assert not any(any(w.pg) for w in weights(objective__name="sft"))
 
 
@@ -100,7 +102,8 @@ def test_gkd_trains_part_of_the_prompts_on_golden_solutions():
     assert objective.needs_golden
     trained = [any(w.pg) for w in objective.token_weights(batch)]
     rollouts, golden = trained[::2], trained[1::2]
-    assert sum(rollouts) == 7 and golden == [not on for on in rollouts]
+    assert sum(rollouts) == 7
+    assert golden == [not on for on in rollouts]
     assert sum(sum(w.pg) for w in objective.token_weights(batch)) == pytest.approx(1)
     later = [replace(s, response_token_ids=(9, 9)) for s in batch]
     assert [any(w.pg) for w in objective.token_weights(later)] != trained
