@@ -8,6 +8,9 @@ that ends an assistant turn follows its text.
 Not here: the check of lengths against a window (data/prompts.py).
 """
 
+# Not strict: Transformers' types are incomplete.
+# pyright: basic
+
 from __future__ import annotations
 
 import json

@@ -19,7 +19,7 @@ def rollout_samples(
     rollouts: Sequence[Rollout], masks: TokenMasksConfig = _NO_MASKS
 ) -> list[Sample]:
     """One sample per rollout; masked tokens have trained=False."""
-    samples = []
+    samples: list[Sample] = []
     for rollout in rollouts:
         repetitive = repetitive_mask(rollout.token_ids)
         samples.append(
@@ -44,7 +44,7 @@ def golden_samples(prompts: Iterable[Prompt]) -> list[Sample]:
     Raises:
         ValueError: a prompt without a golden solution, which PromptSet refuses beforehand.
     """
-    samples = []
+    samples: list[Sample] = []
     for prompt in prompts:
         if not prompt.golden_token_ids:
             raise ValueError(f"{prompt.prompt_id}: no golden solution")

@@ -5,6 +5,9 @@ long; the shortest such generation becomes the golden solution. Proofs and rows 
 are dropped. Dropped rows are counted by reason. Not here: reading files (data/sources.py).
 """
 
+# Not strict: the records of a data set have no types.
+# pyright: basic
+
 from __future__ import annotations
 
 import random
@@ -47,7 +50,8 @@ def select_rows(
     Raises:
         DataError: a record without OpenR1's columns, or with lists of different lengths.
     """
-    rows, dropped = [], Counter()
+    rows: list[Row] = []
+    dropped: Counter[str] = Counter()
     for number, record in records:
         chosen = select_row(record, count_tokens, max_tokens, f"{name}:{number}")
         if isinstance(chosen, Row):

@@ -163,14 +163,14 @@ def _build(
     def of_weights(name: str) -> np.ndarray:
         return _join([getattr(weight, name) for weight in chosen_weights], np.float32)
 
-    def or_zeros(values: Sequence[tuple | None], dtype: type) -> np.ndarray:
+    def or_zeros(values: Sequence[Sequence[float] | None], dtype: type[np.generic]) -> np.ndarray:
         filled = [
             (0,) * int(n) if v is None else v for v, n in zip(values, responses_S, strict=True)
         ]
         return _join(filled, dtype)
 
     def tensor(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
+        return torch.from_numpy(array).to(device)  # pyright: ignore[reportUnknownMemberType]
 
     given = [weight.advantage for weight in chosen_weights]
     return MicroBatch(
@@ -198,7 +198,7 @@ def _up_to(multiple: int, lengths: Any) -> Any:
     return -(-lengths // multiple) * multiple
 
 
-def _join(parts: Sequence[Sequence], dtype: type) -> np.ndarray:
+def _join(parts: Sequence[Sequence[float]], dtype: type[np.generic]) -> np.ndarray:
     """All parts as one flat array."""
     return np.concatenate([np.empty(0, dtype), *(np.asarray(part, dtype) for part in parts)])
 

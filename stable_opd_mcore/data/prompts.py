@@ -86,7 +86,7 @@ class PromptSet:
         goldens = _encode_golden(rows, texts, tokenizer, golden)
         for row in rows:
             _refuse_control_tokens(row, tokenizer, golden)
-        kept = []
+        kept: list[int] = []
         for index, row in enumerate(rows):
             problem = self._length_problem(len(prompts[index]), goldens[index])
             if problem is None:

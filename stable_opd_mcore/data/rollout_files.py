@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from stable_opd_mcore.atomic_files import write_atomically
 from stable_opd_mcore.errors import DataError
@@ -70,7 +70,7 @@ def read_rollouts(path: str | Path) -> list[Rollout]:
         raise DataError(
             f"{path}: no such rollout file; a run keeps them when rollout.save is all or samples"
         )
-    rollouts = []
+    rollouts: list[Rollout] = []
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -136,6 +136,7 @@ def _to_row(rollout: Rollout) -> dict[str, Any]:
 def _from_row(row: Any, where: str) -> Rollout:
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected a JSON object, found {type(row).__name__}")
+    row = cast("dict[str, Any]", row)
     for column, kinds in _COLUMNS.items():
         _require_column(row, column, kinds, where)
     for column, values in (

@@ -6,6 +6,9 @@ skipped silently: a row that cannot be used is an error that names file, row, co
 here: tokens (data/chat.py, data/prompts.py).
 """
 
+# Not strict: pyarrow and datasets have no types.
+# pyright: basic
+
 from __future__ import annotations
 
 import json

@@ -140,7 +140,8 @@ def is_held_out(problem: str) -> bool:
 def _draw_problem(options: ArithmeticOptions, rng: random.Random) -> _Problem:
     modulus = options.modulus
     truth = value = rng.randrange(modulus)
-    text, steps = str(value), []
+    text = str(value)
+    steps: list[str] = []
     for _ in range(rng.randint(options.min_operations, options.max_operations)):
         operator, operand = rng.choice("+-*"), rng.randrange(modulus)
         truth = _apply(truth, operator, operand) % modulus

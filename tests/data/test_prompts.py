@@ -44,6 +44,9 @@ class ThinkingTokenizer:
         assert prompt_text.endswith("<think>")
         return solution
 
+    def control_token_in(self, text):
+        return None
+
     def encode_many(self, texts):
         return [[ord(letter) for letter in text] for text in texts]
 
