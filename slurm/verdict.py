@@ -113,9 +113,13 @@ def judge_run(attempt: Attempt, nodes: list[str], ranks: int, probed: bool) -> V
         )
         reason += " the newest checkpoint; a longer --signal=B:USR1@SECONDS keeps such steps"
         return Verdict("stopped", reason, action="requeue")
+    if not attempt.stop and not probed:
+        return Verdict("", "", action="probe")
+    if hang:
+        attempt.log("hang: stacks follow")
+        for path in sorted((attempt.directory / "run" / "stacks").glob(STACKS)):
+            print(read(path), file=sys.stderr)
     if not attempt.stop:
-        if not probed:
-            return Verdict("", "", action="probe")
         silent = [node for node in nodes[1:] if not (attempt.directory / f"alive_{node}").exists()]
         if silent:
             reason = f"{' '.join(silent)}: runs no command"
@@ -218,9 +222,6 @@ def waits_in_collective(stack: str) -> bool:
 
 
 def judge_hang(attempt: Attempt, hang: str) -> Verdict:
-    attempt.log("hang: stacks follow")
-    for path in sorted((attempt.directory / "run" / "stacks").glob(STACKS)):
-        print(read(path), file=sys.stderr)
     hangs = sum(each["verdict"] == "hang" for each in read_history(attempt))
     if hangs >= attempt.max_hangs:
         return Verdict("failed", f"hung {attempt.max_hangs} times before; {hang}")

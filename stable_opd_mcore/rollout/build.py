@@ -21,11 +21,13 @@ def build_engine(
     chunks: Sequence[Module],
     tokenizer: Tokenizer,
     stop_requested: Callable[[], bool] = lambda: False,
+    progress: Callable[[], None] = lambda: None,
 ) -> RolloutEngine:
     """The engine of `rollout.engine`, over the student's model chunks of this rank.
 
     Args:
         stop_requested: whether the run is about to end; then no server is waited for.
+        progress: called from any thread whenever a server has answered.
 
     Raises:
         UserError: the run to replay has no stored rollouts, or there are too few servers.
@@ -35,7 +37,13 @@ def build_engine(
         return ReplayEngine(config.rollout.replay_from)
     if config.rollout.engine == "sglang":
         return build_sglang_engine(
-            config, world, chunks, tokenizer.decode, tokenizer.vocab_size, stop_requested
+            config,
+            world,
+            chunks,
+            tokenizer.decode,
+            tokenizer.vocab_size,
+            stop_requested,
+            progress,
         )
     return embedded_engine(world, chunks, tokenizer)
 

@@ -164,7 +164,12 @@ def _train_phase(config: Config, session: Session) -> None:
     changed = on_first_rank(
         session.world, lambda: settings_changes(config, accepted=session.accept_changes)
     )
-    run = build_run(config, session.world, lambda: bool(session.stop.requested()))
+    run = build_run(
+        config,
+        session.world,
+        lambda: bool(session.stop.requested()),
+        session.watchdog.progress,
+    )
     state = _resume(run)
 
     with ExitStack() as stack:

@@ -36,13 +36,17 @@ from stable_opd_mcore.train.student import Student
 
 
 def build_run(
-    config: Config, world: World, stop_requested: Callable[[], bool] = lambda: False
+    config: Config,
+    world: World,
+    stop_requested: Callable[[], bool] = lambda: False,
+    progress: Callable[[], None] = lambda: None,
 ) -> Run:
     """Build every part on this rank.
 
     Args:
         stop_requested: whether a signal has asked the run to stop; then absent servers are not
             waited for.
+        progress: called from any thread whenever a server has answered.
 
     Raises:
         UserError: settings, data, weights or layout that do not fit together.
@@ -65,7 +69,7 @@ def build_run(
         reference=models.reference(),
         behaviour=models.behaviour(),
         overlap=models.overlap(tokenizer.stop_token_ids, teacher_stops),
-        engine=build_engine(config, world, models.student, tokenizer, stop_requested),
+        engine=build_engine(config, world, models.student, tokenizer, stop_requested, progress),
         held_out_engine=embedded_engine(world, models.student, tokenizer),
         sampling=training_sampling(config, tokenizer.stop_token_ids),
         objective=objective,

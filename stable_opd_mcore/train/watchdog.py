@@ -11,6 +11,8 @@ stack file with text means a hang. A thread updates the file's time stamp, the r
 When a rank is stopped or its node is frozen, all other ranks wait for it and their stacks are
 alike. They therefore write the ranks without a sign of life to SILENT before the timer fires,
 because the end of the step lets a stopped process continue.
+A wait for rollouts is no hang while responses arrive: `progress`, called on any rank, restarts the
+timers of all ranks through the time stamp of the file PROGRESS.
 Not here: the time-outs of the collectives (config/schema.py), and the verdict (slurm/verdict.py).
 """
 
@@ -28,6 +30,7 @@ from stable_opd_mcore.atomic_files import write_atomically
 
 STACKS = "stacks"
 SILENT = "silent"  # file beside the stacks: ranks without a sign of life before a hang, one a line
+PROGRESS = "progress"  # file beside the stacks: its time stamp is that of the newest response
 _BEATS = 20  # signs of life within the time limit of a step
 _LOOK = 0.8  # share of the limit without a step after which the other ranks are checked
 _SILENCE = 0.5  # share of the limit without a sign of life after which a rank is silent
@@ -46,7 +49,9 @@ class Watchdog:
         self._path = directory / f"rank_{rank:05d}.txt"
         self._silent = directory / SILENT
         self._file: TextIO | None = None
-        self._last_step = 0.0
+        self._progress = directory / PROGRESS
+        self._last_step = self._last_progress = 0.0
+        self._lock = threading.Lock()  # of the timer
         self._ended = threading.Event()
         self._heart: threading.Thread | None = None
 
@@ -64,8 +69,16 @@ class Watchdog:
         """Restart the timer: after each step, and after other long work between steps."""
         if self._seconds is not None:
             assert self._file is not None, "used outside its with block"
-            faulthandler.dump_traceback_later(self._seconds, exit=True, file=self._file)
-            self._last_step = time.monotonic()
+            with self._lock:
+                faulthandler.dump_traceback_later(self._seconds, exit=True, file=self._file)
+                self._last_step = time.monotonic()
+
+    def progress(self) -> None:
+        """Restart the timers of all ranks, within a few beats; may be called from any thread."""
+        now = time.monotonic()
+        if self._seconds is not None and now - self._last_progress > self._seconds / _BEATS:
+            self._last_progress = now
+            self._progress.touch()
 
     def __exit__(
         self,
@@ -73,29 +86,38 @@ class Watchdog:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        faulthandler.cancel_dump_traceback_later()
         self._ended.set()
         if self._heart is not None:
             self._heart.join()
+        faulthandler.cancel_dump_traceback_later()
         if self._file is not None:
             self._file.close()
             self._path.unlink()
 
     def _beat(self, seconds: float) -> None:
         """Give signs of life; check those of the other ranks once a step takes too long."""
-        reported, last_beat = [], time.monotonic()
+        reported, last_beat, last_stop = [], time.monotonic(), 0.0
+        newest = self._progress_time()
         while not self._ended.wait(seconds / _BEATS):
             os.utime(self._path)
-            was_stopped = time.monotonic() - last_beat > _SILENCE * seconds
-            last_beat = time.monotonic()
-            if was_stopped or last_beat - self._last_step < _LOOK * seconds:
-                continue  # a rank that was stopped itself sees the others' signs too late
+            now = time.monotonic()
+            if now - last_beat > _SILENCE * seconds:
+                last_stop = now
+            last_beat = now
+            if newest != (newest := self._progress_time()):
+                self.step_done()
+            # a rank that was itself stopped within this step sees the others' signs too late
+            if self._last_step < last_stop or now - self._last_step < _LOOK * seconds:
+                continue
             silent = self._silent_ranks(_SILENCE * seconds)
             write_atomically(self._silent, "".join(f"{name}\n" for name in silent).encode())
             if silent and silent != reported:
                 minutes = _SILENCE * seconds / 60
                 print(f"no sign of life for {minutes:.2g} minutes: {' '.join(silent)}", flush=True)
                 reported = silent
+
+    def _progress_time(self) -> float:
+        return self._progress.stat().st_mtime if self._progress.exists() else 0.0
 
     def _silent_ranks(self, seconds: float) -> list[str]:
         """Ranks without a sign of life for that long, by the file system's clock. Ranks whose timer

@@ -117,7 +117,7 @@ def test_a_stop_before_the_first_checkpoint_is_stopped(files):
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_a_node_that_runs_no_command_is_lost(files, hangs):
+def test_a_node_that_runs_no_command_is_lost(files, hangs, capsys):
     (files.directory / "alive_n2").unlink()
     if hangs:
         files.stacks(IN_COLLECTIVE)
@@ -125,6 +125,7 @@ def test_a_node_that_runs_no_command_is_lost(files, hangs):
     assert files.judge(probed=False).action == "probe"
     judged = files.judge()
     assert (judged.name, judged.action, judged.nodes) == ("lost", "exclude", ("n2",))
+    assert ("torch/distributed" in capsys.readouterr().err) == hangs
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,29 @@ def test_a_stopped_rank_is_named_and_stays_named_when_it_continues(tmp_path):
     assert (tmp_path / SILENT).read_text() == "rank_00001\n"
 
 
+WAIT = """
+import sys, time
+from pathlib import Path
+from stable_opd_mcore.train.watchdog import Watchdog
+
+rank = int(sys.argv[2])
+with Watchdog(minutes=2.0 / 60, directory=Path(sys.argv[1]), rank=rank) as watchdog:
+    for _ in range(25):
+        time.sleep(0.2)
+        if rank == 0:
+            watchdog.progress()
+    if sys.argv[3] == "hang":
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("behaviour", "code"), [("end", 0), ("hang", 1)])
+def test_a_wait_ends_no_rank_while_one_rank_makes_progress(behaviour, code, tmp_path):
+    command = [sys.executable, "-c", WAIT, str(tmp_path)]
+    ranks = [subprocess.Popen([*command, str(rank), behaviour]) for rank in range(2)]
+    assert [rank.wait(timeout=60) for rank in ranks] == [code, code]
+
+
 def test_no_rank_is_named_where_all_hang_together(tmp_path):
     ranks = start(tmp_path, 0, 1, seconds=2)
     assert [rank.wait(timeout=60) for rank in ranks] == [1, 1]

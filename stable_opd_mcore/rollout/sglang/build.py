@@ -43,6 +43,7 @@ def build_sglang_engine(
     decode: Decode,
     vocab_size: int,
     stop_requested: Callable[[], bool] = lambda: False,
+    progress: Callable[[], None] = lambda: None,
 ) -> SglangEngine:
     """Start this rank's servers, or connect to external ones, and wait until they answer.
 
@@ -57,7 +58,7 @@ def build_sglang_engine(
     fleet = None
     if is_leader(world):
         members = _members(config, architecture, world, folder)
-        fleet = Fleet(members, events, config.rollout.sglang, stop_requested)
+        fleet = Fleet(members, events, config.rollout.sglang, stop_requested, progress)
         fleet.start()
     transport = None
     if dist.get_rank() == 0:

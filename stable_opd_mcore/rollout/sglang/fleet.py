@@ -65,6 +65,7 @@ class Fleet:
 
     Args:
         stop_requested: whether the run is about to end; then no member is waited for.
+        progress: called from worker threads after each accepted answer.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Fleet:
         events: EventLog,
         settings: SglangConfig,
         stop_requested: Callable[[], bool] = lambda: False,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
         self.members = list(members)
         self.lost: str | None = None  # why the fleet cannot go on
@@ -80,6 +82,7 @@ class Fleet:
         self._settings = settings
         self._restarts_left = settings.max_restarts
         self._stop_requested = stop_requested
+        self._progress = progress
         self._redrawn: Counter[str] = Counter()  # responses to draw again, by the failed member
         self._watcher: threading.Thread | None = None  # of the newest draw
         self._lock = threading.RLock()
@@ -261,6 +264,7 @@ class Fleet:
                     member.in_flight -= 1
             if answer is not None and accept(member, answer):
                 answers[index] = answer
+                self._progress()
                 continue
             with self._lock:
                 waiting.append(index)
