@@ -67,6 +67,7 @@ class Sample:
     repetitive: tuple[bool, ...] | None = None  # [L], True inside the maximal periodic suffix
     reward: float | None = None  # as Rollout.reward
     truncated: bool = False  # the rollout did not end with a stop token
+    off_policy: bool = False  # the golden solution, not the rollouts, carries the policy term (gkd)
 
 
 @dataclass(frozen=True)

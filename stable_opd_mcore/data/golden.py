@@ -6,13 +6,37 @@ its rollouts. Not here: the weights of tokens, which the objective computes from
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from fractions import Fraction
 
 from stable_opd_mcore.config.schema import TokenMasksConfig
 from stable_opd_mcore.data.repetition import repetitive_mask
 from stable_opd_mcore.records import Prompt, Rollout, Sample
 
 _NO_MASKS = TokenMasksConfig()
+
+
+def off_policy_draws(cursor: int, count: int, on_policy_fraction: float, seed: int) -> list[bool]:
+    """Which prompts of the draws cursor .. cursor+count-1 are trained on golden solutions (gkd).
+
+    At the end of every step, floor(n * on_policy_fraction) of the run's n draws are on-policy. A
+    function of its arguments alone: the same on every rank and after a resume.
+    Which draws of a step they are is random, so that every minibatch is a mixture.
+    """
+    fraction = Fraction(str(on_policy_fraction))
+    num_on_policy = math.floor((cursor + count) * fraction) - math.floor(cursor * fraction)
+    off_policy = [index >= num_on_policy for index in range(count)]
+    random.Random(f"{seed}/{cursor}").shuffle(off_policy)
+    return off_policy
+
+
+def mark_off_policy(samples: Sequence[Sample], off_policy: Sequence[bool]) -> list[Sample]:
+    """Samples of one source with their prompts' marks; every prompt has the same number of them."""
+    each = len(samples) // len(off_policy)
+    return [replace(s, off_policy=off_policy[i // each]) for i, s in enumerate(samples)]
 
 
 def rollout_samples(

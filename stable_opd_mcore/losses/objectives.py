@@ -82,13 +82,13 @@ class Objective:
         """Weights of all samples of the step, of every data-parallel rank, normalisers included.
 
         Raises:
-            UserError: a rollout without reward (grpo), an off-policy prompt without golden
-                solution (gkd).
+            UserError: a rollout without reward (grpo).
         """
         config = self.config
-        policy = [sample.source == "rollout" and self.needs_rollouts for sample in samples]
-        if self.name == "gkd" and config.objective.on_policy_fraction < 1:
-            policy = token_weights.on_policy_share(samples, config.objective.on_policy_fraction)
+        policy = [
+            self.needs_rollouts and (sample.source == "rollout") != sample.off_policy
+            for sample in samples
+        ]
         advantages = None
         if self.needs_rewards:
             advantages = token_weights.group_advantages(samples, config.objective.std_normalise)

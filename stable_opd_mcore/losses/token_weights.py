@@ -18,7 +18,6 @@ trained.
 from __future__ import annotations
 
 import statistics
-import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import repeat
@@ -121,37 +120,6 @@ def group_advantages(samples: Sequence[Sample], std_normalise: bool) -> list[flo
         else (sample.reward - centre[sample.prompt_id]) / spread[sample.prompt_id]
         for sample in samples
     ]
-
-
-def on_policy_share(samples: Sequence[Sample], fraction: float) -> list[bool]:
-    """Per sample, whether it carries GKD's policy term: the rollouts of a `fraction` of the
-    prompts, and the golden solutions of the others.
-
-    A hash of the prompt and its first rollout draws the prompts, so the draw changes from step to
-    step and is the same on every rank.
-
-    Raises:
-        UserError: an off-policy prompt without a golden solution.
-    """
-    first: dict[str, Sample] = {}
-    with_golden = {sample.prompt_id for sample in samples if sample.source == "golden"}
-    for sample in samples:
-        if sample.source == "rollout":
-            first.setdefault(sample.prompt_id, sample)
-    ranked = sorted(first, key=lambda prompt: (_draw(first[prompt]), prompt))
-    on_policy = set(ranked[: round(fraction * len(ranked))])
-    missing = sorted(set(first) - on_policy - with_golden)
-    if missing:
-        raise UserError(
-            f"prompt {missing[0]} has no golden solution to train on off-policy: "
-            "set objective.on_policy_fraction=1 or data.train.columns.solution"
-        )
-    return [(sample.source == "rollout") == (sample.prompt_id in on_policy) for sample in samples]
-
-
-def _draw(sample: Sample) -> int:
-    text = f"{sample.prompt_id}:{','.join(map(str, sample.response_token_ids))}"
-    return zlib.crc32(text.encode())
 
 
 def _on_trained(weight: float, sample: Sample) -> tuple[float, ...]:

@@ -21,7 +21,12 @@ from torch.nn import Module
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
-from stable_opd_mcore.data.golden import golden_samples, rollout_samples
+from stable_opd_mcore.data.golden import (
+    golden_samples,
+    mark_off_policy,
+    off_policy_draws,
+    rollout_samples,
+)
 from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.data.prompts import PromptOrder, PromptSet
 from stable_opd_mcore.errors import UserError
@@ -96,9 +101,7 @@ def train_step(run: Run, state: TrainState) -> StepResult:
     with timer.phase("rollout"):
         rollouts = draw_rollouts(run, prompts, state.step)
         prefetch_rollouts(run, state)
-        samples = rollout_samples(rollouts, config.objective.masks)
-        if run.objective.needs_golden:
-            samples += golden_samples(prompts)
+        samples = training_samples(run, prompts, rollouts, state.cursor)
 
     parts = split_by_prompt(samples, config.train.minibatches)
     with timer.phase("score"):
@@ -120,6 +123,21 @@ def train_step(run: Run, state: TrainState) -> StepResult:
 def next_prompts(run: Run, cursor: int) -> list[Prompt]:
     """The prompts of the step that starts at `cursor`."""
     return run.prompts.select(run.order.indices(cursor, run.config.rollout.prompts_per_step))
+
+
+def training_samples(
+    run: Run, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], cursor: int
+) -> list[Sample]:
+    """Rollouts and, where the objective trains on them, golden solutions of the same prompts."""
+    settings = run.config.objective
+    samples = rollout_samples(rollouts, settings.masks)
+    golden = golden_samples(prompts) if run.objective.needs_golden else []
+    if settings.on_policy_fraction < 1:
+        off_policy = off_policy_draws(
+            cursor, len(prompts), settings.on_policy_fraction, run.config.train.seed
+        )
+        samples, golden = mark_off_policy(samples, off_policy), mark_off_policy(golden, off_policy)
+    return samples + golden
 
 
 def draw_rollouts(run: Run, prompts: Sequence[Prompt], step: int) -> list[Rollout]:

@@ -3,7 +3,12 @@
 import pytest
 
 from stable_opd_mcore.config.schema import TokenMasksConfig
-from stable_opd_mcore.data.golden import golden_samples, rollout_samples
+from stable_opd_mcore.data.golden import (
+    golden_samples,
+    mark_off_policy,
+    off_policy_draws,
+    rollout_samples,
+)
 from stable_opd_mcore.records import Prompt, Rollout
 
 PROMPTS = [
@@ -65,3 +70,31 @@ def test_truncated_rollouts_are_masked_whole():
 def test_a_prompt_without_golden_solution_is_named():
     with pytest.raises(ValueError, match=r"s:5: no golden solution"):
         golden_samples([Prompt("s:5", "c", (1,))])
+
+
+@pytest.mark.parametrize("per_step", [1, 3, 16])
+@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.29, 0.5, 1.0])
+def test_the_on_policy_share_is_exact_over_the_run(per_step, fraction):
+    """One prompt per step, too, where rounding per step gives 0 for a half."""
+    cursor, on_policy = 0, 0
+    while cursor < 100:
+        draws = off_policy_draws(cursor, per_step, fraction, seed=7)
+        assert draws == off_policy_draws(cursor, per_step, fraction, seed=7)
+        cursor, on_policy = cursor + per_step, on_policy + draws.count(False)
+        assert on_policy == round(fraction * 100) * cursor // 100
+
+
+def test_minibatches_of_a_step_are_mixtures():
+    """Prompts are dealt to minibatches in turn, so an alternating choice would sort them."""
+    steps = [off_policy_draws(64 * step, 64, 0.5, seed=0) for step in range(4)]
+    assert all(4 < sum(step[::2]) < 28 for step in steps)
+    assert steps[0] != steps[1]
+
+
+def test_every_sample_carries_the_mark_of_its_prompt():
+    marked = mark_off_policy(rollout_samples(ROLLOUTS), [True, False])
+    assert [s.off_policy for s in marked] == [True, True, False, False]
+    assert [s.off_policy for s in mark_off_policy(golden_samples(PROMPTS), [True, False])] == [
+        True,
+        False,
+    ]

@@ -95,8 +95,9 @@ def test_grpo_normalises_within_the_group():
         objective.token_weights([sample("a", 2)])
 
 
-def test_gkd_trains_part_of_the_prompts_on_golden_solutions():
+def test_gkd_trains_off_policy_prompts_on_golden_solutions():
     batch = [sample(f"p{i}", 2, source) for i in range(10) for source in ("rollout", "golden")]
+    batch = [replace(s, off_policy=s.prompt_id in ("p0", "p4", "p5")) for s in batch]
     config = make_config(objective__name="gkd", objective__on_policy_fraction=0.7)
     objective = build_objective(config, (1,), (1,))
     assert objective.needs_golden
@@ -105,10 +106,6 @@ def test_gkd_trains_part_of_the_prompts_on_golden_solutions():
     assert sum(rollouts) == 7
     assert golden == [not on for on in rollouts]
     assert sum(sum(w.pg) for w in objective.token_weights(batch)) == pytest.approx(1)
-    later = [replace(s, response_token_ids=(9, 9)) for s in batch]
-    assert [any(w.pg) for w in objective.token_weights(later)] != trained
-    with pytest.raises(ValueError, match="has no golden solution"):
-        objective.token_weights(batch[::2])
 
 
 def test_what_an_objective_needs():
