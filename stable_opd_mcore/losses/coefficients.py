@@ -22,7 +22,7 @@ from torch import Tensor
 from stable_opd_mcore.config.schema import AdvantageConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.losses.output_head import Head, require_same_columns
-from stable_opd_mcore.losses.stop_tokens import StopClass, TargetLogprobs
+from stable_opd_mcore.losses.stop_tokens import TargetLogprobs
 from stable_opd_mcore.losses.torch_ops import DenseTerm
 from stable_opd_mcore.records import LossOutput, MicroBatch, Scores
 
@@ -48,8 +48,7 @@ class Terms:
     top_k: int = 32
     reference: Literal["none", "exact", "k3"] = "none"
     temperature: float = 1.0
-    stop: StopClass | None = None  # the student's
-    teacher_stop: StopClass | None = None  # the teacher's, where its logits are made here
+    stop_ids: tuple[int, ...] = ()  # one outcome in the comparison with the teacher
 
     @property
     def compared_models(self) -> tuple[str, ...]:
@@ -71,7 +70,7 @@ class Terms:
         stops as the student does, and the KL to it then keeps the student's own stop token too.
         """
         compares = self.divergence is not None or self.settings.control_variate
-        return self.stop.trigger_ids if self.stop is not None and compares else ()
+        return self.stop_ids if compares else ()
 
 
 def needed_heads(

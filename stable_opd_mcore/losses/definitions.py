@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.losses.stop_tokens import NEVER, StopClass
+from stable_opd_mcore.losses.stop_tokens import NEVER
 from stable_opd_mcore.records import MicroBatch
 
 
@@ -58,8 +58,7 @@ def objective_loss(
     student_logits_NV: Tensor,
     teacher_logits_NV: Tensor | None = None,
     reference_logits_NV: Tensor | None = None,
-    student_stop: StopClass | None = None,
-    teacher_stop: StopClass | None = None,
+    stop_ids: Sequence[int] = (),
     merged_ids: Sequence[int] = (),
 ) -> Components:
     """sum_t pg_t term_t + kl_t KL(student || reference)_t - sft_t log pi(y_t) (docs/method.md §2).
@@ -74,9 +73,9 @@ def objective_loss(
         batch=batch,
         log_p_NV=merge_ids(log_p_NV, merged_ids),
         log_q_NV=_merged_log_softmax(teacher_logits_NV, temperature, merged_ids),
-        logprob_N=class_logprob(log_p_NV, batch.targets_N, student_stop),
+        logprob_N=target_logprob(log_p_NV, batch.targets_N, stop_ids),
         token_logprob_N=token_logprob_N,
-        teacher_logprob_N=_teacher_logprob(batch, teacher_logits_NV, temperature, teacher_stop),
+        teacher_logprob_N=_teacher_logprob(batch, teacher_logits_NV, temperature, stop_ids),
     )
     pg = kl = log_p_NV.sum() * 0
     if policy_term is not None:
@@ -161,19 +160,13 @@ def k3(logprob_N: Tensor, reference_logprob_N: Tensor) -> Tensor:
     return log_ratio_N.exp() - log_ratio_N - 1
 
 
-def class_logprob(log_p_NV: Tensor, targets_N: Tensor, stop: StopClass | None) -> Tensor:
-    """log p of the target, or of its stop class where it is a stop token (docs/method.md §4)."""
+def target_logprob(log_p_NV: Tensor, targets_N: Tensor, stop_ids: Sequence[int]) -> Tensor:
+    """log p of the target, or of all stop ids together where it is one (docs/method.md §4)."""
     token_N = log_p_NV.gather(1, targets_N[:, None])[:, 0]
-    if stop is None:
+    if not stop_ids:
         return token_N
-    rows = []
-    for row, target in enumerate(targets_N.tolist()):
-        members = set(stop.class_ids) | ({target} if stop.include_target else set())
-        if target in stop.trigger_ids:
-            rows.append(log_p_NV[row, sorted(members)].logsumexp(0))
-        else:
-            rows.append(token_N[row])
-    return torch.stack(rows) if rows else token_N
+    is_stop_N = torch.isin(targets_N, targets_N.new_tensor(stop_ids))
+    return torch.where(is_stop_N, log_p_NV[:, list(stop_ids)].logsumexp(-1), token_N)
 
 
 def merge_ids(log_p_NV: Tensor, ids: Sequence[int]) -> Tensor:
@@ -196,13 +189,13 @@ def _merged_log_softmax(
 
 
 def _teacher_logprob(
-    batch: MicroBatch, logits_NV: Tensor | None, temperature: float, stop: StopClass | None
+    batch: MicroBatch, logits_NV: Tensor | None, temperature: float, stop_ids: Sequence[int]
 ) -> Tensor | None:
     """As given; from the teacher's logits where only its hidden states are given."""
     if batch.teacher is None or batch.teacher.logprob_N is not None:
         return None if batch.teacher is None else batch.teacher.logprob_N
     assert logits_NV is not None
-    return class_logprob((logits_NV / temperature).log_softmax(-1), batch.targets_N, stop)
+    return target_logprob((logits_NV / temperature).log_softmax(-1), batch.targets_N, stop_ids)
 
 
 def _behaviour(inputs: PolicyInputs) -> Tensor:

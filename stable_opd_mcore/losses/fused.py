@@ -191,9 +191,10 @@ class _Evaluation:
         logits = self._logits(hidden_CH, batch)
         student_CV = logits["student"]
         shard_sums = operations(student_CV).shard_sums
-        stops = {"student": terms.stop, "teacher": terms.teacher_stop}
         columns = {
-            name: TargetColumns.of(batch.targets_N, stops.get(name), head.vocab_size)
+            name: TargetColumns.of(
+                batch.targets_N, () if name == "reference" else terms.stop_ids, head.vocab_size
+            )
             for name in logits
         }
         looked_up = {

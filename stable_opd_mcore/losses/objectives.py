@@ -20,7 +20,7 @@ from stable_opd_mcore.losses import definitions, token_weights
 from stable_opd_mcore.losses.coefficients import Terms, given_with_sample, teacher_over_student
 from stable_opd_mcore.losses.fused import fused_loss
 from stable_opd_mcore.losses.output_head import Head, rows_per_block
-from stable_opd_mcore.losses.stop_tokens import StopClass, stop_classes
+from stable_opd_mcore.losses.stop_tokens import shared_stop_ids
 from stable_opd_mcore.records import LossOutput, MicroBatch, Sample, TokenWeights
 
 # "topk" includes "sampled"; "hidden" is hidden states only, and the loss computes the rest.
@@ -68,8 +68,7 @@ class Objective:
     needs_rollouts: bool  # False: golden solutions alone are trained on
     needs_golden: bool  # golden solutions must be among the samples
     needs_rewards: bool  # rollouts must be graded before weighting
-    student_stop: StopClass | None  # for scoring the student (old log-probabilities)
-    teacher_stop: StopClass | None  # for scoring the teacher; the reference has no stop class
+    stop_ids: tuple[int, ...]  # one outcome in scores of student and teacher, not the reference
     terms: Terms
     config: Config
 
@@ -157,9 +156,9 @@ def build_objective(
         )
     spec = OBJECTIVES[settings.name]
     _check(config, spec)
-    student_stop = teacher_stop = None
+    stop_ids: tuple[int, ...] = ()
     if settings.stop_class and spec.teacher != "none" and teacher_stop_ids is not None:
-        student_stop, teacher_stop = stop_classes(student_stop_ids, teacher_stop_ids)
+        stop_ids = shared_stop_ids(student_stop_ids, teacher_stop_ids)
     terms = replace(
         spec.terms(config),
         settings=settings.advantage,
@@ -169,8 +168,7 @@ def build_objective(
         top_k=settings.top_k,
         reference=config.kl.estimator if config.kl.beta else "none",
         temperature=config.sampling.temperature,
-        stop=student_stop,
-        teacher_stop=teacher_stop,
+        stop_ids=stop_ids,
     )
     reference_needs: dict[str, ScoresNeeded] = {"none": "none", "k3": "sampled", "exact": "hidden"}
     return Objective(
@@ -183,8 +181,7 @@ def build_objective(
         or config.mixture.lambda_ > 0
         or (settings.name == "gkd" and settings.on_policy_fraction < 1),
         needs_rewards=spec.rewards,
-        student_stop=student_stop,
-        teacher_stop=teacher_stop,
+        stop_ids=stop_ids,
         terms=terms,
         config=config,
     )

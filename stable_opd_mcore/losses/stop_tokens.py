@@ -1,9 +1,9 @@
 """Stop tokens of a student and a teacher that end differently (docs/method.md §4).
 
-Two remedies. Where only sampled tokens are compared, a sampled stop token counts with the
-probability of its model's whole stop class (`StopClass`, `TargetColumns`). Where whole
-distributions are compared, the stop ids of both models are merged into one outcome in every
-model's logits (`merge_stops_`): the first id takes the logsumexp of all, the others take NEVER.
+The stop ids of both models are one outcome, for both models. Where only sampled tokens are
+compared, a sampled stop id counts with the probability of that outcome (`TargetColumns`). Where
+whole distributions are compared, the ids are merged in every model's logits (`merge_stops_`): the
+first id takes the logsumexp of all, the others take NEVER.
 Shapes and ids stay as they are. The gradient of that outcome is then spread over its ids by the
 student's softmax among them. Not here: which losses merge (fused.Terms.merged_ids).
 
@@ -27,44 +27,35 @@ from stable_opd_mcore.losses.vocabulary_sums import Statistics, operations
 NEVER = -1e9
 
 
-@dataclass(frozen=True)
-class StopClass:
-    """Where the target is in trigger_ids, its probability is that of the whole class."""
-
-    class_ids: tuple[int, ...]  # this model's own stop ids
-    trigger_ids: tuple[int, ...]  # stop ids of the student and of the teacher together
-    include_target: bool  # student: a sampled stop token is in the class even if not in class_ids
-
-
-def stop_classes(
+def shared_stop_ids(
     student_stop_ids: Sequence[int], teacher_stop_ids: Sequence[int]
-) -> tuple[StopClass | None, StopClass | None]:
-    """Student's and teacher's stop class; None twice where both stop on one and the same token.
+) -> tuple[int, ...]:
+    """The stop ids of both models, which are one outcome in every distribution that is compared.
+
+    Empty where both stop on one and the same token: then nothing changes.
 
     Raises:
         UserError: one of the models has no stop ids.
     """
-    student, teacher = tuple(sorted(set(student_stop_ids))), tuple(sorted(set(teacher_stop_ids)))
+    student, teacher = set(student_stop_ids), set(teacher_stop_ids)
     if not student or not teacher:
         raise UserError(
-            f"a stop class needs stop ids of both models; student has {student}, teacher has "
-            f"{teacher}: set student.stop_token_ids and teacher.stop_token_ids, "
+            f"a stop class needs stop ids of both models; student has {sorted(student)}, teacher "
+            f"has {sorted(teacher)}: set student.stop_token_ids and teacher.stop_token_ids, "
             "or objective.stop_class=false"
         )
-    if student == teacher and len(student) == 1:
-        return None, None
-    union = tuple(sorted({*student, *teacher}))
-    return StopClass(student, union, True), StopClass(teacher, union, False)
+    union = tuple(sorted(student | teacher))
+    return union if len(union) > 1 else ()
 
 
 @dataclass(frozen=True)
 class TargetLogprobs:
-    """Log-probability of every row's target token, or of its stop class."""
+    """Log-probability of every row's target token, or of stopping."""
 
     ids_CJ: Tensor
-    logprob_C: Tensor  # of the stop class where the target is a stop token, else of the token
+    logprob_C: Tensor  # of all stop ids together where the target is one, else of the token
     token_logprob_C: Tensor  # always of the token itself
-    share_CJ: Tensor  # pi(column) / pi(class): d logprob / d logits at ids, without its -p
+    share_CJ: Tensor  # pi(column) / pi(outcome): d logprob / d logits at ids, without its -p
 
 
 @dataclass(frozen=True)
@@ -72,43 +63,31 @@ class TargetColumns:
     """The columns to look up in every row: the target's, then those of all stop ids."""
 
     ids_CJ: Tensor
-    triggered_C: Tensor | None  # the target is a stop token of either model; None without a class
-    member_CJ: Tensor | None  # columns that make up the class
+    is_stop_C: Tensor  # the target is one of the stop ids
 
     @classmethod
-    def of(cls, targets_C: Tensor, stop: StopClass | None, vocab_size: int) -> TargetColumns:
+    def of(cls, targets_C: Tensor, stop_ids: tuple[int, ...], vocab_size: int) -> TargetColumns:
         """
         Raises:
             UserError: a stop id outside the common vocabulary.
         """
-        if stop is None:
-            return cls(targets_C[:, None], None, None)
-        _require_stop_ids(stop.class_ids, vocab_size)
-        class_J = targets_C.new_tensor(stop.class_ids)
-        ids_CJ = torch.cat([targets_C[:, None], class_J.expand(len(targets_C), -1)], dim=1)
-        member_CJ = torch.ones_like(ids_CJ, dtype=torch.bool)
-        # A target in the class stands in two columns: count it once.
-        member_CJ[:, 0] = ~torch.isin(targets_C, class_J) & stop.include_target
-        triggered_C = torch.isin(targets_C, targets_C.new_tensor(stop.trigger_ids))
-        return cls(ids_CJ, triggered_C, member_CJ)
+        _require_stop_ids(stop_ids, vocab_size)
+        stop_ids_J = targets_C.new_tensor(stop_ids)
+        ids_CJ = torch.cat([targets_C[:, None], stop_ids_J.expand(len(targets_C), -1)], dim=1)
+        return cls(ids_CJ, torch.isin(targets_C, stop_ids_J))
 
     def logprobs(self, logits_CJ: Tensor, normaliser: Normaliser) -> TargetLogprobs:
         """From the logits at ids_CJ, summed over the shards and divided by the temperature."""
         logprob_CJ = normaliser.log_softmax(logits_CJ)
-        token_logprob_C = logprob_CJ[:, 0]
-        if self.triggered_C is None or self.member_CJ is None:
-            share_CJ = torch.ones_like(logprob_CJ)
+        token_logprob_C, stop_logprob_CJ = logprob_CJ[:, 0], logprob_CJ[:, 1:]
+        share_CJ = torch.zeros_like(logprob_CJ)
+        share_CJ[:, 0] = 1
+        if stop_logprob_CJ.shape[1] == 0:
             return TargetLogprobs(self.ids_CJ, token_logprob_C, token_logprob_C, share_CJ)
-        members_CJ = logprob_CJ.masked_fill(~self.member_CJ, -torch.inf)
-        class_logprob_C = members_CJ.logsumexp(1)
-        only_target_CJ = torch.zeros_like(logprob_CJ)
-        only_target_CJ[:, 0] = 1
-        return TargetLogprobs(
-            ids_CJ=self.ids_CJ,
-            logprob_C=torch.where(self.triggered_C, class_logprob_C, token_logprob_C),
-            token_logprob_C=token_logprob_C,
-            share_CJ=torch.where(self.triggered_C[:, None], members_CJ.softmax(1), only_target_CJ),
-        )
+        share_CJ[:, 0] = (~self.is_stop_C).to(share_CJ.dtype)
+        share_CJ[:, 1:] = stop_logprob_CJ.softmax(1) * self.is_stop_C[:, None]
+        logprob_C = torch.where(self.is_stop_C, stop_logprob_CJ.logsumexp(1), token_logprob_C)
+        return TargetLogprobs(self.ids_CJ, logprob_C, token_logprob_C, share_CJ)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from torch.nn import Module
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.losses.output_head import Head, align_head, rows_per_block
-from stable_opd_mcore.losses.stop_tokens import StopClass
 from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
@@ -31,7 +30,7 @@ class MegatronScorer:
         chunks: this rank's model chunks, in evaluation mode or without dropout.
         vocab_size: the common vocabulary of student and teacher; larger ids are padding.
         temperature: of the rollouts, so that all log-probabilities are comparable.
-        stop: the model's own stop class (docs/method.md §4), None to score the plain token.
+        stop_ids: ids scored together, as one outcome (docs/method.md §4); empty: none.
         top_k: also keep the K most probable tokens and their log-probabilities.
         merged_ids: stop ids that are one entry of this list (losses.coefficients.Terms.merged_ids).
         hidden_alone: return hidden_NH only, for losses over the full vocabulary.
@@ -50,7 +49,7 @@ class MegatronScorer:
         *,
         vocab_size: int,
         temperature: float = 1.0,
-        stop: StopClass | None = None,
+        stop_ids: tuple[int, ...] = (),
         top_k: int | None = None,
         merged_ids: tuple[int, ...] = (),
         hidden_alone: bool = False,
@@ -66,7 +65,7 @@ class MegatronScorer:
         self._chunks = list(chunks)
         self._world = world
         self._temperature = temperature
-        self._stop = stop
+        self._stop_ids = stop_ids
         self._top_k = top_k
         self._merged_ids = merged_ids
         self._hidden_alone = hidden_alone
@@ -104,7 +103,7 @@ class MegatronScorer:
             self._head,
             batch.targets_N,
             temperature=self._temperature,
-            stop=self._stop,
+            stop_ids=self._stop_ids,
             top_k=self._top_k,
             merged_ids=self._merged_ids,
             block_rows=rows_per_block(self._block_rows, self._head),

@@ -27,7 +27,6 @@ from torch import Tensor
 from stable_opd_mcore.config.schema import TeacherConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.losses.output_head import Head
-from stable_opd_mcore.losses.stop_tokens import StopClass
 from stable_opd_mcore.parallel.world import World, gather_objects
 from stable_opd_mcore.records import MicroBatch, Scores
 from stable_opd_mcore.serving.api_key import read_api_key
@@ -54,7 +53,7 @@ class ServedTeacher:
     Args:
         vocab_size: the common vocabulary of student and teacher.
         temperature: of the rollouts; must be 1.
-        stop: the teacher's own stop class (docs/method.md §4), None to score the plain token.
+        stop_ids: ids scored together, as one outcome (docs/method.md §4); empty: none.
         top_k: also score the K most probable tokens.
         merged_ids: stop ids that are one entry of this list (losses.coefficients.Terms.merged_ids).
         patience_seconds: for how long requests are repeated when no replica answers.
@@ -71,7 +70,7 @@ class ServedTeacher:
         *,
         vocab_size: int,
         temperature: float,
-        stop: StopClass | None = None,
+        stop_ids: tuple[int, ...] = (),
         top_k: int | None = None,
         merged_ids: tuple[int, ...] = (),
         patience_seconds: float = 600.0,
@@ -97,7 +96,6 @@ class ServedTeacher:
         self._tolerance = settings.self_test_tolerance
         self._world = world
         self._vocab_size = vocab_size
-        self._stop = stop
         self._top_k = top_k or 0
         self._merged_ids = torch.tensor(merged_ids if top_k else (), dtype=torch.int64)
         self._list_size = self._top_k + max(0, len(self._merged_ids) - 1)  # see merge_entries
@@ -105,8 +103,8 @@ class ServedTeacher:
             raise UserError(
                 f"top-{self._top_k} of a vocabulary of {vocab_size}: lower objective.top_k"
             )
-        class_ids = stop.class_ids if stop else ()
-        self._extra_ids = tuple(sorted({*class_ids, *self._merged_ids.tolist()}))
+        self._stop_ids = stop_ids
+        self._extra_ids = tuple(sorted({*stop_ids, *self._merged_ids.tolist()}))
         self._patience = patience_seconds
         self._turn = itertools.count()
         self._prompt_ids: list[str] = []
@@ -268,10 +266,11 @@ class ServedTeacher:
         logprobs_N = torch.tensor([value for reply in replies for value in reply.logprobs])
         extra_NE = torch.tensor([row for reply in replies for row in reply.extra_logprobs])
         extra_NE = extra_NE.view(count, len(self._extra_ids))
-        if self._stop is not None:
-            is_own_E = torch.isin(torch.tensor(self._extra_ids), torch.tensor(self._stop.class_ids))
-            triggered_N = torch.isin(targets_N, torch.tensor(self._stop.trigger_ids))
-            logprobs_N = torch.where(triggered_N, extra_NE[:, is_own_E].logsumexp(1), logprobs_N)
+        if self._stop_ids:
+            stop_ids = torch.tensor(self._stop_ids)
+            is_stop_E = torch.isin(torch.tensor(self._extra_ids), stop_ids)
+            is_stop_N = torch.isin(targets_N, stop_ids)
+            logprobs_N = torch.where(is_stop_N, extra_NE[:, is_stop_E].logsumexp(1), logprobs_N)
         if not self._top_k:
             return Scores(logprobs_N.to(device))
         ids = [row for reply in replies for row in reply.top_ids]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stable_opd_mcore.losses.output_head import Head, accumulation_dtype
-from stable_opd_mcore.losses.stop_tokens import StopClass, TargetColumns, merge_stops_
+from stable_opd_mcore.losses.stop_tokens import TargetColumns, merge_stops_
 from stable_opd_mcore.losses.vocabulary_sums import merge_shards, operations
 from stable_opd_mcore.records import Scores
 
@@ -24,7 +24,7 @@ def score(
     targets_N: Tensor,
     *,
     temperature: float,
-    stop: StopClass | None = None,
+    stop_ids: tuple[int, ...] = (),
     top_k: int | None = None,
     merged_ids: tuple[int, ...] = (),
     block_rows: int = 1024,
@@ -34,8 +34,7 @@ def score(
     Args:
         hidden_NH: last hidden states of the scored rows.
         targets_N: int64 token ids.
-        stop: this model's stop class (objective.student_stop or .teacher_stop); None: score the
-            target token itself.
+        stop_ids: where the target is one of them, they are scored together, as one outcome.
         top_k: also return the K most probable tokens.
         merged_ids: stop ids that are one entry of the top-K list, under the first of them
             (docs/method.md §4).
@@ -61,7 +60,7 @@ def score(
     for start in range(0, count, block_rows):
         rows = slice(start, min(start + block_rows, count))
         logits_CV = head.logits(hidden_NH[rows], out=buffer_CV[: rows.stop - start])
-        columns = TargetColumns.of(targets_N[rows], stop, head.vocab_size)
+        columns = TargetColumns.of(targets_N[rows], stop_ids, head.vocab_size)
         looked_up = [head.gather_columns(logits_CV, columns.ids_CJ)]
         sums = operations(logits_CV).shard_sums(logits_CV, None, scale)
         (statistics,), (target_CJ,) = merge_shards([sums], looked_up, head)

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from stable_opd_mcore.losses.stop_tokens import StopClass
 from stable_opd_mcore.metrics import Mean, Metrics
 from stable_opd_mcore.records import MicroBatch, Sample, Scores
 from stable_opd_mcore.scoring.scorer import Scorer
@@ -27,20 +26,14 @@ TOP_K = 16
 
 @dataclass(frozen=True)
 class OverlapModel:
-    scorer: Scorer  # built with `stop` and top_k = TOP_K
-    stop: StopClass  # all ids that end this model's responses, see all_stop_ids
+    scorer: Scorer  # built with `stop_ids` and top_k = TOP_K
+    stop_ids: tuple[int, ...]  # all ids that end this model's responses
 
 
 @dataclass(frozen=True)
 class OverlapPair:
     student: OverlapModel
     teacher: OverlapModel
-
-
-def all_stop_ids(stop_ids: Sequence[int]) -> StopClass:
-    """The class of all of a model's stop ids, also where objective.stop_class is off."""
-    ids = tuple(sorted(set(stop_ids)))
-    return StopClass(ids, ids, include_target=False)
 
 
 def overlap_metrics(
@@ -76,7 +69,7 @@ def _stop_scores(
     samples: Sequence[Sample],
 ) -> list[Scores]:
     """Scores of the micro-batches, with a stop id as the target of every last position."""
-    stop_id = model.stop.class_ids[0]
+    stop_id = model.stop_ids[0]
     retargeted = [
         replace(batch, targets_N=batch.targets_N.masked_fill(is_last_N, stop_id))
         for batch, is_last_N in zip(batches, is_last, strict=True)

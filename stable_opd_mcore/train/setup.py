@@ -18,7 +18,6 @@ from stable_opd_mcore.data.sources import load_rows
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.losses.objectives import Objective, build_objective
-from stable_opd_mcore.losses.stop_tokens import StopClass
 from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import Architecture, read_architecture
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
@@ -30,7 +29,7 @@ from stable_opd_mcore.rollout.build import build_engine, embedded_engine, traini
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.scoring.scorer import Scorer
 from stable_opd_mcore.scoring.served_teacher import ServedTeacher
-from stable_opd_mcore.train.overlap import TOP_K, OverlapModel, OverlapPair, all_stop_ids
+from stable_opd_mcore.train.overlap import TOP_K, OverlapModel, OverlapPair
 from stable_opd_mcore.train.step import Run
 from stable_opd_mcore.train.student import Student
 
@@ -220,12 +219,12 @@ class _Models:
         needs = self.objective.teacher_needs
         if self.config.teacher is None or needs == "none":
             return None
-        stop, merged_ids = self.objective.teacher_stop, self.objective.terms.merged_ids
+        stop_ids, merged_ids = self.objective.stop_ids, self.objective.terms.merged_ids
         top_k = self.objective.top_k if needs == "topk" else None
         if self.config.teacher.engine == "megatron":
             return self._megatron_scorer(
                 self._teacher_chunks,
-                stop=stop,
+                stop_ids=stop_ids,
                 top_k=top_k,
                 merged_ids=merged_ids,
                 hidden_alone=needs == "hidden",
@@ -235,7 +234,7 @@ class _Models:
                 f"objective.name={self.config.objective.name} compares whole distributions, which "
                 "a served teacher does not send; set teacher.engine=megatron"
             )
-        served = self._served_teacher(self.config.teacher, stop, top_k, merged_ids)
+        served = self._served_teacher(self.config.teacher, stop_ids, top_k, merged_ids)
         served.self_test(range(min(64, self.vocab_size)))
         return served
 
@@ -258,7 +257,7 @@ class _Models:
         config = self.config
         if config.train.minibatches == 1 and config.rollout.importance_correction == "none":
             return None
-        return self._megatron_scorer(self.student, stop=self.objective.student_stop)
+        return self._megatron_scorer(self.student, stop_ids=self.objective.stop_ids)
 
     def overlap(
         self, student_stops: Sequence[int], teacher_stops: Sequence[int] | None
@@ -267,15 +266,17 @@ class _Models:
         teacher = self.config.teacher
         if teacher is None or teacher_stops is None or self.objective.teacher_needs == "none":
             return None
-        own, stop = all_stop_ids(student_stops), all_stop_ids(teacher_stops)
+        own, others = tuple(student_stops), tuple(teacher_stops)
         top_k = min(TOP_K, self.vocab_size)
         if teacher.engine == "sglang":
-            scorer: Scorer = self._served_teacher(teacher, stop, top_k)
+            scorer: Scorer = self._served_teacher(teacher, others, top_k)
         else:
-            scorer = self._megatron_scorer(self._teacher_chunks, stop=stop, top_k=top_k)
+            scorer = self._megatron_scorer(self._teacher_chunks, stop_ids=others, top_k=top_k)
         return OverlapPair(
-            student=OverlapModel(self._megatron_scorer(self.student, stop=own, top_k=top_k), own),
-            teacher=OverlapModel(scorer, stop),
+            student=OverlapModel(
+                self._megatron_scorer(self.student, stop_ids=own, top_k=top_k), own
+            ),
+            teacher=OverlapModel(scorer, others),
         )
 
     def _load(self, model: ModelConfig, *, trainable: bool) -> list[HiddenStatesGPTModel]:
@@ -289,7 +290,7 @@ class _Models:
     def _served_teacher(
         self,
         teacher: TeacherConfig,
-        stop: StopClass | None,
+        stop_ids: tuple[int, ...],
         top_k: int | None,
         merged_ids: tuple[int, ...] = (),
     ) -> ServedTeacher:
@@ -298,7 +299,7 @@ class _Models:
             self.world,
             vocab_size=self.vocab_size,
             temperature=self.objective.temperature,
-            stop=stop,
+            stop_ids=stop_ids,
             top_k=top_k,
             merged_ids=merged_ids,
         )

@@ -21,7 +21,6 @@ from stable_opd_mcore.config.rollouts import SglangConfig
 from stable_opd_mcore.config.schema import TeacherConfig
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.packing import pack
-from stable_opd_mcore.losses.stop_tokens import StopClass
 from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.huggingface import export_hf
@@ -156,11 +155,10 @@ def test_served_teacher_equals_the_same_teacher_in_megatron(
 ):
     samples, weights = _samples()
     batches = pack(samples, weights, max_tokens=64, data_rank=0, data_size=1)
-    stop = StopClass(class_ids=(2, 9), trigger_ids=(2, 9, 11), include_target=False)
     settings = {
         "vocab_size": VOCABULARY,
         "temperature": 1.0,
-        "stop": stop,
+        "stop_ids": (2, 9, 11),
         "top_k": 4,
         "merged_ids": merged_ids,
     }

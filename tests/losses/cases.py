@@ -10,7 +10,12 @@ from torch import Tensor
 
 from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.losses.definitions import Components, class_logprob, merge_ids, objective_loss
+from stable_opd_mcore.losses.definitions import (
+    Components,
+    merge_ids,
+    objective_loss,
+    target_logprob,
+)
 from stable_opd_mcore.losses.objectives import OBJECTIVES, Objective, build_objective
 from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.records import MicroBatch, Scores
@@ -85,7 +90,7 @@ def make_case(
     log_r = (reference @ heads[2].T / temperature).log_softmax(-1)
     log_p = (hidden @ heads[0].T / temperature).log_softmax(-1)
     weight = torch.rand(3, rows, generator=draw, dtype=torch.float64) + 0.1
-    old_logprob = class_logprob(log_p, targets, objective.student_stop)
+    old_logprob = target_logprob(log_p, targets, objective.stop_ids)
     old_logprob = old_logprob + 0.3 * torch.randn(rows, generator=draw, dtype=torch.float64)
     batch = MicroBatch(
         tokens_T=torch.zeros(rows + 2, dtype=torch.int64),
@@ -118,7 +123,7 @@ def teacher_scores(
     outcomes_NV = merge_ids(log_q_NV, objective.terms.merged_ids)
     top = outcomes_NV.topk(min(objective.top_k, log_q_NV.shape[1]), dim=1)
     return Scores(
-        logprob_N=class_logprob(log_q_NV, targets_N, objective.teacher_stop),
+        logprob_N=target_logprob(log_q_NV, targets_N, objective.stop_ids),
         topk_ids_NK=top.indices,
         topk_logprobs_NK=top.values,
         hidden_NH=hidden_NH,
@@ -195,8 +200,7 @@ def run_reference(case: Case) -> Result:
         hidden @ weight.T,
         case.teacher_hidden_NH @ case.teacher_weight_VH.T,
         case.reference_hidden_NH @ case.reference_weight_VH.T,
-        case.objective.student_stop,
-        case.objective.teacher_stop,
+        case.objective.stop_ids,
         case.objective.terms.merged_ids,
     )
     parts.loss.backward()

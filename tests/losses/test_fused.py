@@ -9,11 +9,10 @@ import torch
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.losses.coefficients import Terms
-from stable_opd_mcore.losses.definitions import class_logprob
+from stable_opd_mcore.losses.definitions import target_logprob
 from stable_opd_mcore.losses.fused import fused_loss
 from stable_opd_mcore.losses.objectives import OBJECTIVES, build_objective
 from stable_opd_mcore.losses.output_head import Head
-from stable_opd_mcore.losses.stop_tokens import StopClass
 from stable_opd_mcore.records import MicroBatch
 from tests.losses.cases import (
     STUDENT_STOP,
@@ -214,7 +213,7 @@ def improbable(case: Case, old_gap: float | None) -> Case:
     old = None
     if old_gap is not None:
         signs = torch.tensor([-1.0, 1.0]).double().repeat(rows)[:rows]
-        old = class_logprob(log_p_NV, targets, case.objective.student_stop) + old_gap * signs
+        old = target_logprob(log_p_NV, targets, case.objective.stop_ids) + old_gap * signs
     reference = replace(case.batch.reference, logprob_N=torch.full((rows,), -68.0).double())
     batch = replace(case.batch, old_logprob_N=old, reference=reference)
     rounded = cast_batch(cast_batch(batch, torch.float32, torch.float64), *2 * [torch.float64])
@@ -460,6 +459,6 @@ def test_says_what_is_missing():
     for variant, message in (("opd", "teacher scores"), ("lsm", "top-k"), ("opd_k3", "k3")):
         with pytest.raises(ValueError, match=message):
             case_of(variant).objective(case.hidden_NH, head, lone)
-    outside = replace(case_of("opd").objective.terms, stop=StopClass((40,), (40,), True))
+    outside = replace(case_of("opd").objective.terms, stop_ids=(40,))
     with pytest.raises(ValueError, match=r"stop ids \[40\]"):
         fused_loss(case.hidden_NH, head, case.batch, outside)

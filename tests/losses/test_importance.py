@@ -95,7 +95,7 @@ def test_engine_and_trainer_that_agree_need_no_correction():
         Head(case.weight_VH, 0, len(case.weight_VH)),
         case.batch.targets_N,
         temperature=1.0,
-        stop=case.objective.student_stop,
+        stop_ids=case.objective.stop_ids,
     )
     assert (scored.logprob_N - scored.token_logprob_N).max() > 0.1  # classes of several tokens
     asked = replace(

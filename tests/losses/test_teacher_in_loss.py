@@ -23,7 +23,7 @@ WITH_LOGITS = {
 
 @pytest.mark.parametrize("changes", WITH_LOGITS.values(), ids=WITH_LOGITS)
 def test_it_equals_what_the_teacher_would_have_said(changes):
-    """Of the teacher's own stop class and over its tokens, though stop tokens are merged here."""
+    """Entropies are over the teacher's tokens, though stop tokens are merged in the loss."""
     config = make_config(sampling__temperature=0.7, kl__beta=0.1, **changes)
     case = make_case(config, rows=24, stop_ids=((1, 9), (2, 5, 9)))
     assert case.batch.teacher.logprob_N is None
@@ -36,7 +36,7 @@ def test_it_equals_what_the_teacher_would_have_said(changes):
         teacher,
         case.batch.targets_N,
         temperature=0.7,
-        stop=case.objective.teacher_stop,
+        stop_ids=case.objective.stop_ids,
     )
     assert (said.logprob_N != said.token_logprob_N).any()
 

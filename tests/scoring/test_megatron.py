@@ -7,7 +7,6 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from stable_opd_mcore.config.schema import ParallelConfig
-from stable_opd_mcore.losses.stop_tokens import StopClass
 from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.huggingface import load_hf
@@ -95,17 +94,16 @@ def test_hidden_alone_returns_hidden_states_only(chunks, world, expected):
 
 
 def test_a_stop_token_is_scored_as_its_class(chunks, world, expected):
-    own, others = (3, 8), (5,)
-    stop = StopClass(class_ids=own, trigger_ids=own + others, include_target=False)
-    model = MegatronScorer(chunks, world, vocab_size=VOCAB_SIZE, stop=stop)
+    stop_ids = (3, 5, 8)
+    model = MegatronScorer(chunks, world, vocab_size=VOCAB_SIZE, stop_ids=stop_ids)
     num_stops = 0
     for batch, score, (logits, _) in zip(BATCHES, model.score(BATCHES), expected, strict=True):
         assert score.hidden_NH is None
         assert score.topk_ids_NK is None
         logprobs = torch.log_softmax(logits, 1)
-        is_stop = torch.isin(batch.targets_N, torch.tensor(own + others))
+        is_stop = torch.isin(batch.targets_N, torch.tensor(stop_ids))
         sampled = logprobs.gather(1, batch.targets_N[:, None])[:, 0]
-        wanted = torch.where(is_stop, logprobs[:, list(own)].logsumexp(1), sampled)
+        wanted = torch.where(is_stop, logprobs[:, list(stop_ids)].logsumexp(1), sampled)
         assert torch.allclose(score.logprob_N, wanted, atol=1e-5)
         assert torch.allclose(score.token_logprob_N, sampled, atol=1e-5)
         num_stops += int(is_stop.sum())

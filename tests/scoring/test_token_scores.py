@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stable_opd_mcore.losses.output_head import Head, rows_per_block
-from stable_opd_mcore.losses.stop_tokens import StopClass, stop_classes
+from stable_opd_mcore.losses.stop_tokens import shared_stop_ids
 from stable_opd_mcore.scoring.token_scores import overlap, score
 from tests.losses.cases import make_case, make_config
 
@@ -82,32 +82,24 @@ def test_bad_requests():
         score(case.hidden_NH[1:], head, targets, temperature=1.0)
 
 
-def test_stop_class_sums_each_models_own_stops():
-    """Student stops on 1 or 3, teacher on 2 or 3: either's stop token stands for each model's
-    whole class."""
-    student, teacher = stop_classes((3, 1), (2, 3))
+def test_stop_ids_are_scored_together():
+    stop_ids = shared_stop_ids((3, 1), (2, 3))
     weight = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     hidden = torch.ones(6, 4, dtype=torch.float64)
     targets = torch.arange(6)
     log_p = (hidden @ weight.T).log_softmax(-1)[0]
-    head = Head(weight, 0, 6)
-    own = score(hidden, head, targets, temperature=1.0, stop=student).logprob_N
-    other = score(hidden, head, targets, temperature=1.0, stop=teacher).logprob_N
-    torch.testing.assert_close(own[[0, 4, 5]], log_p[[0, 4, 5]])
-    torch.testing.assert_close(own[[1, 3]], log_p[[1, 3]].logsumexp(0).expand(2))
-    torch.testing.assert_close(own[2], log_p[[1, 2, 3]].logsumexp(0))
-    torch.testing.assert_close(other[[0, 4, 5]], log_p[[0, 4, 5]])
-    torch.testing.assert_close(other[[1, 2, 3]], log_p[[2, 3]].logsumexp(0).expand(3))
+    scores = score(hidden, Head(weight, 0, 6), targets, temperature=1.0, stop_ids=stop_ids)
+    torch.testing.assert_close(scores.token_logprob_N, log_p)
+    together = log_p[[1, 2, 3]].logsumexp(0).expand(3)
+    torch.testing.assert_close(scores.logprob_N[[1, 2, 3]], together)
+    torch.testing.assert_close(scores.logprob_N[[0, 4, 5]], log_p[[0, 4, 5]])
 
 
 def test_one_shared_stop_token_is_inert():
-    assert stop_classes((7,), [7, 7]) == (None, None)
-    assert stop_classes((7,), (8,)) == (
-        StopClass((7,), (7, 8), True),
-        StopClass((8,), (7, 8), False),
-    )
+    assert shared_stop_ids((7,), [7, 7]) == ()
+    assert shared_stop_ids((8,), (7,)) == (7, 8)
     with pytest.raises(ValueError, match="needs stop ids of both models"):
-        stop_classes((), (8,))
+        shared_stop_ids((), (8,))
 
 
 def test_matched_pair_with_swapped_stop_ids_has_no_advantage():
@@ -122,8 +114,10 @@ def test_matched_pair_with_swapped_stop_ids_has_no_advantage():
     targets[targets == 2] = 1
     objective = case.objective
     scores = [
-        score(hidden, Head(w, 0, 9), targets, temperature=1.0, stop=stop).logprob_N
-        for w, stop in ((weight, objective.student_stop), (swapped, objective.teacher_stop))
+        score(
+            hidden, Head(w, 0, 9), targets, temperature=1.0, stop_ids=objective.stop_ids
+        ).logprob_N
+        for w in (weight, swapped)
     ]
     torch.testing.assert_close(scores[0], scores[1])
     plain = score(hidden, Head(swapped, 0, 9), targets, temperature=1.0).logprob_N
