@@ -296,8 +296,8 @@ def merged_kl_gradient(world: World, stop_ids: tuple[int, ...]) -> Tensor:
 def test_stop_ids_partition_the_outcomes(control_variate):
     """All sets of stop ids of both models: the expected gradient is that of the merged KL.
 
-    With the control variate this says that the baseline is unbiased. Classes that overlap without
-    being equal, as each model's own class united with the sampled id, fail here by up to .1.
+    With the control variate this says that the baseline is unbiased. Classes that are no partition
+    fail: each model's own stop ids, united with the sampled one, miss it by up to .31.
     """
     world = World.of(1)
     config = make_config(objective__advantage__control_variate=control_variate)
