@@ -101,9 +101,10 @@ class KLConfig(Section):
 
     beta: float = Field(default=0.0, ge=0)
     """Weight of the mean KL(student || reference) over the prefixes of the rollouts."""
-    estimator: Literal["exact", "k3"] = "exact"
+    estimator: Literal["exact", "k3", "k3+"] = "exact"
     """`exact`: over the full vocabulary. `k3`: r - log r - 1 with r = reference / student of the
-    sampled token; its expected gradient is that of KL(reference || student)."""
+    sampled token; its expected gradient is that of KL(reference || student), the other direction.
+    `k3+`: the value of k3 with a gradient whose expectation is that of KL(student || reference)."""
 
 
 class MixtureConfig(Section):

@@ -28,7 +28,7 @@ CAPTIONS = {
     "The KL to the initial student, the golden mixture, or both prevent it. "
     "sft trains on golden solutions only.",
     "stop_mismatch": "Student and teacher use different stop tokens. Plain OPD improves, then the "
-    "student no longer stops. With the stop tokens of both models summed (opd_stop_class) it stops.",
+    "student no longer stops. With the stop tokens of both summed (opd_stop_class) it stops.",
 }
 COLLAPSE_ARMS: dict[str, dict[str, Any]] = {
     "opd": {},

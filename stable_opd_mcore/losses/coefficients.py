@@ -1,4 +1,4 @@
-"""Per-token coefficients of the loss: advantages, the clipped surrogate, the k3 estimator, and how
+"""Per-token coefficients of the loss: advantages, the clipped surrogate, the sampled KL, and how
 each enters the gradient (docs/method.md §1-3).
 
 Every function works on vectors over rows; none sees logits. Advantages are constants of the loss:
@@ -29,6 +29,7 @@ from stable_opd_mcore.records import LossOutput, MicroBatch, Scores
 NO_OPTIONS = AdvantageConfig.model_validate({})
 NO_SCORES = Scores(None)
 SUPPORTS = ("teacher_support", "student_support")
+K3_BOUND = 10.0  # log ratio up to which k3 is exponential
 
 # (behaviour log-prob, teacher log-prob, advantage given with the sample, settings) -> advantage
 AdvantageFunction = Callable[[Tensor, Tensor | None, Tensor | None, AdvantageConfig], Tensor]
@@ -46,7 +47,7 @@ class Terms:
     discount: float = 0.0
     jsd_beta: float = 0.5
     top_k: int = 32
-    reference: Literal["none", "exact", "k3"] = "none"
+    reference: Literal["none", "exact", "k3", "k3+"] = "none"
     temperature: float = 1.0
     stop_ids: tuple[int, ...] = ()  # one outcome in the comparison with the teacher
 
@@ -98,8 +99,9 @@ def needed_heads(
             raise ValueError(f"the loss needs the {name}'s hidden states and output head")
         require_same_columns(student, head, name)
         heads[name] = head
-    if terms.reference == "k3" and (batch.reference or NO_SCORES).logprob_N is None:
-        raise ValueError("kl.estimator=k3 needs the reference's log-probabilities")
+    sampled = terms.reference in ("k3", "k3+")
+    if sampled and (batch.reference or NO_SCORES).logprob_N is None:
+        raise ValueError(f"kl.estimator={terms.reference} needs the reference's log-probabilities")
     if terms.divergence == "teacher_support" and (batch.teacher or NO_SCORES).topk_ids_NK is None:
         raise ValueError("the loss needs the teacher's top-k ids and log-probabilities")
     return heads
@@ -185,12 +187,26 @@ def surrogate(
     )
 
 
-def k3_estimator(weight_C: Tensor, logprob_C: Tensor, reference_logprob_C: Tensor) -> Component:
-    """r - log r - 1 with r = pi_ref / pi of the sampled token."""
+def sampled_kl(
+    estimator: str, batch: MicroBatch, logprob_C: Tensor, reference_logprob_C: Tensor
+) -> Component:
+    """The KL to the reference from the sampled token alone, log pi of it given
+    (docs/method.md §2).
+
+    "k3": r - log r - 1 with r = pi_ref / pi, linear beyond K3_BOUND. "k3+": its value, with the
+    gradient of (log r)^2 / 2. Both are weighted by pi / pi_old, held constant, where pi_old is
+    given.
+    """
     log_ratio_C = reference_logprob_C - logprob_C
-    ratio_C = log_ratio_C.exp()
-    kl_C = ratio_C - log_ratio_C - 1
-    return Component(weighted(weight_C, kl_C), weighted(weight_C, 1 - ratio_C), kl_C=kl_C)
+    bounded_C = log_ratio_C.clamp(max=K3_BOUND)
+    ratio_C = bounded_C.exp()
+    kl_C = (ratio_C - bounded_C - 1) + (ratio_C - 1) * (log_ratio_C - bounded_C)
+    derivative_C = 1 - ratio_C if estimator == "k3" else -log_ratio_C
+    weight_C = batch.kl_weight_N
+    if batch.old_token_logprob_N is not None:
+        old_C = batch.old_token_logprob_N.to(logprob_C.dtype)
+        weight_C = weighted(weight_C, (logprob_C - old_C).clamp(max=K3_BOUND).exp())
+    return Component(weighted(weight_C, kl_C), weighted(weight_C, derivative_C), kl_C=kl_C)
 
 
 def weighted(weight_C: Tensor, value_C: Tensor) -> Tensor:

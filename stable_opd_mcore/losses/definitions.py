@@ -85,8 +85,7 @@ def objective_loss(
         assert log_r_NV is not None
         kl = (batch.kl_weight_N * kl_divergence(inputs.log_p_NV, log_r_NV)).sum()
     elif config.kl.beta:
-        assert batch.reference is not None and batch.reference.logprob_N is not None
-        kl = (batch.kl_weight_N * k3(token_logprob_N, batch.reference.logprob_N)).sum()
+        kl = (batch.kl_weight_N * _sampled_kl(inputs)).sum()
     sft = -(batch.sft_weight_N * token_logprob_N).sum()
     return Components(pg, kl, sft)
 
@@ -154,10 +153,13 @@ def kl_divergence(log_p_NV: Tensor, log_q_NV: Tensor) -> Tensor:
     return (log_p_NV.exp() * (log_p_NV - log_q_NV)).sum(-1)
 
 
-def k3(logprob_N: Tensor, reference_logprob_N: Tensor) -> Tensor:
-    """r - log r - 1 with r = pi_ref / pi of the sampled token: estimates KL(pi || ref), >= 0."""
-    log_ratio_N = reference_logprob_N - logprob_N
-    return log_ratio_N.exp() - log_ratio_N - 1
+def k3(log_ratio_N: Tensor) -> Tensor:
+    """r - log r - 1 with r = pi_ref / pi of the sampled token: estimates KL(pi || ref), >= 0.
+
+    Beyond log r = 10 it continues as its tangent, so it is finite wherever log r is.
+    """
+    bounded_N = log_ratio_N.clamp(max=10)
+    return bounded_N.exp() - bounded_N - 1 + (math.exp(10) - 1) * (log_ratio_N - bounded_N)
 
 
 def target_logprob(log_p_NV: Tensor, targets_N: Tensor, stop_ids: Sequence[int]) -> Tensor:
@@ -196,6 +198,22 @@ def _teacher_logprob(
         return None if batch.teacher is None else batch.teacher.logprob_N
     assert logits_NV is not None
     return target_logprob((logits_NV / temperature).log_softmax(-1), batch.targets_N, stop_ids)
+
+
+def _sampled_kl(inputs: PolicyInputs) -> Tensor:
+    """k3, or with "k3+" its value and the gradient of (log r)^2 / 2, times pi / pi_old where pi_old
+    is given (docs/method.md §2).
+    """
+    batch, logprob_N = inputs.batch, inputs.token_logprob_N
+    assert batch.reference is not None and batch.reference.logprob_N is not None
+    log_ratio_N = batch.reference.logprob_N - logprob_N
+    value_N = k3(log_ratio_N)
+    if inputs.config.kl.estimator == "k3+":
+        k2_N = log_ratio_N.square() / 2
+        value_N = value_N.detach() + k2_N - k2_N.detach()
+    if batch.old_token_logprob_N is None:
+        return value_N
+    return (logprob_N.detach() - batch.old_token_logprob_N).clamp(max=10).exp() * value_N
 
 
 def _behaviour(inputs: PolicyInputs) -> Tensor:

@@ -24,11 +24,11 @@ from stable_opd_mcore.losses.coefficients import (
     NO_SCORES,
     Component,
     Terms,
-    k3_estimator,
     needed_heads,
     old_logprob,
     require_finite_scores,
     return_to_go,
+    sampled_kl,
     surrogate,
     token_advantage,
     weighted,
@@ -344,9 +344,14 @@ class _Block:
         zero_C = torch.zeros_like(self.target.logprob_C)
         if self.terms.reference == "none":
             return Component(zero_C, zero_C)
-        if self.terms.reference == "k3":
+        if self.terms.reference != "exact":
             assert self.reference_logprob_C is not None
-            return k3_estimator(weight_C, self.target.token_logprob_C, self.reference_logprob_C)
+            return sampled_kl(
+                self.terms.reference,
+                self.batch,
+                self.target.token_logprob_C,
+                self.reference_logprob_C,
+            )
         reference = self.compared["reference"]
         term = reference.reverse_term(self.logits["reference"], weight_C)
         kl_C = reference.reverse_kl_C

@@ -170,11 +170,11 @@ def build_objective(
         temperature=config.sampling.temperature,
         stop_ids=stop_ids,
     )
-    reference_needs: dict[str, ScoresNeeded] = {"none": "none", "k3": "sampled", "exact": "hidden"}
+    reference_needs: dict[str, ScoresNeeded] = {"none": "none", "exact": "hidden"}
     return Objective(
         name=settings.name,
         teacher_needs="hidden" if terms.teacher_logits else spec.teacher,
-        reference_needs=reference_needs[terms.reference],
+        reference_needs=reference_needs.get(terms.reference, "sampled"),
         top_k=settings.top_k,
         needs_rollouts=settings.name != "sft",
         needs_golden=settings.name == "sft"

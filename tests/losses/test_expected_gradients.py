@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.losses.coefficients import sampled_kl
 from stable_opd_mcore.losses.definitions import kl_divergence, merge_ids
 from stable_opd_mcore.losses.objectives import Objective, build_objective
 from stable_opd_mcore.losses.output_head import Head
-from stable_opd_mcore.records import MicroBatch
+from stable_opd_mcore.records import MicroBatch, Scores
 from tests.losses.cases import make_config, teacher_scores
 
 VOCAB = 5
@@ -306,3 +307,40 @@ def test_stop_ids_partition_the_outcomes(control_variate):
         found = world.gradient(config, stops=stops)
         union = tuple(sorted({*stops[0], *stops[1]}))
         torch.testing.assert_close(found, merged_kl_gradient(world, union), msg=str(stops))
+
+
+@pytest.mark.parametrize("off_policy", [False, True])
+@pytest.mark.parametrize("estimator", ["k3", "k3+"])
+def test_sampled_kls_have_the_gradients_that_their_settings_name(estimator, off_policy):
+    """k3: that of KL(ref || pi). k3+: that of KL(pi || ref). On and off policy."""
+    world, reference = World.of(1), table(1, seed=7)
+    objective = build_objective(make_config(kl__beta=1.0, kl__estimator=estimator), (0,), (0,))
+    log_p, log_r, log_old = (x.log_softmax(1)[0] for x in (world.student, reference, world.teacher))
+    log_sampled = log_old if off_policy else log_p
+    batch = replace(
+        world.microbatch(objective),
+        pg_weight_N=torch.zeros(VOCAB, dtype=torch.float64),
+        kl_weight_N=log_sampled.exp(),
+        old_token_logprob_N=log_old if off_policy else None,
+        reference=Scores(log_r),
+    )
+    logits = world.student.T.clone().requires_grad_()
+    hidden = torch.ones(VOCAB, 1, dtype=torch.float64)
+    out = objective(hidden, Head(logits, 0, VOCAB), batch)
+    (found,) = torch.autograd.grad(out.loss, logits)
+    torch.testing.assert_close(out.kl, kl_divergence(log_p, log_r))
+    p, r = log_p.exp(), log_r.exp()
+    expected = p - r if estimator == "k3" else p * (log_p - log_r - kl_divergence(log_p, log_r))
+    torch.testing.assert_close(found[:, 0], expected)
+
+
+def test_sampled_kls_are_finite_where_the_reference_is_sure():
+    log_ratio = torch.tensor([-1e4, -1.0, 0.0, 9.0, 11.0, 1e4])
+    batch = World.of(1).microbatch(build_objective(make_config(), (0,), (0,)))
+    batch = replace(batch, kl_weight_N=torch.ones(6))
+    for estimator in ("k3", "k3+"):
+        out = sampled_kl(estimator, batch, torch.zeros(6), log_ratio)
+        assert out.value_C.isfinite().all()
+        assert out.logprob_gradient_C.isfinite().all()
+        assert (out.logprob_gradient_C.sign() == -log_ratio.sign()).all()
+        torch.testing.assert_close(out.value_C[1:4], log_ratio[1:4].expm1() - log_ratio[1:4])
