@@ -166,8 +166,6 @@ class Config(Section):
                 "scores whole sequences, and each rank holds a slice; set parallel.context=1 or "
                 "teacher.engine=megatron"
             )
-        if self.objective.name == "sft" and self.kl.beta:
-            raise ValueError("kl.beta needs rollouts: objective.name=sft has none; set kl.beta=0")
         if self.mixture.lambda_ and self.data.train.columns.solution is None:
             raise ValueError(
                 "mixture.lambda > 0 needs golden solutions: set data.train.columns.solution"

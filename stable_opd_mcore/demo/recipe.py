@@ -251,6 +251,7 @@ def _arm(
     }
     if arm == "sft":
         config["teacher"] = None
+        del config["aggregation"]
     return Job(
         name=f"seed{seed}/{act}/{arm}",
         directory=home / arm,

@@ -34,27 +34,62 @@ class ObjectiveSpec:
     definition: definitions.PolicyTerm | None  # None: no policy term
     terms: Callable[[Config], Terms]
     teacher: ScoresNeeded
+    settings: tuple[str, ...] = ()  # keys of `objective` that it has a use for, besides `masks`
     rewards: bool = False  # advantages come from graded rollouts
 
 
 OBJECTIVES: dict[str, ObjectiveSpec] = {
     "sft": ObjectiveSpec(None, lambda config: Terms(), "none"),
     "grpo": ObjectiveSpec(
-        definitions.grpo, lambda config: Terms(advantage=given_with_sample), "none", rewards=True
+        definitions.grpo,
+        lambda config: Terms(advantage=given_with_sample),
+        "none",
+        settings=("clip", "std_normalise", "advantage.clamp"),
+        rewards=True,
     ),
     "opd": ObjectiveSpec(
-        definitions.opd, lambda config: Terms(advantage=teacher_over_student), "sampled"
+        definitions.opd,
+        lambda config: Terms(advantage=teacher_over_student),
+        "sampled",
+        settings=(
+            "clip",
+            "discount",
+            "stop_class",
+            "advantage.control_variate",
+            "advantage.power",
+            "advantage.clamp",
+        ),
     ),
     "lsm": ObjectiveSpec(
-        definitions.lsm, lambda config: Terms(divergence="teacher_support"), "topk"
+        definitions.lsm,
+        lambda config: Terms(divergence="teacher_support"),
+        "topk",
+        settings=("stop_class", "top_k"),
     ),
     "student_topk": ObjectiveSpec(
-        definitions.student_topk, lambda config: Terms(divergence="student_support"), "hidden"
+        definitions.student_topk,
+        lambda config: Terms(divergence="student_support"),
+        "hidden",
+        settings=("stop_class", "top_k"),
     ),
     "gkd": ObjectiveSpec(
-        definitions.gkd, lambda config: Terms(divergence=config.objective.divergence), "hidden"
+        definitions.gkd,
+        lambda config: Terms(divergence=config.objective.divergence),
+        "hidden",
+        settings=("stop_class", "divergence", "jsd_beta", "on_policy_fraction"),
     ),
 }
+
+
+_OF_ROLLOUTS = (
+    "aggregation",
+    "kl.beta",
+    "mixture.lambda",
+    "objective.masks",
+    "rollout.importance_correction",
+    "sampling.temperature",
+    "sampling.top_p",
+)
 
 
 @dataclass(frozen=True)
@@ -188,22 +223,42 @@ def build_objective(
 
 
 def _check(config: Config, spec: ObjectiveSpec) -> None:
-    """Refuse options that the named objective would ignore."""
-    settings, name = config.objective, config.objective.name
-    from_teacher = spec.terms(config).advantage is teacher_over_student
+    """Refuse settings that cannot have an effect; a key at its default is never refused."""
+    name = config.objective.name
     if spec.teacher != "none" and config.teacher is None:
         raise ConfigError(f"objective.name={name} needs a teacher: set teacher.path")
-    for option, given in (
-        ("discount", settings.discount > 0),
-        ("advantage.control_variate", settings.advantage.control_variate),
-        ("advantage.power", settings.advantage.power is not None),
+    used = {f"objective.{key}" for key in spec.settings}
+    of_objectives = {f"objective.{key}" for each in OBJECTIVES.values() for key in each.settings}
+    unused = dict.fromkeys(of_objectives - used, f"objective.name={name} has no use for it")
+    if name == "sft":
+        unused |= dict.fromkeys(_OF_ROLLOUTS, "objective.name=sft has no rollouts")
+    for key, needs, is_met in (
+        ("objective.jsd_beta", "objective.divergence=jsd", config.objective.divergence == "jsd"),
+        ("kl.estimator", "kl.beta > 0", config.kl.beta > 0),
+        ("reference.path", "kl.beta > 0", config.kl.beta > 0),
+        (
+            "rollout.importance_threshold",
+            "rollout.importance_correction",
+            config.rollout.importance_correction != "none",
+        ),
+        (
+            "objective.clip",
+            "train.minibatches > 1 or rollout.async_steps=1: the ratio is 1 otherwise",
+            config.train.minibatches > 1 or config.rollout.async_steps > 0,
+        ),
     ):
-        if given and not from_teacher:
-            raise ConfigError(
-                f"objective.{option} has no meaning for objective.name={name}: drop it"
-            )
-    if settings.on_policy_fraction < 1 and name != "gkd":
-        raise ConfigError(
-            f"objective.on_policy_fraction={settings.on_policy_fraction} is gkd's, not {name}'s: "
-            "drop it, or set objective.name=gkd"
-        )
+        if not is_met:
+            unused.setdefault(key, f"it needs {needs}")
+    defaults = Config.model_construct()
+    for key, reason in sorted(unused.items()):
+        value = _value(config, key)
+        if value != _value(defaults, key):
+            raise ConfigError(f"{key}={value} would have no effect: {reason}; drop it")
+
+
+def _value(config: Config, key: str) -> object:
+    """The value of a dotted key."""
+    value: object = config
+    for part in key.split("."):
+        value = getattr(value, "lambda_" if part == "lambda" else part)
+    return value

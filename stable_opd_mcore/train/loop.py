@@ -130,11 +130,10 @@ def cold_start_config(config: Config) -> Config:
     values = config.model_dump(by_alias=True)
     values["run"] = {"name": "cold_start", "directory": str(config.run.path)}
     values["objective"] = {"name": "sft"}
-    values["rollout"] = {
-        "prompts_per_step": cold.prompts_per_step
-    }  # supervised steps sample nothing
-    values["kl"]["beta"] = 0.0
-    values["mixture"]["lambda"] = 0.0
+    values["rollout"] = {"prompts_per_step": cold.prompts_per_step}  # it samples none
+    for section in ("aggregation", "kl", "mixture", "reference"):  # no use without rollouts
+        del values[section]
+    values["sampling"] = {"max_new_tokens": config.sampling.max_new_tokens}
     values["optimizer"] |= {"lr": cold.lr, "warmup_steps": cold.warmup_steps}
     values["train"] |= {"steps": cold.steps, "minibatches": 1}
     values |= {"teacher": None, "cold_start": None}

@@ -15,7 +15,7 @@ NAMING = {  # per arm, the settings in which it may differ from its act's plain 
     "opd_kl": {"kl.beta"},
     "opd_mixture": {"mixture.lambda"},
     "stable_opd": {"kl.beta", "mixture.lambda"},
-    "sft": {"objective.name", "teacher"},
+    "sft": {"objective.name", "teacher", "aggregation"},
     "opd_stop_class": {"objective.stop_class"},
 }
 

@@ -28,7 +28,11 @@ from tests.losses.cases import (
 )
 
 # Every objective of the registry as it is, and every option that changes what is computed.
-VARIANTS = {name: {"objective__name": name, "objective__top_k": 1} for name in OBJECTIVES} | {
+TOP_1 = {"objective__top_k": 1}
+VARIANTS = {
+    name: {"objective__name": name} | (TOP_1 if "top_k" in spec.settings else {})
+    for name, spec in OBJECTIVES.items()
+} | {
     "opd_exact_kl": {"kl__beta": 0.3},
     "opd_k3": {"kl__beta": 0.3, "kl__estimator": "k3"},
     "opd_k3+": {"kl__beta": 0.3, "kl__estimator": "k3+"},
@@ -89,8 +93,12 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 def case_of(variant: str, rows: int = 13, vocab: int = 31, **options) -> Case:
     changes = dict(VARIANTS[variant])
-    changes["objective__top_k"] = min(changes.get("objective__top_k", 1), vocab)
-    config = make_config(sampling__temperature=options.pop("temperature", 1.0), **changes)
+    if "objective__top_k" in changes:
+        changes["objective__top_k"] = min(changes["objective__top_k"], vocab)
+    temperature = options.pop("temperature", 1.0)
+    if variant != "sft":  # which samples nothing
+        changes["sampling__temperature"] = temperature
+    config = make_config(**changes)
     if vocab == 1:
         options["stop_ids"] = ((0,), (0,))
     return make_case(config, rows, vocab, **options)

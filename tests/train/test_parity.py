@@ -36,6 +36,7 @@ def solver_config(directory: Path) -> Config:
         data=FEW,
         objective={"name": "sft"},
         kl={"beta": 0.0},
+        mixture={"lambda": 0.0},
         optimizer={"lr": 5e-3},
         train={"steps": 30},
     )

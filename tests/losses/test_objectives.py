@@ -1,0 +1,139 @@
+"""Settings and objectives: what a setting changes, and which settings are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.data.golden import (
+    golden_samples,
+    mark_off_policy,
+    off_policy_draws,
+    rollout_samples,
+)
+from stable_opd_mcore.errors import ConfigError
+from stable_opd_mcore.losses.coefficients import Terms
+from stable_opd_mcore.losses.definitions import PolicyInputs, kl_divergence
+from stable_opd_mcore.losses.objectives import OBJECTIVES, ObjectiveSpec, build_objective
+from stable_opd_mcore.losses.token_weights import correct_importance
+from stable_opd_mcore.records import Prompt, Rollout
+from tests.losses.cases import assert_close, make_case, make_config, run_fused, run_reference
+
+PROMPTS = [Prompt(f"s:{i}", "", (1, 2), golden_token_ids=(7, 8, 9)[i:]) for i in range(2)]
+ROLLOUTS = [
+    Rollout(PROMPTS[i // 2], i % 2, ids, (-0.5,) * len(ids), reason, 0, reward=float(i == 0))
+    for i, (ids, reason) in enumerate(
+        [((5, 4, 9), "stop"), ((4, 4, 4, 4), "length"), ((6, 9), "stop"), ((9,), "stop")]
+    )
+]
+# Setting -> another value than its default, and what it needs beside it.
+SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "objective__clip": (0.05, {"train__minibatches": 2}),
+    "objective__discount": (0.5, {}),
+    "objective__stop_class": (False, {}),
+    "objective__top_k": (3, {}),
+    "objective__divergence": ("jsd", {}),
+    "objective__jsd_beta": (0.3, {"objective__divergence": "jsd"}),
+    "objective__on_policy_fraction": (0.5, {}),
+    "objective__std_normalise": (False, {}),
+    "objective__advantage__control_variate": (True, {}),
+    "objective__advantage__power": (0.5, {}),
+    "objective__advantage__clamp": (0.1, {}),
+    "objective__masks__special_token_ids": ([9], {}),
+    "objective__masks__truncated_rollouts": (True, {}),
+    "objective__masks__repetitive_tail": (True, {}),
+    "aggregation": ("constant", {}),
+    "kl__beta": (0.1, {}),
+    "kl__estimator": ("k3", {"kl__beta": 0.1}),
+    "mixture__lambda": (0.1, {}),
+    "sampling__temperature": (0.7, {}),
+    "rollout__importance_correction": ("truncated", {}),
+    "rollout__importance_threshold": (1.01, {"rollout__importance_correction": "truncated"}),
+}
+
+
+def computed(config: Config) -> list[torch.Tensor]:
+    """Token weights of a small batch, and the loss and gradients of a micro-batch."""
+    case = make_case(config, vocab=37, old=True)
+    fused = run_fused(case)
+    settings, golden = config.objective, golden_samples(PROMPTS)
+    off_policy = off_policy_draws(0, len(PROMPTS), settings.on_policy_fraction, seed=0)
+    samples = mark_off_policy(rollout_samples(ROLLOUTS, settings.masks), off_policy)
+    samples += mark_off_policy(golden, off_policy)
+    weights = case.objective.token_weights(samples)
+    rows = [torch.tensor(w.pg + w.kl + w.sft + (w.advantage or ())) for w in weights]
+    moved = case.batch.rollout_logprob_N + torch.linspace(-0.1, 0.1, 13).double()
+    kind, threshold = config.rollout.importance_correction, config.rollout.importance_threshold
+    (corrected,), _ = correct_importance(
+        [replace(case.batch, old_token_logprob_N=moved)], kind, threshold
+    )
+    return [*rows, corrected.pg_weight_N, fused.pg, fused.kl, fused.sft, fused.d_weight]
+
+
+@pytest.mark.parametrize("key", SETTINGS)
+def test_every_setting_has_an_effect_or_is_refused(key):
+    value, beside = SETTINGS[key]
+    dotted = key.replace("__", ".")
+    effects = []
+    for name in OBJECTIVES:
+        try:
+            without = make_config(objective__name=name, **beside)
+            before = computed(without)
+        except ConfigError:
+            continue  # what the setting needs is refused itself
+        try:
+            after = computed(make_config(objective__name=name, **beside, **{key: value}))
+        except ConfigError as refusal:
+            assert dotted.startswith(str(refusal).partition("=")[0])
+            assert "would have no effect" in str(refusal)
+            continue
+        effects.append(name)
+        changed = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+        assert any(changed), f"{dotted} changes nothing of {name}"
+    assert effects
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_defaults_are_never_refused(name):
+    config = make_config(objective__name=name)
+    resolved = config.model_dump(by_alias=True)
+    build_objective(Config.model_validate(resolved), (1,), (2,))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"objective__name": "opdd"}, "expected one of sft, grpo, opd"),
+        ({"teacher": None}, "opd needs a teacher"),
+        ({"objective__name": "grpo", "objective__discount": 0.5}, "objective.discount=0.5 would"),
+        ({"objective__name": "lsm", "objective__advantage__clamp": 0.5}, "advantage.clamp=0.5 wo"),
+        ({"objective__on_policy_fraction": 0.5}, "opd has no use for it"),
+        ({"objective__name": "sft", "aggregation": "token_mean"}, "sft has no rollouts"),
+        ({"objective__name": "sft", "mixture__lambda": 0.1}, "mixture.lambda=0.1 would"),
+        ({"objective__clip": 0.1}, "the ratio is 1 otherwise"),
+        ({"kl__estimator": "k3"}, "kl.estimator=k3 would have no effect: it needs kl"),
+        ({"reference__path": "somewhere"}, "it needs kl.beta > 0"),
+    ],
+)
+def test_settings_without_effect_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        build_objective(make_config(**changes), (1,), (1,))
+
+
+def test_a_new_objective_by_the_recipe(monkeypatch):
+    """CONTRIBUTING, "Add an objective": a definition and one entry, nothing else."""
+
+    def forward_kl(inputs: PolicyInputs) -> torch.Tensor:
+        assert inputs.log_q_NV is not None
+        return kl_divergence(inputs.log_q_NV, inputs.log_p_NV)
+
+    spec = ObjectiveSpec(forward_kl, lambda config: Terms(divergence="forward"), "hidden")
+    monkeypatch.setitem(OBJECTIVES, "forward_kl", spec)
+    case = make_case(make_config(objective__name="forward_kl", kl__beta=0.1), 17, 31, old=True)
+    assert_close(run_fused(case, padding=3), run_reference(case), 1e-10)
+    with pytest.raises(ConfigError, match=r"objective\.top_k=3 would have no effect"):
+        build_objective(make_config(objective__name="forward_kl", objective__top_k=3), (1,), (1,))
