@@ -139,7 +139,8 @@ class LossOutput:
     kl: Tensor  # [] nats
     sft: Tensor  # [] nats
     student_logprob_N: Tensor  # [N] nats, of the stop class; compares with teacher_logprob_N
-    token_logprob_N: Tensor  # [N] nats, of the token; compares with rollouts and reference
+    # [N] nats, of the token, at temperature 1 on golden ones; compares with rollouts and reference
+    token_logprob_N: Tensor
     entropy_N: Tensor  # [N] nats, of the student
     advantage_N: Tensor  # [N] nats, 0 where pg_weight_N is 0
     ratio_clipped_N: Tensor  # [N] bool, the clip bound was active

@@ -16,7 +16,8 @@ class SamplingConfig(Section):
     """How rollouts are sampled."""
 
     temperature: float = Field(default=1.0, gt=0)
-    """Of the rollouts and of every log-probability that the loss compares."""
+    """Of the rollouts and of every log-probability that the loss compares. Golden solutions are
+    trained at temperature 1, whatever this is."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling of the rollouts. Log-probabilities are of the full softmax all the same."""
     max_new_tokens: PositiveInt = 1024

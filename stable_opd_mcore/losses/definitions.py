@@ -63,6 +63,7 @@ def objective_loss(
 ) -> Components:
     """sum_t pg_t term_t + kl_t KL(student || reference)_t - sft_t log pi(y_t) (docs/method.md §2).
 
+    All at the sampling temperature but the last, the likelihood of golden tokens, which is at 1.
     merged_ids: stop ids that are one outcome in every distribution compared (docs/method.md §4).
     """
     temperature = config.sampling.temperature
@@ -86,7 +87,8 @@ def objective_loss(
         kl = (batch.kl_weight_N * kl_divergence(inputs.log_p_NV, log_r_NV)).sum()
     elif config.kl.beta:
         kl = (batch.kl_weight_N * _sampled_kl(inputs)).sum()
-    sft = -(batch.sft_weight_N * token_logprob_N).sum()
+    likelihood_N = student_logits_NV.log_softmax(-1).gather(1, batch.targets_N[:, None])[:, 0]
+    sft = -(batch.sft_weight_N * likelihood_N).sum()
     return Components(pg, kl, sft)
 
 

@@ -47,6 +47,7 @@ from stable_opd_mcore.losses.stop_tokens import (
 )
 from stable_opd_mcore.losses.torch_ops import SparseColumns
 from stable_opd_mcore.losses.vocabulary_sums import (
+    GoldenLikelihood,
     PairStatistics,
     Statistics,
     SupportDivergence,
@@ -202,6 +203,9 @@ class _Evaluation:
         }
         alone = [shard_sums(logits["teacher"], None, scale)] if "teacher" in logits else []
 
+        golden = None
+        if terms.temperature != 1:
+            golden = GoldenLikelihood.of(student_CV, batch.targets_N, batch.sft_weight_N, head)
         # From here on the stop ids are one outcome in all logits, where the terms merge them.
         merged = None
         if terms.merged_ids:
@@ -248,6 +252,7 @@ class _Evaluation:
             teacher_entropy_C=statistics[-1].entropy_C if alone else None,
             support=support,
             merged=merged,
+            golden=golden,
         )
 
 
@@ -267,6 +272,7 @@ class _Block:
     teacher_entropy_C: Tensor | None  # where the teacher's logits are here
     support: SupportDivergence | None
     merged: MergedStops | None  # the stop ids, where they are one outcome in `logits`
+    golden: GoldenLikelihood | None  # where the temperature is not 1
 
     def finish(self, wants_gradient: bool) -> tuple[LossOutput, Tensor | None]:
         """Results per row, not summed, and if wanted d loss / d logits [C, V], written over the
@@ -274,7 +280,11 @@ class _Block:
         """
         target, batch = self.target, self.batch
         policy, kl = self._policy(), self._kl()
-        sft_C = weighted(batch.sft_weight_N, -target.token_logprob_C)
+        token_logprob_C = target.token_logprob_C
+        if self.golden is not None:
+            rows_G, logprob_G = self.golden.rows_G, self.golden.logprob_G
+            token_logprob_C = token_logprob_C.index_copy(0, rows_G, logprob_G)
+        sft_C = weighted(batch.sft_weight_N, -token_logprob_C)
         entropy_C, zero_C = self.student.entropy_C, torch.zeros_like(target.logprob_C)
         if self.merged is not None:
             entropy_C = self.merged.token_entropy(self.student, self.terms.temperature)
@@ -293,7 +303,7 @@ class _Block:
             kl=kl.value_C,
             sft=sft_C,
             student_logprob_N=target.logprob_C,
-            token_logprob_N=target.token_logprob_C,
+            token_logprob_N=token_logprob_C,
             entropy_N=entropy_C,
             advantage_N=given(policy.advantage_C),
             ratio_clipped_N=given(policy.clipped_C).bool(),
@@ -362,7 +372,9 @@ class _Block:
         logits_CV, head, student = self.logits["student"], self.head, self.student.normaliser
         write_gradient_ = operations(logits_CV).write_gradient_
         scale = 1.0 / self.terms.temperature
-        token_C = kl.logprob_gradient_C - self.batch.sft_weight_N
+        token_C = kl.logprob_gradient_C
+        if self.golden is None:
+            token_C = token_C - self.batch.sft_weight_N
         at_target_CJ = self.target.share_CJ * policy.logprob_gradient_C[:, None]
         at_target_CJ[:, 0] += token_C
         logprob_gradient_C = policy.logprob_gradient_C + token_C
@@ -389,4 +401,6 @@ class _Block:
                 scale,
                 head,
             )
+        if self.golden is not None:
+            self.golden.add_gradient_(logits_CV, self.batch.sft_weight_N, head)
         return logits_CV

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stable_opd_mcore.losses import torch_ops
 from stable_opd_mcore.losses.output_head import Head
-from stable_opd_mcore.losses.torch_ops import DenseTerm, Normaliser, ShardSums
+from stable_opd_mcore.losses.torch_ops import DenseTerm, Normaliser, ShardSums, SparseColumns
 
 
 def operations(logits_CV: Tensor) -> ModuleType:
@@ -189,3 +189,45 @@ class SupportDivergence:
         p = log_p.exp()
         value_C = (p * gap_CK).sum(1)
         return cls(ids_CK, value_C, p * (gap_CK - value_C[:, None]))
+
+
+@dataclass(frozen=True)
+class GoldenLikelihood:
+    """Log-probabilities of a block's golden tokens at temperature 1 (docs/method.md §2).
+
+    For losses at another temperature. Holds a copy of the logits of the G golden rows.
+    """
+
+    rows_G: Tensor
+    ids_G1: Tensor
+    logits_GV: Tensor
+    normaliser: Normaliser
+    logprob_G: Tensor
+
+    @classmethod
+    def of(
+        cls, logits_CV: Tensor, targets_C: Tensor, sft_weight_C: Tensor, head: Head
+    ) -> GoldenLikelihood | None:
+        """Of the rows with a weight, from logits without merged columns; None without such rows.
+
+        Collective over head.group.
+        """
+        rows_G = sft_weight_C.nonzero()[:, 0]
+        if len(rows_G) == 0:
+            return None
+        logits_GV, ids_G1 = logits_CV[rows_G], targets_C[rows_G, None]
+        looked_up = [head.gather_columns(logits_GV, ids_G1)]
+        sums = operations(logits_GV).shard_sums(logits_GV, None, 1.0)
+        (statistics,), (target_G1,) = merge_shards([sums], looked_up, head)
+        logprob_G = statistics.normaliser.log_softmax(target_G1)[:, 0]
+        return cls(rows_G, ids_G1, logits_GV, statistics.normaliser, logprob_G)
+
+    def add_gradient_(self, gradient_CV: Tensor, sft_weight_C: Tensor, head: Head) -> None:
+        """Add d(-weight log p) / d logits. Consumes the copied logits."""
+        weight_G = sft_weight_C[self.rows_G]
+        columns_G1, here_G1 = head.local_columns(self.ids_G1)
+        target = SparseColumns(columns_G1.masked_fill(~here_G1, -1), -weight_G[:, None])
+        operations(self.logits_GV).write_gradient_(
+            self.logits_GV, self.normaliser, -weight_G, target, [], 1.0
+        )
+        gradient_CV.index_add_(0, self.rows_G, self.logits_GV)

@@ -112,6 +112,13 @@ def test_equals_definition_exactly_in_float64(variant):
             assert_close(run_fused(case, padding=3), run_reference(case), 1e-10)
 
 
+def test_golden_tokens_are_trained_at_temperature_1():
+    """Whatever the rollouts are sampled at: likelihood at another one is another objective."""
+    sampled_at = [run_fused(case_of("opd", temperature=t)) for t in (1.0, 0.6)]
+    torch.testing.assert_close(sampled_at[0].sft, sampled_at[1].sft)
+    assert abs(sampled_at[0].pg - sampled_at[1].pg) > 0.01
+
+
 @every_variant
 def test_equals_definition_in_fp32(variant):
     for rows, vocab in SIZES:
