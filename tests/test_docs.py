@@ -36,7 +36,9 @@ def test_cited_sections_of_the_method_exist():
     assert sections >= set("1234567")
     assert set(re.findall(r"§(\d+)", method)) - {"N"} <= sections
     for path in TEXTS:
-        assert method_sections((ROOT / path).read_text(encoding="utf-8")) <= sections, path
+        text = (ROOT / path).read_text(encoding="utf-8")
+        assert method_sections(text) <= sections, path
+        assert not re.search(r"METHOD\s+§", text), f"{path} cites a document that is not here"
 
 
 @every_document

@@ -136,7 +136,9 @@ def test_the_ratio_of_a_stop_is_exact_off_policy():
     student = torch.tensor([0.3, -0.5, 0.9, -0.2, 0.4]).double()
     teacher = torch.tensor([-1.0, 0.2, 0.5, 0.1, -0.3]).double()
     mu = (student - 0.8 * stops + torch.tensor([0, 0, 0.1, -0.4, 0.3]).double()).log_softmax(0)
-    objective = build_objective(make_config(objective__clip=100.0), (0, 1), (0, 1))
+    objective = build_objective(
+        make_config(objective__clip=100.0, train__minibatches=2), (0, 1), (0, 1)
+    )
     rows = torch.arange(5)
     log_q = teacher.log_softmax(0)
     drawn = replace(
