@@ -282,8 +282,7 @@ class _Block:
         policy, kl = self._policy(), self._kl()
         token_logprob_C = target.token_logprob_C
         if self.golden is not None:
-            rows_G, logprob_G = self.golden.rows_G, self.golden.logprob_G
-            token_logprob_C = token_logprob_C.index_copy(0, rows_G, logprob_G)
+            token_logprob_C = self.golden.write_into(token_logprob_C)
         sft_C = weighted(batch.sft_weight_N, -token_logprob_C)
         entropy_C, zero_C = self.student.entropy_C, torch.zeros_like(target.logprob_C)
         if self.merged is not None:
@@ -350,18 +349,13 @@ class _Block:
 
     def _kl(self) -> Component:
         """The KL to the reference."""
-        weight_C = self.batch.kl_weight_N
+        weight_C, logprob_C = self.batch.kl_weight_N, self.target.token_logprob_C
         zero_C = torch.zeros_like(self.target.logprob_C)
         if self.terms.reference == "none":
             return Component(zero_C, zero_C)
         if self.terms.reference != "exact":
             assert self.reference_logprob_C is not None
-            return sampled_kl(
-                self.terms.reference,
-                self.batch,
-                self.target.token_logprob_C,
-                self.reference_logprob_C,
-            )
+            return sampled_kl(self.terms.reference, self.batch, logprob_C, self.reference_logprob_C)
         reference = self.compared["reference"]
         term = reference.reverse_term(self.logits["reference"], weight_C)
         kl_C = reference.reverse_kl_C

@@ -222,6 +222,10 @@ class GoldenLikelihood:
         logprob_G = statistics.normaliser.log_softmax(target_G1)[:, 0]
         return cls(rows_G, ids_G1, logits_GV, statistics.normaliser, logprob_G)
 
+    def write_into(self, logprob_C: Tensor) -> Tensor:
+        """A copy of log-probabilities of the block with those of the golden rows replaced."""
+        return logprob_C.index_copy(0, self.rows_G, self.logprob_G)
+
     def add_gradient_(self, gradient_CV: Tensor, sft_weight_C: Tensor, head: Head) -> None:
         """Add d(-weight log p) / d logits. Consumes the copied logits."""
         weight_G = sft_weight_C[self.rows_G]
