@@ -4,7 +4,7 @@
 # Resources: one process per GPU, or one process on a machine without GPUs; RANKS=4 sets another number.
 #   VENV=/path/to/venv   the virtual environment (default: .venv of this repository)
 #   AFTER=FILES DONE=FILE   for a chain of stages: fail unless FILES exist, create FILE on success
-# Ctrl-C ends the run at once. After SIGTERM or SIGUSR1 all ranks save after their step; the same command resumes.
+# After Ctrl-C, SIGTERM or SIGUSR1 all ranks save after their step, and the same command resumes; Ctrl-C twice ends at once.
 # Not here: several nodes (slurm/), server nodes.
 set -euo pipefail
 
