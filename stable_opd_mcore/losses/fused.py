@@ -45,7 +45,7 @@ from stable_opd_mcore.losses.stop_tokens import (
     TargetLogprobs,
     merge_stops_,
 )
-from stable_opd_mcore.losses.torch_ops import SparseColumns
+from stable_opd_mcore.losses.torch_ops import ShardSums, SparseColumns
 from stable_opd_mcore.losses.vocabulary_sums import (
     GoldenLikelihood,
     PairStatistics,
@@ -186,12 +186,42 @@ class _Evaluation:
             return self.heads["student"].top_k(student_CV, self.terms.top_k)[1]
         return None
 
+    def _support(
+        self,
+        ids_CK: Tensor | None,
+        at: Mapping[str, Tensor],
+        merged: MergedStops | None,
+        topk_logprobs_CK: Tensor | None,
+    ) -> SupportDivergence | None:
+        if ids_CK is None:
+            return None
+        exact = {"teacher": topk_logprobs_CK}
+        for name in ("student", "teacher"):
+            if f"{name} support" in at:
+                x, scale = at[f"{name} support"], 1.0 / self.terms.temperature
+                exact[name] = merged.exact(ids_CK, x, name, scale) if merged else x
+        assert exact["student"] is not None and exact["teacher"] is not None
+        return SupportDivergence.of(ids_CK, exact["student"], exact["teacher"])
+
+    def _pair_sums(
+        self, logits: Mapping[str, Tensor], merged: MergedStops | None
+    ) -> list[ShardSums]:
+        """Sums of the student with each model it is compared with, or alone."""
+        student_CV, scale = logits["student"], 1.0 / self.terms.temperature
+        if merged is not None:
+            merged.exclude_(logits, self.heads["student"])
+        pairs = []
+        for name in self.terms.compared_models or (None,):
+            other_CV = None if name is None else logits[name]
+            sums = operations(student_CV).shard_sums(student_CV, other_CV, scale)
+            pairs.append(sums if merged is None else merged.add_to(sums, name, scale))
+        return pairs
+
     def _block(self, hidden_CH: Tensor, batch: MicroBatch) -> _Block:
         """Logits of a block and their sums over the vocabulary."""
         terms, head, scale = self.terms, self.heads["student"], 1.0 / self.terms.temperature
         logits = self._logits(hidden_CH, batch)
         student_CV = logits["student"]
-        shard_sums = operations(student_CV).shard_sums
         columns = {
             name: TargetColumns.of(
                 batch.targets_N, () if name == "reference" else terms.stop_ids, head.vocab_size
@@ -201,7 +231,9 @@ class _Evaluation:
         looked_up = {
             name: head.gather_columns(logits[name], columns[name].ids_CJ) for name in logits
         }
-        alone = [shard_sums(logits["teacher"], None, scale)] if "teacher" in logits else []
+        alone = []
+        if "teacher" in logits:
+            alone = [operations(student_CV).shard_sums(logits["teacher"], None, scale)]
 
         golden = None
         if terms.temperature != 1:
@@ -216,8 +248,7 @@ class _Evaluation:
                 if name in logits:
                     looked_up[f"{name} support"] = head.gather_columns(logits[name], support_ids_CK)
         others = terms.compared_models
-        pairs = [shard_sums(student_CV, logits[name], scale) for name in others]
-        pairs = pairs or [shard_sums(student_CV, None, scale)]
+        pairs = self._pair_sums(logits, merged)
         statistics, whole = merge_shards([*pairs, *alone], list(looked_up.values()), head)
 
         at = {name: x * scale for name, x in zip(looked_up, whole, strict=True)}
@@ -234,11 +265,6 @@ class _Evaluation:
         logprobs = {name: columns[name].logprobs(at[name], normalisers[name]) for name in logits}
         teacher, reference = logprobs.get("teacher"), logprobs.get("reference")
         given, given_reference = batch.teacher or NO_SCORES, batch.reference or NO_SCORES
-        support = None
-        if support_ids_CK is not None:
-            teacher_CK = at.get("teacher support", given.topk_logprobs_NK)
-            assert teacher_CK is not None
-            support = SupportDivergence.of(support_ids_CK, at["student support"], teacher_CK)
         return _Block(
             head=head,
             terms=terms,
@@ -250,7 +276,7 @@ class _Evaluation:
             reference_logprob_C=reference.logprob_C if reference else given_reference.logprob_N,
             teacher_logprob_C=teacher.logprob_C if teacher else given.logprob_N,
             teacher_entropy_C=statistics[-1].entropy_C if alone else None,
-            support=support,
+            support=self._support(support_ids_CK, at, merged, given.topk_logprobs_NK),
             merged=merged,
             golden=golden,
         )
@@ -344,6 +370,7 @@ class _Block:
             terms.jsd_beta,
             1.0 / terms.temperature,
             self.head,
+            self.merged.outcome_here("teacher") if self.merged else None,
         )
         return Component(weighted(batch.pg_weight_N, value_C), zero_C, dense=term)
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.losses.output_head import Head, accumulation_dtype
-from stable_opd_mcore.losses.torch_ops import DenseTerm, Normaliser, SparseColumns
-from stable_opd_mcore.losses.vocabulary_sums import Statistics, operations
+from stable_opd_mcore.losses.output_head import Head
+from stable_opd_mcore.losses.torch_ops import DenseTerm, Normaliser, ShardSums, SparseColumns
+from stable_opd_mcore.losses.vocabulary_sums import Statistics, add_sums, operations
 
 # A logit far below any other, and finite: a probability of 0 times it must be 0 in every sum.
 NEVER = -1e9
@@ -92,11 +92,39 @@ class TargetColumns:
 
 @dataclass(frozen=True)
 class MergedStops:
-    """The merged stop ids of one block. Logits are fp32 or fp64, not divided by temperature."""
+    """The merged stop ids of one block, an outcome whose logits stay in fp32 (fp64 for fp64).
 
-    ids: tuple[int, ...]  # the first holds the merged outcome
-    logit_C1: Mapping[str, Tensor]  # of the outcome, per model, rounded to the logits' dtype
+    In bf16 a logit of 40 is rounded to multiples of 1/4, and the outcome's would shift the
+    normaliser of every token. So its columns are taken out of the sums (`exclude_`), and the
+    outcome joins them as one more column (`add_to`).
+    """
+
+    ids: tuple[int, ...]  # the first stands for the outcome
+    logit_C1: Mapping[str, Tensor]  # of the outcome, per model, not divided by temperature
     share_CJ: Tensor  # the student's probabilities of the ids within the outcome
+    here: bool  # the outcome's column is in this rank's shard
+
+    def exact(self, ids_CK: Tensor, logits_CK: Tensor, name: str, scale: float = 1.0) -> Tensor:
+        """Logits at ids, times scale, with the outcome's in place of its rounded column."""
+        return torch.where(ids_CK == self.ids[0], self.logit_C1[name] * scale, logits_CK)
+
+    def exclude_(self, logits_CV: Mapping[str, Tensor], head: Head) -> None:
+        """Leave the outcome's column out of all sums."""
+        for x in logits_CV.values():
+            _write_columns_(x, self.ids[:1], torch.full_like(self.share_CJ[:, :1], NEVER), head)
+
+    def outcome_here(self, other: str) -> tuple[Tensor, Tensor] | None:
+        """The outcome's logits by the student and another model, on one rank."""
+        return (self.logit_C1["student"], self.logit_C1[other]) if self.here else None
+
+    def add_to(self, sums: ShardSums, other: str | None, scale: float) -> ShardSums:
+        """Sums of the student, and of one other model, with the outcome added on one rank."""
+        if not self.here:
+            return sums
+        student_C1 = self.logit_C1["student"]
+        other_C1 = None if other is None else self.logit_C1[other]
+        outcome = operations(student_C1).shard_sums(student_C1, other_C1, scale)
+        return add_sums(sums, outcome)
 
     def token_entropy(self, student: Statistics, temperature: float) -> Tensor:
         """The student's entropy over tokens [C], from its statistics over merged logits."""
@@ -159,13 +187,13 @@ def merge_stops_(
     apart_MCJ = (whole_MCJ - highest_MC1) * scale
     # The maximum is added last, so a single dominant stop id keeps its logit bit for bit.
     merged_MC1 = highest_MC1 + apart_MCJ.logsumexp(2, keepdim=True) / scale
-    rounded = {}
-    for (name, x), merged_C1 in zip(logits_CV.items(), merged_MC1, strict=True):
+    for x, merged_C1 in zip(logits_CV.values(), merged_MC1, strict=True):
         columns_CJ = torch.full_like(apart_MCJ[0], NEVER)
         columns_CJ[:, :1] = merged_C1
         _write_columns_(x, ids, columns_CJ, head)
-        rounded[name] = merged_C1.to(x.dtype).to(accumulation_dtype(x))
-    return MergedStops(ids, rounded, apart_MCJ[0].softmax(1))
+    here = 0 <= ids[0] - head.vocab_start < head.num_columns
+    per_model = dict(zip(logits_CV, merged_MC1, strict=True))
+    return MergedStops(ids, per_model, apart_MCJ[0].softmax(1), here)
 
 
 def _write_columns_(x_CV: Tensor, ids: tuple[int, ...], values_CJ: Tensor, head: Head) -> None:

@@ -72,24 +72,7 @@ def merge_shards(
     maxima_CP3 = _whole_maxima(pairs, head)
     packed = []
     for index, pair in enumerate(pairs):
-        max_z, max_o, anchor = maxima_CP3[:, index].unbind(1)
-        shift_z = _shift(pair.student_max, max_z)
-        scale_z = shift_z.exp()
-        packed += [
-            pair.student_sum * scale_z,
-            (pair.student_dot + pair.student_sum * shift_z) * scale_z,
-        ]
-        if pair.other_max is not None:
-            assert pair.other_sum is not None and pair.other_gap is not None
-            assert pair.student_gap is not None and pair.anchor is not None
-            shift_o = _shift(pair.other_max, max_o)
-            scale_o, apart = shift_o.exp(), shift_z - shift_o
-            anchored = shift_z + (anchor - pair.anchor)
-            packed += [
-                pair.other_sum * scale_o,
-                (pair.student_gap + pair.student_sum * anchored) * scale_z,
-                (pair.other_gap - pair.other_sum * apart) * scale_o,
-            ]
+        packed += _sums_relative_to(pair, *maxima_CP3[:, index].unbind(1))
     whole = torch.cat([torch.stack(packed, dim=1), *looked_up], dim=1)
     head.reduce_(whole)
     widths = [len(packed), *(part.shape[1] for part in looked_up)]
@@ -100,6 +83,52 @@ def merge_shards(
         count = 2 if pair.other_max is None else 5
         statistics.append(_statistics(maxima_CP3[:, index], [next(sums) for _ in range(count)]))
     return statistics, whole_looked_up
+
+
+def add_sums(first: ShardSums, second: ShardSums) -> ShardSums:
+    """Sums over two sets of columns together; both or neither have another model."""
+    student_max = torch.maximum(first.student_max, second.student_max)
+    other_max = anchor = None
+    if first.other_max is not None and second.other_max is not None:
+        assert first.anchor is not None and second.anchor is not None
+        other_max = torch.maximum(first.other_max, second.other_max)
+        wins = first.student_max >= second.student_max
+        anchor = torch.where(wins, first.anchor, second.anchor)
+    parts = [_sums_relative_to(x, student_max, other_max, anchor) for x in (first, second)]
+    sums = [x + y for x, y in zip(*parts, strict=True)]
+    if other_max is None:
+        return ShardSums(student_max, *sums)
+    student_sum, student_dot, other_sum, student_gap, other_gap = sums
+    return ShardSums(
+        student_max, student_sum, student_dot, other_max, other_sum, student_gap, other_gap, anchor
+    )
+
+
+def _sums_relative_to(
+    pair: ShardSums, max_z: Tensor, max_o: Tensor | None, anchor: Tensor | None
+) -> list[Tensor]:
+    """student_sum, student_dot, and where there is another model other_sum, student_gap and
+    other_gap, relative to larger maxima and another anchor.
+    """
+    shift_z = _shift(pair.student_max, max_z)
+    scale_z = shift_z.exp()
+    sums = [
+        pair.student_sum * scale_z,
+        (pair.student_dot + pair.student_sum * shift_z) * scale_z,
+    ]
+    if pair.other_max is None or max_o is None or anchor is None:
+        return sums
+    assert pair.other_sum is not None and pair.other_gap is not None
+    assert pair.student_gap is not None and pair.anchor is not None
+    shift_o = _shift(pair.other_max, max_o)
+    scale_o, apart = shift_o.exp(), shift_z - shift_o
+    anchored = shift_z + (anchor - pair.anchor)
+    return [
+        *sums,
+        pair.other_sum * scale_o,
+        (pair.student_gap + pair.student_sum * anchored) * scale_z,
+        (pair.other_gap - pair.other_sum * apart) * scale_o,
+    ]
 
 
 def _whole_maxima(pairs: Sequence[ShardSums], head: Head) -> Tensor:
@@ -154,20 +183,23 @@ def dense_divergence(
     beta: float,
     scale: float,
     head: Head,
+    outcome: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, DenseTerm]:
     """Value [C] and gradient term of a full-vocabulary divergence of student and other model.
 
     "reverse" and "forward" are known from the pair's statistics; any other kind takes a second
-    pass and one all-reduce.
+    pass and one all-reduce. `outcome`: [C, 1] logits of both models of one more column.
     """
     if kind == "reverse":
         return pair.reverse_kl_C, pair.reverse_term(other_CV, weight_C)
     if kind == "forward":
         term = DenseTerm(kind, other_CV, pair.other, weight_C, pair.forward_kl_C)
         return pair.forward_kl_C, term
-    sums_C2 = operations(logits_CV).divergence_sums(
-        kind, logits_CV, other_CV, pair.normaliser, pair.other, beta, scale
-    )
+    divergence_sums = operations(logits_CV).divergence_sums
+    normalisers = (pair.normaliser, pair.other)
+    sums_C2 = divergence_sums(kind, logits_CV, other_CV, *normalisers, beta, scale)
+    if outcome is not None:
+        sums_C2 += divergence_sums(kind, *outcome, *normalisers, beta, scale)
     head.reduce_(sums_C2)
     term = DenseTerm(kind, other_CV, pair.other, weight_C, sums_C2[:, 1], beta)
     return torch_ops.divergence_value(kind, sums_C2, beta), term

@@ -68,9 +68,12 @@ def score(
         logprob_N[rows], token_logprob_N[rows] = target.logprob_C, target.token_logprob_C
         entropy_N[rows] = statistics.entropy_C
         if ids_NK is not None and logprobs_NK is not None:
+            merged = None
             if merged_ids:
-                merge_stops_({"scored": logits_CV}, merged_ids, scale, head)
+                merged = merge_stops_({"scored": logits_CV}, merged_ids, scale, head)
             values_CK, ids_NK[rows] = head.top_k(logits_CV, ids_NK.shape[1])
+            if merged is not None:
+                values_CK = merged.exact(ids_NK[rows], values_CK, "scored")
             logprobs_NK[rows] = statistics.normaliser.log_softmax(values_CK * scale)
     return Scores(logprob_N, token_logprob_N, entropy_N, ids_NK, logprobs_NK)
 
