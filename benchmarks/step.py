@@ -9,8 +9,8 @@ them, the reverse KL over the full vocabulary as a token mean, its gradient, one
 the same weights and prompts. "ours, opd" is the method's own objective, from the teacher's
 log-probabilities of the sampled tokens. Case "even": every response runs to 128 tokens. Case
 "tailed": lengths of a log-normal, up to 512, imposed on both by the stop token's logit. Every
-figure is a median over the measured steps of processes that take turns. Not a test: nothing here
-asserts a speed.
+figure is a median over the measured steps of processes that run in turn. Not a test: it asserts no
+speed.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def write_inputs(directory: Path, num_prompts: int) -> None:
 
 
 def settings(work: Work) -> dict[str, Any]:
-    """Our config for this work."""
+    """This project's config for the work."""
     home = Path(work.directory)
     return {
         "run": {"name": "benchmark", "directory": str(home)},
@@ -117,7 +117,7 @@ def settings(work: Work) -> dict[str, Any]:
 
 
 def measure_ours(work: Work) -> Steps:
-    """Time `train_step` in this process."""
+    """Time this project's `train_step` in this process."""
     import torch
 
     from stable_opd_mcore.config.load import parse_config
@@ -139,14 +139,14 @@ def measure_ours(work: Work) -> Steps:
         state = result.state
         if state.step <= work.warmup_steps:
             continue
-        found = {key: metric.value() for key, metric in result.metrics.items()}
+        metrics = result.metrics.values_by_key()
         response_tokens = sum(len(rollout.token_ids) for rollout in result.rollouts)
         steps.add(
-            found["time/rollout"] or 0.0,
-            found["time/score"] or 0.0,
+            metrics["time/rollout"] or 0.0,
+            metrics["time/score"] or 0.0,
             seconds,
             response_tokens,
-            found["loss/total"] or 0.0,
+            metrics["loss/total"] or 0.0,
         )
     steps.peak_mib = resident_mib(peak=True)
     stop_world()
@@ -180,11 +180,11 @@ def in_own_process(work: Work, command: Sequence[str]) -> Steps:
     """Measure in a fresh process.
 
     Raises:
-        SystemExit: it failed; with its last lines.
+        SystemExit: the process failed (with its last lines), or trained on other lengths.
     """
-    found = Path(work.directory) / "found.json"
+    result = Path(work.directory) / "steps.json"
     finished = subprocess.run(
-        [*command, json.dumps(asdict(work)), str(found)],
+        [*command, json.dumps(asdict(work)), str(result)],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": str(work.threads), "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -194,7 +194,7 @@ def in_own_process(work: Work, command: Sequence[str]) -> Steps:
     if finished.returncode:
         lines = finished.stderr.strip().splitlines()[-20:]
         raise SystemExit("\n".join([f"{command} ended with {finished.returncode}", *lines]))
-    steps = Steps(**json.loads(found.read_text()))
+    steps = Steps(**json.loads(result.read_text()))
     if set(steps.response_tokens) != {work.response_tokens}:
         raise SystemExit(
             f"{command} trained on {steps.response_tokens} response tokens a step instead of "
@@ -220,7 +220,7 @@ def merge(runs: Sequence[Steps]) -> dict[str, Any]:
 
 
 def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row per case and system; within a case the systems take turns, the first changes."""
+    """One row per case and system. Within a case the systems run in turn, in alternating order."""
     from rich.console import Console
 
     ours = [sys.executable, "-m", "benchmarks.step", "--measure"]
@@ -232,7 +232,7 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
         write_inputs(Path(scratch), PROMPTS * (1 + options.steps))
         for case in options.cases:
             lengths, budget = lengths_of(case)
-            found: dict[str, list[Steps]] = {name: [] for name in systems}
+            steps_of: dict[str, list[Steps]] = {name: [] for name in systems}
             for turn in range(options.rounds):
                 names = list(systems)[:: 1 if turn % 2 == 0 else -1]
                 for name in names:
@@ -241,8 +241,10 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
                     work = Work(
                         scratch, lengths, budget, 1, options.steps, options.threads, objective
                     )
-                    found[name].append(in_own_process(work, command))
-            rows += [{"case": case, "system": name, **merge(runs)} for name, runs in found.items()]
+                    steps_of[name].append(in_own_process(work, command))
+            rows += [
+                {"case": case, "system": name, **merge(runs)} for name, runs in steps_of.items()
+            ]
     for row in rows:
         trl = [r for r in rows if r["case"] == row["case"] and r["system"] == "TRL"]
         row["times_trl"] = row["tokens_per_second"] / trl[0]["tokens_per_second"] if trl else None
@@ -287,8 +289,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.measure:
         given = json.loads(options.measure[0])
-        found = measure_ours(Work(**given | {"lengths": tuple(given["lengths"])}))
-        Path(options.measure[1]).write_text(json.dumps(asdict(found)))
+        steps = measure_ours(Work(**given | {"lengths": tuple(given["lengths"])}))
+        Path(options.measure[1]).write_text(json.dumps(asdict(steps)))
         return
     rows = run_all(options)
     print_table(rows)

@@ -1,7 +1,7 @@
-"""The work of benchmarks/step.py that both systems are given, and how both are measured.
+"""The work that benchmarks/step.py gives to both systems, and how both are measured.
 
-Read by our process and by TRL's, each in its own environment: the standard library and torch,
-nothing of either system. Not here: models, data and tables (step.py), TRL (trl_step.py).
+Imported by this project's process and by TRL's, each in its own environment, so it uses only the
+standard library and torch. Not here: models, data and tables (step.py), TRL (trl_step.py).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Work:
 
 @dataclass
 class Steps:
-    """What a process found: seconds of every measured step, by phase."""
+    """Measurements of a process: seconds of every measured step, by phase."""
 
     rollout: list[float] = field(default_factory=list)
     score: list[float] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """Steps of TRL's DistillationTrainer, timed by phase; step.py starts it with TRL's own python.
 
-TRL's code runs as it is: the trainer is subclassed to read the clock, and a logits processor holds
-the responses to their lengths. Settings are the fastest for TRL on this work: no gradient
+TRL's code is unchanged: the trainer is subclassed to read the clock, and a logits processor fixes
+the lengths of the responses. Settings are the fastest for TRL on this work: no gradient
 checkpointing (its default), no logging, no saving. Not a command of its own.
 """
 
@@ -93,7 +93,7 @@ class TimedTrainer(DistillationTrainer):
 
 
 class Record(TrainerCallback):
-    """Writes down every measured step at its end."""
+    """Records every measured step at its end."""
 
     def __init__(self, warmup_steps: int) -> None:
         self.warmup_steps = warmup_steps
@@ -166,5 +166,5 @@ def measure(work: Work) -> Steps:
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
-    found = measure(Work(**given | {"lengths": tuple(given["lengths"])}))
-    Path(sys.argv[2]).write_text(json.dumps(asdict(found)))
+    steps = measure(Work(**given | {"lengths": tuple(given["lengths"])}))
+    Path(sys.argv[2]).write_text(json.dumps(asdict(steps)))
