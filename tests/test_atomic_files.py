@@ -1,6 +1,7 @@
 """Files and directories that are whole however their writing ends: killed at every point of it."""
 
 import os
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -57,6 +58,18 @@ def write(directory: Path, text: str) -> None:
 
 def content(directory: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in sorted(directory.iterdir())}
+
+
+def test_a_file_has_the_permissions_of_the_users_umask(tmp_path):
+    before = os.umask(0o077)
+    try:
+        write_atomically(tmp_path / "private", b"x")
+        os.umask(0o002)
+        write_atomically(tmp_path / "shared", b"x")
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("private", "shared")]
+    assert modes == [0o600, 0o664]
 
 
 def test_a_killed_file_is_the_old_or_the_new(tmp_path):

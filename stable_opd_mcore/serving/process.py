@@ -77,7 +77,7 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 0  # 0: any free port
     tensor: int = 1  # tensor-parallel ranks
-    api_key: str | None = None  # None: no key on loopback, a random one elsewhere
+    api_key: str | None = None  # None: a random one
     dummy_weights: bool = True  # random weights; the first publish sends the real ones
     memory_saver: bool = False  # colocated on a GPU: weights and cache can be released
     first_gpu: int = 0
@@ -111,10 +111,8 @@ class SglangServer:
     def __init__(self, options: ServerOptions, log: Path) -> None:
         self.options = options
         self.log = log
-        key = options.api_key
-        if key is None and not is_loopback(options.host):
-            key = secrets.token_urlsafe(24)
-        self.api_key = key
+        # also on loopback, where other users of the machine reach the server
+        self.api_key = options.api_key or secrets.token_urlsafe(24)
         self.port = options.port or free_port(options.host)
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -205,9 +203,7 @@ class SglangServer:
         return arguments + list(options.arguments)
 
     def _environment(self) -> dict[str, str]:
-        environment = gloo_settings(self.options.host)
-        if self.api_key is not None:
-            environment[_KEY_VARIABLE] = self.api_key
+        environment = gloo_settings(self.options.host) | {_KEY_VARIABLE: self.api_key}
         if self.options.device == "cpu":
             environment["PYTHONPATH"] = str(PROGRAM)  # its sgl_kernel and model families
             environment["OMP_NUM_THREADS"] = "1"

@@ -60,7 +60,10 @@ def test_families_arrive_bit_exactly(tmp_path, names):
 
 def _server(directory: Path, fields: dict[str, Any]) -> SglangServer:
     model = write_model_config(read_architecture(fields), directory / "model")
-    options = ServerOptions(python=PYTHON, model=str(model), tensor=2, arguments=SERVER_ARGUMENTS)
+    (directory / "key").write_text("secret\n")
+    options = ServerOptions(
+        python=PYTHON, model=str(model), tensor=2, api_key="secret", arguments=SERVER_ARGUMENTS
+    )
     return SglangServer(options, directory / "server.log")
 
 
@@ -84,6 +87,7 @@ def _publish(world: World, directory: str, name: str, url: str) -> None:
                 "sglang": {
                     "placement": "external",
                     "urls": [url],
+                    "api_key_file": f"{directory}/{name}/key",
                     "sync": METHODS[name],
                     "bucket_mib": 1,
                 },

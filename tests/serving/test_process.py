@@ -20,11 +20,13 @@ def test_a_server_without_an_interpreter_is_refused(tmp_path):
     ("host", "loopback"),
     [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("node7", False)],
 )
-def test_a_server_that_other_machines_reach_has_a_random_key(tmp_path, host, loopback):
+def test_every_server_has_a_random_key(tmp_path, host, loopback):
     assert is_loopback(host) == loopback
     server = SglangServer(ServerOptions("python", "model", host=host, port=1), tmp_path / "log")
-    assert (server.api_key is None) == loopback
+    assert len(server.api_key) >= 32
     assert server.api_key not in server.command_arguments()
+    again = SglangServer(ServerOptions("python", "model", host=host, port=1), tmp_path / "log")
+    assert again.api_key != server.api_key
 
 
 def test_a_server_does_not_inherit_torchruns_rendezvous(tmp_path, monkeypatch):

@@ -1,9 +1,9 @@
 """`stable-opd serve`: servers without a trainer, for runs with rollout.sglang.placement=external.
 
-Starts the servers of the config's rollout.sglang section, prints their addresses when all answer,
-and ends them all after SIGINT or SIGTERM or when one of them dies. Rollout servers start with
-random weights, because the run sends the real ones; a teacher's weights are read from teacher.path.
-The API key is in a file and is never printed. Not here: how one server starts (serving/process.py).
+Starts the servers of the config's rollout.sglang section and prints their addresses, and the file
+of their API key, when all answer. Ends them all after SIGINT or SIGTERM or when one of them dies.
+Rollout servers start with random weights, because the run sends the real ones; a teacher's weights
+are read from teacher.path. Not here: how one server starts (serving/process.py).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,8 +22,8 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.rollout.sglang.build import server_options, write_model_config
-from stable_opd_mcore.serving.api_key import make_api_key
-from stable_opd_mcore.serving.process import SglangServer, is_loopback, require_release
+from stable_opd_mcore.serving.api_key import make_api_key, read_api_key
+from stable_opd_mcore.serving.process import SglangServer, require_release
 
 _POLL_SECONDS = 1.0
 _END_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -36,22 +37,16 @@ def serve(config: Config, *, teacher: bool, tell: Callable[[str], None]) -> None
         tell: prints a line.
 
     Raises:
-        UserError: placement=external, no key where one is needed, no model to serve, or a server
+        UserError: placement=external, an empty key file, no model to serve, or a server
             that does not start or ends.
     """
     sglang = config.rollout.sglang
     if sglang.placement == "external":
         raise ConfigError("serve starts servers: set rollout.sglang.placement=disaggregated")
-    if sglang.api_key_file is not None:
-        make_api_key(Path(sglang.api_key_file))
-    elif not is_loopback(sglang.host):
-        raise ConfigError(
-            f"rollout.sglang.host={sglang.host} can be reached from other machines, so a key is "
-            "needed: set rollout.sglang.api_key_file=FILE, which serve fills with a random key if "
-            "it does not exist, and give the same file to the run"
-        )
     folder = config.run.path / ("teacher" if teacher else "sglang")
     model = _teacher_model(config) if teacher else _student_model(config, folder)
+    key_file = Path(sglang.api_key_file or folder / "api_key")
+    make_api_key(key_file)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for number in _END_SIGNALS:
         signal.signal(number, _end)
@@ -59,6 +54,7 @@ def serve(config: Config, *, teacher: bool, tell: Callable[[str], None]) -> None
         servers = []
         for number in range(sglang.num_servers):
             options = server_options(config, model, number, device, dummy_weights=not teacher)
+            options = replace(options, api_key=read_api_key(key_file))
             server = SglangServer(options, folder / f"server_{number}.log")
             stack.callback(server.stop)
             server.start()
@@ -67,6 +63,7 @@ def serve(config: Config, *, teacher: bool, tell: Callable[[str], None]) -> None
             server.wait_until_healthy()
             if not teacher:
                 require_release(server.client())
+        tell(f"api_key_file: {key_file}")
         tell("urls: " + ",".join(server.url for server in servers))
         while not (dead := [server.log for server in servers if not server.is_running]):
             time.sleep(_POLL_SECONDS)

@@ -15,7 +15,6 @@ EXTERNAL = ("rollout.sglang.placement=external", "rollout.sglang.urls=[http://ho
 @pytest.mark.parametrize(
     ("overrides", "teacher", "message"),
     [
-        (("rollout.sglang.host=0.0.0.0",), False, r"0\.0\.0\.0 .* machines.*api_key_file=FILE"),
         (EXTERNAL, False, r"serve starts servers.*placement=disaggregated"),
         ((), True, r"serve --teacher needs teacher\.path"),  # its weights are drawn at random
     ],
