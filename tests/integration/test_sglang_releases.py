@@ -24,14 +24,21 @@ from stable_opd_mcore.rollout.sglang.transports import (
     TensorTransport,
 )
 from stable_opd_mcore.scoring.megatron import MegatronScorer
-from stable_opd_mcore.serving.client import Completion, Generation, RefusedRequest
+from stable_opd_mcore.serving.client import RefusedRequest, SglangClient
 from stable_opd_mcore.serving.process import (
     OLDEST_RELEASE,
     ServerOptions,
     SglangServer,
     require_release,
 )
-from tests.integration.sglang_tools import ROOT, SERVER_ARGUMENTS, VOCABULARY, architecture
+from stable_opd_mcore.serving.requests import Completion, Generation
+from tests.integration.sglang_tools import (
+    ROOT,
+    SERVER_ARGUMENTS,
+    VOCABULARY,
+    FaultyProxy,
+    architecture,
+)
 
 PYTHON = str(ROOT / ".venv-sglang-old/bin/python")
 needs_old_sglang = pytest.mark.skipif(
@@ -96,6 +103,21 @@ def test_every_transport_reaches_a_release_without_sessions(tmp_path, world, ser
         rollout = torch.tensor([value for completion in drawn for value in completion.logprobs])
         torch.testing.assert_close(scored[0].logprob_N, rollout, atol=1e-4, rtol=0)
     by_group.leave()
+
+    with FaultyProxy(server.url) as proxy:  # it says that the cache is flushed, and does nothing
+        flushed = (200, b"Cache flushed.\n")
+        proxy.fault = lambda path: flushed if path.startswith("/flush_cache") else None
+        behind_proxy = SglangClient(proxy.url, api_key=server.api_key)
+        outcome = publish_weights(
+            chunks,
+            [Target("old", behind_proxy, 2)],
+            files,
+            version=9,
+            label="9",
+            dtype=torch.float32,
+            bucket_bytes=100_000,
+        )
+    assert "tokens of the probe are cached after /flush_cache" in outcome.failed["old"]
 
 
 def request() -> Generation:

@@ -35,17 +35,19 @@ _LOADING_SECONDS = 0.03  # packing a bucket of these tests takes a hundredth of 
 
 @contextlib.contextmanager
 def receiver(
-    fields: dict[str, Any], *, loses: Sequence[str] = (), deaf: bool = False
+    fields: dict[str, Any], *, loses: Sequence[str] = (), fault: str = ""
 ) -> Iterator[str]:
     """Yields its URL.
 
     Args:
         loses: tensors that it receives and drops.
-        deaf: it joins the process group, and refuses every broadcast.
+        fault: "refuses group" or "refuses broadcast", after joining the group; or
+            "keeps cache": it replies that it has flushed the cache, and has not.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, fields, tuple(loses), deaf), daemon=True)
+    arguments = (theirs, fields, tuple(loses), fault)
+    process = context.Process(target=_serve, args=arguments, daemon=True)
     process.start()
     try:
         yield f"http://127.0.0.1:{ours.recv()}"
@@ -54,20 +56,19 @@ def receiver(
         process.join()
 
 
-def _serve(pipe: Connection, fields: dict[str, Any], loses: tuple[str, ...], deaf: bool) -> None:
+def _serve(pipe: Connection, fields: dict[str, Any], loses: tuple[str, ...], fault: str) -> None:
     torch.set_num_threads(1)
-    state = _State(fields, loses, deaf)
+    state = _State(fields, loses, fault)
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        wbufsize = (
-            -1
-        )  # headers and body in one packet; the second packet would wait 40 ms for an ACK
+        wbufsize = -1  # headers and body in one packet: a second one would wait 40 ms for an ACK
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             route = self.path.strip("/").partition("?")[0]
-            content = json.dumps(getattr(state, route)(json.loads(body))).encode()
+            reply = getattr(state, route)(json.loads(body))
+            content = reply.encode() if isinstance(reply, str) else json.dumps(reply).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
@@ -84,13 +85,18 @@ def _serve(pipe: Connection, fields: dict[str, Any], loses: tuple[str, ...], dea
 class _State:
     """One method per route."""
 
-    def __init__(self, fields: dict[str, Any], loses: tuple[str, ...], deaf: bool) -> None:
+    def __init__(self, fields: dict[str, Any], loses: tuple[str, ...], fault: str) -> None:
         self._architecture = read_architecture(fields)
         self._loses = loses
-        self._deaf = deaf
+        self._fault = fault
         self._tensors: dict[str, Tensor] = {}
         self._group: dist.ProcessGroup | None = None
         self._in_session = False
+        self._cached: list[int] = []  # the newest prompt
+
+    def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        cached, self._cached = self._cached, body["input_ids"]
+        return {"meta_info": {"cached_tokens": len(cached) if cached == self._cached else 0}}
 
     def abort_request(self, body: dict[str, Any]) -> None:
         pass
@@ -100,6 +106,8 @@ class _State:
         return {"success": True}
 
     def init_weights_update_group(self, body: dict[str, Any]) -> dict[str, Any]:
+        if self._fault == "refuses group":
+            return {"success": False, "message": "refused"}
         torch_c10d: Any = dist
         new_group: Any = c10d._new_process_group_helper
         size, name, timeout = body["world_size"], body["group_name"], timedelta(seconds=60)
@@ -116,8 +124,8 @@ class _State:
     def update_weights_from_distributed(self, body: dict[str, Any]) -> dict[str, Any]:
         assert self._group is not None
         assert body["load_format"] == "flattened_bucket"
-        if self._deaf:
-            return {"success": False, "message": "deaf"}
+        if self._fault == "refuses broadcast":
+            return {"success": False, "message": "refused"}
         dtypes = [getattr(torch, name) for name in body["dtypes"]]
         described = list(zip(body["names"], dtypes, body["shapes"], strict=True))
         sizes = [torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in described]
@@ -139,8 +147,10 @@ class _State:
         self._in_session = False
         return {"success": True}
 
-    def flush_cache(self, body: dict[str, Any]) -> None:
-        pass
+    def flush_cache(self, body: dict[str, Any]) -> str:
+        if self._fault != "keeps cache":
+            self._cached = []
+        return "Cache flushed.\n"
 
     def weights_checker(self, body: dict[str, Any]) -> dict[str, Any]:
         checksums = ExpectedChecksums(self._architecture, 1, cpu_hash)

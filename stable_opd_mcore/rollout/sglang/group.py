@@ -43,9 +43,39 @@ def _address_towards(urls: Sequence[str]) -> str:
     return next((each for each in addresses if not is_loopback(each)), addresses[0])
 
 
-def join_group(
-    backend: str, listener: socket.socket, world_size: int, name: str, timeout_seconds: float
-) -> dist.ProcessGroup:
+class GroupStore:
+    """The store in which the group's ranks find each other. `close` fails whoever waits for it."""
+
+    def __init__(self, listener: socket.socket, world_size: int, timeout_seconds: float) -> None:
+        self.address = listener.getsockname()[:2]
+        self.world_size = world_size
+        self.timeout = timedelta(seconds=timeout_seconds)
+        torch_c10d: Any = dist
+        self._server: Any = torch_c10d.TCPStore(
+            *self.address,
+            world_size,
+            is_master=True,
+            timeout=self.timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),  # listens on this interface only
+        )
+
+    def close(self) -> None:
+        self._server = None  # ends torch's thread that serves the store
+
+    def client(self) -> Any:
+        """A connection to the store, as the servers' ranks have one each."""
+        torch_c10d: Any = dist
+        return torch_c10d.TCPStore(
+            *self.address,
+            self.world_size,
+            is_master=False,
+            timeout=self.timeout,
+            wait_for_workers=False,
+        )
+
+
+def join_group(backend: str, store: GroupStore, name: str) -> dist.ProcessGroup:
     """Join, as rank 0, a process group whose other ranks are the servers' ranks.
 
     torch has no public call for a group across programs. This does what SGLang does
@@ -53,25 +83,14 @@ def join_group(
     """
     torch_c10d: Any = dist
     new_group: Any = c10d._new_process_group_helper
-    timeout = timedelta(seconds=timeout_seconds)
-    host, port = listener.getsockname()[:2]
-    store = torch_c10d.TCPStore(
-        host,
-        port,
-        world_size,
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # listens on this interface only
-    )
     group, _ = new_group(
-        world_size,
+        store.world_size,
         0,
         [],
         dist.Backend(backend),
-        torch_c10d.PrefixStore(name, store),
+        torch_c10d.PrefixStore(name, store.client()),
         group_name=name,
-        timeout=timeout,
+        timeout=store.timeout,
     )
-    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(store.world_size)}
     return group

@@ -5,7 +5,7 @@ no second copy of the model exists. Order, because a server may die at any point
 
 1. abort requests, begin the update where the release has update sessions
 2. send the buckets; from the first one on the server states the version "incomplete"
-3. end the update, flush the cache, read the checksums back and compare them
+3. end the update, flush the cache and verify that it is empty, compare the checksums
 4. only then stamp the new version
 
 The expected checksums are computed in a second pass over the weights while the servers compute
@@ -33,7 +33,9 @@ from stable_opd_mcore.rollout.sglang.checksums import (
     gpu_hash,
 )
 from stable_opd_mcore.rollout.sglang.transports import Bucket, Buffers, Target, Transport
-from stable_opd_mcore.serving.client import RefusedRequest, ServerFailure, SglangClient
+from stable_opd_mcore.serving.client import ATTEMPTS, RefusedRequest, ServerFailure, SglangClient
+
+_PROBE_TOKENS = 160  # more than a page of any cache
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ def publish_weights(
             for _ in iter_hf_tensors(chunks):
                 pass
         return Outcome((), {}, 0)
-    sessions = begin_all(transport, targets, label)
+    window = architecture_of(chunks).max_positions
+    sessions = begin_all(transport, targets, label, [0] * min(_PROBE_TOKENS, window - 1))
     num_bytes = 0
     for bucket in make_buckets(chunks, dtype, bucket_bytes, transport.buffers):
         transport.send(bucket)
@@ -140,10 +143,12 @@ def _hash_for(chunks: Sequence[Module]) -> Any:
     return gpu_hash if next(chunks[0].parameters()).is_cuda else cpu_hash
 
 
-def begin_all(transport: Transport, targets: Sequence[Target], label: str) -> dict[str, _Session]:
+def begin_all(
+    transport: Transport, targets: Sequence[Target], label: str, probe: Sequence[int]
+) -> dict[str, _Session]:
     """Begin a session on every target, then open the transport to those that did."""
     with ThreadPoolExecutor(max(1, len(targets)), thread_name_prefix="begin") as pool:
-        begun = [pool.submit(_Session, target.client) for target in targets]
+        begun = [pool.submit(_Session, target.client, probe) for target in targets]
     sessions: dict[str, _Session] = {}
     failed: dict[str, str] = {}
     for target, session in zip(targets, begun, strict=True):
@@ -162,10 +167,17 @@ class _Session:
     SGLang 0.5.23 takes updates only between begin and end; 0.5.13 has no such routes.
     """
 
-    def __init__(self, client: SglangClient) -> None:
-        """Abort the requests that still run, whose replies nothing reads, and begin."""
+    def __init__(self, client: SglangClient, probe: Sequence[int]) -> None:
+        """Abort the requests that still run, whose replies nothing reads, and begin.
+
+        Args:
+            probe: a prompt that is put into the cache now; after the flush it must be gone.
+        """
         self._client = client
-        client.call("POST", "/abort_request", {"rid": "", "abort_all": True}, 30.0)
+        self._probe = probe
+        abort = {"rid": "", "abort_all": True}
+        client.call("POST", "/abort_request", abort, 30.0, attempts=ATTEMPTS)
+        client.cached_tokens(probe)
         try:
             self._has_sessions = self._begin()
         except RefusedRequest:  # a failed publish left its session open
@@ -180,9 +192,9 @@ class _Session:
         """
         if self._has_sessions:
             self._client.call("POST", "/end_weight_update", {}, 120.0)
-        # the server waits for up to 5 s until the aborted requests have ended
-        self._client.call("POST", "/flush_cache?timeout=5", {}, 60.0)
-        return self._client.call("POST", "/weights_checker", {"action": "checksum"}, 600.0)
+        self._flush_cache()
+        body = {"action": "checksum"}
+        return self._client.call("POST", "/weights_checker", body, 600.0, attempts=ATTEMPTS)
 
     def stamp(self, answer: Any, expected: Sequence[dict[str, str]], version: int) -> None:
         """Stamp the version on the server if its checksums are the expected ones.
@@ -192,7 +204,7 @@ class _Session:
         """
         self._verify(answer, expected)
         stamp = {"new_version": str(version), "abort_all_requests": False}
-        self._client.call("POST", "/update_weight_version", stamp, 60.0)
+        self._client.call("POST", "/update_weight_version", stamp, 60.0, attempts=ATTEMPTS)
 
     def _begin(self) -> bool:
         try:
@@ -202,6 +214,17 @@ class _Session:
                 raise
             return False
         return True
+
+    def _flush_cache(self) -> None:
+        """Flush and verify that no keys and values of the old weights are left."""
+        # the server waits for up to 5 s until the aborted requests have ended
+        path = "/flush_cache?timeout=5"
+        reply = self._client.call("POST", path, {}, 60.0, attempts=ATTEMPTS)
+        if not str(reply).startswith("Cache flushed"):
+            raise ServerFailure(self._client.url, "garbage", f"/flush_cache: {reply!r}")
+        if cached := self._client.cached_tokens(self._probe):
+            detail = f"{cached} tokens of the probe are cached after /flush_cache"
+            raise ServerFailure(self._client.url, "garbage", detail)
 
     def _verify(self, answer: Any, expected: Sequence[dict[str, str]]) -> None:
         try:

@@ -21,7 +21,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -31,10 +31,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stable_opd_mcore.rollout.sglang.group import join_group, listen
+from stable_opd_mcore.rollout.sglang.group import GroupStore, join_group, listen
 from stable_opd_mcore.serving.client import RefusedRequest, ServerFailure, SglangClient
 
 _POLL_SECONDS = 0.0005
+_GRACE_SECONDS = 5.0
 GROUP_LOST = "the process group is lost"  # begins a failure that another server may have caused
 INCOMPLETE = "incomplete"  # the version that a server states from the first bucket to verification
 
@@ -77,6 +78,7 @@ class Transport:
         self.failed: dict[str, str] = {}
         self.buffers = Buffers()
         self._timeout = timeout_seconds
+        self._grace_seconds: float | None = None  # for other servers after one has failed
         self._targets: list[Target] = []
         self._pending: Pending | None = None
 
@@ -100,7 +102,7 @@ class Transport:
         """Wait until the servers have loaded the last bucket."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.wait()
+            pending.wait(self._grace_seconds)
 
     def post(self, path: str, payload: Callable[[Target], dict[str, Any]]) -> Pending:
         """Send a POST to every target that is alive; `Pending.wait` records failures."""
@@ -134,8 +136,22 @@ class Pending:
         """Whether some request has failed already."""
         return any(future.done() and future.exception() for _, future in self._futures)
 
-    def wait(self) -> None:
+    def wait(self, grace_seconds: float | None = None) -> None:
+        """Wait for all replies and record failures.
+
+        Args:
+            grace_seconds: after a first failure the other replies are waited for so long; then
+                their requests are dropped. None: without limit.
+        """
+        futures = [future for _, future in self._futures]
+        wait(futures, return_when=FIRST_EXCEPTION)
+        if grace_seconds is not None:
+            wait(futures, timeout=grace_seconds)
         for target, future in self._futures:
+            if not future.done():
+                target.client.close()
+                self._transport.fail(target, f"{GROUP_LOST}: another server failed")
+                continue
             try:
                 future.result()
             except (ServerFailure, RefusedRequest) as error:
@@ -164,9 +180,11 @@ class DistributedTransport(Transport):
 
     def __init__(self, timeout_seconds: float, host: str | None, backend: str) -> None:
         super().__init__(timeout_seconds)
+        self._grace_seconds = _GRACE_SECONDS  # without one member no broadcast ends
         self._host = host
         self._backend = backend
         self._group: dist.ProcessGroup | None = None
+        self._store: GroupStore | None = None
         self._label = ""
         self._members: list[tuple[str, SglangClient]] = []
 
@@ -221,10 +239,11 @@ class DistributedTransport(Transport):
         except OSError as error:
             self._break(f"no route to the servers: {error}")
             return
-        host, port = listener.getsockname()
         offsets, world_size = {}, 1
         for target in self._targets:
             offsets[target.name], world_size = world_size, world_size + target.tensor
+        self._store = store = GroupStore(listener, world_size, self._timeout)
+        host, port = store.address
         pending = self.post(
             "/init_weights_update_group",
             lambda target: {
@@ -236,15 +255,21 @@ class DistributedTransport(Transport):
                 "backend": self._backend,
             },
         )
-        try:
-            self._group = join_group(
-                self._backend, listener, world_size, self._label, self._timeout
-            )
-        except (RuntimeError, ValueError) as error:  # torch's DistStoreError is a RuntimeError
-            self._break(f"it did not form: {error}")
-        pending.wait()
-        if self.failed:
-            self._break("it did not form")
+        # joining blocks until all ranks have joined, so a thread does it
+        with ThreadPoolExecutor(1, thread_name_prefix="join") as thread:
+            joined = thread.submit(join_group, self._backend, store, self._label)
+            while not joined.done() and not pending.has_failed():
+                time.sleep(_POLL_SECONDS)
+            if not joined.done():
+                store.close()  # ends the join here and in the servers
+        reason = joined.exception()
+        if reason is None:
+            self._group = joined.result()
+        elif not isinstance(reason, RuntimeError | ValueError):  # torch's are RuntimeErrors
+            raise reason
+        pending.wait(_GRACE_SECONDS)
+        if self.failed or reason is not None:
+            self._break(f"it did not form: {reason or 'a server refused'}")
 
     def _break(self, reason: str) -> None:
         """Fail all targets: a group that lost a member cannot be used, so all are sent again."""
@@ -253,6 +278,9 @@ class DistributedTransport(Transport):
             self.fail(target, f"{GROUP_LOST}: {reason}")
 
     def _destroy(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None
         if self._group is None:
             return
         held, self._group = [self._group], None

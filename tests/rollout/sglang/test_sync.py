@@ -17,6 +17,7 @@ from stable_opd_mcore.models.weights import iter_hf_tensors
 from stable_opd_mcore.rollout.sglang.group import listen
 from stable_opd_mcore.rollout.sglang.sync import make_buckets, publish_weights
 from stable_opd_mcore.rollout.sglang.transports import (
+    GROUP_LOST,
     Buffers,
     DiskTransport,
     DistributedTransport,
@@ -113,13 +114,32 @@ def test_a_missing_tensor_is_named(chunks, tmp_path):
 def test_the_sender_does_not_wait_for_a_server_that_refused_the_broadcast(chunks):
     """gloo's time-out is 60 s here, so a sender that waits for it takes longer than 40 s."""
     transport = DistributedTransport(60.0, None, "gloo")
-    with receiver(FIELDS) as receives, receiver(FIELDS, deaf=True) as refuses:
+    with receiver(FIELDS) as receives, receiver(FIELDS, fault="refuses broadcast") as refuses:
         began = time.monotonic()
         outcome = publish(chunks, transport, [receives, refuses], 0)
         assert time.monotonic() - began < 40
         assert outcome.verified == ()
-        assert outcome.failed["receiver_1"].endswith("deaf")
+        assert outcome.failed["receiver_1"].endswith("refused")
         assert publish(chunks, transport, [receives], 1).verified == ("receiver_0",)
+
+
+def test_the_sender_does_not_wait_for_a_server_that_refused_the_group(chunks):
+    """All members' time-outs are 60 s; the one that joins the group is free again at once."""
+    transport = DistributedTransport(60.0, None, "gloo")
+    with receiver(FIELDS) as joins, receiver(FIELDS, fault="refuses group") as refuses:
+        began = time.monotonic()
+        outcome = publish(chunks, transport, [joins, refuses], 0)
+        assert time.monotonic() - began < 20
+        assert outcome.failed["receiver_1"].endswith("refused")
+        assert GROUP_LOST in outcome.failed["receiver_0"]
+        assert publish(chunks, transport, [joins], 1).verified == ("receiver_0",)
+
+
+def test_a_cache_that_was_not_flushed_fails_the_publish(chunks, tmp_path):
+    with receiver(FIELDS, fault="keeps cache") as url:
+        outcome = publish(chunks, transport_of("tensor", tmp_path), [url], 0)
+    assert outcome.verified == ()
+    assert "160 tokens of the probe are cached after /flush_cache" in outcome.failed["receiver_0"]
 
 
 def test_the_trainer_listens_on_an_address_that_the_servers_reach():
