@@ -186,10 +186,11 @@ class TimedClient(SglangClient):
         path: str,
         payload: Mapping[str, Any] | None = None,
         timeout_seconds: float | None = None,
+        **options: Any,
     ) -> Any:
         began = time.perf_counter()
         try:
-            return super().call(method, path, payload, timeout_seconds)
+            return super().call(method, path, payload, timeout_seconds, **options)
         finally:
             self.spans[path].append((began, time.perf_counter()))
 

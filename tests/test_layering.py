@@ -41,8 +41,7 @@ THIRD_PARTIES = {
     "math_verify": {"evaluation/grading_worker"},
     "plotly": {"monitoring"},
     "sglang": {"serving/sglang_cpu_stand_in"},
-    "httpx": {"serving"},
-    "tenacity": {"serving", "rollout/sglang/sync"},
+    "httpcore": {"serving"},
     "tensorboard": {"monitoring"},
 }
 FILES = sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py")

@@ -45,8 +45,9 @@ class SglangConfig(Section):
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the first server, counted up for the others. 0: any free ports."""
     api_key_file: str | None = None
-    """File with the servers' API key; `stable-opd serve` creates it. `null`: no key on loopback,
-    a random key of the run on any other host."""
+    """File with the servers' API key. `null`: a random key of the run; `stable-opd serve` writes it
+    to `sglang/api_key` (with `--teacher`: `teacher/api_key`) of its run directory. A run with
+    `external` servers names that file, or sends no key."""
     python: str = ".venv-sglang/bin/python"
     """Interpreter of the environment in which SGLang is installed."""
     dtype: Literal["float32", "bfloat16"] | None = None
@@ -62,7 +63,10 @@ class SglangConfig(Section):
     health_interval_seconds: float = Field(default=10.0, gt=0)
     """Time between two health probes. A server that misses two counts as failed."""
     max_restarts: int = Field(default=3, ge=0)
-    """Restarts of the servers of one data-parallel rank, over the run."""
+    """Restarts of the servers of one data-parallel rank within `restart_window_minutes`; one more
+    ends the run."""
+    restart_window_minutes: float = Field(default=60.0, gt=0)
+    """Time over which `max_restarts` counts."""
     sync: Literal["distributed", "tensor", "disk"] = "distributed"
     """How weights travel. `distributed`: broadcast over NCCL or gloo. `tensor`: shared memory of
     one machine. `disk`: safetensors in the run directory, which the servers must see."""

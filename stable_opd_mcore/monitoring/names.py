@@ -103,6 +103,7 @@ _ALL = [
     Name("importance/cut_share", "share of rollout tokens whose ratio was cut or dropped", "share"),
     Name("engine/failure", "failed requests and health checks of rollout servers", ""),
     Name("engine/restart", "rollout servers restarted", ""),
+    Name("engine/retried", "requests repeated after a broken reply", "requests"),
     Name("engine/redrawn", "rollouts requested again after a failure", "responses"),
     Name("engine/stale", "rollouts dropped because their weights were too old", "responses"),
     Name("engine/resent", "times the weights were sent to a server again", ""),

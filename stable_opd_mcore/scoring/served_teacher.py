@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -30,17 +31,13 @@ from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.parallel.world import World, gather_objects
 from stable_opd_mcore.records import MicroBatch, Scores
 from stable_opd_mcore.serving.api_key import read_api_key
-from stable_opd_mcore.serving.client import (
-    Scoring,
-    SequenceScores,
-    ServerFailure,
-    SglangClient,
-)
+from stable_opd_mcore.serving.client import ServerFailure, SglangClient, pause_seconds
+from stable_opd_mcore.serving.requests import Scoring, SequenceScores
 
 _MAX_IN_FLIGHT = 64
-_PAUSE_SECONDS = 2.0
 _SELF_TEST_TOP_K = 8
 _ANY = ""  # the only route of a teacher for all sources
+_log = logging.getLogger("stable_opd_mcore.scoring")
 
 
 class TeacherLost(UserError):
@@ -161,7 +158,7 @@ class ServedTeacher:
             TeacherLost: a replica does not answer.
         """
         top_k = min(_SELF_TEST_TOP_K, self._vocab_size)
-        request = Scoring(tuple(token_ids), 1, self._vocab_size, top_k)
+        request = Scoring(tuple(token_ids), 1, self._vocab_size, top_k, any_top_id=True)
         largest = 0.0
         for route, clients in self._clients.items():
             first: SequenceScores | None = None
@@ -247,17 +244,18 @@ class ServedTeacher:
         self, clients: Sequence[SglangClient], request: Scoring
     ) -> SequenceScores:
         deadline = time.monotonic() + self._patience
-        first = next(self._turn)
-        for attempt in itertools.count(first):
+        turn = next(self._turn)
+        for attempt in itertools.count(1):
             try:
-                return clients[attempt % len(clients)].score(request)
+                return clients[(turn + attempt) % len(clients)].score(request)
             except ServerFailure as failure:
                 if time.monotonic() > deadline:
                     raise TeacherLost(
                         f"no teacher answered for {self._patience:.0f} s; last failure: {failure}"
                     ) from failure
-            if (attempt - first) % len(clients) == len(clients) - 1:
-                time.sleep(_PAUSE_SECONDS)
+                _log.warning("teacher: %s; the request is repeated", failure)
+            if attempt % len(clients) == 0:
+                time.sleep(pause_seconds(attempt // len(clients)))
         raise AssertionError("unreachable")
 
     def _scores(self, batch: MicroBatch, replies: Sequence[SequenceScores]) -> Scores:

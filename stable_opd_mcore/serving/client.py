@@ -8,48 +8,52 @@ restarts, redrawing (rollout/sglang/fleet.py), weights (rollout/sglang/sync.py).
 from __future__ import annotations
 
 import itertools
+import json
+import logging
 import math
-import socket
+import random
+import threading
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
 
-import httpx
-from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
+import httpcore
 
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.serving.connection import TCP_KEEPALIVE, Connection, TooLargeError
+from stable_opd_mcore.serving.requests import (
+    MAX_REPLY_BYTES,
+    Completion,
+    Generation,
+    Scoring,
+    SequenceScores,
+)
 
+ATTEMPTS = 6  # for requests that may be repeated
+_MAX_PAUSE_SECONDS = 2.0
 _ROUNDING = 1e-3  # a log-probability may exceed 0 by this much
-_EXCLUDED_LOGIT_BIAS = -1e9  # gives probability 0; JSON has no infinity
-# Every sampling setting is sent: for those left out, a server may have defaults of its own.
-_PLAIN_SAMPLING = {"top_k": -1, "min_p": 0.0, "min_new_tokens": 0, "repetition_penalty": 1.0}
-_PLAIN_SAMPLING |= {"frequency_penalty": 0.0, "presence_penalty": 0.0}
 _RETRYABLE_STATUSES = (408, 429)  # request time-out, too many requests
 _PLAIN_TEXT = ("/flush_cache", "/abort_request", "/freeze_gc")  # routes that reply with a sentence
-_CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-SILENCE_SECONDS = 30  # until a machine whose kernel sends no TCP packets counts as unreachable
-_TCP_KEEPALIVE = (
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_SECONDS // 3),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE_SECONDS // 6),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_SECONDS * 1000),
-)
+_log = logging.getLogger("stable_opd_mcore.serving")
+
+
+def pause_seconds(attempt: int) -> float:
+    """The pause after the failed attempt number `attempt`, from 1: doubling, with jitter."""
+    return min(_MAX_PAUSE_SECONDS, 0.1 * 2**attempt) * random.uniform(0.5, 1.0)
 
 
 class ServerFailure(RuntimeError):
-    """A request failed. `kind`: unreachable, timeout, status, garbage or aborted."""
+    """A request failed. `kind`: unreachable, timeout, status, garbage or aborted.
 
-    def __init__(self, url: str, kind: str, detail: str) -> None:
+    `transient`: the server may fulfil the same request when it is repeated.
+    """
+
+    def __init__(self, url: str, kind: str, detail: str, *, transient: bool = False) -> None:
         super().__init__(f"{url}: {kind}: {detail}")
         self.url = url
         self.kind = kind
         self.detail = detail
-
-
-class _Transient(ServerFailure):
-    """A failure that a repeated request may not meet."""
+        self.transient = transient
 
 
 class RefusedRequest(UserError):
@@ -60,154 +64,52 @@ class RefusedRequest(UserError):
         self.status = status
 
 
-@dataclass(frozen=True)
-class Completion:
-    """One drawn response."""
-
-    token_ids: tuple[int, ...]  # with its stop token
-    logprobs: tuple[float, ...]  # per token, full softmax at the sampling temperature
-    finish_reason: str  # "stop" or "length"
-    weight_versions: tuple[str, ...]  # in order; several if the weights changed during the response
-    cached_tokens: int  # prompt tokens that the server's prefix cache held
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A request for several responses to one prompt."""
-
-    token_ids: tuple[int, ...]
-    num_samples: int
-    temperature: float
-    top_p: float
-    max_new_tokens: int
-    stop_token_ids: tuple[int, ...]
-    vocab_size: int  # no id at or above it is sent or accepted
-    padded_vocab_size: int = 0  # rows of the served model; those from vocab_size on are not drawn
-
-    def payload(self) -> dict[str, Any]:
-        """The body of /generate.
-
-        Raises:
-            UserError: an id is outside the vocabulary, which would crash the server.
-        """
-        require_in_vocabulary(self.token_ids, self.vocab_size)
-        padding = range(self.vocab_size, self.padded_vocab_size)
-        return {
-            "input_ids": [list(self.token_ids)],
-            "sampling_params": {
-                # applied before the softmax, so log-probabilities exclude the padding rows
-                "logit_bias": {str(token): _EXCLUDED_LOGIT_BIAS for token in padding} or None,
-                "n": self.num_samples,
-                "temperature": self.temperature,
-                "top_p": self.top_p,
-                **_PLAIN_SAMPLING,
-                "max_new_tokens": self.max_new_tokens,
-                "stop_token_ids": list(self.stop_token_ids),
-                "ignore_eos": True,  # only stop_token_ids end a response
-                "skip_special_tokens": False,
-            },
-            "return_logprob": True,
-        }
-
-
-@dataclass(frozen=True)
-class Scoring:
-    """A request for the log-probabilities of a given sequence."""
-
-    token_ids: tuple[int, ...]
-    start: int  # first token to score, at least 1
-    vocab_size: int
-    top_k: int = 0
-    extra_ids: tuple[int, ...] = ()  # also score these ids at every position
-
-    def payload(self) -> dict[str, Any]:
-        """The body of /generate.
-
-        Raises:
-            UserError: an id is outside the vocabulary, which would crash the server.
-        """
-        assert self.start >= 1, "nothing predicts a sequence's first token"
-        require_in_vocabulary(self.token_ids, self.vocab_size)
-        return {
-            "input_ids": list(self.token_ids),
-            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-            "return_logprob": True,
-            "logprob_start_len": self.start - 1,  # the reply's first entry has no log-probability
-            "top_logprobs_num": self.top_k,
-            "token_ids_logprob": list(self.extra_ids) or None,
-        }
-
-
-@dataclass(frozen=True)
-class SequenceScores:
-    """Log-probabilities at temperature 1, one entry per scored token; lists not requested are
-    empty."""
-
-    logprobs: tuple[float, ...]
-    top_ids: tuple[tuple[int, ...], ...]  # most probable first
-    top_logprobs: tuple[tuple[float, ...], ...]
-    extra_logprobs: tuple[tuple[float, ...], ...]  # in the order of extra_ids
-
-
-def require_in_vocabulary(token_ids: Sequence[int], vocab_size: int) -> None:
-    """Refuse ids that would crash SGLang's scheduler.
-
-    Raises:
-        UserError: an id is outside [0, vocab_size).
-    """
-    outside = next((token for token in token_ids if not 0 <= token < vocab_size), None)
-    if outside is not None:
-        raise UserError(
-            f"token id {outside} is outside the server's vocabulary of {vocab_size}: not sent; "
-            "the tokenizer belongs to another model"
-        )
-
-
 class SglangClient:
-    """Requests to one server. A machine that sends no packet for SILENCE_SECONDS is unreachable,
-    whatever the request's own time-out."""
+    """Requests to one server, each over a connection of its own.
+
+    SGLang closes idle connections after 5 s, and a request sent at that moment is lost, so none is
+    kept. A machine that sends no packet for SILENCE_SECONDS is unreachable, whatever the request's
+    own time-out.
+    """
 
     def __init__(
         self, url: str, *, api_key: str | None = None, request_timeout_seconds: float = 600.0
     ) -> None:
         self.url = url.rstrip("/")
         self.api_key = api_key
+        self.is_closed = False
         self._timeout = request_timeout_seconds
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        timeout = httpx.Timeout(request_timeout_seconds, connect=10.0, pool=None)
-        transport = httpx.HTTPTransport(
-            limits=_CONNECTIONS, trust_env=False, socket_options=_TCP_KEEPALIVE
-        )
-        self._http = httpx.Client(
-            base_url=self.url,
-            headers=headers,
-            timeout=timeout,
-            transport=transport,
-            trust_env=False,
-        )
-        self._streams: WeakSet[Any] = WeakSet()  # httpcore's, of the connections
+        self._headers = {
+            "Content-Type": "application/json",
+            "Accept-Encoding": "identity",  # a compressed reply could be of any size
+            "Connection": "close",
+        }
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._connections: set[Connection] = set()
+        self._lock = threading.Lock()
 
     def copy(self) -> SglangClient:
-        """The same address over new connections."""
+        """A new client of the same server."""
         return SglangClient(self.url, api_key=self.api_key, request_timeout_seconds=self._timeout)
 
     def close(self) -> None:
-        """Drop every connection; requests in flight fail at once as unreachable."""
-        for stream in list(self._streams):
-            with suppress(OSError):  # already closed
-                stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
-        self._http.close()
+        """Send no more requests; those in flight fail at once as unreachable."""
+        with self._lock:
+            self.is_closed = True
+            for connection in self._connections:
+                connection.shutdown()
 
     def is_healthy(self, timeout_seconds: float = 20.0) -> bool:
         """Whether the server's scheduler answers; SGLang draws one token for it, in a second."""
         try:
-            return self._send("GET", "/health", None, timeout_seconds).status_code == 200
+            return self._send("GET", "/health", None, timeout_seconds, MAX_REPLY_BYTES)[0] == 200
         except ServerFailure:
             return False
 
     def weight_version(self) -> str:
         """The version of the last publish; "default" before the first."""
-        return str(self.call("GET", "/model_info").get("weight_version"))
+        return str(self.call("GET", "/model_info", attempts=ATTEMPTS).get("weight_version"))
 
     def release(self) -> str:
         """SGLang's version, e.g. "0.5.23"."""
@@ -218,35 +120,34 @@ class SglangClient:
         return int(self._server_info("tp_size"))
 
     def _server_info(self, key: str) -> Any:
-        reply = self.call("GET", "/server_info", timeout_seconds=30.0)
+        reply = self.call("GET", "/server_info", timeout_seconds=30.0, attempts=ATTEMPTS)
         if not isinstance(reply, dict) or not isinstance(reply.get(key), str | int):
             raise self._garbage(f"/server_info states no {key}")
         return reply[key]
 
-    def generate(self, request: Generation, attempts: int = 2) -> list[Completion]:
+    def generate(self, request: Generation) -> list[Completion]:
         """`num_samples` responses to one prompt, which is computed once for all of them.
-
-        After a 5xx or an unusable reply the request is repeated, up to `attempts` times in all.
 
         Raises:
             ServerFailure: no usable reply.
             RefusedRequest: the server refuses the request.
         """
-        payload = request.payload()
-        retrying = Retrying(
-            retry=retry_if_exception_type(_Transient),
-            stop=stop_after_attempt(attempts),
-            wait=wait_exponential_jitter(initial=0.2, max=2.0),
-            reraise=True,
-        )
-        return retrying(self._generate_once, request, payload)
-
-    def _generate_once(self, request: Generation, payload: dict[str, Any]) -> list[Completion]:
-        reply = self.call("POST", "/generate", payload)
+        body, max_bytes = request.payload(), request.max_reply_bytes
+        reply = self.call("POST", "/generate", body, max_bytes=max_bytes)
         responses = reply if isinstance(reply, list) else [reply]
         if len(responses) != request.num_samples:
             raise self._garbage(f"{len(responses)} responses, requested {request.num_samples}")
         return [self._completion(response, request) for response in responses]
+
+    def cached_tokens(self, token_ids: Sequence[int]) -> int:
+        """How many of a prompt's tokens the prefix cache holds; afterwards it holds them all."""
+        sampling = {"max_new_tokens": 0, "temperature": 0.0}
+        body = {"input_ids": list(token_ids), "sampling_params": sampling}
+        reply = self.call("POST", "/generate", body, 60.0, attempts=ATTEMPTS)
+        try:
+            return _whole_number(reply["meta_info"]["cached_tokens"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._garbage(f"no cached_tokens: {error!r}") from error
 
     def score(self, request: Scoring) -> SequenceScores:
         """The served model's scores of a sequence's tokens from `start` on, at temperature 1.
@@ -255,14 +156,15 @@ class SglangClient:
             ServerFailure, RefusedRequest: as for `generate`.
             UserError: an id is outside the vocabulary; nothing is sent.
         """
-        reply = self.call("POST", "/generate", request.payload())
+        body, max_bytes = request.payload(), request.max_reply_bytes
+        reply = self.call("POST", "/generate", body, max_bytes=max_bytes)
         try:
             meta = reply["meta_info"]
             entries = meta["input_token_logprobs"][1:]
             logprobs = tuple(float(value) for value, _, _ in entries)
             ids = tuple(token for _, token, _ in entries)
             tops = meta["input_top_logprobs"][1:] if request.top_k else []
-            top_ids = tuple(tuple(int(token) for _, token, _ in row) for row in tops)
+            top_ids = tuple(tuple(_whole_number(token) for _, token, _ in row) for row in tops)
             top_logprobs = tuple(tuple(float(value) for value, _, _ in row) for row in tops)
             extra = meta["input_token_ids_logprobs"][1:] if request.extra_ids else []
             extra_logprobs = tuple(tuple(float(value) for value, _, _ in row) for row in extra)
@@ -284,6 +186,9 @@ class SglangClient:
         ):
             if width and [len(row) for row in rows] != [width] * len(sent_ids):
                 raise self._garbage(f"not {len(sent_ids)} lists of {width} entries")
+        highest = math.inf if request.any_top_id else last
+        if not all(0 <= token <= highest for token in itertools.chain(*top_ids)):
+            raise self._garbage(f"a top token is outside the vocabulary of {request.vocab_size}")
         if not _are_logprobs([*logprobs, *itertools.chain(*top_logprobs, *extra_logprobs)]):
             raise self._garbage("a score is not a log-probability")
         return SequenceScores(logprobs, top_ids, top_logprobs, extra_logprobs)
@@ -294,24 +199,55 @@ class SglangClient:
         path: str,
         payload: Mapping[str, Any] | None = None,
         timeout_seconds: float | None = None,
+        *,
+        max_bytes: int = MAX_REPLY_BYTES,
+        attempts: int = 1,
     ) -> Any:
-        """Send one request and return its JSON reply; None if the reply is empty or plain text.
+        """Send one request and return its JSON reply; a sentence is returned as str, "" as None.
+
+        Args:
+            timeout_seconds: of the whole request; None: `request_timeout_seconds`.
+            max_bytes: a longer reply is refused.
+            attempts: how often the request is sent if it fails in a transient way; more than one
+                only for requests that may be repeated.
 
         Raises:
-            ServerFailure: unreachable, too late, 5xx, 408 or 429, or not JSON.
+            ServerFailure: unreachable, too late, 5xx, 408 or 429, too long, or not JSON.
             RefusedRequest: any other 4xx.
         """
-        response = self._send(method, path, payload, timeout_seconds)
-        if response.status_code >= 500 or response.status_code in _RETRYABLE_STATUSES:
-            raise _Transient(self.url, "status", f"{path}: HTTP {response.status_code}")
-        if response.status_code >= 400:
-            raise RefusedRequest(self.url, path, response.status_code, response.text[:500])
-        if path.partition("?")[0] in _PLAIN_TEXT or not response.content:
+        for attempt in range(1, attempts):
+            try:
+                return self._call(method, path, payload, timeout_seconds, max_bytes)
+            except ServerFailure as failure:
+                if not failure.transient:
+                    raise
+                _log.warning("%s; attempt %d of %d", failure, attempt, attempts)
+                time.sleep(pause_seconds(attempt))
+        return self._call(method, path, payload, timeout_seconds, max_bytes)
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        payload: Mapping[str, Any] | None,
+        timeout_seconds: float | None,
+        max_bytes: int,
+    ) -> Any:
+        status, content = self._send(method, path, payload, timeout_seconds, max_bytes)
+        if status >= 500 or status in _RETRYABLE_STATUSES:
+            raise ServerFailure(self.url, "status", f"{path}: HTTP {status}", transient=True)
+        if status >= 400:
+            detail = content[:500].decode(errors="replace")
+            raise RefusedRequest(self.url, path, status, detail)
+        if path.partition("?")[0] in _PLAIN_TEXT:
+            return content.decode(errors="replace")
+        if not content:
             return None
         try:
-            return response.json()
-        except ValueError as error:
-            raise self._garbage(f"{path}: not JSON: {response.text[:80]!r}") from error
+            return json.loads(content, parse_constant=_finite, parse_float=_finite)
+        except (ValueError, RecursionError) as error:
+            detail = f"{path}: not JSON ({type(error).__name__}): {content[:80]!r}"
+            raise self._garbage(detail) from error
 
     def _send(
         self,
@@ -319,21 +255,34 @@ class SglangClient:
         path: str,
         payload: Mapping[str, Any] | None,
         timeout_seconds: float | None,
-    ) -> httpx.Response:
-        timeout = httpx.USE_CLIENT_DEFAULT if timeout_seconds is None else timeout_seconds
+        max_bytes: int,
+    ) -> tuple[int, bytes]:
+        """Status and content of the reply."""
+        connection = Connection(timeout_seconds or self._timeout, max_bytes)
+        with self._lock:
+            if self.is_closed:
+                raise ServerFailure(self.url, "unreachable", f"{path}: the client is closed")
+            self._connections.add(connection)
         try:
-            return self._http.request(
-                method, path, json=payload, timeout=timeout, extensions={"trace": self._on_event}
-            )
-        except httpx.TimeoutException as error:
+            content = None if payload is None else json.dumps(payload, allow_nan=False).encode()
+            url, headers = httpcore.URL(self.url + path), list(self._headers.items())
+            with httpcore.HTTPConnection(
+                url.origin, network_backend=connection, socket_options=TCP_KEEPALIVE
+            ) as http:
+                response = http.request(method, url, headers=headers, content=content)
+            return response.status, response.content
+        except httpcore.TimeoutException as error:
             raise ServerFailure(self.url, "timeout", f"{path}: {type(error).__name__}") from error
-        except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: closed while in flight
-            raise ServerFailure(self.url, "unreachable", f"{path}: {error!r}") from error
-
-    def _on_event(self, event: str, info: Mapping[str, Any]) -> None:
-        """httpcore calls it at every step of a request; it keeps new connections' sockets."""
-        if event == "connection.connect_tcp.complete":
-            self._streams.add(info["return_value"])
+        except TooLargeError as error:
+            detail = f"{path}: more than {max_bytes} bytes"
+            raise ServerFailure(self.url, "garbage", detail) from error
+        except (httpcore.NetworkError, httpcore.ProtocolError) as error:
+            broken = not isinstance(error, httpcore.ConnectError) and not self.is_closed
+            detail = f"{path}: {error!r}"
+            raise ServerFailure(self.url, "unreachable", detail, transient=broken) from error
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
 
     def _completion(self, response: Any, request: Generation) -> Completion:
         try:
@@ -341,13 +290,13 @@ class SglangClient:
             finish = meta["finish_reason"]["type"]
             if finish == "abort":
                 raise ServerFailure(self.url, "aborted", str(meta["finish_reason"].get("message")))
-            ids = tuple(int(token) for token in response["output_ids"])
+            ids = tuple(_whole_number(token) for token in response["output_ids"])
             drawn = meta["output_token_logprobs"]
             logprobs = tuple(float(value) for value, _, _ in drawn)
             scored_ids = tuple(token for _, token, _ in drawn)
             spans = meta.get("weight_versions") or [{"version": meta["weight_version"]}]
             versions = tuple(str(span["version"]) for span in spans)
-            cached = int(meta.get("cached_tokens") or 0)
+            cached = _whole_number(meta.get("cached_tokens") or 0)
             if ids and ids[-1] in request.stop_token_ids:
                 finish = "stop"  # SGLang states "length" for a stop token at max_new_tokens
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -358,7 +307,7 @@ class SglangClient:
         return Completion(ids, logprobs, finish, versions, cached)
 
     def _garbage(self, detail: str) -> ServerFailure:
-        return _Transient(self.url, "garbage", detail)
+        return ServerFailure(self.url, "garbage", detail, transient=True)
 
 
 def _defect(
@@ -388,3 +337,17 @@ def _defect(
 
 def _are_logprobs(values: Sequence[float]) -> bool:
     return all(math.isfinite(value) and value <= _ROUNDING for value in values)
+
+
+def _whole_number(value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{value!r} is not a whole number")
+    return value
+
+
+def _finite(text: str) -> float:
+    """A number of a JSON text; refuses NaN, Infinity and what overflows to it."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
+    return value

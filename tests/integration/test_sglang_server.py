@@ -31,8 +31,9 @@ from stable_opd_mcore.rollout.sglang.events import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.scoring.served_teacher import ServedTeacher, TeacherLost
-from stable_opd_mcore.serving.client import Generation, RefusedRequest, Scoring, SglangClient
+from stable_opd_mcore.serving.client import RefusedRequest, SglangClient
 from stable_opd_mcore.serving.process import ServerOptions, SglangServer
+from stable_opd_mcore.serving.requests import Generation, Scoring
 from tests.integration.sglang_tools import (
     PYTHON,
     SERVER_ARGUMENTS,

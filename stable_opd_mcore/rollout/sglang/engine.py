@@ -17,7 +17,6 @@ Not here: one rank's requests (fleet.py), one publish (sync.py), the transfer of
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,8 +34,9 @@ from stable_opd_mcore.rollout.sglang.events import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
 from stable_opd_mcore.rollout.sglang.records import Decode, request_for, rollouts_of
 from stable_opd_mcore.rollout.sglang.sync import publish_weights
-from stable_opd_mcore.rollout.sglang.transports import GROUP_LOST, Target, Transport
-from stable_opd_mcore.serving.client import Completion, Generation, SglangClient
+from stable_opd_mcore.rollout.sglang.transports import Target, Transport
+from stable_opd_mcore.serving.client import SglangClient
+from stable_opd_mcore.serving.requests import Completion, Generation
 
 _MAX_ROUNDS = 5  # of drawing, and of sparing servers whose process group another server broke
 _MAX_ATTEMPTS = 8  # at one publish; external servers have no restarts that could run out
@@ -138,20 +138,7 @@ class SglangEngine:
         held = self._held.pop(step, {})
         answers = self._take_ahead(prompts, sampling, step)
         drawn_here = [i for i, prompt in enumerate(prompts) if (prompt.prompt_id, 0) not in held]
-        for _ in range(_MAX_ROUNDS):
-            missing = [i for i in drawn_here if answers[i] is None]
-            if self._fleet is not None and missing:
-                accept = self._accept(self._config.rollout.max_staleness)
-                drawn = self._fleet.draw([requests[i] for i in missing], accept)
-                for i, answer in zip(missing, drawn, strict=True):
-                    answers[i] = answer
-                missing = [i for i in missing if answers[i] is None]
-            if not any(gather_objects(bool(missing) and self._fleet is not None)):
-                break
-            self._send_weights(resent=True)
-            self._raise_if_lost()
-        else:
-            raise EngineLost(f"no usable rollouts after {_MAX_ROUNDS} rounds; {_SEE_LOGS}")
+        self._draw_missing(requests, answers, drawn_here)
         rollouts: list[Rollout] = []  # only leaders have any
         if self._fleet is not None:
             rollouts = [
@@ -163,6 +150,35 @@ class SglangEngine:
             if self._is_colocated:
                 self._fleet.release_memory()
         return broadcast_object(rollouts, self._world.model_group)
+
+    def _draw_missing(
+        self,
+        requests: Sequence[Generation],
+        answers: list[list[Completion] | None],
+        drawn_here: Sequence[int],
+    ) -> None:
+        """Draw the answers that are None, of the requests `drawn_here`. Collective.
+
+        Raises:
+            EngineLost: as `generate`.
+        """
+        rounds = 0  # without a usable response although no server is being restarted
+        while True:
+            missing = [i for i in drawn_here if answers[i] is None]
+            if self._fleet is not None and missing:
+                accept = self._accept(self._config.rollout.max_staleness)
+                drawn = self._fleet.draw([requests[i] for i in missing], accept)
+                for i, answer in zip(missing, drawn, strict=True):
+                    answers[i] = answer
+                missing = [i for i in missing if answers[i] is None]
+            if not any(gather_objects(bool(missing) and self._fleet is not None)):
+                return
+            if self._fleet is not None and missing and not self._fleet.is_restarting:
+                rounds += 1
+                if rounds == _MAX_ROUNDS:
+                    self._fleet.lose(f"no usable rollouts after {rounds} rounds")
+            self._send_weights(resent=True)
+            self._raise_if_lost()
 
     def prefetch(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> None:
         """Start drawing `step`'s rollouts from the current weights; `generate` collects them.
@@ -275,7 +291,8 @@ class SglangEngine:
 
     def _send_weights(self, *, resent: bool) -> None:
         """Send until every server has the weights or some fleet is lost. Collective."""
-        for attempt in itertools.count():
+        attempt = 0  # only those that no restart of this run's servers pays for
+        while True:
             if self._fleet is not None:
                 self._fleet.await_restarts()
             targets = [s for s in self._statuses() if s.state == "needs_weights"]
@@ -287,7 +304,9 @@ class SglangEngine:
             if self._fleet is not None and failures and attempt == _MAX_ATTEMPTS:
                 self._fleet.lose(f"weights did not arrive {attempt + 1} times: {failures[0]}")
             elif self._fleet is not None:
-                self._apply(self._fleet, outcome, resent or attempt > 0, attempt < _MAX_ROUNDS)
+                self._apply(self._fleet, outcome, resent, attempt < _MAX_ROUNDS)
+            resent = True
+            attempt += not any(gather_objects(self._fleet and self._fleet.is_restarting))
 
     def _send_to(self, statuses: Sequence[_Status]) -> dict[str, str | None]:
         """Per server, why it does not have the weights; None if it has. The same on every rank."""
@@ -314,8 +333,8 @@ class SglangEngine:
         """Update the fleet's members after sending.
 
         Args:
-            spare_healthy: a healthy server whose group another server broke is sent the weights
-                again; else it is restarted like any that failed.
+            spare_healthy: send a server that is healthy the weights again, because the fault may
+                be another server's or the network's; else restart it.
         """
         version = f"version {self.weight_version}"
         for member in fleet.members:
@@ -327,14 +346,14 @@ class SglangEngine:
                 self._events.add("published", member.name, version)
                 if resent:
                     self._events.add("resent", member.name, version)
-            elif spare_healthy and GROUP_LOST in reason and member.client.is_healthy(15.0):
+            elif spare_healthy and any(member.client.is_healthy(15.0) for _ in range(2)):
                 self._events.add("failure", member.name, f"weights did not arrive: {reason}")
             else:
                 fleet.fail(member, f"weights did not arrive: {reason}")
 
     def _client(self, address: tuple[str, str | None, int]) -> SglangClient:
         """Rank 0's own client of a server; a new one after each failure of the server."""
-        if address not in self._clients:
+        if address not in self._clients or self._clients[address].is_closed:
             url, api_key, _ = address
             self._clients[address] = SglangClient(url, api_key=api_key)
         return self._clients[address]

@@ -19,13 +19,14 @@ from stable_opd_mcore.metrics import Metrics, Sum
 Event = Literal[
     "failure",  # a server failed
     "restart",  # a server of this run was ended and started again
+    "retried",  # requests repeated to the same server after a transient failure
     "redrawn",  # responses drawn again after a failure
     "stale",  # responses from too old weights, dropped and drawn again
     "resent",  # weights sent again outside the usual publish
     "published",  # weights sent and verified
     "lost",  # the fleet cannot go on
 ]
-_COUNTED: tuple[Event, ...] = ("failure", "restart", "redrawn", "stale", "resent")
+_COUNTED: tuple[Event, ...] = ("failure", "restart", "retried", "redrawn", "stale", "resent")
 _log = logging.getLogger("stable_opd_mcore.rollout.sglang")
 
 

@@ -11,6 +11,7 @@ States of a member: restarting -> needs_weights -> ready -> failed -> restarting
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import Counter, deque
@@ -21,11 +22,11 @@ from dataclasses import dataclass
 from stable_opd_mcore.config.rollouts import SglangConfig
 from stable_opd_mcore.rollout.sglang.events import EventLog
 from stable_opd_mcore.serving.client import (
-    Completion,
-    Generation,
+    ATTEMPTS,
     RefusedRequest,
     ServerFailure,
     SglangClient,
+    pause_seconds,
 )
 from stable_opd_mcore.serving.process import (
     ServerStartError,
@@ -33,6 +34,7 @@ from stable_opd_mcore.serving.process import (
     UnsupportedRelease,
     require_release,
 )
+from stable_opd_mcore.serving.requests import Completion, Generation
 
 _MAX_IN_FLIGHT = 256  # per server, which batches and queues them itself
 _MAX_MISSED_PROBES = 2
@@ -80,12 +82,18 @@ class Fleet:
         self.lost: str | None = None  # why the fleet cannot go on
         self._events = events
         self._settings = settings
-        self._restarts_left = settings.max_restarts
+        self._restarts: deque[float] = deque()  # when, in monotonic seconds, the oldest first
         self._stop_requested = stop_requested
         self._progress = progress
         self._redrawn: Counter[str] = Counter()  # responses to draw again, by the failed member
+        self._retried: Counter[str] = Counter()  # requests repeated to the same member
         self._watcher: threading.Thread | None = None  # of the newest draw
         self._lock = threading.RLock()
+
+    @property
+    def is_restarting(self) -> bool:
+        """Whether a server of this run is being restarted; `max_restarts` bounds how often."""
+        return any(m.state == "restarting" and m.server is not None for m in self.members)
 
     def start(self) -> None:
         """Start this run's servers, all at once, and wait for every member."""
@@ -131,7 +139,12 @@ class Fleet:
             done.set()  # the watcher is not joined: a probe takes a second
             for name, count in self._redrawn.items():
                 self._events.add("redrawn", name, f"{count} responses after a failure", count)
+            for name, count in self._retried.items():
+                if count > 1:
+                    detail = f"{count} requests were repeated in all"
+                    self._events.add("retried", name, detail, count - 1)
             self._redrawn.clear()
+            self._retried.clear()
         return answers
 
     def fail(self, member: Member, reason: str) -> None:
@@ -147,11 +160,15 @@ class Fleet:
             member.reconnect()
             if member.server is None:
                 member.state = "restarting"  # an external server: wait until it answers again
-            elif self._restarts_left > 0:
+            elif self._may_restart():
                 self._restart(member, member.server)
             else:
                 member.server.kill()
-                self.lose(f"{member.name} failed and max_restarts is used up ({reason})")
+                self.lose(
+                    f"{member.name} failed and max_restarts is used up: "
+                    f"{self._settings.max_restarts} in {self._settings.restart_window_minutes:g} "
+                    f"minutes ({reason})"
+                )
 
     def lose(self, reason: str) -> None:
         """Declare that the fleet cannot go on."""
@@ -213,7 +230,7 @@ class Fleet:
             with self._lock:
                 self._events.add("failure", member.name, f"did not start: {error}")
                 hopeless = isinstance(error, UnsupportedRelease) or self._stop_requested()
-                if member.server is not None and self._restarts_left > 0 and not hopeless:
+                if member.server is not None and self._may_restart() and not hopeless:
                     self._restart(member, member.server)
                 else:
                     self.lose(f"{member.name} does not start: {error}")
@@ -232,10 +249,19 @@ class Fleet:
                 raise ServerStartError(f"no answer from {url} in {timeout:.0f} s")
             time.sleep(1.0)
 
+    def _may_restart(self) -> bool:
+        """Whether fewer than max_restarts restarts lie in the window that ends now."""
+        begin = time.monotonic() - 60 * self._settings.restart_window_minutes
+        while self._restarts and self._restarts[0] < begin:
+            self._restarts.popleft()
+        return len(self._restarts) < self._settings.max_restarts
+
     def _restart(self, member: Member, server: SglangServer) -> None:
         server.kill()
-        self._restarts_left -= 1
-        self._events.add("restart", member.name, f"{self._restarts_left} restarts left")
+        self._restarts.append(time.monotonic())
+        detail = f"{len(self._restarts)} of {self._settings.max_restarts}"
+        minutes = f"{self._settings.restart_window_minutes:g} minutes"
+        self._events.add("restart", member.name, f"{detail} in {minutes}")
         server.start()
         member.state = "restarting"
 
@@ -255,10 +281,7 @@ class Fleet:
                 index = waiting.popleft()
                 member.in_flight += 1
             try:
-                answer = member.client.generate(requests[index])
-            except ServerFailure as failure:
-                self.fail(member, f"{failure.kind}: {failure.detail}")
-                answer = None
+                answer = self._generate(member, requests[index])
             finally:
                 with self._lock:
                     member.in_flight -= 1
@@ -270,6 +293,29 @@ class Fleet:
                 waiting.append(index)
                 if answer is None:
                     self._redrawn[member.name] += requests[index].num_samples
+
+    def _generate(self, member: Member, request: Generation) -> list[Completion] | None:
+        """The member's responses; after transient failures the request is repeated, then it fails.
+
+        A member whose reply stays unusable is taken out of use.
+        """
+        client = member.client
+        for attempt in itertools.count(1):
+            try:
+                return client.generate(request)
+            except ServerFailure as failure:
+                reason = f"{failure.kind}: {failure.detail}"
+                if client is not member.client:
+                    return None  # the member failed meanwhile, so this request had to fail
+                if attempt == ATTEMPTS or not failure.transient:
+                    self.fail(member, reason)
+                    return None
+                with self._lock:
+                    self._retried[member.name] += 1
+                    if self._retried[member.name] == 1:
+                        self._events.add("retried", member.name, reason)
+                time.sleep(pause_seconds(attempt))
+        raise AssertionError("unreachable")
 
     def _least_loaded(self) -> Member | None:
         ready = [member for member in self.members if member.state == "ready"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.rollout.engine import Sampling
-from stable_opd_mcore.serving.client import Completion, Generation
+from stable_opd_mcore.serving.requests import Completion, Generation
 
 Decode = Callable[[Sequence[int]], str]
 

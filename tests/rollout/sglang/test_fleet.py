@@ -1,15 +1,30 @@
 """How long a fleet waits for servers that do not answer; tests/integration has real servers."""
 
 import itertools
+import json
+import time
 from pathlib import Path
 
 import pytest
 
+import stable_opd_mcore.rollout.sglang.fleet as fleet_module
 from stable_opd_mcore.config.rollouts import SglangConfig
 from stable_opd_mcore.rollout.sglang.events import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
-from stable_opd_mcore.serving.client import Completion, Generation
+from stable_opd_mcore.serving.client import SglangClient
 from stable_opd_mcore.serving.process import ServerOptions, SglangServer, free_port
+from stable_opd_mcore.serving.requests import Completion, Generation
+from tests.serving.http_server import http_server
+
+RESPONSE = {
+    "output_ids": [2],
+    "meta_info": {
+        "finish_reason": {"type": "stop"},
+        "output_token_logprobs": [[-0.5, 2, None]],
+        "weight_version": "0",
+        "cached_tokens": 0,
+    },
+}
 
 
 def absent_external(directory: Path) -> Member:
@@ -67,3 +82,57 @@ def test_a_requested_stop_ends_waiting_for_a_server(member, tmp_path):
     server = fleet.members[0].server
     assert server is None or not server.is_running
     fleet.stop()
+
+
+def test_restarts_are_counted_in_a_window_of_time(tmp_path):
+    """Two failures further apart than the window, then one at once after the second."""
+    member = silent_owned(tmp_path)
+    settings = SglangConfig(max_restarts=1, restart_window_minutes=0.5 / 60)
+    fleet = Fleet([member], EventLog(tmp_path / "events.jsonl"), settings)
+    fleet.fail(member_in_use(member), "first")
+    time.sleep(0.6)
+    fleet.fail(member_in_use(member), "second")
+    assert fleet.lost is None
+    fleet.fail(member_in_use(member), "third")
+    assert (
+        fleet.lost == "server_0 failed and max_restarts is used up: 1 in 0.00833333 minutes (third)"
+    )
+    fleet.stop()
+
+
+def member_in_use(member: Member) -> Member:
+    member.state = "ready"
+    return member
+
+
+def request() -> Generation:
+    return Generation((1, 2), 1, 1.0, 1.0, 1, (2,), 5)
+
+
+def test_broken_replies_are_repeated_and_counted(tmp_path):
+    """A third of the replies is broken in some way; every request is answered once."""
+    broken = itertools.cycle([(500, b""), (200, b"<html>"), (200, b'{"output_ids": [1e999]}')])
+    number = itertools.count()
+
+    def reply(path: str) -> tuple[int, bytes]:
+        return next(broken) if next(number) % 3 == 0 else (200, json.dumps(RESPONSE).encode())
+
+    events = EventLog(tmp_path / "events.jsonl")
+    with http_server(reply) as url:
+        member = Member("server_0", SglangClient(url), None, state="ready")
+        fleet = Fleet([member], events, SglangConfig(max_restarts=0))
+        answers = fleet.draw([request()] * 6, lambda *_: True)
+    assert [completion.token_ids for answer in answers for completion in answer or ()] == [(2,)] * 6
+    assert member.state == "ready"
+    assert events.take_metrics()["engine/retried"].value() >= 2
+
+
+def test_a_server_whose_replies_stay_broken_is_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(fleet_module, "pause_seconds", lambda attempt: 0.0)
+    events = EventLog(tmp_path / "events.jsonl")
+    with http_server(lambda path: (502, b"")) as url:
+        member = Member("server_0", SglangClient(url), None, state="ready")
+        fleet = Fleet([member], events, SglangConfig(max_restarts=0))
+        assert fleet.draw([request()], lambda *_: True) == [None]
+    assert member.state == "restarting"
+    assert "HTTP 502" in (tmp_path / "events.jsonl").read_text()

@@ -1,0 +1,132 @@
+"""What a client sends to SGLang's /generate, and what it returns: plain records.
+
+Not here: sending and checking replies (client.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stable_opd_mcore.errors import UserError
+
+_EXCLUDED_LOGIT_BIAS = -1e9  # gives probability 0; JSON has no infinity
+# Every sampling setting is sent: for those left out, a server may have defaults of its own.
+_PLAIN_SAMPLING = {"top_k": -1, "min_p": 0.0, "min_new_tokens": 0, "repetition_penalty": 1.0}
+_PLAIN_SAMPLING |= {"frequency_penalty": 0.0, "presence_penalty": 0.0}
+MAX_REPLY_BYTES = 32 * 1024**2  # of routes other than /generate
+_BYTES_PER_ENTRY = 256  # of a reply, per token and listed log-probability; SGLang sends up to 60
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One drawn response."""
+
+    token_ids: tuple[int, ...]  # with its stop token
+    logprobs: tuple[float, ...]  # per token, full softmax at the sampling temperature
+    finish_reason: str  # "stop" or "length"
+    weight_versions: tuple[str, ...]  # in order; several if the weights changed during the response
+    cached_tokens: int  # prompt tokens that the server's prefix cache held
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A request for several responses to one prompt."""
+
+    token_ids: tuple[int, ...]
+    num_samples: int
+    temperature: float
+    top_p: float
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+    vocab_size: int  # no id at or above it is sent or accepted
+    padded_vocab_size: int = 0  # rows of the served model; those from vocab_size on are not drawn
+
+    @property
+    def max_reply_bytes(self) -> int:
+        return MAX_REPLY_BYTES + _BYTES_PER_ENTRY * self.num_samples * self.max_new_tokens
+
+    def payload(self) -> dict[str, Any]:
+        """The body of /generate.
+
+        Raises:
+            UserError: an id is outside the vocabulary, which would crash the server.
+        """
+        require_in_vocabulary(self.token_ids, self.vocab_size)
+        padding = range(self.vocab_size, self.padded_vocab_size)
+        return {
+            "input_ids": [list(self.token_ids)],
+            "sampling_params": {
+                # applied before the softmax, so log-probabilities exclude the padding rows
+                "logit_bias": {str(token): _EXCLUDED_LOGIT_BIAS for token in padding} or None,
+                "n": self.num_samples,
+                "temperature": self.temperature,
+                "top_p": self.top_p,
+                **_PLAIN_SAMPLING,
+                "max_new_tokens": self.max_new_tokens,
+                "stop_token_ids": list(self.stop_token_ids),
+                "ignore_eos": True,  # only stop_token_ids end a response
+                "skip_special_tokens": False,
+            },
+            "return_logprob": True,
+        }
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """A request for the log-probabilities of a given sequence."""
+
+    token_ids: tuple[int, ...]
+    start: int  # first token to score, at least 1
+    vocab_size: int
+    top_k: int = 0
+    extra_ids: tuple[int, ...] = ()  # also score these ids at every position
+    any_top_id: bool = False  # accept ids of padding rows in the top-K lists
+
+    @property
+    def max_reply_bytes(self) -> int:
+        entries = 1 + self.top_k + len(self.extra_ids)
+        return MAX_REPLY_BYTES + _BYTES_PER_ENTRY * len(self.token_ids) * entries
+
+    def payload(self) -> dict[str, Any]:
+        """The body of /generate.
+
+        Raises:
+            UserError: an id is outside the vocabulary, which would crash the server.
+        """
+        assert self.start >= 1, "nothing predicts a sequence's first token"
+        require_in_vocabulary(self.token_ids, self.vocab_size)
+        return {
+            "input_ids": list(self.token_ids),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": self.start - 1,  # the reply's first entry has no log-probability
+            "top_logprobs_num": self.top_k,
+            "token_ids_logprob": list(self.extra_ids) or None,
+        }
+
+
+@dataclass(frozen=True)
+class SequenceScores:
+    """Log-probabilities at temperature 1, one entry per scored token; lists not requested are
+    empty."""
+
+    logprobs: tuple[float, ...]
+    top_ids: tuple[tuple[int, ...], ...]  # most probable first
+    top_logprobs: tuple[tuple[float, ...], ...]
+    extra_logprobs: tuple[tuple[float, ...], ...]  # in the order of extra_ids
+
+
+def require_in_vocabulary(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse ids that would crash SGLang's scheduler.
+
+    Raises:
+        UserError: an id is outside [0, vocab_size).
+    """
+    outside = next((token for token in token_ids if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        raise UserError(
+            f"token id {outside} is outside the server's vocabulary of {vocab_size}: not sent; "
+            "the tokenizer belongs to another model"
+        )
