@@ -1,23 +1,23 @@
-"""Seconds and bytes a second of each way of weight sync, beside what it rides on, in one run.
+"""Seconds and bytes per second of each transport of weights, compared with plain copies.
 
     python benchmarks/sync.py [--sglang-python .venv-sglang/bin/python] [--hidden 1024 --layers 16]
 
 One real SGLang server on this machine's CPU takes the weights of a random Qwen2 in fp32 from this
-process. Methods and wires take turns, in another order every round, and the first round, in which
-process groups form and memory is first touched, is left out. The wires carry the same bytes in as
-large buckets between memory that was used before, and nothing else goes on:
+process. Transports and plain copies ("wires") alternate, in another order every round. The first
+round, in which process groups form and memory is first touched, is left out. The wires copy the
+same bytes in buckets of the same size between memory that was used before:
 
     broadcast   of one process' whole weights into another's, over gloo; CPU is both processes'
     one buffer  the same, but from one bucket's memory into one bucket's, again and again
     memory      the weights copied into shared memory and out of it
     files       written and read back
 
-"publish" is the whole of it as the trainer waits for it, "verify" its last part: both sides'
-checksums, compared. "rest" is what the ratios are of: sessions, gathering, packing, sending,
-loading, flush, version. "SGLang" is the part of the rest inside its update requests, as HTTP sees
-them; for `disk` that is the server's own loading and nothing of ours. Not a measure of GPUs.
+"publish" is the time that the trainer waits, "verify" its last part, in which both sides compute
+checksums. "rest" is the difference: sessions, gathering, packing, sending, loading, flush, version;
+the ratios are of it. "SGLang" is the part of the rest inside update requests; for `disk` it is the
+server's own loading only. Not a measure of GPUs.
 
-All of it goes over loopback. With --gbit-per-second trainer and server, and the broadcast's two
+All traffic goes over loopback. With --gbit-per-second trainer and server, and the broadcast's two
 processes, are on hosts of their own (network namespaces, as root) joined by a link of that rate,
 which HTTP crosses too; memory and files, the wires of `tensor` and `disk`, are left out then.
 """
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace, other: Host | None) -> None:
-    """Wires and methods in turn, and the report."""
+    """Measure wires and transports in turn and print the report."""
     architecture = read_architecture(fields(arguments))
     world = start_world(ParallelConfig(), seed=0)
     chunks = build_model(architecture, world, precision="fp32", trainable=False, seed=0)
@@ -141,7 +141,7 @@ def measure(arguments: argparse.Namespace, other: Host | None) -> None:
 
 @contextlib.contextmanager
 def another_host(gbit_per_second: float | None) -> Iterator[Host | None]:
-    """Where the server is, None: here, too. Without a rate there is no network to cross."""
+    """Yields the server's host; None without a rate: this machine."""
     if gbit_per_second is None:
         yield None
         return
@@ -153,7 +153,7 @@ def another_host(gbit_per_second: float | None) -> Iterator[Host | None]:
 
 
 def started_on(other: Host | None) -> contextlib.AbstractContextManager[None]:
-    """What is started in here is on the other host, if there is one."""
+    """Processes started in this context run on the other host, if there is one."""
     return contextlib.nullcontext() if other is None else on(other)
 
 
@@ -174,7 +174,7 @@ def fields(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 class TimedClient(SglangClient):
-    """Notes when each request began and ended."""
+    """Records when each request began and ended."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         super().__init__(url, api_key=api_key)
@@ -195,7 +195,7 @@ class TimedClient(SglangClient):
             self.spans[path].append((began, time.perf_counter()))
 
     def seconds(self, prefix: str) -> float:
-        """Spent in the requests whose path begins so."""
+        """The time of the requests whose path begins with `prefix`."""
         spans = [
             span for path, each in self.spans.items() if path.startswith(prefix) for span in each
         ]
@@ -203,7 +203,7 @@ class TimedClient(SglangClient):
 
 
 def publish(chunks, client: TimedClient, transport: Transport, bucket_bytes: int):
-    """One publish, verified; its parts in seconds."""
+    """Publish once; returns the seconds of its parts."""
     version = next(VERSIONS)
     client.spans.clear()
     began = time.perf_counter()
@@ -231,7 +231,7 @@ def publish(chunks, client: TimedClient, transport: Transport, bucket_bytes: int
 
 
 class BroadcastWire:
-    """Two processes of a gloo group that broadcast when told to, and block otherwise."""
+    """Two processes of a gloo group that broadcast on request."""
 
     def __init__(self, num_bytes: int, bucket_bytes: int, store: Path, other: Host | None) -> None:
         self._arguments = num_bytes, bucket_bytes, str(store)
@@ -252,7 +252,7 @@ class BroadcastWire:
         return self
 
     def seconds(self, memory: str) -> dict[str, float]:
-        """Until the other process has it all, and of both processes' CPU time."""
+        """Seconds until the other process has all bytes, and the CPU time of both processes."""
         for pipe in self._pipes:
             pipe.send(memory)
         seconds, cpu = zip(*(pipe.recv() for pipe in self._pipes), strict=True)
@@ -315,7 +315,7 @@ def file_wire(num_bytes: int, bucket_bytes: int, folder: Path) -> Callable[[], d
 
 
 def report(rows: Rows, num_bytes: int) -> None:
-    """Two tables: medians, and of every figure its smallest, for what else the machine did."""
+    """Print two tables: the median and the smallest of every figure."""
     mib = num_bytes / 2**20
     rounds = len(rows["broadcast"]) - 1
     load = os.getloadavg()[0]

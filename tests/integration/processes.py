@@ -1,4 +1,4 @@
-"""What runs on this machine, for tests that look for processes they did not start themselves."""
+"""The processes of this machine, for tests that look for processes of others."""
 
 from collections.abc import Iterator
 
@@ -6,6 +6,6 @@ import psutil
 
 
 def running() -> Iterator[tuple[int, list[str], dict[str, str]]]:
-    """(pid, command line, environment) of every process that lets itself be looked at."""
+    """(pid, command line, environment) of every process that may be read."""
     for process in psutil.process_iter(["cmdline", "environ"]):
         yield process.pid, process.info["cmdline"] or [], process.info["environ"] or {}

@@ -1,8 +1,7 @@
-"""What the tests with real SGLang servers share: where the servers' venv is, tiny models, training
-runs and `stable-opd serve` as processes, and a proxy that lets a real server fail.
+"""Tools of the tests with real SGLang servers: tiny models, training runs and `stable-opd serve` as
+processes, and a proxy that injects faults.
 
-No server is faked: without the venv (`make sglang`) these tests are skipped and say so; under CI
-they fail.
+Without the servers' venv (`make sglang`) these tests are skipped; under CI they fail.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ needs_sglang = pytest.mark.skipif(
 )
 VOCABULARY = 128
 SERVER_ARGUMENTS = ("--max-total-tokens", "8192")
-LARGER = (  # eight buckets of weights, so that a sync has a middle
+LARGER = (  # eight buckets of weights, so that a server can be killed during a sync
     "student.architecture.hidden_size=128",
     "student.architecture.intermediate_size=1024",
     "student.architecture.num_hidden_layers=4",
@@ -41,7 +40,7 @@ LARGER = (  # eight buckets of weights, so that a sync has a middle
 
 
 def architecture(model_type: str = "qwen2", *, tied: bool = True, **changes: Any) -> dict[str, Any]:
-    """config.json's fields of a model of two small layers."""
+    """The fields of config.json of a model of two small layers."""
     return {
         "model_type": model_type,
         "vocab_size": VOCABULARY,
@@ -59,7 +58,7 @@ def architecture(model_type: str = "qwen2", *, tied: bool = True, **changes: Any
 
 
 def wait_until(condition: Callable[[], Any], what: str, seconds: float = 300.0) -> Any:
-    """What `condition` returns as soon as it is true; looked at every millisecond or so."""
+    """Poll `condition` every millisecond; returns its first true value."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, f"{what}: not within {seconds:.0f} s"
@@ -71,7 +70,7 @@ def wait_until(condition: Callable[[], Any], what: str, seconds: float = 300.0) 
 
 
 class Process:
-    """A command of ours that writes into a file; ended, by force if need be, at the with's end."""
+    """A command that writes into a file; ended when the `with` block ends."""
 
     def __init__(self, command: list[str], output: Path) -> None:
         self.output = output
@@ -105,7 +104,7 @@ class Process:
         return self._process.wait(seconds)
 
     def wait_until(self, condition: Callable[[], Any], what: str) -> Any:
-        """As `wait_until`, and no longer than the process lives."""
+        """As `wait_until`, but fails when the process ends."""
 
         def alive_and_true() -> Any:
             value = condition()
@@ -115,7 +114,7 @@ class Process:
         return wait_until(alive_and_true, what)
 
     def end(self) -> int:
-        """SIGTERM, and the exit status it leaves with."""
+        """Send SIGTERM; returns the exit status."""
         self._process.send_signal(signal.SIGTERM)
         return self._process.wait(60)
 
@@ -126,7 +125,7 @@ class Process:
 
 
 def train(directory: Path, name: str, *overrides: str, ranks: int = 1) -> Path:
-    """Train to the end; the run directory."""
+    """Train to the end; returns the run directory."""
     command = training_command(directory, name, *overrides, ranks=ranks)
     with Process(command, directory / f"{name}.output") as process:
         assert process.wait() == 0, process.text[-3000:]
@@ -147,21 +146,21 @@ def training_command(directory: Path, name: str, *overrides: str, ranks: int = 1
 
 
 def serve(directory: Path, name: str, *overrides: str, at: Host | None = None) -> Process:
-    """`stable-opd serve configs/smoke_cpu.yaml`, here or on a host of its own; see `urls_of`."""
+    """Start `stable-opd serve configs/smoke_cpu.yaml`, here or on the host `at`."""
     command = [sys.executable, "-m", "stable_opd_mcore", "serve", *_settings(directory, name)]
     command += overrides
     return Process(command if at is None else at.command(*command), directory / f"{name}.output")
 
 
 def urls_of(served: Process) -> list[str]:
-    """Addresses, as soon as all its servers answer."""
+    """The servers' addresses, when all of them answer."""
     served.wait_until(lambda: "urls: " in served.text and served.text.endswith("\n"), "urls")
     line = next(line for line in served.text.splitlines() if line.startswith("urls: "))
     return line.removeprefix("urls: ").split(",")
 
 
 def external(*urls: str) -> tuple[str, str]:
-    """The overrides of a run over servers that somebody else started."""
+    """The overrides of a run over external servers."""
     return "rollout.sglang.placement=external", f"rollout.sglang.urls=[{','.join(urls)}]"
 
 
@@ -177,38 +176,38 @@ def _settings(directory: Path, name: str) -> list[str]:
 
 
 def group_lives(group: int) -> bool:
-    """Whether a process of the group runs; one that ended and waits to be reaped does not."""
+    """Whether a process of the group runs; zombies do not count."""
     return any(int(fields[2]) == group and fields[0] != "Z" for _, fields in _processes())
 
 
 def servers_of(owner: int) -> list[int]:
     """The process groups of the servers that `owner` started, the oldest first."""
-    found = []
+    groups = []
     for pid, fields in _processes():
         if int(fields[1]) != owner:
             continue
         try:
             arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except OSError:
-            continue  # it ended while we looked
+            continue  # it has ended meanwhile
         if any(part.endswith(b"serve.py") for part in arguments):
-            found.append(pid)
-    return sorted(found)
+            groups.append(pid)
+    return sorted(groups)
 
 
 def _processes() -> list[tuple[int, list[str]]]:
     """(pid, [state, parent, group]) of every process."""
-    found = []
+    processes = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = entry.read_text().rpartition(")")[2].split()[:3]
         except OSError:
-            continue  # it ended while we looked
-        found.append((int(entry.parent.name), fields))
-    return found
+            continue  # it has ended meanwhile
+        processes.append((int(entry.parent.name), fields))
+    return processes
 
 
-# ---- what a run leaves behind
+# ---- files of a run
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
@@ -219,12 +218,12 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 def events(run: Path) -> list[dict[str, Any]]:
-    """What the engine logged of its servers."""
+    """The events of the run's servers."""
     return [json.loads(line) for line in (run / "sglang/events.jsonl").read_text().splitlines()]
 
 
 def new_line(log: Path, text: str) -> Callable[[], bool]:
-    """Whether a server has logged `text` since this was called."""
+    """A function that returns whether the log has had `text` since this call."""
     start = log.stat().st_size
 
     def seen() -> bool:
@@ -236,7 +235,7 @@ def new_line(log: Path, text: str) -> Callable[[], bool]:
 
 
 def rollouts(run: Path, step: int) -> list[dict[str, Any]]:
-    """What a step was trained on."""
+    """The rollouts of a step."""
     lines = (run / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
@@ -245,8 +244,8 @@ def rollouts(run: Path, step: int) -> list[dict[str, Any]]:
 
 
 class FaultyProxy:
-    """Forwards to a real server; `fault(path)` may answer instead, or `change` what comes back
-    from /generate.
+    """Forwards to a real server; `fault(path)` may reply instead, and `change` alters the replies
+    of /generate.
     """
 
     def __init__(self, target: str) -> None:

@@ -1,6 +1,4 @@
-"""Weights from TP2 x PP2 trainers into SGLang servers of two ranks, bit for bit, for every
-family.
-"""
+"""Weights of every family from TP2 x PP2 trainers to SGLang servers of two ranks, bit for bit."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -41,7 +39,7 @@ METHODS = dict(zip(FAMILIES, ("distributed", "disk", "distributed", "disk"), str
 
 @pytest.mark.parametrize("names", [("qwen2_tied", "qwen2_untied"), ("qwen3", "llama")])
 def test_families_arrive_bit_exactly(tmp_path, names):
-    """A publish that is not bit-exact fails; this one is done twice, with other weights."""
+    """Two publishes with different weights; one that is not bit-exact fails."""
     with ExitStack() as stack:
         servers = [_server(tmp_path / name, FAMILIES[name]) for name in names]
         for server in servers:  # all at once, for starting one takes a while

@@ -1,4 +1,4 @@
-"""Training runs whose servers, started by the run itself, are killed and stopped under it."""
+"""Training runs whose own servers are killed and stopped."""
 
 import os
 import signal
@@ -24,8 +24,9 @@ STEPS = 6
 
 
 def test_killed_and_stopped_servers_lose_no_step(tmp_path):
-    """SIGKILL to one server while it generates and to the other in the middle of a sync, then
-    SIGSTOP: the run repairs itself, ends with every step done, and its log tells the story.
+    """SIGKILL to one server while it generates and to the other during a sync, then SIGSTOP.
+
+    The run ends with every step done, and its log names the faults.
     """
     command = training_command(
         tmp_path,

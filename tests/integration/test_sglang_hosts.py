@@ -1,5 +1,4 @@
-"""Trainers and SGLang servers on hosts of their own: what has to cross a network does, and a cable
-that is pulled out ends in a repaired run or a clear end.
+"""Trainers and SGLang servers on different hosts, and runs whose network connection is cut.
 
 Two hosts train, two serve, each with its own address, loopback and name (hosts.py).
 """
@@ -33,7 +32,7 @@ STEPS = 4
 
 
 class Network:
-    """The hosts, and what `stable-opd serve` serves on two of them."""
+    """The hosts, and the servers that `stable-opd serve` runs on two of them."""
 
     def __init__(self, directory: Path, made: list[Host], urls: list[str]) -> None:
         self.trainers, self.servers = made[:2], made[2:]
@@ -42,7 +41,7 @@ class Network:
         self.logs = [directory / host.name / "sglang/server_0.log" for host in self.servers]
 
     def settings(self, *overrides: str) -> tuple[str, ...]:
-        """Of a run over these servers that is quick to notice what fails."""
+        """The overrides of a run over these servers, with short time-outs."""
         return (
             *external(*self.urls),
             f"rollout.sglang.api_key_file={self.key_file}",
@@ -70,7 +69,7 @@ def network(tmp_path_factory) -> Iterator[Network]:
 
 
 def test_trainers_and_servers_of_different_hosts_agree(tmp_path, network):
-    """Two data-parallel ranks, a server each; weights over a process group across three hosts."""
+    """Two data-parallel ranks, a server each; the process group spans three hosts."""
     command = training_command(tmp_path, "apart", *network.settings())
     processes = [
         Process(
@@ -100,8 +99,8 @@ def test_only_the_key_opens_a_server_from_another_host(network):
 
 
 def test_a_cable_pulled_out(tmp_path, network):
-    """While a server generates, and put back: no step is lost. In the middle of a sync, and left
-    there: a clear end, with a checkpoint of all steps that were done.
+    """Pulled while a server generates and plugged in again: no step is lost. Pulled during a sync
+    for good: a clear error, and a checkpoint of all finished steps.
     """
     run = tmp_path / "cable"
     settings = network.settings("checkpoint.every=0", "rollout.sglang.startup_timeout_seconds=4")
@@ -140,5 +139,5 @@ def _torchrun(rank: int, nodes: list[Host]) -> list[str]:
 
 
 def _cable(host: Host, state: str) -> None:
-    """Pulled out ("down"), what is sent to the host or by it is lost without a word."""
+    """`down` drops all packets from and to the host."""
     subprocess.run(host.command("ip", "link", "set", "eth0", state), check=True)

@@ -1,7 +1,7 @@
-"""Weights into a real server of the oldest SGLang that a run accepts, in each of the three ways.
+"""Weights to a real server of the oldest SGLang that a run accepts, by each transport.
 
-It has no update sessions, states one version a response, and one place a rank. `make sglang-old`
-installs it.
+It has no update sessions, and states one version per response and one place per rank. `make
+sglang-old` installs it.
 """
 
 import os
@@ -66,7 +66,7 @@ def server(tmp_path):
     server.start()
     server.wait_until_healthy()
     yield server
-    server.kill()  # told to end, this release goes on waiting for responses that it has sent
+    server.kill()  # on SIGTERM this release waits for responses that it has already sent
 
 
 def test_every_transport_reaches_a_release_without_sessions(tmp_path, world, server):

@@ -1,7 +1,4 @@
-"""One real server: its life, what it answers, and a proxy before it that lets it fail in every way.
-
-Faults are injected between our client and the real server, which itself stays as it is.
-"""
+"""One real server: its start, replies and end, and faults that a proxy injects before it."""
 
 import json
 import math
@@ -108,7 +105,7 @@ def generation(first: int = 3, **changes) -> Generation:
     return Generation(**settings | changes)
 
 
-def test_its_key_is_asked_for_and_not_in_the_process_list(server):
+def test_the_key_is_required_and_not_in_the_process_list(server):
     response = httpx.post(server.url + "/generate", json=generation().payload())
     assert response.status_code == 401
     assert b"secret" not in Path(f"/proc/{server.pid}/cmdline").read_bytes()
@@ -117,7 +114,7 @@ def test_its_key_is_asked_for_and_not_in_the_process_list(server):
 def test_samples_share_the_prompt_in_the_prefix_cache(server):
     client = server.client()
     drawn = client.generate(generation(30))
-    assert len({completion.token_ids for completion in drawn}) == 3  # whatever the server prefers
+    assert len({completion.token_ids for completion in drawn}) == 3  # the server's own top_k is 1
     assert max(completion.cached_tokens for completion in drawn) >= 11
     assert {completion.weight_versions for completion in drawn} == {("default",)}
 
@@ -136,7 +133,7 @@ def test_padding_rows_are_never_drawn(server):
     assert total <= 1 + 1e-5
 
 
-def test_foreign_ids_never_reach_it(server):
+def test_ids_outside_the_vocabulary_are_not_sent(server):
     client = server.client()
     with pytest.raises(ValueError, match="token id 128 is outside the server's vocabulary of 128"):
         client.generate(generation(token_ids=(5, 128)))
@@ -145,7 +142,7 @@ def test_foreign_ids_never_reach_it(server):
     assert client.is_healthy()
 
 
-def test_a_prompt_beyond_its_window_is_refused(server):
+def test_a_prompt_beyond_the_window_is_refused(server):
     with pytest.raises(RefusedRequest, match="HTTP 400"):
         server.client().generate(generation(max_new_tokens=4000))
 
@@ -234,7 +231,7 @@ def test_teachers_are_routed_by_source_and_unknown_ones_refused(server, world, k
         ServedTeacher(config, world, vocab_size=VOCABULARY, temperature=0.7)
 
 
-def test_an_absent_teacher_is_waited_for_then_named(server, world, key_file):
+def test_an_absent_teacher_is_named_after_the_patience(server, world, key_file):
     with FaultyProxy(server.url) as proxy:
         config = TeacherConfig(engine="sglang", urls=(proxy.url, server.url), api_key_file=key_file)
         proxy.fault = lambda path: (503, b"busy")
@@ -299,7 +296,7 @@ def _fleet(path: Path, *urls: str, timeout_seconds: float = 30.0) -> tuple[Fleet
 @pytest.mark.parametrize(
     "fault", ["5xx", "busy", "not json", "foreign token", "no logprobs", "short"]
 )
-def test_a_transient_fault_is_asked_again_and_counted_once(server, tmp_path, fault):
+def test_a_request_is_repeated_after_a_transient_fault(server, tmp_path, fault):
     with FaultyProxy(server.url) as proxy:
         if fault == "5xx":
             proxy.fault = _once((500, b"internal error"))
@@ -319,7 +316,7 @@ def test_a_transient_fault_is_asked_again_and_counted_once(server, tmp_path, fau
         assert proxy.requests == 3
 
 
-def test_a_failing_server_is_left_and_its_requests_go_to_the_other(server, tmp_path):
+def test_a_failing_servers_requests_go_to_the_other_server(server, tmp_path):
     with FaultyProxy(server.url) as proxy:
         proxy.fault = lambda path: (502, b"") if path == "/generate" else None
         fleet, file = _fleet(tmp_path, proxy.url, server.url)
@@ -342,7 +339,7 @@ def test_too_old_a_release_is_refused_before_any_weights(server, tmp_path):
     assert "install it where rollout.sglang.python points" in str(fleet.lost)
 
 
-def test_answers_from_old_weights_are_dropped_and_the_server_waits_for_new_ones(server, tmp_path):
+def test_responses_from_old_weights_are_dropped_and_the_server_needs_weights(server, tmp_path):
     fleet, _ = _fleet(tmp_path, server.url)
 
     def refuse(member, answer) -> bool:
@@ -354,7 +351,7 @@ def test_answers_from_old_weights_are_dropped_and_the_server_waits_for_new_ones(
 
 
 def test_a_server_ends_with_its_owner(tmp_path, server):
-    """A child starts a server and is killed with SIGKILL; the server follows."""
+    """A child process starts a server and is killed with SIGKILL."""
     script = (
         "import sys, time\n"
         "from pathlib import Path\n"

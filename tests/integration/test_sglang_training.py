@@ -1,6 +1,5 @@
-"""Training over two real SGLang servers, one of one tensor rank and one of two, which `stable-opd
-serve` starts once for the whole file; what the engine does about answers from other weights; and
-who can reach what is served.
+"""Training over two real SGLang servers of one and two tensor ranks, responses from other weights,
+and access to the servers. `stable-opd serve` starts the servers once for the whole file.
 """
 
 import json
@@ -47,7 +46,7 @@ PROMPTS = [Prompt(f"test:{i}", "", tuple(range(3 + i, 15 + i))) for i in range(4
 SAMPLING = Sampling(num_samples=2, max_new_tokens=6)
 STOPS = "student.stop_token_ids=[20,21]"  # several, whose probabilities the loss sums
 EVERYWHERE = "rollout.sglang.host=0.0.0.0"
-OTHER_LOOPBACK = "127.0.0.2"  # answers for what listens everywhere, not for 127.0.0.1 alone
+OTHER_LOOPBACK = "127.0.0.2"  # reaches what listens everywhere, but not on 127.0.0.1 only
 
 
 class Pair:
@@ -133,9 +132,7 @@ def test_data_parallel_ranks_share_the_servers_one_step_off(tmp_path, pair):
 
 
 def test_one_step_off_trains_on_rollouts_one_version_old(tmp_path, pair):
-    """The ratio is taken from the rollouts' own probabilities; those in flight survive the end
-    of the process.
-    """
+    """The ratio uses the rollouts' own probabilities; rollouts in flight survive a restart."""
     settings = ("train.steps=3", "checkpoint.every=2", *pair.overrides)
     settings += ("rollout.async_steps=1", "rollout.max_staleness=1")
     run = train(tmp_path, "ahead", *settings)
@@ -157,12 +154,12 @@ def test_one_step_off_trains_on_rollouts_one_version_old(tmp_path, pair):
     assert rows(run)[-1]["loss/total"] == last_loss
 
 
-def test_colocated_servers_that_round_otherwise(tmp_path):
-    """Memory released and taken back around every update, weights through shared memory, and
-    servers in bf16 under a trainer in fp32, whose tokens of too other a probability are dropped.
+def test_colocated_servers_in_another_precision(tmp_path):
+    """Memory is released and resumed around every update, weights go through shared memory, and
+    tokens whose probability differs too much (servers in bf16, trainer in fp32) are dropped.
 
-    On a CPU a server gives no memory back: what is shown is the order of the requests, that the
-    server serves on afterwards, and that it holds the right weights then.
+    On a CPU a server releases no memory: this shows the order of the requests, that the server
+    serves on, and that it holds the right weights then.
     """
     run = train(
         tmp_path,
@@ -222,7 +219,7 @@ def _engine(directory: Path, world, pair: Pair, url: str, *overrides: str) -> Sg
 
 
 def _drawn(engine: SglangEngine, directory: Path) -> tuple[set[int], list[str]]:
-    """The versions of a step's rollouts, and what happened after the two publishes."""
+    """The versions of a step's rollouts, and the events after the two publishes."""
     drawn = engine.generate(PROMPTS, SAMPLING, step=1)
     assert [rollout.prompt.prompt_id for rollout in drawn] == [f"test:{i // 2}" for i in range(8)]
     happened = [event["event"] for event in events(directory / "smoke_cpu")]
@@ -238,8 +235,8 @@ DROPPED = ["stale", "published", "resent"]
     [
         ("0", 0, {1}, DROPPED),
         ("0", 1, {0}, []),
-        ("2", 1, {1}, DROPPED),  # from the future: not weights of this run
-        ("default", 1, {1}, DROPPED),  # started anew by its owner
+        ("2", 1, {1}, DROPPED),  # newer than this run's weights
+        ("default", 1, {1}, DROPPED),  # a restarted external server
     ],
 )
 def test_a_server_back_with_other_weights_is_given_the_right_ones(
@@ -257,7 +254,7 @@ def test_a_server_back_with_other_weights_is_given_the_right_ones(
 
 @pytest.mark.parametrize(("max_staleness", "versions"), [(0, {1}), (1, {0, 1})])
 def test_a_response_from_two_versions(tmp_path, world, pair, max_staleness, versions):
-    """Counted as of the older one; drawn again where that is too old."""
+    """It counts as of the older version, and is drawn again if that is too old."""
     with FaultyProxy(pair.urls[0]) as proxy:
         proxy.change = _mixed_once()
         engine = _engine(tmp_path, world, pair, proxy.url, f"rollout.max_staleness={max_staleness}")
@@ -267,7 +264,7 @@ def test_a_response_from_two_versions(tmp_path, world, pair, max_staleness, vers
 
 
 def _mixed_once():
-    """Says of the first prompt's responses that their weights changed midway."""
+    """A function that makes the first prompt's responses state two versions."""
     left = [None]
 
     def change(body: bytes) -> bytes:
@@ -282,7 +279,7 @@ def _mixed_once():
     return change
 
 
-def test_foreign_ids_reach_no_server(tmp_path, world, pair):
+def test_ids_outside_the_vocabulary_reach_no_server(tmp_path, world, pair):
     with FaultyProxy(pair.urls[0]) as proxy:
         engine = _engine(
             tmp_path, world, pair, proxy.url, "rollout.max_staleness=1", "rollout.async_steps=1"
@@ -294,10 +291,10 @@ def test_foreign_ids_reach_no_server(tmp_path, world, pair):
         assert proxy.requests == 0
 
 
-# ---- who reaches what is served; the last test ends it
+# ---- access to the servers; the last test ends them
 
 
-def test_only_the_key_opens_what_other_machines_reach(pair):
+def test_the_key_is_required_from_other_machines(pair):
     on_loopback, everywhere = (httpx.URL(url).port for url in pair.urls)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((OTHER_LOOPBACK, on_loopback), timeout=10)
@@ -311,7 +308,7 @@ def test_only_the_key_opens_what_other_machines_reach(pair):
 
 
 def test_servers_end_with_the_command_that_serves_them(pair):
-    """Told to end, and killed."""
+    """One command ends with SIGTERM, the other with SIGKILL."""
     told, killed = pair.served
     (first,), (second,) = servers_of(told.pid), servers_of(killed.pid)
     assert told.end() == 0
