@@ -17,7 +17,6 @@ from stable_opd_mcore.models.weights import iter_hf_tensors
 from stable_opd_mcore.rollout.sglang.group import listen
 from stable_opd_mcore.rollout.sglang.sync import make_buckets, publish_weights
 from stable_opd_mcore.rollout.sglang.transports import (
-    GROUP_LOST,
     Buffers,
     DiskTransport,
     DistributedTransport,
@@ -131,7 +130,7 @@ def test_the_sender_does_not_wait_for_a_server_that_refused_the_group(chunks):
         outcome = publish(chunks, transport, [joins, refuses], 0)
         assert time.monotonic() - began < 20
         assert outcome.failed["receiver_1"].endswith("refused")
-        assert GROUP_LOST in outcome.failed["receiver_0"]
+        assert outcome.verified == ()
         assert publish(chunks, transport, [joins], 1).verified == ("receiver_0",)
 
 
