@@ -43,9 +43,11 @@ from stable_opd_mcore.losses.stop_tokens import (
     MergedStops,
     TargetColumns,
     TargetLogprobs,
+    compared_sums,
     merge_stops_,
+    support_divergence,
 )
-from stable_opd_mcore.losses.torch_ops import ShardSums, SparseColumns
+from stable_opd_mcore.losses.torch_ops import SparseColumns
 from stable_opd_mcore.losses.vocabulary_sums import (
     GoldenLikelihood,
     PairStatistics,
@@ -186,37 +188,6 @@ class _Evaluation:
             return self.heads["student"].top_k(student_CV, self.terms.top_k)[1]
         return None
 
-    def _support(
-        self,
-        ids_CK: Tensor | None,
-        at: Mapping[str, Tensor],
-        merged: MergedStops | None,
-        topk_logprobs_CK: Tensor | None,
-    ) -> SupportDivergence | None:
-        if ids_CK is None:
-            return None
-        exact = {"teacher": topk_logprobs_CK}
-        for name in ("student", "teacher"):
-            if f"{name} support" in at:
-                x, scale = at[f"{name} support"], 1.0 / self.terms.temperature
-                exact[name] = merged.exact(ids_CK, x, name, scale) if merged else x
-        assert exact["student"] is not None and exact["teacher"] is not None
-        return SupportDivergence.of(ids_CK, exact["student"], exact["teacher"])
-
-    def _pair_sums(
-        self, logits: Mapping[str, Tensor], merged: MergedStops | None
-    ) -> list[ShardSums]:
-        """Sums of the student with each model it is compared with, or alone."""
-        student_CV, scale = logits["student"], 1.0 / self.terms.temperature
-        if merged is not None:
-            merged.exclude_(logits, self.heads["student"])
-        pairs = []
-        for name in self.terms.compared_models or (None,):
-            other_CV = None if name is None else logits[name]
-            sums = operations(student_CV).shard_sums(student_CV, other_CV, scale)
-            pairs.append(sums if merged is None else merged.add_to(sums, name, scale))
-        return pairs
-
     def _block(self, hidden_CH: Tensor, batch: MicroBatch) -> _Block:
         """Logits of a block and their sums over the vocabulary."""
         terms, head, scale = self.terms, self.heads["student"], 1.0 / self.terms.temperature
@@ -248,7 +219,7 @@ class _Evaluation:
                 if name in logits:
                     looked_up[f"{name} support"] = head.gather_columns(logits[name], support_ids_CK)
         others = terms.compared_models
-        pairs = self._pair_sums(logits, merged)
+        pairs = compared_sums(logits, others, merged, head, scale)
         statistics, whole = merge_shards([*pairs, *alone], list(looked_up.values()), head)
 
         at = {name: x * scale for name, x in zip(looked_up, whole, strict=True)}
@@ -276,7 +247,7 @@ class _Evaluation:
             reference_logprob_C=reference.logprob_C if reference else given_reference.logprob_N,
             teacher_logprob_C=teacher.logprob_C if teacher else given.logprob_N,
             teacher_entropy_C=statistics[-1].entropy_C if alone else None,
-            support=self._support(support_ids_CK, at, merged, given.topk_logprobs_NK),
+            support=support_divergence(support_ids_CK, at, merged, given.topk_logprobs_NK, scale),
             merged=merged,
             golden=golden,
         )

@@ -21,7 +21,12 @@ from torch import Tensor
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.losses.torch_ops import DenseTerm, Normaliser, ShardSums, SparseColumns
-from stable_opd_mcore.losses.vocabulary_sums import Statistics, add_sums, operations
+from stable_opd_mcore.losses.vocabulary_sums import (
+    Statistics,
+    SupportDivergence,
+    add_sums,
+    operations,
+)
 
 # A logit far below any other, and finite: a probability of 0 times it must be 0 in every sum.
 NEVER = -1e9
@@ -208,3 +213,47 @@ def _require_stop_ids(ids: Sequence[int], vocab_size: int) -> None:
     outside = [i for i in ids if not 0 <= i < vocab_size]
     if outside:
         raise UserError(f"stop ids {outside} lie outside the common vocabulary of {vocab_size}")
+
+
+def compared_sums(
+    logits: Mapping[str, Tensor],
+    others: Sequence[str],
+    merged: MergedStops | None,
+    head: Head,
+    scale: float,
+) -> list[ShardSums]:
+    """Sums of the student with each of the other models, or alone where there is none.
+
+    Merged stop ids are taken out of the logits first; their one outcome is added to the sums.
+    """
+    student_CV = logits["student"]
+    if merged is not None:
+        merged.exclude_(logits, head)
+    pairs = []
+    for name in others or (None,):
+        other_CV = None if name is None else logits[name]
+        sums = operations(student_CV).shard_sums(student_CV, other_CV, scale)
+        pairs.append(sums if merged is None else merged.add_to(sums, name, scale))
+    return pairs
+
+
+def support_divergence(
+    ids_CK: Tensor | None,
+    looked_up: Mapping[str, Tensor],
+    merged: MergedStops | None,
+    topk_logprobs_CK: Tensor | None,
+    scale: float,
+) -> SupportDivergence | None:
+    """KL on the support from "student support" and "teacher support"; None without a support.
+
+    The teacher's own top-K log-probabilities stand in where its logits are not here.
+    """
+    if ids_CK is None:
+        return None
+    values = {"teacher": topk_logprobs_CK}
+    for name in ("student", "teacher"):
+        if f"{name} support" in looked_up:
+            x = looked_up[f"{name} support"]
+            values[name] = merged.exact(ids_CK, x, name, scale) if merged else x
+    assert values["student"] is not None and values["teacher"] is not None
+    return SupportDivergence.of(ids_CK, values["student"], values["teacher"])
