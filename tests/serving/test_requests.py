@@ -1,0 +1,40 @@
+"""Bodies of requests, and what is never sent."""
+
+from dataclasses import replace
+
+import pytest
+
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.serving.requests import Generation, Scoring
+
+GENERATION = Generation((1, 2), 4, 0.7, 0.9, 16, (3,), vocab_size=5, padded_vocab_size=8)
+SCORING = Scoring((1, 2, 3), start=1, vocab_size=5, top_k=2, extra_ids=(0, 4))
+
+
+@pytest.mark.parametrize("request_", [GENERATION, SCORING])
+@pytest.mark.parametrize("token", [-1, 5])
+def test_ids_outside_the_vocabulary_are_not_sent(request_, token):
+    with pytest.raises(UserError, match=f"token id {token} is outside .* vocabulary of 5"):
+        replace(request_, token_ids=(1, token)).payload()
+
+
+def test_generation_excludes_padding_and_stops_on_the_given_ids_only():
+    sampling = GENERATION.payload()["sampling_params"]
+    assert sorted(sampling["logit_bias"]) == ["5", "6", "7"]
+    assert sampling["stop_token_ids"] == [3]
+    assert sampling["ignore_eos"] is True
+    assert (
+        replace(GENERATION, padded_vocab_size=5).payload()["sampling_params"]["logit_bias"] is None
+    )
+
+
+def test_scoring_starts_at_the_position_before_its_first_token():
+    body = SCORING.payload()
+    assert body["logprob_start_len"] == 0
+    assert body["top_logprobs_num"] == 2
+    assert body["token_ids_logprob"] == [0, 4]
+
+
+def test_larger_requests_allow_larger_replies():
+    assert replace(GENERATION, num_samples=8).max_reply_bytes > GENERATION.max_reply_bytes
+    assert replace(SCORING, top_k=9).max_reply_bytes > SCORING.max_reply_bytes
