@@ -183,10 +183,22 @@ def stop_world() -> None:
         return
     dist.barrier()
     if parallel_state.model_parallel_is_initialized():
+        _destroy_groups()
         parallel_state.destroy_model_parallel()
     if _created_process_group:
         dist.destroy_process_group()
         _created_process_group = False
+
+
+def _destroy_groups() -> None:
+    """End the threads of Megatron's process groups.
+
+    Megatron forgets its groups without ending them. Each thread of gloo wakes a hundred times a
+    second, so a process that starts many worlds would spend its time on them.
+    """
+    for group in parallel_state._global_process_group_list or ():
+        if group is not None:  # None: the default group
+            dist.destroy_process_group(group)
 
 
 def gather_objects(item: Object, group: dist.ProcessGroup | None = None) -> list[Object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 import pytest
@@ -28,6 +29,18 @@ def test_starting_again_seeds_again() -> None:
     stop_world()
     assert not dist.is_initialized()
     stop_world()
+
+
+def test_a_stopped_world_leaves_no_threads() -> None:
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    threads = []
+    for _ in range(3):
+        start_world(ParallelConfig(), seed=0)
+        stop_world()
+        threads.append(len(os.listdir("/proc/self/task")))
+    dist.destroy_process_group()
+    assert threads[2] <= threads[0]
 
 
 def test_no_collective_times_out_before_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
