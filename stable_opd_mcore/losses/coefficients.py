@@ -8,11 +8,14 @@ all inputs are detached. Not here: advantages from rewards, which need the globa
 N rows of a micro-batch, C rows of a block.
 """
 
+# torch types `tolist`, `unique` and `all_gather` only in part; the results in use are cast.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -127,7 +130,7 @@ def require_finite_scores(batch: MicroBatch, rows: LossOutput) -> None:
         "the given advantages": batch.given_advantage_N,
     }
     finite = {name: torch.isfinite(x) for name, x in scores.items() if x is not None}
-    all_finite = torch.stack([x.all() for x in finite.values()]).tolist()
+    all_finite = cast("list[bool]", torch.stack([x.all() for x in finite.values()]).tolist())
     for (name, x), fine in zip(finite.items(), all_finite, strict=True):
         if not fine:
             first = int((~x.reshape(len(x), -1)).any(1).nonzero()[0])
@@ -306,7 +309,7 @@ def return_to_go(
         return sums[mine]
     if values_N.numel() == 0:
         return values_N
-    samples, sample_N = sample_index_N.unique(return_inverse=True)
+    samples, sample_N = cast("tuple[Tensor, Tensor]", sample_index_N.unique(return_inverse=True))
     length = int(token_index_N.max()) + 1
     sums_SL = values_N.new_zeros(len(samples), length)
     sums_SL[sample_N, token_index_N] = values_N
@@ -323,7 +326,7 @@ def _gather_rows(rows_NK: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, sli
     """The rows of all ranks, of which each may hold another number, and this rank's slice."""
     counts = [rows_NK.new_zeros(1, dtype=torch.int64) for _ in range(group.size())]
     dist.all_gather(counts, counts[0].new_tensor([len(rows_NK)]), group=group)
-    lengths = torch.cat(counts).tolist()
+    lengths = cast("list[int]", torch.cat(counts).tolist())
     padded = F.pad(rows_NK, (0, 0, 0, max(lengths) - len(rows_NK)))
     parts = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(parts, padded, group=group)

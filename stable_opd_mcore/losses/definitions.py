@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -241,8 +242,10 @@ def _surrogate(inputs: PolicyInputs, old_N: Tensor, advantage_N: Tensor) -> Tens
 
 def _discounted(reward_N: Tensor, batch: MicroBatch, discount: float) -> Tensor:
     """G_t = sum over t' >= t of discount^(t'-t) r_t' in the sample; masked tokens add nothing."""
-    place = list(zip(batch.sample_index_N.tolist(), batch.token_index_N.tolist(), strict=True))
-    returns = []
+    samples = cast("list[int]", batch.sample_index_N.tolist())  # pyright: ignore[reportUnknownMemberType]
+    tokens = cast("list[int]", batch.token_index_N.tolist())  # pyright: ignore[reportUnknownMemberType]
+    place = list(zip(samples, tokens, strict=True))
+    returns: list[Tensor] = []
     for sample, token in place:
         total = reward_N.new_zeros(())
         for row, (other_sample, later) in enumerate(place):

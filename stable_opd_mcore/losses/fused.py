@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -90,7 +91,8 @@ def fused_loss(
         evaluation = _Evaluation(batch, terms, heads, block_rows)
         rows, *gradients = evaluation.run(hidden_NH, *wants, context_group)
     require_finite_scores(batch, rows)
-    loss = WithGradients.apply(hidden_NH, head.weight_VH, rows.loss.sum(), *gradients)
+    inputs = (hidden_NH, head.weight_VH, rows.loss.sum())
+    loss = cast(Tensor, WithGradients.apply(*inputs, *gradients))  # pyright: ignore[reportUnknownMemberType]
     sums = {"pg": rows.pg.sum(), "kl": rows.kl.sum(), "sft": rows.sft.sum()}
     return replace(rows, loss=loss, **sums, ratio_clipped_N=rows.ratio_clipped_N.bool())
 
@@ -103,7 +105,7 @@ class _Evaluation:
     terms: Terms
     heads: Mapping[str, Head]  # of "student", and of those others whose logits the terms need
     block_rows: int
-    buffers: dict[str, Tensor] = field(default_factory=dict)  # logits of a block, per model
+    buffers: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # block logits per model
 
     def run(
         self,
@@ -118,10 +120,10 @@ class _Evaluation:
             returns_N = self._returns(hidden_NH, context_group)
             batch = replace(batch, given_advantage_N=returns_N)
         d_hidden = torch.zeros_like(hidden_NH) if wants_hidden else None
-        dtype, d_weight = accumulation_dtype(head.weight_VH), None
-        if wants_weight:
-            d_weight = torch.zeros_like(head.weight_VH, dtype=dtype)
-        columns, results = slice(0, head.num_columns), []
+        dtype = accumulation_dtype(head.weight_VH)
+        d_weight = torch.zeros_like(head.weight_VH, dtype=dtype) if wants_weight else None
+        columns = slice(0, head.num_columns)
+        results: list[LossOutput] = []
         for rows in self._blocks():
             block = self._block(hidden_NH[rows], select_rows(batch, rows))
             finished, gradient_CV = block.finish(wants_hidden or wants_weight)
@@ -174,7 +176,7 @@ class _Evaluation:
         for name, scores in (("teacher", batch.teacher), ("reference", batch.reference)):
             if scores is not None and scores.hidden_NH is not None:
                 hidden[name] = scores.hidden_NH
-        logits = {}
+        logits: dict[str, Tensor] = {}
         for name, head in self.heads.items():
             if name not in self.buffers:
                 self.buffers[name] = head.logits_buffer(len(hidden_CH))

@@ -62,7 +62,7 @@ class Head:
     def reduce_(self, tensor: Tensor) -> Tensor:
         """Sum in place over the shards."""
         if self.group is not None and self.group.size() > 1:
-            dist.all_reduce(tensor, group=self.group)
+            dist.all_reduce(tensor, group=self.group)  # pyright: ignore[reportUnknownMemberType]
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -70,7 +70,9 @@ class Head:
         if self.group is None or self.group.size() == 1:
             return tensor[None]
         parts = [torch.empty_like(tensor) for _ in range(self.group.size())]
-        dist.all_gather(parts, tensor.contiguous(), group=self.group)
+        dist.all_gather(  # pyright: ignore[reportUnknownMemberType]
+            parts, tensor.contiguous(), group=self.group
+        )
         return torch.stack(parts)
 
     def local_columns(self, ids_CJ: Tensor) -> tuple[Tensor, Tensor]:
@@ -224,7 +226,9 @@ class WithGradients(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # position-only `ctx`
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
         scale = grad_outputs[0]
         gradients = ctx.saved_tensors
         if not torch.equal(scale, torch.ones_like(scale)):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -135,7 +136,8 @@ class MergedStops:
         """The student's entropy over tokens [C], from its statistics over merged logits."""
         logit_C1 = self.logit_C1["student"] / temperature
         probability_C1 = student.normaliser.log_softmax(logit_C1).exp()
-        return student.entropy_C + (probability_C1 * torch.special.entr(self.share_CJ)).sum(1)
+        entropy_CJ = cast(Tensor, torch.special.entr(self.share_CJ))  # pyright: ignore[reportUnknownMemberType]
+        return student.entropy_C + (probability_C1 * entropy_CJ).sum(1)
 
     def write_gradient_(
         self,
@@ -229,7 +231,7 @@ def compared_sums(
     student_CV = logits["student"]
     if merged is not None:
         merged.exclude_(logits, head)
-    pairs = []
+    pairs: list[ShardSums] = []
     for name in others or (None,):
         other_CV = None if name is None else logits[name]
         sums = operations(student_CV).shard_sums(student_CV, other_CV, scale)

@@ -62,7 +62,7 @@ def token_weights(
     golden_sequences = sum(1 for n, on in zip(trained, golden, strict=True) if on and n)
     prefixes = sum(len(s.response_token_ids) for s in samples if s.source == "rollout")
 
-    weights = []
+    weights: list[TokenWeights] = []
     for index, sample in enumerate(samples):
         length, count = len(sample.response_token_ids), trained[index]
         pg = sft = 0.0
@@ -159,7 +159,8 @@ def correct_importance(
     the update, as the engine's is, also where the loss compares stop classes. Micro-batches without
     it (before the last pipeline stage) come back unchanged.
     """
-    corrected, metrics = [], Metrics()
+    corrected: list[MicroBatch] = []
+    metrics = Metrics()
     for batch in batches:
         trainer_N = batch.old_token_logprob_N
         if kind == "none" or trainer_N is None:

@@ -8,8 +8,9 @@ fp64) in registers. Not here: the merging of vocabulary shards, and GEMMs.
 C rows of a block, V columns of the local shard; z student logits, o another model's.
 """
 
-# Triton may not be installed, and a type checker knows neither its launch options nor its
-# constants.
+# Not strict: Triton's language is untyped. Triton may not be installed, and a type checker knows
+# neither its launch options nor its constants.
+# pyright: basic
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
 # pyright: reportReturnType=false, reportGeneralTypeIssues=false
 

@@ -70,15 +70,15 @@ def merge_shards(
         head: gives the group.
     """
     maxima_CP3 = _whole_maxima(pairs, head)
-    packed = []
+    packed: list[Tensor] = []
     for index, pair in enumerate(pairs):
         packed += _sums_relative_to(pair, *maxima_CP3[:, index].unbind(1))
     whole = torch.cat([torch.stack(packed, dim=1), *looked_up], dim=1)
     head.reduce_(whole)
     widths = [len(packed), *(part.shape[1] for part in looked_up)]
-    sums_CS, *whole_looked_up = whole.split(widths, dim=1)
+    sums_CS, *whole_looked_up = torch.split(whole, widths, dim=1)
     sums = iter(sums_CS.unbind(1))
-    statistics = []
+    statistics: list[Statistics] = []
     for index, pair in enumerate(pairs):
         count = 2 if pair.other_max is None else 5
         statistics.append(_statistics(maxima_CP3[:, index], [next(sums) for _ in range(count)]))
@@ -133,7 +133,7 @@ def _sums_relative_to(
 
 def _whole_maxima(pairs: Sequence[ShardSums], head: Head) -> Tensor:
     """Maxima of student and other over all shards, and one anchor, [C, P, 3]."""
-    parts = []
+    parts: list[Tensor] = []
     for pair in pairs:
         others = (pair.student_max if x is None else x for x in (pair.other_max, pair.anchor))
         parts.append(torch.stack([pair.student_max, *others], dim=1))
