@@ -1,4 +1,4 @@
-"""Which settings of a stored run differ from new ones, and which of them may."""
+"""The settings that differ between a stored run and a config, without those that may change."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.config.test_load import CONFIGS, SMOKE
 
 
 def differences(tmp_path, overrides, edit=lambda text: text):
-    """Between smoke_cpu.yaml as stored (and edited) and the same with overrides."""
+    """Changes from smoke_cpu.yaml, stored and edited, to smoke_cpu.yaml with overrides."""
     stored = tmp_path / "config.resolved.yaml"
     save_config(load_config(SMOKE), stored)
     stored.write_text(edit(stored.read_text()))
@@ -17,7 +17,7 @@ def differences(tmp_path, overrides, edit=lambda text: text):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_stored_config_equals_itself(path, tmp_path):
+def test_stored_config_has_no_changes(path, tmp_path):
     save_config(load_config(path), tmp_path / "stored.yaml")
     assert changes(read_settings(tmp_path / "stored.yaml"), load_config(path)) == {}
 
@@ -41,7 +41,7 @@ def test_a_stored_config_equals_itself(path, tmp_path):
         ("run.name=other", {}),
     ],
 )
-def test_what_may_differ(tmp_path, override, expected):
+def test_changed_settings_are_listed_unless_free(tmp_path, override, expected):
     found = differences(tmp_path, [override])
     if expected is None:
         (key,) = found
@@ -50,7 +50,7 @@ def test_what_may_differ(tmp_path, override, expected):
         assert found == expected
 
 
-def test_the_number_of_steps_is_not_free_where_the_learning_rate_depends_on_it(tmp_path):
+def test_number_of_steps_is_listed_if_the_learning_rate_depends_on_it(tmp_path):
     stored = load_config(SMOKE, ["optimizer.schedule=cosine"])
     save_config(stored, tmp_path / "stored.yaml")
     longer = load_config(SMOKE, ["optimizer.schedule=cosine", "train.steps=20"])
@@ -58,13 +58,15 @@ def test_the_number_of_steps_is_not_free_where_the_learning_rate_depends_on_it(t
     assert changes(read_settings(tmp_path / "stored.yaml"), longer) == expected
 
 
-def test_keys_of_other_versions(tmp_path):
-    def age(text):
+def test_keys_of_earlier_versions_are_ignored(tmp_path):
+    def as_earlier_version(text):
         text = text.replace("  minibatches: 1\n", "  setting_of_the_past: 1\n")
         return text + "section_of_the_past:\n  a: 1\n"
 
-    assert differences(tmp_path, [], age) == {}
-    assert differences(tmp_path, ["train.minibatches=2"], age) == {"train.minibatches": (1, 2)}
+    assert differences(tmp_path, [], as_earlier_version) == {}
+    assert differences(tmp_path, ["train.minibatches=2"], as_earlier_version) == {
+        "train.minibatches": (1, 2)
+    }
 
 
 def test_every_free_key_exists():

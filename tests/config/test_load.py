@@ -1,4 +1,4 @@
-"""Settings: every shipped file loads; every mistake is named with key, file and remedy."""
+"""Settings: every shipped file loads; an error names the key, the file and the remedy."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ def test_every_shipped_config_loads_and_round_trips(path, tmp_path):
     assert load_config(tmp_path / "resolved.yaml") == config
 
 
-def test_overrides_win_and_keep_types():
+def test_overrides_replace_values_and_have_their_types():
     config = load_config(SMOKE, ["train.steps=3", "mixture.lambda=0.5", "parallel.sequence=false"])
     assert config.train.steps == 3
     assert config.mixture.lambda_ == 0.5
@@ -45,7 +45,7 @@ def test_overrides_win_and_keep_types():
         ("train.steps", "expected key=value"),
     ],
 )
-def test_mistakes_name_the_key_the_file_and_the_remedy(override, message):
+def test_errors_name_the_key_the_file_and_the_remedy(override, message):
     with pytest.raises(ConfigError) as caught:
         load_config(SMOKE, [override])
     assert message in str(caught.value)
@@ -64,7 +64,7 @@ def test_mistakes_name_the_key_the_file_and_the_remedy(override, message):
         (b"", "run is required"),
     ],
 )
-def test_files_that_are_no_settings(tmp_path, content, message):
+def test_files_that_are_not_settings_are_refused(tmp_path, content, message):
     path = tmp_path / "broken.yaml"
     if content is not None:
         path.write_bytes(content)
@@ -72,7 +72,7 @@ def test_files_that_are_no_settings(tmp_path, content, message):
         load_config(path)
 
 
-def test_a_directory_in_place_of_a_config(tmp_path):
+def test_directory_as_config_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="Is a directory"):
         load_config(tmp_path)
 

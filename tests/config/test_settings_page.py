@@ -1,4 +1,4 @@
-"""docs/configuration.md against the settings."""
+"""docs/configuration.md equals the page generated from the settings."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from stable_opd_mcore.config.settings_page import settings_page
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_page_is_current():
+def test_configuration_page_is_current():
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert page == settings_page(), (
         "run: python -m stable_opd_mcore.config.settings_page > docs/configuration.md"

@@ -1,4 +1,4 @@
-"""Settings of served rollouts and teachers that do not fit together."""
+"""Settings of served rollouts and teachers that exclude each other."""
 
 import pytest
 
@@ -38,6 +38,6 @@ def settings(**sections):
         ),
     ],
 )
-def test_refused_with_the_remedy(sections, message):
+def test_conflicting_settings_are_refused_with_the_remedy(sections, message):
     with pytest.raises(ConfigError, match=message):
         parse_config(settings(**sections), origin="here")

@@ -1,5 +1,4 @@
-"""The torch attention: packing by rectangles equals attention sequence by sequence, recomputation
-changes nothing."""
+"""The torch attention: packed equals sequence by sequence; recomputation is bit-identical."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ def test_packed_equals_each_sequence_alone(lengths: list[int], groups: int) -> N
         torch.testing.assert_close(found_grad, wanted_grad)
 
 
-def test_rectangles_waste_little() -> None:
+def test_less_than_a_quarter_of_the_buckets_is_padding() -> None:
     lengths = [20 + 7 * i % 400 for i in range(64)]
     slots = sum(sequences * longest for sequences, longest in Buckets.of(lengths, "cpu").shapes)
     assert sum(lengths) <= slots < sum(lengths) / 0.75
@@ -71,7 +70,7 @@ def test_rotation_depends_on_distance_only() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recomputation_changes_nothing(recompute, world: World) -> None:
+def test_recomputation_is_bit_identical(recompute, world: World) -> None:
     architecture = tiny.architecture("qwen3")
     batch = tiny.microbatch([9, 4, 1, 12])
     results = []
@@ -95,8 +94,8 @@ def test_padded_equals_packed(world: World) -> None:
     ids = torch.nn.utils.rnn.pad_sequence(batch.tokens_T.split(lengths), batch_first=True)
     positions = torch.arange(9).expand(2, 9)
     padded = chunk(ids, positions, None)
-    hides = torch.ones(9, 9).triu(1).bool()[None, None]
-    masked = chunk(ids, positions, hides)
+    causal_mask = torch.ones(9, 9).triu(1).bool()[None, None]
+    masked = chunk(ids, positions, causal_mask)
     for i, length in enumerate(lengths):
         torch.testing.assert_close(padded[:length, i], packed[i], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(masked[:length, i], packed[i], rtol=1e-5, atol=1e-6)

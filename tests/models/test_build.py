@@ -29,12 +29,16 @@ def world():
         ({"pipeline_size": 4, "virtual_pipeline": 2}, "= 8 stages"),
     ],
 )
-def test_layout_that_cannot_hold_the_model(layout: dict, message: str, world: World) -> None:
+def test_layout_that_cannot_hold_the_model_is_refused(
+    layout: dict, message: str, world: World
+) -> None:
     with pytest.raises(ValueError, match=message):
         check_layout(tiny.architecture("qwen3"), replace(world, **layout))
 
 
-def test_attention_that_cannot_slice_fp32(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_context_parallelism_in_fp32_is_refused_with_transformer_engine(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(build, "transformer_engine_is_usable", lambda: True)
     with pytest.raises(ValueError, match=r"parallel.context=2 with train.precision=fp32"):
         build_model(tiny.architecture("qwen3"), replace(world, context_size=2))

@@ -1,6 +1,6 @@
-"""Built models equal transformers' models: logits to 1e-5 in fp32, files bit for bit both ways.
+"""Logits equal those of transformers to 1e-5 in fp32; loaded and exported files are bit-identical.
 
-Damaged directories are refused with the file's and the tensor's name before any weight changes.
+A damaged directory is refused with the file's and the tensor's name before any weight changes.
 """
 
 from __future__ import annotations
@@ -57,10 +57,8 @@ def _save_transformers_model(fields: dict, directory: Path):
     torch.manual_seed(1)
     kind = AutoConfig.for_model(**fields)
     model = AutoModelForCausalLM.from_config(kind).eval()
-    for (
-        name,
-        weight,
-    ) in model.named_parameters():  # norms and biases are drawn too: they must be read
+    # Random norms and biases: their initial ones and zeros would hide that they are not loaded.
+    for name, weight in model.named_parameters():
         if weight.dim() == 1:
             torch.nn.init.normal_(weight, mean=1.0 if "norm" in name else 0.0, std=0.2)
     model.save_pretrained(directory, max_shard_size="40KB")
@@ -68,8 +66,10 @@ def _save_transformers_model(fields: dict, directory: Path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_and_export(name: str, world: World, tmp_path: Path) -> None:
-    reference = _save_transformers_model(MODELS[name], tmp_path / "in")
+def test_logits_and_exported_weights_equal_transformers(
+    name: str, world: World, tmp_path: Path
+) -> None:
+    transformers_model = _save_transformers_model(MODELS[name], tmp_path / "in")
     assert len(list((tmp_path / "in").glob("*.safetensors"))) > 1
     chunks = build_model(read_architecture(tmp_path / "in"), world, seed=None)
     load_hf(chunks, tmp_path / "in")
@@ -82,7 +82,7 @@ def test_logits_and_export(name: str, world: World, tmp_path: Path) -> None:
         begin = 0
         for length in (60, 9, 1, 17):
             tokens = batch.tokens_T[begin : begin + length]
-            wanted = reference(tokens[None]).logits[0]
+            wanted = transformers_model(tokens[None]).logits[0]
             torch.testing.assert_close(
                 logits_TV[begin : begin + length], wanted, rtol=1e-5, atol=1e-5
             )
@@ -98,11 +98,11 @@ def test_logits_and_export(name: str, world: World, tmp_path: Path) -> None:
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with torch.no_grad():
         tokens = batch.tokens_T[None, :60]
-        assert torch.equal(again(tokens).logits, reference(tokens).logits)
+        assert torch.equal(again(tokens).logits, transformers_model(tokens).logits)
 
 
-def test_bf16_keeps_stored_values(world: World, tmp_path: Path) -> None:
-    """A bf16 checkpoint passes through a bf16 model bit-exactly, and the model computes in bf16."""
+def test_bf16_weights_are_loaded_and_exported_bit_identically(world: World, tmp_path: Path) -> None:
+    """The model also computes in bf16."""
     model = _save_transformers_model(MODELS["qwen3"], tmp_path / "fp32").bfloat16()
     model.save_pretrained(tmp_path / "in")
     chunks = build_model(read_architecture(tmp_path / "in"), world, precision="bf16")
@@ -123,7 +123,7 @@ def checkpoint(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def _refuses(
+def _assert_refused(
     directory: Path, world: World, match: str, model_type: str = "qwen3", **changes
 ) -> None:
     chunks = build_model(tiny.architecture(model_type, **changes), world, seed=8)
@@ -134,39 +134,41 @@ def _refuses(
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_another_architecture(checkpoint: Path, world: World) -> None:
-    _refuses(
+def test_weights_of_another_architecture_are_refused(checkpoint: Path, world: World) -> None:
+    _assert_refused(
         checkpoint, world, r"shape \(53, 32\), expected \(53, 40\).*another arch", hidden_size=40
     )
-    _refuses(checkpoint, world, r"layers.4\..* is missing", num_hidden_layers=5)
-    _refuses(checkpoint, world, r"layers.3\..* no place in the model", num_hidden_layers=3)
-    _refuses(checkpoint, world, r"q_proj.bias is missing", model_type="qwen2")
+    _assert_refused(checkpoint, world, r"layers.4\..* is missing", num_hidden_layers=5)
+    _assert_refused(checkpoint, world, r"layers.3\..* no place in the model", num_hidden_layers=3)
+    _assert_refused(checkpoint, world, r"q_proj.bias is missing", model_type="qwen2")
 
 
-def test_truncated_file(checkpoint: Path, world: World, tmp_path: Path) -> None:
+def test_truncated_file_is_refused(checkpoint: Path, world: World, tmp_path: Path) -> None:
     directory = shutil.copytree(checkpoint, tmp_path / "copy")
-    victim = sorted(directory.glob("*.safetensors"))[1]
-    victim.write_bytes(victim.read_bytes()[:-100])
-    _refuses(directory, world, f"{victim.name}: not readable, probably truncated")
+    damaged = sorted(directory.glob("*.safetensors"))[1]
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    _assert_refused(directory, world, f"{damaged.name}: not readable, probably truncated")
 
 
-def test_missing_pieces(checkpoint: Path, world: World, tmp_path: Path) -> None:
+def test_missing_tensors_and_files_are_refused(
+    checkpoint: Path, world: World, tmp_path: Path
+) -> None:
     directory = shutil.copytree(checkpoint, tmp_path / "copy")
-    victim = sorted(directory.glob("*.safetensors"))[1]
-    content = load_file(victim)
+    damaged = sorted(directory.glob("*.safetensors"))[1]
+    content = load_file(damaged)
     name = min(content)
-    save_file({key: value for key, value in content.items() if key != name}, victim)
-    _refuses(directory, world, f"{name} is not in this file")
-    victim.unlink()
-    _refuses(directory, world, f"{victim.name}: no such file")
+    save_file({key: value for key, value in content.items() if key != name}, damaged)
+    _assert_refused(directory, world, f"{name} is not in this file")
+    damaged.unlink()
+    _assert_refused(directory, world, f"{damaged.name}: no such file")
     (directory / "model.safetensors.index.json").write_text("{")
-    _refuses(directory, world, "not an index of safetensors")
+    _assert_refused(directory, world, "not an index of safetensors")
     (directory / "model.safetensors.index.json").unlink()
-    _refuses(directory, world, "neither model.safetensors nor")
+    _assert_refused(directory, world, "neither model.safetensors nor")
 
 
-def test_export_leaves_nothing_half_written(world: World, tmp_path: Path) -> None:
-    """A failing export keeps the previous directory and removes its own."""
+def test_failed_export_keeps_the_previous_directory(world: World, tmp_path: Path) -> None:
+    """The partly written directory is removed."""
     chunks = build_model(tiny.architecture("qwen3"), world)
     export_hf(chunks, tmp_path / "model")
     before = (tmp_path / "model" / "model.safetensors").read_bytes()
@@ -178,42 +180,44 @@ def test_export_leaves_nothing_half_written(world: World, tmp_path: Path) -> Non
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
 
 
-def test_non_finite_weights_are_neither_read_nor_written(
+def test_non_finite_weights_are_neither_loaded_nor_exported(
     checkpoint: Path, world: World, tmp_path: Path
 ) -> None:
     """The message names the file and the tensor; an older export stays."""
     directory = shutil.copytree(checkpoint, tmp_path / "copy")
-    victim = min(directory.glob("*.safetensors"))
-    content = load_file(victim)
+    damaged = min(directory.glob("*.safetensors"))
+    content = load_file(damaged)
     name = min(content)
     content[name].view(-1)[3] = torch.inf
-    save_file(content, victim)
+    save_file(content, damaged)
     chunks = build_model(tiny.architecture("qwen3"), world)
-    with pytest.raises(UserError, match=f"{victim.name}: tensor {name} holds NaN or infinity"):
+    with pytest.raises(UserError, match=f"{damaged.name}: tensor {name} holds NaN or infinity"):
         load_hf(chunks, directory)
     torch.nn.init.constant_(chunks[0].decoder.final_layernorm.weight, torch.nan)
     with pytest.raises(UserError, match=r"copy is not written: .*model.norm.weight"):
         export_hf(chunks, directory)
-    assert load_file(victim).keys() == content.keys()
+    assert load_file(damaged).keys() == content.keys()
 
 
 def test_quantized_weights_are_refused(checkpoint: Path, world: World, tmp_path: Path) -> None:
     directory = shutil.copytree(checkpoint, tmp_path / "copy")
-    victim = min(directory.glob("*.safetensors"))
-    content = load_file(victim)
+    damaged = min(directory.glob("*.safetensors"))
+    content = load_file(damaged)
     name = min(content)
-    save_file(content | {name: content[name].to(torch.int8)}, victim)
-    _refuses(directory, world, f"{name} has dtype I8")
+    save_file(content | {name: content[name].to(torch.int8)}, damaged)
+    _assert_refused(directory, world, f"{name} has dtype I8")
 
 
 @pytest.mark.parametrize("index", [b"[]", b'{"weight_map": 3}', b"\xff", b"[" * 100_000])
-def test_odd_index(index: bytes, checkpoint: Path, world: World, tmp_path: Path) -> None:
+def test_unexpected_index_is_refused(
+    index: bytes, checkpoint: Path, world: World, tmp_path: Path
+) -> None:
     (tmp_path / "model.safetensors.index.json").write_bytes(index)
-    _refuses(tmp_path, world, "index.json: not an index of safetensors")
+    _assert_refused(tmp_path, world, "index.json: not an index of safetensors")
 
 
-def test_export_that_cannot_be_written(world: World, tmp_path: Path) -> None:
-    """A full disk, by a limit on file sizes: one message with the space, the old export stays."""
+def test_export_beyond_the_free_space_is_refused(world: World, tmp_path: Path) -> None:
+    """A limit on file sizes stands for a full disk; the previous export stays."""
     chunks = build_model(tiny.architecture("qwen3"), world)
     export_hf(chunks, tmp_path / "model")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,6 +1,6 @@
-"""Weights in Megatron's form: damaged or hostile directories are refused with the file's name.
+"""Weights in Megatron's form: damaged or malicious directories are refused with the file's name.
 
-The files of a run's checkpoint: tests/train/test_checkpoint.py.
+Not the checkpoints of a run; those are in tests/train/test_checkpoint.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stable_opd_mcore.parallel.world import start_world, stop_world
 from tests.models import tiny
 
 
-class Hostile:
+class MaliciousPickle:
     def __reduce__(self) -> tuple:
         return (print, ("executed",))
 
@@ -42,7 +42,7 @@ def directory(chunks: list[HiddenStatesGPTModel], tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_every_file_is_in_the_manifest(directory: Path) -> None:
+def test_damage_to_each_file_is_found(directory: Path) -> None:
     assert find_damage(directory) is None
     for path in directory.iterdir():
         content = path.read_bytes()
@@ -60,11 +60,11 @@ def test_damaged_weights_are_refused(chunks: list[HiddenStatesGPTModel], directo
         load_weights(chunks, directory)
 
 
-def test_hostile_metadata_is_not_executed(
+def test_code_in_the_metadata_is_not_executed(
     chunks: list[HiddenStatesGPTModel], directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (directory / MANIFEST).unlink()
-    (directory / METADATA).write_bytes(pickle.dumps(Hostile()))
+    (directory / METADATA).write_bytes(pickle.dumps(MaliciousPickle()))
     with pytest.raises(UserError, match=r"\.metadata: not a checkpoint's .*builtins.print"):
         load_weights(chunks, directory)
     assert "executed" not in capsys.readouterr().out

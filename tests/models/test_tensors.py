@@ -1,4 +1,4 @@
-"""The table of tensors: shards of every layout join to the tensors that they were cut from."""
+"""The table of tensors: joining the shards of any layout gives the original tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_vocabulary_shards_are_padded_with_zeros() -> None:
     assert torch.cat(shards)[tiny.VOCAB_SIZE :].eq(0).all()
 
 
-def test_a_tied_head_comes_from_the_embedding() -> None:
+def test_tied_head_uses_the_embedding() -> None:
     tied, untied = (tensors.describe("output_layer.weight", [], tied) for tied in (True, False))
     assert tied.hf_names == ("model.embed_tokens.weight",)
     assert untied.hf_names == ("lm_head.weight",)

@@ -1,4 +1,4 @@
-"""The weights of built models: copied between models of one architecture only."""
+"""Copies of a model's weights, and the check for non-finite ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def world():
     stop_world()
 
 
-def test_copy_needs_one_architecture(world: World) -> None:
+def test_copy_between_architectures_is_refused(world: World) -> None:
     small, large = (
         build_model(tiny.architecture("qwen3", num_hidden_layers=n), world) for n in (2, 4)
     )

@@ -13,7 +13,7 @@ VOCAB_SIZE = 53  # no multiple of any tensor size: the vocabulary is padded
 
 
 def config(model_type: str, **changes: Any) -> dict[str, Any]:
-    """A config.json of four layers."""
+    """The fields of a config.json with four layers."""
     return {
         "model_type": model_type,
         "num_hidden_layers": 4,

@@ -3,9 +3,9 @@
     def check(rank, world_size, path): ...      # at module level: children import it by name
     run_ranks(2, check, tmp_path)
 
-Not a trainer launcher (that is torchrun), and no place for assertions: a rank's exception, with its
-traceback, becomes the test's failure. Starting a process costs seconds, so a test puts many checks
-into one launch.
+Not a trainer launcher (that is torchrun), and it makes no assertions: a rank's exception, with its
+traceback, becomes the test's failure. Starting a process takes seconds, so a test makes many checks
+in one launch.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ TIMEOUT = timedelta(seconds=180)
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> None:
     """Call `function(rank, world_size, *args)` on `world_size` processes that share a gloo group.
 
-    `function` must be importable by name and `args` must pickle. Results travel through files or
-    not at all.
+    `function` must be importable by name and `args` must pickle. The function returns
+    results through files.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: some rank raised; the message holds its
@@ -51,7 +51,7 @@ def _enter(
     )
     try:
         function(rank, world_size, *args)
-        # Not after a failure: a rank that raised must not wait for the others.
+        # Skipped after a failure: a rank that raised must not wait for the others.
         if dist.is_initialized():
             dist.barrier()
     finally:

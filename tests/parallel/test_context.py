@@ -1,5 +1,5 @@
-"""Slices of sequences: in the order Megatron expects, every token and row once, and together they
-give what whole sequences give."""
+"""Context-parallel slices: Megatron's token order, every token and row once, and the losses and
+gradients of whole sequences."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.parallel.launch import run_ranks
 from tests.train.runs import tiny_architecture, tiny_config
 
 VOCAB = 27
-# (prompt, response): one token, fewer than there are chunks, primes, whole multiples, a long one.
+# (prompt, response) tokens: one, fewer than 2 * context, primes, multiples of it, a long response.
 SIZES = [(1, 0), (1, 1), (2, 1), (1, 6), (5, 8), (7, 10), (8, 8), (3, 28), (2, 45), (4, 0)]
 LAYOUTS = {
     "CP4": {"context": 4},
@@ -77,10 +77,10 @@ def packed(world: World, max_tokens: int) -> list[MicroBatch]:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_chunks_are_in_the_order_of_megatrons_rotary_embedding(size: int) -> None:
+def test_slices_have_the_order_of_megatrons_rotary_embedding(size: int) -> None:
     from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank
 
-    lengths = [2 * size * chunks for chunks in (1, 5, 0, 3)]
+    lengths = [2 * size * length for length in (1, 5, 0, 3)]
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     tokens = torch.arange(sum(lengths))
     for rank in range(size):
@@ -127,9 +127,8 @@ def test_every_token_and_row_is_on_one_rank_with_its_own_target(size: int) -> No
     assert len(seen) == sum(len(batch.rows_N) for batch in slices) == sum(r for _, r in SIZES)
 
 
-def test_slices_add_up_to_whole_sequences(tmp_path: Path) -> None:
-    """Losses, scores, returns and every gradient, from hidden states of whole sequences and of
-    slices."""
+def test_slices_give_the_losses_and_gradients_of_whole_sequences(tmp_path: Path) -> None:
+    """Losses, scores, returns and every gradient, for each layout and objective."""
     world = start_world(ParallelConfig(), seed=0)
     wanted = {name: train_once(world, name, tmp_path) for name in OBJECTIVES}
     torch.save(wanted, tmp_path / "wanted.pt")
@@ -202,7 +201,7 @@ def train_once(world: World, name: str, path: Path) -> dict[str, Tensor]:
 
 
 def summed(world: World, outputs: list[LossOutput], batches: list[MicroBatch]) -> dict[str, Tensor]:
-    """Over all ranks: the loss and its parts, and per sample and token what the loss saw."""
+    """Sums over all ranks: the parts of the loss [], and its values per sample and token [S, T]."""
     longest = max(response for _, response in SIZES)
     found = {key: torch.zeros(()) for key in ("pg", "kl", "sft")}
     for key in ("student_logprob_N", "advantage_N", "kl_reference_N", "kl_teacher_N"):

@@ -1,4 +1,4 @@
-"""The Adam that replaces the fused one: torch's numbers in the fused optimizers' state layout."""
+"""The CPU's Adam: it computes torch's updates and has the state layout of the fused optimizers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stable_opd_mcore.parallel.cpu_adam import FusedAdam
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_adam_is_torchs(weight_decay: float, decoupled: bool) -> None:
+def test_adam_equals_torchs(weight_decay: float, decoupled: bool) -> None:
     torch.manual_seed(0)
     ours = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(4))]
     theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
@@ -27,7 +27,7 @@ def test_adam_is_torchs(weight_decay: float, decoupled: bool) -> None:
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
 
 
-def test_adam_keeps_the_fused_state_layout() -> None:
+def test_adam_has_the_fused_state_layout() -> None:
     """Megatron's distributed checkpoints rely on it: `step` in the group, two moments per
     parameter."""
     weight = torch.nn.Parameter(torch.ones(2))

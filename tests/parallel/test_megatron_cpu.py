@@ -27,7 +27,7 @@ def _run(source: str, tmp_path: Path) -> dict:
 
 
 @needs_no_cuda
-def test_spellings_that_need_cuda_are_rewritten(tmp_path: Path) -> None:
+def test_code_that_needs_cuda_is_rewritten(tmp_path: Path) -> None:
     found = _run(
         """
 import torch
@@ -49,7 +49,7 @@ range_push("x")
 
 
 @needs_no_cuda
-def test_torch_itself_is_untouched(tmp_path: Path) -> None:
+def test_torch_is_unchanged(tmp_path: Path) -> None:
     before = torch.cuda.current_device
     _run("import torch\nfacade = torch.cuda", tmp_path)
     assert torch.cuda.current_device is before
@@ -58,6 +58,6 @@ def test_torch_itself_is_untouched(tmp_path: Path) -> None:
 
 @needs_no_cuda
 def test_changed_source_is_compiled_again(tmp_path: Path) -> None:
-    """Cached bytecode never outlives its file."""
+    """The cached bytecode of the earlier source is not used."""
     assert _run("value = 1", tmp_path)["value"] == 1
     assert _run("value = 22", tmp_path)["value"] == 22

@@ -43,7 +43,7 @@ MODELS = {
 LENGTHS = [[5, 9, 2], [7, 1, 3, 3], [13, 5], [3, 3, 3, 3], [11, 1], [9, 9], [15, 1], [2, 7, 5]]
 
 
-def test_layouts_agree_with_one_rank(tmp_path: Path) -> None:
+def test_every_layout_gives_the_results_of_one_rank(tmp_path: Path) -> None:
     """Same seed, same micro-batches: weights bit-equal, losses and gradients to rounding."""
     world = start_world(ParallelConfig(), seed=0)
     for name, architecture in MODELS.items():
@@ -70,34 +70,34 @@ def _check_layouts(rank: int, world_size: int, path: Path) -> None:
         start_world(ParallelConfig(tensor=3), seed=0)
 
 
-def _check_model(what: str, architecture, world: World, path: Path) -> None:
+def _check_model(label: str, architecture, world: World, path: Path) -> None:
     chunks = build_model(architecture, world, seed=3)
     expected = load_file(path / "model.safetensors")
     names = [name for name, _ in iter_hf_tensors(chunks)]
-    assert sorted(names) == sorted(expected), what
+    assert sorted(names) == sorted(expected), label
     for name, tensor in iter_hf_tensors(chunks):
-        assert torch.equal(tensor, expected[name]), f"{what}: {name} depends on the layout"
+        assert torch.equal(tensor, expected[name]), f"{label}: {name} depends on the layout"
 
     again = build_model(architecture, world, seed=4, recompute="full")
     load_hf(again, path)
-    exported = path.parent / f"export of {what}"
+    exported = path.parent / f"export of {label}"
     export_hf(again, exported, max_file_bytes=20_000)
     files = sorted(exported.glob("*.safetensors"))
     assert len(files) > 1
     merged = {name: tensor for file in files for name, tensor in load_file(file).items()}
     assert merged.keys() == expected.keys()
-    assert all(torch.equal(merged[name], expected[name]) for name in merged), what
+    assert all(torch.equal(merged[name], expected[name]) for name in merged), label
 
     once = torch.load(path / "once.pt")
     for model in (chunks, again):
         losses, hidden, grads = _train_once(model, world)
         if world.is_last_stage:
-            assert losses == pytest.approx(once["losses"], rel=1e-5), what
+            assert losses == pytest.approx(once["losses"], rel=1e-5), label
             for found, wanted in zip(hidden, once["hidden"], strict=True):
                 torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
         for name, wanted in once["grads"].items():
             error = (grads[name] - wanted).abs().max() / wanted.abs().max()
-            assert error < 1e-5, f"{what}: gradient of {name} differs by {error:.1e}"
+            assert error < 1e-5, f"{label}: gradient of {name} differs by {error:.1e}"
 
 
 def _train_once(chunks, world: World) -> tuple[list[float], list[Tensor], dict[str, Tensor]]:

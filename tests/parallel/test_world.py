@@ -1,4 +1,4 @@
-"""A world of one rank: started, started again, refused, stopped. Several: test_pipeline.py."""
+"""A world of one rank: start, second start, refused layouts, stop. More ranks: test_pipeline.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.world import _local_gpu, start_world, stop_world
 
 
-def test_starting_again_seeds_again() -> None:
+def test_second_start_seeds_again() -> None:
     first = start_world(ParallelConfig(), seed=7)
     drawn = torch.rand(4)
     torch.rand(3)
@@ -66,20 +66,22 @@ def test_no_collective_times_out_before_the_watchdog(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("visible", "gpu"), [(8, 3), (1, 0)])
-def test_a_rank_uses_its_own_gpu(monkeypatch: pytest.MonkeyPatch, visible: int, gpu: int) -> None:
+def test_rank_uses_the_gpu_of_its_local_rank(
+    monkeypatch: pytest.MonkeyPatch, visible: int, gpu: int
+) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     assert _local_gpu() == gpu
 
 
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"tensor": 2, "pipeline": 2}, {"context": 2}])
-def test_too_few_ranks(sizes: dict[str, int]) -> None:
+def test_too_few_ranks_are_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"does not divide the 1 started ranks"):
         start_world(ParallelConfig(**sizes), seed=0)
     assert not dist.is_initialized()
 
 
-def test_no_microbatches() -> None:
+def test_no_microbatches_are_refused() -> None:
     world = start_world(ParallelConfig(), seed=0)
     with pytest.raises(ValueError, match="no micro-batches"):
         run_forward_backward([], [], lambda chunk, batch: None, world=world)

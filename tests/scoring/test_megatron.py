@@ -1,4 +1,4 @@
-"""A Megatron scorer against transformers, over packed micro-batches."""
+"""The Megatron scorer gives the scores of transformers, over packed micro-batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from tests.models.tiny import VOCAB_SIZE, microbatch
 
-PADDED = VOCAB_SIZE + 11  # the teacher's own embedding rows
+PADDED = VOCAB_SIZE + 11  # embedding rows of the teacher
 BATCHES = [microbatch([7, 12, 3]), microbatch([20], seed=1), microbatch([1], seed=2)]
 
 
@@ -93,7 +93,7 @@ def test_hidden_alone_returns_hidden_states_only(chunks, world, expected):
         assert torch.allclose(scores.hidden_NH, hidden, atol=1e-5)
 
 
-def test_a_stop_token_is_scored_as_its_class(chunks, world, expected):
+def test_stop_token_has_the_logprob_of_all_stop_ids(chunks, world, expected):
     stop_ids = (3, 5, 8)
     model = MegatronScorer(chunks, world, vocab_size=VOCAB_SIZE, stop_ids=stop_ids)
     num_stops = 0
@@ -117,6 +117,6 @@ def test_scores_are_reproducible(chunks, world):
             assert torch.equal(getattr(once, name), getattr(again, name))
 
 
-def test_a_smaller_vocabulary_is_refused(chunks, world):
+def test_teacher_with_a_smaller_vocabulary_is_refused(chunks, world):
     with pytest.raises(ValueError, match=f"{PADDED} vocabulary entries, fewer than the 4096"):
         MegatronScorer(chunks, world, vocab_size=4096)

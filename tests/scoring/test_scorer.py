@@ -1,4 +1,4 @@
-"""`with_scores`: scores become fields of micro-batches."""
+"""`with_scores` stores the scores of each scorer in the micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A served teacher's top-K lists, and its absence; tests/integration has real servers."""
+"""A served teacher: merged top-K lists, and no server. Real servers: tests/integration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.parallel.launch import run_ranks
 
 
 def test_merged_lists_are_those_of_the_merged_distribution():
-    """Of 12 tokens, 3 are stop ids: lists with none, some and all of them among their 6."""
+    """3 of 12 tokens are stop ids; the lists of 6 tokens hold 0, 1, 2 or 3 of them."""
     draw = torch.Generator().manual_seed(0)
     log_p_NV = (2 * torch.randn(500, 12, generator=draw)).log_softmax(1)
     stops = torch.tensor([2, 5, 9])
@@ -39,5 +39,5 @@ def score_with_an_absent_teacher(rank: int, world_size: int, url: str) -> None:
 
 
 def test_a_lost_teacher_is_raised_on_every_pipeline_stage():
-    """All ranks save a checkpoint then; a stage that went on would hang."""
+    """All ranks then save a checkpoint together; a stage without the error would hang."""
     run_ranks(2, score_with_an_absent_teacher, f"http://127.0.0.1:{free_port('127.0.0.1')}")

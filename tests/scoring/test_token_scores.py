@@ -1,4 +1,4 @@
-"""Scores without logits, stop classes, and the overlap metrics."""
+"""Scores computed block by block, stop ids, and the overlap metrics."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_scores_equal_log_softmax():
         assert torch.equal(found.topk_ids_NK, top.indices)
 
 
-def test_top_k_has_the_stop_ids_as_one_of_its_entries():
+def test_top_k_merges_the_stop_ids_into_one_entry():
     case = make_case(make_config(), 17, 61)
     log_p = (case.hidden_NH @ case.weight_VH.T / 0.7).log_softmax(-1)
     found = score(
@@ -53,7 +53,7 @@ def test_top_k_has_the_stop_ids_as_one_of_its_entries():
     torch.testing.assert_close(found.entropy_N, -(log_p.exp() * log_p).sum(1))
 
 
-def test_nothing_to_score():
+def test_score_of_zero_rows():
     case = make_case(make_config(), 0, 7)
     found = score(
         case.hidden_NH, Head(case.weight_VH, 0, 7), case.batch.targets_N, temperature=1.0, top_k=2
@@ -62,18 +62,18 @@ def test_nothing_to_score():
     assert found.topk_ids_NK.shape == (0, 2)
 
 
-def test_blocks_hold_about_as_many_logits_whatever_the_vocabulary():
+def test_rows_per_block_for_each_vocabulary_size():
     def rows(wanted, vocab):
         return rows_per_block(wanted, Head(torch.empty(0, 1), 0, vocab))
 
     assert rows(1024, 4096) == 1024
-    assert rows(1024, 64) == 2**22 // 64  # a small vocabulary: long blocks cost nothing
+    assert rows(1024, 64) == 2**22 // 64  # a small vocabulary: long blocks need little memory
     assert rows(1024, 32768) == 512  # a large one on a CPU: 64 MiB of logits are enough
     assert rows(1024, 152064) == 128
     assert rows(32, 152064) == 32
 
 
-def test_bad_requests():
+def test_bad_arguments_are_refused():
     case = make_case(make_config(), 4, 7)
     head, targets = Head(case.weight_VH, 0, 7), case.batch.targets_N
     with pytest.raises(ValueError, match="top-8 of a vocabulary of 7"):
@@ -82,7 +82,7 @@ def test_bad_requests():
         score(case.hidden_NH[1:], head, targets, temperature=1.0)
 
 
-def test_stop_ids_are_scored_together():
+def test_stop_ids_have_their_summed_probability():
     stop_ids = shared_stop_ids((3, 1), (2, 3))
     weight = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     hidden = torch.ones(6, 4, dtype=torch.float64)
@@ -95,20 +95,20 @@ def test_stop_ids_are_scored_together():
     torch.testing.assert_close(scores.logprob_N[[0, 4, 5]], log_p[[0, 4, 5]])
 
 
-def test_one_shared_stop_token_is_inert():
+def test_one_shared_stop_id_is_not_merged():
     assert shared_stop_ids((7,), [7, 7]) == ()
     assert shared_stop_ids((8,), (7,)) == (7, 8)
     with pytest.raises(ValueError, match="needs stop ids of both models"):
         shared_stop_ids((), (8,))
 
 
-def test_matched_pair_with_swapped_stop_ids_has_no_advantage():
-    """A teacher that is the student but for the name of its stop token wants nothing changed."""
+def test_teacher_with_another_stop_id_has_equal_scores():
+    """Student and teacher have equal weights, except that their stop ids are swapped."""
     config = make_config()
     case = make_case(config, 12, 9, stop_ids=((1,), (2,)))
     weight, hidden = case.weight_VH.clone(), case.hidden_NH.clone()
     hidden[:, 0] = 1
-    weight[2, 0] -= 40  # the student never says the teacher's stop token
+    weight[2, 0] -= 40  # the student's probability of the teacher's stop token is about 0
     swapped = weight[[0, 2, 1, 3, 4, 5, 6, 7, 8]]
     targets = torch.arange(12) % 9
     targets[targets == 2] = 1
@@ -128,7 +128,7 @@ def topk(ids, probabilities) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(ids), torch.tensor(probabilities).log()
 
 
-def test_overlap_by_hand():
+def test_overlap_equals_values_computed_by_hand():
     student = topk([[4, 7, 1], [1, 2, 3]], [[0.5, 0.3, 0.1], [0.5, 0.3, 0.1]])
     teacher = topk([[7, 9, 4], [4, 5, 6]], [[0.6, 0.2, 0.1], [0.6, 0.2, 0.1]])
     found = overlap(*student, *teacher)
@@ -141,6 +141,6 @@ def test_overlap_by_hand():
     assert overlap(*student, *student).advantage_N.abs().max() < 1e-6
 
 
-def test_overlap_needs_lists_of_one_size():
+def test_overlap_of_lists_of_different_sizes_is_refused():
     with pytest.raises(ValueError, match=r"\(1, 2\) and \(1, 1\)"):
         overlap(*topk([[1, 2]], [[0.5, 0.2]]), *topk([[1]], [[0.5]]))

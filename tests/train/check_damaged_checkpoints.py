@@ -1,7 +1,7 @@
-"""Damage the newest checkpoint of a run at random, in every way and place, and resume the run.
+"""Damage the newest checkpoint of a run with each kind of damage in each kind of file, and resume.
 
-Prints a row for each kind of damage and place. A resumed run is right if its metrics and weights
-equal those of the uninterrupted run bit for bit. Not collected by pytest: it takes minutes.
+Prints a row for each case. The metrics and weights of the resumed run must equal those of the
+uninterrupted run bit for bit. Not collected by pytest: it takes minutes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks
 from tests.train.runs import metrics_of, tiny_config
 
-DRAW = random.Random()  # its own generator: every run seeds the global one
+DRAW = random.Random()  # not the global generator: every run seeds that one
 PLACES = {
     "shard": r"*.distcp",
     "metadata": [".metadata", "common.pt", "metadata.json"],
@@ -88,26 +88,28 @@ def damage_and_resume(rank: int, world_size: int, home: Path, seed: int) -> None
     logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="    %(message)s")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     DRAW.seed(seed)  # the same on every rank
-    whole = run_once(home / "whole", world_size)
+    uninterrupted = run_once(home / "uninterrupted", world_size)
     for kind, damage in KINDS.items():
         for place, names in PLACES.items():
             directory = home / f"{kind}, {place}"
             newest = directory / "run" / "checkpoints" / "step_000004"
             if rank == 0:
-                shutil.copytree(whole.parent, directory)
+                shutil.copytree(uninterrupted.parent, directory)
                 shutil.rmtree(newest.with_name("step_000006"))
                 shutil.rmtree(newest.parents[1] / "model")
-            files = sorted(f.name for f in (whole / "checkpoints" / newest.name).glob("*.distcp"))
+            files = sorted(
+                f.name for f in (uninterrupted / "checkpoints" / newest.name).glob("*.distcp")
+            )
             name = DRAW.choice(files if place == "shard" else names)
             if rank == 0:
                 damage(newest / name, newest.with_name("step_000002") / name)
                 print(f"{kind} | {place} | {name}", flush=True)
             run = run_once(directory, world_size)
             if rank == 0:
-                assert metrics_of(run) == metrics_of(whole)
+                assert metrics_of(run) == metrics_of(uninterrupted)
                 weights = "model/model.safetensors"
-                assert (run / weights).read_bytes() == (whole / weights).read_bytes()
-                print("    ends right", flush=True)
+                assert (run / weights).read_bytes() == (uninterrupted / weights).read_bytes()
+                print("    resumed with equal metrics and weights", flush=True)
 
 
 if __name__ == "__main__":

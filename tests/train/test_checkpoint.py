@@ -1,4 +1,4 @@
-"""Checkpoints: every kind of damage is found and named, and the run resumes from an older one."""
+"""Checkpoints: damage is reported with its file, and the newest undamaged checkpoint is used."""
 
 from __future__ import annotations
 
@@ -95,11 +95,19 @@ CASES = [
     )
     for damage in DAMAGES
 ]
-ODD_JSON = ("[]", "{}", '{"files": 3}', "[" * 100_000, "\xff", "null", '{"files": {}, "xxh3": 1}')
+UNEXPECTED_JSON = (
+    "[]",
+    "{}",
+    '{"files": 3}',
+    "[" * 100_000,
+    "\xff",
+    "null",
+    '{"files": {}, "xxh3": 1}',
+)
 
 
 @pytest.mark.parametrize(("name", "damage"), CASES)
-def test_damage_is_named_and_skipped(
+def test_damaged_checkpoint_is_reported_and_an_older_one_is_used(
     checkpoints: Path, caplog: pytest.LogCaptureFixture, name: str, damage: str
 ) -> None:
     DAMAGES[damage](checkpoints / "step_000004" / name)
@@ -109,19 +117,19 @@ def test_damage_is_named_and_skipped(
     assert name in line
 
 
-@pytest.mark.parametrize("text", ODD_JSON)
+@pytest.mark.parametrize("text", UNEXPECTED_JSON)
 @pytest.mark.parametrize("name", ["state.json", MANIFEST])
-def test_odd_json_is_damage(checkpoints: Path, name: str, text: str) -> None:
+def test_unexpected_json_is_damage(checkpoints: Path, name: str, text: str) -> None:
     (checkpoints / "step_000004" / name).write_text(text, encoding="latin-1")
     assert newest_checkpoint(checkpoints) == checkpoints / "step_000002"
 
 
-def test_changed_counters_are_damage(checkpoints: Path) -> None:
+def test_changed_step_is_damage(checkpoints: Path) -> None:
     set_step(checkpoints / "step_000004" / "state.json")
     assert newest_checkpoint(checkpoints) == checkpoints / "step_000002"
 
 
-def test_all_damaged_ends_with_every_file_named(checkpoints: Path) -> None:
+def test_error_names_the_damaged_file_of_every_checkpoint(checkpoints: Path) -> None:
     flip(checkpoints / "step_000004" / "common.pt")
     flip(checkpoints / "step_000002" / "state.json")
     with pytest.raises(UserError, match=r"(?s)step_000004: common.pt .*step_000002: state.json "):
@@ -130,7 +138,7 @@ def test_all_damaged_ends_with_every_file_named(checkpoints: Path) -> None:
 
 
 def write_as_format_1(path: Path) -> None:
-    """Turn a checkpoint into what earlier versions wrote: sizes in state.json, no manifest."""
+    """Turn a checkpoint into format 1: file sizes in state.json and no manifest."""
     (path / MANIFEST).unlink()
     record = json.loads((path / "state.json").read_text())
     sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.name != "state.json"}
@@ -153,10 +161,10 @@ def test_checkpoint_of_an_earlier_version_loads_unverified(
     assert newest_checkpoint(checkpoints) == checkpoints / "step_000002"
 
 
-def test_a_damaged_later_checkpoint_does_not_displace_new_ones(
+def test_new_checkpoints_are_kept_after_a_later_damaged_one(
     checkpoints: Path, student: Student
 ) -> None:
-    """Resumed from step 2, the run saves step 3 with keep=1: step 3 must stay."""
+    """Step 4 is damaged and the run resumes from step 2: step 3, saved with keep=1, must stay."""
     flip(checkpoints / "step_000004" / "__0_0.distcp")
     save_checkpoint(checkpoints, TrainState(step=3), student, keep=1)
     assert newest_checkpoint(checkpoints) == checkpoints / "step_000003"
@@ -165,12 +173,12 @@ def test_a_damaged_later_checkpoint_does_not_displace_new_ones(
     assert newest_checkpoint(checkpoints) == checkpoints / "step_000004"
 
 
-@pytest.mark.parametrize("most_bytes", [100, 100_000])
-def test_a_failed_save_keeps_the_older_checkpoint_and_names_the_space(
-    checkpoints: Path, student: Student, most_bytes: int
+@pytest.mark.parametrize("max_file_bytes", [100, 100_000])
+def test_failed_save_keeps_older_checkpoints_and_reports_the_space(
+    checkpoints: Path, student: Student, max_file_bytes: int
 ) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))  # a real EFBIG
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, before[1]))  # writes fail with EFBIG
     try:
         with pytest.raises(UserError, match=r"step_000006: cannot .* needed 0.\d MiB, free .*MiB"):
             save_checkpoint(checkpoints, TrainState(step=6), student, keep=1)
@@ -180,7 +188,7 @@ def test_a_failed_save_keeps_the_older_checkpoint_and_names_the_space(
     assert newest_checkpoint(checkpoints) == checkpoints / "step_000004"
 
 
-def test_a_target_that_cannot_be_a_directory(student: Student, tmp_path: Path) -> None:
+def test_save_below_a_regular_file_is_refused(student: Student, tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(UserError, match=r"step_000002: cannot be written: .*Not a directory"):
         save_checkpoint(tmp_path / "checkpoints", TrainState(step=2), student, keep=1)
@@ -198,7 +206,7 @@ def test_non_finite_weights_are_not_loaded(student: Student, tmp_path: Path) -> 
         weight.copy_(before)
 
 
-def test_ranks_agree_on_the_checkpoint(tmp_path: Path) -> None:
+def test_all_ranks_use_the_same_checkpoint(tmp_path: Path) -> None:
     run_ranks(2, damage_and_resume, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Weights survive both conversions bit for bit, and either form can be evaluated."""
+"""Conversion to Megatron's form and back is bit-identical, and both forms can be evaluated."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ EVAL = {
 }
 
 
-def there_and_back(rank: int, world_size: int, directory: str) -> None:
+def convert_in_both_directions(rank: int, world_size: int, directory: str) -> None:
     home = Path(directory)
     world = start_world(ParallelConfig(), seed=0)
     chunks = build_model(read_architecture(tiny_architecture(32, 4)), world)
@@ -37,8 +37,8 @@ def there_and_back(rank: int, world_size: int, directory: str) -> None:
         )
 
 
-def test_there_and_back_bit_for_bit(tmp_path):
-    run_ranks(1, there_and_back, str(tmp_path))
+def test_conversion_in_both_directions_is_bit_identical(tmp_path):
+    run_ranks(1, convert_in_both_directions, str(tmp_path))
     before, after = (
         {file.name: file.read_bytes() for file in (tmp_path / form).iterdir()}
         for form in ("hf", "again")

@@ -18,14 +18,14 @@ ROWS = 2
 
 @pytest.fixture
 def benchmarks(tmp_path):
-    """The first rows of each, in files of their names."""
+    """A directory with the first rows of every benchmark, one file each."""
     for name in BENCHMARKS:
         with real_data(f"eval/{name}.jsonl").open() as lines:
             (tmp_path / f"{name}.jsonl").write_text("".join(islice(lines, ROWS)))
     return tmp_path
 
 
-def test_all_six_with_their_own_k_in_one_table(benchmarks):
+def test_all_benchmarks_with_their_own_num_samples_in_one_table(benchmarks):
     command = [
         *("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"),
         *("-m", "stable_opd_mcore", "evaluate", "configs/gsm8k_cpu.yaml"),
@@ -35,7 +35,7 @@ def test_all_six_with_their_own_k_in_one_table(benchmarks):
         f"run.directory={benchmarks}",
         "sampling.max_new_tokens=4",
     ]
-    answer = subprocess.run(
+    result = subprocess.run(
         [sys.executable, *command],
         cwd=REPOSITORY,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -43,8 +43,8 @@ def test_all_six_with_their_own_k_in_one_table(benchmarks):
         text=True,
         timeout=300,
     )
-    assert answer.returncode == 0, answer.stderr
-    table = [line.split() for line in answer.stdout.splitlines() if line]
+    assert result.returncode == 0, result.stderr
+    table = [line.split() for line in result.stdout.splitlines() if line]
     assert [row[0] for row in table] == ["problems", *BENCHMARKS, "average"]
     values = json.loads((benchmarks / "gsm8k_cpu" / "evaluation.json").read_text())
     assert list(values) == list(BENCHMARKS)

@@ -1,4 +1,7 @@
-"""How often a step multiplies an output head, whose products are most of a loss's work."""
+"""Hidden states that a step multiplies by each output head, per trained token.
+
+These products are most of a loss's work.
+"""
 
 from collections import Counter
 from pathlib import Path
@@ -21,28 +24,30 @@ OBJECTIVES = (
     {"name": "lsm", "top_k": 4},
 )
 
-
 RETURNS = {"name": "opd", "discount": 0.9}
 
 
-def test_every_head_is_multiplied_once_a_token(tmp_path):
-    """Metrics of the teacher (log-probabilities, entropies) come from the loss's own product."""
-    run_ranks(1, take_one_step_each, tmp_path)
+def test_each_head_is_multiplied_once_per_token(tmp_path):
+    """The teacher's metrics (log-probabilities, entropies) need no further product."""
+    run_ranks(1, count_products_of_each_objective, tmp_path)
 
 
-def take_one_step_each(rank: int, world_size: int, directory: Path) -> None:
+def count_products_of_each_objective(rank: int, world_size: int, directory: Path) -> None:
     for number, objective in enumerate(OBJECTIVES):
-        assert products_a_token(directory, f"heads_{number}", objective, 1) == [1, 1, 1], objective
-    # Returns look ahead: at what the behaviour policy said before, which the student's head told
-    # once more; or, on policy, in a pass of their own over student and reference.
-    assert products_a_token(directory, "known", RETURNS, 2) == [2, 1, 1]
-    assert products_a_token(directory, "unknown", RETURNS, 1) == [2, 1, 2]
+        assert products_per_token(directory, f"heads_{number}", objective, 1) == [1, 1, 1], (
+            objective
+        )
+    # Discounted returns need the log-probabilities of later tokens. With two minibatches the
+    # student's head is run once more for the behaviour policy; with one, a separate pass runs
+    # the heads of student and reference.
+    assert products_per_token(directory, "two_minibatches", RETURNS, 2) == [2, 1, 1]
+    assert products_per_token(directory, "one_minibatch", RETURNS, 1) == [2, 1, 2]
 
 
-def products_a_token(
+def products_per_token(
     directory: Path, name: str, objective: dict[str, Any], minibatches: int
 ) -> list[float]:
-    """Of the heads of student, teacher and reference in one step."""
+    """Rows multiplied per trained token in one step, of [student, teacher, reference] head."""
     train = {"minibatches": minibatches}
     config = tiny_config(directory, name, objective=objective, train=train)
     run = build_run(config, start_world(config.parallel, 0))

@@ -1,10 +1,10 @@
-"""What the loop derives from a config."""
+"""The config of a cold start, derived from the run's config."""
 
 from stable_opd_mcore.train.loop import cold_start_config
 from tests.train.runs import tiny_config
 
 
-def test_a_cold_start_needs_no_servers_whatever_draws_the_rollouts_later(tmp_path):
+def test_cold_start_of_an_sglang_run_uses_the_embedded_engine(tmp_path):
     config = tiny_config(
         tmp_path,
         "run",

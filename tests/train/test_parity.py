@@ -1,4 +1,4 @@
-"""One run, many layouts: the same rollouts give the same losses and gradients, step by step."""
+"""On the same rollouts every layout gives the losses and gradients of one rank, step by step."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks
 from tests.train.runs import metrics_of, tiny_config
 
-# On four ranks; data parallelism is what remains.
+# Layouts of four ranks; data parallelism takes the ranks that are left.
 LAYOUTS = {
     "dp4": {},
     "tp2_dp2": {"tensor": 2},
@@ -24,16 +24,16 @@ LAYOUTS = {
     "pp2_cp2": {"pipeline": 2, "context": 2},
 }
 GRPO_LAYOUTS = ("cp2_dp2", "tp2_sp_cp2")
-FEW = {"train": {"path": "synthetic:arithmetic", "options": {"rows": 8}}}
+FEW_PROBLEMS = {"train": {"path": "synthetic:arithmetic", "options": {"rows": 8}}}
 
 
 def solver_config(directory: Path) -> Config:
-    """A student that answers some problems rightly some of the time."""
+    """SFT of a student that then solves some problems with some of its samples."""
     return tiny_config(
         directory,
         "solver",
         teacher=None,
-        data=FEW,
+        data=FEW_PROBLEMS,
         objective={"name": "sft"},
         kl={"beta": 0.0},
         mixture={"lambda": 0.0},
@@ -43,23 +43,23 @@ def solver_config(directory: Path) -> Config:
 
 
 def grpo_config(directory: Path, name: str, **sections: Any) -> Config:
-    """From that student; of two updates on a batch the second has ratios other than one."""
+    """GRPO from the student of `solver_config`. Ratios of the second update are not 1."""
     return tiny_config(
         directory,
         name,
         teacher=None,
-        data=FEW,
+        data=FEW_PROBLEMS,
         student={"path": f"{directory}/solver/model", "architecture": None},
         objective={"name": "grpo"},
-        aggregation="token_mean",  # where the loss is not zero whatever the rewards
+        aggregation="token_mean",  # the loss is then not zero, for any rewards
         mixture={"lambda": 0.0},
         train={"steps": 4, "minibatches": 2},
         **sections,
     )
 
 
-def run_reference(rank: int, world_size: int, directory: str) -> None:
-    for name in ("reference", "repeated"):
+def run_on_one_rank(rank: int, world_size: int, directory: str) -> None:
+    for name in ("one_rank", "repeated"):
         train(tiny_config(Path(directory), name), show_progress=False)
     train(solver_config(Path(directory)), show_progress=False)
     train(grpo_config(Path(directory), "grpo", rollout={"samples_per_prompt": 4}), False)
@@ -68,7 +68,7 @@ def run_reference(rank: int, world_size: int, directory: str) -> None:
 def replay_on_every_layout(rank: int, world_size: int, directory: str) -> None:
     replay = {
         "engine": "replay",
-        "replay_from": f"{directory}/reference",
+        "replay_from": f"{directory}/one_rank",
         "prompts_per_step": 8,
         "samples_per_prompt": 2,
     }
@@ -86,35 +86,35 @@ def replay_on_every_layout(rank: int, world_size: int, directory: str) -> None:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("runs")
-    run_ranks(1, run_reference, str(directory))
+    run_ranks(1, run_on_one_rank, str(directory))
     run_ranks(4, replay_on_every_layout, str(directory))
     return directory
 
 
-def test_a_repeated_run_is_bit_identical(runs):
-    assert metrics_of(runs / "reference") == metrics_of(runs / "repeated")
-    assert len(metrics_of(runs / "reference")) == 10
+def test_repeated_run_is_bit_identical(runs):
+    assert metrics_of(runs / "one_rank") == metrics_of(runs / "repeated")
+    assert len(metrics_of(runs / "one_rank")) == 10
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_gives_the_same_losses_and_gradients(runs, layout):
-    reference = metrics_of(runs / "reference")
+    one_rank = metrics_of(runs / "one_rank")
     other = metrics_of(runs / layout)
     assert [row["step"] for row in other] == list(range(1, 11))
     for key in ("loss/total", "loss/pg", "loss/kl", "loss/sft", "grad_norm"):
-        expected = [row[key] for row in reference]
+        expected = [row[key] for row in one_rank]
         assert [row[key] for row in other] == pytest.approx(expected, rel=1e-4, abs=1e-7), key
-    for key in (k for k in reference[-1] if k.startswith(("overlap/", "stop/"))):  # at step 10
-        assert other[-1][key] == pytest.approx(reference[-1][key], rel=1e-4), key
-    assert 0 < reference[-1]["overlap/ratio"] < 1
+    for key in (k for k in one_rank[-1] if k.startswith(("overlap/", "stop/"))):  # at step 10
+        assert other[-1][key] == pytest.approx(one_rank[-1][key], rel=1e-4), key
+    assert 0 < one_rank[-1]["overlap/ratio"] < 1
 
 
 @pytest.mark.parametrize("layout", GRPO_LAYOUTS)
-def test_rewards_teach_the_same_under_context_parallelism(runs, layout):
-    reference, other = metrics_of(runs / "grpo"), metrics_of(runs / f"grpo_{layout}")
-    for row in reference:
+def test_grpo_under_context_parallelism_gives_the_same_losses_and_gradients(runs, layout):
+    one_rank, other = metrics_of(runs / "grpo"), metrics_of(runs / f"grpo_{layout}")
+    for row in one_rank:
         assert 0 < row["rollout/accuracy"] < 1
         assert row["advantage/abs_sum_regular"] > 10  # rewards differ within groups
     for key in ("loss/total", "loss/pg", "loss/kl", "grad_norm", "advantage/abs_sum_regular"):
-        expected = [row[key] for row in reference]
+        expected = [row[key] for row in one_rank]
         assert [row[key] for row in other] == pytest.approx(expected, rel=1e-4, abs=1e-6), key

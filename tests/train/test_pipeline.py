@@ -1,4 +1,4 @@
-"""Whole runs: the smoke config, the command line, teacher = student, and real problems."""
+"""Complete runs: the smoke config, a teacher equal to the student, two updates, GSM8K."""
 
 import json
 import math
@@ -44,14 +44,14 @@ def own_teacher(rank: int, world_size: int, directory: str) -> None:
 
 
 def one_and_two_updates(rank: int, world_size: int, directory: str) -> None:
-    """The same rollouts in one update and in two, of size zero."""
-    still = {"lr": 1e-30, "warmup_steps": 0}
+    """The same rollouts in one update and in two; the learning rate changes no weight."""
+    zero_update = {"lr": 1e-30, "warmup_steps": 0}
     for parts in (1, 2):
         train(
             tiny_config(
                 Path(directory),
                 f"in_{parts}",
-                optimizer=still,
+                optimizer=zero_update,
                 train={"steps": 2, "minibatches": parts},
             ),
             show_progress=False,
@@ -74,7 +74,7 @@ def gsm8k(rank: int, world_size: int, directory: str, data: str) -> None:
     train(load_config(CONFIGS / "gsm8k_cpu.yaml", overrides), show_progress=False)
 
 
-def test_the_smoke_config_leaves_a_whole_run_behind(tmp_path, monkeypatch, capsys):
+def test_smoke_config_writes_every_file_and_metric(tmp_path, monkeypatch, capsys):
     run_ranks(1, smoke, str(tmp_path))
     run = tmp_path / "smoke_cpu"
     rows = metrics_of(run)
@@ -83,7 +83,7 @@ def test_the_smoke_config_leaves_a_whole_run_behind(tmp_path, monkeypatch, capsy
     written = {key for row in read_metrics(run / METRICS_FILE) for key in row}
     unwritten = {key for key in NAMES.keys() - written if not key.startswith("engine/")}
     assert unwritten == set()  # engine/ metrics are those of rollout servers
-    assert rows[-1]["logprob/rollout_gap_max"] < 1e-4  # the engine's view is the trainer's
+    assert rows[-1]["logprob/rollout_gap_max"] < 1e-4  # of engine and trainer
     names = {path.name for path in run.iterdir()}
     assert names >= {
         "config.resolved.yaml",
@@ -108,7 +108,7 @@ def test_the_smoke_config_leaves_a_whole_run_behind(tmp_path, monkeypatch, capsy
     assert (run / "again.html").stat().st_size > 1_000_000  # self-contained
 
 
-def test_a_teacher_equal_to_the_student_teaches_nothing(tmp_path):
+def test_teacher_equal_to_the_student_gives_zero_loss_and_gradient(tmp_path):
     run_ranks(1, own_teacher, str(tmp_path))
     first, second = metrics_of(tmp_path / "own_teacher")
     for row in (first, second):
@@ -121,7 +121,8 @@ def test_a_teacher_equal_to_the_student_teaches_nothing(tmp_path):
     assert second["overlap/advantage"] == pytest.approx(0, abs=1e-6)
     assert second["overlap/student_mass"] == pytest.approx(second["overlap/teacher_mass"])
     assert second["stop/student_mass"] == pytest.approx(second["stop/teacher_mass"])
-    # drawn at temperature 1 with one stop id: the last token's own probability, if all stopped
+    # Every response, sampled at temperature 1, ends with the only stop id: the stop mass is the
+    # probability of its last token.
     stored = (tmp_path / "own_teacher" / "rollouts" / "step_000002.jsonl").read_text()
     rollouts = [json.loads(line) for line in stored.splitlines()]
     assert {rollout["finish_reason"] for rollout in rollouts} == {"stop"}
@@ -129,7 +130,7 @@ def test_a_teacher_equal_to_the_student_teaches_nothing(tmp_path):
     assert second["stop/student_mass"] == pytest.approx(sum(stops) / len(stops), rel=1e-4)
 
 
-def test_several_updates_report_the_mean_of_their_losses(tmp_path):
+def test_step_of_two_updates_reports_the_mean_of_their_losses(tmp_path):
     run_ranks(1, one_and_two_updates, str(tmp_path))
     for one, two in zip(metrics_of(tmp_path / "in_1"), metrics_of(tmp_path / "in_2"), strict=True):
         for key in ("loss/total", "loss/pg", "loss/sft"):
@@ -137,7 +138,7 @@ def test_several_updates_report_the_mean_of_their_losses(tmp_path):
         assert two["tokens/trained"] == one["tokens/trained"]
 
 
-def test_real_problems_with_the_real_tokenizer(tmp_path):
+def test_gsm8k_config_trains_on_real_problems(tmp_path):
     data = real_data("gsm8k/train.jsonl").parents[1]
     run_ranks(1, gsm8k, str(tmp_path), str(data))
     cold = metrics_of(tmp_path / "gsm8k_cpu" / "cold_start")
@@ -147,6 +148,5 @@ def test_real_problems_with_the_real_tokenizer(tmp_path):
     assert all(row["loss/kl"] is not None and row["loss/sft"] > 0 for row in rows)
     stored = (tmp_path / "gsm8k_cpu" / "rollouts" / "step_000001.jsonl").read_text()
     assert len(stored.splitlines()) == 4  # 2 prompts, 2 samples each
-    assert (
-        "reason step by step" not in json.loads(stored.splitlines()[0])["prompt"]
-    )  # as in the data
+    prompt = json.loads(stored.splitlines()[0])["prompt"]
+    assert "reason step by step" not in prompt  # the problem alone, without an instruction

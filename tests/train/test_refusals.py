@@ -1,4 +1,4 @@
-"""What a user can get wrong ends with one message that names it, exit code 2, and no half run."""
+"""A user's mistake ends `stable-opd train` with one message, exit code 2 and no run files."""
 
 import json
 from pathlib import Path
@@ -26,8 +26,8 @@ def run(tmp_path_factory) -> Path:
     return directory / "trained"
 
 
-def fails(capsys, monkeypatch, tmp_path, **sections) -> str:
-    """Run `stable-opd train` with a bad setting; its message. Nothing may be left behind."""
+def refusal_message(capsys, monkeypatch, tmp_path, **sections) -> str:
+    """Run `stable-opd train` with a bad setting and return its message; it must write no run."""
     save_config(tiny_config(tmp_path / "runs", "bad", **sections), tmp_path / "bad.yaml")
     monkeypatch.setattr("sys.argv", ["stable-opd", "train", str(tmp_path / "bad.yaml")])
     with pytest.raises(SystemExit) as ended:
@@ -62,9 +62,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bad_rows(capsys, monkeypatch, tmp_path, case):
+def test_bad_rows_are_refused(capsys, monkeypatch, tmp_path, case):
     lines, words = CASES[case]
-    message = fails(
+    message = refusal_message(
         capsys,
         monkeypatch,
         tmp_path,
@@ -74,31 +74,31 @@ def test_bad_rows(capsys, monkeypatch, tmp_path, case):
         assert word in message
 
 
-def test_fewer_rows_than_prompts_in_a_step(capsys, monkeypatch, tmp_path):
+def test_fewer_rows_than_prompts_per_step_are_refused(capsys, monkeypatch, tmp_path):
     rows = data(tmp_path / "rows.jsonl", [json.dumps(ROWS[0])] * 7)
-    message = fails(capsys, monkeypatch, tmp_path, data=rows)
+    message = refusal_message(capsys, monkeypatch, tmp_path, data=rows)
     assert "rollout.prompts_per_step=8 exceeds the 7 usable rows" in message
 
 
-def test_missing_data_file(capsys, monkeypatch, tmp_path):
+def test_missing_data_file_is_named(capsys, monkeypatch, tmp_path):
     path = str(tmp_path / "absent.jsonl")
-    assert path in fails(capsys, monkeypatch, tmp_path, data={"train": {"path": path}})
+    assert path in refusal_message(capsys, monkeypatch, tmp_path, data={"train": {"path": path}})
 
 
-def test_a_run_directory_that_cannot_be_written(capsys, monkeypatch, tmp_path):
+def test_unwritable_run_directory_is_named_with_the_free_space(capsys, monkeypatch, tmp_path):
     (tmp_path / "runs").write_text("")
-    message = fails(capsys, monkeypatch, tmp_path)
+    message = refusal_message(capsys, monkeypatch, tmp_path)
     assert f"{tmp_path / 'runs' / 'bad'}: cannot be written: [Errno 20] Not a directory" in message
     assert "free" in message
 
 
-def test_layout_that_does_not_fit_the_ranks(capsys, monkeypatch, tmp_path):
-    message = fails(capsys, monkeypatch, tmp_path, parallel={"tensor": 2})
+def test_layout_that_does_not_fit_the_ranks_is_refused(capsys, monkeypatch, tmp_path):
+    message = refusal_message(capsys, monkeypatch, tmp_path, parallel={"tensor": 2})
     assert "parallel.tensor=2" in message
     assert "1 started rank" in message
 
 
-def test_truncated_weights_and_another_architecture(capsys, monkeypatch, tmp_path, run):
+def test_truncated_weights_and_wrong_shapes_are_refused(capsys, monkeypatch, tmp_path, run):
     damaged = tmp_path / "damaged"
     damaged.mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -106,18 +106,18 @@ def test_truncated_weights_and_another_architecture(capsys, monkeypatch, tmp_pat
     weights = (run / "model" / "model.safetensors").read_bytes()
     (damaged / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     student = {"path": str(damaged), "architecture": None}
-    message = fails(capsys, monkeypatch, tmp_path, student=student)
+    message = refusal_message(capsys, monkeypatch, tmp_path, student=student)
     assert str(damaged / "model.safetensors") in message
 
     tensors = load_file(run / "model" / "model.safetensors")
     tensors["model.norm.weight"] = tensors["model.norm.weight"][:16].clone()
     save_file(tensors, damaged / "model.safetensors")
-    message = fails(capsys, monkeypatch, tmp_path, student=student)
+    message = refusal_message(capsys, monkeypatch, tmp_path, student=student)
     assert "model.norm.weight" in message
     assert "32" in message
 
 
-def test_teacher_with_another_tokenizer(capsys, monkeypatch, tmp_path, run):
+def test_teacher_with_another_tokenizer_is_refused(capsys, monkeypatch, tmp_path, run):
     teacher = tmp_path / "teacher"
     teacher.mkdir()
     for file in (run / "model").iterdir():
@@ -126,19 +126,19 @@ def test_teacher_with_another_tokenizer(capsys, monkeypatch, tmp_path, run):
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["3"], vocabulary["4"] = vocabulary["4"], vocabulary["3"]
     (teacher / "tokenizer.json").write_text(json.dumps(tokenizer))
-    message = fails(
+    message = refusal_message(
         capsys, monkeypatch, tmp_path, teacher={"path": str(teacher), "architecture": None}
     )
     assert str(teacher) in message
     assert "different tokenizers" in message
 
 
-def test_checkpoint_of_another_architecture(capsys, monkeypatch, tmp_path, run):
+def test_checkpoint_of_another_architecture_is_refused(capsys, monkeypatch, tmp_path, run):
     target = tmp_path / "runs" / "bad" / "checkpoints" / "step_000002"
     target.mkdir(parents=True)
     for file in (run / "checkpoints" / "step_000002").iterdir():
         (target / file.name).write_bytes(file.read_bytes())
     other = {"architecture": tiny_architecture(64, 4)}
-    message = fails(capsys, monkeypatch, tmp_path, student=other)
+    message = refusal_message(capsys, monkeypatch, tmp_path, student=other)
     assert "another architecture" in message
     assert "hidden_size=32 (the config's model has 64)" in message

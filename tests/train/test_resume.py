@@ -1,4 +1,4 @@
-"""A killed run continues as if nothing had happened, on the same layout or another."""
+"""A killed run resumes with identical metrics, or within rounding on another layout."""
 
 import os
 import subprocess
@@ -38,7 +38,7 @@ def start(config_file: Path) -> subprocess.Popen:
     return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
 
 
-def wait_for_the_end_of(helpers: list[psutil.Process]) -> None:
+def wait_until_ended(helpers: list[psutil.Process]) -> None:
     deadline = time.monotonic() + 60
     while left := [helper for helper in helpers if is_alive(helper)]:
         assert time.monotonic() < deadline, f"outlived their killed parent: {left}"
@@ -46,7 +46,7 @@ def wait_for_the_end_of(helpers: list[psutil.Process]) -> None:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """A zombie has ended; where no init waits for orphans it stays in the list."""
+    """A zombie counts as ended: without an init that reaps orphans it stays in the process list."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -57,11 +57,13 @@ def uninterrupted(rank: int, world_size: int, directory: str) -> None:
     train(config_of(Path(directory), "uninterrupted"), show_progress=False)
 
 
-def go_on(rank: int, world_size: int, directory: str, steps: int, parallel: dict) -> None:
-    """Resume a run on a layout up to `steps`, stopped as a kill would: after some checkpoint."""
-    config = config_of(Path(directory), "relaid", parallel=parallel)
-    some = config.train.model_copy(update={"steps": steps})
-    train(config.model_copy(update={"train": some}), show_progress=False)
+def resume_on_layout(
+    rank: int, world_size: int, directory: str, steps: int, parallel: dict
+) -> None:
+    """Resume the run on another layout and train it up to `steps`."""
+    config = config_of(Path(directory), "other_layouts", parallel=parallel)
+    shorter = config.train.model_copy(update={"steps": steps})
+    train(config.model_copy(update={"train": shorter}), show_progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +73,7 @@ def runs(tmp_path_factory) -> Path:
     return directory
 
 
-def test_killed_at_any_moment_and_restarted_every_metric_is_identical(runs):
+def test_metrics_of_a_killed_and_restarted_run_are_identical(runs):
     config = config_of(runs, "killed")
     save_config(config, runs / "killed.yaml")
     metrics = runs / "killed" / "metrics.jsonl"
@@ -86,8 +88,8 @@ def test_killed_at_any_moment_and_restarted_every_metric_is_identical(runs):
         helpers = psutil.Process(process.pid).children(recursive=True)
         process.kill()
         process.wait()
-        wait_for_the_end_of(helpers)
-    assert len(helpers) > 1  # the one of the checkpoints, and what multiprocessing starts for it
+        wait_until_ended(helpers)
+    assert len(helpers) > 1  # the save helper, and the processes that multiprocessing starts
     assert start(runs / "killed.yaml").wait(timeout=240) == 0
 
     assert metrics_of(runs / "killed") == metrics_of(runs / "uninterrupted")
@@ -95,11 +97,11 @@ def test_killed_at_any_moment_and_restarted_every_metric_is_identical(runs):
     assert kept == ["step_000008", "step_000010"]
 
 
-def test_resumed_on_other_layouts_within_rounding(runs):
-    run_ranks(1, go_on, str(runs), 4, {})
-    run_ranks(2, go_on, str(runs), 6, {"context": 2})
-    run_ranks(2, go_on, str(runs), 10, {"tensor": 2, "sequence": True})
-    expected, resumed = metrics_of(runs / "uninterrupted"), metrics_of(runs / "relaid")
+def test_metrics_after_resuming_on_other_layouts_agree_within_rounding(runs):
+    run_ranks(1, resume_on_layout, str(runs), 4, {})
+    run_ranks(2, resume_on_layout, str(runs), 6, {"context": 2})
+    run_ranks(2, resume_on_layout, str(runs), 10, {"tensor": 2, "sequence": True})
+    expected, resumed = metrics_of(runs / "uninterrupted"), metrics_of(runs / "other_layouts")
     assert [row["step"] for row in resumed] == [row["step"] for row in expected]
     for key in ("loss/total", "grad_norm"):
         assert [row[key] for row in resumed if key in row] == pytest.approx(

@@ -7,10 +7,12 @@ from stable_opd_mcore.train.run_directory import keep_resolved, settings_changes
 from tests.train.runs import tiny_config
 
 
-def test_changed_settings_are_refused_with_the_way_on(tmp_path):
+def test_changed_settings_are_refused_unless_accepted(tmp_path):
     keep_resolved(tiny_config(tmp_path, "run"))
     changed = tiny_config(tmp_path, "run", optimizer={"lr": 2e-3}, kl={"beta": 0.2})
-    assert settings_changes(changed, accepted=False) == {}  # no checkpoint: the run starts anew
+    assert (
+        settings_changes(changed, accepted=False) == {}
+    )  # no checkpoint: the run starts at step 0
     (tmp_path / "run" / "checkpoints" / "step_000001").mkdir(parents=True)
     with pytest.raises(ConfigError) as caught:
         settings_changes(changed, accepted=False)

@@ -1,4 +1,4 @@
-"""One run at a time in a run directory; a lock outlives a killed holder by seconds at most."""
+"""One run at a time in a run directory; the lock of a killed process is replaced."""
 
 import json
 import os
@@ -22,15 +22,15 @@ with RunLock(Path(sys.argv[1])):
 """
 
 
-def leave_lock(directory, age_seconds=0.0, **fields):
-    """A lock of a holder that does not exist any more, or is not seen from here."""
+def write_lock(directory, age_seconds=0.0, **fields):
+    """Write a lock of a process that has ended or runs on another machine."""
     path = directory / LOCK_FILE
     path.write_text(json.dumps({**this_process(), "token": "other", **fields}))
     os.utime(path, (time.time() - age_seconds,) * 2)
     return path
 
 
-def test_a_second_run_is_refused_and_a_killed_holder_is_replaced_at_once(tmp_path, capfd):
+def test_second_run_is_refused_and_the_lock_of_a_killed_run_is_replaced(tmp_path, capfd):
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     holder = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert holder.stdout is not None
@@ -46,21 +46,21 @@ def test_a_second_run_is_refused_and_a_killed_holder_is_replaced_at_once(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_process_id_that_was_given_again_is_another_process(tmp_path):
-    leave_lock(tmp_path, process_start="1")
+def test_lock_of_a_reused_process_id_is_replaced(tmp_path):
+    write_lock(tmp_path, process_start="1")
     with RunLock(tmp_path):
         pass
 
 
-def test_another_machine_is_judged_by_its_heartbeat(tmp_path):
-    path = leave_lock(tmp_path, age_seconds=30, machine="another", slurm_job="7")
+def test_lock_of_another_machine_is_replaced_once_its_heartbeat_is_stale(tmp_path):
+    path = write_lock(tmp_path, age_seconds=30, machine="another", slurm_job="7")
     with RunLock(tmp_path, stale_seconds=20):
         pass
-    path = leave_lock(tmp_path, machine="another")
-    beats = subprocess.Popen(["sh", "-c", f"sleep 0.3; touch {path}"])
+    path = write_lock(tmp_path, machine="another")
+    heartbeat = subprocess.Popen(["sh", "-c", f"sleep 0.3; touch {path}"])
     with pytest.raises(UserError, match="another run is training here"), RunLock(tmp_path):
         pass
-    beats.wait()
+    heartbeat.wait()
     started = time.monotonic()
     with RunLock(tmp_path, stale_seconds=0.5):  # waits until the heartbeat is that old
         assert time.monotonic() - started < 3
@@ -68,12 +68,12 @@ def test_another_machine_is_judged_by_its_heartbeat(tmp_path):
 
 def test_the_same_slurm_job_takes_over_from_another_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    leave_lock(tmp_path, machine="another", slurm_job="7")
+    write_lock(tmp_path, machine="another", slurm_job="7")
     with RunLock(tmp_path):
         pass
 
 
-def test_a_holder_that_lost_its_lock_ends(tmp_path):
+def test_process_that_lost_its_lock_exits(tmp_path):
     lose = (
         "import sys, time; from pathlib import Path\n"
         "from stable_opd_mcore.train.run_lock import RunLock, this_process\n"
@@ -83,12 +83,12 @@ def test_a_holder_that_lost_its_lock_ends(tmp_path):
         "    time.sleep(30)\n"
     )
     command = [sys.executable, "-c", lose, str(tmp_path)]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    assert answer.returncode == 1
-    assert "was taken over by process 99" in answer.stderr
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert result.returncode == 1
+    assert "was taken over by process 99" in result.stderr
 
 
-def test_a_foreign_file_in_place_of_the_lock_is_named(tmp_path):
+def test_file_that_is_not_a_lock_is_refused(tmp_path):
     (tmp_path / LOCK_FILE).write_text("not ours")
     with pytest.raises(UserError, match="LOCK: not a lock file"), RunLock(tmp_path):
         pass

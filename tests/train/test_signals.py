@@ -1,4 +1,4 @@
-"""Every rank stops after the same step, and no rank leaves before the marker exists."""
+"""Stop signals: all ranks stop after the same step, and none returns before the marker exists."""
 
 import os
 import signal
@@ -37,18 +37,18 @@ def stop_when_one_rank_is_signalled(rank, world_size, directory):
                 signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
             assert step < 10
         if rank == 0:
-            time.sleep(0.3)  # the marker comes late; no rank may leave before it
+            time.sleep(0.3)  # rank 1 must not return before this late marker exists
         write_outcome(directory, REQUEUE, step)
     assert (directory / REQUEUE).read_text() == '{"step": 3}'
     assert signal.getsignal(signal.SIGTERM) == before
     dist.barrier()
     if rank == 0:
         clear_outcome(directory)
-        clear_outcome(directory)  # also without a marker
+        clear_outcome(directory)  # no error without a marker
         assert not (directory / REQUEUE).exists()
 
 
-def test_ranks_agree_on_the_step(tmp_path):
+def test_all_ranks_stop_after_the_same_step(tmp_path):
     run_ranks(2, stop_when_one_rank_is_signalled, tmp_path)
 
 
@@ -59,7 +59,7 @@ def test_sigterm_is_recorded_without_a_process_group():
         assert stop.requested_on_any_rank()
 
 
-def test_processes_started_meanwhile_survive_sigusr1():
+def test_child_processes_survive_sigusr1():
     """Slurm may signal every process of a step; only the ranks must react."""
     listen = "import time; print('up', flush=True); time.sleep(30)"
     with StopSignals():
@@ -73,7 +73,7 @@ def test_processes_started_meanwhile_survive_sigusr1():
         assert child.wait(timeout=10) == -signal.SIGTERM
 
 
-def test_sigterm_waits_until_a_checkpoint_is_written():
+def test_sigterm_is_deferred_while_shielded():
     with StopSignals() as stop:
         with shielded():
             child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -99,25 +99,25 @@ if __name__ == "__main__":
 """
 
 
-def test_a_helper_of_the_first_checkpoint_survives_sigterm(tmp_path):
+def test_save_helper_started_while_shielded_survives_sigterm(tmp_path):
     script = tmp_path / "save.py"  # a file: multiprocessing's spawn imports it again
     script.write_text(SHIELDED_HELPER)
-    answer = subprocess.run(
+    result = subprocess.run(
         [sys.executable, str(script)],
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert answer.stdout == "written\n", answer.stderr
+    assert result.stdout == "written\n", result.stderr
 
 
-def test_a_signal_at_the_end_of_the_block_kills_no_process():
+def test_signal_at_the_end_of_the_block_does_not_kill_the_process():
     with StopSignals():
         os.kill(os.getpid(), signal.SIGUSR1)
 
 
-def test_ctrl_c_waits_for_the_end_of_the_step_the_first_time():
+def test_first_ctrl_c_finishes_the_step_and_the_second_interrupts():
     with StopSignals() as stop:
         with pytest.raises(KeyboardInterrupt):  # nothing to save before the first step
             signal.raise_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""What one step does beyond its losses: how many updates it makes, and on which prompts."""
+"""The updates of one training step: how many, and on which prompts."""
 
 from pathlib import Path
 from unittest.mock import patch
@@ -14,7 +14,7 @@ from tests.parallel.launch import run_ranks
 from tests.train.runs import tiny_config
 
 
-def test_two_minibatches_are_two_updates_on_disjoint_prompts(tmp_path):
+def test_two_minibatches_give_two_updates_on_disjoint_prompts(tmp_path):
     run_ranks(1, take_a_step_of_two_minibatches, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The optimizer around a model, measured."""
+"""The student's optimizer: the memory of an update, and an update to infinite weights."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from tests.train.runs import tiny_architecture, tiny_config
 
 
 def resident_mib(field: str) -> float:
-    """VmRSS: now; VmHWM: the most since /proc/self/clear_refs was last written."""
+    """This process's VmRSS (now) or VmHWM (maximum since the last write to clear_refs)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
 
@@ -26,13 +26,13 @@ def update(student: Student) -> None:
     student.update(1e-3)
 
 
-def test_one_rank_with_a_distributed_optimizer_holds_no_copies():
-    """Its shard is everything; neither gradients nor weights are copied on their way to itself."""
+def test_distributed_optimizer_on_one_rank_makes_no_copies():
+    """The one rank owns every shard, so an update copies neither gradients nor weights."""
     world = start_world(ParallelConfig(), seed=0)
     chunks = build_model(read_architecture(tiny_architecture(1024, 2)), world)
     student = Student(chunks, OptimizerConfig(distributed=True), "fp32")
     weights_mib = sum(p.nbytes for chunk in chunks for p in chunk.parameters()) / 2**20
-    update(student)  # makes Adam's moments
+    update(student)  # allocates Adam's moments
     Path("/proc/self/clear_refs").write_text("5")
     before = resident_mib("VmRSS:")
     update(student)
@@ -40,7 +40,7 @@ def test_one_rank_with_a_distributed_optimizer_holds_no_copies():
     stop_world()
 
 
-def test_an_update_to_infinity_ends_the_run_before_anything_is_saved(tmp_path):
+def test_update_to_infinite_weights_ends_the_run_before_saving(tmp_path):
     config = tiny_config(
         tmp_path,
         "run",

@@ -1,5 +1,6 @@
-"""The watchdog ends only a process that makes no step, and writes its stack. The other ranks of the
-run name a rank that has stopped.
+"""The watchdog ends a process that makes no step and writes its stack.
+
+The other ranks of the run record a rank whose process is stopped.
 """
 
 import os
@@ -41,16 +42,16 @@ with Watchdog(minutes=float(sys.argv[3]) / 60, directory=Path(sys.argv[1]), rank
 
 
 @pytest.mark.parametrize("behaviour", ["hang", "work"])
-def test_watchdog(behaviour, tmp_path):
-    answer = subprocess.run(
+def test_watchdog_ends_only_a_hanging_process(behaviour, tmp_path):
+    result = subprocess.run(
         [sys.executable, "-c", HANG_IN_STEP_TWO, str(tmp_path), behaviour], timeout=60
     )
     stacks = tmp_path / "rank_00003.txt"
     if behaviour == "hang":
-        assert answer.returncode == 1
+        assert result.returncode == 1
         assert "collective_that_never_returns" in stacks.read_text()
     else:
-        assert answer.returncode == 0
+        assert result.returncode == 0
         assert not stacks.exists()
 
 
@@ -65,7 +66,7 @@ def start(directory: Path, *ranks: int, seconds: float) -> list[subprocess.Popen
     return processes
 
 
-def test_a_stopped_rank_is_named_and_stays_named_when_it_continues(tmp_path):
+def test_stopped_rank_is_recorded_and_stays_recorded_when_it_continues(tmp_path):
     stopped, *others = start(tmp_path, 1, 0, 2, seconds=4)
     os.kill(stopped.pid, signal.SIGSTOP)
     assert [other.wait(timeout=60) for other in others] == [1, 1]
@@ -93,13 +94,13 @@ with Watchdog(minutes=2.0 / 60, directory=Path(sys.argv[1]), rank=rank) as watch
 
 
 @pytest.mark.parametrize(("behaviour", "code"), [("end", 0), ("hang", 1)])
-def test_a_wait_ends_no_rank_while_one_rank_makes_progress(behaviour, code, tmp_path):
+def test_waiting_ranks_are_not_ended_while_one_makes_progress(behaviour, code, tmp_path):
     command = [sys.executable, "-c", WAIT, str(tmp_path)]
     ranks = [subprocess.Popen([*command, str(rank), behaviour]) for rank in range(2)]
     assert [rank.wait(timeout=60) for rank in ranks] == [code, code]
 
 
-def test_no_rank_is_named_where_all_hang_together(tmp_path):
+def test_no_rank_is_recorded_if_all_hang(tmp_path):
     ranks = start(tmp_path, 0, 1, seconds=2)
     assert [rank.wait(timeout=60) for rank in ranks] == [1, 1]
     assert (tmp_path / SILENT).read_text() == ""
