@@ -16,7 +16,8 @@ from stable_opd_mcore.planning.memory import Models, Work, num_micro_batches
 from stable_opd_mcore.planning.model_size import ModelSize
 
 # Seconds of one decoding step beside its memory traffic and products.
-ENGINE_SECONDS = {"embedded": 0.025, "sglang": 0.002, "replay": 0.0}  # Python; CUDA graphs
+SGLANG_SECONDS = 0.002  # CUDA graphs
+IN_PROCESS_SECONDS = 0.025  # any other engine: Python
 PUBLISH_SECONDS = 0.5  # requests, cache flush and checksums of one weight update
 
 
@@ -141,8 +142,9 @@ def _rollout_seconds(
     cache = tokens * mean_context * student.kv_bytes() / servers.tensor
     flops = 2 * student.total_parameters() * tokens / servers.tensor
     prompts = 2 * student.total_parameters() * of_server * work.prompt_tokens / servers.tensor
+    overhead = SGLANG_SECONDS if config.rollout.engine == "sglang" else IN_PROCESS_SECONDS
     return (
-        steps * (device.memory_seconds(weights) + ENGINE_SECONDS[config.rollout.engine])
+        steps * (device.memory_seconds(weights) + overhead)
         + device.memory_seconds(cache)
         + device.matmul_seconds(flops + prompts)
     )

@@ -32,20 +32,22 @@ def build_engine(
     Raises:
         UserError: the run to replay has no stored rollouts, or there are too few servers.
     """
-    if config.rollout.engine == "replay":
-        assert config.rollout.replay_from is not None, "the schema requires it"
-        return ReplayEngine(config.rollout.replay_from)
-    if config.rollout.engine == "sglang":
-        return build_sglang_engine(
-            config,
-            world,
-            chunks,
-            tokenizer.decode,
-            tokenizer.vocab_size,
-            stop_requested,
-            progress,
-        )
-    return embedded_engine(world, chunks, tokenizer)
+    match config.rollout.engine:
+        case "embedded":
+            return embedded_engine(world, chunks, tokenizer)
+        case "replay":
+            assert config.rollout.replay_from is not None, "the schema requires it"
+            return ReplayEngine(config.rollout.replay_from)
+        case "sglang":
+            return build_sglang_engine(
+                config,
+                world,
+                chunks,
+                tokenizer.decode,
+                tokenizer.vocab_size,
+                stop_requested,
+                progress,
+            )
 
 
 def embedded_engine(world: World, chunks: Sequence[Module], tokenizer: Tokenizer) -> EmbeddedEngine:
