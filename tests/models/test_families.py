@@ -6,16 +6,20 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.families import FAMILIES, read_architecture
 from tests.models import tiny
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; known: llama, qwen2, qwen3"),
+        (
+            {"model_type": "gpt2"},
+            f"model_type 'gpt2' is not supported; known: {', '.join(sorted(FAMILIES))}",
+        ),
         ({"hidden_size": None}, "key hidden_size is missing"),
         ({"vocab_size": "many"}, "vocab_size='many' should be a positive whole number"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type 'yarn'"),
@@ -41,6 +45,19 @@ def test_bad_values_in_config_json_are_refused(changes: dict, message: str, tmp_
     (tmp_path / "config.json").write_text(json.dumps(tiny.config("qwen3") | changes))
     with pytest.raises(ValueError, match=f"config.json: {message}"):
         read_architecture(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_missing_keys_mean_the_same_to_transformers(model_type: str) -> None:
+    """A key may be left out where transformers' default is the implemented value."""
+    defaults = AutoConfig.for_model(model_type)
+    for key, implemented in FAMILIES[model_type].supported.items():
+        fields = {name: value for name, value in tiny.config(model_type).items() if name != key}
+        if getattr(defaults, key, implemented) == implemented:
+            read_architecture(fields)
+        else:
+            with pytest.raises(UserError, match=f"key {key} is missing"):
+                read_architecture(fields)
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[" * 100_000])

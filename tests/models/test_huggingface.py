@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.build import build_model
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.families import FAMILIES, read_architecture
 from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
 from stable_opd_mcore.models.huggingface import export_hf, load_hf
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
@@ -34,10 +34,8 @@ LLAMA3 = {
 }
 
 
-MODELS = {
-    "qwen2": tiny.config("qwen2"),
+MODELS = {model_type: tiny.config(model_type) for model_type in FAMILIES} | {
     "qwen2 tied": tiny.config("qwen2", tie_word_embeddings=True),
-    "qwen3": tiny.config("qwen3"),
     "qwen3 tied": tiny.config("qwen3", tie_word_embeddings=True),
     "llama": tiny.config("llama", num_key_value_heads=4),
     "llama 3.1": tiny.config("llama", rope_parameters=LLAMA3),

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from stable_opd_mcore.models import tensors
+from stable_opd_mcore.models.families import FAMILIES
 from tests.models import tiny
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_unshard_inverts_shard(model_type: str, size: int) -> None:
     architecture = tiny.architecture(model_type, num_hidden_layers=1)
     for entry in tensors.canonical_parameters(architecture):
