@@ -1,13 +1,13 @@
-"""Several hosts on one machine: network namespaces of their own, joined by a switch.
+"""Several hosts on one machine: one network namespace per host, joined by a switch.
 
     with hosts(["trainer", "server"], gbit_per_second=10) as (trainer, server):
         subprocess.run(trainer.command("ping", "-c1", "server"))
 
-Each has its own loopback, address and hostname, which the others resolve to the address: what one
-binds to 127.0.0.1 the others cannot see. This process stays outside and joins the switch too, like
-a login node: it reaches the hosts by address, they reach it at `Host.login`, by that address, as
-"login" and by this machine's own name. Files, processes and users are shared. Needs root and
-iproute2. Not here: several kernels, clocks or disks.
+Each host has its own loopback, address and hostname; the others resolve its hostname to its address
+and cannot reach what a host binds to 127.0.0.1. This process keeps its network and joins the
+switch as a login node does: it reaches the hosts by address, and they reach it at `Host.login`, as
+"login" and by this machine's name. Files, processes and users are shared. Needs root and iproute2.
+Not here: several kernels, clocks or disks.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from pathlib import Path
 
 NAMESPACES = Path("/run/netns")
 CLONE_NEWNET = 0x40000000  # linux/sched.h
-NAMESPACE_FILES = Path("/etc/netns")  # `ip netns exec` binds what lies there over /etc
+NAMESPACE_FILES = Path("/etc/netns")  # `ip netns exec` mounts these files over /etc
 AS_HOST = 'hostname "$0" && exec "$@"'
-BURST_BYTES = 1_000_000  # a sender's packets leave in bursts of up to this much at full speed
+BURST_BYTES = 1_000_000  # the largest burst that leaves a host at full speed
 
 
 @dataclass(frozen=True)
@@ -41,33 +41,36 @@ class Host:
     """This process' address, as the hosts see it."""
 
     def command(self, *command: str) -> list[str]:
-        """The same command, run on this host."""
+        """The command line that runs `command` on this host."""
         as_host = ["unshare", "--uts", "sh", "-c", AS_HOST, self.name]
         return ["ip", "netns", "exec", self.namespace, *as_host, *command]
 
 
 @contextlib.contextmanager
 def on(host: Host) -> Iterator[None]:
-    """What this thread opens and starts in here, other processes too, is on that host's network.
+    """Sockets and processes that this thread opens inside the block use the host's network.
 
-    Names stay this machine's: tell gloo its interface (GLOO_SOCKET_IFNAME=eth0) and use addresses.
+    Host names are still this machine's: use addresses, and set GLOO_SOCKET_IFNAME=eth0 for gloo.
     """
-    with open("/proc/thread-self/ns/net") as home, open(NAMESPACES / host.namespace) as there:
-        _enter(there.fileno())
+    with (
+        open("/proc/thread-self/ns/net") as own_network,
+        open(NAMESPACES / host.namespace) as host_network,
+    ):
+        _enter(host_network.fileno())
         try:
             yield
         finally:
-            _enter(home.fileno())
+            _enter(own_network.fileno())
 
 
 def _enter(namespace: int) -> None:
-    """setns(2), which Python has from 3.12 on."""
+    """Call setns(2); Python has it from 3.12 on."""
     if ctypes.CDLL(None, use_errno=True).setns(namespace, CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "setns")
 
 
 def cannot_make_hosts() -> str:
-    """Why not, "" if they can be made."""
+    """The reason why this machine cannot make hosts, or ""."""
     for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("hostname", "hostname")):
         if shutil.which(tool) is None:
             return f"no {tool}: apt-get install {package}"
@@ -83,15 +86,15 @@ def cannot_make_hosts() -> str:
 def hosts(
     names: Sequence[str], gbit_per_second: float | None = None, own_name: str | None = None
 ) -> Iterator[list[Host]]:
-    """Hosts of these names.
+    """Make hosts with these names and remove them at the end.
 
     Args:
-        gbit_per_second: each sends no faster than that.
-        own_name: the address at which each finds its own name, such as 127.0.1.1, which Debian's
-            installer writes; None: the one at which the others find it.
+        gbit_per_second: the rate at which each host sends at most; None: no limit.
+        own_name: the address to which each host resolves its own name, such as 127.0.1.1, which
+            Debian's installer writes; None: the address that the other hosts use.
     """
-    there = {name for _, name in socket.if_nameindex()}
-    number = random.choice([n for n in range(256) if f"so{n}sw" not in there])
+    interfaces = {name for _, name in socket.if_nameindex()}
+    number = random.choice([n for n in range(256) if f"so{n}sw" not in interfaces])
     tag, switch = f"so{number}", f"so{number}sw"
     network = f"198.18.{number}"  # RFC 2544: for tests between machines
     login = f"{network}.1"
@@ -115,12 +118,12 @@ def hosts(
 
 
 @contextlib.contextmanager
-def _names(host: Host, everyone: Sequence[Host], own_address: str) -> Iterator[None]:
-    """The host's /etc/hosts, in which a name is an address and an address is a name."""
+def _names(host: Host, all_hosts: Sequence[Host], own_address: str) -> Iterator[None]:
+    """Write the host's /etc/hosts, and remove it at the end."""
     folder = NAMESPACE_FILES / host.namespace
     folder.mkdir(parents=True)
     lines = ["127.0.0.1 localhost", f"{host.login} login {socket.gethostname()}"]
-    lines += [f"{other.address} {other.name}" for other in everyone if other is not host]
+    lines += [f"{other.address} {other.name}" for other in all_hosts if other is not host]
     lines += [f"{own_address} {host.name}"]
     (folder / "hosts").write_text("\n".join(lines) + "\n")
     try:

@@ -1,4 +1,4 @@
-"""The processes of this machine, for tests that look for processes of others."""
+"""The processes of this machine, for tests that look for processes they did not start."""
 
 from collections.abc import Iterator
 
@@ -6,6 +6,6 @@ import psutil
 
 
 def running() -> Iterator[tuple[int, list[str], dict[str, str]]]:
-    """(pid, command line, environment) of every process that may be read."""
+    """Yield (pid, command line, environment) of every readable process."""
     for process in psutil.process_iter(["cmdline", "environ"]):
         yield process.pid, process.info["cmdline"] or [], process.info["environ"] or {}

@@ -1,7 +1,7 @@
-"""NeMo-Run experiments, launched as a user does, on a real Slurm and on this machine.
+"""NeMo-Run experiments, launched with the user's commands, on Slurm and on this machine.
 
-NeMo-Run has its own environment (extra `launch`): .venv-launch, or that of the interpreter in
-STABLE_OPD_NEMORUN_PYTHON.
+NeMo-Run is installed in a separate environment (extra `launch`): .venv-launch, or that of the
+interpreter in STABLE_OPD_NEMORUN_PYTHON.
 """
 
 import json
@@ -60,27 +60,26 @@ class Launcher:
 
     def __init__(self, python: str, directory: Path):
         self.python, self.directory = python, directory
-        # unique, because job numbers, which name the logs, repeat between clusters
+        # unique: logs are named by the job number, which repeats between clusters
         self.name = f"test_{uuid.uuid4().hex[:8]}"
         self.env = os.environ | SETTINGS | {"NEMORUN_HOME": str(directory / "nemo")}
 
     def launch(self, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        place = (f"name={self.name}", f"directory={self.directory}")
-        return self._call(f"launch/{script}.py", "--yes", *arguments, *place)
+        location = (f"name={self.name}", f"directory={self.directory}")
+        return self._call(f"launch/{script}.py", "--yes", *arguments, *location)
 
     def nemo(self, *arguments: str) -> str:
-        answer = self._call(str(Path(self.python).parent / "nemo"), "experiment", *arguments)
-        assert answer.returncode == 0, answer.stdout
-        return answer.stdout
+        result = self._call(str(Path(self.python).parent / "nemo"), "experiment", *arguments)
+        assert result.returncode == 0, result.stdout
+        return result.stdout
 
     def run(self, point: str) -> Path:
         return self.directory / f"{self.name}_{point}"
 
     def _call(self, *command: str) -> subprocess.CompletedProcess[str]:
-        with (self.directory / "output.txt").open(
-            "w+"
-        ) as file:  # a file, because background tasks may outlive the command
-            answer = subprocess.run(
+        # A file and not a pipe: background tasks may run longer than the command.
+        with (self.directory / "output.txt").open("w+") as file:
+            result = subprocess.run(
                 [self.python, *command],
                 cwd=REPOSITORY,
                 env=self.env,
@@ -90,19 +89,19 @@ class Launcher:
                 timeout=300,
             )
             file.seek(0)
-            return subprocess.CompletedProcess(command, answer.returncode, file.read())
+            return subprocess.CompletedProcess(command, result.returncode, file.read())
 
 
 @pytest.fixture
 def launcher(nemorun_python, tmp_path):
-    made = Launcher(nemorun_python, tmp_path)
-    yield made
-    for logs in (REPOSITORY / "runs" / "slurm").glob(f"{made.name}.*"):
+    launcher = Launcher(nemorun_python, tmp_path)
+    yield launcher
+    for logs in (REPOSITORY / "runs" / "slurm").glob(f"{launcher.name}.*"):
         shutil.rmtree(logs)
 
 
 def states(launched: subprocess.CompletedProcess[str]) -> dict[str, str]:
-    """State of each stage, from the last lines of the launcher."""
+    """The state of each stage, from the launcher's last lines."""
     lines = [line.split(": ") for line in launched.stdout.splitlines()]
     return {line[0]: line[1] for line in lines if len(line) == 2 and line[0].isidentifier()}
 
@@ -126,7 +125,7 @@ def check_completed(launcher: Launcher, launched: subprocess.CompletedProcess[st
 
 
 def preempt(cluster, launcher: Launcher, stage: str) -> str:
-    """Send the early signal to a stage once its script has set its traps; the id of the job."""
+    """Send SIGUSR1 to a stage's job once its script has set its traps; return the job's id."""
     name = f"{launcher.name}.{stage}"
 
     def job() -> str:
@@ -142,28 +141,28 @@ def preempt(cluster, launcher: Launcher, stage: str) -> str:
     return preempted
 
 
-def test_on_slurm_a_failed_stage_cancels_the_rest_and_a_preempted_one_resumes(launcher, cluster):
+def test_slurm_failed_stage_cancels_the_rest_and_preempted_stage_resumes(launcher, cluster):
     launcher.env |= cluster.env
     check_failed(launcher, launcher.launch("pipeline", *ON_SLURM, *PIPELINE, BROKEN))
 
     with ThreadPoolExecutor() as pool:
         launched = pool.submit(launcher.launch, "pipeline", *ON_SLURM, *PIPELINE)
         job = preempt(cluster, launcher, "opd")
-        mended = launched.result()
-    check_completed(launcher, mended)
+        resumed = launched.result()
+    check_completed(launcher, resumed)
     assert cluster.field(job, "Restarts") == "1"
 
-    experiment = re.findall(rf"{launcher.name}_\d{{10,}}", mended.stdout)[-1]
+    experiment = re.findall(rf"{launcher.name}_\d{{10,}}", resumed.stdout)[-1]
     assert launcher.nemo("status", experiment).count("SUCCEEDED") == 3
     assert "verdict: done" in launcher.nemo("logs", experiment, "1")
 
 
-def test_on_this_machine_a_failed_stage_cancels_the_rest(launcher):
+def test_local_failed_stage_cancels_the_rest(launcher):
     check_failed(launcher, launcher.launch("pipeline", *LOCALLY, *PIPELINE, BROKEN))
     check_completed(launcher, launcher.launch("pipeline", *LOCALLY, *PIPELINE))
 
 
-def test_a_sweep_makes_one_run_per_point_and_one_report(launcher, cluster):
+def test_sweep_makes_one_run_per_point_and_one_report(launcher, cluster):
     launcher.env |= cluster.env
     grid = ("config=configs/smoke_cpu.yaml", "betas=0.01 0.1", "lambdas=0.1 1", f"opd={TINY}")
     done = launcher.launch("sweep", *ON_SLURM, *grid)
@@ -177,7 +176,7 @@ def test_a_sweep_makes_one_run_per_point_and_one_report(launcher, cluster):
     assert all(point.name in page for point in points)
 
 
-def test_a_dry_run_shows_the_batch_script_inside_the_job(launcher):
+def test_dry_run_prints_the_batch_script_of_each_job(launcher):
     shown = launcher.launch("pipeline", "--dryrun", *ON_SLURM, "size=1p5b", "run.executor.nodes=2")
     assert shown.returncode == 0, shown.stdout
     assert "slurm/sft.sh configs/sft_1p5b.yaml" in shown.stdout
@@ -197,7 +196,7 @@ def test_a_dry_run_shows_the_batch_script_inside_the_job(launcher):
         (["size=7b"], "say where it runs: run.executor=slurm or"),
     ],
 )
-def test_an_experiment_that_cannot_run_is_refused_at_once(arguments, message, launcher):
+def test_experiment_with_bad_arguments_is_refused(arguments, message, launcher):
     refused = launcher.launch("sweep", *arguments)
     assert refused.returncode == 1
     assert message in refused.stdout

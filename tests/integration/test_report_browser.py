@@ -1,4 +1,4 @@
-"""The report in a real browser: all panels are drawn, nothing is logged, hostile text is inert."""
+"""The report in a browser: all panels are drawn, the console is empty, no text runs as HTML."""
 
 import re
 import shutil
@@ -35,7 +35,7 @@ FLAGS = [
 
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium")
-def test_the_report_is_drawn_in_a_browser(tmp_path):
+def test_browser_draws_every_panel_and_runs_no_text_as_html(tmp_path):
     runs = [
         ReportRun(make_run(tmp_path / "opd", 40, collapse_at=20, text=HOSTILE), "opd", "one"),
         ReportRun(make_run(tmp_path / "held", 40, beta=0.5), HOSTILE, "one"),
@@ -51,11 +51,12 @@ def test_the_report_is_drawn_in_a_browser(tmp_path):
     )
     page = re.sub(r"<script\b.*?</script>", "", result.stdout, flags=re.DOTALL)
     keys = [panel.key for figure in FIGURES for panel in figure.panels]
-    keys.remove("kl/reference")  # has no values
+    keys.remove("kl/reference")  # no run has values of it
     evaluations = sum(key.startswith("eval/") for key in keys)
     assert panels == 2 * len(keys)
     assert page.count('class="plot-container plotly"') == panels
-    # In section one each of two runs has a mean and its single steps, evaluations only dots.
+    # In section one each of two runs has a curve of means and one of single steps; an evaluation
+    # has points only.
     assert page.count('class="trace scatter') == 2 * (2 * len(keys) - evaluations) + len(keys)
     assert "<img src=" not in page
     assert "&lt;img src=x onerror=fail()&gt;" in page

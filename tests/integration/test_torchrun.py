@@ -1,6 +1,4 @@
-"""launch/torchrun.sh with several ranks: stopped by a signal, left by a rank, and trained to the
-end by the same command.
-"""
+"""launch/torchrun.sh with two ranks: stopped by a signal, ended by a killed rank, completed."""
 
 import json
 import os
@@ -18,7 +16,7 @@ STEPS = 12
 
 
 class Launch:
-    """The script and what its run left so far."""
+    """Starts the script and reads the files of its run."""
 
     def __init__(self, directory: Path):
         self.home = directory / "run"
@@ -48,7 +46,7 @@ class Launch:
         lines = path.read_text().splitlines() if path.is_file() else []
         return [json.loads(line)["step"] for line in lines if line.endswith("}")]
 
-    def until(self, condition: Callable[[], bool], running: subprocess.Popen) -> None:
+    def wait_until(self, condition: Callable[[], bool], running: subprocess.Popen) -> None:
         deadline = time.monotonic() + 180
         while not condition():
             assert running.poll() is None, self.errors.read_text()[-3000:]
@@ -63,20 +61,20 @@ class Launch:
         raise AssertionError(f"rank {rank} does not run")
 
 
-def test_a_signal_and_a_killed_rank_cost_no_step(tmp_path):
+def test_run_completes_every_step_after_a_signal_and_a_killed_rank(tmp_path):
     launch = Launch(tmp_path)
 
     running = launch.start()
-    launch.until(lambda: 1 in launch.steps(), running)
+    launch.wait_until(lambda: 1 in launch.steps(), running)
     running.send_signal(signal.SIGUSR1)
-    assert running.wait(timeout=120) != 0  # for a chain of stages: this one is not done
+    assert running.wait(timeout=120) != 0  # not zero, so that a chain of stages does not continue
     assert "stopped by SIGUSR1" in launch.errors.read_text()
     stopped_after = json.loads((launch.home / "REQUEUE").read_text())["step"]
     assert launch.steps()[-1] == stopped_after < STEPS
     assert (launch.home / "checkpoints" / f"step_{stopped_after:06d}" / "state.json").is_file()
 
     running = launch.start()
-    launch.until(lambda: launch.steps()[-1] > stopped_after, running)
+    launch.wait_until(lambda: launch.steps()[-1] > stopped_after, running)
     os.kill(launch.pid_of_rank(1), signal.SIGKILL)
     assert running.wait(timeout=120) != 0
     assert "Signal 9 (SIGKILL)" in launch.errors.read_text()

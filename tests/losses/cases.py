@@ -1,4 +1,7 @@
-"""Small random micro-batches and heads for the loss tests, and the float64 definition on them."""
+"""Small random micro-batches and heads for the loss tests, and runs of both forms of the loss.
+
+The two forms are the fused path and the float64 definition. Not here: tests.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def make_config(**changes: Any) -> Config:
 
 @dataclass(frozen=True)
 class Case:
-    """One micro-batch with everything any objective may ask for, in float64."""
+    """A micro-batch with the inputs of every objective, in float64."""
 
     objective: Objective
     hidden_NH: Tensor
@@ -68,8 +71,8 @@ def make_case(
 ) -> Case:
     """Random hidden states and heads (three hidden sizes); a third of the rows golden, some masked.
 
-    dtype: values are rounded to it first, so that a low-precision run and its float64 oracle see
-    the same numbers.
+    dtype: values are rounded to it first, so that a low-precision run and the float64 definition
+    have the same inputs.
     """
     draw = torch.Generator().manual_seed(seed)
 
@@ -117,7 +120,7 @@ def make_case(
 def teacher_scores(
     objective: Objective, log_q_NV: Tensor, targets_N: Tensor, hidden_NH: Tensor
 ) -> Scores:
-    """Everything the objective asks a teacher for, from its whole distribution."""
+    """The scores that the objective needs, from the teacher's whole distribution."""
     if objective.teacher_needs == "hidden":
         return Scores(None, hidden_NH=hidden_NH)
     outcomes_NV = merge_ids(log_q_NV, objective.terms.merged_ids)
@@ -164,7 +167,7 @@ def run_fused(
     objective: Objective | None = None,
     group: torch.distributed.ProcessGroup | None = None,
 ) -> Result:
-    """The fused path, garbage vocabulary rows added as padding, on this rank's shard."""
+    """Run the fused path on this rank's shard; padding rows of the vocabulary hold large values."""
     objective = objective or case.objective
     vocab = case.weight_VH.shape[0]
     hidden = case.hidden_NH.to(dtype, copy=True).requires_grad_()
@@ -172,11 +175,11 @@ def run_fused(
     for index, weight in enumerate(
         (case.weight_VH, case.teacher_weight_VH, case.reference_weight_VH)
     ):
-        whole = torch.cat([weight, torch.full((padding, weight.shape[1]), 30.0 + index)])
-        start, shard = 0, whole
+        padded = torch.cat([weight, torch.full((padding, weight.shape[1]), 30.0 + index)])
+        start, shard = 0, padded
         if group is not None:
-            shard = whole.chunk(group.size())[group.rank()]
-            start = group.rank() * -(-len(whole) // group.size())
+            shard = padded.chunk(group.size())[group.rank()]
+            start = group.rank() * -(-len(padded) // group.size())
         heads.append(Head(shard.to(dtype).clone(), start, vocab, group))
     heads[0].weight_VH.requires_grad_()
     fp = torch.float64 if dtype == torch.float64 else torch.float32
@@ -189,8 +192,8 @@ def run_fused(
     return Result(*(part.double() for part in parts))
 
 
-def run_reference(case: Case) -> Result:
-    """The definition, float64."""
+def run_definition(case: Case) -> Result:
+    """Run the definition in float64."""
     hidden = case.hidden_NH.clone().requires_grad_()
     weight = case.weight_VH.clone().requires_grad_()
     parts: Components = objective_loss(
@@ -211,7 +214,10 @@ def run_reference(case: Case) -> Result:
 
 
 def assert_close(found: Result, expected: Result, tolerance: float) -> None:
-    """Relative to the largest entry of each, of the loss to its parts, which may cancel; no NaN."""
+    """Compare each field relative to its largest entry, the loss to the sum of its parts' sizes.
+
+    The parts may cancel in the loss. Every entry must be finite.
+    """
     parts = expected.pg.abs() + expected.kl.abs() + expected.sft.abs()
     for name in ("loss", "pg", "kl", "sft", "d_hidden", "d_weight"):
         a, b = getattr(found, name), getattr(expected, name)

@@ -1,7 +1,7 @@
 """Compare triton_ops with torch_ops.
 
-Run with TRITON_INTERPRET=1 on a CPU, as it is on a GPU. A program of its own: the interpreter must
-be chosen before triton is first imported.
+Set TRITON_INTERPRET=1 on a CPU; a GPU needs no setting. A separate program, because the interpreter
+must be chosen before triton is first imported.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ SIZES = ((1, 1), (3, 31), (2, 2048), (3, 2053))
 
 
 def check(rows: int, columns: int, dtype: torch.dtype, scale: float, device: str) -> None:
-    """All three passes, on ordinary logits, on rows of +-1e4, and beside ids merged away."""
+    """Check all three passes: ordinary logits, logits of +-1e4 and columns of merged ids."""
     draw = torch.Generator().manual_seed(rows * columns)
     z, r, t = torch.randn(3, rows, columns, generator=draw, dtype=torch.float64) * 2
     z[0, ::2], r[0, ::3] = 1e4, -1e4
     z[:, 1::7] = r[:, 1::7] = t[:, 1::7] = NEVER
-    # Rows with room, as a logits_buffer has, filled with NaN that must never be used; t without.
+    # z and r have unused columns, as a logits_buffer has; their NaN must not be used. t has none.
     z, r = (torch.cat([x, torch.full((rows, 16), torch.nan)], dim=1) for x in (z, r))
     z, r, t = (x.to(device, dtype) for x in (z, r, t))
     z, r = z[:, :columns], r[:, :columns]
@@ -36,10 +36,10 @@ def check(rows: int, columns: int, dtype: torch.dtype, scale: float, device: str
     pairs = [torch_sums(z, o, scale) for o in (r, t)]
     for other, expected in zip((r, t, None), [*pairs, torch_sums(z, None, scale)], strict=True):
         found = triton_ops.shard_sums(z, other, scale)
-        if other is not None:  # any anchor will do: move the torch form's to the kernel's
-            moved = expected.student_sum * (found.anchor - expected.anchor)
+        if other is not None:  # the anchors may differ: use the kernel's in both
+            shift = expected.student_sum * (found.anchor - expected.anchor)
             expected = expected._replace(
-                student_gap=expected.student_gap + moved, anchor=found.anchor
+                student_gap=expected.student_gap + shift, anchor=found.anchor
             )
         for name, values_C in expected._asdict().items():
             if values_C is not None:
@@ -64,23 +64,23 @@ def check(rows: int, columns: int, dtype: torch.dtype, scale: float, device: str
         if kind != "none":
             terms.append(DenseTerm(kind, t, teacher.other, weights[1], centre, 0.3))
         for count in range(len(terms) + 1):
-            mine, plain = roomy(z), z.cpu().clone()
+            kernel_z, torch_z = with_unused_columns(z), z.cpu().clone()
             triton_ops.write_gradient_(
-                mine, teacher.normaliser, weights[2], sparse, terms[:count], scale
+                kernel_z, teacher.normaliser, weights[2], sparse, terms[:count], scale
             )
             torch_ops.write_gradient_(
-                plain,
+                torch_z,
                 _cpu(teacher.normaliser),
                 weights[2].cpu(),
                 _cpu(sparse),
                 [_cpu(term) for term in terms[:count]],
                 scale,
             )
-            close(mine, plain.to(device), tolerance)
+            close(kernel_z, torch_z.to(device), tolerance)
 
 
-def roomy(z: torch.Tensor) -> torch.Tensor:
-    """A copy whose rows have room for whole vectors beyond the last column, as z has."""
+def with_unused_columns(z: torch.Tensor) -> torch.Tensor:
+    """A copy with z's row stride; the unused columns hold NaN."""
     wide = torch.full((z.shape[0], z.stride(0)), torch.nan, dtype=z.dtype, device=z.device)
     wide[:, : z.shape[1]] = z
     return wide[:, : z.shape[1]]

@@ -1,7 +1,7 @@
-"""Compile the Triton kernels for an H200 without one: what the interpreter cannot see.
+"""Compile the Triton kernels for an H200, without a GPU, at the sizes of a 7B model's head.
 
-It finds types and launch arguments that do not fit, and loads that are not 16 bytes wide, at the
-sizes of a 7B model's head. A program of its own, as check_kernels.py is. Not here: results.
+This finds mismatched types and launch arguments, and loads that are not 16 bytes wide; the
+interpreter finds neither. A separate program, as check_kernels.py is. Results are not checked.
 """
 
 from __future__ import annotations

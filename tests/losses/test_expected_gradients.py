@@ -1,9 +1,8 @@
-"""Expectations by enumeration: what each estimator's gradient is on average, through the fused
-path.
+"""The expected gradient of each estimator, by enumeration, through the fused path.
 
-Every outcome is one sequence of the micro-batch, weighted by its probability, so the summed loss's
-gradient is the expectation itself. The policies are tables: one-hot hidden states, logits as the
-head.
+Every outcome is one sequence of the micro-batch, weighted by its probability, so the gradient of
+the summed loss is the expectation. The policies are tables: hidden states are one-hot and the head
+holds the logits.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ def table(states: int, seed: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class World:
-    """All sequences of `length` tokens; the state is everything before the token."""
+class Policies:
+    """Two policies on all sequences of `length` tokens; a token's state is the tokens before it."""
 
     student: Tensor
     teacher: Tensor
     sequences: list[tuple[int, ...]]
 
     @classmethod
-    def of(cls, length: int, seed: int = 0) -> World:
+    def of(cls, length: int, seed: int = 0) -> Policies:
         states = sum(VOCAB**t for t in range(length))
         sequences = list(itertools.product(range(VOCAB), repeat=length))
         return cls(table(states, seed), table(states, seed + 100), sequences)
@@ -53,7 +52,7 @@ class World:
         return number
 
     def microbatch(self, objective: Objective, weights: Tensor | None = None) -> MicroBatch:
-        """Every sequence once, all its tokens weighted by its probability under the student."""
+        """Every sequence once; `weights`, or the student's probability, weigh all its tokens."""
         log_p, log_q = self.student.log_softmax(1), self.teacher.log_softmax(1)
         rows = [
             (index, t, self.state(sequence[:t]), sequence[t])
@@ -111,55 +110,55 @@ def kl_gradient(student: Tensor, teacher: Tensor) -> Tensor:
     return logits.grad
 
 
-def variance(world: World, config: Config) -> float:
+def variance(policies: Policies, config: Config) -> float:
     """Trace of the covariance of the one-token gradient."""
-    p = world.student.softmax(1)[0]
-    mean = world.gradient(config)
+    p = policies.student.softmax(1)[0]
+    mean = policies.gradient(config)
     draws = [
-        world.gradient(config, torch.nn.functional.one_hot(torch.tensor(y), VOCAB).double())
+        policies.gradient(config, torch.nn.functional.one_hot(torch.tensor(y), VOCAB).double())
         for y in range(VOCAB)
     ]
     return sum(float(p[y] * (draws[y] - mean).square().sum()) for y in range(VOCAB))
 
 
-def test_opd_is_the_gradient_of_the_reverse_kl():
+def test_opd_has_the_gradient_of_the_reverse_kl():
     """E_y[A grad log pi] = -grad KL(student || teacher), so the loss's gradient is +grad KL."""
-    world = World.of(1)
-    found = world.gradient(make_config())
-    torch.testing.assert_close(found, kl_gradient(world.student, world.teacher))
+    policies = Policies.of(1)
+    found = policies.gradient(make_config())
+    torch.testing.assert_close(found, kl_gradient(policies.student, policies.teacher))
     assert found.abs().max() > 0.05
 
 
 def test_vopd_has_the_same_mean_and_less_variance():
     """40 random tables: with a teacher three times as confident the trace falls from 10.1 to 5.3.
 
-    A baseline is no guarantee: for equally confident pairs it is .86 without and .91 with.
+    The baseline can also increase it: for equally confident pairs from .86 to .91.
     """
     plain, control = make_config(), make_config(objective__advantage__control_variate=True)
     before = after = 0.0
     for seed in range(40):
-        world = World.of(1, seed)
-        world = replace(world, teacher=3 * world.teacher)
-        torch.testing.assert_close(world.gradient(plain), world.gradient(control))
-        before += variance(world, plain) / 40
-        after += variance(world, control) / 40
+        policies = Policies.of(1, seed)
+        policies = replace(policies, teacher=3 * policies.teacher)
+        torch.testing.assert_close(policies.gradient(plain), policies.gradient(control))
+        before += variance(policies, plain) / 40
+        after += variance(policies, control) / 40
     assert before == pytest.approx(10.07, abs=0.05)
     assert after == pytest.approx(5.26, abs=0.05)
 
 
 def test_exact_divergence_has_no_variance_and_the_same_mean():
-    world = World.of(1)
+    policies = Policies.of(1)
     gkd = make_config(objective__name="gkd")
-    torch.testing.assert_close(world.gradient(gkd), world.gradient(make_config()))
-    assert variance(world, gkd) < 1e-20
+    torch.testing.assert_close(policies.gradient(gkd), policies.gradient(make_config()))
+    assert variance(policies, gkd) < 1e-20
 
 
-def test_lsm_follows_its_formula():
+def test_lsm_gradient_equals_its_formula():
     """dL/dz = p [log(p/q) - KL(p || q)] on the teacher's top K, renormalised there; 0 elsewhere."""
-    world = World.of(1)
-    found = world.gradient(make_config(objective__name="lsm", objective__top_k=3))[0]
-    support = world.teacher[0].topk(3).indices
-    log_p, log_q = (x[0, support].log_softmax(0) for x in (world.student, world.teacher))
+    policies = Policies.of(1)
+    found = policies.gradient(make_config(objective__name="lsm", objective__top_k=3))[0]
+    support = policies.teacher[0].topk(3).indices
+    log_p, log_q = (x[0, support].log_softmax(0) for x in (policies.student, policies.teacher))
     kl = (log_p.exp() * (log_p - log_q)).sum()
     expected = torch.zeros(VOCAB, dtype=torch.float64)
     expected[support] = log_p.exp() * (log_p - log_q - kl)
@@ -167,21 +166,22 @@ def test_lsm_follows_its_formula():
 
 
 @pytest.mark.parametrize("name", ["lsm", "student_topk"])
-def test_support_objectives_move_towards_the_teacher(name):
-    """No scalar per state, whose expected gradient is zero; no mass leaves the support."""
-    world = World.of(1)
+def test_gradients_of_support_objectives_stay_on_the_support(name):
+    """The expected gradient is not zero, sums to zero and is zero outside the support."""
+    policies = Policies.of(1)
     config = make_config(objective__name=name, objective__top_k=3)
-    gradient = world.gradient(config)[0]
+    gradient = policies.gradient(config)[0]
     assert gradient.abs().max() > 0.01
     torch.testing.assert_close(gradient.sum(), torch.zeros((), dtype=torch.float64))
-    support = (world.teacher if name == "lsm" else world.student)[0].topk(3).indices
+    support = (policies.teacher if name == "lsm" else policies.student)[0].topk(3).indices
     outside = torch.ones(VOCAB, dtype=torch.bool)
     outside[support] = False
     assert not gradient[outside].any()
 
 
-# Objectives that compare distributions, and the odds of stopping below which descent on tokens as
-# they are ends. The teacher's top 3 do not hold the student's stop token: lsm leaves it alone.
+# Objectives that compare distributions, each with an upper bound on the odds of stopping after
+# descent without merged stop ids. The teacher's top 3 do not hold the student's stop token, so lsm
+# has no gradient for it.
 COMPARING = {
     "reverse": ({"objective__name": "gkd"}, 0.01),
     "forward": ({"objective__name": "gkd", "objective__divergence": "forward"}, 0.1),
@@ -192,63 +192,63 @@ COMPARING = {
 
 
 @pytest.mark.parametrize(("changes", "plain_odds"), COMPARING.values(), ids=COMPARING)
-def test_a_teacher_that_stops_on_another_token_teaches_stopping(changes, plain_odds):
+def test_student_learns_to_stop_as_often_as_a_teacher_with_another_stop_token(changes, plain_odds):
     """The student stops on 0 with odds .3 to .4 against token 2, the teacher on 1 with .6 to .2.
 
     Each gives the other's stop token almost no probability. With merged stop ids the student
-    learns to stop as often as the teacher, on its own token; without, divergences teach it never to
-    stop (docs/method.md §4).
+    learns to stop as often as the teacher, on its own token. Without them the divergences train it
+    not to stop (docs/method.md §4).
     """
     student = torch.tensor([[0.3, 1e-9, 0.4, 0.2, 0.1]], dtype=torch.float64).log()
     teacher = torch.tensor([[1e-9, 0.6, 0.2, 0.12, 0.08]], dtype=torch.float64).log()
 
     def odds_after_descent(stop_class: bool) -> float:
         config = make_config(**changes, objective__stop_class=stop_class)
-        world = replace(World.of(1), student=student, teacher=teacher)
+        policies = replace(Policies.of(1), student=student, teacher=teacher)
         for _ in range(150):
-            world = replace(
-                world, student=world.student - world.gradient(config, stops=((0,), (1,)))
+            policies = replace(
+                policies, student=policies.student - policies.gradient(config, stops=((0,), (1,)))
             )
-        p = world.student.softmax(1)[0]
+        p = policies.student.softmax(1)[0]
         return float(p[0] / p[2])
 
     assert odds_after_descent(stop_class=True) == pytest.approx(3, rel=0.01)
     assert odds_after_descent(stop_class=False) < plain_odds
 
 
-def test_sequence_level_is_the_gradient_of_the_sequence_kl():
+def test_discount_1_has_the_gradient_of_the_sequence_kl():
     """discount 1: E[sum_t G_t grad log pi_t] = -grad KL of whole sequences; discount 0 omits the
     future."""
-    world = World.of(2)
-    logits = world.student.clone().requires_grad_()
-    log_p, log_q = logits.log_softmax(1), world.teacher.log_softmax(1)
+    policies = Policies.of(2)
+    logits = policies.student.clone().requires_grad_()
+    log_p, log_q = logits.log_softmax(1), policies.teacher.log_softmax(1)
     kl = torch.zeros((), dtype=torch.float64)
-    for sequence in world.sequences:
-        states = [world.state(sequence[:t]) for t in range(2)]
+    for sequence in policies.sequences:
+        states = [policies.state(sequence[:t]) for t in range(2)]
         own = log_p[states[0], sequence[0]] + log_p[states[1], sequence[1]]
         other = log_q[states[0], sequence[0]] + log_q[states[1], sequence[1]]
         kl = kl + own.exp() * (own - other)
     kl.backward()
     sequence_level = make_config(objective__discount=1.0)
-    torch.testing.assert_close(world.gradient(sequence_level), logits.grad)
+    torch.testing.assert_close(policies.gradient(sequence_level), logits.grad)
     with_baseline = make_config(objective__discount=1.0, objective__advantage__control_variate=True)
-    torch.testing.assert_close(world.gradient(with_baseline), logits.grad)
+    torch.testing.assert_close(policies.gradient(with_baseline), logits.grad)
 
-    token_level = world.gradient(make_config())
-    p = world.student.softmax(1)
+    token_level = policies.gradient(make_config())
+    p = policies.student.softmax(1)
     visits = torch.cat([torch.ones(1, dtype=torch.float64), p[0]])
-    expected = visits[:, None] * kl_gradient(world.student, world.teacher)
+    expected = visits[:, None] * kl_gradient(policies.student, policies.teacher)
     torch.testing.assert_close(token_level, expected)
     assert (token_level - logits.grad).abs().max() > 0.05
 
 
-def test_half_discount_by_hand():
-    world = World.of(3, seed=3)
-    gradients = {g: world.gradient(make_config(objective__discount=g)) for g in (0.0, 0.5, 1.0)}
-    # In three steps the gradient is a quadratic in the discount; at 0.5 it lies off the chord.
+def test_gradient_is_a_quadratic_in_the_discount():
+    policies = Policies.of(3, seed=3)
+    gradients = {g: policies.gradient(make_config(objective__discount=g)) for g in (0.0, 0.5, 1.0)}
+    # Over three tokens the gradient is quadratic, not linear, in the discount.
     chord = (gradients[0.0] + gradients[1.0]) / 2
     assert not torch.allclose(gradients[0.5], chord)
-    quarter = world.gradient(make_config(objective__discount=0.25))
+    quarter = policies.gradient(make_config(objective__discount=0.25))
     nodes = torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64)
     basis = [
         torch.stack([(0.25 - nodes[j]) / (nodes[i] - nodes[j]) for j in range(3) if j != i]).prod()
@@ -258,9 +258,9 @@ def test_half_discount_by_hand():
     torch.testing.assert_close(quarter, parts[0] + parts[1] + parts[2])
 
 
-def test_teacher_equal_to_student_gives_exactly_nothing():
-    world = World.of(2)
-    same = replace(world, teacher=world.student)
+def test_teacher_equal_to_student_has_zero_gradient():
+    policies = Policies.of(2)
+    same = replace(policies, teacher=policies.student)
     for changes in (
         {},
         {"objective__discount": 1.0},
@@ -273,58 +273,60 @@ def test_teacher_equal_to_student_gives_exactly_nothing():
         assert same.gradient(make_config(**changes)).abs().max() < 1e-15, changes
 
 
-def test_negative_divergences_of_single_tokens_are_kept():
-    """Sampled tokens that the teacher likes less and more both count: no clamp at zero."""
-    world = World.of(1)
+def test_advantages_of_both_signs_are_kept():
+    """Tokens less and more probable under the teacher both have a gradient: no clamp at zero."""
+    policies = Policies.of(1)
     config = make_config()
     signs = set()
     for token in range(VOCAB):
         weights = torch.nn.functional.one_hot(torch.tensor(token), VOCAB).double()
-        signs.add(float(world.gradient(config, weights)[0, token].sign()))
+        signs.add(float(policies.gradient(config, weights)[0, token].sign()))
     assert signs == {-1.0, 1.0}
 
 
-def merged_kl_gradient(world: World, stop_ids: tuple[int, ...]) -> Tensor:
+def merged_kl_gradient(policies: Policies, stop_ids: tuple[int, ...]) -> Tensor:
     """d KL(student || teacher) / d student logits, with the stop ids as one outcome."""
-    logits = world.student.clone().requires_grad_()
-    log_p, log_q = (merge_ids(x.log_softmax(1), stop_ids) for x in (logits, world.teacher))
+    logits = policies.student.clone().requires_grad_()
+    log_p, log_q = (merge_ids(x.log_softmax(1), stop_ids) for x in (logits, policies.teacher))
     kl_divergence(log_p, log_q).sum().backward()
     assert logits.grad is not None
     return logits.grad
 
 
 @pytest.mark.parametrize("control_variate", [False, True])
-def test_stop_ids_partition_the_outcomes(control_variate):
-    """All sets of stop ids of both models: the expected gradient is that of the merged KL.
+def test_any_stop_ids_have_the_gradient_of_the_merged_kl(control_variate):
+    """With the control variate this shows that the baseline is unbiased.
 
-    With the control variate this says that the baseline is unbiased. Classes that are no partition
-    fail: each model's own stop ids, united with the sampled one, miss it by up to .31.
+    Classes that do not partition the tokens would fail: with each model's own stop ids united with
+    the sampled one the error is up to .31.
     """
-    world = World.of(1)
+    policies = Policies.of(1)
     config = make_config(objective__advantage__control_variate=control_variate)
     subsets = [ids for size in range(1, 5) for ids in itertools.combinations(range(4), size)]
     for stops in itertools.product(subsets, subsets):
-        found = world.gradient(config, stops=stops)
+        found = policies.gradient(config, stops=stops)
         union = tuple(sorted({*stops[0], *stops[1]}))
-        torch.testing.assert_close(found, merged_kl_gradient(world, union), msg=str(stops))
+        torch.testing.assert_close(found, merged_kl_gradient(policies, union), msg=str(stops))
 
 
 @pytest.mark.parametrize("off_policy", [False, True])
 @pytest.mark.parametrize("estimator", ["k3", "k3+"])
-def test_sampled_kls_have_the_gradients_that_their_settings_name(estimator, off_policy):
-    """k3: that of KL(ref || pi). k3+: that of KL(pi || ref). On and off policy."""
-    world, reference = World.of(1), table(1, seed=7)
+def test_sampled_kls_have_the_gradient_of_their_divergence(estimator, off_policy):
+    """k3 has the gradient of KL(ref || pi), k3+ that of KL(pi || ref), on and off policy."""
+    policies, reference = Policies.of(1), table(1, seed=7)
     objective = build_objective(make_config(kl__beta=1.0, kl__estimator=estimator), (0,), (0,))
-    log_p, log_r, log_old = (x.log_softmax(1)[0] for x in (world.student, reference, world.teacher))
+    log_p, log_r, log_old = (
+        x.log_softmax(1)[0] for x in (policies.student, reference, policies.teacher)
+    )
     log_sampled = log_old if off_policy else log_p
     batch = replace(
-        world.microbatch(objective),
+        policies.microbatch(objective),
         pg_weight_N=torch.zeros(VOCAB, dtype=torch.float64),
         kl_weight_N=log_sampled.exp(),
         old_token_logprob_N=log_old if off_policy else None,
         reference=Scores(log_r),
     )
-    logits = world.student.T.clone().requires_grad_()
+    logits = policies.student.T.clone().requires_grad_()
     hidden = torch.ones(VOCAB, 1, dtype=torch.float64)
     out = objective(hidden, Head(logits, 0, VOCAB), batch)
     (found,) = torch.autograd.grad(out.loss, logits)
@@ -334,9 +336,9 @@ def test_sampled_kls_have_the_gradients_that_their_settings_name(estimator, off_
     torch.testing.assert_close(found[:, 0], expected)
 
 
-def test_sampled_kls_are_finite_where_the_reference_is_sure():
+def test_sampled_kls_are_finite_for_extreme_log_ratios():
     log_ratio = torch.tensor([-1e4, -1.0, 0.0, 9.0, 11.0, 1e4])
-    batch = World.of(1).microbatch(build_objective(make_config(), (0,), (0,)))
+    batch = Policies.of(1).microbatch(build_objective(make_config(), (0,), (0,)))
     batch = replace(batch, kl_weight_N=torch.ones(6))
     for estimator in ("k3", "k3+"):
         out = sampled_kl(estimator, batch, torch.zeros(6), log_ratio)

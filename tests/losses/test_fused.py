@@ -22,12 +22,12 @@ from tests.losses.cases import (
     cast_batch,
     make_case,
     make_config,
+    run_definition,
     run_fused,
-    run_reference,
     teacher_scores,
 )
 
-# Every objective of the registry as it is, and every option that changes what is computed.
+# Every objective of the registry with its defaults, and every option that changes the loss.
 TOP_1 = {"objective__top_k": 1}
 VARIANTS = {
     name: {"objective__name": name} | (TOP_1 if "top_k" in spec.settings else {})
@@ -81,7 +81,7 @@ VARIANTS = {
         "objective__stop_class": False,
     },
 }
-# Those whose distributions have the stop ids of student and teacher as one outcome.
+# The variants that merge the stop ids of student and teacher into one outcome.
 MERGING = [
     name
     for name, changes in VARIANTS.items()
@@ -96,7 +96,7 @@ def case_of(variant: str, rows: int = 13, vocab: int = 31, **options) -> Case:
     if "objective__top_k" in changes:
         changes["objective__top_k"] = min(changes["objective__top_k"], vocab)
     temperature = options.pop("temperature", 1.0)
-    if variant != "sft":  # which samples nothing
+    if variant != "sft":  # sft has no rollouts
         changes["sampling__temperature"] = temperature
     config = make_config(**changes)
     if vocab == 1:
@@ -105,15 +105,15 @@ def case_of(variant: str, rows: int = 13, vocab: int = 31, **options) -> Case:
 
 
 @every_variant
-def test_equals_definition_exactly_in_float64(variant):
+def test_equals_definition_in_float64(variant):
     for rows, vocab in SIZES:
         for temperature, old in ((1.0, False), (0.7, True)):
             case = case_of(variant, rows, vocab, temperature=temperature, old=old)
-            assert_close(run_fused(case, padding=3), run_reference(case), 1e-10)
+            assert_close(run_fused(case, padding=3), run_definition(case), 1e-10)
 
 
-def test_golden_tokens_are_trained_at_temperature_1():
-    """Whatever the rollouts are sampled at: likelihood at another one is another objective."""
+def test_golden_tokens_are_trained_at_temperature_1_for_any_sampling_temperature():
+    """A likelihood at another temperature would be another objective."""
     sampled_at = [run_fused(case_of("opd", temperature=t)) for t in (1.0, 0.6)]
     torch.testing.assert_close(sampled_at[0].sft, sampled_at[1].sft)
     assert abs(sampled_at[0].pg - sampled_at[1].pg) > 0.01
@@ -123,11 +123,11 @@ def test_golden_tokens_are_trained_at_temperature_1():
 def test_equals_definition_in_fp32(variant):
     for rows, vocab in SIZES:
         case = case_of(variant, rows, vocab, temperature=0.7, old=True, dtype=torch.float32)
-        assert_close(run_fused(case, torch.float32), run_reference(case), 1e-5)
+        assert_close(run_fused(case, torch.float32), run_definition(case), 1e-5)
 
 
 @pytest.mark.parametrize("variant", MERGING)
-def test_stop_classes_of_several_ids_that_overlap(variant):
+def test_equals_definition_with_several_overlapping_stop_ids(variant):
     """Stop tokens are among the targets, the masked and the golden rows of every case."""
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         for temperature, old in ((1.0, False), (0.7, True)):
@@ -141,12 +141,12 @@ def test_stop_classes_of_several_ids_that_overlap(variant):
                 stop_ids=((1, 40), (60, 40, 2)),
             )
             assert case.objective.terms.merged_ids == (1, 2, 40, 60)
-            assert_close(run_fused(case, dtype, padding=3), run_reference(case), tolerance)
+            assert_close(run_fused(case, dtype, padding=3), run_definition(case), tolerance)
 
 
 @pytest.mark.parametrize("name", ["lsm", "student_topk"])
-def test_a_support_of_everything_is_the_whole_distribution(name):
-    """Of V ids some are no outcomes of their own; as entries of a list they are worth nothing."""
+def test_support_of_the_whole_vocabulary_equals_gkd(name):
+    """Merged ids other than the smallest have no probability as entries of a top-K list."""
     support, whole = (
         run_fused(make_case(make_config(**changes), stop_ids=((1, 4), (2,))))
         for changes in (
@@ -159,7 +159,7 @@ def test_a_support_of_everything_is_the_whole_distribution(name):
 
 
 @pytest.mark.parametrize("variant", MERGING)
-def test_one_stop_token_for_both_is_inert(variant):
+def test_one_shared_stop_id_is_not_merged(variant):
     shared = case_of(variant, stop_ids=((2,), (2,)))
     config = make_config(**VARIANTS[variant], objective__stop_class=False)
     assert torch.equal(run_fused(shared).d_weight, run_fused(make_case(config)).d_weight)
@@ -168,11 +168,11 @@ def test_one_stop_token_for_both_is_inert(variant):
 @every_variant
 def test_equals_definition_in_bf16(variant):
     case = case_of(variant, 29, 257, dtype=torch.bfloat16, seed=2, spread=2.0)
-    assert_close(run_fused(case, torch.bfloat16), run_reference(case), 2e-2)
+    assert_close(run_fused(case, torch.bfloat16), run_definition(case), 2e-2)
 
 
 def test_merged_stop_ids_are_not_rounded_to_bf16():
-    """Stop ids at 40 and 39.75: in bf16 their sum's 40.576 would be 40.5, and the NLL .14 less."""
+    """Stop logits 40 and 39.75 merge to 40.576. In bf16 this would be 40.5 and the NLL .14 less."""
     config = make_config(objective__name="gkd", mixture={"lambda": 1.0})
     case = make_case(config, 3, 5, stop_ids=((1, 2), (2, 3)))
     student = torch.tensor([[40, 40, 39.75, -40, 0]]).expand(3, -1)
@@ -191,7 +191,7 @@ def test_merged_stop_ids_are_not_rounded_to_bf16():
             teacher=replace(case.batch.teacher, hidden_NH=teacher),
         ),
     )
-    found, expected = run_fused(case, torch.bfloat16), run_reference(case)
+    found, expected = run_fused(case, torch.bfloat16), run_definition(case)
     for name in ("pg", "sft"):
         torch.testing.assert_close(
             getattr(found, name), getattr(expected, name), rtol=1e-6, atol=1e-6
@@ -200,8 +200,7 @@ def test_merged_stop_ids_are_not_rounded_to_bf16():
 
 
 def extreme(case: Case) -> Case:
-    """Logits of +-1e4 for all models, exact in fp32: entries are multiples of 1/8 plus one column
-    of bias."""
+    """Logits of +-1e4 for all models, exact in fp32: multiples of 1/8 plus a bias column."""
     draw = torch.Generator().manual_seed(5)
 
     def grid(*shape):
@@ -230,10 +229,11 @@ def extreme(case: Case) -> Case:
 
 
 @every_variant
-def test_extreme_logits(variant):
+def test_equals_definition_with_extreme_logits(variant):
     case = extreme(case_of(variant, 23, 61))
-    found, expected = run_fused(case, torch.float32), run_reference(case)
-    # The bias column's gradient is a sum of +-1e4 that nearly cancels: held to 1e-5 of its terms.
+    found, expected = run_fused(case, torch.float32), run_definition(case)
+    # The bias column's gradient is a sum of terms of +-1e4 that nearly cancel; its error is
+    # compared with the size of the terms.
     bias_error = (found.d_hidden - expected.d_hidden)[:, 0].abs().max()
     assert bias_error <= 1e-5 * 1e4 * expected.d_weight.abs().max()
     found, expected = (replace(x, d_hidden=x.d_hidden[:, 1:]) for x in (found, expected))
@@ -241,10 +241,10 @@ def test_extreme_logits(variant):
 
 
 def improbable(case: Case, old_gap: float | None) -> Case:
-    """Targets near probability 1e-30, every given number exact in fp32.
+    """Targets with a probability near 1e-30; every input is exact in fp32.
 
-    Otherwise the rounding of a given logit of -69, 4e-6 absolute and so 4e-6 of the probability,
-    would be in the result of any algorithm. old_gap: sizes of log pi - log pi_old.
+    Rounding a logit of -69 to fp32 would change the probability by a factor of 4e-6 for any
+    algorithm. old_gap: |log pi - log pi_old| of every target; None: on policy.
     """
     hidden, weight = ((8 * x).round() / 8 for x in (case.hidden_NH, case.weight_VH))
     hidden[:, 0] = 1
@@ -264,13 +264,13 @@ def improbable(case: Case, old_gap: float | None) -> Case:
 
 @every_variant
 @pytest.mark.parametrize("old_gap", [None, 0.1])
-def test_improbable_targets(variant, old_gap):
+def test_equals_definition_with_improbable_targets(variant, old_gap):
     case = improbable(case_of(variant, 12, 31, dtype=torch.float32), old_gap)
-    assert_close(run_fused(case, torch.float32), run_reference(case), 1e-5)
+    assert_close(run_fused(case, torch.float32), run_definition(case), 1e-5)
 
 
 @every_variant
-def test_zero_weights_give_exactly_zero_gradient(variant):
+def test_zero_token_weights_give_zero_gradient(variant):
     case = extreme(case_of(variant, 16, 61))
     zero = torch.zeros(16, dtype=torch.float64)
     batch = replace(case.batch, pg_weight_N=zero, kl_weight_N=zero, sft_weight_N=zero)
@@ -292,26 +292,26 @@ def test_zero_weights_give_exactly_zero_gradient(variant):
     ],
 )
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
-def test_scores_that_are_not_finite_are_refused_by_name(variant, changes, message, value):
-    """In the golden row 5, where the policy's and the reference's weights are zero."""
+def test_non_finite_scores_are_refused_with_their_name(variant, changes, message, value):
+    """Row 5 is golden: its policy and reference token weights are zero."""
     case = case_of(variant)
 
-    def spoilt(record, name):
+    def with_bad_row(record, name):
         x = getattr(record, name).clone()
         x[5, ...] = x[5, ...].index_fill(-1, torch.tensor(0), value) if x.ndim > 1 else value
         return replace(record, **{name: x})
 
     ((owner, name),) = changes.items()
     if owner == "batch":
-        batch = spoilt(case.batch, name)
+        batch = with_bad_row(case.batch, name)
     else:
-        batch = replace(case.batch, **{owner: spoilt(getattr(case.batch, owner), name)})
+        batch = replace(case.batch, **{owner: with_bad_row(getattr(case.batch, owner), name)})
     with pytest.raises(UserError, match=f"{message}.*scored row 5"):
         run_fused(replace(case, batch=batch))
 
 
 @every_variant
-def test_empty_microbatch_stays_connected(variant):
+def test_empty_microbatch_has_zero_loss_and_gradient(variant):
     found = run_fused(case_of(variant, 0, 31), torch.float32)
     assert found.loss == 0
     assert found.d_hidden.shape == (0, 8)
@@ -335,7 +335,7 @@ def fused_in_blocks(case: Case, block_rows: int) -> tuple[torch.Tensor, ...]:
 
 
 @every_variant
-def test_one_block_equals_many(variant):
+def test_loss_and_gradients_do_not_depend_on_the_block_size(variant):
     case = case_of(variant, 37, 61, seed=3)
     whole = fused_in_blocks(case, 37)
     for block_rows in (1, 5, 36, 1000):
@@ -343,8 +343,8 @@ def test_one_block_equals_many(variant):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_head_gradient_of_a_frequent_token_loses_no_digits_over_many_blocks():
-    """One block has an error of .17 %; summed in bf16, 256 blocks had 1.1 %."""
+def test_head_gradient_over_many_bf16_blocks_is_as_exact_as_over_one():
+    """One block has an error of .17 %. With sums in bf16, 256 blocks had 1.1 %."""
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(2048, 4, generator=draw).bfloat16()
     weight = (0.1 * torch.randn(16, 4, generator=draw)).bfloat16()
@@ -386,9 +386,8 @@ def select(batch: MicroBatch, rows: torch.Tensor) -> MicroBatch:
 
 
 @every_variant
-def test_micro_batches_add_up_to_the_whole(variant):
-    """Any split at sequence boundaries, in any order, has the same sum: weights hold the
-    normaliser."""
+def test_micro_batches_add_up_to_one_batch(variant):
+    """Token weights hold the normaliser, so any split at sequence boundaries has the same sum."""
     case = case_of(variant, 24, 31, seed=4)
     whole = run_fused(case)
     first = (case.batch.sample_index_N % 2 == 0).nonzero()[:, 0].flip(0)
@@ -403,9 +402,8 @@ def test_micro_batches_add_up_to_the_whole(variant):
 
 
 @every_variant
-def test_gradcheck(variant):
-    """With pi_old given, nothing of the loss but the clip is held constant, so differences
-    apply."""
+def test_gradient_equals_finite_differences(variant):
+    """With a given pi_old only the clip is held constant, so finite differences apply."""
     if variant == "opd_k3+" or "objective__advantage__control_variate" in VARIANTS[variant]:
         pytest.skip("a part of the loss that depends on the parameters is held constant")
     case = case_of(variant, 5, 7, old=True, seed=6)
@@ -422,7 +420,7 @@ def test_gradcheck(variant):
     assert torch.autograd.gradcheck(loss, inputs)
 
 
-def test_incoming_gradient_scales_and_a_frozen_head_costs_nothing():
+def test_incoming_gradient_scales_and_a_frozen_head_has_no_gradient():
     case = case_of("opd_exact_kl")
     hidden = case.hidden_NH.clone().requires_grad_()
     heads = [Head(w, 0, 31) for w in (case.weight_VH, case.reference_weight_VH)]
@@ -430,7 +428,7 @@ def test_incoming_gradient_scales_and_a_frozen_head_costs_nothing():
     (once,) = torch.autograd.grad(out.loss, hidden, retain_graph=True)
     (thrice,) = torch.autograd.grad(3 * out.loss, hidden)
     torch.testing.assert_close(thrice, 3 * once)
-    torch.testing.assert_close(once, run_reference(case).d_hidden)
+    torch.testing.assert_close(once, run_definition(case).d_hidden)
     assert heads[0].weight_VH.grad is None
     with torch.no_grad():
         assert not case.objective(
@@ -438,8 +436,8 @@ def test_incoming_gradient_scales_and_a_frozen_head_costs_nothing():
         ).loss.requires_grad
 
 
-def test_per_token_results_where_stops_are_merged():
-    """Entropies and the target's log-probabilities are of tokens, divergences of outcomes."""
+def test_per_token_results_with_merged_stop_ids():
+    """Entropies and the target's log-probabilities are over tokens, divergences over outcomes."""
     case = case_of("gkd_jsd", 24)
     heads = [
         Head(w, 0, 31) for w in (case.weight_VH, case.teacher_weight_VH, case.reference_weight_VH)
@@ -468,7 +466,7 @@ def test_per_token_results():
     torch.testing.assert_close(out.entropy_N, entropy)
     sampled = log_p.gather(1, case.batch.targets_N[:, None])[:, 0]
     torch.testing.assert_close(out.token_logprob_N, sampled)
-    assert (out.student_logprob_N >= out.token_logprob_N).all()  # the stop class holds the token
+    assert (out.student_logprob_N >= out.token_logprob_N).all()  # the stop class contains the token
     assert (out.student_logprob_N > out.token_logprob_N).any()
     torch.testing.assert_close(out.kl_reference_N, kl)
     torch.testing.assert_close(out.reference_logprob_N, case.batch.reference.logprob_N)
@@ -483,7 +481,7 @@ def test_per_token_results():
     assert (out.kl_teacher_N == out.student_logprob_N - case.batch.teacher.logprob_N).all()
 
 
-def test_says_what_is_missing():
+def test_missing_or_mismatched_inputs_are_refused():
     case = case_of("opd_vopd")
     head = Head(case.weight_VH, 0, 31)
     teacher = Head(case.teacher_weight_VH, 0, 31)
@@ -497,10 +495,10 @@ def test_says_what_is_missing():
         )
     with pytest.raises(ValueError, match="12 hidden states for 13 scored rows"):
         case.objective(case.hidden_NH[1:], head, case.batch, teacher_head=teacher)
-    lone = replace(case.batch, teacher=None, reference=None)
+    without_scores = replace(case.batch, teacher=None, reference=None)
     for variant, message in (("opd", "teacher scores"), ("lsm", "top-k"), ("opd_k3", "k3")):
         with pytest.raises(ValueError, match=message):
-            case_of(variant).objective(case.hidden_NH, head, lone)
+            case_of(variant).objective(case.hidden_NH, head, without_scores)
     outside = replace(case_of("opd").objective.terms, stop_ids=(40,))
     with pytest.raises(ValueError, match=r"stop ids \[40\]"):
         fused_loss(case.hidden_NH, head, case.batch, outside)

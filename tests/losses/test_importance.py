@@ -21,8 +21,8 @@ from tests.losses.cases import (
     assert_close,
     make_case,
     make_config,
+    run_definition,
     run_fused,
-    run_reference,
     teacher_scores,
 )
 
@@ -42,7 +42,7 @@ def logs(ratios: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ("masked", [1.0, 1.5, 0.0, 0.6, 0.0]),
     ],
 )
-def test_each_kind_of_weight(kind, expected):
+def test_importance_weights_of_each_kind(kind, expected):
     weights = importance_weights(*logs(RATIOS), kind, 2.0)
     torch.testing.assert_close(weights, torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
@@ -58,7 +58,7 @@ def batch():
     return packed
 
 
-def test_only_trained_rollout_tokens_are_weighed_and_counted():
+def test_only_trained_rollout_tokens_are_corrected_and_counted():
     packed = batch()
     trained = packed.pg_weight_N != 0
     old = torch.where(trained, packed.rollout_logprob_N + math.log(3.0), -1e4)
@@ -71,24 +71,24 @@ def test_only_trained_rollout_tokens_are_weighed_and_counted():
     assert values == {"importance/weight_mean": 2.0, "importance/cut_share": 1.0}
 
 
-def test_equal_probabilities_change_no_bit():
+def test_equal_probabilities_leave_the_token_weights_bit_identical():
     packed = replace(batch(), old_token_logprob_N=batch().rollout_logprob_N)
     (corrected,), _ = correct_importance([packed], "masked", 1.5)
     assert torch.equal(corrected.pg_weight_N, packed.pg_weight_N)
 
 
-# ---- a student that stops on several tokens, whose probabilities the loss sums (docs/method.md §4)
+# ---- a student with several stop ids, whose probabilities the loss sums (docs/method.md §4)
 
 
 def several_stops(**changes) -> Case:
-    """Rollouts whose probabilities are exactly the student's, of the drawn tokens themselves."""
+    """A case whose rollout log-probabilities are the student's log-probabilities of the tokens."""
     case = make_case(make_config(**changes), rows=40, stop_ids=((1, 4, 9), (2,)))
     log_p = (case.hidden_NH @ case.weight_VH.T).log_softmax(-1)
     drawn = log_p.gather(1, case.batch.targets_N[:, None])[:, 0]
     return replace(case, batch=replace(case.batch, rollout_logprob_N=drawn))
 
 
-def test_engine_and_trainer_that_agree_need_no_correction():
+def test_equal_engine_and_trainer_logprobs_are_not_corrected():
     case = several_stops()
     scored = score(
         case.hidden_NH,
@@ -98,18 +98,18 @@ def test_engine_and_trainer_that_agree_need_no_correction():
         stop_ids=case.objective.stop_ids,
     )
     assert (scored.logprob_N - scored.token_logprob_N).max() > 0.1  # classes of several tokens
-    asked = replace(
+    scored_batch = replace(
         case.batch, old_logprob_N=scored.logprob_N, old_token_logprob_N=scored.token_logprob_N
     )
-    (corrected,), metrics = correct_importance([asked], "masked", 1.00001)
-    torch.testing.assert_close(corrected.pg_weight_N, asked.pg_weight_N, rtol=1e-5, atol=0)
+    (corrected,), metrics = correct_importance([scored_batch], "masked", 1.00001)
+    torch.testing.assert_close(corrected.pg_weight_N, scored_batch.pg_weight_N, rtol=1e-5, atol=0)
     assert metrics.values_by_key()["importance/cut_share"] == 0
     assert_same_loss(replace(case, batch=corrected), case)
 
 
 @pytest.mark.parametrize("discount", [0.0, 1.0])
-def test_rollouts_of_the_present_policy_have_ratio_1(discount):
-    """What one step off trains on, when that step moved nothing: the same as on policy."""
+def test_off_policy_loss_of_current_rollouts_equals_the_on_policy_loss(discount):
+    """The rollouts are one step old and that step changed no weight."""
     case = several_stops(objective__discount=discount)
     (off_policy,) = use_rollout_policy([case.batch])
     assert_same_loss(replace(case, batch=off_policy), case)
@@ -120,17 +120,19 @@ def assert_same_loss(found: Case, expected: Case) -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"discount": 1.0}, {"advantage__power": 0.5}])
-def test_one_step_off_equals_the_definition(changes):
+def test_rollouts_one_step_old_equal_the_definition(changes):
     case = several_stops(**{f"objective__{key}": value for key, value in changes.items()})
     moved = case.batch.rollout_logprob_N + 0.3 * torch.linspace(-1, 1, 40).double()
     (batch_off,) = use_rollout_policy([replace(case.batch, rollout_logprob_N=moved)])
     off = replace(case, batch=batch_off)
-    assert_close(run_fused(off), run_reference(off), 1e-10)
+    assert_close(run_fused(off), run_definition(off), 1e-10)
 
 
-def test_the_ratio_of_a_stop_is_exact_off_policy():
-    """The mean over mu's draws is the gradient over outcomes, all of E one: the sum over o of
-    -pi(o) [log q(o) - log mu(o)] grad log pi(o), where mu shares E's mass out as pi does.
+def test_off_policy_gradient_is_exact_with_several_stop_ids():
+    """The mean over samples of mu is -sum_o pi(o) [log q(o) - log mu(o)] grad log pi(o).
+
+    The outcomes o are the single tokens and the stop class E. mu distributes the mass of E over its
+    tokens in the same proportions as pi does.
     """
     stops = torch.tensor([1.0, 1.0, 0, 0, 0]).double()  # E = tokens 0 and 1
     student = torch.tensor([0.3, -0.5, 0.9, -0.2, 0.4]).double()

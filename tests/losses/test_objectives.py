@@ -1,4 +1,4 @@
-"""Settings and objectives: what a setting changes, and which settings are refused."""
+"""Objectives and their settings: the effect of each setting, and the settings that are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stable_opd_mcore.losses.definitions import PolicyInputs, kl_divergence
 from stable_opd_mcore.losses.objectives import OBJECTIVES, ObjectiveSpec, build_objective
 from stable_opd_mcore.losses.token_weights import correct_importance
 from stable_opd_mcore.records import Prompt, Rollout
-from tests.losses.cases import assert_close, make_case, make_config, run_fused, run_reference
+from tests.losses.cases import assert_close, make_case, make_config, run_definition, run_fused
 
 PROMPTS = [Prompt(f"s:{i}", "", (1, 2), golden_token_ids=(7, 8, 9)[i:]) for i in range(2)]
 ROLLOUTS = [
@@ -30,7 +30,7 @@ ROLLOUTS = [
         [((5, 4, 9), "stop"), ((4, 4, 4, 4), "length"), ((6, 9), "stop"), ((9,), "stop")]
     )
 ]
-# Setting -> another value than its default, and what it needs beside it.
+# Setting -> (a value other than the default, the other settings that it needs).
 SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "objective__clip": (0.05, {"train__minibatches": 2}),
     "objective__discount": (0.5, {}),
@@ -83,14 +83,14 @@ def computed_or_refusal(config: Config) -> list[torch.Tensor] | str:
 
 @pytest.mark.parametrize("key", SETTINGS)
 def test_every_setting_has_an_effect_or_is_refused(key):
-    value, beside = SETTINGS[key]
+    value, needed = SETTINGS[key]
     dotted = key.replace("__", ".")
     effects = []
     for name in OBJECTIVES:
-        before = computed_or_refusal(make_config(objective__name=name, **beside))
+        before = computed_or_refusal(make_config(objective__name=name, **needed))
         if isinstance(before, str):
-            continue  # what the setting needs is refused itself
-        after = computed_or_refusal(make_config(objective__name=name, **beside, **{key: value}))
+            continue  # the objective refuses the needed settings
+        after = computed_or_refusal(make_config(objective__name=name, **needed, **{key: value}))
         if isinstance(after, str):
             assert dotted.startswith(after.partition("=")[0])
             assert "would have no effect" in after
@@ -102,7 +102,7 @@ def test_every_setting_has_an_effect_or_is_refused(key):
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_defaults_are_never_refused(name):
+def test_defaults_are_accepted_by_every_objective(name):
     config = make_config(objective__name=name)
     resolved = config.model_dump(by_alias=True)
     build_objective(Config.model_validate(resolved), (1,), (2,))
@@ -128,8 +128,8 @@ def test_settings_without_effect_are_refused(changes, message):
         build_objective(make_config(**changes), (1,), (1,))
 
 
-def test_a_new_objective_by_the_recipe(monkeypatch):
-    """CONTRIBUTING, "Add an objective": a definition and one entry, nothing else."""
+def test_new_objective_needs_a_definition_and_one_entry(monkeypatch):
+    """The steps of CONTRIBUTING, "Add an objective"."""
 
     def forward_kl(inputs: PolicyInputs) -> torch.Tensor:
         assert inputs.log_q_NV is not None
@@ -138,6 +138,6 @@ def test_a_new_objective_by_the_recipe(monkeypatch):
     spec = ObjectiveSpec(forward_kl, lambda config: Terms(divergence="forward"), "hidden")
     monkeypatch.setitem(OBJECTIVES, "forward_kl", spec)
     case = make_case(make_config(objective__name="forward_kl", kl__beta=0.1), 17, 31, old=True)
-    assert_close(run_fused(case, padding=3), run_reference(case), 1e-10)
+    assert_close(run_fused(case, padding=3), run_definition(case), 1e-10)
     with pytest.raises(ConfigError, match=r"objective\.top_k=3 would have no effect"):
         build_objective(make_config(objective__name="forward_kl", objective__top_k=3), (1,), (1,))

@@ -1,4 +1,4 @@
-"""What the loss finds out about a teacher that sends its hidden states alone."""
+"""The teacher's scores that the loss computes from the teacher's hidden states."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WITH_LOGITS = {
 
 
 @pytest.mark.parametrize("changes", WITH_LOGITS.values(), ids=WITH_LOGITS)
-def test_it_equals_what_the_teacher_would_have_said(changes):
+def test_loss_and_scorer_give_the_same_teacher_scores(changes):
     """Entropies are over the teacher's tokens, though stop tokens are merged in the loss."""
     config = make_config(sampling__temperature=0.7, kl__beta=0.1, **changes)
     case = make_case(config, rows=24, stop_ids=((1, 9), (2, 5, 9)))
@@ -31,17 +31,17 @@ def test_it_equals_what_the_teacher_would_have_said(changes):
         Head(weight, 0, len(weight))
         for weight in (case.weight_VH, case.teacher_weight_VH, case.reference_weight_VH)
     )
-    said = score(
+    scores = score(
         case.teacher_hidden_NH,
         teacher,
         case.batch.targets_N,
         temperature=0.7,
         stop_ids=case.objective.stop_ids,
     )
-    assert (said.logprob_N != said.token_logprob_N).any()
+    assert (scores.logprob_N != scores.token_logprob_N).any()
 
     out = case.objective(
         case.hidden_NH, student, case.batch, teacher_head=teacher, reference_head=reference
     )
-    torch.testing.assert_close(out.teacher_logprob_N, said.logprob_N)
-    torch.testing.assert_close(out.teacher_entropy_N, said.entropy_N)
+    torch.testing.assert_close(out.teacher_logprob_N, scores.logprob_N)
+    torch.testing.assert_close(out.teacher_entropy_N, scores.entropy_N)

@@ -1,5 +1,7 @@
-"""One, two and four vocabulary shards give the same loss, gradients and scores. One launch of four
-ranks."""
+"""Two and four vocabulary shards give the loss, gradients and scores of the whole vocabulary.
+
+One launch of four ranks makes all checks.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +14,23 @@ import torch.distributed as dist
 from stable_opd_mcore.losses.definitions import merge_ids
 from stable_opd_mcore.losses.output_head import Head, align_head
 from stable_opd_mcore.scoring.token_scores import score
-from tests.losses.cases import assert_close, run_fused, run_reference
+from tests.losses.cases import assert_close, run_definition, run_fused
 from tests.losses.test_fused import VARIANTS, case_of
 from tests.parallel.launch import run_ranks
 
 
 def shard_slice(vocab: int, padding: int, group: dist.ProcessGroup) -> slice:
-    """Real vocabulary entries of this rank when vocab + padding rows are cut evenly."""
+    """This rank's vocabulary entries without padding; shards of vocab + padding are equal."""
     size = -(-(vocab + padding) // group.size())
     start = group.rank() * size
     return slice(min(start, vocab), min(start + size, vocab))
 
 
 def check_losses(groups: list[dist.ProcessGroup]) -> None:
-    """V=5 with 3 padding rows leaves the last of four shards without a single real entry."""
+    """With V=5 and 3 padding rows the last of four shards holds only padding."""
     for variant in VARIANTS:
         for rows, vocab, padding in ((13, 31, 1), (7, 5, 3), (0, 31, 1)):
-            # Merged stop ids on three of four shards, and where the vocabulary is small on two.
+            # Merged stop ids lie on three of four shards, with V=5 on two.
             stop_ids = ((1, 9), (20, 30)) if vocab == 31 else ((1,), (2,))
             case = case_of(
                 variant,
@@ -39,26 +41,27 @@ def check_losses(groups: list[dist.ProcessGroup]) -> None:
                 dtype=torch.float32,
                 stop_ids=stop_ids,
             )
-            expected = run_reference(case)
+            expected = run_definition(case)
             for group in groups if rows == 13 else groups[-1:]:
-                mine = shard_slice(vocab, padding, group)
+                own_rows = shard_slice(vocab, padding, group)
                 found = run_fused(case, torch.float32, padding, group=group)
-                rows_of_shard = replace(expected, d_weight=expected.d_weight[mine])
-                assert not found.d_weight[mine.stop - mine.start :].any(), "padding has a gradient"
+                rows_of_shard = replace(expected, d_weight=expected.d_weight[own_rows])
+                assert not found.d_weight[own_rows.stop - own_rows.start :].any(), (
+                    "padding has a gradient"
+                )
                 assert_close(found, rows_of_shard, 1e-5)
 
 
 def check_far_apart(groups: list[dist.ProcessGroup]) -> None:
-    """Confident models that disagree lose no digits in merging, whichever shard holds the student's
-    maximum.
+    """Shards merge precisely for confident models that disagree, with the maximum on any shard.
 
-    Logits of 1800 are multiples of 1/8: rounding them alone would cost 1e-5 of the gradient.
+    Logits of 1800 are multiples of 1/8: their rounding would change the gradient by 1e-5.
     """
     for student_mass, teacher_mass in ((slice(3, 5), slice(20, 22)), (slice(28, 30), slice(9, 11))):
         case = case_of("gkd", 9, 32, dtype=torch.float32)
         weight, teacher = ((8 * x).round() / 8 for x in (case.weight_VH, case.teacher_weight_VH))
         weight[student_mass] += 40
-        weight[teacher_mass] += 20  # where another shard's own anchor would be far off
+        weight[teacher_mass] += 20  # far from the anchor of another shard
         teacher[teacher_mass] += 300
         ones = {
             "hidden_NH": torch.ones(9, 8).double(),
@@ -69,12 +72,12 @@ def check_far_apart(groups: list[dist.ProcessGroup]) -> None:
         scores = replace(case.batch.teacher, hidden_NH=hidden)
         batch = replace(case.batch, teacher=scores)
         case = replace(case, teacher_hidden_NH=hidden, batch=batch, **ones)
-        expected = run_reference(case)
+        expected = run_definition(case)
         assert expected.loss.abs() > 1000
         for group in groups:
             found = run_fused(case, torch.float32, group=group)
-            mine = shard_slice(32, 0, group)
-            assert_close(found, replace(expected, d_weight=expected.d_weight[mine]), 1e-5)
+            own_rows = shard_slice(32, 0, group)
+            assert_close(found, replace(expected, d_weight=expected.d_weight[own_rows]), 1e-5)
 
 
 def check_scores(groups: list[dist.ProcessGroup]) -> None:
@@ -102,8 +105,7 @@ def check_scores(groups: list[dist.ProcessGroup]) -> None:
 
 
 def check_alignment(group: dist.ProcessGroup) -> None:
-    """Vocabulary of 7: the student pads it to 8 rows, the teacher to 12, so shards begin
-    elsewhere."""
+    """The student pads a vocabulary of 7 to 8 rows, the teacher to 12: their shards differ."""
     whole = torch.arange(12.0)[:, None].expand(12, 2).contiguous()
     rank = group.rank()
     student = Head(torch.zeros(2, 3), rank * 2, 7, group)
@@ -123,14 +125,14 @@ def check_alignment(group: dist.ProcessGroup) -> None:
 
 def check_on_rank(rank: int, world_size: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    everyone = dist.group.WORLD
-    assert everyone is not None
-    groups = [pairs[rank // 2], everyone]
+    all_ranks = dist.group.WORLD
+    assert all_ranks is not None
+    groups = [pairs[rank // 2], all_ranks]
     check_losses(groups)
     check_far_apart(groups)
     check_scores(groups)
-    check_alignment(everyone)
+    check_alignment(all_ranks)
 
 
-def test_shards_are_invisible():
+def test_results_do_not_depend_on_the_number_of_shards():
     run_ranks(4, check_on_rank)

@@ -1,4 +1,4 @@
-"""Global normalisers, by hand on a batch small enough to count."""
+"""Token weights with global normalisers, against values computed by hand on a small batch."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ def test_token_mean_counts_trained_tokens():
     assert pg == [(1 / 5,) * 4, (1 / 5, 0.0), (0.0,) * 3, (0.0,) * 5, (0.0,)]
 
 
-def test_constant_divides_by_the_budget():
+def test_constant_divides_by_max_new_tokens():
     pg = [w.pg for w in weights(aggregation="constant", sampling__max_new_tokens=10)]
     assert pg[0] == (1 / 20,) * 4
     assert pg[1] == (1 / 20, 0.0)
 
 
-def test_kl_is_a_mean_over_all_rollout_prefixes_masked_ones_too():
+def test_kl_is_a_mean_over_all_rollout_tokens_with_masked_ones():
     kl = [w.kl for w in weights(kl__beta=0.9)]
     assert kl == [pytest.approx((0.1,) * n) for n in (4, 2, 3)] + [(0.0,) * 5, (0.0,)]
     assert not any(map(any, (w.kl for w in weights())))
 
 
-def test_golden_solutions_have_a_normaliser_of_their_own():
+def test_golden_solutions_have_a_separate_normaliser():
     sft = [w.sft for w in weights(mixture={"lambda": 0.2})]
     assert sft == [(0.0,) * 4, (0.0,) * 2, (0.0,) * 3, pytest.approx((0.02,) * 5), (0.1,)]
     alone = [w.sft for w in weights(objective__name="sft")]
@@ -67,8 +67,8 @@ def test_golden_solutions_have_a_normaliser_of_their_own():
     assert not any(any(w.pg) for w in weights(objective__name="sft"))
 
 
-def test_shares_of_the_ranks_add_up_to_the_global_mean():
-    """A data-parallel mean of local means would weigh the short rank's tokens more."""
+def test_sums_of_the_ranks_add_up_to_the_global_mean():
+    """A mean of the ranks' means would give the tokens of the shorter rank more weight."""
     losses = [1.0, 10.0]
     batch = [sample("a", 30), sample("b", 2)]
     for aggregation, expected in (("token_mean", (30 + 20) / 32), ("sequence_mean", 5.5)):
@@ -85,7 +85,7 @@ def test_grpo_normalises_within_the_group():
     group += [sample("b", 2, reward=1.0), sample("b", 1, reward=1.0), sample("b", 3, "golden")]
     objective = build_objective(make_config(objective__name="grpo"), (1,), (1,))
     advantages = [w.advantage for w in objective.token_weights(group)]
-    assert advantages[0] == pytest.approx((1.5, 1.5), rel=1e-4)  # .75 over a sample std of .5
+    assert advantages[0] == pytest.approx((1.5, 1.5), rel=1e-4)  # 0.75 / 0.5, the sample std
     assert advantages[1] == pytest.approx((-0.5, -0.5), rel=1e-4)
     assert advantages[4:] == [(0.0, 0.0), (0.0,), (0.0,) * 3]
     dr = make_config(objective__name="grpo", objective__std_normalise=False, aggregation="constant")
@@ -107,7 +107,7 @@ def test_gkd_trains_off_policy_prompts_on_golden_solutions():
     assert sum(sum(w.pg) for w in objective.token_weights(batch)) == pytest.approx(1)
 
 
-def test_what_an_objective_needs():
+def test_scores_that_each_objective_needs():
     def needs(**changes):
         objective = build_objective(make_config(**changes), (1,), (1,))
         return objective.teacher_needs, objective.reference_needs
@@ -125,7 +125,7 @@ def test_what_an_objective_needs():
     assert needs(objective__advantage__control_variate=True) == ("hidden", "none")
 
 
-def test_stop_ids_are_merged_where_distributions_are_compared():
+def test_stop_ids_are_merged_by_objectives_that_compare_distributions():
     def merged(student_stops, teacher_stops, **changes):
         return build_objective(
             make_config(**changes), student_stops, teacher_stops
@@ -139,7 +139,7 @@ def test_stop_ids_are_merged_where_distributions_are_compared():
     assert merged((1,), (2,), kl__beta=0.1) == ()
 
 
-def test_the_stop_class_is_for_objectives_with_a_teacher():
+def test_only_objectives_with_a_teacher_have_a_stop_class():
     def stops(name):
         objective = build_objective(make_config(objective__name=name), (1,), (2,))
         return objective.stop_ids
@@ -148,8 +148,8 @@ def test_the_stop_class_is_for_objectives_with_a_teacher():
     assert stops("opd") == stops("gkd") == stops("lsm") == stops("student_topk") == (1, 2)
 
 
-def test_golden_solutions_are_mixed_into_gkd():
-    """lambda weighs golden solutions beside the policy term, also of off-policy prompts."""
+def test_gkd_adds_the_golden_solutions_with_weight_lambda():
+    """The golden solutions of on- and off-policy prompts are an SFT term of weight lambda."""
     batch = [sample(f"p{i}", 2, source) for i in range(2) for source in ("rollout", "golden")]
     for fraction in (1.0, 0.5):
         config = make_config(
