@@ -75,9 +75,9 @@ def cannot_make_hosts() -> str:
         if shutil.which(tool) is None:
             return f"no {tool}: apt-get install {package}"
     probe = f"sopd{os.getpid()}-probe"
-    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
-    if made.returncode:
-        return f"no network namespaces here: {made.stderr.strip()}"
+    result = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
+    if result.returncode:
+        return f"no network namespaces here: {result.stderr.strip()}"
     _run("ip", "netns", "del", probe)
     return ""
 
@@ -98,7 +98,7 @@ def hosts(
     tag, switch = f"so{number}", f"so{number}sw"
     network = f"198.18.{number}"  # RFC 2544: for tests between machines
     login = f"{network}.1"
-    made = [
+    all_hosts = [
         Host(name, f"{network}.{10 + index}", f"{tag}-{name}", login)
         for index, name in enumerate(names)
     ]
@@ -107,14 +107,14 @@ def hosts(
         stack.callback(_run, "ip", "link", "del", switch)
         _run("ip", "address", "add", f"{login}/24", "dev", switch)
         _run("ip", "link", "set", switch, "up")
-        for index, host in enumerate(made):
-            stack.enter_context(_names(host, made, own_name or host.address))
+        for index, host in enumerate(all_hosts):
+            stack.enter_context(_names(host, all_hosts, own_name or host.address))
             _run("ip", "netns", "add", host.namespace)
             stack.callback(_run, "ip", "netns", "del", host.namespace)
             port = f"{tag}p{index}"
             _plug_in(host, port, switch, gbit_per_second)
             stack.callback(_run, "ip", "link", "del", port)
-        yield made
+        yield all_hosts
 
 
 @contextlib.contextmanager

@@ -55,8 +55,8 @@ class Launch:
 
     def pid_of_rank(self, rank: int) -> int:
         for pid, command, environment in running():
-            mine = f"run.directory={self.home.parent}" in command
-            if mine and environment.get("RANK") == str(rank):
+            is_of_this_run = f"run.directory={self.home.parent}" in command
+            if is_of_this_run and environment.get("RANK") == str(rank):
                 return pid
         raise AssertionError(f"rank {rank} does not run")
 

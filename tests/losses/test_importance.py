@@ -84,8 +84,8 @@ def several_stops(**changes) -> Case:
     """A case whose rollout log-probabilities are the student's log-probabilities of the tokens."""
     case = make_case(make_config(**changes), rows=40, stop_ids=((1, 4, 9), (2,)))
     log_p = (case.hidden_NH @ case.weight_VH.T).log_softmax(-1)
-    drawn = log_p.gather(1, case.batch.targets_N[:, None])[:, 0]
-    return replace(case, batch=replace(case.batch, rollout_logprob_N=drawn))
+    sampled = log_p.gather(1, case.batch.targets_N[:, None])[:, 0]
+    return replace(case, batch=replace(case.batch, rollout_logprob_N=sampled))
 
 
 def test_equal_engine_and_trainer_logprobs_are_not_corrected():
@@ -143,7 +143,7 @@ def test_off_policy_gradient_is_exact_with_several_stop_ids():
     )
     rows = torch.arange(5)
     log_q = teacher.log_softmax(0)
-    drawn = replace(
+    sampled = replace(
         make_case(make_config(), rows=5, vocab=5).batch,
         targets_N=rows,
         pg_weight_N=mu.exp(),
@@ -152,7 +152,7 @@ def test_off_policy_gradient_is_exact_with_several_stop_ids():
         teacher=teacher_scores(objective, log_q.expand(5, -1), rows, torch.zeros(5, 1)),
     )
     head = student[:, None].clone().requires_grad_()
-    out = objective(torch.ones(5, 1).double(), Head(head, 0, 5), *use_rollout_policy([drawn]))
+    out = objective(torch.ones(5, 1).double(), Head(head, 0, 5), *use_rollout_policy([sampled]))
     (found,) = torch.autograd.grad(out.loss, head)
 
     logits = student.clone().requires_grad_()

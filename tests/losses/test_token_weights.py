@@ -61,9 +61,9 @@ def test_kl_is_a_mean_over_all_rollout_tokens_with_masked_ones():
 def test_golden_solutions_have_a_separate_normaliser():
     sft = [w.sft for w in weights(mixture={"lambda": 0.2})]
     assert sft == [(0.0,) * 4, (0.0,) * 2, (0.0,) * 3, pytest.approx((0.02,) * 5), (0.1,)]
-    alone = [w.sft for w in weights(objective__name="sft")]
-    assert alone[3] == pytest.approx((0.1,) * 5)
-    assert alone[4] == (0.5,)
+    sft_only = [w.sft for w in weights(objective__name="sft")]
+    assert sft_only[3] == pytest.approx((0.1,) * 5)
+    assert sft_only[4] == (0.5,)
     assert not any(any(w.pg) for w in weights(objective__name="sft"))
 
 

@@ -34,18 +34,18 @@ def test_packed_equals_each_sequence_alone(lengths: list[int], groups: int) -> N
     found = _packed(query, key, value, buckets)
     found_grads = torch.autograd.grad((found * out_weight).sum(), (query, key, value))
 
-    alone = []
+    separate = []
     for q, k, v in zip(*(x.squeeze(1).split(lengths) for x in (query, key, value)), strict=True):
         k, v = (x.repeat_interleave(4 // groups, dim=1) for x in (k, v))
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         hidden = torch.ones(q.shape[1], q.shape[1]).triu(1).bool()
         scores = (q @ k.transpose(1, 2) / 8**0.5).masked_fill(hidden, -torch.inf)
-        alone.append((F.softmax(scores, dim=-1) @ v).transpose(0, 1).flatten(1))
-    wanted = torch.cat(alone).unsqueeze(1)
-    wanted_grads = torch.autograd.grad((wanted * out_weight).sum(), (query, key, value))
-    torch.testing.assert_close(found, wanted)
-    for found_grad, wanted_grad in zip(found_grads, wanted_grads, strict=True):
-        torch.testing.assert_close(found_grad, wanted_grad)
+        separate.append((F.softmax(scores, dim=-1) @ v).transpose(0, 1).flatten(1))
+    expected = torch.cat(separate).unsqueeze(1)
+    expected_grads = torch.autograd.grad((expected * out_weight).sum(), (query, key, value))
+    torch.testing.assert_close(found, expected)
+    for found_grad, expected_grad in zip(found_grads, expected_grads, strict=True):
+        torch.testing.assert_close(found_grad, expected_grad)
 
 
 def test_less_than_a_quarter_of_the_buckets_is_padding() -> None:

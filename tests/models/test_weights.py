@@ -27,7 +27,7 @@ def test_copy_between_architectures_is_refused(world: World) -> None:
         copy_weights(small, large)
 
 
-def test_a_non_finite_weight_is_named(world: World) -> None:
+def test_error_names_a_non_finite_weight(world: World) -> None:
     chunks = build_model(tiny.architecture("qwen3"), world)
     refuse_non_finite(chunks, "step 3")
     with torch.no_grad():

@@ -112,11 +112,11 @@ def test_every_token_and_row_is_on_one_rank_with_its_own_target(size: int) -> No
     assert {len(batch.tokens_T) for batch in slices} == {len(whole.tokens_T) // size}
     tokens = torch.cat([batch.tokens_T for batch in slices])
     assert torch.equal(tokens.sort().values, whole.tokens_T.sort().values)
-    seen = set()
+    pairs = set()
     for batch in slices:
         for row in range(len(batch.rows_N)):
             index, token = int(batch.sample_index_N[row]), int(batch.token_index_N[row])
-            seen.add((index, token))
+            pairs.add((index, token))
             sample, place = samples[index], int(batch.rows_N[row])
             before = len(sample.prompt_token_ids) - 1 + token
             text = sample.prompt_token_ids + sample.response_token_ids
@@ -124,25 +124,25 @@ def test_every_token_and_row_is_on_one_rank_with_its_own_target(size: int) -> No
             assert int(batch.tokens_T[place]) == text[before]
             assert int(batch.targets_N[row]) == text[before + 1]
             assert float(batch.pg_weight_N[row]) == pytest.approx(weights[index].pg[token])
-    assert len(seen) == sum(len(batch.rows_N) for batch in slices) == sum(r for _, r in SIZES)
+    assert len(pairs) == sum(len(batch.rows_N) for batch in slices) == sum(r for _, r in SIZES)
 
 
 def test_slices_give_the_losses_and_gradients_of_whole_sequences(tmp_path: Path) -> None:
     """Losses, scores, returns and every gradient, for each layout and objective."""
     world = start_world(ParallelConfig(), seed=0)
-    wanted = {name: train_once(world, name, tmp_path) for name in OBJECTIVES}
-    torch.save(wanted, tmp_path / "wanted.pt")
+    one_rank = {name: train_once(world, name, tmp_path) for name in OBJECTIVES}
+    torch.save(one_rank, tmp_path / "one_rank.pt")
     stop_world()
     run_ranks(4, check_layouts, tmp_path)
 
 
 def check_layouts(rank: int, world_size: int, path: Path) -> None:
-    wanted = torch.load(path / "wanted.pt")
+    one_rank = torch.load(path / "one_rank.pt")
     for layout, sizes in LAYOUTS.items():
         world = start_world(ParallelConfig(**sizes), seed=0)
         for name in OBJECTIVES:
             for key, found in train_once(world, name, path).items():
-                expected = wanted[name][key]
+                expected = one_rank[name][key]
                 error, size = (found - expected).abs().max(), expected.abs().max()
                 assert error <= 1e-5 * size, f"{layout}, {name}: {key} {error:.1e} of {size:.1e}"
         stop_world()

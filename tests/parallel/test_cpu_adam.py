@@ -12,19 +12,22 @@ from stable_opd_mcore.parallel.cpu_adam import FusedAdam
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_adam_equals_torchs(weight_decay: float, decoupled: bool) -> None:
     torch.manual_seed(0)
-    ours = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(4))]
-    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    fused_weights = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(4))]
+    torch_weights = [torch.nn.Parameter(p.detach().clone()) for p in fused_weights]
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     settings = {"lr": 1e-2, "betas": (0.8, 0.95), "weight_decay": weight_decay}
-    optimizers = [FusedAdam(ours, adam_w_mode=decoupled, **settings), kind(theirs, **settings)]
+    optimizers = [
+        FusedAdam(fused_weights, adam_w_mode=decoupled, **settings),
+        kind(torch_weights, **settings),
+    ]
     for _ in range(5):
-        for mine, other in zip(ours, theirs, strict=True):
-            mine.grad = torch.randn_like(mine)
-            other.grad = mine.grad.clone()
+        for fused, plain in zip(fused_weights, torch_weights, strict=True):
+            fused.grad = torch.randn_like(fused)
+            plain.grad = fused.grad.clone()
         for optimizer in optimizers:
             optimizer.step()
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
+    for fused, plain in zip(fused_weights, torch_weights, strict=True):
+        torch.testing.assert_close(fused, plain, rtol=1e-6, atol=1e-7)
 
 
 def test_adam_has_the_fused_state_layout() -> None:

@@ -51,7 +51,7 @@ def test_every_layout_gives_the_results_of_one_rank(tmp_path: Path) -> None:
         directory = tmp_path / name
         export_hf(chunks, directory)
         losses, hidden, grads = _train_once(chunks, world)
-        torch.save({"losses": losses, "hidden": hidden, "grads": grads}, directory / "once.pt")
+        torch.save({"losses": losses, "hidden": hidden, "grads": grads}, directory / "one_rank.pt")
     stop_world()
     run_ranks(4, _check_layouts, tmp_path)
 
@@ -78,24 +78,24 @@ def _check_model(label: str, architecture, world: World, path: Path) -> None:
     for name, tensor in iter_hf_tensors(chunks):
         assert torch.equal(tensor, expected[name]), f"{label}: {name} depends on the layout"
 
-    again = build_model(architecture, world, seed=4, recompute="full")
-    load_hf(again, path)
+    loaded = build_model(architecture, world, seed=4, recompute="full")
+    load_hf(loaded, path)
     exported = path.parent / f"export of {label}"
-    export_hf(again, exported, max_file_bytes=20_000)
+    export_hf(loaded, exported, max_file_bytes=20_000)
     files = sorted(exported.glob("*.safetensors"))
     assert len(files) > 1
     merged = {name: tensor for file in files for name, tensor in load_file(file).items()}
     assert merged.keys() == expected.keys()
     assert all(torch.equal(merged[name], expected[name]) for name in merged), label
 
-    once = torch.load(path / "once.pt")
-    for model in (chunks, again):
+    one_rank = torch.load(path / "one_rank.pt")
+    for model in (chunks, loaded):
         losses, hidden, grads = _train_once(model, world)
         if world.is_last_stage:
-            assert losses == pytest.approx(once["losses"], rel=1e-5), label
-            for found, wanted in zip(hidden, once["hidden"], strict=True):
+            assert losses == pytest.approx(one_rank["losses"], rel=1e-5), label
+            for found, wanted in zip(hidden, one_rank["hidden"], strict=True):
                 torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-        for name, wanted in once["grads"].items():
+        for name, wanted in one_rank["grads"].items():
             error = (grads[name] - wanted).abs().max() / wanted.abs().max()
             assert error < 1e-5, f"{label}: gradient of {name} differs by {error:.1e}"
 
@@ -109,8 +109,8 @@ def _train_once(chunks, world: World) -> tuple[list[float], list[Tensor], dict[s
         finalize_model_grads,
     )
 
-    mine = range(world.data_rank, len(LENGTHS), world.data_size)
-    microbatches = [tiny.microbatch(LENGTHS[i], seed=i) for i in mine]
+    own_batches = range(world.data_rank, len(LENGTHS), world.data_size)
+    microbatches = [tiny.microbatch(LENGTHS[i], seed=i) for i in own_batches]
     frozen = build_model(chunks[0].architecture, world, trainable=False, seed=9)
     copy_weights(chunks, frozen)
     hidden = run_forward_backward(

@@ -31,7 +31,7 @@ def test_second_start_seeds_again() -> None:
     stop_world()
 
 
-def test_a_stopped_world_leaves_no_threads() -> None:
+def test_stopped_world_leaves_no_threads() -> None:
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     threads = []

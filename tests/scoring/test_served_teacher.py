@@ -38,6 +38,6 @@ def score_with_an_absent_teacher(rank: int, world_size: int, url: str) -> None:
     stop_world()
 
 
-def test_a_lost_teacher_is_raised_on_every_pipeline_stage():
+def test_every_pipeline_stage_raises_teacher_lost():
     """All ranks then save a checkpoint together; a stage without the error would hang."""
     run_ranks(2, score_with_an_absent_teacher, f"http://127.0.0.1:{free_port('127.0.0.1')}")

@@ -66,7 +66,7 @@ def test_lock_of_another_machine_is_replaced_once_its_heartbeat_is_stale(tmp_pat
         assert time.monotonic() - started < 3
 
 
-def test_the_same_slurm_job_takes_over_from_another_machine(tmp_path, monkeypatch):
+def test_same_slurm_job_replaces_the_lock_of_another_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     write_lock(tmp_path, machine="another", slurm_job="7")
     with RunLock(tmp_path):
