@@ -72,10 +72,10 @@ def step_seconds(
     drawn = servers.own_gpus and config.rollout.async_steps == 1
     rollout = _rollout_seconds(config, student, device, work, servers)
     score, update = sum(scorers), passes * forward + head + optimizer
-    publish = PUBLISH_SECONDS if config.rollout.engine == "sglang" else 0.0
-    publish += device.link_seconds(2 * student.total_parameters(), within_node=False)
-    if config.rollout.engine != "sglang":
-        publish = 0.0
+    publish = 0.0
+    if config.rollout.engine == "sglang":
+        weights = 2 * student.total_parameters()
+        publish = PUBLISH_SECONDS + device.link_seconds(weights, within_node=False)
     if drawn:  # rollouts of the next step are drawn meanwhile
         rollout = max(0.0, rollout - score - update)
     return StepSeconds(rollout, score, update, publish)
