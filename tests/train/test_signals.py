@@ -55,7 +55,7 @@ def test_all_ranks_stop_after_the_same_step(tmp_path):
 def test_sigterm_is_recorded_without_a_process_group():
     with StopSignals() as stop:
         assert not stop.requested_on_any_rank()
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         assert stop.requested_on_any_rank()
 
 
