@@ -79,6 +79,7 @@ def publish_weights(
         num_bytes += bucket.flat.numel()
     transport.close()
     verify_all(transport, sessions, chunks, dtype, version)
+    transport.clean_up()
     verified = tuple(target.name for target in transport.alive)
     return Outcome(verified, dict(transport.failed), num_bytes)
 

@@ -98,6 +98,9 @@ class Transport:
         """Wait until all buckets have arrived."""
         self._settle()
 
+    def clean_up(self) -> None:
+        """Remove what servers may have read until now. Called once their weights are verified."""
+
     def _settle(self) -> None:
         """Wait until the servers have loaded the last bucket."""
         pending, self._pending = self._pending, None
@@ -348,9 +351,7 @@ class DiskTransport(Transport):
         shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir(parents=True)
         self._num_files = 0
-        (self._directory / "config.json").write_text(
-            json.dumps(self._model_config), encoding="utf-8"
-        )
+        (self._directory / "config.json").write_text(json.dumps(self._model_config))
 
     def send(self, bucket: Bucket) -> None:
         self._num_files += 1
@@ -372,7 +373,10 @@ class DiskTransport(Transport):
             "weight_version": INCOMPLETE,
         }
         self.post("/update_weights_from_disk", lambda _: body).wait()
-        shutil.rmtree(self._directory)
+
+    def clean_up(self) -> None:
+        # Not in close: a server's first tensor rank answers for all, others may still read.
+        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 _SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
