@@ -1,7 +1,7 @@
 # One command each; every target makes its own .venv and needs only Python >= 3.11 with venv.
 #   make demo    watch plain on-policy distillation collapse and Stable-OPD hold (three minutes on 2 cores)
-#   make test    the tests, about eight minutes on 2 cores
-#   make test-cluster   a real Slurm (apt-get install slurm-wlm munge iproute2) and real SGLang servers, 20 minutes
+#   make test    the tests, about ten minutes on 2 cores
+#   make test-cluster   a real Slurm (apt-get install slurm-wlm munge iproute2) and real SGLang servers, 30 minutes
 #   make checks  format, lint, types, shell scripts, spelling: the hooks of .pre-commit-config.yaml over all files
 #   make mutants PATHS=stable_opd_mcore/data/packing.py   mutation tests of one file, or of all that pyproject.toml lists
 #   make sglang  a venv of SGLang's own, .venv-sglang, for rollout servers on a CPU (about 1.6 GB)
