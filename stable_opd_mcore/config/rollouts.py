@@ -19,7 +19,7 @@ class SamplingConfig(Section):
     """Of the rollouts and of every log-probability that the loss compares. Golden solutions are
     trained at temperature 1, whatever this is."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling of the rollouts. Log-probabilities are of the full softmax all the same."""
+    """Probability kept by nucleus sampling. Log-probabilities use the full softmax at any value."""
     max_new_tokens: PositiveInt = 1024
     """Longest response; a longer one is truncated."""
 

@@ -77,8 +77,8 @@ class TrainConfig(Section):
     precision: Literal["fp32", "bf16"] = "fp32"
     """Of weights and activations. Gradients and the optimizer's weights are fp32 in both."""
     micro_batch_tokens: PositiveInt = 16384
-    """Packed tokens of a micro-batch, before `parallel.context` cuts them. A longer sequence has a
-    micro-batch of its own."""
+    """Tokens packed into one micro-batch, over all ranks of `parallel.context`. A longer sequence
+    has a micro-batch of its own."""
     minibatches: PositiveInt = 1
     """Optimizer steps per batch of rollouts; the prompts are dealt to them in turn."""
     recompute: Literal["none", "selective", "full"] = "none"

@@ -109,7 +109,7 @@ class Objective:
 
     @property
     def temperature(self) -> float:
-        """The temperature of every log-probability in the loss."""
+        """The sampling temperature, of all log-probabilities but those of golden solutions (1)."""
         return self.terms.temperature
 
     def token_weights(self, samples: Sequence[Sample]) -> list[TokenWeights]:

@@ -136,7 +136,7 @@ class Fleet:
                 for worker in workers:
                     worker.result()
         finally:
-            done.set()  # the watcher is not joined: a probe takes a second
+            done.set()  # not joined: its health probe may take another second
             for name, count in self._redrawn.items():
                 self._events.add("redrawn", name, f"{count} responses after a failure", count)
             for name, count in self._retried.items():
