@@ -45,6 +45,11 @@ class Cluster:
     def trainer_gpus(self) -> int:
         return self.nodes * self.gpus_per_node
 
+    @property
+    def gpus(self) -> int:
+        """Of trainer and servers together."""
+        return self.trainer_gpus + self.server_nodes * self.gpus_per_node
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -59,13 +64,11 @@ class Plan:
 
     @property
     def tokens_per_gpu_second(self) -> float:
-        gpus = (self.cluster.nodes + self.cluster.server_nodes) * self.cluster.gpus_per_node
-        return self.work.trained_tokens(self.config) / self.seconds.total / gpus
+        return self.work.trained_tokens(self.config) / self.seconds.total / self.cluster.gpus
 
     @property
     def gpu_hours(self) -> float:
-        gpus = (self.cluster.nodes + self.cluster.server_nodes) * self.cluster.gpus_per_node
-        return self.config.train.steps * self.seconds.total * gpus / 3600
+        return self.config.train.steps * self.seconds.total * self.cluster.gpus / 3600
 
     def as_json(self) -> str:
         values: dict[str, Any] = {

@@ -69,14 +69,13 @@ def step_seconds(
     # Only the last stage multiplies by the head.
     head = device.matmul_seconds(head_flops / (layout.gpus / layout.pipeline))
     optimizer = _optimizer_seconds(config, student, device, gpus_per_node)
-    drawn = servers.own_gpus and config.rollout.async_steps == 1
     rollout = _rollout_seconds(config, student, device, work, servers)
     score, update = sum(scorers), passes * forward + head + optimizer
     publish = 0.0
     if config.rollout.engine == "sglang":
         weights = 2 * student.total_parameters()
         publish = PUBLISH_SECONDS + device.link_seconds(weights, within_node=False)
-    if drawn:  # rollouts of the next step are drawn meanwhile
+    if servers.own_gpus and config.rollout.async_steps == 1:  # the next step's, at the same time
         rollout = max(0.0, rollout - score - update)
     return StepSeconds(rollout, score, update, publish)
 
