@@ -74,8 +74,13 @@ def parse_config(values: Any, origin: str) -> Config:
 
 def save_config(config: Config, path: Path) -> None:
     """Write the resolved config atomically; `load_config` reads an equal one."""
+    write_atomically(path, config_yaml(config))
+
+
+def config_yaml(config: Config) -> bytes:
+    """The contents of a resolved config's file."""
     values = config.model_dump(mode="json", by_alias=True)
-    write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(values)).encode())
+    return OmegaConf.to_yaml(OmegaConf.create(values)).encode()
 
 
 def _explain(item: Any, origin: str) -> str:

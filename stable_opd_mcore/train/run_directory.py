@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from stable_opd_mcore.atomic_files import write_atomically
 from stable_opd_mcore.config.changes import changes, read_settings
-from stable_opd_mcore.config.load import save_config
+from stable_opd_mcore.config.load import config_yaml
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError, UserError
 from stable_opd_mcore.parallel.world import World, broadcast_object
@@ -62,9 +62,10 @@ def settings_changes(config: Config, accepted: bool) -> dict[str, tuple[Any, Any
 def keep_resolved(config: Config) -> None:
     """Write config.resolved.yaml; one with other contents is kept under the next number."""
     path = config.run.path / RESOLVED
-    before = path.read_bytes() if path.is_file() else None
-    save_config(config, path)
-    if before is not None and before != path.read_bytes():
+    text = config_yaml(config)
+    before = path.read_bytes() if path.is_file() else text
+    if before != text:  # first, so that a kill in between loses neither
         earlier = sorted(path.parent.glob("config.resolved.[0-9]*.yaml"))
         number = int(earlier[-1].name.split(".")[2]) + 1 if earlier else 1
         write_atomically(path.with_name(f"config.resolved.{number:03d}.yaml"), before)
+    write_atomically(path, text)

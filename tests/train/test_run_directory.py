@@ -3,6 +3,7 @@
 import pytest
 
 from stable_opd_mcore.errors import ConfigError
+from stable_opd_mcore.train import run_directory
 from stable_opd_mcore.train.run_directory import keep_resolved, settings_changes
 from tests.train.runs import tiny_config
 
@@ -31,3 +32,21 @@ def test_every_resolved_config_is_kept(tmp_path):
         ("config.resolved.002.yaml", "2"),
         ("config.resolved.yaml", "3"),
     )} == dict.fromkeys(texts, True)  # fmt: skip
+
+
+def test_a_config_is_kept_before_a_newer_one_replaces_it(tmp_path, monkeypatch):
+    keep_resolved(tiny_config(tmp_path, "run"))
+    directory = tmp_path / "run"
+    before = (directory / "config.resolved.yaml").read_bytes()
+    write = run_directory.write_atomically
+
+    def killed_at_the_newest(path, data):
+        if path.name == "config.resolved.yaml":
+            raise KeyboardInterrupt
+        write(path, data)
+
+    monkeypatch.setattr(run_directory, "write_atomically", killed_at_the_newest)
+    with pytest.raises(KeyboardInterrupt):
+        keep_resolved(tiny_config(tmp_path, "run", optimizer={"lr": 2e-3}))
+    for name in ("config.resolved.yaml", "config.resolved.001.yaml"):
+        assert (directory / name).read_bytes() == before
