@@ -54,10 +54,10 @@ from stable_opd_mcore.models.build import build_model  # noqa: E402
 from stable_opd_mcore.models.families import read_architecture  # noqa: E402
 from stable_opd_mcore.parallel.world import start_world, stop_world  # noqa: E402
 from stable_opd_mcore.rollout.sglang.build import model_config, write_model_config  # noqa: E402
+from stable_opd_mcore.rollout.sglang.group import DistributedTransport  # noqa: E402
 from stable_opd_mcore.rollout.sglang.sync import publish_weights  # noqa: E402
 from stable_opd_mcore.rollout.sglang.transports import (  # noqa: E402
     DiskTransport,
-    DistributedTransport,
     Target,
     TensorTransport,
     Transport,

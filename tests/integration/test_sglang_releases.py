@@ -16,10 +16,10 @@ from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.records import Sample, TokenWeights
 from stable_opd_mcore.rollout.sglang.build import model_config, write_model_config
+from stable_opd_mcore.rollout.sglang.group import DistributedTransport
 from stable_opd_mcore.rollout.sglang.sync import publish_weights
 from stable_opd_mcore.rollout.sglang.transports import (
     DiskTransport,
-    DistributedTransport,
     Target,
     TensorTransport,
 )

@@ -5,8 +5,8 @@ engine      the `RolloutEngine`: drawing, publishing, and agreement between rank
 fleet       one rank's servers: requests in flight, failures, restarts
 records     between the trainer's records and a server's requests
 sync        one publish: send the weights, verify them, stamp the version
-transports  how a bucket of weights travels: process group, shared memory or files
-group       the process group of trainer and servers
+transports  what all transfers of weights share, and the transfer by shared memory and by files
+group       the transfer over a process group of trainer and servers
 checksums   what the servers' weights must hash to
 events      the log of what happened to the servers
 serve       `stable-opd serve`: servers without a trainer

@@ -24,10 +24,10 @@ from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.rollout.sglang.engine import SglangEngine, is_leader, server_dtype
 from stable_opd_mcore.rollout.sglang.events import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
+from stable_opd_mcore.rollout.sglang.group import DistributedTransport
 from stable_opd_mcore.rollout.sglang.records import Decode
 from stable_opd_mcore.rollout.sglang.transports import (
     DiskTransport,
-    DistributedTransport,
     TensorTransport,
     Transport,
 )

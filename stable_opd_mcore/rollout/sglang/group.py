@@ -1,12 +1,17 @@
-"""The trainer's side of a process group with SGLang servers: the listening socket and joining.
+"""Transfer buckets of weights over a process group of the trainer and SGLang servers.
 
-Not here: what is sent over the group and its members (transports.py).
+The trainer listens, the servers connect, all join; a bucket is then one broadcast. Not here: what
+is common to all transports (transports.py).
 """
 
 from __future__ import annotations
 
+import secrets
 import socket
+import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,7 +21,19 @@ import torch.distributed.distributed_c10d as c10d
 
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.network import address_towards
+from stable_opd_mcore.rollout.sglang.transports import (
+    GROUP_LOST,
+    Bucket,
+    Target,
+    Transport,
+    description,
+)
+from stable_opd_mcore.serving.client import SglangClient
 from stable_opd_mcore.serving.process import is_loopback
+
+_POLL_SECONDS = 0.0005
+_GRACE_SECONDS = 5.0
+_CONNECT_SECONDS = 1.0
 
 
 def listen(host: str | None, urls: Sequence[str]) -> socket.socket:
@@ -59,20 +76,13 @@ class GroupStore:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),  # listens on this interface only
         )
+        # connected here: a client that finds the store closed retries until its time-out
+        self.client: Any = torch_c10d.TCPStore(
+            *self.address, world_size, is_master=False, timeout=self.timeout, wait_for_workers=False
+        )
 
     def close(self) -> None:
         self._server = None  # ends torch's thread that serves the store
-
-    def client(self) -> Any:
-        """A connection to the store, as the servers' ranks have one each."""
-        torch_c10d: Any = dist
-        return torch_c10d.TCPStore(
-            *self.address,
-            self.world_size,
-            is_master=False,
-            timeout=self.timeout,
-            wait_for_workers=False,
-        )
 
 
 def join_group(backend: str, store: GroupStore, name: str) -> dist.ProcessGroup:
@@ -88,9 +98,131 @@ def join_group(backend: str, store: GroupStore, name: str) -> dist.ProcessGroup:
         0,
         [],
         dist.Backend(backend),
-        torch_c10d.PrefixStore(name, store.client()),
+        torch_c10d.PrefixStore(name, store.client),
         group_name=name,
         timeout=store.timeout,
     )
     c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(store.world_size)}
     return group
+
+
+class DistributedTransport(Transport):
+    """Broadcast over a process group of the sender (rank 0) and every server's tensor ranks.
+
+    NCCL between GPUs, gloo between CPUs. The group is kept while the targets stay the same.
+
+    Args:
+        host: this machine's address as the servers see it; None: found from the routes to them.
+    """
+
+    def __init__(self, timeout_seconds: float, host: str | None, backend: str) -> None:
+        super().__init__(timeout_seconds)
+        self._grace_seconds = _GRACE_SECONDS  # without one member no broadcast ends
+        self._host = host
+        self._backend = backend
+        self._group: dist.ProcessGroup | None = None
+        self._store: GroupStore | None = None
+        self._label = ""
+        self._members: list[tuple[str, SglangClient]] = []
+
+    def open(self, targets: Sequence[Target], label: str) -> None:
+        members = [(target.name, target.client) for target in targets]
+        if self._group is not None and members != self._members:
+            self.leave()
+        super().open(targets, label)
+        self._members = members
+        if self._group is None and targets:
+            self._join(label)
+
+    def send(self, bucket: Bucket) -> None:
+        """Return when the bytes have been sent; the servers load them while the next is packed.
+
+        So no other collective runs beside the broadcast.
+        """
+        self._settle()
+        if self._group is None:
+            return  # the group broke at an earlier bucket
+        body = description(bucket) | {"group_name": self._label, "load_format": "flattened_bucket"}
+        pending = self.post("/update_weights_from_distributed", lambda _: body)
+        self._pending = pending
+        try:
+            work = dist.broadcast(bucket.flat, src=0, group=self._group, async_op=True)
+            assert work is not None
+            while not work.is_completed() and not pending.has_failed():
+                time.sleep(_POLL_SECONDS)
+            if not pending.has_failed():
+                work.wait()
+        except RuntimeError as error:
+            self._break(f"the broadcast failed: {error}")
+
+    def _settle(self) -> None:
+        super()._settle()
+        if any(name in self.failed for name, _ in self._members):
+            self._break("it lost a member")
+
+    def leave(self) -> None:
+        """Dissolve the group on both sides."""
+        if self._group is None:
+            return
+        pending = self.post("/destroy_weights_update_group", lambda _: {"group_name": self._label})
+        self._destroy()
+        pending.wait()
+
+    def _join(self, label: str) -> None:
+        # random, because an external server may still hold a group of an earlier run
+        self._label = f"stable-opd-{label}-{secrets.token_hex(4)}"
+        try:
+            listener = listen(self._host, [target.client.url for target in self._targets])
+        except OSError as error:
+            self._break(f"no route to the servers: {error}")
+            return
+        offsets, world_size = {}, 1
+        for target in self._targets:
+            offsets[target.name], world_size = world_size, world_size + target.tensor
+        self._store = store = GroupStore(listener, world_size, self._timeout)
+        host, port = store.address
+        pending = self.post(
+            "/init_weights_update_group",
+            lambda target: {
+                "master_address": host,
+                "master_port": port,
+                "rank_offset": offsets[target.name],
+                "world_size": world_size,
+                "group_name": self._label,
+                "backend": self._backend,
+            },
+        )
+        # joining blocks until all ranks have joined, so a thread does it
+        with ThreadPoolExecutor(1, thread_name_prefix="join") as thread:
+            joined = thread.submit(join_group, self._backend, store, self._label)
+            while not joined.done() and not pending.has_failed():
+                time.sleep(_POLL_SECONDS)
+            if not joined.done():
+                time.sleep(_CONNECT_SECONDS)  # a server that connects later would retry for long
+                store.close()  # ends the join here and in the servers
+        reason = joined.exception()
+        if reason is None:
+            self._group = joined.result()
+        elif not isinstance(reason, RuntimeError | ValueError):  # torch's are RuntimeErrors
+            raise reason
+        pending.wait(_GRACE_SECONDS)
+        if self.failed or reason is not None:
+            self._break(f"it did not form: {reason or 'a server refused'}")
+
+    def _break(self, reason: str) -> None:
+        """Fail all targets: a group that lost a member cannot be used, so all are sent again."""
+        self._destroy()
+        for target in self.alive:
+            self.fail(target, f"{GROUP_LOST}: {reason}")
+
+    def _destroy(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+        if self._group is None:
+            return
+        held, self._group = [self._group], None
+        held[0].abort()  # NCCL would otherwise wait for what is still being sent
+        dist.destroy_process_group(held[0])
+        # gloo cannot abort: its destructor waits for an unreachable machine until the time-out
+        threading.Thread(target=held.clear, name="destroy", daemon=True).start()

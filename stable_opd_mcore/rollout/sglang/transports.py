@@ -1,12 +1,13 @@
-"""Three ways to transfer a bucket of weights to servers: process group, shared memory, files.
+"""Transfer buckets of weights to servers: what all ways share, and by shared memory and by files.
 
     transport.open(targets, label); transport.send(bucket) ...; transport.close()
 
 `send` returns before the bucket has arrived, so that the next one is packed meanwhile into the
 other of two buffers. Both buffers are kept between publishes: copying into fresh memory takes ten
 times as long. A server that fails is recorded in `failed` and skipped from then on; nothing raises
-for it. There is one sender, and it sends to all servers at once. Not here: which weights are sent
-and their verification (sync.py), restarts (fleet.py).
+for it. There is one sender, and it sends to all servers at once. Not here: the transfer over a
+process group (group.py), which weights are sent and their verification (sync.py), restarts
+(fleet.py).
 """
 
 from __future__ import annotations
@@ -15,11 +16,8 @@ import base64
 import contextlib
 import io
 import json
-import secrets
 import shutil
 import struct
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -28,14 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from stable_opd_mcore.rollout.sglang.group import GroupStore, join_group, listen
 from stable_opd_mcore.serving.client import RefusedRequest, ServerFailure, SglangClient
 
-_POLL_SECONDS = 0.0005
-_GRACE_SECONDS = 5.0
 GROUP_LOST = "the process group is lost"  # begins a failure that another server may have caused
 INCOMPLETE = "incomplete"  # the version that a server states from the first bucket to verification
 
@@ -162,7 +156,7 @@ class Pending:
         self._pool.shutdown()
 
 
-def _description(bucket: Bucket) -> dict[str, Any]:
+def description(bucket: Bucket) -> dict[str, Any]:
     return {
         "names": [name for name, _ in bucket.tensors],
         "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket.tensors],
@@ -170,127 +164,6 @@ def _description(bucket: Bucket) -> dict[str, Any]:
         "flush_cache": False,  # sync.py flushes after the last bucket
         "weight_version": INCOMPLETE,
     }
-
-
-class DistributedTransport(Transport):
-    """Broadcast over a process group of the sender (rank 0) and every server's tensor ranks.
-
-    NCCL between GPUs, gloo between CPUs. The group is kept while the targets stay the same.
-
-    Args:
-        host: this machine's address as the servers see it; None: found from the routes to them.
-    """
-
-    def __init__(self, timeout_seconds: float, host: str | None, backend: str) -> None:
-        super().__init__(timeout_seconds)
-        self._grace_seconds = _GRACE_SECONDS  # without one member no broadcast ends
-        self._host = host
-        self._backend = backend
-        self._group: dist.ProcessGroup | None = None
-        self._store: GroupStore | None = None
-        self._label = ""
-        self._members: list[tuple[str, SglangClient]] = []
-
-    def open(self, targets: Sequence[Target], label: str) -> None:
-        members = [(target.name, target.client) for target in targets]
-        if self._group is not None and members != self._members:
-            self.leave()
-        super().open(targets, label)
-        self._members = members
-        if self._group is None and targets:
-            self._join(label)
-
-    def send(self, bucket: Bucket) -> None:
-        """Return when the bytes have been sent; the servers load them while the next is packed.
-
-        So no other collective runs beside the broadcast.
-        """
-        self._settle()
-        if self._group is None:
-            return  # the group broke at an earlier bucket
-        body = _description(bucket) | {"group_name": self._label, "load_format": "flattened_bucket"}
-        pending = self.post("/update_weights_from_distributed", lambda _: body)
-        self._pending = pending
-        try:
-            work = dist.broadcast(bucket.flat, src=0, group=self._group, async_op=True)
-            assert work is not None
-            while not work.is_completed() and not pending.has_failed():
-                time.sleep(_POLL_SECONDS)
-            if not pending.has_failed():
-                work.wait()
-        except RuntimeError as error:
-            self._break(f"the broadcast failed: {error}")
-
-    def _settle(self) -> None:
-        super()._settle()
-        if any(name in self.failed for name, _ in self._members):
-            self._break("it lost a member")
-
-    def leave(self) -> None:
-        """Dissolve the group on both sides."""
-        if self._group is None:
-            return
-        pending = self.post("/destroy_weights_update_group", lambda _: {"group_name": self._label})
-        self._destroy()
-        pending.wait()
-
-    def _join(self, label: str) -> None:
-        # random, because an external server may still hold a group of an earlier run
-        self._label = f"stable-opd-{label}-{secrets.token_hex(4)}"
-        try:
-            listener = listen(self._host, [target.client.url for target in self._targets])
-        except OSError as error:
-            self._break(f"no route to the servers: {error}")
-            return
-        offsets, world_size = {}, 1
-        for target in self._targets:
-            offsets[target.name], world_size = world_size, world_size + target.tensor
-        self._store = store = GroupStore(listener, world_size, self._timeout)
-        host, port = store.address
-        pending = self.post(
-            "/init_weights_update_group",
-            lambda target: {
-                "master_address": host,
-                "master_port": port,
-                "rank_offset": offsets[target.name],
-                "world_size": world_size,
-                "group_name": self._label,
-                "backend": self._backend,
-            },
-        )
-        # joining blocks until all ranks have joined, so a thread does it
-        with ThreadPoolExecutor(1, thread_name_prefix="join") as thread:
-            joined = thread.submit(join_group, self._backend, store, self._label)
-            while not joined.done() and not pending.has_failed():
-                time.sleep(_POLL_SECONDS)
-            if not joined.done():
-                store.close()  # ends the join here and in the servers
-        reason = joined.exception()
-        if reason is None:
-            self._group = joined.result()
-        elif not isinstance(reason, RuntimeError | ValueError):  # torch's are RuntimeErrors
-            raise reason
-        pending.wait(_GRACE_SECONDS)
-        if self.failed or reason is not None:
-            self._break(f"it did not form: {reason or 'a server refused'}")
-
-    def _break(self, reason: str) -> None:
-        """Fail all targets: a group that lost a member cannot be used, so all are sent again."""
-        self._destroy()
-        for target in self.alive:
-            self.fail(target, f"{GROUP_LOST}: {reason}")
-
-    def _destroy(self) -> None:
-        if self._store is not None:
-            self._store.close()
-            self._store = None
-        if self._group is None:
-            return
-        held, self._group = [self._group], None
-        held[0].abort()  # NCCL would otherwise wait for what is still being sent
-        dist.destroy_process_group(held[0])
-        # gloo cannot abort: its destructor waits for an unreachable machine until the time-out
-        threading.Thread(target=held.clear, name="destroy", daemon=True).start()
 
 
 class TensorTransport(Transport):

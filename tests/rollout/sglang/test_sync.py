@@ -14,12 +14,12 @@ from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.weights import iter_hf_tensors
-from stable_opd_mcore.rollout.sglang.group import listen
+from stable_opd_mcore.rollout.sglang import group
+from stable_opd_mcore.rollout.sglang.group import DistributedTransport, join_group, listen
 from stable_opd_mcore.rollout.sglang.sync import make_buckets, publish_weights
 from stable_opd_mcore.rollout.sglang.transports import (
     Buffers,
     DiskTransport,
-    DistributedTransport,
     Target,
     TensorTransport,
     write_safetensors,
@@ -122,8 +122,17 @@ def test_the_sender_does_not_wait_for_a_server_that_refused_the_broadcast(chunks
         assert publish(chunks, transport, [receives], 1).verified == ("receiver_0",)
 
 
-def test_the_sender_does_not_wait_for_a_server_that_refused_the_group(chunks):
-    """All members' time-outs are 60 s; the one that joins the group is free again at once."""
+def test_the_sender_does_not_wait_for_a_server_that_refused_the_group(chunks, monkeypatch):
+    """All members' time-outs are 60 s; the one that joins the group is free again at once.
+
+    The refusal arrives before the sender's own thread has begun to join.
+    """
+
+    def join_late(*arguments):
+        time.sleep(0.2)
+        return join_group(*arguments)
+
+    monkeypatch.setattr(group, "join_group", join_late)
     transport = DistributedTransport(60.0, None, "gloo")
     with receiver(FIELDS) as joins, receiver(FIELDS, fault="refuses group") as refuses:
         began = time.monotonic()
