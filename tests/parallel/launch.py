@@ -3,13 +3,14 @@
     def check(rank, world_size, path): ...      # at module level: children import it by name
     run_ranks(2, check, tmp_path)
 
-Not a trainer launcher (that is torchrun), and it makes no assertions: a rank's exception, with its
-traceback, becomes the test's failure. Starting a process takes seconds, so a test makes many checks
-in one launch.
+The processes are forked from one that has imported the package, because the import takes seconds;
+they see the environment variables of the first launch. Not a trainer launcher (that is torchrun),
+and it makes no assertions: a rank's exception, with its traceback, becomes the test's failure.
 """
 
 from __future__ import annotations
 
+import multiprocessing as forkserver
 import os
 import tempfile
 from collections.abc import Callable
@@ -36,8 +37,12 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> None
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         store = Path(directory) / "rendezvous"
-        multiprocessing.spawn(
-            _enter, args=(world_size, store.as_uri(), function, args), nprocs=world_size, join=True
+        forkserver.set_forkserver_preload(["stable_opd_mcore.train.loop"])
+        multiprocessing.start_processes(
+            _enter,
+            args=(world_size, store.as_uri(), function, args),
+            nprocs=world_size,
+            start_method="forkserver",
         )
 
 

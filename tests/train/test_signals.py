@@ -86,11 +86,11 @@ def test_sigterm_is_deferred_while_shielded():
 
 
 SHIELDED_HELPER = """
-import os, signal
-from stable_opd_mcore.parallel.save_helper import start_save_helper
-from stable_opd_mcore.train.signals import shielded
+if __name__ == "__main__":  # multiprocessing's spawn imports this file again
+    import os, signal
+    from stable_opd_mcore.parallel.save_helper import start_save_helper
+    from stable_opd_mcore.train.signals import shielded
 
-if __name__ == "__main__":
     with shielded():
         queue = start_save_helper()
         os.kill(queue._manager._process.pid, signal.SIGTERM)
@@ -100,7 +100,7 @@ if __name__ == "__main__":
 
 
 def test_save_helper_started_while_shielded_survives_sigterm(tmp_path):
-    script = tmp_path / "save.py"  # a file: multiprocessing's spawn imports it again
+    script = tmp_path / "save.py"
     script.write_text(SHIELDED_HELPER)
     result = subprocess.run(
         [sys.executable, str(script)],
