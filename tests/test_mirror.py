@@ -48,7 +48,6 @@ TESTED_BY = {
     "rollout/sglang/transports": "rollout/sglang/test_sync.py",
     "train/in_flight": "integration/test_sglang_training.py",
     "train/overlap": "train/test_pipeline.py",
-    "train/setup": "train/test_refusals.py",
     "train/step": "train/test_parity.py",
 }
 MODULES = sorted(

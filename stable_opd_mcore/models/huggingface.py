@@ -33,9 +33,11 @@ from stable_opd_mcore.models.hidden_states import unwrap
 from stable_opd_mcore.models.weights import (
     architecture_of,
     fill_weights,
+    is_finite,
     iter_hf_tensors,
     refuse_non_finite,
 )
+from stable_opd_mcore.parallel.world import gather_objects
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -56,6 +58,9 @@ _TOKENIZER_FILES = (
 def load_hf(chunks: Sequence[Module], path: str | Path) -> None:
     """Fill the chunks from the safetensors of a Hugging Face directory.
 
+    A rank reads the part of each tensor that it holds, and nothing of other stages' layers.
+    Collective over all ranks.
+
     Raises:
         UserError: a file or tensor is missing, a file is truncated, or a shape or a set of tensors
             belongs to another architecture: no weight has changed. Or a value is not finite: some
@@ -64,7 +69,10 @@ def load_hf(chunks: Sequence[Module], path: str | Path) -> None:
     with _Checkpoint(Path(path)) as checkpoint:
         checkpoint.check(architecture_of(chunks))
         with torch.no_grad():
-            fill_weights(chunks, checkpoint.tensor)
+            fill_weights(chunks, checkpoint.read)
+        for fault in gather_objects(checkpoint.fault):
+            if fault is not None:
+                raise UserError(fault)
 
 
 def export_hf(
@@ -126,6 +134,7 @@ class _Checkpoint:
         self._directory = directory
         self._file_of: dict[str, str] = {}
         self._open: dict[str, Any] = {}
+        self.fault: str | None = None  # the first tensor read with a value that is not finite
 
     def __enter__(self) -> _Checkpoint:
         index = self._directory / _INDEX
@@ -176,11 +185,11 @@ class _Checkpoint:
                     f"{self._path(name)}: tensor {name} has no place in the model; {hint}"
                 )
 
-    def tensor(self, name: str) -> Tensor:
-        """The full tensor; UserError if a value is not finite."""
-        tensor = self._handle(self._file_of[name]).get_tensor(name)
-        if not tensor.isfinite().all():
-            raise UserError(f"{self._path(name)}: tensor {name} holds NaN or infinity")
+    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """A slice of each dimension of a tensor; only these bytes are read from the file."""
+        tensor = self._handle(self._file_of[name]).get_slice(name)[part]
+        if self.fault is None and not is_finite(tensor):
+            self.fault = f"{self._path(name)}: tensor {name} holds NaN or infinity"
         return tensor
 
     def _view(self, name: str) -> Any:

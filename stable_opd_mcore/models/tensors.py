@@ -122,31 +122,40 @@ def hf_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
     return shape[:1] if name.endswith(".bias") else shape
 
 
-def shard(
-    tensors: Sequence[Tensor], layout: Layout, architecture: Architecture, rank: int, size: int
-) -> Tensor:
-    """The shard of full HF tensors that tensor rank `rank` of `size` holds."""
-    if layout == "qkv":
-        groups = architecture.num_key_value_heads
-        rows = [tensor.reshape(groups, -1, *tensor.shape[1:]) for tensor in tensors]
-        return torch.cat([part.chunk(size)[rank] for part in rows], dim=1).flatten(0, 1)
-    if layout == "gate_up":
-        return torch.cat([tensor.chunk(size)[rank] for tensor in tensors])
-    (tensor,) = tensors
+def own_part(shape: Sequence[int], layout: Layout, rank: int, size: int) -> tuple[slice, ...]:
+    """The part of an HF tensor of this shape that tensor rank `rank` of `size` holds.
+
+    All layouts but "vocab" divide evenly (build.check_layout).
+    """
     if layout == "whole":
-        return tensor
-    if layout == "columns":
-        return tensor.chunk(size, dim=1)[rank]
-    rows_each = -(-tensor.shape[0] // size)
-    part = tensor[rank * rows_each : (rank + 1) * rows_each]
-    missing = rows_each - part.shape[0]
+        return (slice(None),)
+    cut = 1 if layout == "columns" else 0
+    each = -(-shape[cut] // size)
+    own = slice(min(rank * each, shape[cut]), min((rank + 1) * each, shape[cut]))
+    return (slice(None), own) if cut else (own,)
+
+
+def join_parts(
+    parts: Sequence[Tensor], layout: Layout, architecture: Architecture, size: int
+) -> Tensor:
+    """A tensor rank's shard, from its `own_part` of each HF tensor; `size` tensor ranks."""
+    if layout == "qkv":
+        groups = architecture.num_key_value_heads // size
+        rows = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
+        return torch.cat(rows, dim=1).flatten(0, 1)
+    if layout == "gate_up":
+        return torch.cat(list(parts))
+    (part,) = parts
+    if layout != "vocab":
+        return part
+    missing = -(-architecture.vocab_size // size) - part.shape[0]
     return torch.cat([part, part.new_zeros(missing, part.shape[1])]) if missing else part
 
 
 def unshard(
     shards: Sequence[Tensor], layout: Layout, architecture: Architecture
 ) -> tuple[Tensor, ...]:
-    """The full HF tensors of all tensor ranks' shards, in rank order. Inverse of `shard`.
+    """The full HF tensors of all tensor ranks' shards, in rank order.
 
     Of a single shard the results are views, where the layout allows it.
     """

@@ -36,15 +36,16 @@ def random_weights(chunks: Sequence[Module], seed: int) -> None:
     """
     architecture = architecture_of(chunks)
 
-    def draw(name: str) -> Tensor:
+    def draw(name: str, part: tuple[slice, ...]) -> Tensor:
         shape = tensors.hf_shape(name, architecture)
         if name.endswith(".bias"):
-            return torch.zeros(shape)
+            return torch.zeros(shape)[part]
         if len(shape) == 1:
-            return torch.ones(shape)
+            return torch.ones(shape)[part]
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        return torch.randn(shape, generator=generator) * architecture.initializer_range
+        full = torch.randn(shape, generator=generator)
+        return full[part] * architecture.initializer_range
 
     fill_weights(chunks, draw)
 
@@ -113,19 +114,22 @@ def copy_weights(from_chunks: Sequence[Module], to_chunks: Sequence[Module]) -> 
 
 
 def refuse_non_finite(chunks: Sequence[Module], origin: str) -> None:
-    """Check every weight of the model in one pass. Collective over all ranks.
+    """Check every weight of the model. Collective over all ranks.
 
     Raises:
         UserError: a weight of some rank is NaN or infinite; `origin` begins the message.
     """
-    bad = None
-    weights = [weight.detach() for _, weight, _ in _parameters(chunks)]
-    if not torch.nn.utils.get_total_norm(weights, norm_type=torch.inf).isfinite():
-        entries = (entry for _, w, entry in _parameters(chunks) if not w.isfinite().all())
-        bad = ", ".join(next(entries).hf_names)
+    entries = (entry for _, weight, entry in _parameters(chunks) if not is_finite(weight.detach()))
+    found = next(entries, None)
+    bad = None if found is None else ", ".join(found.hf_names)
     for name in gather_objects(bad):
         if name is not None:
             raise UserError(f"{origin}: tensor {name} holds NaN or infinity")
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no value is NaN or infinite, in one pass without a copy."""
+    return all(bound.isfinite() for bound in tensor.aminmax()) if tensor.numel() else True
 
 
 def architecture_of(chunks: Sequence[Module]) -> Architecture:
@@ -142,12 +146,27 @@ def _parameters(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor, Paramet
             yield name, weight, tensors.describe(name, numbers, model.architecture.tied)
 
 
-def fill_weights(chunks: Sequence[Module], source: Callable[[str], Tensor]) -> None:
+def fill_weights(
+    chunks: Sequence[Module], source: Callable[[str, tuple[slice, ...]], Tensor]
+) -> None:
+    """Fill every weight of this rank; a weight that the table does not name is a KeyError.
+
+    Args:
+        source: gives the part of an HF tensor, by the tensor's name and a slice of each dimension.
+            It is asked only for what this rank holds.
+    """
     group = unwrap(chunks[0]).pg_collection.tp
     architecture = architecture_of(chunks)
+    rank, size = group.rank(), group.size()
     for _, weight, entry in _parameters(chunks):
-        full = [source(name) for name in entry.hf_names]
-        weight.copy_(tensors.shard(full, entry.layout, architecture, group.rank(), group.size()))
+        parts = [
+            source(
+                name,
+                tensors.own_part(tensors.hf_shape(name, architecture), entry.layout, rank, size),
+            )
+            for name in entry.hf_names
+        ]
+        weight.copy_(tensors.join_parts(parts, entry.layout, architecture, size))
 
 
 def _owners(local: list[tuple[str, ...]], group: dist.ProcessGroup) -> dict[tuple[str, ...], int]:

@@ -30,7 +30,7 @@ def convert(source: Path, target: Path, tensor: int = 1, pipeline: int = 1) -> s
     dtype = architecture.source.get("dtype") or architecture.source.get("torch_dtype")
     precision = "bf16" if dtype == "bfloat16" else "fp32"
     world = start_world(ParallelConfig(tensor=tensor, pipeline=pipeline), seed=0)
-    chunks = build_model(architecture, world, precision=precision, trainable=False)
+    chunks = build_model(architecture, world, precision=precision, trainable=False, seed=None)
     save_tokenizer = partial(copy_tokenizer, source)
     if is_megatron(source):
         load_weights(chunks, source)

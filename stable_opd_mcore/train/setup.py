@@ -23,7 +23,7 @@ from stable_opd_mcore.models.families import Architecture, read_architecture
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
 from stable_opd_mcore.models.huggingface import load_hf
 from stable_opd_mcore.models.megatron_checkpoint import is_megatron, load_weights
-from stable_opd_mcore.models.weights import copy_weights
+from stable_opd_mcore.models.weights import architecture_of, copy_weights, random_weights
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.rollout.build import build_engine, embedded_engine, training_sampling
 from stable_opd_mcore.scoring.megatron import MegatronScorer
@@ -175,17 +175,40 @@ def load_model(
             f"{model.path or 'the inline architecture'}: vocab_size={architecture.vocab_size} is "
             f"smaller than the tokenizer's {vocab_size} tokens; take the model's own tokenizer"
         )
-    weights_path = None if model.random_init else model.path
     chunks = build_model(
         architecture,
         world,
         precision=config.train.precision,
         recompute=config.train.recompute if trainable else "none",
         trainable=trainable,
-        seed=config.train.seed if weights_path is None else None,
+        seed=None,
     )
-    if weights_path is not None:
-        read_weights(chunks, weights_path)
+    if model.path is None or model.random_init:
+        random_weights(chunks, config.train.seed)
+    else:
+        read_weights(chunks, model.path)
+    return chunks
+
+
+def load_reference(
+    config: Config, world: World, student: Sequence[HiddenStatesGPTModel]
+) -> list[HiddenStatesGPTModel]:
+    """The frozen reference's chunks: `reference.path`, or the student's present weights.
+
+    Raises:
+        UserError: weights that `load_hf` or `load_weights` refuse.
+    """
+    chunks = build_model(
+        architecture_of(student),
+        world,
+        precision=config.train.precision,
+        trainable=False,
+        seed=None,
+    )
+    if config.reference.path is None:
+        copy_weights(student, chunks)
+    else:
+        read_weights(chunks, config.reference.path)
     return chunks
 
 
@@ -243,13 +266,7 @@ class _Models:
         needs = self.objective.reference_needs
         if needs == "none":
             return None
-        path = self.config.reference.path
-        architecture_only = self.config.student.model_copy(update={"random_init": True})
-        chunks = self._load(architecture_only, trainable=False)
-        if path is None:
-            copy_weights(self.student, chunks)
-        else:
-            read_weights(chunks, path)
+        chunks = load_reference(self.config, self.world, self.student)
         return self._megatron_scorer(chunks, hidden_alone=needs == "hidden")
 
     def behaviour(self) -> MegatronScorer | None:

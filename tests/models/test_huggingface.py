@@ -191,10 +191,19 @@ def test_non_finite_weights_are_neither_loaded_nor_exported(
     chunks = build_model(tiny.architecture("qwen3"), world)
     with pytest.raises(UserError, match=f"{damaged.name}: tensor {name} holds NaN or infinity"):
         load_hf(chunks, directory)
+    chunks = build_model(tiny.architecture("qwen3"), world)
     torch.nn.init.constant_(chunks[0].decoder.final_layernorm.weight, torch.nan)
     with pytest.raises(UserError, match=r"copy is not written: .*model.norm.weight"):
         export_hf(chunks, directory)
     assert load_file(damaged).keys() == content.keys()
+
+
+def test_a_weight_that_the_table_does_not_name_is_an_error(checkpoint: Path, world: World) -> None:
+    """A model is built without weights, so one that nothing fills would hold any values."""
+    chunks = build_model(tiny.architecture("qwen3"), world, seed=None)
+    chunks[0].decoder.register_parameter("sinks", torch.nn.Parameter(torch.empty(4)))
+    with pytest.raises(KeyError, match=r"decoder\.sinks"):
+        load_hf(chunks, checkpoint)
 
 
 def test_quantized_weights_are_refused(checkpoint: Path, world: World, tmp_path: Path) -> None:

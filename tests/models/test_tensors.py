@@ -10,13 +10,27 @@ from stable_opd_mcore.models.families import FAMILIES
 from tests.models import tiny
 
 
+def _shard(full, layout, architecture, rank, size):
+    parts = [tensor[tensors.own_part(tensor.shape, layout, rank, size)] for tensor in full]
+    return tensors.join_parts(parts, layout, architecture, size)
+
+
+def test_the_last_of_many_ranks_holds_only_padding() -> None:
+    architecture = tiny.architecture("qwen3")
+    rows = -(-tiny.VOCAB_SIZE // 40)
+    assert rows * 39 > tiny.VOCAB_SIZE
+    shard = _shard([torch.ones(tiny.VOCAB_SIZE, 2)], "vocab", architecture, 39, 40)
+    assert shard.shape == (rows, 2)
+    assert shard.eq(0).all()
+
+
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_unshard_inverts_shard(model_type: str, size: int) -> None:
+def test_unshard_inverts_the_cut(model_type: str, size: int) -> None:
     architecture = tiny.architecture(model_type, num_hidden_layers=1)
     for entry in tensors.canonical_parameters(architecture):
         full = [torch.randn(tensors.hf_shape(name, architecture)) for name in entry.hf_names]
-        shards = [tensors.shard(full, entry.layout, architecture, r, size) for r in range(size)]
+        shards = [_shard(full, entry.layout, architecture, rank, size) for rank in range(size)]
         joined = tensors.unshard(shards, entry.layout, architecture)
         for name, before, after in zip(entry.hf_names, full, joined, strict=True):
             assert torch.equal(before, after), name
@@ -25,7 +39,7 @@ def test_unshard_inverts_shard(model_type: str, size: int) -> None:
 def test_vocabulary_shards_are_padded_with_zeros() -> None:
     architecture = tiny.architecture("qwen3")
     full = torch.ones(tiny.VOCAB_SIZE, 2)
-    shards = [tensors.shard([full], "vocab", architecture, rank, 2) for rank in range(2)]
+    shards = [_shard([full], "vocab", architecture, rank, 2) for rank in range(2)]
     assert [len(shard) for shard in shards] == [27, 27]
     assert torch.cat(shards)[tiny.VOCAB_SIZE :].eq(0).all()
 

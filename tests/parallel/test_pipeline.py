@@ -5,6 +5,7 @@ One rank writes its results to a file; then four ranks run all layouts in one la
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.models import huggingface
 from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
 from stable_opd_mcore.models.huggingface import export_hf, load_hf
@@ -78,8 +80,14 @@ def _check_model(label: str, architecture, world: World, path: Path) -> None:
     for name, tensor in iter_hf_tensors(chunks):
         assert torch.equal(tensor, expected[name]), f"{label}: {name} depends on the layout"
 
-    loaded = build_model(architecture, world, seed=4, recompute="full")
-    load_hf(loaded, path)
+    loaded = build_model(architecture, world, seed=None, recompute="full")
+    with pytest.MonkeyPatch.context() as patch:
+        num_read = _count_elements_read(patch)
+        load_hf(loaded, path)
+    own = [weight for chunk in loaded for weight in chunk.parameters()]
+    padding = -architecture.vocab_size % world.tensor_size * architecture.hidden_size
+    num_own = sum(weight.numel() for weight in own)
+    assert num_own - 2 * padding <= num_read() <= num_own, f"{label}: reads other ranks' parts"
     exported = path.parent / f"export of {label}"
     export_hf(loaded, exported, max_file_bytes=20_000)
     files = sorted(exported.glob("*.safetensors"))
@@ -98,6 +106,19 @@ def _check_model(label: str, architecture, world: World, path: Path) -> None:
         for name, wanted in one_rank["grads"].items():
             error = (grads[name] - wanted).abs().max() / wanted.abs().max()
             assert error < 1e-5, f"{label}: gradient of {name} differs by {error:.1e}"
+
+
+def _count_elements_read(patch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Count the elements that are read from safetensors from now on."""
+    read, sizes = huggingface._Checkpoint.read, []
+
+    def counting(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        tensor = read(self, name, part)
+        sizes.append(tensor.numel())
+        return tensor
+
+    patch.setattr(huggingface._Checkpoint, "read", counting)
+    return lambda: sum(sizes)
 
 
 def _train_once(chunks, world: World) -> tuple[list[float], list[Tensor], dict[str, Tensor]]:

@@ -1,0 +1,46 @@
+"""The models of a run are built without random weights where a file or a copy gives them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.models.build import build_model
+from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.huggingface import export_hf
+from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.train import setup
+from tests.train.runs import tiny_architecture, tiny_config
+
+
+@pytest.fixture(scope="module")
+def world():
+    yield start_world(ParallelConfig(), seed=0)
+    stop_world()
+
+
+@pytest.mark.parametrize("reference", ["copied", "from a directory"])
+def test_student_and_reference_are_filled_without_drawing(
+    reference: str, world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_hf(build_model(read_architecture(tiny_architecture(32, 2)), world), tmp_path / "model")
+    path = {"path": str(tmp_path / "model")}
+    config = tiny_config(
+        tmp_path,
+        "run",
+        student=path | {"architecture": None},
+        reference=path if reference == "from a directory" else {},
+    )
+    monkeypatch.setattr(setup, "random_weights", None)  # calling it would fail
+    before = torch.get_rng_state()
+    student = setup.load_model(config, world, config.student, 27, trainable=True)
+    frozen = setup.load_reference(config, world, student)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not any(weight.requires_grad for weight in frozen[0].parameters())
+    for own, other in zip(student[0].parameters(), frozen[0].parameters(), strict=True):
+        assert torch.equal(own, other)
+        assert own.isfinite().all()
+        assert own.data_ptr() != other.data_ptr()
