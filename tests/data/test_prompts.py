@@ -1,6 +1,7 @@
 """Order of prompts by cursor, and prompts against the model's window."""
 
 import logging
+import re
 
 import pytest
 
@@ -125,9 +126,18 @@ def test_missing_golden_solutions():
 @pytest.mark.parametrize("solution", ["2", " 2 ", "The answer is \\boxed{2}."])
 def test_a_bare_answer_is_no_golden_solution(solution):
     rows = [ROWS[0], Row("s:9", "1+1", "2", solution)]
-    with pytest.raises(DataError, match=r"s:9: the golden solution is the bare answer '2'"):
+    expected = (
+        "s:9: the golden solution is the bare answer '2'; set data.*.columns.solution to a column "
+        "of worked solutions, or to null without sft and with mixture.lambda=0"
+    )
+    with pytest.raises(DataError, match=f"^{re.escape(expected)}$"):
         make_set(rows, golden="required")
     assert len(make_set(rows, golden="none")) == 2
+
+
+def test_a_blank_solution_without_an_answer_is_no_golden_solution():
+    with pytest.raises(DataError, match=r"s:9: the golden solution is the bare answer ''"):
+        make_set([ROWS[0], Row("s:9", "1+1", None, " ")])
 
 
 def test_control_tokens_in_a_row_are_refused_by_row():
@@ -145,6 +155,11 @@ def test_control_tokens_in_a_row_are_refused_by_row():
 def test_lengths_that_just_fit_are_kept():
     assert len(make_set(ROWS[:2], window=30, max_new_tokens=22, golden="required")) == 2
     assert PromptOrder(1, seed=0).indices(3, 2) == [0, 0]
+
+
+def test_draws_begin_at_no_negative_cursor():
+    with pytest.raises(AssertionError):
+        PromptOrder(3, seed=0).indices(-1, 2)
 
 
 def test_no_rows_to_draw_from():

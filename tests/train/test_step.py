@@ -1,26 +1,422 @@
-"""The updates of one training step: how many, and on which prompts."""
+"""The parts of one training step, and the updates of a whole one."""
 
+from __future__ import annotations
+
+import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 
+from stable_opd_mcore.config.schema import TokenMasksConfig
+from stable_opd_mcore.data.golden import off_policy_draws
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.metrics import Mean, Metrics, Same, Sum
+from stable_opd_mcore.monitoring.health import rollout_metrics, sample_metrics
+from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.records import Rollout, Scores
 from stable_opd_mcore.train import step
+from stable_opd_mcore.train.learning_rate import learning_rate
 from stable_opd_mcore.train.setup import build_run
 from stable_opd_mcore.train.state import TrainState
 from stable_opd_mcore.train.student import Student
 from tests.parallel.launch import run_ranks
-from tests.train.runs import tiny_config
+from tests.train.runs import tiny_architecture, tiny_config
 
 
-def test_two_minibatches_give_two_updates_on_disjoint_prompts(tmp_path):
-    run_ranks(1, take_a_step_of_two_minibatches, tmp_path)
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A tiny run on one rank in this process; a step has two minibatches of one prompt each."""
+    torch.set_num_threads(1)
+    small = {"architecture": tiny_architecture(32, 1)}
+    config = tiny_config(
+        tmp_path_factory.mktemp("step"),
+        "parts",
+        student=small,
+        teacher=small,
+        rollout={"prompts_per_step": 2, "samples_per_prompt": 2},
+        train={"steps": 10, "micro_batch_tokens": 64, "minibatches": 2},
+        optimizer={"lr": 1e-3, "warmup_steps": 0, "schedule": "linear"},
+        monitoring={"tensorboard": False, "overlap_every": 2},
+    )
+    yield build_run(config, start_world(config.parallel, 0))
+    stop_world()
 
 
-def take_a_step_of_two_minibatches(_rank: int, _world_size: int, directory: Path) -> None:
-    config = tiny_config(directory, "two", train={"minibatches": 2}, optimizer={"warmup_steps": 0})
-    run = build_run(config, start_world(config.parallel, 0))
+class Recorder:
+    """A rollout engine that notes its calls and forwards them."""
+
+    def __init__(self, engine: Any):
+        self._engine = engine
+        self.calls: list[tuple[Any, ...]] = []
+
+    def generate(self, prompts, sampling, *, step):
+        self.calls.append(("generate", [p.prompt_id for p in prompts], sampling, step))
+        return self._engine.generate(prompts, sampling, step=step)
+
+    def publish(self, weight_version):
+        self.calls.append(("publish", weight_version))
+        self._engine.publish(weight_version)
+
+    def prefetch(self, prompts, sampling, *, step):
+        self.calls.append(("prefetch", [p.prompt_id for p in prompts], sampling, step))
+
+    def take_metrics(self):
+        return Metrics({"engine/noted": Sum(1)})
+
+
+def scored_step(run, cursor=0):
+    """Rollouts of one step, its minibatches' samples, and their scored micro-batches."""
+    prompts = step.next_prompts(run, cursor)
+    rollouts = step.draw_rollouts(run, prompts, 0)
+    parts = step.split_by_prompt(step.training_samples(run, prompts, rollouts, cursor), 2)
+    return rollouts, parts, [step.score(run, step.pack_minibatch(run, p), p) for p in parts]
+
+
+def weights_of(student: Student) -> torch.Tensor:
+    """A copy of all weights, in one vector."""
+    return torch.cat([p.detach().flatten() for chunk in student.chunks for p in chunk.parameters()])
+
+
+def test_a_step_draws_at_its_cursor_updates_and_publishes(run):
+    engine, before = Recorder(run.engine), weights_of(run.student)
+    timed: list[str] = []
+    phase = PhaseTimer.phase
+
+    def noted(timer, name):
+        timed.append(name)
+        return phase(timer, name)
+
+    with patch.object(PhaseTimer, "phase", noted):
+        result = step.train_step(replace(run, engine=engine), TrainState(3, 6, 5, 7))
+    ids = [p.prompt_id for p in run.prompts.select(run.order.indices(6, 2))]
+    assert engine.calls == [("generate", ids, run.sampling, 3), ("publish", 8)]
+    assert timed == ["rollout", "score", "update", "sync"]
+    assert [r.prompt.prompt_id for r in result.rollouts] == [ids[0]] * 2 + [ids[1]] * 2
+    assert {r.reward for r in result.rollouts} <= {0.0, 1.0}
+    assert result.state == TrainState(4, 8, 7, 8)
+    assert not torch.equal(weights_of(run.student), before)
+
+    lr = learning_rate(3, 10, run.config.optimizer)
+    assert lr not in {learning_rate(n, 10, run.config.optimizer) for n in (2, 4)}
+    assert result.metrics["optimizer/lr"] == Same(lr)
+    assert result.metrics["engine/noted"] == Sum(1)
+    assert result.metrics["grad_norm"].count == 2
+    assert {"time/total", "overlap/ratio", "rollout/grading_timeouts"} <= result.metrics.keys()
+    expected = rollout_metrics(result.rollouts, 24, run.config.monitoring)
+    assert {key: result.metrics[key] for key in expected} == dict(expected)
+    prompts = step.next_prompts(run, 6)
+    samples = step.training_samples(run, prompts, result.rollouts, 6)
+    expected = sample_metrics(samples)
+    assert {key: result.metrics[key] for key in expected} == dict(expected)
+    tokens = sum(len(s.prompt_token_ids) + len(s.response_token_ids) for s in samples)
+    assert result.metrics["throughput/tokens_per_second"].total == tokens
+
+    odd = step.train_step(replace(run, engine=Recorder(run.engine)), TrainState(4, 8, 0, 8))
+    assert not any(key.startswith("overlap/") for key in odd.metrics)
+
+
+def test_an_objective_without_rollouts_draws_none(run):
+    engine = Recorder(run.engine)
+    sft = replace(run, engine=engine, objective=SimpleNamespace(needs_rollouts=False))
+    assert step.draw_rollouts(sft, step.next_prompts(run, 0), 0) == []
+    assert engine.calls == []
+    samples = step.training_samples(run, step.next_prompts(run, 0), [], 0)
+    metrics = step.step_metrics(sft, [], samples, [], PhaseTimer())
+    assert "rollout/truncation_rate" not in metrics
+
+
+def test_prefetch_asks_for_the_next_steps_prompts_of_this_rank(run):
+    rollout = SimpleNamespace(async_steps=1, prompts_per_step=3)
+    config = SimpleNamespace(rollout=rollout, train=SimpleNamespace(steps=5))
+    world = SimpleNamespace(data_rank=1, data_size=2)
+    engine = Recorder(run.engine)
+    ahead = replace(run, config=config, world=world, engine=engine)
+    step.prefetch_rollouts(ahead, TrainState(step=3, cursor=6))
+    ids = [p.prompt_id for p in run.prompts.select(run.order.indices(9, 3))]
+    assert engine.calls == [("prefetch", [ids[1]], run.sampling, 4)]
+    step.prefetch_rollouts(ahead, TrainState(step=4, cursor=9))  # the last step
+    rollout.async_steps = 0
+    step.prefetch_rollouts(ahead, TrainState(step=3, cursor=6))
+    assert len(engine.calls) == 1
+
+
+def test_samples_have_the_masks_golden_solutions_and_off_policy_marks_of_the_objective(run):
+    prompts = [prompt for cursor in range(0, 8, 2) for prompt in step.next_prompts(run, cursor)]
+    rollouts = [
+        Rollout(p, k, p.golden_token_ids, (0.0,) * len(p.golden_token_ids), "length", 0)
+        for p in prompts
+        for k in range(2)
+    ]
+    settings = SimpleNamespace(
+        masks=TokenMasksConfig(truncated_rollouts=True), on_policy_fraction=0.5
+    )
+    config = SimpleNamespace(objective=settings, train=SimpleNamespace(seed=3))
+    objective = SimpleNamespace(needs_golden=True)
+    gkd = replace(run, config=config, objective=objective)
+    samples = step.training_samples(gkd, prompts, rollouts, 8)
+    assert [s.source for s in samples] == ["rollout"] * 16 + ["golden"] * 8
+    assert not any(any(s.trained) for s in samples[:16])
+    marks = off_policy_draws(8, 8, 0.5, 3)
+    assert marks != off_policy_draws(8, 8, 0.5, 0)
+    assert [s.off_policy for s in samples] == [m for m in marks for _ in range(2)] + marks
+    settings.on_policy_fraction = 1
+    assert not any(s.off_policy for s in step.training_samples(gkd, prompts, rollouts, 8))
+    objective.needs_golden = False
+    assert len(step.training_samples(gkd, prompts, rollouts, 8)) == 16
+
+
+def test_prompts_are_split_evenly_with_all_their_samples():
+    samples = [SimpleNamespace(prompt_id=name, number=n) for n, name in enumerate("abcabcd")]
+    split = step.split_by_prompt(samples, 3)
+    assert [[s.number for s in part] for part in split] == [[0, 3, 6], [1, 4], [2, 5]]
+    assert step.split_by_prompt(samples[:1], 3) == [samples[:1]]
+
+
+def test_micro_batches_of_all_ranks_hold_every_token_once(run):
+    prompts = step.next_prompts(run, 0)
+    samples = step.training_samples(run, prompts, step.draw_rollouts(run, prompts, 0), 0)
+    seen, counts = [], set()
+    for batch_rank in range(2):
+        for context_rank in range(2):
+            world = SimpleNamespace(
+                batch_rank=batch_rank,
+                batch_size=2,
+                token_multiple=6,
+                sequence_multiple=4,
+                microbatch_multiple=4,
+                device="cpu",
+                context_rank=context_rank,
+                context_size=2,
+            )
+            batches = step.pack_minibatch(replace(run, world=world), samples)
+            counts.add(len(batches))
+            for batch in batches:
+                assert len(batch.tokens_T) <= 36  # of 64 packed tokens, up to the multiple
+                assert len(batch.tokens_T) % 6 == 0
+                assert not (batch.cu_seqlens % 4).any()
+                seen += zip(
+                    batch.sample_index_N.tolist(), batch.token_index_N.tolist(), strict=True
+                )
+    tokens = [(i, t) for i, s in enumerate(samples) for t in range(len(s.response_token_ids))]
+    assert sorted(seen) == tokens
+    assert counts == {4}
+    whole = SimpleNamespace(
+        **vars(world) | {"device": "meta", "context_rank": 0, "context_size": 1}
+    )
+    (batch, *_) = step.pack_minibatch(replace(run, world=whole), samples)
+    assert batch.tokens_T.device.type == "meta"
+
+
+class Scorer:
+    """Gives every token the same log-probability."""
+
+    def __init__(self, logprob: float):
+        self.logprob, self.prompts = logprob, None
+
+    def about(self, prompt_ids):
+        self.prompts = prompt_ids
+        return self
+
+    def score(self, batches):
+        return [Scores(torch.full((len(b.rows_N),), self.logprob)) for b in batches]
+
+
+def test_scores_are_those_of_teacher_reference_and_behaviour(run):
+    _, (samples, _), _ = scored_step(run)
+    batches = step.pack_minibatch(run, samples)
+    teacher = Scorer(-1.0)
+    models = {"teacher": teacher, "reference": Scorer(-2.0), "behaviour": Scorer(-3.0)}
+    scored = step.score(replace(run, **models), batches, samples)
+    assert teacher.prompts == [s.prompt_id for s in samples]
+    for batch in scored:
+        assert (batch.teacher.logprob_N == -1).all()
+        assert (batch.reference.logprob_N == -2).all()
+        assert (batch.old_logprob_N == -3).all()
+    (batch, *_) = step.score(
+        replace(run, teacher=None, reference=None, behaviour=None), batches, samples
+    )
+    assert (batch.teacher, batch.reference, batch.old_logprob_N) == (None, None, None)
+
+
+def test_models_are_compared_over_all_minibatches_every_few_steps(run):
+    _, parts, scored = scored_step(run)
+    both = step.compare_models(run, scored, parts, 4)
+    each = [step.compare_models(run, [b], [p], 4) for b, p in zip(scored, parts, strict=True)]
+    assert both == each[0] | each[1]
+    assert both["overlap/ratio"].count > each[0]["overlap/ratio"].count > 0
+    assert not step.compare_models(run, scored, parts, 3)
+    assert not step.compare_models(replace(run, overlap=None), scored, parts, 4)
+    never = SimpleNamespace(monitoring=SimpleNamespace(overlap_every=0))
+    assert not step.compare_models(replace(run, config=never), scored, parts, 4)
+    with pytest.raises(ValueError, match="shorter"):
+        step.compare_models(run, scored, parts[:1], 4)
+
+
+def test_mismatch_is_corrected_as_configured(run):
+    _, _, scored = scored_step(run)
+    batches = [
+        [replace(b, old_token_logprob_N=b.rollout_logprob_N + 1.0) for b in part] for part in scored
+    ]
+    settings = SimpleNamespace(
+        importance_correction="none", importance_threshold=2.0, async_steps=0
+    )
+    one = replace(run, config=SimpleNamespace(rollout=settings))
+    same, metrics = step.correct_mismatch(one, batches)
+    assert same is batches
+    assert not metrics
+    settings.async_steps = 1
+    stale, metrics = step.correct_mismatch(one, batches)
+    assert not metrics
+    for batch in [b for part in stale for b in part]:
+        assert torch.equal(batch.old_token_logprob_N, batch.rollout_logprob_N)
+    settings.importance_correction = "truncated"
+    corrected, metrics = step.correct_mismatch(one, batches)
+    for part, originals in zip(corrected, batches, strict=True):
+        for batch, original in zip(part, originals, strict=True):
+            torch.testing.assert_close(batch.pg_weight_N, 2 * original.pg_weight_N)
+    trained = sum(int((b.pg_weight_N != 0).sum()) for part in batches for b in part)
+    assert metrics["importance/weight_mean"] == Mean(2.0 * trained, trained)
+
+
+def test_an_update_reports_means_of_its_losses_and_sums_of_the_rest(run):
+    _, _, (batches, _) = scored_step(run)
+    metrics = step.update(run, batches, 0.25, 9)
+    assert metrics["optimizer/lr"] == Same(0.25)
+    assert metrics["grad_norm"] == Mean(run.student._grad_norm, 1)
+    assert metrics["grad_norm"].total > 0
+    for key in ("loss/total", "loss/pg", "loss/kl", "loss/sft"):
+        assert metrics[key].count == 1
+    assert isinstance(metrics["tokens/trained"], Sum)
+    assert run.student.optimizer.param_groups[0]["lr"] == 0.25
+
+
+class NotFinite:
+    """An objective whose loss is NaN."""
+
+    def __init__(self, objective):
+        self._objective = objective
+
+    def __getattr__(self, name):
+        return getattr(self._objective, name)
+
+    def __call__(self, *args, **kwargs):
+        output = self._objective(*args, **kwargs)
+        return replace(output, loss=output.loss * torch.nan, pg=output.pg * torch.nan)
+
+
+def test_non_finite_numbers_stop_the_step_that_made_them(run):
+    before = weights_of(run.student)
+    bad = replace(run, engine=Recorder(run.engine), objective=NotFinite(run.objective))
+    with pytest.raises(UserError, match=r"^step 4: loss/\w+=.*, grad_norm=nan: not finite"):
+        step.train_step(bad, TrainState(3, 0, 0, 0))
+    assert torch.equal(weights_of(run.student), before)
+    assert ("publish", 1) not in bad.engine.calls
+
+    _, _, (batches, _) = scored_step(run)
+    kept = [{k: v.clone() for k, v in c.named_parameters()} for c in run.student.chunks]
+    with pytest.raises(UserError, match=r"^step 9: nothing is saved or published: tensor .* NaN"):
+        step.update(run, batches, float("inf"), 9)
+    with torch.no_grad():
+        for chunk, weights in zip(run.student.chunks, kept, strict=True):
+            for name, weight in chunk.named_parameters():
+                weight.copy_(weights[name])
+
+
+@pytest.mark.parametrize("loss", [1.0, float("nan"), None])
+@pytest.mark.parametrize("norm", [2.0, float("inf")])
+def test_the_message_of_a_non_finite_loss_or_norm(loss, norm):
+    total = Mean(0, 0) if loss is None else Mean(loss, 1)
+    metrics = Metrics({"loss/pg": Sum(0.5), "other": Sum(1), "loss/total": total})
+    if loss == 1.0 and norm == 2.0:
+        step.require_finite(metrics, norm, 7)
+        return
+    expected = (
+        f"step 7: loss/pg=0.5, loss/total={loss}, grad_norm={norm}: not finite. The update was "
+        "not made and the newest checkpoint is intact. Lower optimizer.lr, or look at the step's "
+        "rollouts"
+    )
+    with pytest.raises(UserError, match=f"^{re.escape(expected)}$"):
+        step.require_finite(metrics, norm, 7)
+
+
+def test_the_loss_has_the_rows_and_heads_of_its_models(run):
+    given: dict[str, Any] = {}
+
+    def objective(hidden, head, batch, **models):
+        given.update(hidden=hidden, head=head, batch=batch, **models)
+        return SimpleNamespace(loss="loss")
+
+    parts = {
+        "objective": objective,
+        "head": "student's",
+        "teacher": SimpleNamespace(head="teacher's"),
+        "reference": SimpleNamespace(head="reference's"),
+        "world": SimpleNamespace(context_group="context"),
+    }
+    batch = SimpleNamespace(rows_N=torch.tensor([2, 0]))
+    hidden = torch.arange(6.0).view(3, 2)
+    loss, output = step.loss_of(replace(run, **parts), batch, hidden)
+    assert (loss, output.loss) == ("loss", "loss")
+    assert given.pop("hidden").tolist() == [[4, 5], [0, 1]]
+    assert given == {
+        "head": "student's",
+        "batch": batch,
+        "teacher_head": "teacher's",
+        "reference_head": "reference's",
+        "context_group": "context",
+    }
+    step.loss_of(replace(run, **parts | {"teacher": None, "reference": None}), batch, hidden)
+    assert (given["teacher_head"], given["reference_head"]) == (None, None)
+    with pytest.raises(AssertionError, match=r"^the last pipeline stage holds the output head$"):
+        step.loss_of(replace(run, head=None), batch, hidden)
+
+
+class Grades:
+    """Grades with this rank's number."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+
+    def grade_rollouts(self, rollouts):
+        return [(*rollout, self.rank) for rollout in rollouts]
+
+
+class Draws:
+    def __init__(self, rank: int):
+        self.rank = rank
+
+    def generate(self, prompts, sampling, *, step):
+        return [(p, k, step, self.rank) for p in prompts for k in range(sampling.num_samples)]
+
+
+def draw_on_two_ranks(rank: int, _world_size: int, directory: Path) -> None:
+    """As two replicas: each draws and grades its share. As one: rank 0 grades, others repeat it."""
+    sampling = SimpleNamespace(num_samples=2)
+    for tensor in (1, 2):
+        config = tiny_config(directory, "draw", parallel={"tensor": tensor})
+        world = start_world(config.parallel, 0)
+        drawn = step.draw_graded(Draws(rank), Grades(rank), world, "abc", sampling, 5)
+        shares = {"a": 0, "b": 1, "c": 0} if tensor == 1 else dict.fromkeys("abc", 0)
+        if tensor == 1 or rank == 0:
+            assert drawn == [(p, k, 5, r, r) for p, r in shares.items() for k in range(2)]
+        else:
+            assert {grade for *_, grade in drawn} == {0}
+        counted = step.reduce_row_metrics(world, Metrics({"rows": Sum(3)}))
+        assert counted == Metrics({"rows": Sum(6 if tensor == 1 else 3)})
+        stop_world()
+
+
+def test_each_replica_draws_its_share_and_one_rank_of_it_grades(tmp_path):
+    run_ranks(2, draw_on_two_ranks, tmp_path)
+
+
+def test_two_minibatches_give_two_updates_on_disjoint_prompts(run):
     prompts: list[set[str]] = []
     trained: list[list[int]] = []
     weights = [weights_of(run.student)]
@@ -44,18 +440,12 @@ def take_a_step_of_two_minibatches(_rank: int, _world_size: int, directory: Path
         patch.object(Student, "update", recorded_adam),
     ):
         state = step.train_step(run, TrainState()).state
-    stop_world()
 
     first, second = prompts
-    assert len(first) == len(second) == config.rollout.prompts_per_step // 2
+    assert len(first) == len(second) == 1
     assert not first & second
     assert trained[0] != trained[1]
     before, between, after = weights
     assert not torch.equal(before, between)
     assert not torch.equal(between, after)
     assert (state.optimizer_steps, state.step, state.weight_version) == (2, 1, 1)
-
-
-def weights_of(student: Student) -> torch.Tensor:
-    """A copy of all weights, in one vector."""
-    return torch.cat([p.detach().flatten() for chunk in student.chunks for p in chunk.parameters()])
