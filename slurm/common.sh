@@ -18,7 +18,7 @@ set -uo pipefail
 : "${RANKS_PER_NODE:=8}"                 # one process per GPU
 : "${SERVER_NODES:=0}"                   # the last nodes of the allocation run SGLang; 0: rollouts come from the
                                          # trainer's nodes, as rollout.engine and rollout.sglang.placement say
-: "${SERVERS_PER_NODE:=1}"                # each data-parallel rank of the trainer needs a server of its own
+: "${GPU:=h200}"                          # h200 or h100: its memory says how many GPUs a server needs; cpu: a test
 : "${SERVER_COMMAND:=}"                  # in place of `python -m stable_opd_mcore serve`
 : "${SERVER_TIMEOUT:=900}"               # seconds until all servers must answer /health; weights load from shared disk
 : "${SERVER_RESTARTS:=5}"                # how often in an hour a server node's command may end before the job fails
@@ -64,7 +64,6 @@ run_on_cluster() {
   split_nodes || return 2
   set_environment
   TRAINER=("${PYTHON[@]}" -m stable_opd_mcore "$subcommand" "${COMMAND_LINE[@]}")
-  if ((SERVER_NODES > 0)); then connect_servers; fi
   if [ -n "$dry_run" ]; then describe; return 0; fi
 
   mkdir -p "$ATTEMPT_DIR"/{ranks,exits,preflight}
@@ -73,7 +72,15 @@ run_on_cluster() {
   trap 'STOP_WANTED=TERM; log "TERM: Slurm is ending the job"; touch "$ATTEMPT_DIR/servers_stop"' TERM
   log "trainers ${TRAINER_NODES[*]}, servers ${SERVER_NODE_NAMES[*]:-none}, logs $ATTEMPT_DIR"
   check_nodes || return 1
-  if ((SERVER_NODES > 0)); then start_servers || return 1; fi
+  if ((SERVER_NODES > 0)); then
+    if ! derive_topology; then
+      judge record failed "$TOPOLOGY"
+      return 1
+    fi
+    log "$TOPOLOGY"
+    connect_servers
+    start_servers || return 1
+  fi
   run_trainer
   stop_servers
   judge_run
@@ -119,8 +126,9 @@ address_of() {
 
 set_environment() {
   MASTER_ADDR=$(address_of "${TRAINER_NODES[0]}")
-  # One port per job, because jobs may share a node. Servers listen 10000 above it, below Linux's ephemeral ports (32768).
-  MASTER_PORT=$((12000 + ${SLURM_JOB_ID:-0} % 10000))
+  # One port per job, because jobs may share a node. Servers listen 10000 above it and below Linux's ephemeral ports
+  # (32768), also where they are 1024.
+  MASTER_PORT=$((12000 + ${SLURM_JOB_ID:-0} % 9000))
   export MASTER_ADDR MASTER_PORT
   export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
   export PYTHONFAULTHANDLER=1                 # a rank that crashes in C leaves its Python stack in its log
@@ -166,7 +174,29 @@ signal_step() {
   [ -z "$id" ] || scancel --signal="$1" "$id" 2>/dev/null
 }
 
+# Who trains where, and the servers' places, in $TOPOLOGY; sets SERVERS_PER_NODE and SERVER_TENSOR. Returns 1 where they
+# cannot be computed; $TOPOLOGY then says why.
+derive_topology() {
+  local -a command=("${PYTHON[@]}" -m stable_opd_mcore topology "${COMMAND_LINE[@]}" --shell --nodes="${#TRAINER_NODES[@]}"
+    --server-nodes="$SERVER_NODES" --gpus-per-node="$RANKS_PER_NODE" --gpu="$GPU")
+  if [ -n "$CONTAINER_IMAGE" ] && [ -n "${SLURM_JOB_ID:-}" ]; then
+    step topology "${TRAINER_NODES[0]}" 1
+    command=("${STEP[@]}" "${command[@]}")
+  fi
+  TOPOLOGY=$("${command[@]}" 2>&1) || return 1
+  SERVERS_PER_NODE=$(sed -nE 's/^SERVERS_PER_NODE=([0-9]+)$/\1/p' <<<"$TOPOLOGY")
+  SERVER_TENSOR=$(sed -nE 's/^SERVER_TENSOR=([0-9]+)$/\1/p' <<<"$TOPOLOGY")
+  TOPOLOGY=$(sed -nE 's/^# //p' <<<"$TOPOLOGY")
+}
+
 describe() {
+  if derive_topology; then
+    echo "# ${TOPOLOGY//$'\n'/$'\n'# }"
+  else # for example because the student is not trained yet
+    printf '# the topology is not known here: %s\n' "$TOPOLOGY"
+    SERVERS_PER_NODE=1 SERVER_TENSOR=null
+  fi
+  if ((SERVER_NODES > 0)); then connect_servers; fi
   step trainer "$(joined "${TRAINER_NODES[@]}")" "$RANKS_PER_NODE"
   echo "# logs and verdict: $LOG_DIR"
   echo "# on ${#TRAINER_NODES[@]} trainer node(s), rendezvous at $MASTER_ADDR:$MASTER_PORT:"

@@ -4,14 +4,16 @@
 # Not here: one server (`stable-opd serve`), servers that share the trainer's nodes (rollout.sglang.placement).
 # shellcheck disable=SC2034 # common.sh uses TRAINER and SERVER
 
+# after derive_topology
 connect_servers() {
-  local index number host port
+  local node number=0 host last
   SERVER_URLS=() # SERVERS_PER_NODE of the first node, then of the next
   API_KEY_FILE=$ATTEMPT_DIR/api_key # the first server creates it
-  for index in "${!SERVER_NODE_NAMES[@]}"; do
-    host=$(address_of "${SERVER_NODE_NAMES[index]}")
-    port=$((MASTER_PORT + 10000 + 20 * index))
-    for ((number = 0; number < SERVERS_PER_NODE; number++)); do SERVER_URLS+=("http://$host:$((port + number))"); done
+  for node in "${SERVER_NODE_NAMES[@]}"; do
+    host=$(address_of "$node")
+    for ((last = number + SERVERS_PER_NODE; number < last; number++)); do
+      SERVER_URLS+=("http://$host:$((MASTER_PORT + 10000 + number))")
+    done
   done
   TRAINER+=(rollout.engine=sglang rollout.sglang.placement=external "rollout.sglang.urls=[$(joined "${SERVER_URLS[@]}")]"
     "rollout.sglang.api_key_file=$API_KEY_FILE")
@@ -26,7 +28,8 @@ server_command() {
     SERVER=("${PYTHON[@]}" -m stable_opd_mcore serve)
   fi
   SERVER+=("${COMMAND_LINE[@]}" "run.directory=$ATTEMPT_DIR" "run.name=server_$1" rollout.engine=sglang
-    rollout.sglang.placement=disaggregated "rollout.sglang.num_servers=$SERVERS_PER_NODE" "rollout.sglang.api_key_file=$API_KEY_FILE"
+    rollout.sglang.placement=disaggregated "rollout.sglang.num_servers=$SERVERS_PER_NODE"
+    "rollout.sglang.tensor=$SERVER_TENSOR" "rollout.sglang.api_key_file=$API_KEY_FILE"
     "rollout.sglang.host=${address%:*}" "rollout.sglang.port=${address##*:}")
 }
 

@@ -156,6 +156,30 @@ def plan(
 
 
 @app.command()
+def topology(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Trainer nodes.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(min=1)] = 8,
+    server_nodes: Annotated[int, typer.Option(min=0, help="Nodes of SGLang servers.")] = 0,
+    gpu: Annotated[str, typer.Option(help="h200, h100, or cpu for a test.")] = "h200",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_shell: Annotated[bool, typer.Option("--shell", help="Assignments for a script.")] = False,
+) -> None:
+    """Say who trains where and which SGLang server has which GPUs and whose prompts."""
+    from stable_opd_mcore.config.load import load_config
+
+    settings = load_config(config, overrides or [])
+    from stable_opd_mcore.planning.plan import Cluster, plan_topology
+
+    derived = plan_topology(settings, Cluster(nodes, gpus_per_node, server_nodes), gpu)
+    if as_json or as_shell:
+        typer.echo(derived.as_json() if as_json else derived.as_shell())
+    else:
+        typer.echo("\n".join(derived.lines()))
+
+
+@app.command()
 def demo(
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds of every arm.")] = 1,
     directory: Annotated[Path, typer.Option(help="Where runs and report go.")] = Path("runs/demo"),

@@ -33,13 +33,14 @@ class SglangConfig(Section):
     machine. `external`: `stable-opd serve` or someone else started them; see `urls`."""
     urls: tuple[str, ...] = ()
     """Addresses of the `external` servers."""
-    num_servers: PositiveInt = 1
-    """Servers that the run starts, for all data-parallel ranks together. Each data-parallel rank
-    needs at least one."""
-    tensor: PositiveInt = 1
-    """Tensor-parallel ranks of one server that the run starts."""
-    first_gpu: int = Field(default=0, ge=0)
-    """`disaggregated`: index of the first GPU for servers."""
+    num_servers: PositiveInt | None = None
+    """Servers on each machine. `null`: as many as its GPUs hold; on a CPU 1, or one per rank where
+    they are `colocated`."""
+    tensor: PositiveInt | None = None
+    """Tensor-parallel ranks of one server. `null`: the smallest power of two that holds the student
+    beside as much KV cache; on a CPU 1."""
+    first_gpu: int | None = Field(default=None, ge=0)
+    """`disaggregated`: index of the first GPU for servers; `null`: after those of the trainer."""
     host: str = "127.0.0.1"
     """Address on which started servers listen."""
     port: int = Field(default=0, ge=0, le=65535)
@@ -67,9 +68,10 @@ class SglangConfig(Section):
     ends the run."""
     restart_window_minutes: float = Field(default=60.0, gt=0)
     """Time over which `max_restarts` counts."""
-    sync: Literal["distributed", "tensor", "disk"] = "distributed"
-    """How weights travel. `distributed`: broadcast over NCCL or gloo. `tensor`: shared memory of
-    one machine. `disk`: safetensors in the run directory, which the servers must see."""
+    sync: Literal["distributed", "tensor", "disk"] | None = None
+    """How weights travel. `distributed`: broadcast over NCCL or gloo. `tensor`: CUDA IPC between
+    processes on one GPU, shared memory on a CPU. `disk`: safetensors in the run directory, which
+    the servers must see. `null`: `tensor` to `colocated` servers, `distributed` to others."""
     sync_host: str | None = None
     """The trainer's address as the servers see it; `null`: the address of the interface that leads
     to them."""
@@ -77,6 +79,11 @@ class SglangConfig(Section):
     """Longest time for one bucket of weights."""
     bucket_mib: PositiveInt = 512
     """Weights sent at once. The trainer holds two buckets, a server one."""
+
+    @property
+    def transport(self) -> Literal["distributed", "tensor", "disk"]:
+        """`sync`, or what follows from `placement`."""
+        return self.sync or ("tensor" if self.placement == "colocated" else "distributed")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -87,6 +94,16 @@ class SglangConfig(Section):
         if self.placement == "external" and self.sync == "tensor":
             raise ValueError(
                 "sglang.sync=tensor shares memory, so it needs servers this run starts itself"
+            )
+        if self.placement == "colocated" and self.sync == "distributed":
+            raise ValueError(
+                "sglang.sync=distributed with sglang.placement=colocated: a process group of NCCL "
+                "cannot hold one GPU twice, as trainer and as server; set sglang.sync=null"
+            )
+        if self.placement != "disaggregated" and self.first_gpu is not None:
+            raise ValueError(
+                f"sglang.first_gpu={self.first_gpu} with sglang.placement={self.placement}: only "
+                "disaggregated servers have GPUs of their own on this machine; set it to null"
             )
         return self
 

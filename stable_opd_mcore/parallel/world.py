@@ -270,9 +270,14 @@ def _local_gpu() -> int:
     return int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
 
 
+def ranks_on_this_machine() -> int:
+    """All machines have equally many; without the launcher's word all ranks are on this one."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
 def _share_cores() -> None:
     """Divide the machine's cores among its ranks: more threads than cores halve the throughput."""
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    ranks_here = ranks_on_this_machine()
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )

@@ -8,6 +8,7 @@ Needs each model's config.json, no weights and no GPU.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from stable_opd_mcore.planning.memory import (
     with_layout,
 )
 from stable_opd_mcore.planning.seconds import Servers, StepSeconds, step_seconds
+from stable_opd_mcore.planning.topology import Topology, derive_topology
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Plan:
     memory: MemoryPlan
     seconds: StepSeconds
     largest_micro_batch: int | None
+    topology: Topology
 
     @property
     def tokens_per_gpu_second(self) -> float:
@@ -75,6 +78,11 @@ class Plan:
             "gpu": self.device.name,
             "cluster": asdict(self.cluster),
             "layout": asdict(self.layout) | {"data": self.layout.data},
+            "servers": {
+                "placement": self.topology.placement,
+                "count": len(self.topology.servers),
+                "tensor": self.topology.tensor,
+            },
             "assumed": asdict(self.work),
             "memory_gib": {
                 "components": {c.name: round(c.bytes / GIB, 3) for c in self.memory.components},
@@ -110,6 +118,7 @@ class Plan:
         )
         seconds = "  ".join(f"{k} {v:.1f}" for k, v in asdict(self.seconds).items())
         lines = [
+            *self.topology.lines(),
             _render(memory),
             f"{verdict}: {usable}; {advice}",
             f"seconds a step: {seconds}  total {self.seconds.total:.1f}",
@@ -144,10 +153,12 @@ def rank_layouts(
     """Plans of every valid layout: those that fit first, fastest first."""
     device, models, work = device_named(gpu), read_models(config), work or default_work(config)
     architectures = [model for model in (models.student, models.teacher) if model is not None]
-    plans = [
-        _plan(with_layout(config, layout), models, layout, cluster, device, work)
-        for layout in valid_layouts(architectures, cluster.trainer_gpus, cluster.gpus_per_node)
-    ]
+    plans = []
+    for layout in valid_layouts(architectures, cluster.trainer_gpus, cluster.gpus_per_node):
+        # colocated servers do not fit every layout
+        with contextlib.suppress(UserError):
+            changed = with_layout(config, layout)
+            plans.append(_plan(changed, models, layout, cluster, device, work))
     return sorted(plans, key=lambda plan: (not plan.memory.fits, plan.seconds.total))
 
 
@@ -198,9 +209,39 @@ def _architecture(model: ModelConfig, name: str) -> Architecture:
     return read_architecture(source)
 
 
+def plan_topology(config: Config, cluster: Cluster, gpu: str) -> Topology:
+    """The topology on GPUs of this name; `cpu`: on a CPU, as the tests have it.
+
+    Raises:
+        UserError: as `derive_topology` and `read_models`.
+    """
+    memory_gib = None if gpu == "cpu" else device_named(gpu).memory_gib
+    student = _architecture(config.student, "student")
+    return _topology(config, student, cluster, memory_gib)
+
+
+def _topology(
+    config: Config, student: Architecture, cluster: Cluster, memory_gib: float | None
+) -> Topology:
+    return derive_topology(
+        config,
+        student,
+        nodes=cluster.nodes,
+        gpus_per_node=cluster.gpus_per_node,
+        server_nodes=cluster.server_nodes,
+        memory_gib=memory_gib,
+    )
+
+
 def _plan(
     config: Config, models: Models, layout: Layout, cluster: Cluster, device: Device, work: Work
 ) -> Plan:
+    topology = _topology(config, models.student, cluster, device.memory_gib)
+    if topology.placement is None:  # the embedded engine's replicas
+        servers = Servers(layout.gradient_ranks, layout.tensor * layout.pipeline, own_gpus=False)
+    else:
+        own_gpus = topology.placement != "colocated"
+        servers = Servers(len(topology.servers), topology.tensor, own_gpus)
     return Plan(
         config=config,
         cluster=cluster,
@@ -208,23 +249,10 @@ def _plan(
         layout=layout,
         work=work,
         memory=memory_plan(config, models, layout, device, work),
-        seconds=step_seconds(
-            config, models, layout, device, work, _servers(config, layout, cluster),
-            cluster.gpus_per_node,
-        ),
+        seconds=step_seconds(config, models, layout, device, work, servers, cluster.gpus_per_node),
         largest_micro_batch=largest_micro_batch(config, models, layout, device, work),
-    )  # fmt: skip
-
-
-def _servers(config: Config, layout: Layout, cluster: Cluster) -> Servers:
-    """SGLang's servers on their nodes or colocated; the embedded engine's replicas."""
-    if config.rollout.engine != "sglang":
-        return Servers(layout.gradient_ranks, layout.tensor * layout.pipeline, own_gpus=False)
-    settings = config.rollout.sglang
-    if cluster.server_nodes:
-        tensor = settings.tensor
-        return Servers(cluster.server_nodes * cluster.gpus_per_node // tensor, tensor, True)
-    return Servers(settings.num_servers, settings.tensor, settings.placement != "colocated")
+        topology=topology,
+    )
 
 
 def _gib(num_bytes: float) -> str:

@@ -22,7 +22,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -80,7 +80,8 @@ class ServerOptions:
     api_key: str | None = None  # None: a random one
     dummy_weights: bool = True  # random weights; the first publish sends the real ones
     memory_saver: bool = False  # colocated on a GPU: weights and cache can be released
-    first_gpu: int = 0
+    gpus: tuple[int, ...] = ()  # local ids, one per tensor rank; unused on a CPU
+    memory_share: float | None = None  # of the free GPU memory; None: SGLang's choice
     max_running_requests: int | None = None
     startup_timeout_seconds: float = 600.0
     request_timeout_seconds: float = 600.0
@@ -93,6 +94,18 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def device_names(gpus: Sequence[int]) -> list[str]:
+    """CUDA's names of a machine's GPUs, so that a server sees its own GPUs alone.
+
+    A launcher may name the job's GPUs in CUDA_VISIBLE_DEVICES; a local id counts those. A launcher
+    may also show each rank one GPU; a local id then counts the machine's GPUs.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if max(gpus) < len(visible) and all(visible):
+        return [visible[gpu] for gpu in gpus]
+    return [str(gpu) for gpu in gpus]
 
 
 def free_port(host: str) -> int:
@@ -196,8 +209,8 @@ class SglangServer:
         if options.device == "cpu":
             # without --sleep-on-idle an idle scheduler keeps a core busy
             arguments += ["--attention-backend", "torch_native", "--sleep-on-idle"]
-        else:
-            arguments += ["--base-gpu-id", str(options.first_gpu)]
+        elif options.memory_share is not None:
+            arguments += ["--mem-fraction-static", str(options.memory_share)]
         if options.memory_saver and options.device != "cpu":
             arguments.append("--enable-memory-saver")
         return arguments + list(options.arguments)
@@ -214,6 +227,8 @@ class SglangServer:
                 cores = sorted(os.sched_getaffinity(0))
                 ranks = (str(cores[rank % len(cores)]) for rank in range(self.options.tensor))
                 environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(ranks)
+        elif self.options.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(device_names(self.options.gpus))
         return environment
 
     def wait_until_healthy(self, give_up: Callable[[], bool] = lambda: False) -> float:

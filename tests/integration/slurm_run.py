@@ -57,6 +57,7 @@ class Run:
             "LOG_DIR": str(self.logs),
             "RANKS_PER_NODE": "1",
             "REQUIRE_GPU": "0",
+            "GPU": "cpu",
             "MIN_FREE_GIB": "0.1",
             "PREFLIGHT": "off",
             "OMP_NUM_THREADS": "1",

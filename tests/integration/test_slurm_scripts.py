@@ -1,13 +1,16 @@
 """What a reader of the batch scripts relies on, without a cluster: headers, dry runs."""
 
+import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from stable_opd_mcore.config.load import load_config
 from tests.integration.hosts import cannot_make_hosts, hosts
+from tests.planning.cases import QWEN_7B
 
 REPOSITORY = Path(__file__).parents[2]
 SHARED = {"common.sh", "rank.sh", "servers.sh"}
@@ -48,15 +51,26 @@ def test_a_dry_run_prints_commands_with_a_config_that_loads(path):
     assert load_config(REPOSITORY / config, overrides[:2]).train.steps == 3
 
 
-def test_server_nodes_come_from_the_same_allocation():
+def test_server_nodes_come_from_the_same_allocation(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
     script = REPOSITORY / "slurm" / "stable_opd_32b.sh"
-    printed = dry_run(script, SERVER_NODES="2", SERVERS_PER_NODE="2")
+    overrides = (f"student.path={tmp_path}", "parallel.tensor=4", "rollout.sglang.tensor=4")
+    venv = str(Path(sys.executable).parents[1])
+    printed = dry_run(script, *overrides, SERVER_NODES="2", VENV=venv)
+    assert "# servers: 4 of tensor 4 on 2 nodes of their own, 2 a node; " in printed
     assert printed.count("stable_opd_mcore serve") == 2
-    assert printed.count("rollout.sglang.num_servers=2") == 2
+    assert printed.count("rollout.sglang.num_servers=2 rollout.sglang.tensor=4") == 2
     trainer = next(line for line in printed.splitlines() if "--job-name=trainer" in line)
     assert "--nodes=4 " in trainer
-    for address in ("node5:22000", "node5:22001", "node6:22020", "node6:22021"):
+    for address in ("node5:22000", "node5:22001", "node6:22002", "node6:22003"):
         assert f"http://{address}" in trainer
+    second = next(line for line in printed.splitlines() if "run.name=server_1" in line)
+    assert "rollout.sglang.host=node6 rollout.sglang.port=22002" in second
+
+
+def test_a_dry_run_says_why_the_topology_is_not_known():
+    printed = dry_run(REPOSITORY / "slurm" / "stable_opd_7b.sh", "student.path=/nowhere")
+    assert "# the topology is not known here: error: student.path=/nowhere" in printed
 
 
 def test_more_servers_than_nodes_is_refused_with_the_sum():

@@ -149,9 +149,10 @@ def test_no_step_is_lost_when_servers_end_with_the_job_or_alone(cluster, tmp_pat
         return run.submit(
             f"rollout.sglang.python={PYTHON}",
             "rollout.sglang.arguments=[--max-total-tokens=8192]",
+            "rollout.sglang.num_servers=2",
             "checkpoint.every=1000",  # only the checkpoints that a stop requests
             options=("--nodes=3",),
-            settings={"SERVER_NODES": "1", "SERVERS_PER_NODE": "2", "LOG_DIR": str(logs)},
+            settings={"SERVER_NODES": "1", "LOG_DIR": str(logs)},
         )
 
     job = submit(tmp_path / "first-logs")
@@ -236,13 +237,12 @@ def test_the_trainer_waits_for_every_server_of_a_node(cluster, tmp_path):
     run = Run(cluster, tmp_path, "half")
     settings = {
         "SERVER_NODES": "1",
-        "SERVERS_PER_NODE": "2",
         "SERVER_COMMAND": f"{sys.executable} {tmp_path}/one_of_two.py",
         "SERVER_TIMEOUT": "3",
     }
-    job = run.submit(options=("--nodes=2",), settings=settings)
+    job = run.submit("rollout.sglang.num_servers=2", options=("--nodes=2",), settings=settings)
     cluster.wait(job, {"FAILED"}, PATIENCE_SECONDS)
-    port = 12000 + int(job) % 10000 + 10000
+    port = 12000 + int(job) % 9000 + 10000
     reason = run.verdicts()[0]["reason"]
     assert "server 0 on n2 is not healthy" in reason
     assert f":{port + 1};" in reason

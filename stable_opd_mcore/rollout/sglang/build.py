@@ -1,8 +1,8 @@
 """Builds the engine and its servers from a config; also the options of `stable-opd serve`.
 
-Servers are assigned to data-parallel ranks in turn, and each rank's leader starts its own. The
-first publish sends the weights, so a server starts from the student's config.json alone. Not here:
-anything after the start.
+The run's topology (planning/topology.py) says which servers there are and whose prompts they answer;
+each rank's leader starts its own. The first publish sends the weights, so a server starts from the
+student's config.json alone. Not here: anything after the start.
 """
 
 from __future__ import annotations
@@ -12,16 +12,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.nn import Module
 
 from stable_opd_mcore.config.rollouts import SglangConfig
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.weights import architecture_of
-from stable_opd_mcore.parallel.world import World
-from stable_opd_mcore.rollout.sglang.engine import SglangEngine, is_leader, server_dtype
+from stable_opd_mcore.parallel.world import World, ranks_on_this_machine
+from stable_opd_mcore.planning.hardware import GIB
+from stable_opd_mcore.planning.topology import (
+    MEMORY_SHARES,
+    Topology,
+    derive_topology,
+    server_dtype,
+)
+from stable_opd_mcore.rollout.sglang.engine import SglangEngine, is_leader
 from stable_opd_mcore.rollout.sglang.events import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
 from stable_opd_mcore.rollout.sglang.group import DistributedTransport
@@ -50,14 +57,16 @@ def build_sglang_engine(
     Args: as of `SglangEngine` and `Fleet`.
 
     Raises:
-        UserError: fewer servers than data-parallel ranks, or no key in `api_key_file`.
+        UserError: servers that do not fit this machine (`derive_topology`), or no key in
+            `api_key_file`.
     """
     folder = config.run.path / "sglang"
     events = EventLog(folder / "events.jsonl")
     architecture = architecture_of(chunks)
+    topology = run_topology(config, architecture, world)
     fleet = None
     if is_leader(world):
-        members = _members(config, architecture, world, folder)
+        members = _members(config, architecture, world, folder, topology)
         fleet = Fleet(members, events, config.rollout.sglang, stop_requested, progress)
         fleet.start()
     transport = None
@@ -66,8 +75,36 @@ def build_sglang_engine(
     return SglangEngine(config, world, chunks, fleet, transport, events, decode, vocab_size)
 
 
+def run_topology(config: Config, architecture: Architecture, world: World) -> Topology:
+    """The places of this run's ranks and servers, from what this machine has.
+
+    Raises:
+        UserError: as `derive_topology`.
+    """
+    ranks = ranks_on_this_machine()
+    memory_gib, spare_gpus = None, 0
+    if world.device.type == "cuda":
+        memory_gib = torch.cuda.get_device_properties(world.device).total_memory / GIB
+        spare_gpus = max(0, torch.cuda.device_count() - ranks)
+    return derive_topology(
+        config,
+        architecture,
+        nodes=world.world_size // ranks,
+        gpus_per_node=ranks,
+        memory_gib=memory_gib,
+        spare_gpus=spare_gpus,
+    )
+
+
 def server_options(
-    config: Config, model: Path, number: int, device: str, *, dummy_weights: bool = True
+    config: Config,
+    model: Path,
+    number: int,
+    gpus: tuple[int, ...],
+    tensor: int,
+    device: str,
+    *,
+    dummy_weights: bool = True,
 ) -> ServerOptions:
     """The options of the run's server `number`."""
     sglang = config.rollout.sglang
@@ -79,11 +116,12 @@ def server_options(
         dtype=server_dtype(config),
         host=sglang.host,
         port=sglang.port + number if sglang.port else 0,
-        tensor=sglang.tensor,
+        tensor=tensor,
         api_key=read_api_key(sglang.api_key_file),
         dummy_weights=dummy_weights,
         memory_saver=is_colocated,
-        first_gpu=(0 if is_colocated else sglang.first_gpu) + number * sglang.tensor,
+        gpus=gpus,
+        memory_share=MEMORY_SHARES["colocated"] if is_colocated else None,
         max_running_requests=sglang.max_running_requests,
         startup_timeout_seconds=sglang.startup_timeout_seconds,
         request_timeout_seconds=sglang.request_timeout_seconds,
@@ -105,21 +143,15 @@ def model_config(architecture: Architecture) -> dict[str, Any]:
 
 
 def _members(
-    config: Config, architecture: Architecture, world: World, folder: Path
+    config: Config, architecture: Architecture, world: World, folder: Path, topology: Topology
 ) -> list[Member]:
     sglang = config.rollout.sglang
-    count = len(sglang.urls) or sglang.num_servers
-    if count < world.data_size:
-        raise ConfigError(
-            f"{count} SGLang servers for {world.data_size} data x context parallel ranks: each "
-            "needs its own; raise rollout.sglang.num_servers or add to rollout.sglang.urls"
-        )
     members = []
-    for number in range(world.data_rank, count, world.data_size):
-        name = f"server_{number}"
+    for place in topology.servers_of(world.data_rank):
+        name = f"server_{place.number}"
         if sglang.placement == "external":
             client = SglangClient(
-                sglang.urls[number],
+                sglang.urls[place.number],
                 api_key=read_api_key(sglang.api_key_file),
                 request_timeout_seconds=sglang.request_timeout_seconds,
             )
@@ -127,9 +159,11 @@ def _members(
         else:
             # a directory per data-parallel rank, because leaders write at the same time
             model = write_model_config(architecture, folder / f"model_{world.data_rank}")
-            options = server_options(config, model, number, world.device.type)
+            options = server_options(
+                config, model, place.number, place.gpus, topology.tensor, world.device.type
+            )
             server = SglangServer(options, folder / f"{name}.log")
-            members.append(Member(name, server.client(), server, tensor=sglang.tensor))
+            members.append(Member(name, server.client(), server, tensor=topology.tensor))
     return members
 
 
@@ -137,9 +171,9 @@ def _transport(
     sglang: SglangConfig, architecture: Architecture, world: World, folder: Path
 ) -> Transport:
     timeout = sglang.sync_timeout_seconds
-    if sglang.sync == "disk":
+    if sglang.transport == "disk":
         return DiskTransport(timeout, folder / "weights", model_config(architecture))
-    if sglang.sync == "tensor":
+    if sglang.transport == "tensor":
         return TensorTransport(timeout)
     backend = "nccl" if world.device.type == "cuda" else "gloo"
     return DistributedTransport(timeout, sglang.sync_host, backend)

@@ -28,6 +28,7 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.metrics import Mean, Metrics, Sum
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.world import World, broadcast_object, gather_objects
+from stable_opd_mcore.planning.topology import server_dtype
 from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.rollout.engine import EngineLost, Sampling, check_prompts
 from stable_opd_mcore.rollout.sglang.events import EventLog
@@ -42,12 +43,6 @@ _MAX_ROUNDS = 5  # of drawing, and of sparing servers whose process group anothe
 _MAX_ATTEMPTS = 8  # at one publish; external servers have no restarts that could run out
 _SEE_LOGS = "see sglang/events.jsonl and the servers' logs in the run directory"
 _MIB = 1024**2
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-
-
-def server_dtype(config: Config) -> str:
-    """The precision of the servers' weights, by torch's name."""
-    return config.rollout.sglang.dtype or _DTYPES[config.train.precision]
 
 
 @dataclass(frozen=True)

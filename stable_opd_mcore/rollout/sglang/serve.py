@@ -21,6 +21,8 @@ import torch
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.planning.hardware import GIB
+from stable_opd_mcore.planning.topology import machine_servers, server_gpus
 from stable_opd_mcore.rollout.sglang.build import server_options, write_model_config
 from stable_opd_mcore.serving.api_key import make_api_key, read_api_key
 from stable_opd_mcore.serving.process import SglangServer, require_release
@@ -37,23 +39,26 @@ def serve(config: Config, *, teacher: bool, tell: Callable[[str], None]) -> None
         tell: prints a line.
 
     Raises:
-        UserError: placement=external, an empty key file, no model to serve, or a server
-            that does not start or ends.
+        UserError: placement=external, an empty key file, no model to serve, servers that do not
+            divide this machine's GPUs or leave some idle, or a server that does not start or ends.
     """
     sglang = config.rollout.sglang
     if sglang.placement == "external":
         raise ConfigError("serve starts servers: set rollout.sglang.placement=disaggregated")
     folder = config.run.path / ("teacher" if teacher else "sglang")
     model = _teacher_model(config) if teacher else _student_model(config, folder)
+    count, tensor, device = _servers_here(config, model)
     key_file = Path(sglang.api_key_file or folder / "api_key")
     make_api_key(key_file)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     for number in _END_SIGNALS:
         signal.signal(number, _end)
     with ExitStack() as stack:
         servers = []
-        for number in range(sglang.num_servers):
-            options = server_options(config, model, number, device, dummy_weights=not teacher)
+        for number in range(count):
+            gpus = server_gpus(sglang.first_gpu or 0, number, tensor)
+            options = server_options(
+                config, model, number, gpus, tensor, device, dummy_weights=not teacher
+            )
             options = replace(options, api_key=read_api_key(key_file))
             server = SglangServer(options, folder / f"server_{number}.log")
             stack.callback(server.stop)
@@ -75,6 +80,18 @@ def _end(*_: object) -> NoReturn:
     for number in _END_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     raise SystemExit(0)
+
+
+def _servers_here(config: Config, model: Path) -> tuple[int, int, str]:
+    """The number of servers on this machine, their tensor ranks, and cuda or cpu."""
+    architecture = read_architecture(str(model))
+    if not torch.cuda.is_available():
+        count, tensor = machine_servers(config, architecture, 0, None, "disaggregated")
+        return count, tensor, "cpu"
+    gpus = torch.cuda.device_count() - (config.rollout.sglang.first_gpu or 0)
+    memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB
+    count, tensor = machine_servers(config, architecture, gpus, memory_gib, "disaggregated")
+    return count, tensor, "cuda"
 
 
 def _student_model(config: Config, folder: Path) -> Path:

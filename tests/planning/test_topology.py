@@ -1,0 +1,244 @@
+"""Who sits where: every world of the shipped scripts, refusals with numbers, shares of the prompts."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+from typer.testing import CliRunner
+
+from stable_opd_mcore.cli import app
+from stable_opd_mcore.config.load import load_config
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.planning.layout import Layout
+from stable_opd_mcore.planning.topology import (
+    Topology,
+    derive_topology,
+    ranks_of_servers,
+    replica_gpus,
+)
+from tests.planning.cases import CONFIGS, QWEN_7B
+
+QWEN_1P5B = QWEN_7B | {
+    "hidden_size": 1536,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "intermediate_size": 8960,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+QWEN_32B = QWEN_7B | {
+    "hidden_size": 5120,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 64,
+    "intermediate_size": 27648,
+}
+MODELS = {"1p5b": QWEN_1P5B, "7b": QWEN_7B, "32b": QWEN_32B}
+H200 = 139.0
+
+
+def config_of(name: str, *overrides: str) -> Config:
+    served = ("rollout.engine=sglang", "rollout.sglang.placement=colocated")
+    return load_config(CONFIGS / f"stable_opd_{name}.yaml", [*served, *overrides])
+
+
+def topology(
+    name: str,
+    nodes: int,
+    server_nodes: int = 0,
+    gpus: int = 8,
+    *overrides: str,
+    memory_gib: float | None = H200,
+    spare_gpus: int = 0,
+) -> Topology:
+    return derive_topology(
+        config_of(name, *overrides),
+        read_architecture(MODELS[name]),
+        nodes=nodes,
+        gpus_per_node=gpus,
+        server_nodes=server_nodes,
+        memory_gib=memory_gib,
+        spare_gpus=spare_gpus,
+    )
+
+
+def check_places(made: Topology) -> None:
+    """All GPUs have a server, none has two, every rank is served, and all servers do equal work."""
+    held = Counter((server.node, gpu) for server in made.servers for gpu in server.gpus)
+    nodes = range(made.nodes + made.server_nodes)
+    with_servers = nodes[made.nodes :] if made.server_nodes else nodes
+    assert held == Counter(
+        (node, gpu) for node in with_servers for gpu in range(8)[: made.gpus_per_node]
+    )
+    assert [server.number for server in made.servers] == list(range(len(made.servers)))
+    check_shares([server.data_ranks for server in made.servers], made.layout.gradient_ranks)
+    if made.placement == "colocated":
+        for server in made.servers:
+            (rank,) = server.data_ranks
+            assert {(server.node, gpu) for gpu in server.gpus} <= set(made.trainer_gpus(rank))
+            assert server.node == made.trainer_gpus(rank)[0][0]
+
+
+def check_shares(shares: Sequence[tuple[int, ...]], ranks: int) -> None:
+    num_servers = Counter(rank for share in shares for rank in share)
+    assert sorted(num_servers) == list(range(ranks))
+    work = [sum(1 / num_servers[rank] for rank in share) for share in shares]
+    assert max(work) - min(work) < 1e-9
+
+
+# script, trainer nodes, server nodes, GPUs a node: data-parallel ranks, servers, their tensor
+# ranks, servers per rank, ranks per server. The table of docs/cluster.md.
+ROWS = {
+    ("1p5b", 1, 0, 8): (8, 8, 1, 1, 1),
+    ("1p5b", 2, 0, 8): (16, 16, 1, 1, 1),
+    ("7b", 1, 0, 8): (2, 8, 1, 4, 1),
+    ("7b", 1, 0, 4): (1, 4, 1, 4, 1),
+    ("7b", 2, 1, 8): (4, 8, 1, 2, 1),
+    ("7b", 4, 1, 8): (8, 8, 1, 1, 1),
+    ("7b", 8, 1, 8): (16, 8, 1, 1, 2),
+    ("32b", 4, 2, 8): (2, 8, 2, 4, 1),
+    ("32b", 8, 4, 8): (4, 16, 2, 4, 1),
+}
+
+
+@pytest.mark.parametrize(("world", "expected"), ROWS.items(), ids=str)
+def test_who_sits_where(world, expected):
+    made = topology(*world)
+    check_places(made)
+    assert expected == (
+        made.layout.gradient_ranks,
+        len(made.servers),
+        made.tensor,
+        len(made.servers_of(0)),
+        len(made.servers[0].data_ranks),
+    )
+
+
+@pytest.mark.parametrize("nodes", [*range(1, 17), 24, 32, 48, 63, 64, 100, 127, 128])
+def test_worlds_up_to_128_nodes_are_valid(nodes):
+    for name in ("1p5b", "7b"):
+        check_places(topology(name, nodes))
+        check_places(topology(name, nodes, max(1, nodes // 3)))
+    check_places(topology("32b", 2 * nodes, nodes))
+
+
+def test_gpus_are_counted_on_their_own_node():
+    made = topology("7b", 2, 2)
+    assert [server.gpus for server in made.servers if server.node == 3] == [(n,) for n in range(8)]
+    assert replica_gpus(Layout(32, tensor=4, pipeline=2), 8, 3) == (
+        *((1, gpu) for gpu in range(4, 8)),
+        *((3, gpu) for gpu in range(4, 8)),
+    )
+
+
+def test_servers_on_the_trainers_machine_follow_its_gpus():
+    settings = ("rollout.sglang.placement=disaggregated",)
+    made = topology("7b", 1, 0, 4, *settings, spare_gpus=4)
+    assert [server.gpus for server in made.servers] == [(4,), (5,), (6,), (7,)]
+    made = topology("7b", 1, 0, 4, *settings, "rollout.sglang.first_gpu=2", spare_gpus=4)
+    assert made.servers[0].gpus == (2,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "message"),
+    [
+        (("7b", 1, 0, 6), {}, r"= 4 does not divide 6 trainer GPUs"),
+        (
+            ("7b", 1, 0, 8, "rollout.sglang.num_servers=1", "rollout.sglang.tensor=1"),
+            {},
+            r"1 server of 1 GPU on the 8 GPUs .*: 7 would be idle\. Set both to null, .* is 8",
+        ),
+        (
+            ("7b", 2, 1, 8, "rollout.sglang.num_servers=16", "rollout.sglang.tensor=1"),
+            {},
+            r"16 servers of 1 GPU on the 8 GPUs .*: 8 too many",
+        ),
+        (
+            ("7b", 2, 1, 8, "rollout.sglang.num_servers=3"),
+            {},
+            r"3 servers of 1 GPU on the 8 GPUs .*: 5 would be idle",
+        ),
+        (
+            ("7b", 2, 1, 8, "rollout.sglang.tensor=8"),
+            {},
+            r"tensor=8 does not divide the student's num_attention_heads=28",
+        ),
+        (
+            ("32b", 4, 0),
+            {},
+            r"servers of 2 GPUs leave 16 of 32 GPUs without .*SERVER_NODES.* parallel.pipeline",
+        ),
+        (
+            ("32b", 2, 0),
+            {"memory_gib": 10.0},
+            r"61\.0 GiB of bfloat16 weights exceed 2\.5 GiB a GPU .* on 8 GPUs.*SERVER_NODES",
+        ),
+        (
+            ("7b", 1, 0, 8, "rollout.sglang.placement=disaggregated"),
+            {},
+            r"all 8 GPUs of the machine train .*SERVER_NODES",
+        ),
+        (
+            ("7b", 1, 0, 8, "parallel.tensor=1", "parallel.sequence=false",
+             "rollout.sglang.num_servers=4"),
+            {},
+            r"servers of 2 GPUs leave 8 of 8 GPUs without a server",
+        ),
+        (
+            ("7b", 1, 0, 8, "rollout.sglang.num_servers=1"),
+            {"memory_gib": None},
+            r"1 colocated server for 2 data-parallel ranks",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_with_the_sum_and_the_remedy(arguments, keywords, message):
+    with pytest.raises(UserError, match=message):
+        topology(*arguments, **keywords)
+
+
+def test_a_cpu_has_no_idle_gpus():
+    settings = ("rollout.sglang.num_servers=3", "rollout.sglang.tensor=2")
+    made = topology("7b", 2, 1, 4, *settings, memory_gib=None)
+    assert len(made.servers) == 3
+    assert made.servers_of(0) == made.servers_of(1) == made.servers
+
+
+def test_servers_do_equal_work_at_any_two_numbers():
+    for servers, ranks in product(range(1, 25), repeat=2):
+        check_shares(ranks_of_servers(servers, ranks), ranks)
+
+
+def test_external_servers_are_shared_without_places():
+    urls = "rollout.sglang.urls=[http://a:1,http://b:1]"
+    made = topology("7b", 2, 0, 8, "rollout.sglang.placement=external", urls)
+    assert [server.data_ranks for server in made.servers] == [(0, 1), (2, 3)]
+
+
+def test_the_command_prints_lines_shell_and_json(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    arguments = ["topology", str(CONFIGS / "stable_opd_7b.yaml"), f"student.path={tmp_path}"]
+    arguments += ["--nodes=2", "--server-nodes=1"]
+
+    def printed(*options: str) -> str:
+        answer = CliRunner().invoke(app, [*arguments, *options])
+        assert answer.exit_code == 0
+        return answer.stdout
+
+    lines = printed()
+    assert "2 nodes x 8 GPUs, TP4 x PP1 x CP1 x DP4" in lines
+    assert "8 of tensor 1 on 1 node of their own, 8 a node; 2 for each of 4 data-parallel" in lines
+    shell = printed("--shell")
+    assert [line for line in shell.splitlines() if not line.startswith("# ")] == [
+        "SERVERS_PER_NODE=8",
+        "SERVER_TENSOR=1",
+    ]
+    assert json.loads(printed("--json"))["servers"][7]["data_ranks"] == [3]
+    assert "1 of tensor 1" in printed(
+        "--gpu=cpu", "--gpus-per-node=4", "rollout.sglang.num_servers=1"
+    )
