@@ -27,10 +27,7 @@ TESTED_BY = {
     "config/training": "config/test_load.py",
     "evaluation/grading_worker": "evaluation/test_grading.py",
     "evaluation/table": "train/test_evaluation.py",
-    "losses/coefficients": "losses/test_fused.py",
     "losses/definitions": "losses/test_expected_gradients.py",
-    "losses/objectives": "losses/test_fused.py",
-    "losses/output_head": "losses/test_fused.py",
     "losses/stop_tokens": "losses/test_expected_gradients.py",
     "losses/torch_ops": "losses/test_fused.py",
     "losses/triton_ops": "losses/test_kernels.py",
@@ -48,7 +45,6 @@ TESTED_BY = {
     "rollout/sglang/transports": "rollout/sglang/test_sync.py",
     "train/in_flight": "integration/test_sglang_training.py",
     "train/overlap": "train/test_pipeline.py",
-    "train/step": "train/test_parity.py",
 }
 MODULES = sorted(
     path.relative_to(ROOT / "stable_opd_mcore").with_suffix("")

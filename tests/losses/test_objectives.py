@@ -112,13 +112,21 @@ def test_defaults_are_accepted_by_every_objective(name):
     ("changes", "message"),
     [
         ({"objective__name": "opdd"}, "expected one of sft, grpo, opd"),
-        ({"teacher": None}, "opd needs a teacher"),
+        ({"teacher": None}, "^objective.name=opd needs a teacher: set teacher.path$"),
         ({"objective__name": "grpo", "objective__discount": 0.5}, "objective.discount=0.5 would"),
         ({"objective__name": "lsm", "objective__advantage__clamp": 0.5}, "advantage.clamp=0.5 wo"),
         ({"objective__on_policy_fraction": 0.5}, "opd has no use for it"),
-        ({"objective__name": "sft", "aggregation": "token_mean"}, "sft has no rollouts"),
+        (
+            {"objective__name": "sft", "aggregation": "token_mean"},
+            "^aggregation=token_mean would have no effect: objective.name=sft has no rollouts; d",
+        ),
         ({"objective__name": "sft", "mixture__lambda": 0.1}, "mixture.lambda=0.1 would"),
-        ({"objective__clip": 0.1}, "the ratio is 1 otherwise"),
+        (
+            {"objective__clip": 0.1},
+            "it needs train.minibatches > 1 or rollout.async_steps=1: the ratio is 1 otherwise;",
+        ),
+        ({"objective__jsd_beta": 0.3, "objective__name": "gkd"}, "it needs objective.divergence=j"),
+        ({"rollout__importance_threshold": 3.0}, "it needs rollout.importance_correction; drop it"),
         ({"kl__estimator": "k3"}, "kl.estimator=k3 would have no effect: it needs kl"),
         ({"reference__path": "somewhere"}, "it needs kl.beta > 0"),
     ],
@@ -126,6 +134,29 @@ def test_defaults_are_accepted_by_every_objective(name):
 def test_settings_without_effect_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         build_objective(make_config(**changes), (1,), (1,))
+
+
+@pytest.mark.parametrize(
+    ("changes", "golden"),
+    [
+        ({"mixture__lambda": 0.0}, False),
+        ({"mixture__lambda": 0.1}, True),
+        ({"objective__name": "sft"}, True),
+        ({"objective__name": "gkd", "mixture__lambda": 0.0}, False),
+        (
+            {
+                "objective__name": "gkd",
+                "mixture__lambda": 0.0,
+                "objective__on_policy_fraction": 0.5,
+            },
+            True,
+        ),
+    ],
+)
+def test_golden_solutions_are_needed_where_they_are_trained_on(changes, golden):
+    objective = build_objective(make_config(**changes), (1,), (1,))
+    assert objective.needs_golden is golden
+    assert objective.needs_rollouts is (objective.name != "sft")
 
 
 def test_new_objective_needs_a_definition_and_one_entry(monkeypatch):

@@ -92,8 +92,15 @@ def test_a_step_draws_at_its_cursor_updates_and_publishes(run):
         timed.append(name)
         return phase(timer, name)
 
-    with patch.object(PhaseTimer, "phase", noted):
-        result = step.train_step(replace(run, engine=engine), TrainState(3, 6, 5, 7))
+    with (
+        patch.object(PhaseTimer, "phase", noted),
+        patch.object(step, "prefetch_rollouts") as prefetch,
+        patch.object(step, "training_samples", wraps=step.training_samples) as training_samples,
+    ):
+        asked = replace(run, engine=engine)
+        result = step.train_step(asked, TrainState(3, 6, 5, 7))
+    prefetch.assert_called_once_with(asked, TrainState(3, 6, 5, 7))
+    assert training_samples.call_args.args[3] == 6
     ids = [p.prompt_id for p in run.prompts.select(run.order.indices(6, 2))]
     assert engine.calls == [("generate", ids, run.sampling, 3), ("publish", 8)]
     assert timed == ["rollout", "score", "update", "sync"]
