@@ -39,6 +39,7 @@ from stable_opd_mcore.losses.output_head import (
     WithGradients,
     accumulation_dtype,
     add_product_,
+    gradient_sum,
 )
 from stable_opd_mcore.losses.stop_tokens import (
     MergedStops,
@@ -76,7 +77,9 @@ def fused_loss(
 
     Under tensor parallelism every rank of the group calls it with the same rows; the loss is the
     same on all of them, and the gradient by hidden_NH is summed over the shards. The head's
-    gradient accumulates over blocks in fp32 and is rounded once. Under context parallelism the rows
+    gradient accumulates over blocks in fp32. It is rounded once, or not at all where the weight has
+    Megatron's `main_grad`: then it is added there by this call, whose result must be differentiated
+    once, with an incoming gradient of 1. Under context parallelism the rows
     are those of this rank's slice, and losses and gradients add up over `context_group`.
 
     Raises:
@@ -120,8 +123,7 @@ class _Evaluation:
             returns_N = self._returns(hidden_NH, context_group)
             batch = replace(batch, given_advantage_N=returns_N)
         d_hidden = torch.zeros_like(hidden_NH) if wants_hidden else None
-        dtype = accumulation_dtype(head.weight_VH)
-        d_weight = torch.zeros_like(head.weight_VH, dtype=dtype) if wants_weight else None
+        d_weight = gradient_sum(head) if wants_weight else None
         columns = slice(0, head.num_columns)
         results: list[LossOutput] = []
         for rows in self._blocks():
@@ -140,7 +142,7 @@ class _Evaluation:
         if not results:
             empty_N = hidden_NH.new_zeros(0, dtype=accumulation_dtype(hidden_NH))
             results = [LossOutput(*[empty_N] * len(fields(LossOutput)))]
-        if d_weight is not None:
+        if d_weight is not None and not hasattr(head.weight_VH, "main_grad"):
             d_weight = d_weight.to(head.weight_VH.dtype)
         whole = map(torch.cat, zip(*(vars(block).values() for block in results), strict=True))
         return LossOutput(*whole), d_hidden, d_weight

@@ -8,7 +8,7 @@ Not here: sums over the vocabulary (vocabulary_sums.py) and losses (fused.py).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -122,33 +122,48 @@ class Head:
 
 
 def rows_per_block(wanted: int, head: Head) -> int:
-    """Rows whose logits exist at once: `wanted`, but more where the vocabulary is small.
+    """Rows whose logits exist at once: `wanted` for every shard of the vocabulary.
 
-    On a CPU fewer where the vocabulary is large: larger products are not faster there.
+    So a rank's logits take the same memory under every number of shards, and collectives, launches
+    and passes over the head's gradient become fewer with it. More rows where the vocabulary is
+    small. On a CPU fewer where it is large: larger products are not faster there.
     """
-    vocab = max(1, head.vocab_size)
+    vocab, shards = max(1, head.vocab_size), head.group.size() if head.group is not None else 1
     rows = max(wanted, MIN_BLOCK_ELEMENTS // vocab)
-    if head.weight_VH.is_cuda:
-        return rows
-    return min(rows, max(MIN_CPU_BLOCK_ROWS, MAX_CPU_BLOCK_ELEMENTS // vocab))
+    if not head.weight_VH.is_cuda:
+        rows = min(rows, max(MIN_CPU_BLOCK_ROWS, MAX_CPU_BLOCK_ELEMENTS // vocab))
+    return shards * rows
+
+
+def gradient_sum(head: Head) -> Tensor:
+    """Where the gradient by the head's weight is summed over blocks, [rows of the shard, H].
+
+    Megatron's fp32 buffer `main_grad` where the parameter has one: then no second sum exists and
+    nothing is rounded to the weight's dtype. Else new zeros in fp32, or fp64 for fp64.
+    """
+    main_grad: Tensor | None = getattr(head.weight_VH, "main_grad", None)
+    if main_grad is not None:
+        return main_grad
+    return torch.zeros_like(head.weight_VH, dtype=accumulation_dtype(head.weight_VH))
 
 
 def add_product_(sum_VH: Tensor, gradient_CV: Tensor, hidden_CH: Tensor) -> None:
-    """sum += gradient.T @ hidden, rounded to the sum's dtype only.
+    """sum += gradient.T @ hidden, in place and rounded to the sum's dtype only.
 
-    A narrower gradient is multiplied in slices of the vocabulary, so that the product in the sum's
-    dtype needs little memory.
+    On CUDA a product of bf16 matrices is added to an fp32 sum by the GEMM itself. A CPU has no such
+    GEMM: it multiplies slices of the vocabulary in the sum's dtype.
     """
     if gradient_CV.dtype == sum_VH.dtype:
-        torch.addmm(sum_VH, gradient_CV.T, hidden_CH, out=sum_VH)
-        return
-    for start in range(0, len(sum_VH), PRODUCT_COLUMNS):
-        columns = slice(start, start + PRODUCT_COLUMNS)
-        gradient_VC = gradient_CV[:, columns].T
-        if gradient_CV.is_cuda:
-            sum_VH[columns] += torch.mm(gradient_VC, hidden_CH, out_dtype=sum_VH.dtype)
-        else:  # only CUDA multiplies into a wider dtype
-            sum_VH[columns].addmm_(gradient_VC.to(sum_VH.dtype), hidden_CH.to(sum_VH.dtype))
+        sum_VH.addmm_(gradient_CV.T, hidden_CH)
+    elif gradient_CV.is_cuda:
+        # `out` is the input itself, so nothing is copied. torch's types lack out_dtype.
+        addmm: Any = torch.addmm
+        addmm(sum_VH, gradient_CV.T, hidden_CH, out_dtype=sum_VH.dtype, out=sum_VH)
+    else:
+        for start in range(0, len(sum_VH), PRODUCT_COLUMNS):
+            columns = slice(start, start + PRODUCT_COLUMNS)
+            gradient_VC = gradient_CV[:, columns].T.to(sum_VH.dtype)
+            sum_VH[columns].addmm_(gradient_VC, hidden_CH.to(sum_VH.dtype))
 
 
 def accumulation_dtype(tensor: Tensor) -> torch.dtype:
@@ -210,7 +225,10 @@ def align_head(head: Head, like: Head) -> Head:
 
 
 class WithGradients(torch.autograd.Function):
-    """A loss whose gradients by hidden states and head are known already; backward returns them."""
+    """A loss whose gradients by hidden states and head are known already; backward returns them.
+
+    A gradient that is in `main_grad` already is announced to Megatron's gradient hook instead.
+    """
 
     @staticmethod
     def forward(
@@ -221,6 +239,10 @@ class WithGradients(torch.autograd.Function):
         d_hidden_NH: Tensor | None,
         d_weight_VH: Tensor | None,
     ) -> Tensor:
+        main_grad: Tensor | None = getattr(weight_VH, "main_grad", None)
+        ctx.weight_VH = None
+        if d_weight_VH is not None and d_weight_VH is main_grad:
+            ctx.weight_VH, d_weight_VH = weight_VH, None
         ctx.save_for_backward(d_hidden_NH, d_weight_VH)
         return total.clone()
 
@@ -230,7 +252,25 @@ class WithGradients(torch.autograd.Function):
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
         scale = grad_outputs[0]
-        gradients = ctx.saved_tensors
-        if not torch.equal(scale, torch.ones_like(scale)):
-            gradients = [g if g is None else g * scale.to(g.dtype) for g in gradients]
+        if ctx.weight_VH is not None:
+            _announce_main_grad(ctx.weight_VH, scale)
+        gradients = [g if g is None else g * scale.to(g.dtype) for g in ctx.saved_tensors]
         return (*gradients, None, None, None)
+
+
+def _announce_main_grad(weight_VH: Tensor, scale: Tensor) -> None:
+    """Tell Megatron's DistributedDataParallel that main_grad holds this gradient.
+
+    Its hook runs after this backward node, although no gradient is returned. The hook skips `grad`
+    where `grad_added_to_main_grad` is set, and wants one that is not None when it overlaps the
+    reduction: one number in the weight's shape, without its memory. A weight that is the embedding,
+    too (`zero_out_wgrad`), gets the embedding's gradient there, which the hook adds.
+    """
+    # No copy to the host: a wrong scale stops the process at its next synchronisation.
+    torch.ops.aten._assert_async.msg(  # pyright: ignore[reportUnknownMemberType]
+        scale == 1, "the loss must be differentiated as it is: main_grad is summed"
+    )
+    parameter = cast(Any, weight_VH)
+    parameter.grad_added_to_main_grad = True
+    if not getattr(weight_VH, "zero_out_wgrad", False):
+        parameter.grad = weight_VH.new_zeros(()).expand_as(weight_VH)

@@ -194,15 +194,14 @@ def _loss_components(
     layout, needs = student.layout, _hidden_states_needed(config, models)
     rows = work.scored_rows(config) / layout.gradient_ranks
     kept = element * rows * sum(needs)
-    block = config.train.loss_block_tokens * student.head_rows
-    logits = element * block * (1 + len(needs))
     tokens = micro_batch_tokens(config, layout, work) / layout.context
+    # losses/output_head.rows_per_block: as many rows as shards, so that the block's bytes stay.
+    block = min(config.train.loss_block_tokens * layout.tensor, tokens) * student.head_rows
+    logits = element * block * (1 + len(needs))
     hidden = 2 * element * tokens * models.student.hidden_size  # gathered, and its gradient
-    head_gradient = 4 * student.head_rows * models.student.hidden_size
     return [
         Component("hidden states of the scorers", kept, ("score", "update")),
         Component("loss: logits, hidden states", logits + hidden, ("update",)),
-        Component("loss: gradient of the head", head_gradient, ("update",)),
     ]
 
 

@@ -1,12 +1,16 @@
 """Compile the Triton kernels for an H200, without a GPU, at the sizes of a 7B model's head.
 
-This finds mismatched types and launch arguments, and loads that are not 16 bytes wide; the
-interpreter finds neither. A separate program, as check_kernels.py is. Results are not checked.
+This finds mismatched types and launch arguments, loads that are split into single elements, and
+kernels of which too few run at once; the interpreter finds none of these. A separate program, as
+check_kernels.py is. Results are not checked.
 """
 
 from __future__ import annotations
 
 import re
+import subprocess
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -24,15 +28,18 @@ OPTIONS = {
         "COLUMNS": COLUMNS,
         "HAS_OTHER": True,
         "WIDTH": len(ShardSums._fields),
+        "TILE": triton_ops.SUMS_COLUMNS,
     },
-    triton_ops._jsd_kernel: {"COLUMNS": COLUMNS},
+    triton_ops._jsd_kernel: {"COLUMNS": COLUMNS, "TILE": triton_ops.TILE_COLUMNS},
     triton_ops._gradient_kernel: {
         "FIRST": "reverse",
         "SECOND": "jsd",
         "WIDTH": 11,
         "NUM_SPARSE": 3,
+        "TILE": triton_ops.TILE_COLUMNS,
     },
 }
+REGISTERS = 65536  # of one multiprocessor
 LOGITS = ("z_ptr", "o_ptr", "first_ptr", "second_ptr")
 
 
@@ -50,12 +57,7 @@ def argument_type(name: str, logits: str) -> str:
 def compile_for_h200(kernel: Any, options: dict[str, Any], logits: str) -> str:
     """The kernel's PTX, with pointers and strides that are multiples of 16 as in the trainer."""
     names = kernel.arg_names
-    constants = {
-        **options,
-        "READABLE": COLUMNS,
-        "DTYPE": tl.float32,
-        "TILE": triton_ops.TILE_COLUMNS,
-    }
+    constants = {**options, "READABLE": COLUMNS, "DTYPE": tl.float32}
     constants = {names.index(name): value for name, value in constants.items() if name in names}
     signature = {
         name: "constexpr" if index in constants else argument_type(name, logits)
@@ -71,12 +73,30 @@ def compile_for_h200(kernel: Any, options: dict[str, Any], logits: str) -> str:
     return triton.compile(source, H200, {"num_warps": triton_ops.NUM_WARPS}).asm["ptx"]
 
 
+def programs_at_once(ptx: str) -> int:
+    """Programs of a kernel that the registers of one multiprocessor hold, by ptxas."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(ptx)
+        report = subprocess.run(
+            [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", source, "-o", binary],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stderr
+    found = re.search(r"Used (\d+) registers", report)
+    assert found is not None, report
+    per_thread = -(-int(found[1]) // 8) * 8
+    return REGISTERS // (per_thread * 32 * triton_ops.NUM_WARPS)
+
+
 def main() -> None:
     compiled = 0
     for kernel, options in OPTIONS.items():
         for logits, narrow in (("bf16", r"ld\.global\S*\.b16"), ("fp32", None)):
             ptx = compile_for_h200(kernel, options, logits)
-            assert re.search(r"ld\.global\S*\.v4\.b32", ptx), f"{kernel.__name__}: no wide loads"
+            assert re.search(r"ld\.global\S*\.v[24]\.b32", ptx), f"{kernel.__name__}: no wide loads"
+            assert programs_at_once(ptx) >= 4, f"{kernel.__name__}: too many registers"
             assert narrow is None or not re.search(narrow, ptx), f"{kernel.__name__}: narrow loads"
             compiled += 1
     print(f"{compiled} kernels for sm_90")

@@ -73,6 +73,18 @@ def test_rows_per_block_for_each_vocabulary_size():
     assert rows(32, 152064) == 32
 
 
+def test_a_block_has_as_many_times_the_rows_as_the_head_has_shards():
+    """So the logits of one rank take the same memory in every layout."""
+
+    class FourShards:
+        def size(self):
+            return 4
+
+    for vocab in (64, 4096, 152064):
+        whole, shard = (Head(torch.empty(0, 1), 0, vocab, group) for group in (None, FourShards()))
+        assert rows_per_block(1024, shard) == 4 * rows_per_block(1024, whole)
+
+
 def test_bad_arguments_are_refused():
     case = make_case(make_config(), 4, 7)
     head, targets = Head(case.weight_VH, 0, 7), case.batch.targets_N

@@ -1,14 +1,24 @@
-"""The student's optimizer: the memory of an update, and an update to infinite weights."""
+"""The student's gradients and optimizer: the head's part of Megatron's gradient buffer, the memory
+of an update, and an update to infinite weights.
+"""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from stable_opd_mcore.config.schema import OptimizerConfig, ParallelConfig
+from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.losses.coefficients import Terms
+from stable_opd_mcore.losses.fused import fused_loss
 from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
-from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
+from stable_opd_mcore.parallel.pipeline import run_forward_backward
+from stable_opd_mcore.parallel.world import World, start_world, stop_world
+from stable_opd_mcore.records import MicroBatch, Sample, TokenWeights
 from stable_opd_mcore.train.loop import train
 from stable_opd_mcore.train.student import Student
 from tests.train.runs import tiny_architecture, tiny_config
@@ -50,4 +60,69 @@ def test_update_to_infinite_weights_ends_the_run_before_saving(tmp_path):
     with pytest.raises(UserError, match=r"step 1: nothing is saved or published: tensor model"):
         train(config, show_progress=False)
     assert not (tmp_path / "run" / "checkpoints").exists()
+    stop_world()
+
+
+def golden_microbatches() -> list[MicroBatch]:
+    samples = [
+        Sample("golden", str(i), (1, 2, 3), tuple(range(i, i + 9)), (True,) * 9) for i in range(3)
+    ]
+    zero = (0.0,) * 9
+    weights = [TokenWeights(zero, zero, (0.1,) * 9) for _ in samples]
+    return pack(samples, weights, max_tokens=24, data_rank=0, data_size=1)
+
+
+def run_golden(model: Sequence, chunks: Sequence, world: World) -> None:
+    """Forward and backward of two micro-batches; the loss is the golden tokens' likelihood."""
+    head = output_head(chunks)
+    assert head is not None
+
+    def forward_step(chunk, batch):
+        def loss_of(hidden_TH):
+            rows = hidden_TH.index_select(0, batch.rows_N)
+            out = fused_loss(rows, head, batch, Terms(), block_rows=5)
+            return out.loss, out
+
+        return forward_hidden(chunk, batch), loss_of
+
+    results = run_forward_backward(model, golden_microbatches(), forward_step, world=world)
+    assert len(results) == 2
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_heads_gradient_is_summed_in_megatrons_buffer(tied, precision):
+    """Tied, the parameter is the embedding, too: its buffer holds the sum of both gradients."""
+    world = start_world(ParallelConfig(), seed=0)
+    architecture = read_architecture(tiny_architecture(32, 2, tie_word_embeddings=tied))
+    chunks = build_model(architecture, world, precision=precision)
+    run_golden(chunks, chunks, world)
+    expected = {name: p.grad for name, p in chunks[0].named_parameters()}
+    for parameter in chunks[0].parameters():
+        parameter.grad = None
+    student = Student(chunks, OptimizerConfig(), precision)
+    for _ in range(2):  # the buffer is emptied between steps
+        student.zero_grad()
+        run_golden(student.model, chunks, world)
+        for name, parameter in chunks[0].named_parameters():
+            assert parameter.grad is None
+            assert parameter.main_grad.dtype == torch.float32
+            torch.testing.assert_close(
+                parameter.main_grad,
+                expected[name].float(),
+                rtol=2e-5 if precision == "fp32" else 2e-2,
+                atol=1e-6 if precision == "fp32" else 2e-2 * float(expected[name].abs().max()),
+            )
+    stop_world()
+
+
+def test_a_loss_in_megatrons_buffer_is_differentiated_as_it_is():
+    world = start_world(ParallelConfig(), seed=0)
+    chunks = build_model(read_architecture(tiny_architecture(32, 2)), world)
+    Student(chunks, OptimizerConfig(), "fp32")
+    batch, head = golden_microbatches()[0], output_head(chunks)
+    hidden = forward_hidden(chunks[0], batch).index_select(0, batch.rows_N)
+    loss = fused_loss(hidden, head, batch, Terms()).loss
+    with pytest.raises(RuntimeError, match="must be differentiated as it is"):
+        (2 * loss).backward()
     stop_world()
