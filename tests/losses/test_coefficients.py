@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from stable_opd_mcore.config.schema import AdvantageConfig
 from stable_opd_mcore.errors import UserError
@@ -29,6 +30,7 @@ from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.losses.stop_tokens import TargetLogprobs
 from stable_opd_mcore.records import LossOutput, Scores
 from tests.losses.cases import make_case, make_config
+from tests.parallel.launch import run_ranks
 
 BATCH = make_case(make_config(), rows=4).batch
 HEAD = Head(torch.zeros(31, 8), 0, 31)
@@ -217,3 +219,42 @@ def test_returns_are_discounted_sums_in_any_order(discount, length):
     ]
     torch.testing.assert_close(found, of(*expected))
     assert return_to_go(values[:0], sample[:0], token[:0], discount).shape == (0,)
+
+
+def test_sampled_kls_are_finite_for_extreme_log_ratios():
+    log_ratio = torch.tensor([-1e4, -1.0, 0.0, 9.0, 11.0, 1e4])
+    batch = replace(BATCH, kl_weight_N=torch.ones(6))
+    for estimator in ("k3", "k3+"):
+        out = sampled_kl(estimator, batch, torch.zeros(6), log_ratio)
+        assert out.value_C.isfinite().all()
+        assert out.logprob_gradient_C.isfinite().all()
+        assert (out.logprob_gradient_C.sign() == -log_ratio.sign()).all()
+        torch.testing.assert_close(out.value_C[1:4], log_ratio[1:4].expm1() - log_ratio[1:4])
+
+
+@pytest.mark.parametrize(
+    ("terms", "compared", "teacher_logits"),
+    [
+        (Terms(advantage=teacher_over_student), (), False),
+        (Terms(settings=AdvantageConfig(control_variate=True)), ("teacher",), True),
+        (Terms(divergence="jsd", reference="exact"), ("reference", "teacher"), True),
+        (Terms(divergence="teacher_support", reference="k3"), (), False),
+        (Terms(divergence="student_support"), (), True),
+    ],
+)
+def test_models_whose_logits_the_terms_need(terms, compared, teacher_logits):
+    assert terms.compared_models == compared
+    assert terms.teacher_logits == teacher_logits
+
+
+def check_returns(rank: int, world_size: int) -> None:
+    values, sample, token = of(4, 16, 1, 8, 2), [3, 7, 3, 7, 3], [2, 3, 0, 0, 1]
+    mine = (slice(0, 3), slice(3, 3), slice(3, 5))[rank]
+    sample_N, token_N = torch.tensor(sample)[mine], torch.tensor(token)[mine]
+    found = return_to_go(values[mine], sample_N, token_N, 0.5, dist.group.WORLD)
+    torch.testing.assert_close(found, of(4, 16, 1 + 1 + 1, 8 + 2, 2 + 2)[mine])
+
+
+def test_returns_of_samples_that_ranks_share():
+    """Ranks 0 and 2 hold rows of the same samples, rank 1 holds none."""
+    run_ranks(3, check_returns)

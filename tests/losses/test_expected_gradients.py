@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.losses.coefficients import sampled_kl
 from stable_opd_mcore.losses.definitions import kl_divergence, merge_ids
 from stable_opd_mcore.losses.objectives import Objective, build_objective
 from stable_opd_mcore.losses.output_head import Head
@@ -334,15 +333,3 @@ def test_sampled_kls_have_the_gradient_of_their_divergence(estimator, off_policy
     p, r = log_p.exp(), log_r.exp()
     expected = p - r if estimator == "k3" else p * (log_p - log_r - kl_divergence(log_p, log_r))
     torch.testing.assert_close(found[:, 0], expected)
-
-
-def test_sampled_kls_are_finite_for_extreme_log_ratios():
-    log_ratio = torch.tensor([-1e4, -1.0, 0.0, 9.0, 11.0, 1e4])
-    batch = Policies.of(1).microbatch(build_objective(make_config(), (0,), (0,)))
-    batch = replace(batch, kl_weight_N=torch.ones(6))
-    for estimator in ("k3", "k3+"):
-        out = sampled_kl(estimator, batch, torch.zeros(6), log_ratio)
-        assert out.value_C.isfinite().all()
-        assert out.logprob_gradient_C.isfinite().all()
-        assert (out.logprob_gradient_C.sign() == -log_ratio.sign()).all()
-        torch.testing.assert_close(out.value_C[1:4], log_ratio[1:4].expm1() - log_ratio[1:4])

@@ -1,4 +1,4 @@
-"""Objectives and their settings: the effect of each setting, and the settings that are refused."""
+"""Objectives and their settings: what each needs, the effect of each setting, and refusals."""
 
 from __future__ import annotations
 
@@ -172,3 +172,44 @@ def test_new_objective_needs_a_definition_and_one_entry(monkeypatch):
     assert_close(run_fused(case, padding=3), run_definition(case), 1e-10)
     with pytest.raises(ConfigError, match=r"objective\.top_k=3 would have no effect"):
         build_objective(make_config(objective__name="forward_kl", objective__top_k=3), (1,), (1,))
+
+
+def test_scores_that_each_objective_needs():
+    def needs(**changes):
+        objective = build_objective(make_config(**changes), (1,), (1,))
+        return objective.teacher_needs, objective.reference_needs
+
+    assert {name: needs(objective__name=name)[0] for name in OBJECTIVES} == {
+        "sft": "none",
+        "grpo": "none",
+        "opd": "sampled",
+        "lsm": "topk",
+        "student_topk": "hidden",
+        "gkd": "hidden",
+    }
+    assert needs(kl__beta=0.1) == ("sampled", "hidden")
+    assert needs(kl__beta=0.1, kl__estimator="k3") == ("sampled", "sampled")
+    assert needs(objective__advantage__control_variate=True) == ("hidden", "none")
+
+
+def test_stop_ids_are_merged_by_objectives_that_compare_distributions():
+    def merged(student_stops, teacher_stops, **changes):
+        return build_objective(
+            make_config(**changes), student_stops, teacher_stops
+        ).terms.merged_ids
+
+    for name in ("gkd", "lsm", "student_topk"):
+        assert merged((5, 1), (2, 1), objective__name=name) == (1, 2, 5)
+        assert merged((1,), (1,), objective__name=name) == ()
+        assert merged((1,), (2,), objective__name=name, objective__stop_class=False) == ()
+    assert merged((1,), (2,), objective__advantage__control_variate=True) == (1, 2)
+    assert merged((1,), (2,), kl__beta=0.1) == ()
+
+
+def test_only_objectives_with_a_teacher_have_a_stop_class():
+    def stops(name):
+        objective = build_objective(make_config(objective__name=name), (1,), (2,))
+        return objective.stop_ids
+
+    assert stops("grpo") == stops("sft") == ()
+    assert stops("opd") == stops("gkd") == stops("lsm") == stops("student_topk") == (1, 2)

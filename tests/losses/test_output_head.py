@@ -1,11 +1,16 @@
-"""One shard of an output head by itself; several shards together are in test_tensor_parallel.py."""
+"""One shard of an output head by itself, and shards cut at other boundaries.
+
+Sums over several shards are in test_vocabulary_sums.py.
+"""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.losses import output_head
@@ -17,6 +22,8 @@ from stable_opd_mcore.losses.output_head import (
     require_same_columns,
     rows_per_block,
 )
+from tests.losses.test_fused import case_of
+from tests.parallel.launch import run_ranks
 
 SHARD = Head(torch.arange(40.0).view(8, 5), 10, 16)  # ids 10 to 15, and two rows of padding
 ABSENT = Head(torch.zeros(8, 5), 16, 16)  # padding alone
@@ -121,3 +128,27 @@ def test_known_gradients_are_returned_in_proportion():
     hidden.grad = None
     WithGradients.apply(hidden, weight, torch.tensor(5.0), gradients[0], None).backward()
     assert hidden.grad.tolist() == [1, 2]
+
+
+def check_alignment(rank: int, world_size: int) -> None:
+    """The student pads a vocabulary of 7 to 8 rows, the teacher to 12: their shards differ."""
+    group = dist.group.WORLD
+    assert group is not None
+    whole = torch.arange(12.0)[:, None].expand(12, 2).contiguous()
+    student = Head(torch.zeros(2, 3), rank * 2, 7, group)
+    teacher = Head(whole[rank * 3 : rank * 3 + 3], rank * 3, 7, group)
+    aligned = align_head(teacher, like=student)
+    assert (aligned.vocab_start, aligned.num_columns) == (student.vocab_start, student.num_columns)
+    expected = whole[student.vocab_start : student.vocab_start + student.num_columns]
+    assert torch.equal(aligned.weight_VH[: aligned.num_columns], expected)
+    assert align_head(aligned, like=student) is aligned
+    case = case_of("gkd", 4, 7)
+    if rank > 0:
+        hidden = torch.zeros(4, 3)
+        batch = replace(case.batch, teacher=replace(case.batch.teacher, hidden_NH=hidden[:, :2]))
+        with pytest.raises(ValueError, match="align_head"):
+            case.objective(hidden, student, batch, teacher_head=teacher)
+
+
+def test_a_teacher_with_other_padding_is_cut_at_the_students_boundaries():
+    run_ranks(4, check_alignment)

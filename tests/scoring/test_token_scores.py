@@ -1,4 +1,4 @@
-"""Scores computed block by block, stop ids, and the overlap metrics."""
+"""Scores computed block by block, with stop ids, and the overlap metrics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from stable_opd_mcore.losses.output_head import Head, rows_per_block
-from stable_opd_mcore.losses.stop_tokens import shared_stop_ids
 from stable_opd_mcore.scoring.token_scores import overlap, score
 from tests.losses.cases import make_case, make_config
 
@@ -95,7 +94,7 @@ def test_bad_arguments_are_refused():
 
 
 def test_stop_ids_have_their_summed_probability():
-    stop_ids = shared_stop_ids((3, 1), (2, 3))
+    stop_ids = (1, 2, 3)
     weight = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     hidden = torch.ones(6, 4, dtype=torch.float64)
     targets = torch.arange(6)
@@ -105,13 +104,6 @@ def test_stop_ids_have_their_summed_probability():
     together = log_p[[1, 2, 3]].logsumexp(0).expand(3)
     torch.testing.assert_close(scores.logprob_N[[1, 2, 3]], together)
     torch.testing.assert_close(scores.logprob_N[[0, 4, 5]], log_p[[0, 4, 5]])
-
-
-def test_one_shared_stop_id_is_not_merged():
-    assert shared_stop_ids((7,), [7, 7]) == ()
-    assert shared_stop_ids((8,), (7,)) == (7, 8)
-    with pytest.raises(ValueError, match="needs stop ids of both models"):
-        shared_stop_ids((), (8,))
 
 
 def test_teacher_with_another_stop_id_has_equal_scores():

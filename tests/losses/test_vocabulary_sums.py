@@ -1,0 +1,240 @@
+"""Sums of vocabulary shards: merged by hand, and over two and four ranks in the whole loss.
+
+One launch of four ranks checks that the loss, gradients and scores are those of the whole
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stable_opd_mcore.losses.definitions import merge_ids
+from stable_opd_mcore.losses.output_head import Head
+from stable_opd_mcore.losses.torch_ops import SparseColumns, shard_sums, write_gradient_
+from stable_opd_mcore.losses.vocabulary_sums import (
+    GoldenLikelihood,
+    PairStatistics,
+    Statistics,
+    SupportDivergence,
+    add_sums,
+    dense_divergence,
+    merge_shards,
+)
+from stable_opd_mcore.scoring.token_scores import score
+from tests.losses.cases import assert_close, run_definition, run_fused
+from tests.losses.test_fused import VARIANTS, case_of
+from tests.parallel.launch import run_ranks
+
+close = torch.testing.assert_close
+
+
+def two_models(rows: int = 5, vocab: int = 9) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    z, o = 4 * torch.randn(2, rows, vocab, generator=draw, dtype=torch.float64)
+    return z, o
+
+
+def whole_head(vocab: int) -> Head:
+    return Head(torch.empty(vocab, 1), 0, vocab)
+
+
+def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return (log_p.exp() * (log_p - log_q)).sum(1)
+
+
+def statistics_of(z: Tensor, o: Tensor | None, scale: float = 1.0) -> Statistics:
+    head = whole_head(z.shape[1])
+    (found,), _ = merge_shards([shard_sums(z, o, scale)], [z[:, :0]], head)
+    return found
+
+
+@pytest.mark.parametrize("cut", [0, 1, 4, 9])
+def test_sums_over_two_sets_of_columns_add_up(cut):
+    z, o = two_models()
+    for other in (o, None):
+        halves = (
+            shard_sums(z[:, part], None if other is None else other[:, part], 0.8)
+            for part in (slice(0, cut), slice(cut, None))
+        )
+        found, expected = add_sums(*halves), shard_sums(z, other, 0.8)
+        if other is not None:  # any anchor near E_p[o] serves: compare at the same one
+            shift = expected.student_sum * (found.anchor - expected.anchor)
+            expected = expected._replace(
+                student_gap=expected.student_gap + shift, anchor=found.anchor
+            )
+        for a, b in zip(found, expected, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                close(a, b)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.6])
+def test_statistics_of_whole_rows(scale):
+    z, o = two_models()
+    log_p, log_o = ((x * scale).log_softmax(1) for x in (z, o))
+    found = statistics_of(z, o, scale)
+    assert isinstance(found, PairStatistics)
+    close(found.normaliser.log_softmax(z * scale), log_p)
+    close(found.other.log_softmax(o * scale), log_o)
+    close(found.entropy_C, -(log_p.exp() * log_p).sum(1))
+    close(found.reverse_kl_C, kl(log_p, log_o))
+    close(found.forward_kl_C, kl(log_o, log_p))
+    alone = statistics_of(z, None, scale)
+    assert not isinstance(alone, PairStatistics)
+    close(alone.entropy_C, found.entropy_C)
+
+
+@pytest.mark.parametrize("kind", ["reverse", "forward", "jsd"])
+def test_dense_divergence_and_its_gradient(kind):
+    z, o = two_models()
+    weight = torch.linspace(-1, 2, len(z)).double()
+    z.requires_grad_()
+    log_p, log_o = z.log_softmax(1), o.log_softmax(1)
+    log_m = (0.3 * log_o.exp() + 0.7 * log_p.exp()).log()
+    expected = {
+        "reverse": kl(log_p, log_o),
+        "forward": kl(log_o, log_p),
+        "jsd": 0.3 * kl(log_o, log_m) + 0.7 * kl(log_p, log_m),
+    }[kind]
+    (gradient,) = torch.autograd.grad(expected @ weight, z)
+    z = z.detach()
+    pair = statistics_of(z, o)
+    assert isinstance(pair, PairStatistics)
+    value, term = dense_divergence(kind, pair, z, o, weight, 0.3, 1.0, whole_head(9))
+    close(value, expected.detach())
+    nowhere = SparseColumns(torch.full((5, 1), -1), torch.zeros(5, 1).double())
+    write_gradient_(z, pair.normaliser, torch.zeros(5).double(), nowhere, [term], 1.0)
+    close(z, gradient)
+
+
+def test_divergence_on_a_support():
+    """p = (2/3, 1/3) and q = (1/3, 2/3) there. Constants added to the logits cancel."""
+    student, teacher = torch.tensor([[0.4, 0.2]]).log(), torch.tensor([[0.1, 0.2]]).log()
+    for shift in (0.0, 7.0):
+        found = SupportDivergence.of(torch.tensor([[5, 3]]), student + shift, teacher - shift)
+        kl = math.log(2) / 3
+        close(found.value_C, torch.tensor([kl]))
+        gap = math.log(2)
+        close(found.gradient_CK, torch.tensor([[2 / 3 * (gap - kl), 1 / 3 * (-gap - kl)]]))
+
+
+def test_golden_tokens_keep_their_likelihood_at_temperature_1():
+    """Two of five rows are golden. Their gradient is w (p - onehot)."""
+    logits, _ = two_models()
+    targets, weight = torch.arange(5), torch.tensor([0.0, 0.5, 0.0, 0.0, 2.0]).double()
+    head = whole_head(9)
+    assert GoldenLikelihood.of(logits, targets, weight * 0, head) is None
+    golden = GoldenLikelihood.of(logits, targets, weight, head)
+    assert golden is not None
+    log_p = logits.log_softmax(1)
+    found = golden.write_into(torch.full((5,), 9.0).double())
+    close(found, torch.tensor([9.0, log_p[1, 1], 9.0, 9.0, log_p[4, 4]]).double())
+    gradient = torch.ones_like(logits)
+    golden.add_gradient_(gradient, weight, head)
+    one_hot = torch.nn.functional.one_hot(targets, 9)
+    close(gradient, 1 + weight[:, None] * (log_p.exp() - one_hot))
+
+
+def shard_slice(vocab: int, padding: int, group: dist.ProcessGroup) -> slice:
+    """This rank's vocabulary entries without padding; shards of vocab + padding are equal."""
+    size = -(-(vocab + padding) // group.size())
+    start = group.rank() * size
+    return slice(min(start, vocab), min(start + size, vocab))
+
+
+def check_losses(groups: list[dist.ProcessGroup]) -> None:
+    """With V=5 and 3 padding rows the last of four shards holds only padding."""
+    for variant in VARIANTS:
+        for rows, vocab, padding in ((13, 31, 1), (7, 5, 3), (0, 31, 1)):
+            # Merged stop ids lie on three of four shards, with V=5 on two.
+            stop_ids = ((1, 9), (20, 30)) if vocab == 31 else ((1,), (2,))
+            case = case_of(
+                variant,
+                rows,
+                vocab,
+                temperature=0.7,
+                old=True,
+                dtype=torch.float32,
+                stop_ids=stop_ids,
+            )
+            expected = run_definition(case)
+            for group in groups if rows == 13 else groups[-1:]:
+                own_rows = shard_slice(vocab, padding, group)
+                found = run_fused(case, torch.float32, padding, group=group)
+                rows_of_shard = replace(expected, d_weight=expected.d_weight[own_rows])
+                assert not found.d_weight[own_rows.stop - own_rows.start :].any(), (
+                    "padding has a gradient"
+                )
+                assert_close(found, rows_of_shard, 1e-5)
+
+
+def check_far_apart(groups: list[dist.ProcessGroup]) -> None:
+    """Shards merge precisely for confident models that disagree, with the maximum on any shard.
+
+    Logits of 1800 are multiples of 1/8: their rounding would change the gradient by 1e-5.
+    """
+    for student_mass, teacher_mass in ((slice(3, 5), slice(20, 22)), (slice(28, 30), slice(9, 11))):
+        case = case_of("gkd", 9, 32, dtype=torch.float32)
+        weight, teacher = ((8 * x).round() / 8 for x in (case.weight_VH, case.teacher_weight_VH))
+        weight[student_mass] += 40
+        weight[teacher_mass] += 20  # far from the anchor of another shard
+        teacher[teacher_mass] += 300
+        ones = {
+            "hidden_NH": torch.ones(9, 8).double(),
+            "weight_VH": weight,
+            "teacher_weight_VH": teacher,
+        }
+        hidden = torch.ones(9, 6).double()
+        scores = replace(case.batch.teacher, hidden_NH=hidden)
+        batch = replace(case.batch, teacher=scores)
+        case = replace(case, teacher_hidden_NH=hidden, batch=batch, **ones)
+        expected = run_definition(case)
+        assert expected.loss.abs() > 1000
+        for group in groups:
+            found = run_fused(case, torch.float32, group=group)
+            own_rows = shard_slice(32, 0, group)
+            assert_close(found, replace(expected, d_weight=expected.d_weight[own_rows]), 1e-5)
+
+
+def check_scores(groups: list[dist.ProcessGroup]) -> None:
+    case = case_of("opd", 13, 31)
+    log_p = (case.hidden_NH @ case.weight_VH.T / 0.7).log_softmax(-1)
+    for group in groups:
+        size = 32 // group.size()
+        whole = torch.cat([case.weight_VH, torch.full((1, 8), 9.0)])
+        shard = whole[group.rank() * size : (group.rank() + 1) * size]
+        head = Head(shard, group.rank() * size, 31, group)
+        for merged_ids in ((), (1, 20, 30)):
+            found = score(
+                case.hidden_NH,
+                head,
+                case.batch.targets_N,
+                temperature=0.7,
+                top_k=20,
+                merged_ids=merged_ids,
+                block_rows=4,
+            )
+            top = merge_ids(log_p, merged_ids).topk(20, dim=1)
+            torch.testing.assert_close(found.topk_logprobs_NK, top.values)
+            assert torch.equal(found.topk_ids_NK, top.indices)
+            torch.testing.assert_close(found.entropy_N, -(log_p.exp() * log_p).sum(1))
+
+
+def check_on_rank(rank: int, world_size: int) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    all_ranks = dist.group.WORLD
+    assert all_ranks is not None
+    groups = [pairs[rank // 2], all_ranks]
+    check_losses(groups)
+    check_far_apart(groups)
+    check_scores(groups)
+
+
+def test_results_do_not_depend_on_the_number_of_shards():
+    run_ranks(4, check_on_rank)
