@@ -119,9 +119,10 @@ def refuse_non_finite(chunks: Sequence[Module], origin: str) -> None:
     Raises:
         UserError: a weight of some rank is NaN or infinite; `origin` begins the message.
     """
-    entries = (entry for _, weight, entry in _parameters(chunks) if not is_finite(weight.detach()))
-    found = next(entries, None)
-    bad = None if found is None else ", ".join(found.hf_names)
+    parameters = [(weight.detach(), entry) for _, weight, entry in _parameters(chunks)]
+    bounds = torch.stack([_bounds(weight) for weight, _ in parameters])  # read from the GPU once
+    finite = bounds.isfinite().all(dim=1).tolist()
+    bad = None if all(finite) else ", ".join(parameters[finite.index(False)][1].hf_names)
     for name in gather_objects(bad):
         if name is not None:
             raise UserError(f"{origin}: tensor {name} holds NaN or infinity")
@@ -129,7 +130,12 @@ def refuse_non_finite(chunks: Sequence[Module], origin: str) -> None:
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether no value is NaN or infinite, in one pass without a copy."""
-    return all(bound.isfinite() for bound in tensor.aminmax()) if tensor.numel() else True
+    return bool(_bounds(tensor).isfinite().all())
+
+
+def _bounds(tensor: Tensor) -> Tensor:
+    """fp32 [2]: the least and the largest value, NaN if one is; 0 of an empty tensor."""
+    return torch.stack(tensor.aminmax()).float() if tensor.numel() else tensor.new_zeros(2).float()
 
 
 def architecture_of(chunks: Sequence[Module]) -> Architecture:
