@@ -1,4 +1,4 @@
-"""Who sits where: every world of the shipped scripts, refusals with numbers, shares of the prompts."""
+"""Every world of the shipped scripts, refusals with numbers, shares of the prompts."""
 
 from __future__ import annotations
 

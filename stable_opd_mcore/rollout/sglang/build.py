@@ -1,8 +1,8 @@
 """Builds the engine and its servers from a config; also the options of `stable-opd serve`.
 
-The run's topology (planning/topology.py) says which servers there are and whose prompts they answer;
-each rank's leader starts its own. The first publish sends the weights, so a server starts from the
-student's config.json alone. Not here: anything after the start.
+The run's topology (planning/topology.py) says which servers there are and whose prompts they
+answer; each rank's leader starts its own. The first publish sends the weights, so a server starts
+from the student's config.json alone. Not here: anything after the start.
 """
 
 from __future__ import annotations
