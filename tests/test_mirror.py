@@ -21,16 +21,10 @@ NO_TEST = {
     "train/state": "a record",
 }
 TESTED_BY = {
-    "config/models": "config/test_load.py",
-    "config/rollouts": "config/test_sglang.py",
-    "config/schema": "config/test_load.py",
-    "config/training": "config/test_load.py",
     "evaluation/grading_worker": "evaluation/test_grading.py",
     "evaluation/table": "train/test_evaluation.py",
     "models/hidden_states": "models/test_attention.py",
     "models/manifest": "train/test_checkpoint.py",
-    "monitoring/figures": "monitoring/test_report.py",
-    "monitoring/tables": "monitoring/test_report.py",
     "parallel/cuda_facade": "parallel/test_megatron_cpu.py",
     "parallel/save_helper": "train/test_signals.py",
     "rollout/engine": "rollout/test_embedded.py",

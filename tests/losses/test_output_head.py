@@ -94,6 +94,18 @@ def test_rows_of_a_block(monkeypatch, wanted, vocab, rows):
     assert rows_per_block(wanted, Head(torch.zeros(1, 1), 0, vocab)) == rows
 
 
+def test_a_block_has_as_many_times_the_rows_as_the_head_has_shards():
+    """So the logits of one rank take the same memory in every layout."""
+
+    class FourShards:
+        def size(self):
+            return 4
+
+    for vocab in (64, 4096, 152064):
+        whole, shard = (Head(torch.empty(0, 1), 0, vocab, group) for group in (None, FourShards()))
+        assert rows_per_block(1024, shard) == 4 * rows_per_block(1024, whole)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_products_are_added_in_the_sums_dtype(monkeypatch, dtype):
     monkeypatch.setattr(output_head, "PRODUCT_COLUMNS", 3)

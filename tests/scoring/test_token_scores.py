@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stable_opd_mcore.losses.output_head import Head, rows_per_block
+from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.scoring.token_scores import overlap, score
 from tests.losses.cases import make_case, make_config
 
@@ -59,29 +59,6 @@ def test_score_of_zero_rows():
     )
     assert found.logprob_N.shape == (0,)
     assert found.topk_ids_NK.shape == (0, 2)
-
-
-def test_rows_per_block_for_each_vocabulary_size():
-    def rows(wanted, vocab):
-        return rows_per_block(wanted, Head(torch.empty(0, 1), 0, vocab))
-
-    assert rows(1024, 4096) == 1024
-    assert rows(1024, 64) == 2**22 // 64  # a small vocabulary: long blocks need little memory
-    assert rows(1024, 32768) == 512  # a large one on a CPU: 64 MiB of logits are enough
-    assert rows(1024, 152064) == 128
-    assert rows(32, 152064) == 32
-
-
-def test_a_block_has_as_many_times_the_rows_as_the_head_has_shards():
-    """So the logits of one rank take the same memory in every layout."""
-
-    class FourShards:
-        def size(self):
-            return 4
-
-    for vocab in (64, 4096, 152064):
-        whole, shard = (Head(torch.empty(0, 1), 0, vocab, group) for group in (None, FourShards()))
-        assert rows_per_block(1024, shard) == 4 * rows_per_block(1024, whole)
 
 
 def test_bad_arguments_are_refused():

@@ -1,0 +1,22 @@
+"""The smallest settings of a run, with sections replaced. Not here: tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stable_opd_mcore.config.load import parse_config
+from stable_opd_mcore.config.schema import Config
+
+
+def run_with(**sections: Any) -> Config:
+    """A run of a random student on the arithmetic task, with these sections."""
+    return parse_config(
+        {
+            "run": {"name": "r"},
+            "student": {"architecture": {}},
+            "tokenizer": {"path": "synthetic"},
+            "data": {"train": {"path": "synthetic:arithmetic"}},
+        }
+        | sections,
+        origin="here",
+    )

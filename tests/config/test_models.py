@@ -1,0 +1,42 @@
+"""Models: one source of weights each, and teachers in the trainer or on servers."""
+
+import pytest
+
+from stable_opd_mcore.errors import ConfigError
+from tests.config.cases import run_with
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"student": {"path": "a", "architecture": {}}}, "give either path or architecture"),
+        ({"teacher": {"path": "a", "architecture": {}}}, "give either path or architecture"),
+        ({"teacher": {"engine": "sglang"}}, "teacher.urls or teacher.routes go together"),
+        ({"teacher": {"urls": ["http://a"]}}, "teacher.urls or teacher.routes go together"),
+        ({"teacher": {"routes": {"math": ["http://a"]}}}, "teacher.urls or teacher.routes go tog"),
+        (
+            {
+                "teacher": {
+                    "engine": "sglang",
+                    "urls": ["http://a"],
+                    "routes": {"math": ["http://b"]},
+                }
+            },
+            "give either teacher.urls",
+        ),
+        ({"teacher": {"self_test_tolerance": 0}}, "teacher.self_test_tolerance: Input should be"),
+    ],
+)
+def test_models_with_two_sources_or_none_are_refused(sections, message):
+    with pytest.raises(ConfigError, match=message):
+        run_with(**sections)
+
+
+@pytest.mark.parametrize(
+    "servers", [{"urls": ["http://a", "http://b"]}, {"routes": {"math": ["http://a"]}}]
+)
+def test_a_served_teacher_has_replicas_or_routes(servers):
+    teacher = run_with(teacher={"engine": "sglang"} | servers).teacher
+    assert teacher is not None
+    assert teacher.urls == tuple(servers.get("urls", ()))
+    assert teacher.routes == {key: tuple(x) for key, x in servers.get("routes", {}).items()}

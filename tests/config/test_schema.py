@@ -1,0 +1,55 @@
+"""The whole of a run: its directory, and sections that do not go together."""
+
+from pathlib import Path
+
+import pytest
+
+from stable_opd_mcore.errors import ConfigError
+from tests.config.cases import run_with
+
+SERVED = {"engine": "sglang", "urls": ["http://a"]}
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"student": {}}, r"student needs path \(a Hugging Face directory\) or architecture"),
+        ({"tokenizer": {}}, "tokenizer.path is needed when the student has no path"),
+        (
+            {"teacher": SERVED, "sampling": {"temperature": 0.7}},
+            "temperature=0.7 .* scores prompts at temperature 1 alone.*set sampling.temperature=1",
+        ),
+        (
+            {"teacher": SERVED, "parallel": {"context": 2}},
+            "parallel.context=2 .* set parallel.context=1 or teacher.engine=megatron",
+        ),
+        (
+            {
+                "mixture": {"lambda": 0.1},
+                "data": {"train": {"path": "d.jsonl", "columns": {"solution": None}}},
+            },
+            "needs golden solutions: set data.train.columns.solution",
+        ),
+        ({"objective": {"jsd_beta": 1}}, "objective.jsd_beta: Input should be less than 1"),
+        ({"objective": {"discount": 1.1}}, "objective.discount: Input should be less than or eq"),
+    ],
+)
+def test_sections_that_do_not_go_together_are_refused(sections, message):
+    with pytest.raises(ConfigError, match=message):
+        run_with(**sections)
+
+
+def test_what_a_conflict_needs_alone_is_accepted():
+    assert run_with(teacher=SERVED).sampling.temperature == 1
+    assert run_with(sampling={"temperature": 0.7}, parallel={"context": 2}).teacher is None
+    assert run_with(student={"path": "somewhere"}, tokenizer={}).tokenizer.path is None
+
+
+@pytest.mark.parametrize("name", ["../up", "", ".hidden", "a/b", "a b", "-x"])
+def test_a_name_that_is_no_directory_of_its_own_is_refused(name):
+    with pytest.raises(ConfigError, match=r"run\.name: String should match pattern"):
+        run_with(run={"name": name})
+
+
+def test_a_run_writes_into_the_directory_of_its_name():
+    assert run_with(run={"name": "7b_v1.2", "directory": "/data"}).run.path == Path("/data/7b_v1.2")
