@@ -88,12 +88,16 @@ class Process:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._process.poll() is None:
+        if self.running:
             self._process.terminate()
         try:
             self._process.wait(60)
         finally:
             self._process.kill()
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
 
     @property
     def text(self) -> str:
@@ -108,7 +112,7 @@ class Process:
 
         def alive_and_true() -> Any:
             value = condition()
-            assert value or self._process.poll() is None, f"{what}: it ended\n{self.text[-3000:]}"
+            assert value or self.running, f"{what}: it ended\n{self.text[-3000:]}"
             return value
 
         return wait_until(alive_and_true, what)
