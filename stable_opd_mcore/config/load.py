@@ -32,11 +32,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         if "=" not in item:
             raise ConfigError(f"override {item!r}: expected key=value, e.g. train.steps=10")
     try:
-        tree = OmegaConf.merge(read_mapping(path), OmegaConf.from_dotlist(list(overrides)))
+        tree = OmegaConf.merge(read_mapping(path), _parse_overrides(overrides, path))
         values = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: not readable as YAML settings: {error}") from error
     return parse_config(values, origin=str(path))
+
+
+def _parse_overrides(overrides: Sequence[str], path: Path) -> DictConfig:
+    try:
+        return OmegaConf.from_dotlist(list(overrides))
+    except (YAMLError, RecursionError) as error:
+        raise ConfigError(f"{path}: an override is not readable as YAML: {error}") from error
 
 
 def read_mapping(path: Path) -> DictConfig:
@@ -55,7 +62,7 @@ def read_mapping(path: Path) -> DictConfig:
         if error.errno is None:  # OmegaConf: YAML, but neither a mapping nor a list
             raise ConfigError(f"{path}: no settings; configs/ holds examples") from error
         raise ConfigError(f"{path}: {error.strerror}; give a readable YAML file") from error
-    except (YAMLError, OmegaConfBaseException) as error:
+    except (YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise ConfigError(f"{path}: not readable as YAML settings: {error}") from error
     if not isinstance(tree, DictConfig):
         raise ConfigError(

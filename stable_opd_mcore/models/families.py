@@ -87,7 +87,7 @@ def read_architecture(source: str | Path | Mapping[str, Any]) -> Architecture:
     """
     origin, fields = _fields(source)
     model_type = fields.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UserError(
             f"{origin}: model_type {model_type!r} is not supported; "
             f"known: {', '.join(sorted(FAMILIES))}"

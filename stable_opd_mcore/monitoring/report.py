@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,18 +97,23 @@ def write_report(
 
 def _named(runs: Sequence[str | Path | ReportRun]) -> list[ReportRun]:
     """Directories as runs with their names as labels (parent/name for repeated names)."""
-    paths = [Path(run).resolve() for run in runs if not isinstance(run, ReportRun)]
+    paths = [_resolved(run) for run in runs if not isinstance(run, ReportRun)]
     names = [path.name for path in paths]
     named = []
     for run in runs:
         if not isinstance(run, ReportRun):
-            path = Path(run).resolve()
+            path = _resolved(run)
             repeated = names.count(path.name) > 1
             label = f"{path.parent.name}/{path.name}" if repeated else path.name
             run = ReportRun(Path(run), label)
         label, section = tables.printable(run.label), tables.printable(run.section)
         named.append(ReportRun(Path(run.directory), label, section))
     return named
+
+
+def _resolved(run: str | Path) -> Path:
+    """As `Path.resolve`, which raises RuntimeError for a loop of links; reading names the loop."""
+    return Path(os.path.realpath(run))
 
 
 def _section(

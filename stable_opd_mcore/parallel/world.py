@@ -129,6 +129,7 @@ def start_world(parallel: ParallelConfig, seed: int) -> World:
 
     Raises:
         UserError: tensor x pipeline x context does not divide the number of ranks.
+        UserError: a launcher's environment variable is missing or no number.
         RuntimeError: a world of another layout is started; call stop_world() first.
     """
     device = _join()
@@ -246,11 +247,14 @@ def _join() -> torch.device:
     if not dist.is_initialized():
         backend = "nccl" if on_gpu else "gloo"
         if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
-            master = os.environ.get(
-                "MASTER_ADDR", "localhost"
-            )  # torch refuses missing variables by name
-            os.environ.update(gloo_settings(master))
-            store, rank, world_size = next(rendezvous("env://", timeout=_START_TIMEOUT))
+            os.environ.update(gloo_settings(os.environ.get("MASTER_ADDR", "localhost")))
+            try:
+                store, rank, world_size = next(rendezvous("env://", timeout=_START_TIMEOUT))
+            except ValueError as error:  # a variable is missing, or no number
+                raise UserError(
+                    f"RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT of the launcher: {error}; "
+                    "start with torchrun or srun, or unset them for one process"
+                ) from error
             store.set_timeout(_TIMEOUT)  # groups exchange addresses at their first collective
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT

@@ -18,6 +18,8 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.records import Prompt, Rollout
 
+MIN_TEMPERATURE = 1e-3  # logits of a thousand over it are a million, exact to 1/16 in fp32
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -34,6 +36,11 @@ class Sampling:
         if self.temperature < 0:
             raise UserError(
                 f"temperature {self.temperature} is negative; 0 is greedy, 1 the model itself"
+            )
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise UserError(
+                f"temperature {self.temperature} is too small to divide logits by: at least "
+                f"{MIN_TEMPERATURE}, or 0 for greedy decoding"
             )
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p {self.top_p} is outside (0, 1]; 1 keeps the whole distribution")

@@ -40,6 +40,8 @@ def test_overrides_replace_values_and_have_their_types():
         ("kl.beta=.nan", "kl.beta: Input should be a finite number"),
         ("student.path=somewhere", "give either path or architecture, not both"),
         ("train.steps", "expected key=value"),
+        ("run.name=\x07", "an override is not readable as YAML"),
+        ("run.name=" + "[" * 10_000, "an override is not readable as YAML"),
     ],
 )
 def test_errors_name_the_key_the_file_and_the_remedy(override, message):
@@ -55,6 +57,7 @@ def test_errors_name_the_key_the_file_and_the_remedy(override, message):
     [
         (None, "no such config file"),
         (b"run: {name: [", "not readable as YAML"),
+        (b"a: " + b"[" * 10_000, "not readable as YAML"),
         (b"- run\n- student\n", "a list at the top"),
         (b"\x7fELF\x02\xd0\xff", "not a text file"),
         (b"\0\0", "not readable as YAML"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -32,8 +33,14 @@ ONE = Normaliser(torch.zeros(2), torch.zeros(2))  # of logits that are log-proba
 def test_one_shared_stop_id_is_not_merged():
     assert shared_stop_ids((7,), [7, 7]) == ()
     assert shared_stop_ids((8,), (7,)) == (7, 8)
-    with pytest.raises(ValueError, match="needs stop ids of both models"):
-        shared_stop_ids((), (8,))
+    expected = (
+        "a stop class needs stop ids of both models; student has [], teacher has [3, 4]: set "
+        "student.stop_token_ids and teacher.stop_token_ids, or objective.stop_class=false"
+    )
+    with pytest.raises(UserError, match=f"^{re.escape(expected)}$"):
+        shared_stop_ids((), (4, 3))
+    with pytest.raises(UserError, match=r"student has \[3\], teacher has \[\]"):
+        shared_stop_ids((3,), ())
 
 
 def test_stop_targets_have_the_probability_of_all_stop_ids():
@@ -143,3 +150,38 @@ def test_merged_stop_ids_are_not_rounded_to_bf16():
             getattr(found, name), getattr(expected, name), rtol=1e-6, atol=1e-6
         )
     assert_close(found, expected, 5e-3)
+
+
+MERGING = [
+    {"objective__name": "gkd"},
+    {"objective__name": "gkd", "objective__divergence": "jsd"},
+    {"objective__name": "lsm", "objective__top_k": 4},
+    {"objective__name": "student_topk", "objective__top_k": 4},
+    {"objective__advantage__control_variate": True},
+]
+
+
+@pytest.mark.parametrize("changes", MERGING)
+@pytest.mark.parametrize("stop_ids", [((0,), (30,)), ((29, 30), (0, 1))])
+def test_stop_ids_at_the_first_and_the_last_column(changes, stop_ids):
+    case = make_case(make_config(**changes, kl__beta=0.2), stop_ids=stop_ids)
+    assert_close(run_fused(case, padding=3), run_definition(case), 1e-10)
+
+
+@pytest.mark.parametrize("changes", MERGING)
+@pytest.mark.parametrize("temperature", [1.0, 2.0, 0.5])
+def test_the_reported_entropy_is_that_of_tokens(changes, temperature):
+    case = make_case(make_config(**changes, sampling__temperature=temperature))
+    hidden = case.hidden_NH.clone().requires_grad_()
+    heads = [
+        Head(weight, 0, 31)
+        for weight in (case.weight_VH, case.teacher_weight_VH, case.reference_weight_VH)
+    ]
+    found = case.objective(
+        hidden, heads[0], case.batch, teacher_head=heads[1], reference_head=heads[2]
+    )
+    log_p = (case.hidden_NH @ case.weight_VH.T / temperature).log_softmax(-1)
+    torch.testing.assert_close(found.entropy_N, -(log_p.exp() * log_p).sum(1))
+    tokens = log_p.gather(1, case.batch.targets_N[:, None])[:, 0]
+    rollouts = case.batch.sft_weight_N == 0
+    torch.testing.assert_close(found.token_logprob_N[rollouts], tokens[rollouts])

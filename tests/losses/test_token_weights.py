@@ -119,3 +119,10 @@ def test_gkd_adds_the_golden_solutions_with_weight_lambda():
         weights = objective.token_weights(batch)
         assert [w.sft for w in weights] == [(0.0,) * 2, pytest.approx((0.05,) * 2)] * 2
         assert sum(sum(w.pg) for w in weights) == pytest.approx(1)
+
+
+def test_a_group_of_one_rollout_has_no_advantage():
+    config = make_config(objective__name="grpo")
+    alone = [sample("a", 2, reward=1.0), sample("a", 1, source="golden", reward=1.0)]
+    weights = build_objective(config, (1,), (1,)).token_weights(alone)
+    assert [w.advantage for w in weights] == [(0.0, 0.0), (0.0,)]

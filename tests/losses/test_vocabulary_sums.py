@@ -28,7 +28,7 @@ from stable_opd_mcore.losses.vocabulary_sums import (
 )
 from stable_opd_mcore.scoring.token_scores import score
 from tests.losses.cases import assert_close, run_definition, run_fused
-from tests.losses.test_fused import VARIANTS, case_of
+from tests.losses.test_fused import VARIANTS, case_of, select
 from tests.parallel.launch import run_ranks
 
 close = torch.testing.assert_close
@@ -226,6 +226,20 @@ def check_scores(groups: list[dist.ProcessGroup]) -> None:
             torch.testing.assert_close(found.entropy_N, -(log_p.exp() * log_p).sum(1))
 
 
+def check_returns(groups: list[dist.ProcessGroup]) -> None:
+    """The rows of a micro-batch on several context ranks, of which each has another number."""
+    case = case_of("opd_discounted", 13, 31)
+    head = Head(case.weight_VH, 0, 31)
+    whole = case.objective(case.hidden_NH, head, case.batch)
+    for group in groups:
+        bounds = [13 * k * k // group.size() ** 2 for k in range(group.size() + 1)]
+        rows = torch.arange(bounds[group.rank()], bounds[group.rank() + 1])
+        found = case.objective(
+            case.hidden_NH[rows], head, select(case.batch, rows), context_group=group
+        )
+        torch.testing.assert_close(found.advantage_N, whole.advantage_N[rows])
+
+
 def check_on_rank(rank: int, world_size: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     all_ranks = dist.group.WORLD
@@ -234,6 +248,7 @@ def check_on_rank(rank: int, world_size: int) -> None:
     check_losses(groups)
     check_far_apart(groups)
     check_scores(groups)
+    check_returns(groups)
 
 
 def test_results_do_not_depend_on_the_number_of_shards():

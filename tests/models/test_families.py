@@ -20,6 +20,7 @@ from tests.models import tiny
             {"model_type": "gpt2"},
             f"model_type 'gpt2' is not supported; known: {', '.join(sorted(FAMILIES))}",
         ),
+        ({"model_type": ["qwen3"]}, r"model_type \['qwen3'\] is not supported"),
         ({"hidden_size": None}, "key hidden_size is missing"),
         ({"vocab_size": "many"}, "vocab_size='many' should be a positive whole number"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type 'yarn'"),

@@ -122,6 +122,9 @@ def test_broken_runs_are_named_and_nothing_is_written(tmp_path):
     missing = r"nothing/metrics\.jsonl: no such file"
     with pytest.raises(ValueError, match=missing):
         write_report([run, tmp_path / "nothing"], tmp_path / "r.html")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(ValueError, match="loop"):
+        write_report([tmp_path / "loop"], tmp_path / "r.html")
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "loss/total": NaNN}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 5: not JSON"):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from stable_opd_mcore.config.schema import FaultConfig, ParallelConfig
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.world import _local_gpu, start_world, stop_world
 
@@ -72,6 +73,25 @@ def test_rank_uses_the_gpu_of_its_local_rank(
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     assert _local_gpu() == gpu
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR expected, but not set"),
+        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "'x'; start with torchrun"),
+    ],
+)
+def test_wrong_variables_of_a_launcher_are_refused(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=message):
+        start_world(ParallelConfig(), seed=0)
+    assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"tensor": 2, "pipeline": 2}, {"context": 2}])

@@ -6,11 +6,13 @@ import pytest
 
 from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.records import Prompt
 from stable_opd_mcore.rollout.build import build_engine, training_sampling
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
+from stable_opd_mcore.rollout.engine import Sampling
 
 
 def config(**rollout):
@@ -48,3 +50,10 @@ def test_a_replay_needs_stored_rollouts(tmp_path, world):
     settings = config(engine="replay", replay_from=str(tmp_path))
     with pytest.raises(ValueError, match="no stored rollouts"):
         build_engine(settings, world, [], Tokenizer.load("synthetic"))
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 5e-4])
+def test_temperatures_that_logits_cannot_be_divided_by_are_refused(temperature):
+    with pytest.raises(UserError, match=r"too small to divide logits by: at least 0.001, or 0 for"):
+        Sampling(temperature=temperature)
+    assert Sampling(temperature=0).temperature == 0
