@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from stable_opd_mcore.losses.coefficients import return_to_go
+from stable_opd_mcore.losses.token_weights import return_to_go
 
 LENGTHS = (8, 16, 32, 64, 128, 256)
 PROMPTS = 8

@@ -15,6 +15,7 @@ Log-probabilities and entropies are in nats, over the common vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "abort"]
 SampleSource = Literal["rollout", "golden"]
-_Rows = TypeVar("_Rows", "MicroBatch", "Scores")
+_Rows = TypeVar("_Rows", bound=Any)  # a dataclass
 AnswerFormat = Literal["boxed", "bracket"]  # graded by math-verify; exactly "[answer]" at the end
 
 
@@ -151,12 +152,15 @@ class LossOutput:
     teacher_entropy_N: Tensor  # [N] nats, 0 where the loss does not compute the teacher's logits
 
 
-def select_rows(record: _Rows, rows: slice) -> _Rows:
-    """Some of the N response tokens: cuts every field named ..._N, ..._NK or ..._NH."""
-    chosen: dict[str, Any] = {}
+def split_rows(record: _Rows, count: int) -> list[_Rows]:
+    """The record in blocks of `count` rows, the last one shorter: cuts every field named ..._N or
+    ..._N followed by another letter. Views; one operation per field for all blocks.
+    """
+    parts: dict[str, Sequence[Any]] = {}
     for name, value in vars(record).items():
         if isinstance(value, Scores):
-            chosen[name] = select_rows(value, rows)
-        elif value is not None and name.rpartition("_")[2] in ("N", "NK", "NH"):
-            chosen[name] = value[rows]
-    return replace(record, **chosen)
+            parts[name] = split_rows(value, count)
+        elif value is not None and name.rpartition("_")[2][:1] == "N":
+            parts[name] = value.split(count)
+    blocks = zip(*parts.values(), strict=True)
+    return [replace(record, **dict(zip(parts, block, strict=True))) for block in blocks]

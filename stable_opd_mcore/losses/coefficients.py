@@ -1,32 +1,32 @@
 """Per-token coefficients of the loss: advantages, the clipped surrogate, the sampled KL, and how
-each enters the gradient (docs/method.md §1-3).
+each enters the gradient (docs/method.md §1-3); and from the sums of rows to their components.
 
 Every function works on vectors over rows; none sees logits. Advantages are constants of the loss:
-all inputs are detached. Not here: advantages from rewards, which need the global batch
+all inputs are detached. Not here: returns and advantages from rewards, which need the other tokens
 (token_weights.py), and divergences over the vocabulary (vocabulary_sums.py).
 
 N rows of a micro-batch, C rows of a block.
 """
 
-# torch types `tolist`, `unique` and `all_gather` only in part; the results in use are cast.
-# pyright: reportUnknownMemberType=false
-
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, cast
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from stable_opd_mcore.config.schema import AdvantageConfig
-from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.losses.output_head import Head, require_same_columns
-from stable_opd_mcore.losses.stop_tokens import TargetLogprobs
-from stable_opd_mcore.losses.torch_ops import DenseTerm
+from stable_opd_mcore.losses.stop_tokens import (
+    MergedStops,
+    TargetColumns,
+    TargetLogprobs,
+    support_divergence,
+)
+from stable_opd_mcore.losses.vocabulary_sums import PairStatistics, Statistics, SupportDivergence
 from stable_opd_mcore.records import LossOutput, MicroBatch, Scores
 
 NO_OPTIONS = AdvantageConfig.model_validate({})
@@ -110,44 +110,12 @@ def needed_heads(
     return heads
 
 
-def require_finite_scores(batch: MicroBatch, rows: LossOutput) -> None:
-    """Refuse scores that are not finite, before any gradient reaches a model.
-
-    A weight of zero does not help against them: 0 * NaN is NaN in the head's gradient. One
-    reduction per tensor, and one copy to the host.
-
-    Raises:
-        UserError: naming the score and the first of its rows.
-    """
-    teacher = batch.teacher or NO_SCORES
-    scores = {
-        "the teacher's log-probabilities": rows.teacher_logprob_N,
-        "the teacher's top-k log-probabilities": teacher.topk_logprobs_NK,
-        "the teacher's entropies": rows.teacher_entropy_N,
-        "the reference's log-probabilities": rows.reference_logprob_N,
-        "the old log-probabilities": batch.old_logprob_N,
-        "the old log-probabilities of tokens": batch.old_token_logprob_N,
-        "the given advantages": batch.given_advantage_N,
-    }
-    finite = {name: torch.isfinite(x) for name, x in scores.items() if x is not None}
-    all_finite = cast("list[bool]", torch.stack([x.all() for x in finite.values()]).tolist())
-    for (name, x), fine in zip(finite.items(), all_finite, strict=True):
-        if not fine:
-            first = int((~x.reshape(len(x), -1)).any(1).nonzero()[0])
-            raise UserError(
-                f"{name}: {int((~x).sum())} of {x.numel()} values are not finite, the first in "
-                f"scored row {first}: no weight was moved. Check that model's checkpoint, its "
-                "precision and its server"
-            )
-
-
 @dataclass(frozen=True)
 class Component:
     """One component of a block's loss, [C] each."""
 
     value_C: Tensor  # weighted
     logprob_gradient_C: Tensor  # d value / d log pi of the target (policy: or its stop class)
-    dense: DenseTerm | None = None  # the full-vocabulary part of the gradient
     kl_C: Tensor | None = None  # the divergence, unweighted
     advantage_C: Tensor | None = None
     clipped_C: Tensor | None = None
@@ -282,54 +250,140 @@ def clipped_surrogate(
     return loss_C, derivative_C, clipped_C
 
 
-def return_to_go(
-    values_N: Tensor,
-    sample_index_N: Tensor,
-    token_index_N: Tensor,
-    discount: float,
-    context_group: dist.ProcessGroup | None = None,
-) -> Tensor:
-    """Sum over t' >= t of discount^(t'-t) values_t' within each sample (docs/method.md §3).
+@dataclass(frozen=True)
+class RowSums:
+    """What the passes over the logits give per row, joined over the vocabulary shards."""
 
-    Tokens may come in any order; a sample's tokens must all be in this micro-batch, on this rank or
-    on the others of `context_group`. Each round doubles the number of tokens summed, so there are
-    log2(longest response) rounds. Discount 0 returns the values.
-    """
-    if discount == 0:
-        return values_N
-    if context_group is not None:
-        rows = (values_N, sample_index_N, token_index_N)
-        whole, mine = _gather_rows(
-            torch.stack([row.double() for row in rows], dim=1), context_group
+    compared: Mapping[str, Statistics]  # the student with each other model, or "" alone
+    teacher: Statistics | None  # alone, over tokens, not merged
+    at: Mapping[str, Tensor]  # divided logits of each model at looked-up columns, [C, J or K]
+    support_ids_CK: Tensor | None
+    merged: MergedStops | None  # the stop ids, where they are one outcome in the logits
+    divergence_C2: Tensor | None  # of a second pass
+    golden_logprob_G: Tensor | None  # of golden rows, where the temperature is not 1
+
+
+@dataclass(frozen=True)
+class RowLosses:
+    """The components of the loss of some rows, from their sums; computed where they are read."""
+
+    terms: Terms
+    batch: MicroBatch
+    columns: TargetColumns
+    sums: RowSums
+
+    @property
+    def student(self) -> Statistics:
+        return next(iter(self.sums.compared.values()))
+
+    def pair(self, other: str) -> PairStatistics | None:
+        """The student, compared with another model over the full vocabulary."""
+        return cast("PairStatistics | None", self.sums.compared.get(other))
+
+    @cached_property
+    def target(self) -> TargetLogprobs:
+        return self.columns.logprobs(self.sums.at["student"], self.student.normaliser)
+
+    @cached_property
+    def reference_logprob_C(self) -> Tensor | None:
+        """Of the target token: given, or from the logits."""
+        pair = self.pair("reference")
+        if pair is None:
+            return (self.batch.reference or NO_SCORES).logprob_N
+        return pair.other.log_softmax(self.sums.at["reference"][:, :1])[:, 0]
+
+    @cached_property
+    def teacher_logprob_C(self) -> Tensor | None:
+        """Of the target or its stop class: given, or from the logits."""
+        if self.sums.teacher is None:
+            return (self.batch.teacher or NO_SCORES).logprob_N
+        return self.columns.logprobs(
+            self.sums.at["teacher"], self.sums.teacher.normaliser
+        ).logprob_C
+
+    @cached_property
+    def support(self) -> SupportDivergence | None:
+        given = (self.batch.teacher or NO_SCORES).topk_logprobs_NK
+        sums, scale = self.sums, 1.0 / self.terms.temperature
+        return support_divergence(sums.support_ids_CK, sums.at, sums.merged, given, scale)
+
+    def advantage(self) -> Tensor:
+        """A of every token by itself, under pi_old, or under the present policy without one."""
+        behaviour_C = old_logprob(self.batch, self.target)
+        if behaviour_C is None:
+            behaviour_C = self.target.logprob_C
+        return token_advantage(self.terms, self.batch, behaviour_C, self.teacher_logprob_C)
+
+    @cached_property
+    def policy(self) -> Component | None:
+        """The policy term; None where the loss has none."""
+        terms, batch, pair = self.terms, self.batch, self.pair("teacher")
+        if terms.advantage is not None:
+            advantage_C = batch.given_advantage_N if terms.discount > 0 else self.advantage()
+            assert advantage_C is not None
+            if terms.settings.control_variate:
+                assert pair is not None
+                # After the return-to-go, for it belongs to this prefix alone.
+                advantage_C = advantage_C + pair.reverse_kl_C
+            return surrogate(batch, self.target, advantage_C, terms.clip)
+        if terms.divergence is None:
+            return None
+        if self.support is not None:
+            value_C = self.support.value_C
+        else:
+            assert pair is not None
+            value_C = pair.divergence(terms.divergence, self.sums.divergence_C2, terms.jsd_beta)
+        return Component(weighted(batch.pg_weight_N, value_C), torch.zeros_like(value_C))
+
+    @cached_property
+    def kl(self) -> Component | None:
+        """The KL to the reference; None without one."""
+        if self.terms.reference == "none":
+            return None
+        pair, weight_C = self.pair("reference"), self.batch.kl_weight_N
+        if pair is not None:
+            kl_C = pair.reverse_kl_C
+            return Component(weighted(weight_C, kl_C), torch.zeros_like(kl_C), kl_C=kl_C)
+        assert self.reference_logprob_C is not None
+        token_logprob_C = self.target.token_logprob_C
+        return sampled_kl(
+            self.terms.reference, self.batch, token_logprob_C, self.reference_logprob_C
         )
-        values, sample_index, token_index = whole.unbind(dim=1)
-        sums = return_to_go(
-            values.to(values_N.dtype), sample_index.long(), token_index.long(), discount
+
+    def results(self, golden_rows: Tensor | None) -> LossOutput:
+        """Results per row, not summed. golden_rows: where golden_logprob_G belongs."""
+        policy, kl, target, batch = self.policy, self.kl, self.target, self.batch
+        zero_C, sums = torch.zeros_like(target.logprob_C), self.sums
+
+        def given(value_C: Tensor | None) -> Tensor:
+            return zero_C if value_C is None else value_C
+
+        token_logprob_C = target.token_logprob_C
+        if golden_rows is not None and sums.golden_logprob_G is not None:
+            token_logprob_C = token_logprob_C.index_copy(0, golden_rows, sums.golden_logprob_G)
+        sft_C = weighted(batch.sft_weight_N, -token_logprob_C)
+        entropy_C = self.student.entropy_C
+        if sums.merged is not None:
+            entropy_C = sums.merged.token_entropy(self.student, self.terms.temperature)
+        kl_teacher_C, pair = None, self.pair("teacher")
+        if pair is not None:
+            kl_teacher_C = pair.reverse_kl_C
+        elif self.teacher_logprob_C is not None:
+            kl_teacher_C = target.logprob_C - self.teacher_logprob_C
+        pg_C, kl_C = given(policy and policy.value_C), given(kl and kl.value_C)
+        return LossOutput(
+            loss=pg_C + kl_C + sft_C,
+            pg=pg_C,
+            kl=kl_C,
+            sft=sft_C,
+            student_logprob_N=target.logprob_C,
+            token_logprob_N=token_logprob_C,
+            entropy_N=entropy_C,
+            advantage_N=given(policy and policy.advantage_C),
+            ratio_clipped_N=given(policy and policy.clipped_C).bool(),
+            kl_reference_N=given(kl and kl.kl_C),
+            kl_teacher_N=given(kl_teacher_C),
+            reference_logprob_N=given(self.reference_logprob_C),
+            teacher_logprob_N=given(self.teacher_logprob_C),
+            teacher_entropy_N=given(sums.teacher and sums.teacher.entropy_C),
         )
-        return sums[mine]
-    if values_N.numel() == 0:
-        return values_N
-    samples, sample_N = cast("tuple[Tensor, Tensor]", sample_index_N.unique(return_inverse=True))
-    length = int(token_index_N.max()) + 1
-    sums_SL = values_N.new_zeros(len(samples), length)
-    sums_SL[sample_N, token_index_N] = values_N
-    reach = 1
-    while reach < length:
-        shifted_SL = torch.zeros_like(sums_SL)
-        shifted_SL[:, :-reach] = sums_SL[:, reach:]
-        sums_SL = sums_SL + discount**reach * shifted_SL
-        reach *= 2
-    return sums_SL[sample_N, token_index_N]
-
-
-def _gather_rows(rows_NK: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, slice]:
-    """The rows of all ranks, of which each may hold another number, and this rank's slice."""
-    counts = [rows_NK.new_zeros(1, dtype=torch.int64) for _ in range(group.size())]
-    dist.all_gather(counts, counts[0].new_tensor([len(rows_NK)]), group=group)
-    lengths = cast("list[int]", torch.cat(counts).tolist())
-    padded = F.pad(rows_NK, (0, 0, 0, max(lengths) - len(rows_NK)))
-    parts = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(parts, padded, group=group)
-    start = sum(lengths[: group.rank()])
-    whole = torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
-    return whole, slice(start, start + len(rows_NK))

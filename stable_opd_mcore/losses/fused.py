@@ -3,36 +3,37 @@
 The N scored rows go through in blocks: one GEMM per model gives logits, one pass their sums; the
 sums give per-token coefficients; one pass writes the gradient over the student's logits, and two
 GEMMs carry it to hidden states and head. Every term is linear in its coefficients, which may depend
-on the block's sums (docs/method.md §2). Extra memory, whatever N: one block of logits per model,
-and the gradients. Not here: the passes (torch_ops.py), and which objective has which terms
-(objectives.py).
+on the block's sums (docs/method.md §2). What is not needed for the gradient is computed once, after
+the last block, from the sums of all rows. Extra memory, whatever N: one block of logits per model,
+and the gradients. docs/loss.md counts bytes, launches and copies. Not here: the passes
+(torch_ops.py), and which objective has which terms (objectives.py).
 
 N scored rows, C rows of a block, V columns of this rank's vocabulary shard, J looked-up columns of
 a row (the target first, then stop ids), K columns of a support, H hidden size.
 """
 
+# torch types `split` and `tolist` only in part; the results in use are cast.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import cast
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.losses.coefficients import (
     NO_SCORES,
-    Component,
+    RowLosses,
+    RowSums,
     Terms,
     needed_heads,
-    old_logprob,
-    require_finite_scores,
-    return_to_go,
-    sampled_kl,
-    surrogate,
     token_advantage,
-    weighted,
 )
 from stable_opd_mcore.losses.output_head import (
     Head,
@@ -44,22 +45,20 @@ from stable_opd_mcore.losses.output_head import (
 from stable_opd_mcore.losses.stop_tokens import (
     MergedStops,
     TargetColumns,
-    TargetLogprobs,
     compared_sums,
     merge_stops_,
-    support_divergence,
 )
-from stable_opd_mcore.losses.torch_ops import SparseColumns
+from stable_opd_mcore.losses.token_weights import return_to_go
+from stable_opd_mcore.losses.torch_ops import DenseTerm, ShardSums
 from stable_opd_mcore.losses.vocabulary_sums import (
     GoldenLikelihood,
     PairStatistics,
     Statistics,
-    SupportDivergence,
-    dense_divergence,
+    divergence_sums,
     merge_shards,
     operations,
 )
-from stable_opd_mcore.records import LossOutput, MicroBatch, select_rows
+from stable_opd_mcore.records import LossOutput, MicroBatch, split_rows
 
 
 def fused_loss(
@@ -110,6 +109,18 @@ class _Evaluation:
     block_rows: int
     buffers: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # block logits per model
 
+    @cached_property
+    def columns(self) -> TargetColumns:
+        """Of all rows; they hold every constant that a block needs on the device."""
+        return TargetColumns.of(self.batch.targets_N, self.terms.stop_ids, self.heads["student"])
+
+    @cached_property
+    def golden_rows(self) -> tuple[Tensor, list[Tensor]] | None:
+        """Golden rows, all and per block, where the temperature of their likelihood is another."""
+        if self.terms.temperature == 1:
+            return None
+        return GoldenLikelihood.rows_of_blocks(self.batch.sft_weight_N, self.block_rows)
+
     def run(
         self,
         hidden_NH: Tensor,
@@ -118,34 +129,37 @@ class _Evaluation:
         context_group: dist.ProcessGroup | None,
     ) -> tuple[LossOutput, Tensor | None, Tensor | None]:
         """Results of all rows, of which none is summed yet, and those gradients that are wanted."""
-        batch, head = self.batch, self.heads["student"]
+        head, batch = self.heads["student"], self.batch
         if self.terms.advantage is not None and self.terms.discount > 0:
             returns_N = self._returns(hidden_NH, context_group)
             batch = replace(batch, given_advantage_N=returns_N)
-        d_hidden = torch.zeros_like(hidden_NH) if wants_hidden else None
+        weight_VH = head.weight_VH[: head.num_columns]
+        d_hidden = hidden_NH.new_zeros(hidden_NH.shape, dtype=weight_VH.dtype)
         d_weight = gradient_sum(head) if wants_weight else None
-        columns = slice(0, head.num_columns)
-        results: list[LossOutput] = []
-        for rows in self._blocks():
-            block = self._block(hidden_NH[rows], select_rows(batch, rows))
-            finished, gradient_CV = block.finish(wants_hidden or wants_weight)
-            results.append(finished)
-            if gradient_CV is None or head.num_columns == 0:
+        sums: list[RowSums] = []
+        for rows, block in self._blocks(hidden_NH, batch):
+            sums.append(block.rows.sums)
+            if head.num_columns == 0 or not (wants_hidden or wants_weight):
                 continue
-            if d_hidden is not None:
-                d_hidden[rows] = gradient_CV @ head.weight_VH[columns]
+            gradient_CV = block.write_gradient_()
+            if wants_hidden:
+                torch.mm(gradient_CV, weight_VH, out=d_hidden[rows])
             if d_weight is not None:
                 hidden_CH = hidden_NH[rows].to(gradient_CV.dtype)
-                add_product_(d_weight[columns], gradient_CV, hidden_CH)
-        if d_hidden is not None:
+                add_product_(d_weight[: head.num_columns], gradient_CV, hidden_CH)
+        if wants_hidden:
             head.reduce_(d_hidden)
-        if not results:
-            empty_N = hidden_NH.new_zeros(0, dtype=accumulation_dtype(hidden_NH))
-            results = [LossOutput(*[empty_N] * len(fields(LossOutput)))]
         if d_weight is not None and not hasattr(head.weight_VH, "main_grad"):
             d_weight = d_weight.to(head.weight_VH.dtype)
-        whole = map(torch.cat, zip(*(vars(block).values() for block in results), strict=True))
-        return LossOutput(*whole), d_hidden, d_weight
+        results = self._results(hidden_NH, batch, sums)
+        return results, d_hidden.to(hidden_NH.dtype) if wants_hidden else None, d_weight
+
+    def _results(self, hidden_NH: Tensor, batch: MicroBatch, sums: list[RowSums]) -> LossOutput:
+        if not sums:
+            empty_N = hidden_NH.new_zeros(0, dtype=accumulation_dtype(hidden_NH))
+            return LossOutput(*[empty_N] * len(fields(LossOutput)))
+        golden_rows = None if self.golden_rows is None else self.golden_rows[0]
+        return RowLosses(self.terms, batch, self.columns, _joined(sums)).results(golden_rows)
 
     def _returns(self, hidden_NH: Tensor, context_group: dist.ProcessGroup | None) -> Tensor:
         """Discounted returns of the whole micro-batch, to which masked tokens add nothing.
@@ -156,18 +170,28 @@ class _Evaluation:
         if batch.old_logprob_N is not None and teacher.logprob_N is not None:
             values_N = token_advantage(self.terms, batch, batch.old_logprob_N, teacher.logprob_N)
         else:
-            values_N = hidden_NH.new_empty(len(hidden_NH), dtype=accumulation_dtype(hidden_NH))
-            for rows in self._blocks():
-                block = self._block(hidden_NH[rows], select_rows(batch, rows))
-                values_N[rows] = block.advantage()
+            sums = [block.rows.sums for _, block in self._blocks(hidden_NH, batch)]
+            values_N = hidden_NH.new_zeros(0, dtype=accumulation_dtype(hidden_NH))
+            if sums:
+                values_N = RowLosses(self.terms, batch, self.columns, _joined(sums)).advantage()
         values_N = values_N.masked_fill(batch.pg_weight_N == 0, 0)
         tokens = (batch.sample_index_N, batch.token_index_N)
         return return_to_go(values_N, *tokens, self.terms.discount, context_group)
 
-    def _blocks(self) -> Iterator[slice]:
-        count = self.batch.targets_N.shape[0]
-        for start in range(0, count, self.block_rows):
-            yield slice(start, min(start + self.block_rows, count))
+    def _blocks(self, hidden_NH: Tensor, batch: MicroBatch) -> Iterator[tuple[slice, _Block]]:
+        """Rows and sums of each block. Its logits are valid until the next one is taken."""
+        count = len(hidden_NH)
+        if count == 0:
+            return
+        starts = range(0, count, self.block_rows)
+        golden = [None] * len(starts) if self.golden_rows is None else self.golden_rows[1]
+        hidden = cast("Sequence[Tensor]", hidden_NH.split(self.block_rows))
+        batches = split_rows(batch, self.block_rows)
+        columns = split_rows(self.columns, self.block_rows)
+        for index, start in enumerate(starts):
+            rows = slice(start, min(start + self.block_rows, count))
+            part = (hidden[index], batches[index], columns[index], golden[index])
+            yield rows, self._block(*part)
 
     def _logits(self, hidden_CH: Tensor, batch: MicroBatch) -> dict[str, Tensor]:
         """Logits of a block, per model of `heads`.
@@ -192,27 +216,24 @@ class _Evaluation:
             return self.heads["student"].top_k(student_CV, self.terms.top_k)[1]
         return None
 
-    def _block(self, hidden_CH: Tensor, batch: MicroBatch) -> _Block:
+    def _block(
+        self,
+        hidden_CH: Tensor,
+        batch: MicroBatch,
+        columns: TargetColumns,
+        golden_rows: Tensor | None,
+    ) -> _Block:
         """Logits of a block and their sums over the vocabulary."""
         terms, head, scale = self.terms, self.heads["student"], 1.0 / self.terms.temperature
         logits = self._logits(hidden_CH, batch)
         student_CV = logits["student"]
-        columns = {
-            name: TargetColumns.of(
-                batch.targets_N, () if name == "reference" else terms.stop_ids, head.vocab_size
-            )
-            for name in logits
-        }
-        looked_up = {
-            name: head.gather_columns(logits[name], columns[name].ids_CJ) for name in logits
-        }
+        looked_up = {name: columns.gather(x) for name, x in logits.items()}
         alone = []
         if "teacher" in logits:
             alone = [operations(student_CV).shard_sums(logits["teacher"], None, scale)]
-
         golden = None
-        if terms.temperature != 1:
-            golden = GoldenLikelihood.of(student_CV, batch.targets_N, batch.sft_weight_N, head)
+        if golden_rows is not None and len(golden_rows):
+            golden = GoldenLikelihood.of(student_CV, golden_rows, batch.targets_N, head)
         # From here on the stop ids are one outcome in all logits, where the terms merge them.
         merged = None
         if terms.merged_ids:
@@ -225,178 +246,140 @@ class _Evaluation:
         others = terms.compared_models
         pairs = compared_sums(logits, others, merged, head, scale)
         statistics, whole = merge_shards([*pairs, *alone], list(looked_up.values()), head)
-
-        at = {name: x * scale for name, x in zip(looked_up, whole, strict=True)}
-        compared = {
-            name: pair
-            for name, pair in zip(others, statistics, strict=False)
-            if isinstance(pair, PairStatistics)
-        }
-        normalisers = {"student": statistics[0].normaliser}
-        if alone:
-            normalisers["teacher"] = statistics[-1].normaliser  # over tokens, not merged
-        if "reference" in compared:
-            normalisers["reference"] = compared["reference"].other
-        logprobs = {name: columns[name].logprobs(at[name], normalisers[name]) for name in logits}
-        teacher, reference = logprobs.get("teacher"), logprobs.get("reference")
-        given, given_reference = batch.teacher or NO_SCORES, batch.reference or NO_SCORES
-        return _Block(
-            head=head,
-            terms=terms,
-            batch=batch,
-            logits=logits,
-            student=statistics[0],
+        compared = dict(zip(others or ("",), statistics, strict=False))
+        logprob_G = student_CV.new_empty(0, dtype=accumulation_dtype(student_CV))
+        sums = RowSums(
             compared=compared,
-            target=logprobs["student"],
-            reference_logprob_C=reference.logprob_C if reference else given_reference.logprob_N,
-            teacher_logprob_C=teacher.logprob_C if teacher else given.logprob_N,
-            teacher_entropy_C=statistics[-1].entropy_C if alone else None,
-            support=support_divergence(support_ids_CK, at, merged, given.topk_logprobs_NK, scale),
+            teacher=statistics[-1] if alone else None,
+            at={
+                name: x if scale == 1 else x * scale
+                for name, x in zip(looked_up, whole, strict=True)
+            },
+            support_ids_CK=support_ids_CK,
             merged=merged,
-            golden=golden,
+            divergence_C2=self._second_pass(logits, compared.get("teacher"), merged),
+            golden_logprob_G=logprob_G if golden is None else golden.logprob_G,
         )
+        return _Block(head, RowLosses(terms, batch, columns, sums), logits, golden)
+
+    def _second_pass(
+        self, logits: Mapping[str, Tensor], pair: Statistics | None, merged: MergedStops | None
+    ) -> Tensor | None:
+        """Sums of a divergence from the teacher that need both normalisers, if there is one."""
+        kind = self.terms.divergence
+        if kind is None or not isinstance(pair, PairStatistics):
+            return None
+        models = (logits["student"], logits["teacher"])
+        options = (self.terms.jsd_beta, 1.0 / self.terms.temperature, self.heads["student"])
+        outcome = merged.outcome_here("teacher") if merged else None
+        return divergence_sums(kind, pair, *models, *options, outcome)
 
 
 @dataclass(frozen=True)
 class _Block:
-    """A block of rows: logits, undivided by the temperature, and what their sums give."""
+    """A block of rows and its logits [C, V] of all models, undivided by the temperature."""
 
     head: Head
-    terms: Terms
-    batch: MicroBatch  # its [N, ...] fields hold the rows of this block
-    logits: Mapping[str, Tensor]  # [C, V] of "student" and where needed "reference", "teacher"
-    student: Statistics
-    compared: Mapping[str, PairStatistics]  # student against each full distribution it is held to
-    target: TargetLogprobs
-    reference_logprob_C: Tensor | None  # of the target token
-    teacher_logprob_C: Tensor | None  # of the target or its stop class: given, or from the logits
-    teacher_entropy_C: Tensor | None  # where the teacher's logits are here
-    support: SupportDivergence | None
-    merged: MergedStops | None  # the stop ids, where they are one outcome in `logits`
-    golden: GoldenLikelihood | None  # where the temperature is not 1
+    rows: RowLosses
+    logits: Mapping[str, Tensor]
+    golden: GoldenLikelihood | None  # of the block's golden rows, where the temperature is not 1
 
-    def finish(self, wants_gradient: bool) -> tuple[LossOutput, Tensor | None]:
-        """Results per row, not summed, and if wanted d loss / d logits [C, V], written over the
-        student's logits.
-        """
-        target, batch = self.target, self.batch
-        policy, kl = self._policy(), self._kl()
-        token_logprob_C = target.token_logprob_C
-        if self.golden is not None:
-            token_logprob_C = self.golden.write_into(token_logprob_C)
-        sft_C = weighted(batch.sft_weight_N, -token_logprob_C)
-        entropy_C, zero_C = self.student.entropy_C, torch.zeros_like(target.logprob_C)
-        if self.merged is not None:
-            entropy_C = self.merged.token_entropy(self.student, self.terms.temperature)
-
-        def given(value_C: Tensor | None) -> Tensor:
-            return zero_C if value_C is None else value_C
-
-        kl_teacher_C = None
-        if "teacher" in self.compared:
-            kl_teacher_C = self.compared["teacher"].reverse_kl_C
-        elif self.teacher_logprob_C is not None:
-            kl_teacher_C = target.logprob_C - self.teacher_logprob_C
-        results = LossOutput(
-            loss=policy.value_C + kl.value_C + sft_C,
-            pg=policy.value_C,
-            kl=kl.value_C,
-            sft=sft_C,
-            student_logprob_N=target.logprob_C,
-            token_logprob_N=token_logprob_C,
-            entropy_N=entropy_C,
-            advantage_N=given(policy.advantage_C),
-            ratio_clipped_N=given(policy.clipped_C).bool(),
-            kl_reference_N=given(kl.kl_C),
-            kl_teacher_N=given(kl_teacher_C),
-            reference_logprob_N=given(self.reference_logprob_C),
-            teacher_logprob_N=given(self.teacher_logprob_C),
-            teacher_entropy_N=given(self.teacher_entropy_C),
-        )
-        return results, self._write_gradient(policy, kl) if wants_gradient else None
-
-    def advantage(self) -> Tensor:
-        """A of every token by itself, under pi_old, or under the present policy without one."""
-        behaviour_C = old_logprob(self.batch, self.target)
-        if behaviour_C is None:
-            behaviour_C = self.target.logprob_C
-        return token_advantage(self.terms, self.batch, behaviour_C, self.teacher_logprob_C)
-
-    def _policy(self) -> Component:
-        terms, batch = self.terms, self.batch
-        zero_C = torch.zeros_like(self.target.logprob_C)
-        if terms.advantage is not None:
-            advantage_C = batch.given_advantage_N if terms.discount > 0 else self.advantage()
-            assert advantage_C is not None
-            if terms.settings.control_variate:
-                # After the return-to-go, for it belongs to this prefix alone.
-                advantage_C = advantage_C + self.compared["teacher"].reverse_kl_C
-            return surrogate(batch, self.target, advantage_C, terms.clip)
-        if terms.divergence is None:
-            return Component(zero_C, zero_C)
-        if self.support is not None:
-            return Component(weighted(batch.pg_weight_N, self.support.value_C), zero_C)
-        value_C, term = dense_divergence(
-            terms.divergence,
-            self.compared["teacher"],
-            self.logits["student"],
-            self.logits["teacher"],
-            batch.pg_weight_N,
-            terms.jsd_beta,
-            1.0 / terms.temperature,
-            self.head,
-            self.merged.outcome_here("teacher") if self.merged else None,
-        )
-        return Component(weighted(batch.pg_weight_N, value_C), zero_C, dense=term)
-
-    def _kl(self) -> Component:
-        """The KL to the reference."""
-        weight_C, logprob_C = self.batch.kl_weight_N, self.target.token_logprob_C
-        zero_C = torch.zeros_like(self.target.logprob_C)
-        if self.terms.reference == "none":
-            return Component(zero_C, zero_C)
-        if self.terms.reference != "exact":
-            assert self.reference_logprob_C is not None
-            return sampled_kl(self.terms.reference, self.batch, logprob_C, self.reference_logprob_C)
-        reference = self.compared["reference"]
-        term = reference.reverse_term(self.logits["reference"], weight_C)
-        kl_C = reference.reverse_kl_C
-        return Component(weighted(weight_C, kl_C), zero_C, dense=term, kl_C=kl_C)
-
-    def _write_gradient(self, policy: Component, kl: Component) -> Tensor:
-        """Overwrite the student's logits with the gradient of all components."""
-        logits_CV, head, student = self.logits["student"], self.head, self.student.normaliser
+    def write_gradient_(self) -> Tensor:
+        """d loss / d student logits, written over them."""
+        rows, head, logits_CV = self.rows, self.head, self.logits["student"]
+        batch, target, student = rows.batch, rows.target, rows.student.normaliser
+        columns, support, merged = rows.columns, rows.support, rows.sums.merged
+        scale = 1.0 / rows.terms.temperature
+        # Golden tokens of another temperature have a gradient of their own, added at the end.
+        token_C = -batch.sft_weight_N if rows.terms.temperature == 1 else None
+        if rows.pair("reference") is None and rows.kl is not None:
+            kl_C = rows.kl.logprob_gradient_C
+            token_C = kl_C if token_C is None else kl_C + token_C
+        logprob_gradient_C = torch.zeros_like(target.logprob_C) if token_C is None else token_C
+        at_target_CJ = torch.zeros_like(target.share_CJ)
+        if rows.terms.advantage is not None and rows.policy is not None:
+            policy_C = rows.policy.logprob_gradient_C
+            at_target_CJ = target.share_CJ * policy_C[:, None]
+            logprob_gradient_C = logprob_gradient_C + policy_C
+        if token_C is not None:
+            at_target_CJ.select(1, 0).add_(token_C)
+        dense = self._dense_terms()
+        sparse = columns.sparse(at_target_CJ)
         write_gradient_ = operations(logits_CV).write_gradient_
-        scale = 1.0 / self.terms.temperature
-        token_C = kl.logprob_gradient_C
-        if self.golden is None:
-            token_C = token_C - self.batch.sft_weight_N
-        at_target_CJ = self.target.share_CJ * policy.logprob_gradient_C[:, None]
-        at_target_CJ[:, 0] += token_C
-        logprob_gradient_C = policy.logprob_gradient_C + token_C
-        both = {"reference": kl.dense, "teacher": policy.dense}
-        dense = {name: term for name, term in both.items() if term is not None}
-        columns_CJ, here_CJ = head.local_columns(self.target.ids_CJ)
-        sparse = SparseColumns(columns_CJ.masked_fill(~here_CJ, -1), at_target_CJ)
         write_gradient_(logits_CV, student, logprob_gradient_C, sparse, list(dense.values()), scale)
-        at_outcome_C = torch.zeros_like(token_C)
-        if self.support is not None:
-            ids_CK = self.support.ids_CK
-            values_CK = self.support.gradient_CK * self.batch.pg_weight_N[:, None]
-            head.scatter_add_(logits_CV, ids_CK, values_CK * scale)
-            if self.merged is not None:
-                at_outcome_C = (values_CK * (ids_CK == self.merged.ids[0])).sum(1)
-        if self.merged is not None:
-            self.merged.write_gradient_(
-                logits_CV,
-                student,
-                logprob_gradient_C,
-                at_outcome_C,
-                SparseColumns(self.target.ids_CJ, at_target_CJ * scale),
-                dense,
-                scale,
-                head,
-            )
+        values_CK = None
+        if support is not None:
+            values_CK = support.gradient_CK * batch.pg_weight_N[:, None]
+            head.scatter_add_(logits_CV, support.ids_CK, values_CK * scale)
+        if merged is not None:
+            at_outcome_C1 = torch.zeros_like(at_target_CJ[:, :1])
+            if support is not None and values_CK is not None:
+                is_outcome_CK = support.ids_CK == merged.ids[0]
+                at_outcome_C1 = (values_CK * is_outcome_CK).sum(1, keepdim=True)
+            at_ids_CJ = columns.at_stop_ids(at_target_CJ) * scale
+            outcome = (student, logprob_gradient_C, at_outcome_C1, at_ids_CJ, dense, scale, head)
+            merged.write_gradient_(logits_CV, *outcome)
         if self.golden is not None:
-            self.golden.add_gradient_(logits_CV, self.batch.sft_weight_N, head)
+            self.golden.add_gradient_(logits_CV, batch.sft_weight_N, head)
         return logits_CV
+
+    def _dense_terms(self) -> dict[str, DenseTerm]:
+        """The full-vocabulary parts of the gradient, per model; at most one is not "reverse"."""
+        terms, rows, found = self.rows.terms, self.rows, dict[str, DenseTerm]()
+        reference, teacher = rows.pair("reference"), rows.pair("teacher")
+        if reference is not None:
+            weighted = (self.logits["reference"], rows.batch.kl_weight_N)
+            found["reference"] = reference.term("reverse", *weighted, None, 0.5)
+        if teacher is not None and terms.divergence is not None and rows.support is None:
+            weighted = (self.logits["teacher"], rows.batch.pg_weight_N)
+            sums_C2 = rows.sums.divergence_C2
+            found["teacher"] = teacher.term(terms.divergence, *weighted, sums_C2, terms.jsd_beta)
+        return found
+
+
+def _joined(records: Sequence[Any]) -> Any:
+    """One record of all rows from those of the blocks; what is no tensor is the same in each."""
+    first: Any = records[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(records))
+    if isinstance(first, dict):
+        names = list(cast("dict[str, Any]", first))
+        return {name: _joined([record[name] for record in records]) for name in names}
+    if isinstance(first, ShardSums):
+        return ShardSums(*map(_joined, zip(*records, strict=True)))
+    if is_dataclass(first):
+        names = [item.name for item in fields(first)]
+        parts = {name: _joined([getattr(record, name) for record in records]) for name in names}
+        return replace(cast(Any, first), **parts)
+    return first
+
+
+def require_finite_scores(batch: MicroBatch, rows: LossOutput) -> None:
+    """Refuse scores that are not finite, before any gradient reaches a model.
+
+    A weight of zero does not help against them: 0 * NaN is NaN in the head's gradient. One
+    reduction per tensor, and one copy to the host.
+
+    Raises:
+        UserError: naming the score and the first of its rows.
+    """
+    teacher = batch.teacher or NO_SCORES
+    scores = {
+        "the teacher's log-probabilities": rows.teacher_logprob_N,
+        "the teacher's top-k log-probabilities": teacher.topk_logprobs_NK,
+        "the teacher's entropies": rows.teacher_entropy_N,
+        "the reference's log-probabilities": rows.reference_logprob_N,
+        "the old log-probabilities": batch.old_logprob_N,
+        "the old log-probabilities of tokens": batch.old_token_logprob_N,
+        "the given advantages": batch.given_advantage_N,
+    }
+    finite = {name: torch.isfinite(x) for name, x in scores.items() if x is not None}
+    all_finite = cast("list[bool]", torch.stack([x.all() for x in finite.values()]).tolist())
+    for (name, x), fine in zip(finite.items(), all_finite, strict=True):
+        if not fine:
+            first = int((~x.reshape(len(x), -1)).any(1).nonzero()[0])
+            raise UserError(
+                f"{name}: {int((~x).sum())} of {x.numel()} values are not finite, the first in "
+                f"scored row {first}: no weight was moved. Check that model's checkpoint, its "
+                "precision and its server"
+            )

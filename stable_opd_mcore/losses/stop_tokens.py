@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.losses.output_head import Head
+from stable_opd_mcore.losses.output_head import Head, accumulation_dtype
 from stable_opd_mcore.losses.torch_ops import DenseTerm, Normaliser, ShardSums, SparseColumns
 from stable_opd_mcore.losses.vocabulary_sums import (
     Statistics,
@@ -66,34 +67,60 @@ class TargetLogprobs:
 
 @dataclass(frozen=True)
 class TargetColumns:
-    """The columns to look up in every row: the target's, then those of all stop ids."""
+    """The columns to look up in every row: the target's, then those of all stop ids.
 
-    ids_CJ: Tensor
-    is_stop_C: Tensor  # the target is one of the stop ids
+    Made once for all N rows and cut with them (records.split_rows), so that no block needs
+    constants or copies to the device.
+    """
+
+    ids_NJ: Tensor
+    columns_NJ: Tensor  # in this shard, 0 where the id is in another
+    absent_NJ: Tensor  # bool, the id is in another shard
+    same_NJ: Tensor  # bool, the target is this stop id; one column less
+    outcome_NJ: Tensor  # 1 on the ids that the target's outcome consists of, else 0
 
     @classmethod
-    def of(cls, targets_C: Tensor, stop_ids: tuple[int, ...], vocab_size: int) -> TargetColumns:
+    def of(cls, targets_N: Tensor, stop_ids: tuple[int, ...], head: Head) -> TargetColumns:
         """
         Raises:
             UserError: a stop id outside the common vocabulary.
         """
-        _require_stop_ids(stop_ids, vocab_size)
-        stop_ids_J = targets_C.new_tensor(stop_ids)
-        ids_CJ = torch.cat([targets_C[:, None], stop_ids_J.expand(len(targets_C), -1)], dim=1)
-        return cls(ids_CJ, torch.isin(targets_C, stop_ids_J))
+        _require_stop_ids(stop_ids, head.vocab_size)
+        target_N1 = targets_N[:, None]
+        # Filled on the device: a list of numbers would be copied to it.
+        ids_NJ = torch.cat([target_N1, *(torch.full_like(target_N1, i) for i in stop_ids)], dim=1)
+        columns_NJ, here_NJ = head.local_columns(ids_NJ)
+        same_NJ = ids_NJ[:, 1:] == target_N1
+        is_stop_N1 = same_NJ.any(1, keepdim=True)
+        outcome_NJ = torch.cat([~is_stop_N1, is_stop_N1.expand(-1, len(stop_ids))], dim=1)
+        dtype = accumulation_dtype(head.weight_VH)
+        return cls(ids_NJ, columns_NJ, ~here_NJ, same_NJ, outcome_NJ.to(dtype))
+
+    def gather(self, logits_CV: Tensor) -> Tensor:
+        """This shard's part of the logits at ids [C, J], fp32 or fp64; the shards add up."""
+        dtype = accumulation_dtype(logits_CV)
+        if logits_CV.shape[1] == 0:
+            return torch.zeros_like(self.ids_NJ, dtype=dtype)
+        return logits_CV.gather(1, self.columns_NJ).to(dtype).masked_fill_(self.absent_NJ, 0)
+
+    def sparse(self, values_CJ: Tensor) -> SparseColumns:
+        """Numbers for the gradient pass to add at these columns."""
+        return SparseColumns(self.columns_NJ.masked_fill(self.absent_NJ, -1), values_CJ)
 
     def logprobs(self, logits_CJ: Tensor, normaliser: Normaliser) -> TargetLogprobs:
-        """From the logits at ids_CJ, summed over the shards and divided by the temperature."""
+        """From the logits at ids, summed over the shards and divided by the temperature."""
         logprob_CJ = normaliser.log_softmax(logits_CJ)
         token_logprob_C, stop_logprob_CJ = logprob_CJ[:, 0], logprob_CJ[:, 1:]
-        share_CJ = torch.zeros_like(logprob_CJ)
-        share_CJ[:, 0] = 1
         if stop_logprob_CJ.shape[1] == 0:
-            return TargetLogprobs(self.ids_CJ, token_logprob_C, token_logprob_C, share_CJ)
-        share_CJ[:, 0] = (~self.is_stop_C).to(share_CJ.dtype)
-        share_CJ[:, 1:] = stop_logprob_CJ.softmax(1) * self.is_stop_C[:, None]
-        logprob_C = torch.where(self.is_stop_C, stop_logprob_CJ.logsumexp(1), token_logprob_C)
-        return TargetLogprobs(self.ids_CJ, logprob_C, token_logprob_C, share_CJ)
+            return TargetLogprobs(self.ids_NJ, token_logprob_C, token_logprob_C, self.outcome_NJ)
+        share_CJ = F.pad(stop_logprob_CJ.softmax(1), (1, 0), value=1.0) * self.outcome_NJ
+        is_token_C = self.outcome_NJ[:, 0] != 0
+        logprob_C = torch.where(is_token_C, token_logprob_C, stop_logprob_CJ.logsumexp(1))
+        return TargetLogprobs(self.ids_NJ, logprob_C, token_logprob_C, share_CJ)
+
+    def at_stop_ids(self, values_CJ: Tensor) -> Tensor:
+        """Values at ids, summed per stop id: the target may be one of them."""
+        return values_CJ[:, 1:] + values_CJ[:, :1] * self.same_NJ
 
 
 @dataclass(frozen=True)
@@ -144,8 +171,8 @@ class MergedStops:
         gradient_CV: Tensor,
         student: Normaliser,
         logprob_gradient_C: Tensor,
-        at_outcome_C: Tensor,
-        target: SparseColumns,
+        at_outcome_C1: Tensor,
+        at_ids_CJ: Tensor,
         terms: Mapping[str, DenseTerm],
         scale: float,
         head: Head,
@@ -156,19 +183,17 @@ class MergedStops:
         that the columns are rounded once like all others.
 
         Args:
-            at_outcome_C: added to the outcome's gradient, before the temperature's factor.
-            target: global ids, and values after the temperature's factor.
+            at_outcome_C1: added to the outcome's gradient, before the temperature's factor.
+            at_ids_CJ: added to the ids' columns, after the temperature's factor.
             terms: per model; other arguments are write_gradient_'s.
         """
         outcome_C1 = self.logit_C1["student"].clone()
-        sparse = SparseColumns(torch.zeros_like(target.columns_CJ[:, :1]), at_outcome_C[:, None])
+        first_C1 = torch.zeros_like(at_outcome_C1, dtype=torch.int64)
+        sparse = SparseColumns(first_C1, at_outcome_C1)
         of_outcome = [replace(term, logits_CV=self.logit_C1[name]) for name, term in terms.items()]
         operations(outcome_C1).write_gradient_(
             outcome_C1, student, logprob_gradient_C, sparse, of_outcome, scale
         )
-        ids_J = torch.tensor(self.ids, device=gradient_CV.device)
-        same_CJJ = target.columns_CJ[:, :, None] == ids_J
-        at_ids_CJ = torch.where(same_CJJ, target.values_CJ[:, :, None], 0).sum(1)
         _write_columns_(gradient_CV, self.ids, self.share_CJ * outcome_C1 + at_ids_CJ, head)
 
 
@@ -186,9 +211,7 @@ def merge_stops_(
         UserError: an id outside the common vocabulary.
     """
     _require_stop_ids(ids, head.vocab_size)
-    rows = next(iter(logits_CV.values())).shape[0]
-    ids_CJ = torch.tensor(ids, device=head.weight_VH.device).expand(rows, -1)
-    whole_MCJ = torch.stack([head.gather_columns(x, ids_CJ) for x in logits_CV.values()])
+    whole_MCJ = torch.stack([_read_columns(x, ids, head) for x in logits_CV.values()])
     head.reduce_(whole_MCJ)
     highest_MC1 = whole_MCJ.amax(2, keepdim=True)
     apart_MCJ = (whole_MCJ - highest_MC1) * scale
@@ -201,6 +224,14 @@ def merge_stops_(
     here = 0 <= ids[0] - head.vocab_start < head.num_columns
     per_model = dict(zip(logits_CV, merged_MC1, strict=True))
     return MergedStops(ids, per_model, apart_MCJ[0].softmax(1), here)
+
+
+def _read_columns(x_CV: Tensor, ids: tuple[int, ...], head: Head) -> Tensor:
+    """x[:, id] in fp32 or fp64, [C, J]; 0 for those ids that are in another shard."""
+    columns = [token - head.vocab_start for token in ids]
+    absent_C = x_CV.new_zeros(len(x_CV))
+    parts = [x_CV[:, c] if 0 <= c < head.num_columns else absent_C for c in columns]
+    return torch.stack(parts, dim=1).to(accumulation_dtype(x_CV))
 
 
 def _write_columns_(x_CV: Tensor, ids: tuple[int, ...], values_CJ: Tensor, head: Head) -> None:

@@ -11,9 +11,12 @@ own denominator:
     sft   lambda / (golden sequences * trained tokens of this one)
 
 "Sequences" are those with at least one trained token. Sums of w_t f_t over ranks and micro-batches
-are exactly the global mean, so no count has to travel with a gradient. Not here: which tokens are
-trained.
+are exactly the global mean, so no count has to travel with a gradient. `return_to_go` sums
+advantages over the later tokens of a response. Not here: which tokens are trained.
 """
+
+# torch types `tolist`, `unique` and `all_gather` only in part; the results in use are cast.
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
@@ -21,9 +24,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import repeat
-from typing import Literal
+from typing import Literal, cast
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from stable_opd_mcore.errors import UserError
@@ -185,3 +190,56 @@ def correct_importance(
 def use_rollout_policy(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Micro-batches whose old policy is the engine's: the exact off-policy ratio."""
     return [replace(batch, old_token_logprob_N=batch.rollout_logprob_N) for batch in batches]
+
+
+def return_to_go(
+    values_N: Tensor,
+    sample_index_N: Tensor,
+    token_index_N: Tensor,
+    discount: float,
+    context_group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Sum over t' >= t of discount^(t'-t) values_t' within each sample (docs/method.md §3).
+
+    Tokens may come in any order; a sample's tokens must all be in this micro-batch, on this rank or
+    on the others of `context_group`. Each round doubles the number of tokens summed, so there are
+    log2(longest response) rounds. Discount 0 returns the values.
+    """
+    if discount == 0:
+        return values_N
+    if context_group is not None:
+        rows = (values_N, sample_index_N, token_index_N)
+        whole, mine = _gather_rows(
+            torch.stack([row.double() for row in rows], dim=1), context_group
+        )
+        values, sample_index, token_index = whole.unbind(dim=1)
+        sums = return_to_go(
+            values.to(values_N.dtype), sample_index.long(), token_index.long(), discount
+        )
+        return sums[mine]
+    if values_N.numel() == 0:
+        return values_N
+    samples, sample_N = cast("tuple[Tensor, Tensor]", sample_index_N.unique(return_inverse=True))
+    length = int(token_index_N.max()) + 1
+    sums_SL = values_N.new_zeros(len(samples), length)
+    sums_SL[sample_N, token_index_N] = values_N
+    reach = 1
+    while reach < length:
+        shifted_SL = torch.zeros_like(sums_SL)
+        shifted_SL[:, :-reach] = sums_SL[:, reach:]
+        sums_SL = sums_SL + discount**reach * shifted_SL
+        reach *= 2
+    return sums_SL[sample_N, token_index_N]
+
+
+def _gather_rows(rows_NK: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, slice]:
+    """The rows of all ranks, of which each may hold another number, and this rank's slice."""
+    counts = [rows_NK.new_zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(counts, counts[0].new_tensor([len(rows_NK)]), group=group)
+    lengths = cast("list[int]", torch.cat(counts).tolist())
+    padded = F.pad(rows_NK, (0, 0, 0, max(lengths) - len(rows_NK)))
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded, group=group)
+    start = sum(lengths[: group.rank()])
+    whole = torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+    return whole, slice(start, start + len(rows_NK))

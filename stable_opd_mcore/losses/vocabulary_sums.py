@@ -9,11 +9,17 @@ C rows of a block, V columns of the local shard, J looked-up columns, K columns 
 pairs of models, R shards.
 """
 
+# torch types `split` and `tolist` only in part; the results in use are cast.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from types import ModuleType
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -34,29 +40,79 @@ def operations(logits_CV: Tensor) -> ModuleType:
 
 @dataclass(frozen=True)
 class Statistics:
-    """One model over the whole vocabulary: the student, or the other where it is summed alone."""
+    """One model over the whole vocabulary: the student, or the other where it is summed alone.
 
-    normaliser: Normaliser
-    entropy_C: Tensor
+    Properties are computed where they are read: the gradient of a block needs only a part of them.
+    """
+
+    sums: ShardSums  # over all shards
+
+    @cached_property
+    def normaliser(self) -> Normaliser:
+        return Normaliser(self.sums.student_max, self.sums.student_sum.log())
+
+    @cached_property
+    def entropy_C(self) -> Tensor:
+        """H = log S_z - E_p[z']."""
+        return self.normaliser.log_sum_C - self.sums.student_dot / self.sums.student_sum
 
 
 @dataclass(frozen=True)
 class PairStatistics(Statistics):
     """The student, compared with one other model over the whole vocabulary."""
 
-    other: Normaliser
-    anchor_C: Tensor  # a number near E_p[o]
-    centre_C: Tensor  # E_p[log p - (o - anchor)]
-    reverse_kl_C: Tensor  # KL(student || other)
-    forward_kl_C: Tensor  # KL(other || student)
+    @cached_property
+    def other(self) -> Normaliser:
+        assert self.sums.other_max is not None and self.sums.other_sum is not None
+        return Normaliser(self.sums.other_max, self.sums.other_sum.log())
 
-    def reverse_term(self, logits_CV: Tensor, weight_C: Tensor) -> DenseTerm:
-        """weight * KL(student || other) for the gradient pass.
+    @property
+    def anchor_C(self) -> Tensor:
+        """A number near E_p[o]."""
+        assert self.sums.anchor is not None
+        return self.sums.anchor
 
-        log p - log o - KL = log p - (o - anchor) - centre: the other's normaliser cancels.
+    @cached_property
+    def centre_C(self) -> Tensor:
+        """E_p[log p - (o - anchor)]."""
+        assert self.sums.student_gap is not None
+        return self.sums.student_gap / self.sums.student_sum - self.normaliser.log_sum_C
+
+    @cached_property
+    def reverse_kl_C(self) -> Tensor:
+        """KL(p || o) = E_p[z' - (o - a)] - log S_z + (max o - a) + log S_o."""
+        return self.centre_C + (self.other.maximum_C - self.anchor_C) + self.other.log_sum_C
+
+    @cached_property
+    def forward_kl_C(self) -> Tensor:
+        """KL(o || p)."""
+        assert self.sums.other_gap is not None and self.sums.other_sum is not None
+        gap_C = self.sums.other_gap / self.sums.other_sum
+        return gap_C + self.normaliser.log_sum_C - self.other.log_sum_C
+
+    def divergence(self, kind: str, sums_C2: Tensor | None, beta: float) -> Tensor:
+        """The divergence [C]; sums_C2: of `divergence_sums`."""
+        if kind == "reverse":
+            return self.reverse_kl_C
+        if kind == "forward":
+            return self.forward_kl_C
+        assert sums_C2 is not None, f"{kind} needs a second pass"
+        return torch_ops.divergence_value(kind, sums_C2, beta)
+
+    def term(
+        self, kind: str, other_CV: Tensor, weight_C: Tensor, sums_C2: Tensor | None, beta: float
+    ) -> DenseTerm:
+        """weight * divergence for the gradient pass.
+
+        reverse: log p - log o - KL = log p - (o - anchor) - centre; the other's normaliser cancels.
         """
-        normaliser = Normaliser(self.anchor_C, torch.zeros_like(self.anchor_C))
-        return DenseTerm("reverse", logits_CV, normaliser, weight_C, self.centre_C)
+        if kind == "reverse":
+            normaliser = Normaliser(self.anchor_C, torch.zeros_like(self.anchor_C))
+            return DenseTerm(kind, other_CV, normaliser, weight_C, self.centre_C)
+        if kind == "forward":
+            return DenseTerm(kind, other_CV, self.other, weight_C, weight_C)  # has no centre
+        assert sums_C2 is not None, f"{kind} needs a second pass"
+        return DenseTerm(kind, other_CV, self.other, weight_C, sums_C2[:, 1], beta)
 
 
 def merge_shards(
@@ -69,6 +125,8 @@ def merge_shards(
         looked_up: local parts of gathered logits, [C, J] each; they come back whole.
         head: gives the group.
     """
+    if head.group is None or head.group.size() == 1:  # the algebra below would change no bit
+        return [_statistics(pair) for pair in pairs], list(looked_up)
     maxima_CP3 = _whole_maxima(pairs, head)
     packed: list[Tensor] = []
     for index, pair in enumerate(pairs):
@@ -80,8 +138,11 @@ def merge_shards(
     sums = iter(sums_CS.unbind(1))
     statistics: list[Statistics] = []
     for index, pair in enumerate(pairs):
-        count = 2 if pair.other_max is None else 5
-        statistics.append(_statistics(maxima_CP3[:, index], [next(sums) for _ in range(count)]))
+        max_z, max_o, anchor = maxima_CP3[:, index].unbind(1)
+        merged = ShardSums(max_z, next(sums), next(sums))
+        if pair.other_max is not None:
+            merged = ShardSums(*merged[:3], max_o, next(sums), next(sums), next(sums), anchor)
+        statistics.append(_statistics(merged))
     return statistics, whole_looked_up
 
 
@@ -150,59 +211,32 @@ def _shift(local_C: Tensor, whole_C: Tensor) -> Tensor:
     return torch.where(local_C == -torch.inf, 0, local_C - whole_C)
 
 
-def _statistics(maxima_C3: Tensor, sums: Sequence[Tensor]) -> Statistics:
-    """Entropies and divergences from whole sums, in the order in which they were packed.
-
-    H = log S_z - E_p[z'],  KL(p || o) = E_p[z' - (o - a)] - log S_z + (max o - a) + log S_o.
-    """
-    max_z, max_o, anchor = maxima_C3.unbind(1)
-    student = Normaliser(max_z, sums[0].log())
-    entropy_C = student.log_sum_C - sums[1] / sums[0]
-    if len(sums) == 2:
-        return Statistics(student, entropy_C)
-    sum_o, student_gap, other_gap = sums[2:]
-    other = Normaliser(max_o, sum_o.log())
-    centre_C = student_gap / sums[0] - student.log_sum_C
-    return PairStatistics(
-        normaliser=student,
-        entropy_C=entropy_C,
-        other=other,
-        anchor_C=anchor,
-        centre_C=centre_C,
-        reverse_kl_C=centre_C + (max_o - anchor) + other.log_sum_C,
-        forward_kl_C=other_gap / sum_o + student.log_sum_C - other.log_sum_C,
-    )
+def _statistics(sums: ShardSums) -> Statistics:
+    return Statistics(sums) if sums.other_max is None else PairStatistics(sums)
 
 
-def dense_divergence(
+def divergence_sums(
     kind: str,
     pair: PairStatistics,
     logits_CV: Tensor,
     other_CV: Tensor,
-    weight_C: Tensor,
     beta: float,
     scale: float,
     head: Head,
     outcome: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, DenseTerm]:
-    """Value [C] and gradient term of a full-vocabulary divergence of student and other model.
+) -> Tensor | None:
+    """Sums [C, 2] of a second pass over both models' logits; None where the pair's sums suffice.
 
-    "reverse" and "forward" are known from the pair's statistics; any other kind takes a second
-    pass and one all-reduce. `outcome`: [C, 1] logits of both models of one more column.
+    One all-reduce. `outcome`: [C, 1] logits of both models of one more column.
     """
-    if kind == "reverse":
-        return pair.reverse_kl_C, pair.reverse_term(other_CV, weight_C)
-    if kind == "forward":
-        term = DenseTerm(kind, other_CV, pair.other, weight_C, pair.forward_kl_C)
-        return pair.forward_kl_C, term
-    divergence_sums = operations(logits_CV).divergence_sums
+    if kind in ("reverse", "forward"):
+        return None
+    second_pass = operations(logits_CV).divergence_sums
     normalisers = (pair.normaliser, pair.other)
-    sums_C2 = divergence_sums(kind, logits_CV, other_CV, *normalisers, beta, scale)
+    sums_C2 = second_pass(kind, logits_CV, other_CV, *normalisers, beta, scale)
     if outcome is not None:
-        sums_C2 += divergence_sums(kind, *outcome, *normalisers, beta, scale)
-    head.reduce_(sums_C2)
-    term = DenseTerm(kind, other_CV, pair.other, weight_C, sums_C2[:, 1], beta)
-    return torch_ops.divergence_value(kind, sums_C2, beta), term
+        sums_C2 += second_pass(kind, *outcome, *normalisers, beta, scale)
+    return head.reduce_(sums_C2)
 
 
 @dataclass(frozen=True)
@@ -238,15 +272,11 @@ class GoldenLikelihood:
 
     @classmethod
     def of(
-        cls, logits_CV: Tensor, targets_C: Tensor, sft_weight_C: Tensor, head: Head
-    ) -> GoldenLikelihood | None:
-        """Of the rows with a weight, from logits without merged columns; None without such rows.
-
-        Collective over head.group.
+        cls, logits_CV: Tensor, rows_G: Tensor, targets_C: Tensor, head: Head
+    ) -> GoldenLikelihood:
+        """Of some rows of a block, from logits without merged columns. Collective over
+        head.group.
         """
-        rows_G = sft_weight_C.nonzero()[:, 0]
-        if len(rows_G) == 0:
-            return None
         logits_GV, ids_G1 = logits_CV[rows_G], targets_C[rows_G, None]
         looked_up = [head.gather_columns(logits_GV, ids_G1)]
         sums = operations(logits_GV).shard_sums(logits_GV, None, 1.0)
@@ -254,9 +284,17 @@ class GoldenLikelihood:
         logprob_G = statistics.normaliser.log_softmax(target_G1)[:, 0]
         return cls(rows_G, ids_G1, logits_GV, statistics.normaliser, logprob_G)
 
-    def write_into(self, logprob_C: Tensor) -> Tensor:
-        """A copy of log-probabilities of the block with those of the golden rows replaced."""
-        return logprob_C.index_copy(0, self.rows_G, self.logprob_G)
+    @staticmethod
+    def rows_of_blocks(sft_weight_N: Tensor, block_rows: int) -> tuple[Tensor, list[Tensor]]:
+        """All rows with a weight, and per block its own, counted from the block's start.
+
+        Two copies to the host, before the loop over blocks.
+        """
+        rows_N = sft_weight_N.nonzero()[:, 0]
+        starts = torch.arange(0, len(sft_weight_N), block_rows, device=rows_N.device)
+        edges = cast("list[int]", torch.searchsorted(rows_N, starts).tolist())
+        sizes = [stop - start for start, stop in pairwise([*edges, len(rows_N)])]
+        return rows_N, list(cast("Sequence[Tensor]", (rows_N % block_rows).split(sizes)))
 
     def add_gradient_(self, gradient_CV: Tensor, sft_weight_C: Tensor, head: Head) -> None:
         """Add d(-weight log p) / d logits. Consumes the copied logits."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from stable_opd_mcore.losses.output_head import Head, accumulation_dtype
 from stable_opd_mcore.losses.stop_tokens import TargetColumns, merge_stops_
 from stable_opd_mcore.losses.vocabulary_sums import merge_shards, operations
-from stable_opd_mcore.records import Scores
+from stable_opd_mcore.records import Scores, split_rows
 
 
 @torch.no_grad()
@@ -57,11 +57,11 @@ def score(
         logprobs_NK = hidden_NH.new_empty(count, top_k, dtype=dtype)
     scale = 1.0 / temperature
     buffer_CV = head.logits_buffer(min(count, block_rows))
-    for start in range(0, count, block_rows):
+    blocks = split_rows(TargetColumns.of(targets_N, stop_ids, head), block_rows)
+    for start, columns in zip(range(0, count, block_rows), blocks, strict=False):
         rows = slice(start, min(start + block_rows, count))
         logits_CV = head.logits(hidden_NH[rows], out=buffer_CV[: rows.stop - start])
-        columns = TargetColumns.of(targets_N[rows], stop_ids, head.vocab_size)
-        looked_up = [head.gather_columns(logits_CV, columns.ids_CJ)]
+        looked_up = [columns.gather(logits_CV)]
         sums = operations(logits_CV).shard_sums(logits_CV, None, scale)
         (statistics,), (target_CJ,) = merge_shards([sums], looked_up, head)
         target = columns.logprobs(target_CJ * scale, statistics.normaliser)

@@ -19,15 +19,15 @@ from stable_opd_mcore.losses.coefficients import (
     given_with_sample,
     needed_heads,
     old_logprob,
-    require_finite_scores,
-    return_to_go,
     sampled_kl,
     surrogate,
     teacher_over_student,
     weighted,
 )
+from stable_opd_mcore.losses.fused import require_finite_scores
 from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.losses.stop_tokens import TargetLogprobs
+from stable_opd_mcore.losses.token_weights import return_to_go
 from stable_opd_mcore.records import LossOutput, Scores
 from tests.losses.cases import make_case, make_config
 from tests.parallel.launch import run_ranks
