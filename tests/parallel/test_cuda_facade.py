@@ -1,0 +1,54 @@
+"""The stand-in for torch.cuda: one device, streams that do nothing, torch's own generator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stable_opd_mcore.parallel.cuda_facade import FACADE, Stream, nvtx_module
+
+
+def test_the_only_device_is_the_cpu():
+    assert FACADE.current_device() == torch.device("cpu")
+    assert FACADE.device_count() == 1
+    assert not FACADE.is_available()
+    assert FACADE.BFloat16Tensor([1.5]).dtype == torch.bfloat16
+    assert FACADE.memory_stats()["any.key"] == FACADE.max_memory_allocated() == 0
+
+
+def test_names_that_it_lacks_are_those_of_the_real_module():
+    assert FACADE.OutOfMemoryError is torch.cuda.OutOfMemoryError
+    with pytest.raises(AttributeError, match="no_such_name"):
+        FACADE.no_such_name  # noqa: B018
+
+
+def test_the_generator_is_torchs_default_one():
+    before = FACADE.get_rng_state()
+    drawn = torch.rand(4)
+    FACADE.set_rng_state(before, device="cuda:0")
+    assert torch.equal(torch.rand(4), drawn)
+    assert torch.equal(FACADE.random.get_rng_state(), torch.get_rng_state())
+    FACADE.manual_seed_all(5)
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(5)))
+
+
+def test_streams_and_events_do_nothing_but_keep_time():
+    stream = FACADE.current_stream()
+    with stream as entered, FACADE.stream(stream):
+        assert entered is stream
+    first, last = FACADE.Event(enable_timing=True), FACADE.Event()
+    first.record(stream)
+    torch.rand(1000).sort()
+    last.record()
+    assert 0 < first.elapsed_time(last) == -last.elapsed_time(first)
+    assert last.query()
+    assert stream.wait_event(first) is last.synchronize() is None
+    assert stream.record_event(first) is first
+    assert isinstance(stream.record_event(), Stream)
+
+
+def test_annotations_can_be_imported_by_name():
+    module = nvtx_module("torch.cuda.nvtx")
+    assert module.range_push("x") is None
+    with module.range("forward"):
+        pass

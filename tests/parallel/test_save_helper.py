@@ -1,0 +1,56 @@
+"""The helper process of checkpoint writers: a queue that ends with the process that started it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = """
+import sys
+from stable_opd_mcore.parallel.save_helper import start_save_helper
+if __name__ == "__main__":
+    queue = start_save_helper()
+    queue.put(("a path", 7))
+    print(*queue.get(), queue._manager._process.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+def is_running(pid: int) -> bool:
+    """A process that ended and was not waited for is not running."""
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(") ")[2][0] != "Z"
+
+
+@pytest.mark.parametrize("end", ["killed", "by itself"])
+def test_the_queue_passes_values_and_ends_with_its_process(tmp_path, end):
+    script = tmp_path / "save.py"
+    script.write_text(SCRIPT)
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        *value, pid = process.stdout.readline().split()
+        assert value == ["a", "path", "7"]
+        assert is_running(int(pid))
+        if end == "killed":
+            process.send_signal(signal.SIGKILL)
+        else:
+            process.communicate()
+    for _ in range(2000):
+        if not is_running(int(pid)):
+            return
+        time.sleep(0.01)
+    os.kill(int(pid), signal.SIGKILL)
+    pytest.fail("the helper outlived its process")

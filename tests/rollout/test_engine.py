@@ -1,0 +1,70 @@
+"""What every engine refuses, and the methods of an engine that draws nothing ahead."""
+
+import pytest
+
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.metrics import Metrics
+from stable_opd_mcore.records import Prompt
+from stable_opd_mcore.rollout.engine import NothingInFlight, Sampling, check_prompts
+
+
+def check(ids: tuple[int, ...], **sampling) -> None:
+    """With a vocabulary of 10 and a window of 8."""
+    prompts = [Prompt("good", "", (1, 2)), Prompt("set:3", "", ids)]
+    options = {"max_new_tokens": 5, "stop_token_ids": (0, 9)} | sampling
+    check_prompts(prompts, Sampling(**options), vocab_size=10, window=8)
+
+
+def test_the_largest_prompt_that_fits_is_accepted():
+    check((0, 9, 5))
+    check((0, 0), max_new_tokens=6, stop_token_ids=())
+
+
+@pytest.mark.parametrize(
+    ("ids", "sampling", "message"),
+    [
+        ((), {}, "prompt set:3: no tokens; drop the prompt"),
+        ((1, 10), {}, "set:3: token id 10 is outside the model's vocabulary of 10; the tokenizer"),
+        ((-1, 10), {}, "set:3: token id -1 is outside"),
+        (
+            (1, 2, 3, 4),
+            {},
+            r"set:3: 4 prompt tokens \+ max_new_tokens 5 = 9 exceed the model's window of 8; lower "
+            r"sampling.max_new_tokens or drop the prompt \(data.overlong=drop\)",
+        ),
+        ((1,), {"max_new_tokens": 7}, "good: 2 prompt tokens .* 7 = 9 exceed"),
+        ((1,), {"stop_token_ids": (9, 10, -1)}, r"stop token ids \[10, -1\] are outside .* of 10"),
+    ],
+)
+def test_impossible_prompts_are_refused(ids, sampling, message):
+    with pytest.raises(UserError, match=message):
+        check(ids, **sampling)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"temperature": -0.1}, "temperature -0.1 is negative; 0 is greedy"),
+        ({"top_p": 0.0}, r"top_p 0.0 is outside \(0, 1\]"),
+        ({"top_p": 1.01}, r"top_p 1.01 is outside \(0, 1\]"),
+        ({"max_new_tokens": 0}, "max_new_tokens 0 must be at least 1"),
+        ({"num_samples": 0}, "num_samples 0 must be at least 1"),
+    ],
+)
+def test_impossible_sampling_is_refused(wrong, message):
+    with pytest.raises(UserError, match=message):
+        Sampling(**wrong)
+
+
+def test_greedy_sampling_of_one_token_is_possible():
+    assert Sampling(temperature=0, top_p=1, max_new_tokens=1).temperature == 0
+
+
+def test_an_engine_without_servers_draws_nothing_ahead():
+    engine = NothingInFlight()
+    engine.prefetch([Prompt("a", "", (1,))], Sampling(), step=3)
+    assert engine.in_flight() is None
+    engine.restore(3, [])
+    assert engine.in_flight() is None
+    assert engine.take_metrics() == Metrics()
+    engine.close()
