@@ -216,12 +216,15 @@ describe() {
 # Run preflight.py on every node; it writes attempt_N/preflight. Returns 0 when the trainer may start.
 check_nodes() {
   local -a all=("${TRAINER_NODES[@]}" "${SERVER_NODE_NAMES[@]}")
+  local -a servers=()
   local notes=$ATTEMPT_DIR/preflight
+  if ((${#SERVER_NODE_NAMES[@]})) && [ -z "$SERVER_COMMAND" ]; then servers=(--servers); fi
   echo "$SLURM_JOB_ID.$ATTEMPT" >"$notes/token"
   step preflight "$(joined "${all[@]}")" 1
   timeout "$PREFLIGHT_TIMEOUT" "${STEP[@]}" --output="$notes/node_%t.log" "${PYTHON[@]}" slurm/preflight.py node "$notes" \
     --checks="$PREFLIGHT" --token="$SLURM_JOB_ID.$ATTEMPT" --gpus=$((REQUIRE_GPU * RANKS_PER_NODE)) \
-    --min-free-gib="$MIN_FREE_GIB" --head="${TRAINER_NODES[0]}" --port="$MASTER_PORT" -- "${COMMAND_LINE[@]}" 2>"$notes/srun.log"
+    --min-free-gib="$MIN_FREE_GIB" --head="${TRAINER_NODES[0]}" --port="$MASTER_PORT" "${servers[@]}" -- \
+    "${COMMAND_LINE[@]}" 2>"$notes/srun.log"
   cat "$notes/srun.log" >&2
   if ! compgen -G "$notes/node_*.log" >/dev/null; then # Slurm started no task, so no node is at fault
     judge record requeued "Slurm did not start the checks: $(tail -n 1 "$notes/srun.log")" --action=requeue

@@ -17,17 +17,42 @@ import ctypes
 import errno
 import json
 import os
-import platform
 import re
 import shutil
 import socket
 import subprocess
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "numpy")
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.serving.process import check_release
+
+if TYPE_CHECKING:
+    from stable_opd_mcore.config.schema import Config
+
+# NCCL's package carries the release of CUDA in its name.
+PACKAGES = (
+    "torch",
+    "nvidia-nccl-*",
+    "transformer-engine",
+    "megatron-core",
+    "sglang",
+    "transformers",
+    "numpy",
+)
+SERVERS = "servers: "  # before what is installed in the servers' environment
+# Prints a line for each package; runs in either environment, so it imports nothing of ours.
+LIST_VERSIONS = f"""
+import platform
+from fnmatch import fnmatch
+from importlib.metadata import distributions
+found = {{(d.name or "").lower().replace("_", "-"): d.version for d in distributions()}}
+print("python", platform.python_version())
+for wanted in {PACKAGES}:
+    print(wanted, next((found[name] for name in sorted(found) if fnmatch(name, wanted)), "absent"))
+"""
 GPU_FIELDS = {  # nvidia-smi's name: the value of a healthy GPU; "[N/A]" passes
     "ecc.errors.uncorrected.volatile.total": "0",
     "retired_pages.pending": "No",
@@ -64,6 +89,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     node.add_argument("--port", type=int, required=True)
     node.add_argument(
+        "--servers", action="store_true", help="the job starts SGLang servers on nodes of their own"
+    )
+    node.add_argument(
         "command_line", nargs="+", help="config and overrides, as of `stable-opd train`"
     )
     network = checks.add_parser("network")
@@ -93,7 +121,9 @@ def check_node(arguments: argparse.Namespace, name: str) -> int:
     if arguments.checks == "on":
         faults |= disk_faults(run_directory, arguments.min_free_gib, is_head)
         faults |= gpu_faults(arguments.gpus)
-        faults |= version_faults(notes, name, arguments.head)
+        faults |= version_faults(
+            notes, name, arguments.head, servers_python(config, arguments.servers)
+        )
         if is_head:
             faults |= port_faults(arguments.port)
     (notes / f"{name}.{'bad' if faults else 'good'}").write_text(json.dumps(faults))
@@ -201,14 +231,59 @@ def query_gpus() -> list[dict[str, str]]:
     return [dict(zip(fields, row, strict=True)) for row in rows]
 
 
-def version_faults(notes: Path, name: str, head: str) -> dict[str, str]:
-    """Packages of which this node has another version than the head node."""
-    mine = [f"python {platform.python_version()}"]
-    for package in PACKAGES:
+def servers_python(config: Config, on_own_nodes: bool) -> str | None:
+    """The interpreter of the SGLang servers that this job starts; None if it starts none."""
+    sglang = config.rollout.sglang
+    starts = config.rollout.engine == "sglang" and sglang.placement != "external"
+    return sglang.python if starts or on_own_nodes else None
+
+
+def version_faults(notes: Path, name: str, head: str, servers_python: str | None) -> dict[str, str]:
+    """Packages of which trainer and servers, or this node and the head node, have other versions.
+
+    Between trainer and servers only NCCL must agree: both are in the group that weights travel by.
+    """
+    mine = versions_in(sys.executable)
+    if servers_python is not None:
         try:
-            mine.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            mine.append(f"{package} absent")
+            theirs = versions_in(servers_python)
+        except (OSError, subprocess.SubprocessError) as error:
+            return {"servers' python": f"rollout.sglang.python={servers_python}: {error}"}
+        faults = server_faults(mine, theirs, servers_python)
+        if faults:
+            return faults
+        mine |= {f"{SERVERS}{package}": version for package, version in theirs.items()}
+    return differences(notes, name, head, [f"{key} {version}" for key, version in mine.items()])
+
+
+def versions_in(python: str) -> dict[str, str]:
+    """Version of Python and of each of PACKAGES in an environment, or "absent"."""
+    listed = subprocess.run(
+        [python, "-c", LIST_VERSIONS], capture_output=True, text=True, timeout=60, check=True
+    )
+    return dict(line.split() for line in listed.stdout.splitlines())
+
+
+def server_faults(trainer: dict[str, str], servers: dict[str, str], python: str) -> dict[str, str]:
+    """What keeps the servers of one environment from working with this trainer."""
+    if servers["sglang"] == "absent":
+        return {"servers' sglang": f"rollout.sglang.python={python} has no SGLang"}
+    try:
+        check_release(servers["sglang"], f"rollout.sglang.python={python}")
+    except UserError as error:
+        return {"servers' sglang": str(error)}
+    nccl = "nvidia-nccl-*"
+    if trainer[nccl] != servers[nccl]:
+        return {
+            "servers' nccl": f"NCCL {trainer[nccl]} (torch {trainer['torch']}) for the trainer, "
+            f"{servers[nccl]} (torch {servers['torch']}) for the servers in {python}: they cannot "
+            "join one group; install the versions of requirements/cluster.toml in both"
+        }
+    return {}
+
+
+def differences(notes: Path, name: str, head: str, mine: list[str]) -> dict[str, str]:
+    """Lines of this node's listing that differ from the head node's."""
     listing = notes / f"{name}.versions"
     listing.with_suffix(".partial").write_text("\n".join(mine))
     listing.with_suffix(".partial").rename(listing)
@@ -219,8 +294,10 @@ def version_faults(notes: Path, name: str, head: str) -> dict[str, str]:
             return {}  # the head node has a fault of its own
         time.sleep(0.2)
     theirs = of_head.read_text().splitlines()
+    if len(theirs) != len(mine):
+        return {"version list": f"{len(mine)} packages listed, {len(theirs)} on {head}"}
     return {
-        f"version of {here.split()[0]}": f"{here}, but {there} on {head}"
+        f"version of {here.rpartition(' ')[0]}": f"{here}, but {there} on {head}"
         for here, there in zip(mine, theirs, strict=True)
         if here != there
     }

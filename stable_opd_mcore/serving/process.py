@@ -47,21 +47,29 @@ class UnsupportedRelease(ServerStartError):
 
 
 def require_release(client: SglangClient) -> None:
-    """Refuse an SGLang older than OLDEST_RELEASE before any weights are sent.
+    """Refuse a server whose SGLang is older than OLDEST_RELEASE, before any weights are sent.
+
+    Raises:
+        UnsupportedRelease: see `check_release`.
+        ServerFailure, RefusedRequest: the server does not state its release.
+    """
+    check_release(client.release(), client.url)
+
+
+def check_release(release: str, where: str) -> None:
+    """Refuse a release of SGLang that is older than OLDEST_RELEASE.
 
     The first three numbers of a version are compared. A build from source may state 0.0.0 and is
     accepted.
 
     Raises:
-        UnsupportedRelease: older than OLDEST_RELEASE.
-        ServerFailure, RefusedRequest: the server does not state its release.
+        UnsupportedRelease: older; the message names `where`.
     """
-    release = client.release()
     numbers = tuple(map(int, re.findall(r"\d+", release)[:3]))
     if numbers != (0, 0, 0) and numbers < OLDEST_RELEASE:
         oldest = ".".join(map(str, OLDEST_RELEASE))
         raise UnsupportedRelease(
-            f"{client.url} runs SGLang {release}; {oldest} or later is needed, whose weights can "
+            f"{where} runs SGLang {release}; {oldest} or later is needed, whose weights can "
             "be verified after an update: install it where rollout.sglang.python points"
         )
 

@@ -14,7 +14,12 @@ CONFIG = "configs/smoke_cpu.yaml"
 
 
 def check_node(
-    notes: Path, *options: str, name: str = "n1", limit: str = "true", **variables: str
+    notes: Path,
+    *options: str,
+    name: str = "n1",
+    limit: str = "true",
+    settings: tuple[str, ...] = (),
+    **variables: str,
 ) -> dict[str, str]:
     """Check a node in a shell after `limit`; its faults."""
     (notes / "token").write_text("7.0\n")
@@ -22,7 +27,7 @@ def check_node(
         free.bind(("", 0))
         port = free.getsockname()[1]
     arguments = ["--token=7.0", f"--port={port}", "--head=n1", *options]
-    arguments += ["--", CONFIG, f"run.directory={notes}"]
+    arguments += ["--", CONFIG, f"run.directory={notes}", *settings]
     command = [sys.executable, "slurm/preflight.py", "node", str(notes), *arguments]
     subprocess.run(
         ["/bin/bash", "-c", f'{limit}; exec "$@"', "bash", *command],
@@ -85,6 +90,55 @@ def test_a_node_with_other_versions_than_the_head_node_is_bad(tmp_path):
     versions = (tmp_path / "n1.versions").read_text()
     (tmp_path / "n1.versions").write_text(versions.replace("torch ", "torch 0."))
     assert "but torch 0." in check_node(tmp_path, name="n2")["version of torch"]
+
+
+def servers_environment(directory: Path, **versions: str) -> tuple[str, str]:
+    """Settings for SGLang servers whose interpreter lists these versions."""
+    installed = {
+        "python": "3.12.3",
+        "torch": "2.14.1",
+        "nvidia-nccl-*": "absent",  # as in the environment of the tests
+        "transformer-engine": "absent",
+        "megatron-core": "absent",
+        "sglang": "0.5.23",
+        "transformers": "5.19.0",
+        "numpy": "2.4.6",
+    } | versions
+    python = directory / "python"
+    lines = "\n".join(f"{name} {version}" for name, version in installed.items())
+    python.write_text(f"#!/bin/bash\necho '{lines}'\n")
+    python.chmod(0o755)
+    return "rollout.engine=sglang", f"rollout.sglang.python={python}"
+
+
+@pytest.mark.parametrize(
+    ("versions", "kind", "words"),
+    [
+        (
+            {"nvidia-nccl-*": "2.30.7"},
+            "servers' nccl",
+            ["NCCL absent (torch ", "2.30.7 (torch 2.14.1)", "requirements/cluster.toml"],
+        ),
+        ({"sglang": "0.5.12"}, "servers' sglang", ["runs SGLang 0.5.12; 0.5.13 or later"]),
+        ({"sglang": "absent"}, "servers' sglang", ["has no SGLang"]),
+    ],
+)
+def test_servers_that_cannot_work_with_the_trainer_are_a_fault(versions, kind, words, tmp_path):
+    settings = servers_environment(tmp_path, **versions)
+    message = check_node(tmp_path, settings=settings)[kind]
+    assert all(word in message for word in words), message
+
+
+def test_the_servers_environments_of_the_nodes_are_compared(tmp_path):
+    settings = servers_environment(tmp_path)
+    assert not check_node(tmp_path, settings=settings)
+    assert "servers: torch 2.14.1" in (tmp_path / "n1.versions").read_text().splitlines()
+    servers_environment(tmp_path, torch="2.11.0")
+    faults = check_node(tmp_path, name="n2", settings=settings)
+    message = "servers: torch 2.11.0, but servers: torch 2.14.1 on n1"
+    assert faults == {"version of servers: torch": message}
+    missing = check_node(tmp_path, "--servers", settings=("rollout.sglang.python=/none",))
+    assert "rollout.sglang.python=/none" in missing["servers' python"]
 
 
 def test_a_node_without_the_shared_file_system_leaves_no_note(tmp_path):

@@ -1,0 +1,81 @@
+"""What names a version of the cluster's software agrees with requirements/cluster.toml."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from stable_opd_mcore.serving.process import OLDEST_RELEASE
+
+ROOT = Path(__file__).parents[1]
+STACK = tomllib.loads((ROOT / "requirements/cluster.toml").read_text())
+PACKAGES = STACK["packages"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_the_extras_pin_the_stack() -> None:
+    extras = PROJECT["optional-dependencies"]
+    pins = {}
+    for requirement in map(Requirement, [*extras["gpu"], *extras["sglang"]]):
+        (specifier,) = requirement.specifier
+        assert specifier.operator == "==", requirement
+        pins[requirement.name] = specifier.version
+    assert pins == {name: PACKAGES[name] for name in pins}
+    assert {"torch", "nvidia-nccl-cu13", "transformer-engine", "sglang"} <= pins.keys()
+
+
+def test_the_project_accepts_the_stack() -> None:
+    for requirement in map(Requirement, PROJECT["dependencies"]):
+        if requirement.name in PACKAGES:
+            assert requirement.specifier.contains(PACKAGES[requirement.name]), requirement
+
+
+def test_sglangs_own_pins_are_in_the_stack() -> None:
+    """As installed for the tests: another torch in the stack could not be installed beside it."""
+    for metadata in ROOT.glob(".venv-sglang/lib/*/site-packages/sglang-*.dist-info/METADATA"):
+        lines = metadata.read_text().splitlines()
+        pins = [Requirement(line[15:]) for line in lines if line.startswith("Requires-Dist: ")]
+        for requirement in pins:
+            if requirement.marker is None and requirement.name in PACKAGES:
+                version = PACKAGES[requirement.name]
+                assert requirement.specifier.contains(version), f"{requirement}, not {version}"
+
+
+def test_the_image_installs_from_the_stack() -> None:
+    dockerfile = (ROOT / "docker/Dockerfile").read_text()
+    assert f"FROM {STACK['image']}\n" in dockerfile
+    assert not re.search(r"==\s*[\d\"$]", dockerfile), "a version beside cluster.toml"
+    printed = {
+        part: subprocess.run(
+            [sys.executable, ROOT / "requirements/cluster_stack.py", part],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.splitlines()
+        for part in ("constraints", "build-flags")
+    }
+    assert printed["constraints"] == [f"{name}=={PACKAGES[name]}" for name in PACKAGES]
+    assert "export NVTE_FRAMEWORK=pytorch" in printed["build-flags"]
+
+
+def test_one_range_of_sglang_releases() -> None:
+    releases = STACK["sglang_releases"]
+    assert releases["oldest"] == ".".join(map(str, OLDEST_RELEASE))
+    assert releases["newest_tested"] == PACKAGES["sglang"]
+    for file, version in (("sglang-old", "oldest"), ("sglang-cpu-nodeps", "newest_tested")):
+        lines = (ROOT / f"requirements/{file}.txt").read_text().splitlines()
+        assert f"sglang=={releases[version]}" in lines
+
+
+def test_the_page_for_clusters_names_the_stack() -> None:
+    page = (ROOT / "docs/cluster.md").read_text()
+    for name in ("torch", "nvidia-nccl-cu13", "transformer-engine", "megatron-core", "sglang"):
+        assert f"| {name} | {PACKAGES[name]} |" in page
+    assert f"python{STACK['python']} -m venv" in page
+    for version in (STACK["sglang_releases"]["oldest"], STACK["sglang_releases"]["newest_tested"]):
+        assert version in page
