@@ -44,25 +44,44 @@ def test_one_shared_stop_id_is_not_merged():
 
 
 def test_stop_targets_have_the_probability_of_all_stop_ids():
-    targets = TargetColumns.of(torch.tensor([3, 2]), (1, 3), vocab_size=4)
-    assert targets.ids_CJ.tolist() == [[3, 1, 3], [2, 1, 3]]
-    found = targets.logprobs(STUDENT.gather(1, targets.ids_CJ), ONE)
+    targets = TargetColumns.of(torch.tensor([3, 2]), (1, 3), HEAD)
+    assert targets.ids_NJ.tolist() == [[3, 1, 3], [2, 1, 3]]
+    found = targets.logprobs(STUDENT.gather(1, targets.ids_NJ), ONE)
     close(found.token_logprob_C.exp(), torch.tensor([0.4, 0.2]))
     close(found.logprob_C.exp(), torch.tensor([0.2 + 0.4, 0.2]))
     close(found.share_CJ, torch.tensor([[0.0, 1 / 3, 2 / 3], [1.0, 0.0, 0.0]]))
 
 
 def test_without_stop_ids_a_target_has_its_own_probability():
-    targets = TargetColumns.of(torch.tensor([3, 2]), (), vocab_size=4)
-    found = targets.logprobs(STUDENT.gather(1, targets.ids_CJ), ONE)
+    targets = TargetColumns.of(torch.tensor([3, 2]), (), HEAD)
+    found = targets.logprobs(STUDENT.gather(1, targets.ids_NJ), ONE)
     assert found.logprob_C is found.token_logprob_C
     assert found.share_CJ.tolist() == [[1], [1]]
+
+
+def test_columns_of_other_shards_are_looked_up_as_zero():
+    """Two shards of two columns, and a third without any."""
+    shards = [Head(torch.empty(2, 1), start, 4) for start in (0, 2, 4)]
+    columns = [TargetColumns.of(torch.tensor([3, 0]), (0, 3), head) for head in shards]
+    parts = [
+        each.gather(STUDENT[:, start : start + 2])
+        for each, start in zip(columns, (0, 2, 4), strict=True)
+    ]
+    close(sum(parts), STUDENT.gather(1, torch.tensor([[3, 0, 3], [0, 0, 3]])))
+    values = torch.arange(6.0).view(2, 3)
+    assert [each.sparse(values).columns_CJ.tolist() for each in columns] == [
+        [[-1, 0, -1], [0, 0, -1]],
+        [[1, -1, 1], [-1, -1, 1]],
+        [[-1] * 3] * 2,
+    ]
+    # What the target adds is added to its stop id.
+    assert columns[0].at_stop_ids(values).tolist() == [[1, 0 + 2], [3 + 4, 5]]
 
 
 def test_stop_ids_outside_the_common_vocabulary_are_refused():
     message = r"stop ids \[4, -1\] lie outside the common vocabulary of 4"
     with pytest.raises(UserError, match=message):
-        TargetColumns.of(torch.tensor([0]), (3, 4, -1), vocab_size=4)
+        TargetColumns.of(torch.tensor([0]), (3, 4, -1), HEAD)
     with pytest.raises(UserError, match=message):
         merge_stops_({"student": STUDENT.clone()}, (3, 4, -1), 1.0, HEAD)
 

@@ -23,7 +23,7 @@ from stable_opd_mcore.losses.vocabulary_sums import (
     Statistics,
     SupportDivergence,
     add_sums,
-    dense_divergence,
+    divergence_sums,
     merge_shards,
 )
 from stable_opd_mcore.scoring.token_scores import score
@@ -106,8 +106,10 @@ def test_dense_divergence_and_its_gradient(kind):
     z = z.detach()
     pair = statistics_of(z, o)
     assert isinstance(pair, PairStatistics)
-    value, term = dense_divergence(kind, pair, z, o, weight, 0.3, 1.0, whole_head(9))
-    close(value, expected.detach())
+    sums = divergence_sums(kind, pair, z, o, 0.3, 1.0, whole_head(9))
+    assert (sums is None) == (kind != "jsd")
+    close(pair.divergence(kind, sums, 0.3), expected.detach())
+    term = pair.term(kind, o, weight, sums, 0.3)
     nowhere = SparseColumns(torch.full((5, 1), -1), torch.zeros(5, 1).double())
     write_gradient_(z, pair.normaliser, torch.zeros(5).double(), nowhere, [term], 1.0)
     close(z, gradient)
@@ -129,16 +131,22 @@ def test_golden_tokens_keep_their_likelihood_at_temperature_1():
     logits, _ = two_models()
     targets, weight = torch.arange(5), torch.tensor([0.0, 0.5, 0.0, 0.0, 2.0]).double()
     head = whole_head(9)
-    assert GoldenLikelihood.of(logits, targets, weight * 0, head) is None
-    golden = GoldenLikelihood.of(logits, targets, weight, head)
-    assert golden is not None
+    golden = GoldenLikelihood.of(logits, torch.tensor([1, 4]), targets, head)
     log_p = logits.log_softmax(1)
-    found = golden.write_into(torch.full((5,), 9.0).double())
-    close(found, torch.tensor([9.0, log_p[1, 1], 9.0, 9.0, log_p[4, 4]]).double())
+    close(golden.logprob_G, log_p[[1, 4], [1, 4]])
     gradient = torch.ones_like(logits)
     golden.add_gradient_(gradient, weight, head)
     one_hot = torch.nn.functional.one_hot(targets, 9)
     close(gradient, 1 + weight[:, None] * (log_p.exp() - one_hot))
+
+
+def test_golden_rows_are_numbered_from_the_start_of_their_block():
+    weight = torch.tensor([0.0, 1.0, 0.0, 0.5, 2.0, 0.0, 0.0, 0.0, 3.0])
+    rows, of_blocks = GoldenLikelihood.rows_of_blocks(weight, 3)
+    assert rows.tolist() == [1, 3, 4, 8]
+    assert [x.tolist() for x in of_blocks] == [[1], [0, 1], [2]]
+    _, of_blocks = GoldenLikelihood.rows_of_blocks(weight[:3] * 0, 2)
+    assert [x.tolist() for x in of_blocks] == [[], []]
 
 
 def shard_slice(vocab: int, padding: int, group: dist.ProcessGroup) -> slice:
