@@ -142,8 +142,7 @@ class Pending:
         """
         futures = [future for _, future in self._futures]
         wait(futures, return_when=FIRST_EXCEPTION)
-        if grace_seconds is not None:
-            wait(futures, timeout=grace_seconds)
+        wait(futures, timeout=grace_seconds)
         for target, future in self._futures:
             if not future.done():
                 target.client.close()

@@ -1,0 +1,165 @@
+"""What all transports share: two buffers, requests to all servers at once, and their failures."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from stable_opd_mcore.rollout.sglang.transports import (
+    GROUP_LOST,
+    INCOMPLETE,
+    Bucket,
+    Buffers,
+    DiskTransport,
+    Target,
+    Transport,
+    description,
+)
+from stable_opd_mcore.serving.client import SglangClient
+from tests.serving.http_server import http_server
+
+CPU = torch.device("cpu")
+DONE = 200, b'{"success": true}'
+
+
+def targets_of(*urls: str) -> list[Target]:
+    return [Target(f"server_{i}", SglangClient(url), 1) for i, url in enumerate(urls)]
+
+
+def opened(*urls: str) -> Transport:
+    transport = Transport(30.0)
+    transport.open(targets_of(*urls), "0")
+    return transport
+
+
+def bucket_of(**tensors: torch.Tensor) -> Bucket:
+    flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()])
+    return Bucket(flat, tuple(tensors.items()))
+
+
+def test_two_buffers_are_used_in_turn_and_grow_alone():
+    buffers = Buffers()
+    first, second = buffers.take(10, CPU), buffers.take(6, CPU)
+    assert (first.dtype, first.numel(), second.numel()) == (torch.uint8, 10, 6)
+    assert first.data_ptr() != second.data_ptr()
+    smaller = buffers.take(8, CPU)
+    assert (smaller.numel(), smaller.data_ptr()) == (8, first.data_ptr())
+    larger = buffers.take(20, CPU)
+    assert larger.numel() == 20
+    assert buffers.take(10, CPU).data_ptr() == first.data_ptr()
+    assert buffers.take(20, CPU).data_ptr() == larger.data_ptr()
+
+
+def recording(reply: tuple[int, bytes]) -> tuple[list[str], Callable[[str], tuple[int, bytes]]]:
+    paths: list[str] = []
+
+    def answer(path: str) -> tuple[int, bytes]:
+        paths.append(path)
+        return reply
+
+    return paths, answer
+
+
+def test_a_server_that_fails_is_recorded_and_sent_nothing_more():
+    loads, accept = recording(DONE)
+    refused, refuse = recording((200, b'{"success": false, "message": "no such group"}'))
+    invalid, reject = recording((400, b"bad shape"))
+    with http_server(accept) as a, http_server(refuse) as b, http_server(reject) as c:
+        transport = opened(a, b, c)
+        for _ in range(2):
+            transport.post("/update", lambda _: {}).wait()
+    assert (len(loads), len(refused), len(invalid)) == (2, 1, 1)
+    assert [target.name for target in transport.alive] == ["server_0"]
+    assert transport.failed.keys() == {"server_1", "server_2"}
+    assert transport.failed["server_1"].endswith("/update: no such group")
+    assert "bad shape" in transport.failed["server_2"]
+
+
+def test_the_first_reason_of_a_failure_is_kept_until_the_next_publish():
+    transport = opened("http://127.0.0.1:9")
+    (target,) = transport.alive
+    transport.fail(target, "first")
+    transport.fail(target, "second")
+    assert transport.failed == {"server_0": "first"}
+    transport.open([target], "1")
+    assert transport.alive == [target]
+
+
+def test_a_failure_does_not_drop_the_requests_to_slower_servers():
+    failed = threading.Event()
+
+    def refuse(path: str) -> tuple[int, bytes]:
+        failed.set()
+        return 400, b"refused"
+
+    def reply_late(path: str) -> tuple[int, bytes]:
+        failed.wait(30)
+        time.sleep(0.2)
+        return DONE
+
+    with http_server(refuse) as fails, http_server(reply_late) as loads:
+        transport = opened(fails, loads)
+        transport.post("/update", lambda _: {}).wait()
+    assert transport.failed.keys() == {"server_0"}
+
+
+def test_after_a_failure_other_servers_are_waited_for_no_longer_than_the_grace():
+    """The second server does not reply before the test ends."""
+    released = threading.Event()
+
+    def reply_late(path: str) -> tuple[int, bytes]:
+        released.wait(30)
+        return DONE
+
+    with http_server(lambda path: (400, b"refused")) as fails, http_server(reply_late) as hangs:
+        transport = opened(fails, hangs)
+        pending = transport.post("/update", lambda _: {})
+        pending.wait(grace_seconds=0.05)
+        assert pending.has_failed()
+        released.set()
+    assert transport.failed["server_1"] == f"{GROUP_LOST}: another server failed"
+    assert "refused" in transport.failed["server_0"]
+
+
+def test_the_description_of_a_bucket():
+    bucket = bucket_of(a=torch.zeros(2, 3), b=torch.zeros(4, dtype=torch.bfloat16))
+    assert description(bucket) == {
+        "names": ["a", "b"],
+        "dtypes": ["float32", "bfloat16"],
+        "shapes": [[2, 3], [4]],
+        "flush_cache": False,
+        "weight_version": INCOMPLETE,
+    }
+
+
+def test_servers_read_a_directory_when_all_its_files_are_written(tmp_path):
+    """Files of an earlier publish with the same label are gone."""
+    seen: list[dict[str, int]] = []
+
+    def read(path: str) -> tuple[int, bytes]:
+        assert path == "/update_weights_from_disk"
+        seen.append({file.name: file.stat().st_size for file in (tmp_path / "3-1").iterdir()})
+        return DONE
+
+    (tmp_path / "3-1").mkdir()
+    (tmp_path / "3-1" / "model-00003.safetensors").write_bytes(b"old")
+    with http_server(read) as url:
+        transport = DiskTransport(30.0, tmp_path, {"architectures": ["Tiny"]})
+        transport.open(targets_of(url), "3-1")
+        for size in (1000, 10):
+            transport.send(bucket_of(weight=torch.zeros(size)))
+        assert seen == []
+        transport.close()
+    config = json.loads((tmp_path / "3-1" / "config.json").read_text())
+    assert config == {"architectures": ["Tiny"]}
+    assert transport.failed == {}
+    ((files),) = seen
+    names = ["config.json", "model-00001.safetensors", "model-00002.safetensors"]
+    assert sorted(files) == names
+    assert files[names[1]] - files[names[2]] >= 4 * 990
+    transport.clean_up()
+    assert not list(tmp_path.iterdir())
