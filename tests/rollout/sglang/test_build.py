@@ -1,0 +1,63 @@
+"""How the run's servers start: their options and the directory they read."""
+
+import json
+
+import pytest
+
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.rollout.sglang.build import server_options, write_model_config
+from stable_opd_mcore.serving.process import ServerOptions
+from tests.config.cases import run_with
+from tests.models import tiny
+
+
+def options_of(sglang: dict, number: int = 0, **train) -> ServerOptions:
+    config = run_with(rollout={"engine": "sglang", "sglang": sglang}, train=train)
+    return server_options(config, "model", number, (2, 3), 2, "cuda")
+
+
+def test_a_server_has_its_own_port_and_its_own_gpus():
+    """Port 0 stays 0: each server takes a free one."""
+    assert [options_of({"port": 30000}, number).port for number in range(3)] == [
+        30000,
+        30001,
+        30002,
+    ]
+    assert [options_of({}, number).port for number in range(2)] == [0, 0]
+    options = options_of({"host": "0.0.0.0", "arguments": ["--log-level", "info"]})
+    assert (options.gpus, options.tensor, options.host) == ((2, 3), 2, "0.0.0.0")
+    assert options.arguments == ("--log-level", "info")
+    assert options.dummy_weights
+
+
+def test_only_colocated_servers_release_their_memory():
+    colocated, others = options_of({"placement": "colocated"}), options_of({})
+    assert (colocated.memory_saver, others.memory_saver) == (True, False)
+    assert 0 < colocated.memory_share < 1
+    assert others.memory_share is None
+
+
+def test_the_precision_is_the_trainers_unless_it_is_set():
+    assert options_of({}, precision="bf16").dtype == "bfloat16"
+    assert options_of({"dtype": "float32"}, precision="bf16").dtype == "float32"
+
+
+def test_the_key_is_that_of_the_file(tmp_path):
+    file = tmp_path / "key"
+    file.write_text("secret\n")
+    assert options_of({"api_key_file": str(file)}).api_key == "secret"
+    assert options_of({}).api_key is None
+    with pytest.raises(UserError, match="absent"):
+        options_of({"api_key_file": str(tmp_path / "absent")})
+
+
+def test_a_model_directory_names_the_class_that_sglang_loads(tmp_path):
+    fields = tiny.config("qwen2")
+    path = write_model_config(read_architecture(fields), tmp_path / "new" / "model")
+    assert [file.name for file in path.iterdir()] == ["config.json"]
+    written = json.loads((path / "config.json").read_text())
+    assert written == {"architectures": ["Qwen2ForCausalLM"]} | fields
+    named = read_architecture(fields | {"architectures": ["Qwen2Special"]})
+    write_model_config(named, path)  # a second run of the same name
+    assert json.loads((path / "config.json").read_text())["architectures"] == ["Qwen2Special"]
