@@ -82,7 +82,8 @@ class TrainConfig(Section):
     minibatches: PositiveInt = 1
     """Optimizer steps per batch of rollouts; the prompts are dealt to them in turn."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations of the student that the backward pass computes again; Megatron's modes."""
+    """Activations of the student that the backward pass computes again: `full` whole layers,
+    `selective` the MLPs, which keep most of them."""
     loss_block_tokens: PositiveInt = 1024
     """Tokens whose logits exist at once in the loss. More are taken where the vocabulary is small,
     fewer on a CPU where it is large."""

@@ -19,7 +19,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention
@@ -214,11 +213,7 @@ class TorchSelfAttention(SelfAttention):
             attention = partial(_packed, buckets=packed.buckets, keys=packed.keys)
         else:
             attention = partial(_padded, mask=attention_mask)
-        if self.checkpoint_core_attention and self.training:
-            output = tensor_parallel.checkpoint(attention, False, *heads)
-        else:
-            output = attention(*heads)
-        return self.linear_proj(output)
+        return self.linear_proj(attention(*heads))
 
 
 def _padded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

@@ -129,15 +129,23 @@ def transformer_config(
         # With two interleaved stages, a batch of both directions swaps their messages.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
+        batch_p2p_sync=False,  # a device synchronisation for every message, for torch before 1.12
         calculate_per_token_loss=True,  # losses are sums: Megatron divides by nothing
         recompute_granularity=None if recompute == "none" else recompute,
+        # Megatron's default, the attention, keeps nothing large when it is fused; norms are fused
+        # into Transformer Engine's linear layers. The MLP keeps most of a layer's activations.
+        recompute_modules=["mlp"] if recompute == "selective" else None,
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=1 if recompute == "full" else None,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=False,  # train/student.py does it without Apex
         masked_softmax_fusion=False,
         persist_layer_norm=fused,
-        bias_activation_fusion=fused,
-        bias_dropout_fusion=fused,
+        # Megatron's own fusions are torch.compile, which compiles again when the number of tokens
+        # changes. SwiGLU is Transformer Engine's kernel; without dropout and bias the third fusion
+        # would be one addition.
+        use_te_activation_func=fused,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
         apply_rope_fusion=fused,
     )
 

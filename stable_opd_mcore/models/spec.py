@@ -33,7 +33,9 @@ def transformer_engine_is_usable() -> bool:
 def layer_spec(config: TransformerConfig, vp_stage: int | None, pipeline_rank: int) -> Any:
     """The `transformer_layer_spec` of GPTModel for one model chunk."""
     if transformer_engine_is_usable():
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        return get_gpt_layer_with_transformer_engine_spec(
+            qk_layernorm=config.qk_layernorm, use_te_activation_func=config.use_te_activation_func
+        )
     return _torch_block_spec(config, vp_stage, pipeline_rank)
 
 

@@ -90,13 +90,15 @@ class ModelSize:
             # The values are a view that keeps all of q, k and v; the gate's activation stays, too.
             elements = 3 * queries + 3 * keys + 5 * ffn
         saved = element_bytes * elements + norms
+        if recompute == "selective":  # the MLP, from the input of Transformer Engine's fused norm
+            saved -= element_bytes * (3 if layers == "transformer_engine" else 5) * ffn
+            if layers == "transformer_engine":
+                saved -= element_bytes * hidden + 4 / self._norm_ranks
         if model.family.qk_norm:
             heads = (model.num_attention_heads + model.num_key_value_heads) / t
             saved += self._norm_bytes(queries + keys, heads, layers, element_bytes)
             saved -= element_bytes * (queries + keys)  # their outputs are not kept
-        if recompute == "none":
-            saved += 4 * model.num_attention_heads / t  # log-sums of the attention
-        return saved
+        return saved + 4 * model.num_attention_heads / t  # log-sums of the attention
 
     def saved_outside_layers(self, last: bool, layers: Layers, element_bytes: int) -> float:
         """As saved_bytes: the stage's ids and rotary angles, and the last stage's final norm."""
@@ -125,6 +127,12 @@ class ModelSize:
         matmul = qkv + 3 * model.ffn_hidden_size * model.hidden_size
         attention = 2 * self.query_width * mean_context
         return 2 * model.num_layers * tokens * (matmul + attention)
+
+    def mlp_share(self) -> float:
+        """The MLPs' share of a layer's products, attention scores excluded."""
+        model = self.architecture
+        mlp = 3 * model.ffn_hidden_size
+        return mlp / (mlp + 2 * self.query_width + 2 * self.key_width)
 
     def head_flops(self, rows: float) -> float:
         """One product of hidden states with the whole output head."""

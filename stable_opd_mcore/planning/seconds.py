@@ -60,7 +60,10 @@ def step_seconds(
     if models.teacher is not None:
         teacher = ModelSize(models.teacher, layout)
         scorers.append(_forward_seconds(config, teacher, layout, device, work, gpus_per_node))
-    passes = 4 if config.train.recompute == "full" else 3  # forward, and two products backward
+    # Forward, two products backward, and what the backward pass computes again.
+    passes = (
+        3 + {"none": 0.0, "selective": student.mlp_share(), "full": 1.0}[config.train.recompute]
+    )
     heads = [student] + ([student] if models.reference else [])
     if models.teacher is not None:
         heads.append(ModelSize(models.teacher, layout))

@@ -40,8 +40,13 @@ class Student:
         self.clip_grad = config.clip_grad
         self.distributed = config.distributed
         bf16 = precision == "bf16"
+        # The sum over replicas starts inside the last micro-batch's backward pass, bucket by
+        # bucket. The weights' gather is not overlapped with the next forward pass: they are checked
+        # and published before it, so there would be nothing to overlap with.
+        replicas = chunks[0].pg_collection.dp_cp.size()
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
+            overlap_grad_reduce=replicas > 1,
             use_distributed_optimizer=config.distributed,
             average_in_collective=False,
             check_for_nan_in_grad=False,  # require_finite names the step, before any weight moves
@@ -50,6 +55,12 @@ class Student:
             DistributedDataParallel(chunk.config, ddp, chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(chunks)
         ]
+        # All chunks share one config, from which the pipeline schedule takes this.
+        no_sync = [chunk.no_sync for chunk in self.model]
+        schedule: Any = chunks[0].config  # typed for one chunk only
+        schedule.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        for chunk in chunks:
+            _accumulate_in_main_grad(chunk)
         self.optimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",
@@ -89,3 +100,15 @@ class Student:
                 optimizer.get_parameters(), self.clip_grad, self._grad_norm
             )
         self.optimizer.step_with_ready_grads()
+
+
+def _accumulate_in_main_grad(chunk: HiddenStatesGPTModel) -> None:
+    """Let Transformer Engine's layers add weight gradients to `main_grad` inside their GEMMs.
+
+    Else each micro-batch writes a gradient in bf16, which the gradient hook reads and adds. Not by
+    Megatron's setting `gradient_accumulation_fusion`: it also asks for NVIDIA's Apex, for the
+    output layer, which never runs here. The torch layers have no such GEMM.
+    """
+    for module in chunk.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            setattr(module, "fuse_wgrad_accumulation", True)  # noqa: B010  # unknown to Module

@@ -76,9 +76,7 @@ def test_recomputation_is_bit_identical(recompute, world: World) -> None:
     results = []
     for how in ("none", recompute):
         (chunk,) = build_model(architecture, world, recompute=how)
-        assert chunk.decoder.layers[0].self_attention.checkpoint_core_attention == (
-            how == "selective"
-        )
+        assert chunk.decoder.layers[0].recompute_mlp == (how == "selective")
         hidden_TH = forward_hidden(chunk, batch)
         (hidden_TH * torch.linspace(-1, 1, 32)).sum().backward()
         grads = [p.grad for p in chunk.decoder.parameters()]

@@ -21,6 +21,7 @@ from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from stable_opd_mcore.records import MicroBatch, Sample, TokenWeights
 from stable_opd_mcore.train.loop import train
 from stable_opd_mcore.train.student import Student
+from tests.parallel.launch import run_ranks
 from tests.train.runs import tiny_architecture, tiny_config
 
 
@@ -125,4 +126,44 @@ def test_a_loss_in_megatrons_buffer_is_differentiated_as_it_is():
     loss = fused_loss(hidden, head, batch, Terms()).loss
     with pytest.raises(RuntimeError, match="must be differentiated as it is"):
         (2 * loss).backward()
+    stop_world()
+
+
+def test_replicas_sum_gradients_inside_the_last_backward_pass():
+    """From the second step on: in the first Megatron counts the gradients of each bucket."""
+    run_ranks(2, check_overlapped_sum)
+
+
+def check_overlapped_sum(rank: int, world_size: int) -> None:
+    for distributed in (False, True):
+        world = start_world(ParallelConfig(), seed=0)
+        chunks = build_model(read_architecture(tiny_architecture(32, 2)), world)
+        student = Student(chunks, OptimizerConfig(distributed=distributed), "fp32")
+        sums = student.model[0].bucket_groups
+        for step in range(3):
+            student.zero_grad()
+            run_golden(student.model, chunks, world)
+            assert all((group.grad_reduce_handle is not None) == (step > 0) for group in sums)
+            norm = student.finish_grads()
+        alone = sum(float(p.grad.double().square().sum()) for p in plain_parameters(world))
+        assert norm == pytest.approx(2 * alone**0.5, rel=1e-5)
+        stop_world()
+
+
+def plain_parameters(world: World) -> list[torch.nn.Parameter]:
+    """Of the same model without Megatron's buffers, with the gradients of one replica."""
+    chunks = build_model(read_architecture(tiny_architecture(32, 2)), world)
+    run_golden(chunks, chunks, world)
+    return list(chunks[0].parameters())
+
+
+def test_layers_that_can_are_told_to_add_to_megatrons_buffer():
+    """As Transformer Engine's linear layers do; it is not installed here."""
+    world = start_world(ParallelConfig(), seed=0)
+    chunks = build_model(read_architecture(tiny_architecture(32, 2)), world)
+    layer = chunks[0].decoder.layers[1].mlp.linear_fc1
+    layer.fuse_wgrad_accumulation = False
+    Student(chunks, OptimizerConfig(), "fp32")
+    assert layer.fuse_wgrad_accumulation
+    assert not hasattr(chunks[0].decoder.layers[0].mlp.linear_fc1, "fuse_wgrad_accumulation")
     stop_world()
