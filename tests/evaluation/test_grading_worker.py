@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -18,7 +19,7 @@ ENDLESS = r"\boxed{9^{9^{9^{9}}}+1}"
     ("response", "gold", "expected"),
     [
         (r"\boxed{\frac{1}{2}}", "0.5", True),
-        (r"\boxed{0.5}", r"\frac{1}{2}", True),  # a bare gold answer is read as a formula
+        (r"\boxed{2\sqrt{3}}", r"2\sqrt{3}", True),  # bare LaTeX is read as a formula
         (r"\boxed{0.5}", r"$\frac{1}{2}$", True),
         (r"\boxed{0.5}", r"\boxed{\frac{1}{2}}", True),
         (r"\boxed{3} or \boxed{}", "3", True),
@@ -56,6 +57,15 @@ def test_a_worker_survives_sigterm_and_ends_with_its_input():
             assert process.stdout.readline() == f"{verdict}\n"
         rest, errors = process.communicate(timeout=30)
         assert (rest, errors, process.returncode) == ("", "", 0)
+
+
+def test_a_worker_may_wait_for_its_next_item_longer_than_one_may_take():
+    with worker(1.0) as process:
+        ask(process, r"\boxed{7}", "7")
+        assert process.stdout.readline() == "true\n"
+        time.sleep(1.2)
+        ask(process, r"\boxed{8}", "7")
+        assert process.stdout.readline() == "false\n"
 
 
 def test_a_worker_whose_parent_is_gone_ends_in_an_endless_item():
