@@ -49,7 +49,7 @@ class OptimizerConfig(Section):
     min_lr: float = Field(default=0.0, ge=0)
     """Learning rate at the last step of a `linear` or `cosine` schedule."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Of the learning rate after the warm-up."""
+    """How the learning rate changes after the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up, from lr / warmup_steps."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -73,9 +73,10 @@ class TrainConfig(Section):
     steps: PositiveInt = 800
     """Training steps, each with its own batch of rollouts."""
     seed: int = Field(default=0, ge=0)
-    """Of the order of prompts, of sampling and of random weights."""
+    """Seed of the order of prompts, of sampling and of random weights."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Of weights and activations. Gradients and the optimizer's weights are fp32 in both."""
+    """Data type of weights and activations. Gradients and the optimizer's weights are fp32 with
+    either."""
     micro_batch_tokens: PositiveInt = 16384
     """Tokens packed into one micro-batch, over all ranks of `parallel.context`. A longer sequence
     has a micro-batch of its own."""
@@ -99,8 +100,8 @@ class CheckpointConfig(Section):
 
 
 COLLECTIVE_TIMEOUT_MINUTES = 24 * 60
-"""Longest wait in a collective. It must be far above the watchdog's limit: the watchdog finds the
-rank that hangs, while the collective that times out first ends a rank that waited for it."""
+"""Longest wait in a collective. It must be far above the watchdog's limit. The watchdog names the
+rank that hangs; a collective that times out earlier ends ranks that only wait for that rank."""
 
 
 class FaultConfig(Section):

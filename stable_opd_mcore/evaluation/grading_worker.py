@@ -1,8 +1,8 @@
 """The subprocess of grading.Grader: runs math-verify, one item at a time, until its input ends.
 
 Reads JSON lines [response, gold] and writes "true" or "false". It imports the standard library and
-math-verify only, so that it starts fast and holds nothing of a distributed run. Not here: the time
-limit of an item, which the parent keeps; an alarm ends a worker whose parent is gone.
+math-verify only, so that it starts fast and holds nothing of a distributed run. An alarm ends a
+worker whose parent is gone. Not here: the time limit of an item, which the parent keeps.
 """
 
 import json
@@ -24,7 +24,7 @@ _LATEX = re.compile(r"(?<!\\)\$|\\boxed|\\\[|\\\(")
 def is_right(response: str, gold: str) -> bool:
     """Whether math-verify finds the gold answer in the response, with its default extraction.
 
-    Its own timeouts are off: they are signals, which C code ignores.
+    math-verify's own timeouts are off: they are signals, which do not interrupt C code.
     """
     from math_verify import parse, verify
 
@@ -42,7 +42,7 @@ def serve(orphan_seconds: float) -> None:
     finishes its training step.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # What libraries print goes to standard error, so that the verdicts stand alone.
+    # Libraries print to standard error from here on, so that only verdicts reach the parent.
     verdicts = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     warnings.simplefilter("ignore")

@@ -61,8 +61,8 @@ def output_head(chunks: Sequence[torch.nn.Module], vocab_size: int | None = None
     """This tensor rank's shard of the head, the parameter itself; None before the last stage.
 
     Args:
-        vocab_size: the common vocabulary of student and teacher, whose other rows are padding;
-            None: the architecture's.
+        vocab_size: the common vocabulary of student and teacher; rows of the head beyond it are
+            padding. None: the architecture's.
     """
     last = unwrap(chunks[-1])
     if not last.post_process:
@@ -87,7 +87,7 @@ def forward_hidden(chunk: torch.nn.Module, microbatch: MicroBatch) -> Tensor:
         next stage.
 
     Raises:
-        ValueError: T is no multiple of the sequence-parallel ranks, to which packing pads it.
+        ValueError: T is no multiple of the number of sequence-parallel ranks (packing pads it).
     """
     model = unwrap(chunk)
     num_tokens, ranks = microbatch.tokens_T.numel(), model.pg_collection.tp.size()
@@ -116,6 +116,6 @@ def _packed_sequences(microbatch: MicroBatch, model: HiddenStatesGPTModel) -> Pa
     }
     if isinstance(model.rotary_pos_emb, RotaryByPosition):
         return PackedSequences.of(microbatch.cu_seqlens, microbatch.positions_T, group, **described)
-    if group.size() > 1:  # Transformer Engine needs both; padding is part of a sequence here
+    if group.size() > 1:  # Transformer Engine needs both; here a sequence's end includes padding
         described["cu_seqlens_q_padded"] = described["cu_seqlens_kv_padded"] = microbatch.cu_seqlens
     return PackedSeqParams(**described)

@@ -15,10 +15,10 @@ from stable_opd_mcore.monitoring.names import NAMES
 
 WINDOW = 5  # steps of the trailing mean
 SMOOTH_FROM = 25  # rows from which curves are trailing means
-MAX_FAINT_RUNS = 6  # up to so many runs, single steps are drawn behind the trailing means
+MAX_FAINT_RUNS = 6  # with more runs, single steps are not drawn behind the trailing means
 
-# The colours of Okabe and Ito, which the common kinds of colour blindness can distinguish, without
-# yellow; then grey and dark red. Further labels repeat the colours with dashed lines.
+# Six colours of Okabe and Ito, which colour-blind readers can distinguish, then grey and dark red.
+# Further labels repeat the colours with dashed lines.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#AA3377")
 DASHES = ("solid", "dash", "dot", "dashdot")
 
@@ -112,8 +112,8 @@ FIGURES = (
     Figure(
         "Student and teacher",
         "The 16 most probable tokens of each model; in a healthy run the shared ones hold nearly "
-        "all probability. A teacher that does not stop where the student stops trains the student "
-        "to stop no longer.",
+        "all probability. If the teacher does not stop where the student stops, the student is "
+        "trained not to stop.",
         (
             Panel("overlap/ratio", "Shared top tokens", share=True),
             Panel("overlap/student_mass", "Student's mass on them", share=True),

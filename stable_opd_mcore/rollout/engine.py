@@ -90,7 +90,7 @@ class RolloutEngine(Protocol):
 
 
 class NothingInFlight:
-    """The methods of an engine that draws in this process and nothing ahead."""
+    """The methods of an engine that has no servers and cannot prefetch."""
 
     def prefetch(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> None:
         """Do nothing."""
@@ -99,7 +99,7 @@ class NothingInFlight:
         return None
 
     def restore(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Drop the rollouts; `generate` draws them again."""
+        """Ignore the rollouts; `generate` draws them again."""
 
     def take_metrics(self) -> Metrics:
         return Metrics()
