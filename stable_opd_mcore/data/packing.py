@@ -32,6 +32,7 @@ def pack(
     max_tokens: int,
     data_rank: int,
     data_size: int,
+    attention_length: float = math.inf,
     pad_to_multiple: int = 1,
     sequence_multiple: int = 1,
     microbatch_multiple: int = 1,
@@ -44,6 +45,8 @@ def pack(
             for the metrics.
         weights: one per sample, one value per response token.
         max_tokens: limit of T; a longer sequence is a micro-batch of its own.
+        attention_length: tokens of a sequence whose attention costs as much as all else
+            (Architecture.attention_length). Ranks and micro-batches are balanced by this cost.
         pad_to_multiple: T is a multiple of this (World.token_multiple).
         sequence_multiple: every sequence's length is a multiple of this
             (World.sequence_multiple).
@@ -61,11 +64,12 @@ def pack(
         _check(index, sample, weight)
     lengths = np.array([_length(sample) for sample in samples], dtype=np.int64)
     lengths = _up_to(sequence_multiple, lengths)
-    shares = partition(lengths, data_size)
+    costs = lengths * (1 + lengths / attention_length)
+    shares = partition(costs, data_size)
     plans = [fill(lengths, share, max_tokens) for share in shares]
     count = max(1, *(len(plan) for plan in plans))
     count = -(-count // microbatch_multiple) * microbatch_multiple
-    mine = plans[data_rank] + [[]] * (count - len(plans[data_rank]))
+    mine = level(lengths, costs, plans[data_rank], count, max_tokens)
     advantages_given = any(weight.advantage is not None for weight in weights)
     multiples = (sequence_multiple, math.lcm(sequence_multiple, pad_to_multiple))
     return [
@@ -73,17 +77,17 @@ def pack(
     ]
 
 
-def partition(lengths: np.ndarray, parts: int) -> list[list[int]]:
-    """Indices of the sequences of each part, balanced by tokens.
+def partition(costs: np.ndarray, parts: int) -> list[list[int]]:
+    """Indices of the sequences of each part, balanced by cost.
 
-    The longest sequence comes first, each goes to the part with the fewest tokens, ties to the
-    lower part.
+    The costliest sequence comes first, each goes to the part with the lowest sum, ties to the lower
+    part.
     """
-    loads = [0] * parts
+    loads = [0.0] * parts
     shares: list[list[int]] = [[] for _ in range(parts)]
-    for index in np.argsort(-lengths, kind="stable").tolist():
+    for index in np.argsort(-costs, kind="stable").tolist():
         part = loads.index(min(loads))
-        loads[part] += int(lengths[index])
+        loads[part] += float(costs[index])
         shares[part].append(index)
     return shares
 
@@ -102,6 +106,33 @@ def fill(lengths: np.ndarray, members: Sequence[int], max_tokens: int) -> list[l
             bins[place].append(index)
             room[place] -= length
     return bins
+
+
+def level(
+    lengths: np.ndarray,
+    costs: np.ndarray,
+    bins: Sequence[Sequence[int]],
+    count: int,
+    max_tokens: int,
+) -> list[list[int]]:
+    """The members of bins in `count` bins of about equal cost, still at most max_tokens in a bin.
+
+    Pipeline stages wait for the costliest micro-batch, and the last of `fill` may be nearly empty.
+    The costliest member comes first, each goes to the bin with the lowest sum that has room. Where
+    one finds no room, the bins stay as they are; missing bins are empty.
+    """
+    levelled: list[list[int]] = [[] for _ in range(count)]
+    loads, used = [0.0] * count, [0] * count
+    for index in sorted((i for members in bins for i in members), key=lambda i: -costs[i]):
+        length = int(lengths[index])
+        open_bins = [k for k in range(count) if not used[k] or used[k] + length <= max_tokens]
+        if not open_bins:
+            return [list(members) for members in bins] + [[]] * (count - len(bins))
+        place = min(open_bins, key=lambda k: loads[k])
+        levelled[place].append(index)
+        loads[place] += float(costs[index])
+        used[place] += length
+    return levelled
 
 
 def _length(sample: Sample) -> int:

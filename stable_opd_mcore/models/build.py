@@ -129,7 +129,7 @@ def transformer_config(
         # With two interleaved stages, a batch of both directions swaps their messages.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
-        batch_p2p_sync=False,  # a device synchronisation for every message, for torch before 1.12
+        batch_p2p_sync=False,  # a device synchronisation per message, for old torch versions
         calculate_per_token_loss=True,  # losses are sums: Megatron divides by nothing
         recompute_granularity=None if recompute == "none" else recompute,
         # Megatron's default, the attention, keeps nothing large when it is fused; norms are fused

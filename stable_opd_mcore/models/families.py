@@ -77,6 +77,20 @@ class Architecture:
     def family(self) -> Family:
         return FAMILIES[self.model_type]
 
+    @property
+    def layer_products(self) -> int:
+        """Multiplications of one token in one layer, without the attention's scores and sums."""
+        heads = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
+        return (heads + 3 * self.ffn_hidden_size) * self.hidden_size
+
+    @property
+    def attention_length(self) -> float:
+        """Tokens of a sequence whose causal attention multiplies as much as all else in a layer.
+
+        A token multiplies with keys and values of half the sequence, in the mean.
+        """
+        return self.layer_products / (self.num_attention_heads * self.head_dim)
+
 
 def read_architecture(source: str | Path | Mapping[str, Any]) -> Architecture:
     """Read a model directory, a config.json, or its fields given inline.

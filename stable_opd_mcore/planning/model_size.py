@@ -123,16 +123,13 @@ class ModelSize:
     def forward_flops(self, tokens: float, mean_context: float) -> float:
         """Of the whole model over all its ranks, head excluded; causal attention."""
         model = self.architecture
-        qkv = (2 * self.query_width + 2 * self.key_width) * model.hidden_size
-        matmul = qkv + 3 * model.ffn_hidden_size * model.hidden_size
         attention = 2 * self.query_width * mean_context
-        return 2 * model.num_layers * tokens * (matmul + attention)
+        return 2 * model.num_layers * tokens * (model.layer_products + attention)
 
     def mlp_share(self) -> float:
         """The MLPs' share of a layer's products, attention scores excluded."""
         model = self.architecture
-        mlp = 3 * model.ffn_hidden_size
-        return mlp / (mlp + 2 * self.query_width + 2 * self.key_width)
+        return 3 * model.ffn_hidden_size * model.hidden_size / model.layer_products
 
     def head_flops(self, rows: float) -> float:
         """One product of hidden states with the whole output head."""

@@ -200,6 +200,7 @@ def pack_minibatch(run: Run, samples: Sequence[Sample]) -> list[MicroBatch]:
         samples,
         run.objective.token_weights(samples),
         max_tokens=run.config.train.micro_batch_tokens,
+        attention_length=run.student.chunks[0].architecture.attention_length,
         data_rank=world.batch_rank,
         data_size=world.batch_size,
         pad_to_multiple=world.token_multiple,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from stable_opd_mcore.data.packing import fill, pack, partition
+from stable_opd_mcore.data.packing import _length, fill, level, pack, partition
 from stable_opd_mcore.records import Sample, TokenWeights
 
 
@@ -209,6 +209,62 @@ def test_equal_lengths_keep_their_order():
     lengths = np.random.default_rng(0).integers(1, 4, 400)
     (order,) = partition(lengths, 1)
     assert order == sorted(range(400), key=lambda index: (-lengths[index], index))
+
+
+def test_a_long_sequence_weighs_as_much_as_its_attention_costs():
+    """By tokens alone the one of 8 would lie with another of 2: 10 against 10."""
+    lengths = np.array([8, 2, 2, 2, 2, 2, 2])
+    assert sorted(map(sorted, partition(lengths * (1 + lengths / 4), 2))) == [[0], [*range(1, 7)]]
+    samples, weights = make_samples(30, longest=60)
+
+    def shares(attention_length: float) -> list[set[int]]:
+        found = []
+        for rank in range(2):
+            batches = pack(
+                samples,
+                weights,
+                max_tokens=64,
+                data_rank=rank,
+                data_size=2,
+                attention_length=attention_length,
+            )
+            found.append({int(i) for batch in batches for i in batch.sample_index_N})
+        return found
+
+    whole, short = shares(float("inf")), shares(5.0)
+    assert set.union(*whole) == set.union(*short) == set(range(30))
+    tokens, squares = (
+        [sum(_length(samples[i]) ** power for i in share) for share in short] for power in (1, 2)
+    )
+    costs = [a + b / 5.0 for a, b in zip(tokens, squares, strict=True)]
+    assert abs(costs[0] - costs[1]) < 0.02 * sum(costs)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_levelled_micro_batches_hold_the_same_sequences_and_cost_about_the_same(seed):
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(1, 40, 30)
+    lengths[0] = 70  # longer than a micro-batch
+    costs = lengths * (1 + lengths / 20)
+    bins = fill(lengths, range(30), 64)
+    for count in (len(bins), len(bins) + 2):
+        found = level(lengths, costs, bins, count, 64)
+        assert len(found) == count
+        assert sorted(i for members in found for i in members) == list(range(30))
+        assert all(lengths[members].sum() <= 64 or members == [0] for members in found)
+
+        def highest(plan):
+            return max(costs[members].sum() for members in plan)
+
+        assert highest(found) <= highest(bins)
+
+
+def test_bins_that_cannot_be_levelled_stay_as_they_are():
+    """Longest first, each to the emptiest bin: 4 and 4 apart, and the last 3 finds no room."""
+    lengths = np.array([4, 4, 3, 3, 3])
+    bins = [[0, 1], [2, 3, 4]]
+    assert level(lengths, lengths, bins, 2, 9) == bins
+    assert level(lengths, lengths, bins, 3, 9) == [[0, 4], [1], [2, 3]]
 
 
 def test_sequences_fill_a_micro_batch_to_its_last_token():

@@ -304,7 +304,7 @@ def test_an_update_reports_means_of_its_losses_and_sums_of_the_rest(run):
 
 
 class NotFinite:
-    """An objective whose loss is NaN."""
+    """An objective whose loss is NaN, as of a student whose hidden states are."""
 
     def __init__(self, objective):
         self._objective = objective
@@ -312,9 +312,8 @@ class NotFinite:
     def __getattr__(self, name):
         return getattr(self._objective, name)
 
-    def __call__(self, *args, **kwargs):
-        output = self._objective(*args, **kwargs)
-        return replace(output, loss=output.loss * torch.nan, pg=output.pg * torch.nan)
+    def __call__(self, hidden, *args, **kwargs):
+        return self._objective(hidden * torch.nan, *args, **kwargs)
 
 
 def test_non_finite_numbers_stop_the_step_that_made_them(run):
