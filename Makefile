@@ -6,6 +6,8 @@
 #   make mutants PATHS=stable_opd_mcore/data/packing.py   mutation tests of one file, or of all that pyproject.toml lists
 #   make sglang  a venv of SGLang's own, .venv-sglang, for rollout servers on a CPU (about 1.6 GB)
 #   make sglang-old   the oldest SGLang the tests serve with, .venv-sglang-old (about 0.2 GB)
+#   make gpu     the suite of a Hopper GPU, ten minutes without a network (docs/gpu.md); GPU_ARGS="--parts kernels loss"
+#   make gpu-bundle   what that suite needs on a machine without a network, in build/gpu-bundle (at most 60 MB)
 #   make launch  a venv of NeMo-Run's own, .venv-launch, for the experiments in launch/ (about 0.5 GB)
 #
 # PYTHON=python3.12 picks an interpreter. Without a GPU, a CPU build of torch saves gigabytes:
@@ -15,7 +17,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: sglang sglang-old launch mutants demo test test-cluster checks install format clean
+.PHONY: gpu gpu-bundle sglang sglang-old launch mutants demo test test-cluster checks install format clean
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -75,6 +77,17 @@ launch: .venv-launch/.installed
 	$(PYTHON) -c 'import tomllib; print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["launch"]))' > .venv-launch/requirements.txt
 	.venv-launch/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --requirement .venv-launch/requirements.txt
 	@touch $@
+
+# Not from $(INSTALLED), which needs a network: the environment's Python, or one that has torch for CUDA.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+GPU_ARGS ?=
+gpu:
+	$(GPU_PYTHON) -m benchmarks.gpu $(GPU_ARGS)
+
+# ARCHIVES: tar files of compiled site-packages, such as Transformer Engine.
+ARCHIVES ?=
+gpu-bundle: $(INSTALLED)
+	$(BIN)/python -m benchmarks.gpu.bundle --archives $(ARCHIVES)
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .

@@ -133,14 +133,18 @@ def teacher_scores(
     )
 
 
-def cast_batch(batch: MicroBatch, dtype: torch.dtype, hidden_dtype: torch.dtype) -> MicroBatch:
+def cast_batch(
+    batch: MicroBatch, dtype: torch.dtype, hidden_dtype: torch.dtype, device: str = "cpu"
+) -> MicroBatch:
     """The micro-batch with per-token numbers in dtype and hidden states in hidden_dtype."""
 
     def cast(record):
         changes = {}
         for name, value in vars(record).items():
             if isinstance(value, Tensor) and value.is_floating_point():
-                changes[name] = value.to(hidden_dtype if name == "hidden_NH" else dtype)
+                changes[name] = value.to(device, hidden_dtype if name == "hidden_NH" else dtype)
+            elif isinstance(value, Tensor):
+                changes[name] = value.to(device)
             elif isinstance(value, Scores):
                 changes[name] = cast(value)
         return replace(record, **changes)
@@ -166,11 +170,12 @@ def run_fused(
     padding: int = 0,
     objective: Objective | None = None,
     group: torch.distributed.ProcessGroup | None = None,
+    device: str = "cpu",
 ) -> Result:
     """Run the fused path on this rank's shard; padding rows of the vocabulary hold large values."""
     objective = objective or case.objective
     vocab = case.weight_VH.shape[0]
-    hidden = case.hidden_NH.to(dtype, copy=True).requires_grad_()
+    hidden = case.hidden_NH.to(device, dtype, copy=True).requires_grad_()
     heads = []
     for index, weight in enumerate(
         (case.weight_VH, case.teacher_weight_VH, case.reference_weight_VH)
@@ -180,16 +185,16 @@ def run_fused(
         if group is not None:
             shard = padded.chunk(group.size())[group.rank()]
             start = group.rank() * -(-len(padded) // group.size())
-        heads.append(Head(shard.to(dtype).clone(), start, vocab, group))
+        heads.append(Head(shard.to(device, dtype, copy=True), start, vocab, group))
     heads[0].weight_VH.requires_grad_()
     fp = torch.float64 if dtype == torch.float64 else torch.float32
-    batch = cast_batch(case.batch, fp, dtype)
+    batch = cast_batch(case.batch, fp, dtype, device)
     out = objective(hidden, heads[0], batch, teacher_head=heads[1], reference_head=heads[2])
     out.loss.backward()
     assert hidden.grad is not None
     assert heads[0].weight_VH.grad is not None
     parts = (out.loss.detach(), out.pg, out.kl, out.sft, hidden.grad, heads[0].weight_VH.grad)
-    return Result(*(part.double() for part in parts))
+    return Result(*(part.double().cpu() for part in parts))
 
 
 def run_definition(case: Case) -> Result:

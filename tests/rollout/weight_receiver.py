@@ -4,6 +4,7 @@
 
 It waits before it copies a bucket, as a server under load does, so the checksums show a sender that
 overwrites the bucket too early. Holds tensors in a dict: no model, no SGLang, nothing is generated.
+On a GPU it takes buckets by CUDA IPC and NCCL and hashes as SGLang does there.
 """
 
 from __future__ import annotations
@@ -28,25 +29,26 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from stable_opd_mcore.models.families import read_architecture
-from stable_opd_mcore.rollout.sglang.checksums import ExpectedChecksums, cpu_hash
+from stable_opd_mcore.rollout.sglang.checksums import ExpectedChecksums, cpu_hash, gpu_hash
 
 _LOADING_SECONDS = 0.03  # packing a bucket of these tests takes a hundredth of it
 
 
 @contextlib.contextmanager
 def receiver(
-    fields: dict[str, Any], *, loses: Sequence[str] = (), fault: str = ""
+    fields: dict[str, Any], *, loses: Sequence[str] = (), fault: str = "", device: str = "cpu"
 ) -> Iterator[str]:
     """Yields its URL.
 
     Args:
+        device: where it receives what a process group broadcasts, and where it hashes.
         loses: tensors that it receives and drops.
         fault: "refuses group" or "refuses broadcast", after joining the group; or
             "keeps cache": it replies that it has flushed the cache, and has not.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    arguments = (theirs, fields, tuple(loses), fault)
+    arguments = (theirs, fields, tuple(loses), fault, device)
     process = context.Process(target=_serve, args=arguments, daemon=True)
     process.start()
     try:
@@ -56,9 +58,13 @@ def receiver(
         process.join()
 
 
-def _serve(pipe: Connection, fields: dict[str, Any], loses: tuple[str, ...], fault: str) -> None:
+def _serve(
+    pipe: Connection, fields: dict[str, Any], loses: tuple[str, ...], fault: str, device: str
+) -> None:
     torch.set_num_threads(1)
-    state = _State(fields, loses, fault)
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    state = _State(fields, loses, fault, device)
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -85,8 +91,11 @@ def _serve(pipe: Connection, fields: dict[str, Any], loses: tuple[str, ...], fau
 class _State:
     """One method per route."""
 
-    def __init__(self, fields: dict[str, Any], loses: tuple[str, ...], fault: str) -> None:
+    def __init__(
+        self, fields: dict[str, Any], loses: tuple[str, ...], fault: str, device: str
+    ) -> None:
         self._architecture = read_architecture(fields)
+        self._device = device
         self._loses = loses
         self._fault = fault
         self._tensors: dict[str, Tensor] = {}
@@ -129,7 +138,7 @@ class _State:
         dtypes = [getattr(torch, name) for name in body["dtypes"]]
         described = list(zip(body["names"], dtypes, body["shapes"], strict=True))
         sizes = [torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in described]
-        flat = torch.empty(sum(sizes), dtype=torch.uint8)
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
         dist.broadcast(flat, src=0, group=self._group)
         parts = zip(described, flat.split(sizes), strict=True)
         return self._load((name, part.view(d).view(shape)) for (name, d, shape), part in parts)
@@ -153,7 +162,8 @@ class _State:
         return "Cache flushed.\n"
 
     def weights_checker(self, body: dict[str, Any]) -> dict[str, Any]:
-        checksums = ExpectedChecksums(self._architecture, 1, cpu_hash)
+        on_cpu = self._device == "cpu"
+        checksums = ExpectedChecksums(self._architecture, 1, cpu_hash if on_cpu else gpu_hash)
         for name, tensor in self._tensors.items():
             checksums.add(name, tensor)
         found = checksums.per_rank[0]
@@ -169,4 +179,6 @@ class _State:
         for name, tensor in tensors:
             if name not in self._loses:
                 self._tensors[name] = tensor.clone()
+        if self._device != "cpu":
+            torch.cuda.synchronize()  # the sender overwrites the bucket after the reply
         return {"success": True}

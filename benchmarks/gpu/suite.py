@@ -1,0 +1,145 @@
+"""The parts of the suite, and how one is run: a process of its own with its own time limit.
+
+A part that fails, crashes, hangs or takes too much memory does not stop the next one. The limits
+add up to the suite's ten minutes. Not here: what a part measures (parts/), the tables (report.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from benchmarks.gpu.record import SKIPPED, Entry, read_entries
+
+BUDGET_SECONDS = 600  # of all parts on a GPU
+CPU_PATIENCE = 4  # times a part's limit on a CPU, whose times mean nothing
+ROOT = Path(__file__).parents[2]
+
+Status = Literal["ok", "failed", "skipped", "out of time"]
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str  # of the module in parts/
+    limit_seconds: float
+    title: str
+
+
+PARTS = (
+    Part("environment", 25, "versions, and the machine's own rates"),
+    Part("kernels", 95, "loss kernels against their definitions"),
+    Part("loss", 60, "the loss's speed and memory beside its products, torch and Liger"),
+    Part("step", 40, "one Stable-OPD step beside the CPU's on the same rollouts"),
+    Part("layers", 60, "Transformer Engine's layers beside torch's"),
+    Part("resume", 70, "a killed run resumes with the same metrics"),
+    Part("publish", 30, "weights to another process by CUDA IPC and NCCL"),
+    Part("memory", 35, "peak memory beside `stable-opd plan`"),
+    Part("utilisation", 75, "a 1.5B- and a 7B-shaped step"),
+    Part("servers", 110, "colocated SGLang servers: memory handed over, weights published"),
+)
+
+
+@dataclass(frozen=True)
+class PartResult:
+    """How one part ended, and what it wrote down."""
+
+    name: str
+    status: Status
+    seconds: float
+    reason: str  # "" where the status is ok
+    entries: tuple[Entry, ...]
+
+
+def run_part(
+    part: Part, folder: Path, device: str, sglang_python: str, command: Sequence[str] | None = None
+) -> PartResult:
+    """Run one part to its end or its limit; its output goes to `<folder>/<name>.log`.
+
+    Args:
+        command: in place of the part's own, to which the arguments are appended.
+    """
+    record, log = folder / f"{part.name}.jsonl", folder / f"{part.name}.log"
+    shutil.rmtree(record.with_suffix(""), ignore_errors=True)
+    command = command or [sys.executable, "-m", "benchmarks.gpu.part"]
+    limit = part.limit_seconds * (CPU_PATIENCE if device == "cpu" else 1)
+    began = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, part.name, str(record), device, sglang_python],
+            cwd=ROOT,
+            env=_environment(device),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # one group, so that processes the part started end with it
+        )
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _end_all(process)
+    seconds = time.monotonic() - began
+    entries = tuple(read_entries(record))
+    status, reason = _outcome(code, limit, entries, log)
+    return PartResult(part.name, status, seconds, reason, entries)
+
+
+def _environment(device: str) -> dict[str, str]:
+    """Of every part: this checkout first, and on a CPU no GPU and Triton's interpreter."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    values = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    if device == "cpu":
+        values |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+    return os.environ | values
+
+
+def _end_all(process: subprocess.Popen[bytes]) -> None:
+    """End the part, what it started, and what is left of its group.
+
+    Rollout servers and grading workers have groups of their own; they are found while their parent
+    lives.
+    """
+    started: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        started = psutil.Process(process.pid).children(recursive=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for child in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    process.wait()
+
+
+def _outcome(
+    code: int | None, limit: float, entries: Sequence[Entry], log: Path
+) -> tuple[Status, str]:
+    if code is None:
+        return "out of time", f"ended at its limit of {limit:g} s"
+    if code == SKIPPED:
+        return "skipped", _last_line(log)
+    if code < 0:
+        return "failed", f"ended by {signal.Signals(-code).name}: {_last_line(log)}"
+    if code:
+        return "failed", _last_line(log)
+    exceeded = [entry for entry in entries if not entry.passes]
+    if exceeded:
+        first = exceeded[0]
+        more = f" and {len(exceeded) - 1} more" if exceeded[1:] else ""
+        return "failed", f"{first.name}: {first.value:.3g} > {first.limit:.3g}{more}"
+    return "ok", ""
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1].strip()[:300] if lines else "no output"

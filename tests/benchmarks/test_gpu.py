@@ -1,0 +1,141 @@
+"""The GPU suite: a part that fails or hangs does not stop the next, and the tables say so."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import bundle, suite
+from benchmarks.gpu.parts import loss
+from benchmarks.gpu.record import Record, read_entries
+from benchmarks.gpu.report import JSON_FILE, MARKDOWN_FILE, write_results
+from benchmarks.gpu.suite import PARTS, Part, run_part
+
+# Stands in for `python -m benchmarks.gpu.part`, whose imports take seconds: NAME RECORD DEVICE ...
+PROGRAM = """
+import json, os, subprocess, sys, time
+name, record = sys.argv[1:3]
+def write(**entry):
+    with open(record, "a") as file:
+        file.write(json.dumps(entry) + "\\n")
+write(kind="figure", name="speed", value=12345.6, unit="GB/s")
+if name == "raises":
+    raise RuntimeError("the kernel is wrong")
+if name == "crashes":
+    os.kill(os.getpid(), 11)
+if name == "exceeds":
+    write(kind="check", name="error", value=0.5, limit=0.1)
+    write(kind="check", name="not a number", value=float("nan"), limit=0.1)
+if name == "skips":
+    print("no SGLang here")
+    sys.exit(77)
+if name == "hangs":
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    child = subprocess.Popen(sleep, start_new_session=True)
+    write(kind="figure", name="child", value=child.pid)
+    open(record, "a").write('{"half": ')
+    time.sleep(600)
+"""
+NAMES = ("raises", "crashes", "exceeds", "skips", "hangs", "passes")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("suite")
+    command = [sys.executable, "-S", "-c", PROGRAM]
+    found = []
+    for name in NAMES:
+        part = Part(name, 2.0 if name == "hangs" else 60.0, "")
+        found.append(run_part(part, folder, "cuda", "", command))
+        write_results(found, folder, "cuda")
+    return {result.name: result for result in found}, folder
+
+
+def test_every_part_ends_with_its_own_status(results):
+    found, _ = results
+    assert {name: result.status for name, result in found.items()} == {
+        "raises": "failed",
+        "crashes": "failed",
+        "exceeds": "failed",
+        "skips": "skipped",
+        "hangs": "out of time",
+        "passes": "ok",
+    }
+    assert found["raises"].reason == "RuntimeError: the kernel is wrong"
+    assert found["crashes"].reason.startswith("ended by SIGSEGV")
+    assert found["exceeds"].reason == "error: 0.5 > 0.1 and 1 more"
+    assert found["skips"].reason == "no SGLang here"
+    assert found["hangs"].reason == "ended at its limit of 2 s"
+
+
+def test_figures_from_before_a_failure_are_kept(results):
+    found, _ = results
+    for result in found.values():
+        assert result.entries[0].value == 12345.6
+
+
+def test_what_a_hanging_part_started_is_ended(results):
+    found, _ = results
+    child = Path(f"/proc/{int(found['hangs'].entries[1].value)}/stat")
+    assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_json_and_table_name_every_part(results):
+    found, folder = results
+    values = json.loads((folder / JSON_FILE).read_text())
+    assert [part["name"] for part in values["parts"]] == list(found)
+    table = (folder / MARKDOWN_FILE).read_text().splitlines()[2:]
+    assert {line.count("|") for line in table} == {6}
+    assert "| exceeds | error | **0.5** | 0.1 |  |" in table
+    assert "| passes | speed | 12,346 GB/s |  |  |" in table
+    assert any(line.startswith("| **hangs** | out of time | 2 s |") for line in table)
+
+
+def test_limits_of_all_parts_fit_the_budget():
+    assert sum(part.limit_seconds for part in PARTS) <= suite.BUDGET_SECONDS
+    for part in PARTS:
+        assert callable(importlib.import_module(f"benchmarks.gpu.parts.{part.name}").run)
+
+
+def test_record_is_read_back(tmp_path):
+    record = Record(tmp_path / "part.jsonl")
+    record.figure("rate", 1.5, "GB/s")
+    record.check("error", 1.0, 1.0)
+    record.skip("NCCL", "one GPU")
+    kinds = [(entry.kind, entry.passes) for entry in read_entries(tmp_path / "part.jsonl")]
+    assert kinds == [("figure", True), ("check", True), ("skipped", True)]
+
+
+@pytest.mark.parametrize(
+    ("registers", "warps", "blocks"),
+    [(64, 8, 4), (109, 8, 2), (32, 8, 8), (255, 8, 1), (16, 1, 32)],
+)
+def test_resident_blocks_of_a_kernel(registers, warps, blocks):
+    assert loss.resident_blocks(registers, warps) == blocks
+
+
+def test_wheels_are_unpacked_as_pip_installs_them(tmp_path):
+    import zipfile
+
+    files = ("pkg/__init__.py", "pkg/tests/test_a.py", "pkg-1.data/purelib/other/a.py")
+    with zipfile.ZipFile(tmp_path / "pkg-1-py3-none-any.whl", "w") as wheel:
+        for name in (*files, "pkg-1.data/data/share/page.js", "pkg-1.dist-info/METADATA"):
+            wheel.writestr(name, "")
+    bundle.unpack_wheel(tmp_path / "pkg-1-py3-none-any.whl", tmp_path / "site")
+    found = [
+        p.relative_to(tmp_path / "site") for p in (tmp_path / "site").rglob("*") if p.is_file()
+    ]
+    assert sorted(map(str, found)) == ["other/a.py", "pkg-1.dist-info/METADATA", "pkg/__init__.py"]
+
+
+def test_a_bundle_above_the_limit_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "big").write_bytes(b"1234567")
+    monkeypatch.setattr(bundle, "LIMIT_BYTES", 7)
+    bundle.check_size(tmp_path)
+    monkeypatch.setattr(bundle, "LIMIT_BYTES", 6)
+    with pytest.raises(SystemExit, match="is more than"):
+        bundle.check_size(tmp_path)
