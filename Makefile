@@ -3,7 +3,7 @@
 #   make test    the tests, about ten minutes on 2 cores
 #   make test-cluster   a real Slurm (apt-get install slurm-wlm munge iproute2) and real SGLang servers, 30 minutes
 #   make checks  format, lint, types, shell scripts, spelling: the hooks of .pre-commit-config.yaml over all files
-#   make mutants PATHS=stable_opd_mcore/data/packing.py   mutation tests of one file, or of all that pyproject.toml lists
+#   make mutants MODULES=stable_opd_mcore/data/packing.py TESTS=tests/data/test_packing.py   mutation tests, by hand
 #   make sglang  a venv of SGLang's own, .venv-sglang, for rollout servers on a CPU (about 1.6 GB)
 #   make sglang-old   the oldest SGLang the tests serve with, .venv-sglang-old (about 0.2 GB)
 #   make gpu     the suite of a Hopper GPU, ten minutes without a network (docs/gpu.md); GPU_ARGS="--parts kernels loss"
@@ -42,12 +42,11 @@ test-cluster: $(INSTALLED) sglang sglang-old launch
 checks: $(INSTALLED)
 	$(BIN)/pre-commit run --all-files --show-diff-on-failure --hook-stage manual
 
-# A mutant is named after its module and function: stable_opd_mcore.data.packing.x_fill__mutmut_1
-PATHS ?=
+# MODULES: separated by commas. TESTS: those that cover them. OPTIONS: e.g. --sample 300 --seed 1, see tests/mutants.py
+OPTIONS ?=
 mutants: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --editable '.[mutation]'
-	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/mutmut run --max-children 1 $(foreach path,$(PATHS),'$(subst /,.,$(path:.py=)).*')
-	$(BIN)/mutmut results
+	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m tests.mutants $(OPTIONS) mutants $(MODULES) $(TESTS)
 
 sglang: .venv-sglang/.installed
 .venv-sglang/.installed: requirements/sglang-cpu.txt requirements/sglang-cpu-nodeps.txt

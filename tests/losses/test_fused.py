@@ -526,3 +526,14 @@ def test_missing_or_mismatched_inputs_are_refused():
     outside = replace(case_of("opd").objective.terms, stop_ids=(40,))
     with pytest.raises(ValueError, match=r"stop ids \[40\]"):
         fused_loss(case.hidden_NH, head, case.batch, outside)
+
+
+def test_clipped_rows_are_booleans():
+    case = case_of("opd", old=True)
+    hidden, heads = (
+        case.hidden_NH,
+        [Head(w, 0, 31) for w in (case.weight_VH, case.teacher_weight_VH)],
+    )
+    found = case.objective(hidden, heads[0], case.batch, teacher_head=heads[1])
+    assert found.ratio_clipped_N.dtype == torch.bool
+    assert found.ratio_clipped_N.any()
