@@ -35,6 +35,7 @@ Object = TypeVar("Object")
 _START_TIMEOUT = timedelta(minutes=30)  # until all ranks have started
 _TIMEOUT = timedelta(minutes=COLLECTIVE_TIMEOUT_MINUTES)
 _created_process_group = False  # by start_world; stop_world keeps a group that a caller created
+_host_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # NCCL's group -> gloo's, same ranks
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,8 @@ def start_world(parallel: ParallelConfig, seed: int) -> World:
             distributed_timeout_minutes=COLLECTIVE_TIMEOUT_MINUTES,
         )
     groups = ProcessGroupCollection.use_mpu_process_groups()
+    if device.type == "cuda":
+        add_host_groups((dist.group.WORLD, groups.mp, groups.dp_cp))
     _seed_generators(seed, pipeline_rank=groups.pp.rank())
     return World(
         rank=dist.get_rank(),
@@ -183,6 +186,9 @@ def stop_world() -> None:
     if not dist.is_initialized():
         return
     dist.barrier()
+    for group in _host_groups.values():
+        dist.destroy_process_group(group)
+    _host_groups.clear()
     if parallel_state.model_parallel_is_initialized():
         _destroy_groups()
         parallel_state.destroy_model_parallel()
@@ -202,6 +208,29 @@ def _destroy_groups() -> None:
             dist.destroy_process_group(group)
 
 
+def add_host_groups(groups: Sequence[dist.ProcessGroup | None]) -> None:
+    """Have gloo carry the objects of these groups. Collective over all ranks.
+
+    A rank may wait for objects for as long as others sample responses. In NCCL it would spin on a
+    core and occupy its GPU, which colocated servers need; in gloo it sleeps.
+    """
+    for group in groups:
+        assert group is not None, "the world is started"
+        if group in _host_groups or dist.get_world_size(group) == 1:
+            continue
+        mine = dist.get_process_group_ranks(group)
+        for ranks in sorted(set(map(tuple, gather_objects(mine)))):
+            host_group = dist.new_group(list(ranks), timeout=_TIMEOUT, backend="gloo")
+            if dist.get_rank() in ranks:
+                _host_groups[group] = host_group
+
+
+def object_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group over which the objects of `group` travel; None: of every rank."""
+    every = dist.group.WORLD if group is None else group
+    return group if every is None else _host_groups.get(every, group)
+
+
 def gather_objects(item: Object, group: dist.ProcessGroup | None = None) -> list[Object]:
     """The `item` of every rank of `group`, in rank order, on all of them; None: of every rank.
 
@@ -211,7 +240,7 @@ def gather_objects(item: Object, group: dist.ProcessGroup | None = None) -> list
     if size == 1:
         return [item]
     items: list[Any] = [None] * size
-    dist.all_gather_object(items, item, group=group)
+    dist.all_gather_object(items, item, group=object_group(group))
     return items
 
 
@@ -235,7 +264,7 @@ def broadcast_object(item: Object, group: dist.ProcessGroup | None = None) -> Ob
     """The `item` of the first rank of `group`, on all of them; None: of rank 0. Pickled."""
     items: list[Any] = [item]
     if dist.get_world_size(group) > 1:
-        dist.broadcast_object_list(items, group=group, group_src=0)
+        dist.broadcast_object_list(items, group=object_group(group), group_src=0)
     return items[0]
 
 
@@ -244,6 +273,9 @@ def _join() -> torch.device:
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(_local_gpu())
+        # torch would end a rank whose NCCL thread stands still for 8 minutes, before the watchdog
+        seconds = str(int(_TIMEOUT.total_seconds()))
+        os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", seconds)
     if not dist.is_initialized():
         backend = "nccl" if on_gpu else "gloo"
         if "WORLD_SIZE" in os.environ and "RANK" in os.environ:

@@ -23,7 +23,10 @@ from stable_opd_mcore.models.weights import copy_weights, iter_hf_tensors
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.world import (
     World,
+    add_host_groups,
+    broadcast_object,
     gather_objects,
+    object_group,
     start_world,
     stop_world,
 )
@@ -192,3 +195,12 @@ def _check_collectives(world: World) -> None:
     assert gather_objects(world.data_rank, world.data_group) == list(range(world.data_size))
     assert world.tensor_group.size() * world.pipeline_group.size() == world.model_group.size()
     assert world.model_group.size() * world.data_group.size() == dist.get_world_size()
+    if world.pipeline_size == 1 or world.virtual_pipeline:
+        return
+    groups = (dist.group.WORLD, world.model_group, world.data_group)
+    expected = [gather_objects(world.rank, group) for group in groups]
+    add_host_groups(groups)  # as on a GPU: objects travel in groups of their own
+    assert [gather_objects(world.rank, group) for group in groups] == expected
+    assert [broadcast_object(world.rank, group) for group in groups] == [e[0] for e in expected]
+    for group, ranks in zip(groups, expected, strict=True):
+        assert len(ranks) == 1 or object_group(group) is not group
