@@ -137,9 +137,6 @@ set_environment() {
   export NCCL_DEBUG=${NCCL_DEBUG:-WARN}       # NCCL's errors are in the log of the rank
   export CUDA_DEVICE_MAX_CONNECTIONS=1        # Megatron on Hopper: communication queued before compute must start first
   export TORCH_NCCL_ASYNC_ERROR_HANDLING=1    # a collective that fails or times out ends its rank instead of hanging it
-  if ((SERVER_NODES > 0)); then
-    export NCCL_CUMEM_ENABLE=0                # SGLang sets it in its processes; both ends of the weight group must agree
-  fi
   if [ -n "${http_proxy:-}${https_proxy:-}${all_proxy:-}${HTTP_PROXY:-}${HTTPS_PROXY:-}${ALL_PROXY:-}" ]; then
     local node direct=localhost,127.0.0.1 # nodes reach one another without the proxy
     for node in "${TRAINER_NODES[@]}" "${SERVER_NODE_NAMES[@]}"; do direct+=,$node,$(address_of "$node"); done

@@ -34,6 +34,9 @@ from stable_opd_mcore.serving.client import RefusedRequest, ServerFailure, Sglan
 PROGRAM = Path(__file__).parent / "sglang_cpu_stand_in"
 _KEY_VARIABLE = "STABLE_OPD_SGLANG_API_KEY"  # passes the key to the child; argv is public
 OLDEST_RELEASE = (0, 5, 13)  # the oldest in requirements/
+# SGLang's own defaults for its NCCL. All ranks of a group must agree, so a trainer that sends
+# weights through NCCL takes them too. It then goes without NVLink SHARP (NVLS), which needs cuMem.
+NCCL_SETTINGS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 _POLL_SECONDS = 0.3
 _TERMINATE_SECONDS = 10.0
 
@@ -225,6 +228,8 @@ class SglangServer:
 
     def _environment(self) -> dict[str, str]:
         environment = gloo_settings(self.options.host) | {_KEY_VARIABLE: self.api_key}
+        if self.options.device != "cpu":
+            environment |= {k: v for k, v in NCCL_SETTINGS.items() if k not in os.environ}
         if self.options.device == "cpu":
             environment["PYTHONPATH"] = str(PROGRAM)  # its sgl_kernel and model families
             environment["OMP_NUM_THREADS"] = "1"

@@ -29,6 +29,7 @@ from stable_opd_mcore.monitoring.report import write_report
 from stable_opd_mcore.monitoring.sinks import METRICS_FILE, Sinks, read_metrics
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from stable_opd_mcore.rollout.engine import EngineLost
+from stable_opd_mcore.rollout.sglang.group import prepare_nccl
 from stable_opd_mcore.scoring.served_teacher import TeacherLost
 from stable_opd_mcore.train.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from stable_opd_mcore.train.evaluation import evaluate_student
@@ -88,6 +89,7 @@ def train(config: Config, show_progress: bool = True, accept_changes: bool = Fal
         UserError: another run holds the directory.
         ConfigError: settings differ from the checkpoints' and are not accepted.
     """
+    prepare_nccl(config)
     world = start_world(config.parallel, config.train.seed)
     home = config.run.path
     stop = StopSignals(world.device)

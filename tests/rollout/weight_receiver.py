@@ -44,7 +44,8 @@ def receiver(
         device: where it receives what a process group broadcasts, and where it hashes.
         loses: tensors that it receives and drops.
         fault: "refuses group" or "refuses broadcast", after joining the group; or
-            "keeps cache": it replies that it has flushed the cache, and has not.
+            "keeps cache": it replies that it has flushed the cache, and has not; or
+            "leaves slowly": half a second for leaving a group.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -128,6 +129,14 @@ class _State:
         group, _ = new_group(size, rank, [], backend, store, group_name=name, timeout=timeout)
         c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
         self._group = group
+        return {"success": True}
+
+    def destroy_weights_update_group(self, body: dict[str, Any]) -> dict[str, Any]:
+        if self._fault == "leaves slowly":
+            time.sleep(0.5)
+        if self._group is None:
+            return {"success": False, "message": "no such group"}
+        self._group = None
         return {"success": True}
 
     def update_weights_from_distributed(self, body: dict[str, Any]) -> dict[str, Any]:

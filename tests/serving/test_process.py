@@ -1,5 +1,7 @@
 """How a server process is started, without SGLang."""
 
+import os
+
 import pytest
 
 from stable_opd_mcore.serving.process import (
@@ -43,3 +45,13 @@ def test_a_server_does_not_inherit_torchruns_rendezvous(tmp_path, monkeypatch):
     inherited = {line.partition("=")[0] for line in (tmp_path / "log").read_text().splitlines()}
     assert "PATH" in inherited
     assert not inherited & names
+
+
+def test_a_gpu_servers_nccl_has_the_settings_of_the_trainers(tmp_path, monkeypatch):
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")  # the user's own, for both sides
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    on_gpu = SglangServer(ServerOptions("python", "model", device="cuda"), tmp_path / "log")
+    environment = os.environ | on_gpu._environment()
+    assert (environment["NCCL_CUMEM_ENABLE"], environment["NCCL_NVLS_ENABLE"]) == ("0", "1")
+    on_cpu = SglangServer(ServerOptions("python", "model"), tmp_path / "log")
+    assert "NCCL_CUMEM_ENABLE" not in on_cpu._environment()

@@ -1,35 +1,44 @@
 """Transfer buckets of weights over a process group of the trainer and SGLang servers.
 
-The trainer listens, the servers connect, all join; a bucket is then one broadcast. Not here: what
-is common to all transports (transports.py).
+The trainer listens, the servers connect, all join; a bucket is then one broadcast. NCCL connects at
+the first broadcast: `ncclCommInitRank` blocks in C until every member has called it, for ever if
+one died. So joins and broadcasts run in a thread of their own, which is abandoned at the deadline;
+the thread is a daemon, so it does not keep the process from ending. No GPU has run this yet. Not
+here: what is common to all transports (transports.py).
 """
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.network import address_towards
 from stable_opd_mcore.rollout.sglang.transports import (
     GROUP_LOST,
     Bucket,
+    Pending,
     Target,
     Transport,
     description,
 )
 from stable_opd_mcore.serving.client import SglangClient
-from stable_opd_mcore.serving.process import is_loopback
+from stable_opd_mcore.serving.process import NCCL_SETTINGS, is_loopback
+
+Result = TypeVar("Result")
 
 _POLL_SECONDS = 0.0005
 _GRACE_SECONDS = 5.0
@@ -58,6 +67,32 @@ def _address_towards(urls: Sequence[str]) -> str:
     """This machine's address towards the servers, if possible towards one on another machine."""
     addresses = [address_towards(urlsplit(url).hostname or url) for url in urls]
     return next((each for each in addresses if not is_loopback(each)), addresses[0])
+
+
+def prepare_nccl(config: Config) -> None:
+    """Give this process's NCCL the settings of SGLang's if weights travel through it.
+
+    Called before the first process group. What the user has set is kept: servers get it too.
+    """
+    if config.rollout.engine == "sglang" and config.rollout.sglang.transport == "distributed":
+        for name, value in NCCL_SETTINGS.items():
+            os.environ.setdefault(name, value)
+
+
+def call_aside(call: Callable[[], Result], is_over: Callable[[], bool]) -> Future[Result]:
+    """Run `call` in a daemon thread until it returns or `is_over`; not done: it is abandoned."""
+    future: Future[Result] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # raised where the result is read
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="weight-group", daemon=True).start()
+    while not future.done() and not is_over():
+        time.sleep(_POLL_SECONDS)
+    return future
 
 
 class GroupStore:
@@ -100,7 +135,7 @@ def join_group(backend: str, store: GroupStore, name: str) -> dist.ProcessGroup:
         dist.Backend(backend),
         torch_c10d.PrefixStore(name, store.client),
         group_name=name,
-        timeout=store.timeout,
+        timeout=2 * store.timeout,  # NCCL's own watchdog ends this process: it must come last
     )
     c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(store.world_size)}
     return group
@@ -112,6 +147,7 @@ class DistributedTransport(Transport):
     NCCL between GPUs, gloo between CPUs. The group is kept while the targets stay the same.
 
     Args:
+        timeout_seconds: for the group to form, and for each bucket.
         host: this machine's address as the servers see it; None: found from the routes to them.
     """
 
@@ -128,6 +164,8 @@ class DistributedTransport(Transport):
     def open(self, targets: Sequence[Target], label: str) -> None:
         members = [(target.name, target.client) for target in targets]
         if self._group is not None and members != self._members:
+            # a server that was started again does not know the group, and would refuse to leave it
+            self._targets = [t for t in self._targets if (t.name, t.client) in members]
             self.leave()
         super().open(targets, label)
         self._members = members
@@ -145,15 +183,19 @@ class DistributedTransport(Transport):
         body = description(bucket) | {"group_name": self._label, "load_format": "flattened_bucket"}
         pending = self.post("/update_weights_from_distributed", lambda _: body)
         self._pending = pending
-        try:
-            work = dist.broadcast(bucket.flat, src=0, group=self._group, async_op=True)
-            assert work is not None
-            while not work.is_completed() and not pending.has_failed():
-                time.sleep(_POLL_SECONDS)
-            if not pending.has_failed():
-                work.wait()
-        except RuntimeError as error:
+        group, is_over = self._group, self._until(pending)
+        sent = call_aside(lambda: _broadcast(bucket.flat, group, is_over), is_over)
+        if not sent.done() and not pending.has_failed():
+            self._break(f"a broadcast did not end in {self._timeout:g} s")
+        elif sent.done() and (error := sent.exception()) is not None:
+            if not isinstance(error, RuntimeError):
+                raise error
             self._break(f"the broadcast failed: {error}")
+
+    def _until(self, pending: Pending) -> Callable[[], bool]:
+        """Whether a server has failed or the time is over."""
+        deadline = time.monotonic() + self._timeout
+        return lambda: pending.has_failed() or time.monotonic() > deadline
 
     def _settle(self) -> None:
         super()._settle()
@@ -192,15 +234,15 @@ class DistributedTransport(Transport):
                 "backend": self._backend,
             },
         )
-        # joining blocks until all ranks have joined, so a thread does it
-        with ThreadPoolExecutor(1, thread_name_prefix="join") as thread:
-            joined = thread.submit(join_group, self._backend, store, self._label)
-            while not joined.done() and not pending.has_failed():
-                time.sleep(_POLL_SECONDS)
-            if not joined.done():
-                time.sleep(_CONNECT_SECONDS)  # a server that connects later would retry for long
-                store.close()  # ends the join here and in the servers
-        reason = joined.exception()
+        backend, label = self._backend, self._label
+        joined = call_aside(lambda: join_group(backend, store, label), self._until(pending))
+        if not joined.done():
+            time.sleep(_CONNECT_SECONDS)  # a server that connects later would retry for long
+            store.close()  # ends the join here and in the servers
+        try:
+            reason = joined.exception(_GRACE_SECONDS)
+        except TimeoutError:
+            reason = RuntimeError(f"no member joined in {self._timeout:g} s")
         if reason is None:
             self._group = joined.result()
         elif not isinstance(reason, RuntimeError | ValueError):  # torch's are RuntimeErrors
@@ -222,7 +264,25 @@ class DistributedTransport(Transport):
         if self._group is None:
             return
         held, self._group = [self._group], None
-        held[0].abort()  # NCCL would otherwise wait for what is still being sent
-        dist.destroy_process_group(held[0])
-        # gloo cannot abort: its destructor waits for an unreachable machine until the time-out
-        threading.Thread(target=held.clear, name="destroy", daemon=True).start()
+
+        def end() -> None:
+            held[0].abort()  # NCCL would otherwise wait for what is still being sent
+            dist.destroy_process_group(held[0])
+            held.clear()  # gloo cannot abort: its destructor waits for an unreachable machine
+
+        ending = threading.Thread(target=end, name="destroy", daemon=True)
+        ending.start()
+        ending.join(_GRACE_SECONDS)
+
+
+def _broadcast(flat: torch.Tensor, group: dist.ProcessGroup, is_over: Callable[[], bool]) -> None:
+    """Send the bucket; returns when it has been sent or `is_over`."""
+    if flat.is_cuda:
+        torch.cuda.set_device(flat.device)  # a new thread starts on GPU 0
+    work = dist.broadcast(flat, src=0, group=group, async_op=True)
+    assert work is not None
+    while not work.is_completed():
+        if is_over():
+            return
+        time.sleep(_POLL_SECONDS)
+    work.wait()

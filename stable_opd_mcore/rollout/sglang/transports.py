@@ -55,6 +55,10 @@ class Buffers:
     """The memory of two buckets, used in turn."""
 
     def __init__(self) -> None:
+        self.free()
+
+    def free(self) -> None:
+        """Let go of the memory. No bucket may be in flight."""
         self._next, self._last = (torch.empty(0, dtype=torch.uint8) for _ in range(2))
 
     def take(self, num_bytes: int, device: torch.device) -> Tensor:

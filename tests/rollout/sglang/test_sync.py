@@ -4,6 +4,8 @@ while the next one is packed.
 
 import itertools
 import math
+import os
+import threading
 import time
 
 import pytest
@@ -15,7 +17,12 @@ from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.weights import iter_hf_tensors
 from stable_opd_mcore.rollout.sglang import group
-from stable_opd_mcore.rollout.sglang.group import DistributedTransport, join_group, listen
+from stable_opd_mcore.rollout.sglang.group import (
+    DistributedTransport,
+    join_group,
+    listen,
+    prepare_nccl,
+)
 from stable_opd_mcore.rollout.sglang.sync import make_buckets, publish_weights
 from stable_opd_mcore.rollout.sglang.transports import (
     Buffers,
@@ -27,6 +34,7 @@ from stable_opd_mcore.rollout.sglang.transports import (
 from stable_opd_mcore.serving.client import SglangClient
 from tests.integration.sglang_tools import architecture
 from tests.rollout.weight_receiver import receiver
+from tests.train.runs import tiny_config
 
 FIELDS = architecture(tied=False)
 BUCKET = 40_000  # bytes: some tensors are larger, most are smaller
@@ -141,6 +149,52 @@ def test_the_sender_does_not_wait_for_a_server_that_refused_the_group(chunks, mo
         assert outcome.failed["receiver_1"].endswith("refused")
         assert outcome.verified == ()
         assert publish(chunks, transport, [joins], 1).verified == ("receiver_0",)
+
+
+@pytest.mark.parametrize("call", ["join_group", "_broadcast"])
+def test_a_call_that_blocks_in_nccl_is_abandoned_at_the_deadline(chunks, monkeypatch, call):
+    """As ncclCommInitRank does without one of its members. The next group is another one."""
+    monkeypatch.setattr(group, call, lambda *_: threading.Event().wait())
+    monkeypatch.setattr(group, "_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(group, "_CONNECT_SECONDS", 0.1)
+    transport = DistributedTransport(1.0, None, "gloo")
+    with receiver(FIELDS) as waits, receiver(FIELDS) as later:
+        outcome = publish(chunks, transport, [waits], 0)
+        assert outcome.verified == ()
+        assert outcome.failed.keys() == {"receiver_0"}
+        monkeypatch.undo()
+        transport._timeout = 60.0
+        assert publish(chunks, transport, [later], 1).verified == ("receiver_0",)
+    stuck = [thread for thread in threading.enumerate() if thread.name == "weight-group"]
+    assert stuck
+    assert all(thread.daemon for thread in stuck), "the process could not end"
+
+
+@pytest.mark.parametrize(
+    ("sglang", "value"), [({}, "0"), ({"placement": "colocated"}, None), ({"sync": "disk"}, None)]
+)
+def test_nccl_is_prepared_where_weights_travel_through_it(monkeypatch, tmp_path, sglang, value):
+    monkeypatch.setattr(os, "environ", {})
+    prepare_nccl(tiny_config(tmp_path, "run", rollout={"engine": "sglang", "sglang": sglang}))
+    assert os.environ.get("NCCL_CUMEM_ENABLE") == value
+    os.environ["NCCL_CUMEM_ENABLE"] = "1"  # the user's own
+    prepare_nccl(tiny_config(tmp_path, "run", rollout={"engine": "sglang", "sglang": sglang}))
+    assert os.environ["NCCL_CUMEM_ENABLE"] == "1"
+
+
+def test_a_started_again_member_costs_no_other_member_its_weights(chunks):
+    """The other one needs a while to leave the old group; its client stays open meanwhile."""
+    transport = DistributedTransport(60.0, None, "gloo")
+    options = {"dtype": torch.bfloat16, "bucket_bytes": BUCKET}
+    with receiver(FIELDS, fault="leaves slowly") as url:
+        stays = Target("receiver_0", SglangClient(url), 1)
+        for version in range(2):
+            with receiver(FIELDS) as started:  # another process, another client
+                targets = [stays, Target("receiver_1", SglangClient(started), 1)]
+                outcome = publish_weights(
+                    chunks, targets, transport, version=version, label=str(version), **options
+                )
+            assert outcome.verified == ("receiver_0", "receiver_1"), outcome.failed
 
 
 def test_a_cache_that_was_not_flushed_fails_the_publish(chunks, tmp_path):
