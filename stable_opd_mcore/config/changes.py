@@ -28,6 +28,7 @@ FREE = (
     "evaluation",
     "monitoring",
     "fault",
+    "memory",
     "data.eval",
     "teacher.urls",
     "teacher.routes",

@@ -8,7 +8,7 @@ Not here: checks that need the world size, a model or data.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -26,6 +26,8 @@ from stable_opd_mcore.config.training import (
     CheckpointConfig,
     ColdStartConfig,
     FaultConfig,
+    MemoryConfig,
+    Offloadable,
     OptimizerConfig,
     ParallelConfig,
     TrainConfig,
@@ -137,12 +139,25 @@ class Config(Section):
     mixture: MixtureConfig = MixtureConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
+    memory: MemoryConfig = MemoryConfig()
     cold_start: ColdStartConfig | None = None
     """Supervised steps first; `null`: none."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     fault: FaultConfig = FaultConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     monitoring: MonitoringConfig = MonitoringConfig()
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether SGLang servers share the trainer's GPUs."""
+        return self.rollout.engine == "sglang" and self.rollout.sglang.placement == "colocated"
+
+    @property
+    def offloaded(self) -> tuple[Offloadable, ...]:
+        """`memory.offload`, or what is derived where it is null."""
+        if self.memory.offload is not None:
+            return self.memory.offload
+        return get_args(Offloadable) if self.is_colocated else ()
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -166,8 +181,35 @@ class Config(Section):
                 "scores whole sequences, and each rank holds a slice; set parallel.context=1 or "
                 "teacher.engine=megatron"
             )
+        if "student" in (self.memory.offload or ()) and not self.is_colocated:
+            raise ValueError(
+                "memory.offload names `student`, whose weights only colocated servers do not need: "
+                f"rollout.engine={self.rollout.engine}, rollout.sglang.placement="
+                f"{self.rollout.sglang.placement}; leave it out, or colocate SGLang servers"
+            )
+        self._require_waits_below_watchdog()
         if self.mixture.lambda_ and self.data.train.columns.solution is None:
             raise ValueError(
                 "mixture.lambda > 0 needs golden solutions: set data.train.columns.solution"
             )
         return self
+
+    def _require_waits_below_watchdog(self) -> None:
+        """A wait that ends by itself must end before the watchdog takes it for a hang."""
+        limit, sglang = self.fault.watchdog_minutes, self.rollout.sglang
+        waits: dict[str, float] = {}
+        if self.rollout.engine == "sglang":
+            waits = {
+                "rollout.sglang.request_timeout_seconds": sglang.request_timeout_seconds,
+                "rollout.sglang.startup_timeout_seconds": sglang.startup_timeout_seconds,
+                "rollout.sglang.sync_timeout_seconds": sglang.sync_timeout_seconds,
+            }
+        if self.teacher and self.teacher.engine == "sglang":
+            waits["teacher.request_timeout_seconds"] = self.teacher.request_timeout_seconds
+        for key, seconds in waits.items():
+            if limit is not None and seconds >= 60 * limit:
+                raise ValueError(
+                    f"{key}={seconds:g} is not below fault.watchdog_minutes={limit:g} "
+                    f"({60 * limit:g} s): the watchdog would end a run that only waits; lower the "
+                    "first or raise the second"
+                )

@@ -90,6 +90,20 @@ class TrainConfig(Section):
     fewer on a CPU where it is large."""
 
 
+Offloadable = Literal["student", "optimizer", "gradients", "frozen"]
+
+
+class MemoryConfig(Section):
+    """What leaves the trainer's GPUs while a phase of the step does not need it."""
+
+    offload: tuple[Offloadable, ...] | None = None
+    """Parts that move to the host between the phases that need them. `optimizer`: its weights and
+    moments, needed by the update. `gradients`: their memory, needed by the update. `frozen`:
+    teacher and reference in the trainer, needed to score; the loss keeps their heads. `student`:
+    its weights, while colocated servers sample. `null`: all of them with colocated SGLang servers,
+    nothing otherwise."""
+
+
 class CheckpointConfig(Section):
     """When training state is saved."""
 
@@ -102,14 +116,27 @@ class CheckpointConfig(Section):
 COLLECTIVE_TIMEOUT_MINUTES = 24 * 60
 """Longest wait in a collective. It must be far above the watchdog's limit. The watchdog names the
 rank that hangs; a collective that times out earlier ends ranks that only wait for that rank."""
+_LARGEST_LIMIT_MINUTES = COLLECTIVE_TIMEOUT_MINUTES / 4
 
 
 class FaultConfig(Section):
     """What ends a run that cannot go on."""
 
-    watchdog_minutes: float | None = Field(default=60.0, gt=0, le=COLLECTIVE_TIMEOUT_MINUTES / 4)
-    """Longest time without a finished step; then every rank writes its stacks and exits. `null`:
-    only the time-out of the collectives, 24 hours, ends a run that hangs."""
+    watchdog_minutes: float | None = Field(default=60.0, gt=0)
+    """Longest time without a finished step, an answer of a server or a sampled token; then every
+    rank writes its stacks and exits. At most 360. `null`: only the time-out of the collectives, 24
+    hours, ends a run that hangs."""
+
+    @model_validator(mode="after")
+    def _watchdog_first(self) -> Self:
+        if self.watchdog_minutes is not None and self.watchdog_minutes > _LARGEST_LIMIT_MINUTES:
+            raise ValueError(
+                f"fault.watchdog_minutes={self.watchdog_minutes:g} is more than a quarter of the "
+                f"collectives' time-out of {COLLECTIVE_TIMEOUT_MINUTES} minutes, which would end "
+                "the ranks that wait before the watchdog writes their stacks: set at most "
+                f"{_LARGEST_LIMIT_MINUTES:g}, or null"
+            )
+        return self
 
 
 class ColdStartConfig(Section):

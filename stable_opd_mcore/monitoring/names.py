@@ -120,6 +120,7 @@ _ALL = [
         "rollout batch (prompts + responses) over step time",
         "tokens/s",
     ),
+    Name("memory/left_gib", "the trainer's memory on the GPU while colocated servers draw", "GiB"),
     Name(
         "memory/peak_gib",
         "peak memory since start: of the GPU, or of the process on a CPU",

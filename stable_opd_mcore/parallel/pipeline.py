@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 from torch.nn import Module
 
@@ -62,7 +62,7 @@ def run_forward_backward(
     assert forward_only or get_model_config(chunks[0]).calculate_per_token_loss
     run = get_forward_backward_func()
     with torch.no_grad() if forward_only else nullcontext():
-        return run(
+        results = run(
             forward_step_func=step,
             data_iterator=[iter(microbatches) for _ in chunks],
             model=list(chunks),
@@ -72,6 +72,9 @@ def run_forward_backward(
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+    for chunk in chunks:  # a later stage would keep its last input until the next step
+        get_attr_wrapped_model(chunk, "set_input_tensor")(None)
+    return results
 
 
 def _as_sum(loss_and_result: tuple[Tensor, Any]) -> tuple[Tensor, Tensor, Any]:

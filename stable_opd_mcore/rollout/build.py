@@ -8,6 +8,7 @@ from torch.nn import Module
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
 from stable_opd_mcore.rollout.engine import RolloutEngine, Sampling
@@ -22,19 +23,21 @@ def build_engine(
     tokenizer: Tokenizer,
     stop_requested: Callable[[], bool] = lambda: False,
     progress: Callable[[], None] = lambda: None,
+    memory: DeviceMemory | None = None,
 ) -> RolloutEngine:
     """The engine of `rollout.engine`, over the student's model chunks of this rank.
 
     Args:
         stop_requested: whether the run is about to end; then no server is waited for.
-        progress: called from any thread whenever a server has answered.
+        progress: called from any thread whenever a server has answered or a token is decoded.
+        memory: the trainer's parts on the device, which colocated servers need.
 
     Raises:
         UserError: the run to replay has no stored rollouts, or there are too few servers.
     """
     match config.rollout.engine:
         case "embedded":
-            return embedded_engine(world, chunks, tokenizer)
+            return embedded_engine(world, chunks, tokenizer, progress)
         case "replay":
             assert config.rollout.replay_from is not None, "the schema requires it"
             return ReplayEngine(config.rollout.replay_from)
@@ -47,12 +50,20 @@ def build_engine(
                 tokenizer.vocab_size,
                 stop_requested,
                 progress,
+                memory,
             )
 
 
-def embedded_engine(world: World, chunks: Sequence[Module], tokenizer: Tokenizer) -> EmbeddedEngine:
+def embedded_engine(
+    world: World,
+    chunks: Sequence[Module],
+    tokenizer: Tokenizer,
+    progress: Callable[[], None] = lambda: None,
+) -> EmbeddedEngine:
     """An engine that can draw responses to any prompt; evaluations use it too."""
-    return EmbeddedEngine(chunks, world, tokenizer.decode, vocab_size=tokenizer.vocab_size)
+    return EmbeddedEngine(
+        chunks, world, tokenizer.decode, vocab_size=tokenizer.vocab_size, progress=progress
+    )
 
 
 def training_sampling(config: Config, stop_token_ids: Sequence[int]) -> Sampling:

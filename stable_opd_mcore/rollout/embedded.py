@@ -56,6 +56,7 @@ class EmbeddedEngine(NothingInFlight):
         decode: token ids (no stop token) to text.
         vocab_size: of the tokenizer of student and teacher; larger ids are never drawn.
         max_rows: responses decoded at once; more are drawn in several batches.
+        progress: called after each decoded token of the batch.
 
     Raises:
         UserError: the model has fewer vocabulary entries than `vocab_size`.
@@ -69,6 +70,7 @@ class EmbeddedEngine(NothingInFlight):
         *,
         vocab_size: int,
         max_rows: int = 256,
+        progress: Callable[[], None] = lambda: None,
     ):
         self.weight_version = 0
         self._chunks: list[HiddenStatesGPTModel] = unwrap_model(list(chunks))
@@ -77,6 +79,7 @@ class EmbeddedEngine(NothingInFlight):
         self._decode = decode
         self._vocab_size = vocab_size
         self._max_rows = max_rows
+        self._progress = progress
         architecture = self._chunks[0].architecture
         if architecture.vocab_size < vocab_size:
             raise UserError(
@@ -176,6 +179,7 @@ class EmbeddedEngine(NothingInFlight):
         done_B = torch.zeros(num_rows, dtype=torch.bool, device=device)
         for position in range(sampling.max_new_tokens):
             tokens_B, logprobs_B = self._sample(hidden_BH, keys_B, position, sampling)
+            self._progress()
             tokens_RL[running_B, position] = tokens_B
             logprobs_RL[running_B, position] = logprobs_B
             done_B = done_B | (tokens_B[:, None] == stop_ids).any(dim=1)

@@ -17,7 +17,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -54,6 +54,7 @@ class ServedTeacher:
         top_k: also score the K most probable tokens.
         merged_ids: stop ids that are one entry of this list (losses.coefficients.Terms.merged_ids).
         patience_seconds: for how long requests are repeated when no replica answers.
+        progress: called from worker threads after each answer.
 
     Raises:
         UserError: a temperature other than 1, no key in `api_key_file`, or a top-K list longer than
@@ -71,6 +72,7 @@ class ServedTeacher:
         top_k: int | None = None,
         merged_ids: tuple[int, ...] = (),
         patience_seconds: float = 600.0,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
         if temperature != 1.0:
             raise UserError(
@@ -103,6 +105,7 @@ class ServedTeacher:
         self._stop_ids = stop_ids
         self._extra_ids = tuple(sorted({*stop_ids, *self._merged_ids.tolist()}))
         self._patience = patience_seconds
+        self._progress = progress
         self._turn = itertools.count()
         self._prompt_ids: list[str] = []
 
@@ -247,7 +250,9 @@ class ServedTeacher:
         turn = next(self._turn)
         for attempt in itertools.count(1):
             try:
-                return clients[(turn + attempt) % len(clients)].score(request)
+                scores = clients[(turn + attempt) % len(clients)].score(request)
+                self._progress()
+                return scores
             except ServerFailure as failure:
                 if time.monotonic() > deadline:
                     raise TeacherLost(

@@ -30,6 +30,7 @@ from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from stable_opd_mcore.records import Prompt
 from stable_opd_mcore.rollout.build import embedded_engine
 from stable_opd_mcore.rollout.engine import RolloutEngine, Sampling
+from stable_opd_mcore.train import phases
 from stable_opd_mcore.train.setup import (
     configured_architecture,
     held_out_prompts,
@@ -50,6 +51,7 @@ def evaluate_student(run: Run, state: TrainState) -> Metrics:
     assert run.held_out is not None
     config = run.config
     prompts = run.held_out.select(range(len(run.held_out)))
+    run.memory.keep_only(*phases.ROLLOUT)
     run.held_out_engine.publish(state.weight_version)
     metrics, counts, started = Metrics(), Metrics(), time.perf_counter()
     for area, greedy in (("eval", False), ("eval_greedy", True)):

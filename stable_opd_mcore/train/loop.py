@@ -31,6 +31,7 @@ from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from stable_opd_mcore.rollout.engine import EngineLost
 from stable_opd_mcore.rollout.sglang.group import prepare_nccl
 from stable_opd_mcore.scoring.served_teacher import TeacherLost
+from stable_opd_mcore.train import phases
 from stable_opd_mcore.train.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from stable_opd_mcore.train.evaluation import evaluate_student
 from stable_opd_mcore.train.in_flight import restore_in_flight, save_in_flight
@@ -138,6 +139,7 @@ def cold_start_config(config: Config) -> Config:
     values["sampling"] = {"max_new_tokens": config.sampling.max_new_tokens}
     values["optimizer"] |= {"lr": cold.lr, "warmup_steps": cold.warmup_steps}
     values["train"] |= {"steps": cold.steps, "minibatches": 1}
+    values["memory"] = {}  # it has neither servers nor frozen models
     values |= {"teacher": None, "cold_start": None}
     return Config.model_validate(values)
 
@@ -190,6 +192,7 @@ def _train_phase(config: Config, session: Session) -> None:
         session.stop.finish_step_first = True
         _train_steps(run, state, session, sinks, advance)
         session.stop.finish_step_first = False
+        run.memory.hold(*phases.EXPORT)  # while there are servers that may have the device
 
     export_hf(run.student.chunks, directory / MODEL, save_tokenizer=run.tokenizer.save)
     if session.is_first_rank:
@@ -255,6 +258,7 @@ def _resume(run: Run) -> TrainState:
     newest = newest_checkpoint(directory / CHECKPOINTS)
     if newest is None:
         return TrainState()
+    run.memory.hold(*phases.SAVE)
     state = load_checkpoint(newest, run.student)
     restore_in_flight(directory, state.step, run.engine)
     run.engine.publish(state.weight_version)
@@ -265,6 +269,7 @@ def _save(run: Run, state: TrainState) -> Path:
     """Save a checkpoint of `state`; returns its directory."""
     directory = run.config.run.path
     save_in_flight(directory, state.step, run.engine, run.world)
+    run.memory.hold(*phases.SAVE)
     with shielded():
         return save_checkpoint(
             directory / CHECKPOINTS, state, run.student, run.config.checkpoint.keep

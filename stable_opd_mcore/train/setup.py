@@ -30,6 +30,7 @@ from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.scoring.scorer import Scorer
 from stable_opd_mcore.scoring.served_teacher import ServedTeacher
 from stable_opd_mcore.train.overlap import TOP_K, OverlapModel, OverlapPair
+from stable_opd_mcore.train.phases import device_memory
 from stable_opd_mcore.train.step import Run
 from stable_opd_mcore.train.student import Student
 
@@ -45,7 +46,7 @@ def build_run(
     Args:
         stop_requested: whether a signal has asked the run to stop; then absent servers are not
             waited for.
-        progress: called from any thread whenever a server has answered.
+        progress: called from any thread whenever a server has answered or a token is decoded.
 
     Raises:
         UserError: settings, data, weights or layout that do not fit together.
@@ -57,19 +58,28 @@ def build_run(
     prompts = load_prompts(config, tokenizer, architecture, objective)
     held_out = load_held_out(config, tokenizer, architecture)
 
-    models = _Models(config, world, objective, tokenizer.vocab_size)
+    models = _Models(config, world, objective, tokenizer.vocab_size, progress)
+    student = Student(models.student, config.optimizer, config.train.precision)
+    teacher, reference = models.teacher(), models.reference()
+    overlap = models.overlap(tokenizer.stop_token_ids, teacher_stops)
+    scorers = (teacher, reference, overlap and overlap.teacher.scorer)
+    heads = [scorer.head for scorer in scorers if scorer is not None]
+    memory = device_memory(config, world, student, models.frozen, heads)
     return Run(
         config=config,
         world=world,
         tokenizer=tokenizer,
-        student=Student(models.student, config.optimizer, config.train.precision),
+        student=student,
         head=models.head,
-        teacher=models.teacher(),
-        reference=models.reference(),
+        teacher=teacher,
+        reference=reference,
         behaviour=models.behaviour(),
-        overlap=models.overlap(tokenizer.stop_token_ids, teacher_stops),
-        engine=build_engine(config, world, models.student, tokenizer, stop_requested, progress),
-        held_out_engine=embedded_engine(world, models.student, tokenizer),
+        overlap=overlap,
+        memory=memory,
+        engine=build_engine(
+            config, world, models.student, tokenizer, stop_requested, progress, memory
+        ),
+        held_out_engine=embedded_engine(world, models.student, tokenizer, progress),
         sampling=training_sampling(config, tokenizer.stop_token_ids),
         objective=objective,
         prompts=prompts,
@@ -223,9 +233,17 @@ def read_weights(chunks: Sequence[HiddenStatesGPTModel], path: str) -> None:
 class _Models:
     """The models of a run on this rank: the student, and the scorers that the objective needs."""
 
-    def __init__(self, config: Config, world: World, objective: Objective, vocab_size: int):
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        objective: Objective,
+        vocab_size: int,
+        progress: Callable[[], None],
+    ):
         self.config, self.world, self.objective = config, world, objective
-        self.vocab_size = vocab_size
+        self.vocab_size, self.progress = vocab_size, progress
+        self.frozen: list[HiddenStatesGPTModel] = []  # chunks of teacher and reference
         self.student = self._load(config.student, trainable=True)
         self.head = output_head(self.student, vocab_size)
         self._megatron_scorer = partial(
@@ -267,6 +285,7 @@ class _Models:
         if needs == "none":
             return None
         chunks = load_reference(self.config, self.world, self.student)
+        self.frozen += chunks
         return self._megatron_scorer(chunks, hidden_alone=needs == "hidden")
 
     def behaviour(self) -> MegatronScorer | None:
@@ -297,7 +316,10 @@ class _Models:
         )
 
     def _load(self, model: ModelConfig, *, trainable: bool) -> list[HiddenStatesGPTModel]:
-        return load_model(self.config, self.world, model, self.vocab_size, trainable=trainable)
+        chunks = load_model(self.config, self.world, model, self.vocab_size, trainable=trainable)
+        if not trainable:
+            self.frozen += chunks
+        return chunks
 
     @cached_property
     def _teacher_chunks(self) -> list[HiddenStatesGPTModel]:
@@ -319,4 +341,5 @@ class _Models:
             stop_ids=stop_ids,
             top_k=top_k,
             merged_ids=merged_ids,
+            progress=self.progress,
         )

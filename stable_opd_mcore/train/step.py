@@ -40,6 +40,7 @@ from stable_opd_mcore.models.weights import refuse_non_finite
 from stable_opd_mcore.monitoring.health import rollout_metrics, sample_metrics, token_metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.context import slice_microbatch
+from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.world import (
     World,
@@ -51,6 +52,7 @@ from stable_opd_mcore.parallel.world import (
 from stable_opd_mcore.records import LossOutput, MicroBatch, Prompt, Rollout, Sample
 from stable_opd_mcore.rollout.engine import RolloutEngine, Sampling
 from stable_opd_mcore.scoring.scorer import Scorer, with_scores
+from stable_opd_mcore.train import phases
 from stable_opd_mcore.train.learning_rate import learning_rate
 from stable_opd_mcore.train.overlap import OverlapPair, overlap_metrics
 from stable_opd_mcore.train.state import TrainState
@@ -70,6 +72,7 @@ class Run:
     reference: Scorer | None
     behaviour: Scorer | None  # scores with the student's weights from before the step's updates
     overlap: OverlapPair | None  # student and teacher, scored for the overlap/* and stop/* metrics
+    memory: DeviceMemory  # what of all these lies on the device
     engine: RolloutEngine
     held_out_engine: RolloutEngine  # for evaluation: samples also where `engine` replays a run
     sampling: Sampling
@@ -99,17 +102,20 @@ def train_step(run: Run, state: TrainState) -> StepResult:
     prompts = next_prompts(run, state.cursor)
 
     with timer.phase("rollout"):
+        run.memory.keep_only(*phases.ROLLOUT)
         rollouts = draw_rollouts(run, prompts, state.step)
         prefetch_rollouts(run, state)
         samples = training_samples(run, prompts, rollouts, state.cursor)
 
     parts = split_by_prompt(samples, config.train.minibatches)
     with timer.phase("score"):
+        run.memory.hold(*phases.SCORE)
         minibatches = [score(run, pack_minibatch(run, part), part) for part in parts]
         overlap = compare_models(run, minibatches, parts, state.step + 1)
     minibatches, correction = correct_mismatch(run, minibatches)
 
     with timer.phase("update"):
+        run.memory.hold(*phases.UPDATE)
         lr = learning_rate(state.step, config.train.steps, config.optimizer)
         updates = [update(run, batches, lr, state.step + 1) for batches in minibatches]
 

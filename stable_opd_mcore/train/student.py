@@ -7,7 +7,7 @@ checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import Tensor
 
 from stable_opd_mcore.config.schema import OptimizerConfig
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
@@ -78,6 +79,18 @@ class Student:
         )
         self._grad_norm = 0.0
         self._inner = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+
+    def gradient_buffers(self) -> list[Tensor]:
+        """Megatron's buffers of the gradients; every parameter's gradient is a view of one."""
+        return [buffer.grad_data for chunk in self.model for buffer in chunk.buffers]
+
+    def optimizer_tensors(self) -> Iterator[Tensor]:
+        """Main weights (in fp32 views of the model's) and Adam's moments, as far as they exist."""
+        for optimizer in self._inner:
+            for group in optimizer.optimizer.param_groups:
+                yield from group["params"]
+            for state in optimizer.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
 
     def zero_grad(self) -> None:
         for chunk in self.model:

@@ -30,6 +30,18 @@ SERVED = {"engine": "sglang", "urls": ["http://a"]}
             },
             "needs golden solutions: set data.train.columns.solution",
         ),
+        (
+            {"rollout": {"engine": "sglang"}, "fault": {"watchdog_minutes": 30}},
+            r"rollout.sglang.request_timeout_seconds=1800 is not below .*=30 \(1800 s\)",
+        ),
+        (
+            {"teacher": SERVED, "fault": {"watchdog_minutes": 9.5}},
+            r"teacher.request_timeout_seconds=600 is not below .*=9.5 \(570 s\): .* only waits",
+        ),
+        (
+            {"rollout": {"engine": "sglang"}, "memory": {"offload": ["student"]}},
+            "`student`.*placement=disaggregated; leave it out, or colocate SGLang servers",
+        ),
         ({"objective": {"jsd_beta": 1}}, "objective.jsd_beta: Input should be less than 1"),
         ({"objective": {"discount": 1.1}}, "objective.discount: Input should be less than or eq"),
     ],
@@ -43,6 +55,19 @@ def test_what_a_conflict_needs_alone_is_accepted():
     assert run_with(teacher=SERVED).sampling.temperature == 1
     assert run_with(sampling={"temperature": 0.7}, parallel={"context": 2}).teacher is None
     assert run_with(student={"path": "somewhere"}, tokenizer={}).tokenizer.path is None
+
+
+def test_colocated_servers_have_everything_offloaded_unless_told_otherwise():
+    colocated = {"engine": "sglang", "sglang": {"placement": "colocated"}}
+    everything = ("student", "optimizer", "gradients", "frozen")
+    assert run_with(rollout=colocated).offloaded == everything
+    assert run_with(rollout=colocated, memory={"offload": []}).offloaded == ()
+    assert run_with(rollout={"engine": "sglang"}).offloaded == ()
+    assert run_with(memory={"offload": ["frozen"]}).offloaded == ("frozen",)
+
+
+def test_without_a_watchdog_every_wait_is_accepted():
+    run_with(rollout={"engine": "sglang"}, fault={"watchdog_minutes": None})
 
 
 @pytest.mark.parametrize("name", ["../up", "", ".hidden", "a/b", "a b", "-x"])

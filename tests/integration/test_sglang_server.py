@@ -161,10 +161,12 @@ def test_served_teacher_equals_the_same_teacher_in_megatron(
         "merged_ids": merged_ids,
     }
     ours = MegatronScorer(chunks, world, **settings)
+    progress: list[int] = []
     served = ServedTeacher(
         TeacherConfig(engine="sglang", urls=(server.url,), api_key_file=key_file),
         world,
         patience_seconds=20.0,
+        progress=lambda: progress.append(1),
         **settings,
     )
     assert served.self_test(range(3, 60)) < 1e-3
@@ -172,6 +174,7 @@ def test_served_teacher_equals_the_same_teacher_in_megatron(
         torch.testing.assert_close(a.logprob_N, b.logprob_N, atol=1e-4, rtol=0)
         assert torch.equal(a.topk_ids_NK, b.topk_ids_NK)
         torch.testing.assert_close(a.topk_logprobs_NK, b.topk_logprobs_NK, atol=1e-4, rtol=0)
+    assert len(progress) >= len(samples), "a long scoring phase is no hang for the watchdog"
 
 
 def test_a_run_with_a_served_teacher_learns_the_same(server, key_file, tmp_path):

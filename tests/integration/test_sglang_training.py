@@ -180,8 +180,23 @@ def test_colocated_servers_in_another_precision(tmp_path):
     lines = [line for line in log.splitlines() if "200 OK" in line]
     asked = [route for line in lines for route in routes if f"/{route} " in line]
     release, resume, update = routes
-    assert asked == [update, *[release, resume, update] * 3]
-    assert [event["event"] for event in events(run)] == ["published"] * 4
+    assert asked == [update, *[release, resume, update] * 2, release]
+    assert [event["event"] for event in events(run)] == ["published"] * 3
+
+
+def test_colocated_servers_and_trainer_hand_the_gpu_over(tmp_path):
+    """Nothing of the trainer is left while servers draw, and no bit of the training changes: a run
+    that keeps everything in place, on the same rollouts, has the same losses. So has a resumed one.
+    """
+    colocated = ("rollout.sglang.placement=colocated", "kl.beta=0.1")
+    moves = train(tmp_path, "moves", "train.steps=2", *colocated)
+    train(tmp_path, "moves", "train.steps=3", *colocated)
+    assert [row["memory/left_gib"] for row in rows(moves)] == [0, 0, 0]
+    replaying = ("rollout.engine=replay", f"rollout.replay_from={moves}")
+    stays = train(tmp_path, "stays", "train.steps=3", "kl.beta=0.1", *replaying)
+    for ours, theirs in zip(rows(moves), rows(stays), strict=True):
+        for name in ("loss/total", "grad_norm", "tokens/trained"):
+            assert ours[name] == theirs[name], name
 
 
 # ---- answers from other weights

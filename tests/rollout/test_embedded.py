@@ -109,6 +109,14 @@ def test_the_cache_grows_past_its_first_block(tiny_path, world, transformer, mon
         assert torch.allclose(torch.tensor(rollout.rollout_logprobs), expected, atol=1e-5)
 
 
+def test_each_decoded_token_is_progress(tiny_path, world):
+    """A long draw is no hang for the watchdog."""
+    progress = []
+    engine = build_engine(tiny_path, world, progress=lambda: progress.append(1))
+    rollouts = engine.generate(make_prompts(3), Sampling(max_new_tokens=6), step=0)
+    assert len(progress) == max(len(rollout.token_ids) for rollout in rollouts) == 6
+
+
 def test_only_the_common_vocabulary_is_drawn(tiny_path, world):
     engine = build_engine(tiny_path, world, vocab_size=5)
     prompts = [Prompt("p", "", (1, 2, 3))]

@@ -20,6 +20,7 @@ from stable_opd_mcore.config.rollouts import SglangConfig
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.weights import architecture_of
+from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World, ranks_on_this_machine
 from stable_opd_mcore.planning.hardware import GIB
 from stable_opd_mcore.planning.topology import (
@@ -51,8 +52,13 @@ def build_sglang_engine(
     vocab_size: int,
     stop_requested: Callable[[], bool] = lambda: False,
     progress: Callable[[], None] = lambda: None,
+    memory: DeviceMemory | None = None,
 ) -> SglangEngine:
     """Start this rank's servers, or connect to external ones, and wait until they answer.
+
+    Colocated servers size their cache by the memory that is free as they start, so the trainer's
+    parts move to the host first. They come back, and the servers release their memory, when the
+    trainer next holds one.
 
     Args: as of `SglangEngine` and `Fleet`.
 
@@ -64,15 +70,19 @@ def build_sglang_engine(
     events = EventLog(folder / "events.jsonl")
     architecture = architecture_of(chunks)
     topology = run_topology(config, architecture, world)
+    memory = memory or DeviceMemory()
     fleet = None
     if is_leader(world):
         members = _members(config, architecture, world, folder, topology)
         fleet = Fleet(members, events, config.rollout.sglang, stop_requested, progress)
+    if config.rollout.sglang.placement == "colocated":
+        memory.lend(fleet.release_memory if fleet is not None else lambda: None)
+    if fleet is not None:
         fleet.start()
     transport = None
     if dist.get_rank() == 0:
         transport = _transport(config.rollout.sglang, architecture, world, folder)
-    return SglangEngine(config, world, chunks, fleet, transport, events, decode, vocab_size)
+    return SglangEngine(config, world, chunks, fleet, transport, events, decode, vocab_size, memory)
 
 
 def run_topology(config: Config, architecture: Architecture, world: World) -> Topology:

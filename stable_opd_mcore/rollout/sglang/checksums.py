@@ -9,6 +9,7 @@ unquantised. Not here: the requests (sync.py).
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -93,7 +94,8 @@ def cpu_hash(pieces: Sequence[Tensor]) -> str:
     digest = hashlib.sha256()
     for piece in pieces:
         flat = piece.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        digest.update(flat.numpy().data)
+        # not flat.numpy(): it marks the weights' storage as one that cannot be resized (offloaded)
+        digest.update((ctypes.c_char * flat.numel()).from_address(flat.data_ptr()))
     return digest.digest()[:8].hex()
 
 

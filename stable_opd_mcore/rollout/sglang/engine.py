@@ -10,6 +10,10 @@ sends the weights to all servers. Ordering:
 - `generate` draws what was not drawn ahead. What no server could draw is drawn after a restart and
   another publish of the same weights. All ranks loop together, so that their collectives match.
 - `prefetch` draws in a thread that makes no collective call.
+- Colocated, `publish` only records the version. `generate` takes the GPU: the trainer's parts but
+  the student move to the host, servers resume, they receive the weights, the student moves too, and
+  only then they draw. They keep the GPU, for another evaluation batch say, until the trainer holds
+  a part again (parallel/device_memory.py); then they release it.
 
 Not here: one rank's requests (fleet.py), one publish (sync.py), the transfer of weights
 (transports.py).
@@ -25,15 +29,16 @@ import torch
 from torch.nn import Module
 
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.metrics import Mean, Metrics, Sum
+from stable_opd_mcore.metrics import Max, Mean, Metrics, Sum
 from stable_opd_mcore.models.weights import architecture_of
+from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World, broadcast_object, gather_objects
 from stable_opd_mcore.planning.topology import server_dtype
 from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.rollout.engine import EngineLost, Sampling, check_prompts
 from stable_opd_mcore.rollout.sglang.events import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
-from stable_opd_mcore.rollout.sglang.records import Decode, request_for, rollouts_of
+from stable_opd_mcore.rollout.sglang.records import Decode, Draw, request_for, rollouts_of
 from stable_opd_mcore.rollout.sglang.sync import publish_weights
 from stable_opd_mcore.rollout.sglang.transports import Target, Transport
 from stable_opd_mcore.serving.client import SglangClient
@@ -55,18 +60,6 @@ class _Status:
     address: tuple[str, str | None, int]  # URL, key, and Member.life
 
 
-@dataclass
-class _Draw:
-    """Responses being drawn ahead."""
-
-    step: int
-    prompts: tuple[Prompt, ...]
-    sampling: Sampling
-    thread: threading.Thread
-    answers: list[list[Completion] | None]
-    error: BaseException | None = None
-
-
 class SglangEngine:
     """A `RolloutEngine` over running servers.
 
@@ -75,6 +68,7 @@ class SglangEngine:
         fleet: this rank's servers; None on ranks that are not leaders.
         transport: how weights travel; None on all ranks but rank 0.
         vocab_size: of the tokenizer; larger ids are never drawn.
+        memory: the trainer's parts on this rank's device, which colocated servers need.
     """
 
     def __init__(
@@ -87,6 +81,7 @@ class SglangEngine:
         events: EventLog,
         decode: Decode,
         vocab_size: int,
+        memory: DeviceMemory,
     ) -> None:
         self.weight_version = -1  # nothing is published yet
         self._config = config
@@ -98,9 +93,10 @@ class SglangEngine:
         self._events = events
         self._decode = decode
         self._vocab_size = vocab_size
+        self._memory = memory
         self._is_colocated = config.rollout.sglang.placement == "colocated"
         self._clients: dict[tuple[str, str | None, int], SglangClient] = {}
-        self._ahead: _Draw | None = None
+        self._ahead: Draw | None = None
         self._held: dict[int, dict[tuple[str, int], Rollout]] = {}  # restored rollouts, by step
         self._num_publishes = 0
         self._lost: str | None = None  # why some rank's fleet cannot go on
@@ -127,9 +123,7 @@ class SglangEngine:
             self.publish(0)  # servers start with random weights
         self._raise_if_lost()
         if self._is_colocated:
-            if self._fleet is not None:
-                self._fleet.resume_memory()
-            self._send_weights(resent=False)
+            self._take_gpu()
         held = self._held.pop(step, {})
         answers = self._take_ahead(prompts, sampling, step)
         drawn_here = [i for i, prompt in enumerate(prompts) if (prompt.prompt_id, 0) not in held]
@@ -142,9 +136,19 @@ class SglangEngine:
                 for rollout in rollouts_of(prompt, answer, held, sampling.num_samples, self._decode)
             ]
             self._count_cached(requests, answers)
-            if self._is_colocated:
-                self._fleet.release_memory()
         return broadcast_object(rollouts, self._world.model_group)
+
+    def _take_gpu(self) -> None:
+        """Colocated: give the servers the GPU and the weights that they lack. Collective."""
+        if not self._memory.is_lent:
+            release = self._fleet.release_memory if self._fleet is not None else lambda: None
+            self._memory.lend(release, keep=("student",))
+            if self._fleet is not None:
+                self._fleet.resume_memory()
+        self._send_weights(resent=False)
+        self._raise_if_lost()
+        left = Metrics({"memory/left_gib": Max(self._memory.bytes_left() / 2**30)})
+        self._metrics = self._metrics | left
 
     def _draw_missing(
         self,
@@ -195,7 +199,7 @@ class SglangEngine:
                 ahead.error = error
 
         thread = threading.Thread(target=work, name="prefetch", daemon=True)
-        ahead = _Draw(step, tuple(prompts), sampling, thread, [None] * len(prompts))
+        ahead = Draw(step, tuple(prompts), sampling, thread, [None] * len(prompts))
         self._ahead = ahead
         thread.start()
 
@@ -257,7 +261,7 @@ class SglangEngine:
         return ahead.answers
 
     @staticmethod
-    def _join(ahead: _Draw) -> None:
+    def _join(ahead: Draw) -> None:
         ahead.thread.join()
         if ahead.error is not None:
             raise ahead.error
@@ -274,15 +278,20 @@ class SglangEngine:
     # ---- weights
 
     def publish(self, weight_version: int) -> None:
-        """Send every server the student's current weights and verify them; see the file's head."""
+        """Send every server the student's current weights and verify them; see the file's head.
+
+        Does nothing for a version that is published already.
+        """
+        if weight_version == self.weight_version:
+            return
         if self._ahead is not None:
             self._join(self._ahead)
         self.weight_version = weight_version
         if self._fleet is not None:
             for member in self._fleet.members:
                 self._fleet.weights_outdated(member)
-            self._fleet.resume_memory()
-        self._send_weights(resent=False)
+        if not self._is_colocated:
+            self._send_weights(resent=False)
 
     def _send_weights(self, *, resent: bool) -> None:
         """Send until every server has the weights or some fleet is lost. Collective."""
@@ -292,7 +301,7 @@ class SglangEngine:
                 self._fleet.await_restarts()
             targets = [s for s in self._statuses() if s.state == "needs_weights"]
             if self._lost is not None or not targets:
-                return
+                break
             self._num_publishes += 1
             outcome = self._send_to(targets)
             failures = [reason for reason in outcome.values() if reason is not None]
@@ -302,11 +311,17 @@ class SglangEngine:
                 self._apply(self._fleet, outcome, resent, attempt < _MAX_ROUNDS)
             resent = True
             attempt += not any(gather_objects(self._fleet and self._fleet.is_restarting))
+        if self._is_colocated:
+            if self._transport is not None:
+                self._transport.buffers.free()
+            self._memory.keep_only()
 
     def _send_to(self, statuses: Sequence[_Status]) -> dict[str, str | None]:
         """Per server, why it does not have the weights; None if it has. The same on every rank."""
         outcome: dict[str, str | None] = {}
         if self._world.data_rank == 0:
+            if self._is_colocated:
+                self._memory.bring("student")
             result = publish_weights(
                 self._chunks,
                 [Target(s.name, self._client(s.address), s.tensor) for s in statuses],

@@ -194,14 +194,24 @@ class Fleet:
                 member.state = "needs_weights"
 
     def release_memory(self) -> None:
-        """Colocated: release the GPU memory to the trainer. The weights must be sent again."""
+        """Colocated: release the GPU memory to the trainer. The weights must be sent again.
+
+        A server that is being restarted is waited for, because it takes its memory as it starts.
+        """
         if self._watcher is not None:
             self._watcher.join()  # a server with a queued health probe crashes on release
+        while True:
+            self.await_restarts()
+            self._release_ready()
+            if self.lost is not None or all(m.state != "restarting" for m in self.members):
+                return
+
+    def _release_ready(self) -> None:
         for member in self.members:
-            if member.state == "ready":
+            if member.state in ("ready", "needs_weights") and not member.released:
                 self.weights_outdated(member)
-                self._memory(member, "release_memory_occupation", ["kv_cache", "weights"])
-                member.released = True
+                if self._memory(member, "release_memory_occupation", ["kv_cache", "weights"]):
+                    member.released = True
 
     def resume_memory(self) -> None:
         """Allocate again what was released."""
@@ -210,11 +220,14 @@ class Fleet:
                 member.released = False
                 self._memory(member, "resume_memory_occupation", ["weights", "kv_cache"])
 
-    def _memory(self, member: Member, route: str, tags: list[str]) -> None:
+    def _memory(self, member: Member, route: str, tags: list[str]) -> bool:
+        """Whether the member did as asked; else it has failed."""
         try:
             member.client.call("POST", f"/{route}", {"tags": tags}, timeout_seconds=120.0)
         except (ServerFailure, RefusedRequest) as error:
             self.fail(member, str(error))
+            return False
+        return True
 
     def _await(self, member: Member) -> None:
         """Wait for one start; after a failed one restart the server or lose the fleet."""

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.rollout.engine import Sampling
 from stable_opd_mcore.serving.requests import Completion, Generation
 
 Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass
+class Draw:
+    """Responses being drawn ahead."""
+
+    step: int
+    prompts: tuple[Prompt, ...]
+    sampling: Sampling
+    thread: threading.Thread
+    answers: list[list[Completion] | None]
+    error: BaseException | None = None
 
 
 def request_for(

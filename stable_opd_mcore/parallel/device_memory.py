@@ -1,0 +1,188 @@
+"""What of the trainer lies on the GPU: parts of it move to the host and back, in place.
+
+    memory = DeviceMemory(parts, offloaded={"optimizer", "gradients"}, device=world.device)
+    memory.hold("student", "optimizer")     # these on the device, other offloaded parts on the host
+    memory.lend(servers.release_memory)     # nothing on the device; the next `hold` takes it back
+
+A part is moved storage by storage: the bytes are copied to the host, and the storage is resized to
+zero bytes. Every tensor keeps its storage, so Megatron's views of one buffer (parameters, optimizer
+shards, gradients) stay views of it. Megatron's own `offload_grad_buffers` frees memory in the same
+way. On a CPU the same code runs: a storage of zero bytes counts as offloaded, so a test can count.
+
+Not moved: workspaces of Transformer Engine and NCCL, and the CUDA context. Not here:
+which phase needs which part (train/phases.py), and what servers release (rollout/sglang/fleet.py).
+No GPU has run this yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from stable_opd_mcore.parallel.world import gather_objects
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of the trainer's tensors, which move together.
+
+    Args:
+        tensors: lists them at the time of the call; an optimizer creates its state late. A storage
+            that an earlier part lists belongs to that part.
+        content: `changes`: copied to the host at every move. `constant`: copied once. `scratch`:
+            never copied; zero after each move to the device.
+    """
+
+    name: str
+    tensors: Callable[[], Iterable[Tensor]]
+    content: Literal["changes", "constant", "scratch"] = "changes"
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """A storage whose bytes are on the host."""
+
+    tensor: Tensor  # some tensor of the storage; keeps it alive
+    num_bytes: int
+    host: Tensor | None  # uint8 [num_bytes], pinned for a GPU; None: scratch
+
+
+class DeviceMemory:
+    """The trainer's parts on one rank's device.
+
+    Args:
+        parts: all parts that can move.
+        offloaded: names of the parts that do move; the others always stay on the device.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part] = (),
+        offloaded: Collection[str] = (),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._parts = {part.name: part for part in parts}
+        self._offloaded = [part.name for part in parts if part.name in offloaded]
+        self._on_gpu = torch.device(device).type == "cuda"
+        self._moved: dict[str, list[_Moved]] = {}
+        self._hosts: dict[tuple[str, int], Tensor] = {}  # by storage; pinning memory is slow
+        self._give_back: Callable[[], None] | None = None
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether servers have the device."""
+        return self._give_back is not None
+
+    def hold(self, *names: str) -> None:
+        """Have these parts on the device and the other offloaded parts on the host.
+
+        Collective while the device is lent: the servers of all ranks release it first.
+        """
+        if self._give_back is not None:
+            give_back, self._give_back = self._give_back, None
+            give_back()
+            gather_objects(None)  # another rank's server may use this rank's device
+        self.keep_only(*names)
+        self.bring(*names)
+
+    def keep_only(self, *names: str) -> None:
+        """Move all offloaded parts but these to the host; move none to the device."""
+        leaving = [n for n in self._offloaded if n not in names and n not in self._moved]
+        for name in leaving:
+            tensors = list(self._storages(name))
+            self._forget_hosts(name, {t.untyped_storage()._cdata for t in tensors})
+            self._moved[name] = [self._evict(self._parts[name], tensor) for tensor in tensors]
+        if leaving:
+            self._free(leaving)
+
+    def bring(self, *names: str) -> None:
+        """Move these parts to the device, also while it is lent."""
+        for name in names:
+            for moved in self._moved.pop(name, ()):
+                storage = moved.tensor.untyped_storage()
+                storage.resize_(moved.num_bytes)
+                if moved.host is None:
+                    _bytes_of(moved.tensor).zero_()
+                else:
+                    _bytes_of(moved.tensor).copy_(moved.host, non_blocking=True)
+
+    def lend(self, give_back: Callable[[], None], *, keep: Sequence[str] = ()) -> None:
+        """Let this rank's servers use the device until the next `hold`. Collective.
+
+        Returns when every rank has moved its parts but `keep` to the host.
+
+        Args:
+            give_back: makes this rank's servers release the device.
+        """
+        assert not self.is_lent, "the device is already lent"
+        self.keep_only(*keep)
+        if self._on_gpu:
+            torch.cuda.ipc_collect()  # frees what servers have read through CUDA IPC
+        self._give_back = give_back
+        gather_objects(None)
+
+    def bytes_left(self) -> int:
+        """What the trainer occupies now: all of PyTorch's memory on a GPU, the parts on a CPU."""
+        return torch.cuda.memory_allocated() if self._on_gpu else sum(self.num_bytes().values())
+
+    def num_bytes(self) -> dict[str, int]:
+        """Part -> bytes on the device now."""
+        return {
+            name: sum(tensor.untyped_storage().nbytes() for tensor in self._storages(name))
+            for name in self._parts
+        }
+
+    def _storages(self, name: str) -> Iterator[Tensor]:
+        """One tensor of every storage of a part that has bytes on the device."""
+        seen: set[int] = set()
+        for part in self._parts.values():
+            for tensor in part.tensors():
+                storage = tensor.untyped_storage()
+                if storage._cdata not in seen and storage.nbytes():
+                    seen.add(storage._cdata)
+                    if part.name == name:
+                        yield tensor
+            if part.name == name:
+                return
+
+    def _forget_hosts(self, name: str, storages: set[int]) -> None:
+        """Drop the host memory of the part's storages that no longer exist."""
+        for key in [key for key in self._hosts if key[0] == name and key[1] not in storages]:
+            del self._hosts[key]
+
+    def _evict(self, part: Part, tensor: Tensor) -> _Moved:
+        """Copy a storage to the host; `_free` frees it once all copies have ended."""
+        storage = tensor.untyped_storage()
+        key, size = (part.name, storage._cdata), storage.nbytes()
+        if part.content == "scratch":
+            return _Moved(tensor, size, None)
+        host = self._hosts.get(key)
+        if host is None or host.numel() != size:
+            host = torch.empty(size, dtype=torch.uint8, pin_memory=self._on_gpu)
+            self._hosts[key] = host
+            host.copy_(_bytes_of(tensor), non_blocking=True)
+        elif part.content == "changes":
+            host.copy_(_bytes_of(tensor), non_blocking=True)
+        return _Moved(tensor, size, host)
+
+    def _free(self, names: Sequence[str]) -> None:
+        """Free the storages of parts whose bytes are on the host."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        for name in names:
+            for moved in self._moved[name]:
+                moved.tensor.untyped_storage().resize_(0)
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.get_global_memory_buffer().buffer.clear()  # of sequence parallelism
+        if self._on_gpu:
+            torch.cuda.empty_cache()
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """All bytes of the tensor's storage: uint8 [storage's size]."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -1,0 +1,76 @@
+"""What each phase of a step needs on the device: `memory.offload` moves the rest to the host.
+
+A step is rollout, score, update, publish; between steps come evaluation and checkpoints. Colocated
+servers take the device inside a rollout (rollout/sglang/engine.py). Not here: how a part moves
+(parallel/device_memory.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+from torch.nn import Module
+
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.errors import ConfigError
+from stable_opd_mcore.losses.output_head import Head
+from stable_opd_mcore.parallel.device_memory import DeviceMemory, Part
+from stable_opd_mcore.parallel.world import World
+from stable_opd_mcore.train.student import Student
+
+ROLLOUT = ("student",)  # for an engine in the trainer; colocated servers take even that
+SCORE = ("student", "heads", "frozen")
+UPDATE = ("student", "gradients", "optimizer", "heads")
+SAVE = ("student", "optimizer")
+EXPORT = ("student",)
+
+_PARTS = {  # value of memory.offload -> parts
+    "student": ("student",),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer",),
+    "frozen": ("heads", "frozen"),
+}
+
+
+def device_memory(
+    config: Config,
+    world: World,
+    student: Student,
+    frozen: Sequence[Module],
+    heads: Sequence[Head | None],
+) -> DeviceMemory:
+    """The run's parts on this rank, of which those of `memory.offload` move.
+
+    Args:
+        frozen: model chunks of teacher and reference in the trainer.
+        heads: their output heads, which the loss needs too.
+
+    Raises:
+        ConfigError: `frozen` is to be offloaded and the run has no frozen model.
+    """
+    if "frozen" in (config.memory.offload or ()) and not frozen:
+        raise ConfigError(
+            "memory.offload names `frozen`, but objective.name="
+            f"{config.objective.name} has no teacher or reference in the trainer: leave it out"
+        )
+    parts = [
+        Part("student", lambda: _tensors(student.chunks)),
+        Part("gradients", student.gradient_buffers, "scratch"),
+        Part("optimizer", student.optimizer_tensors),
+        Part("heads", lambda: [head.weight_VH for head in heads if head is not None], "constant"),
+        Part("frozen", lambda: _tensors(frozen), "constant"),
+    ]
+    offloaded = [part for name in config.offloaded for part in _PARTS[name]]
+    return DeviceMemory(parts, offloaded, world.device)
+
+
+def _tensors(chunks: Sequence[Module]) -> Iterator[Tensor]:
+    """Parameters, buffers, and the rotary tables that modules hold as plain attributes."""
+    for chunk in chunks:
+        yield from chunk.parameters()
+        yield from chunk.buffers()
+        for module in chunk.modules():
+            held = [value for value in vars(module).values() if isinstance(value, Tensor)]
+            # frequencies that share numpy's memory cannot move; they are a few bytes
+            yield from (tensor for tensor in held if tensor.untyped_storage().resizable())
