@@ -171,19 +171,16 @@ class Runner:
         import torch.multiprocessing as multiprocessing
 
         torch.set_num_threads(1)
-        multiprocessing.spawn = self._fork_ranks
+        start = multiprocessing.start_processes
+        multiprocessing.start_processes = lambda *given, **options: start(
+            *given, **options | {"start_method": "fork"}
+        )
         for mutant in self.mutants:
             importlib.import_module(mutant.module)
         if not (self.state / "lines.tsv").exists():
             self._record(session.items)
         self._judge(session.items)
         return True
-
-    @staticmethod
-    def _fork_ranks(function, args=(), nprocs=1, join=True):
-        from torch.multiprocessing import start_processes
-
-        return start_processes(function, args, nprocs, join, start_method="fork")
 
     def _run(self, items: list[pytest.Item]) -> bool:
         for item, following in zip(items, [*items[1:], None], strict=True):

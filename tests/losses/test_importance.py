@@ -163,3 +163,9 @@ def test_off_policy_gradient_is_exact_with_several_stop_ids():
 
 def outcomes(log_p_V: torch.Tensor) -> torch.Tensor:
     return torch.cat([log_p_V[:2].logsumexp(0, keepdim=True), log_p_V[2:]])
+
+
+def test_weights_at_the_bounds_are_inside():
+    ratio = torch.tensor([2.0, 0.5, 0.49, 2.01])
+    weights = importance_weights(ratio.log(), torch.zeros(4), "masked", 2.0)
+    assert weights.tolist() == [2.0, 0.5, 0.0, 0.0]

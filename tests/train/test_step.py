@@ -415,6 +415,10 @@ def draw_on_two_ranks(rank: int, _world_size: int, directory: Path) -> None:
             assert {grade for *_, grade in drawn} == {0}
         counted = step.reduce_row_metrics(world, Metrics({"rows": Sum(3)}))
         assert counted == Metrics({"rows": Sum(6 if tensor == 1 else 3)})
+        own = SimpleNamespace(take_metrics=lambda *_: Metrics({"engine/noted": Sum(1)}))
+        run = SimpleNamespace(engine=own, grader=SimpleNamespace(take_metrics=lambda _: Metrics()))
+        metrics = step.step_metrics(run, [], [], [], PhaseTimer())
+        assert metrics["engine/noted"] == Sum(2)
         stop_world()
 
 
