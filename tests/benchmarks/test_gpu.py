@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.gpu import bundle, suite
-from benchmarks.gpu.parts import loss
+from benchmarks.gpu.one_step import StepRecord
+from benchmarks.gpu.parts import loss, step
 from benchmarks.gpu.record import Record, read_entries
 from benchmarks.gpu.report import JSON_FILE, MARKDOWN_FILE, write_results
 from benchmarks.gpu.suite import PARTS, Part, run_part
@@ -110,6 +114,20 @@ def test_record_is_read_back(tmp_path):
     assert kinds == [("figure", True), ("check", True), ("skipped", True)]
 
 
+def test_a_step_with_another_gradient_or_metric_fails(tmp_path):
+    metrics = dict.fromkeys(step.METRICS, 2.0)
+    tensors = {"a": torch.ones(100), "b": torch.ones(2)}
+    same = StepRecord(torch.ones(3, 5), tensors, tensors, metrics)
+    wrong = {"a": torch.ones(100), "b": torch.tensor([1.0, 1.1])}
+    found = StepRecord(same.logits_NV, wrong, tensors, metrics | {"loss/kl": 2.001})
+    for number, other in enumerate((same, found)):
+        path = tmp_path / f"{number}.jsonl"
+        step.compare(Record(path), other, same)
+        failed = [entry.name for entry in read_entries(path) if not entry.passes]
+        wanted = ["gradients: relative error", "loss/kl: relative error"]
+        assert failed == (wanted if number else [])
+
+
 @pytest.mark.parametrize(
     ("registers", "warps", "blocks"),
     [(64, 8, 4), (109, 8, 2), (32, 8, 8), (255, 8, 1), (16, 1, 32)],
@@ -118,9 +136,13 @@ def test_resident_blocks_of_a_kernel(registers, warps, blocks):
     assert loss.resident_blocks(registers, warps) == blocks
 
 
-def test_wheels_are_unpacked_as_pip_installs_them(tmp_path):
-    import zipfile
+def test_the_bundle_holds_the_clusters_megatron():
+    cluster = tomllib.loads((bundle.ROOT / "requirements" / "cluster.toml").read_text())
+    lines = (bundle.ROOT / bundle.REQUIREMENTS).read_text().splitlines()
+    assert f"megatron-core=={cluster['packages']['megatron-core']}" in lines
 
+
+def test_wheels_are_unpacked_as_pip_installs_them(tmp_path):
     files = ("pkg/__init__.py", "pkg/tests/test_a.py", "pkg-1.data/purelib/other/a.py")
     with zipfile.ZipFile(tmp_path / "pkg-1-py3-none-any.whl", "w") as wheel:
         for name in (*files, "pkg-1.data/data/share/page.js", "pkg-1.dist-info/METADATA"):
