@@ -25,7 +25,14 @@ from stable_opd_mcore.monitoring.sinks import read_metrics
 VOCAB = 515
 STEPS = 2
 GAP_LIMIT = {"bf16": 0.5, "fp32": 1e-3}  # largest |server - trainer| log-probability of a token
-REPORTED = ("time/rollout", "time/score", "time/update", "time/sync", "memory/peak_gib")
+REPORTED = (
+    "time/rollout",
+    "time/score",
+    "time/update",
+    "time/sync",
+    "memory/peak_gib",
+    "memory/left_gib",
+)
 
 
 def run(record: Record, options: Options) -> None:
@@ -86,4 +93,5 @@ def record_run(record: Record, config: Config, rows: list[dict[str, Any]]) -> No
     gap = max(row["logprob/rollout_gap_max"] for row in rows)
     record.check(f"{name}: log-probability gap", gap, GAP_LIMIT[config.train.precision], "nats")
     for key in REPORTED:
-        record.figure(f"{name}: {key}", last[key], "GiB" if key.endswith("gib") else "s")
+        if key in last:  # only a run with colocated servers counts memory/left_gib
+            record.figure(f"{name}: {key}", last[key], "GiB" if key.endswith("gib") else "s")
