@@ -2,6 +2,8 @@
 #   make demo    watch plain on-policy distillation collapse and Stable-OPD hold (three minutes on 2 cores)
 #   make test    the tests, about ten minutes on 2 cores
 #   make test-cluster   a real Slurm (apt-get install slurm-wlm munge iproute2) and real SGLang servers, 30 minutes
+#   make rehearse   every shipped config on 1 to 128 nodes, set up, stepped and published without a GPU
+#   make plans   print the plans of the 7B and the 32B run into docs/plans.md
 #   make checks  format, lint, types, shell scripts, spelling: the hooks of .pre-commit-config.yaml over all files
 #   make mutants MODULES=stable_opd_mcore/data/packing.py TESTS=tests/data/test_packing.py   mutation tests, by hand
 #   make sglang  a venv of SGLang's own, .venv-sglang, for rollout servers on a CPU (about 1.6 GB)
@@ -17,7 +19,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: gpu gpu-bundle sglang sglang-old launch mutants demo test test-cluster checks install format clean
+.PHONY: gpu gpu-bundle sglang sglang-old launch mutants demo test test-cluster rehearse plans checks install format clean
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -38,6 +40,17 @@ test: $(INSTALLED)
 
 test-cluster: $(INSTALLED) sglang sglang-old launch
 	$(BIN)/python -m pytest -m cluster
+
+rehearse: $(INSTALLED)
+	$(BIN)/stable-opd rehearse $(filter-out %_32b.yaml,$(wildcard configs/*.yaml))
+	$(BIN)/stable-opd rehearse configs/stable_opd_32b.yaml --nodes 2 --nodes 4 --nodes 16 --nodes 128 --server-nodes 2
+
+plans: $(INSTALLED)
+	{ printf '# The plans of the 7B and the 32B run\n\nWritten by `make plans`; [planning.md](planning.md) says what they mean.\n'; \
+	  for run in 'stable_opd_7b.yaml' 'stable_opd_32b.yaml --nodes 4 --server-nodes 2'; do \
+	    printf '\n`stable-opd plan configs/%s`\n```\n' "$$run"; \
+	    $(BIN)/stable-opd plan configs/$$run || exit; printf '```\n'; \
+	  done; } > docs/plans.md
 
 checks: $(INSTALLED)
 	$(BIN)/pre-commit run --all-files --show-diff-on-failure --hook-stage manual

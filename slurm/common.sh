@@ -26,6 +26,7 @@ set -uo pipefail
 # ---- checks before the start ------------------------------------------------------------------------------------
 : "${PREFLIGHT:=on}"                     # off: only read the config
 : "${REQUIRE_GPU:=1}"                    # RANKS_PER_NODE healthy GPUs on every node
+: "${PLAN:=on}"                          # off: start also where `stable-opd plan` says that memory does not fit
 : "${MIN_FREE_GIB:=200}"                 # at the run's directory: a 7B checkpoint with its optimizer is about 100 GiB
 : "${MIN_ALLREDUCE_GBPS:=100}"           # GB/s over all GPUs (H200 nodes with NVLink and 8x400G reach over 300); 0: skip
 : "${PREFLIGHT_TIMEOUT:=300}"            # seconds until every node must have answered
@@ -64,7 +65,7 @@ run_on_cluster() {
   split_nodes || return 2
   set_environment
   TRAINER=("${PYTHON[@]}" -m stable_opd_mcore "$subcommand" "${COMMAND_LINE[@]}")
-  if [ -n "$dry_run" ]; then describe; return 0; fi
+  if [ -n "$dry_run" ]; then describe "$subcommand"; return 0; fi
 
   mkdir -p "$ATTEMPT_DIR"/{ranks,exits,preflight}
   ln -sfn "attempt_$ATTEMPT" "$LOG_DIR/current"
@@ -72,6 +73,10 @@ run_on_cluster() {
   trap 'STOP_WANTED=TERM; log "TERM: Slurm is ending the job"; touch "$ATTEMPT_DIR/servers_stop"' TERM
   log "trainers ${TRAINER_NODES[*]}, servers ${SERVER_NODE_NAMES[*]:-none}, logs $ATTEMPT_DIR"
   check_nodes || return 1
+  if ! check_plan "$subcommand"; then
+    judge record failed "$PLANNED"
+    return 1
+  fi
   if ((SERVER_NODES > 0)); then
     if ! derive_topology; then
       judge record failed "$TOPOLOGY"
@@ -171,19 +176,34 @@ signal_step() {
   [ -z "$id" ] || scancel --signal="$1" "$id" 2>/dev/null
 }
 
+# computed NAME OPTION...: what `stable-opd NAME` prints for this job; in the container where there is one
+computed() {
+  local name=$1
+  shift
+  local -a command=("${PYTHON[@]}" -m stable_opd_mcore "$name" "${COMMAND_LINE[@]}" "$@" --nodes="${#TRAINER_NODES[@]}"
+    --server-nodes="$SERVER_NODES" --gpus-per-node="$RANKS_PER_NODE" --gpu="$GPU")
+  if [ -n "$CONTAINER_IMAGE" ] && [ -n "${SLURM_JOB_ID:-}" ]; then
+    step "$name" "${TRAINER_NODES[0]}" 1
+    command=("${STEP[@]}" "${command[@]}")
+  fi
+  "${command[@]}" 2>&1
+}
+
 # Who trains where, and the servers' places, in $TOPOLOGY; sets SERVERS_PER_NODE and SERVER_TENSOR. Returns 1 where they
 # cannot be computed; $TOPOLOGY then says why.
 derive_topology() {
-  local -a command=("${PYTHON[@]}" -m stable_opd_mcore topology "${COMMAND_LINE[@]}" --shell --nodes="${#TRAINER_NODES[@]}"
-    --server-nodes="$SERVER_NODES" --gpus-per-node="$RANKS_PER_NODE" --gpu="$GPU")
-  if [ -n "$CONTAINER_IMAGE" ] && [ -n "${SLURM_JOB_ID:-}" ]; then
-    step topology "${TRAINER_NODES[0]}" 1
-    command=("${STEP[@]}" "${command[@]}")
-  fi
-  TOPOLOGY=$("${command[@]}" 2>&1) || return 1
+  TOPOLOGY=$(computed topology --shell) || return 1
   SERVERS_PER_NODE=$(sed -nE 's/^SERVERS_PER_NODE=([0-9]+)$/\1/p' <<<"$TOPOLOGY")
   SERVER_TENSOR=$(sed -nE 's/^SERVER_TENSOR=([0-9]+)$/\1/p' <<<"$TOPOLOGY")
   TOPOLOGY=$(sed -nE 's/^# //p' <<<"$TOPOLOGY")
+}
+
+# check_plan SUBCOMMAND: memory and seconds of the run in $PLANNED. Returns 1 where the memory does not fit or the plan
+# cannot be computed; $PLANNED then ends with the reason.
+check_plan() {
+  PLANNED=''
+  if [ "$1" != train ] || [ "$PLAN" != on ] || [ "$GPU" = cpu ]; then return 0; fi
+  PLANNED=$(computed plan)
 }
 
 describe() {
@@ -193,6 +213,8 @@ describe() {
     printf '# the topology is not known here: %s\n' "$TOPOLOGY"
     SERVERS_PER_NODE=1 SERVER_TENSOR=null
   fi
+  check_plan "$1" || echo "# THE JOB WOULD END HERE (PLAN=off overrides):"
+  if [ -n "$PLANNED" ]; then echo "# ${PLANNED//$'\n'/$'\n'# }"; fi
   if ((SERVER_NODES > 0)); then connect_servers; fi
   step trainer "$(joined "${TRAINER_NODES[@]}")" "$RANKS_PER_NODE"
   echo "# logs and verdict: $LOG_DIR"

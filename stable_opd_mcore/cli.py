@@ -141,7 +141,7 @@ def plan(
     layouts: Annotated[bool, typer.Option("--layouts", help="Rank all valid layouts.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Predict memory per GPU and seconds a step; needs each model's config.json and no GPU."""
+    """Predict memory per GPU and seconds a step, without a GPU; code 1: memory does not fit."""
     from stable_opd_mcore.config.load import load_config
 
     settings = load_config(config, overrides or [])
@@ -153,6 +153,8 @@ def plan(
         return
     made = make_plan(settings, cluster, gpu)
     typer.echo(made.as_json() if as_json else made.table())
+    if not made.memory.fits:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -177,6 +179,30 @@ def topology(
         typer.echo(derived.as_json() if as_json else derived.as_shell())
     else:
         typer.echo("\n".join(derived.lines()))
+
+
+@app.command()
+def rehearse(
+    configs: Annotated[list[str], typer.Argument(help="YAML files; settings to change.")],
+    nodes: Annotated[
+        list[int] | None, typer.Option(min=1, help="Trainer nodes; give it once for each world.")
+    ] = None,
+    gpus_per_node: Annotated[int, typer.Option(min=1)] = 8,
+    server_nodes: Annotated[int, typer.Option(min=0, help="Nodes of SGLang servers.")] = 0,
+    gpu: Annotated[str, typer.Option(help="h200 or h100.")] = "h200",
+) -> None:
+    """Set up, train one step and publish in a world without GPUs; every stage of every world."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch: tensors without memory are the CPU's
+    from stable_opd_mcore.config.load import load_config
+    from stable_opd_mcore.planning.plan import Cluster
+    from stable_opd_mcore.rehearsal.worlds import rehearse_worlds
+
+    overrides = [argument for argument in configs if "=" in argument]
+    paths = [Path(argument) for argument in configs if "=" not in argument]
+    settings = [load_config(path, overrides) for path in paths]
+    clusters = [Cluster(n, gpus_per_node, server_nodes) for n in nodes or (1, 2, 16, 128)]
+    if not rehearse_worlds(settings, clusters, gpu, typer.echo):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -15,6 +15,7 @@ ROWS = {
     "__main__": 10,
     "cli": 9,
     "demo": 8,
+    "rehearsal": 8,
     "train": 7,
     "evaluation": 6,
     "monitoring": 6,
@@ -35,7 +36,7 @@ ROWS = {
     "megatron_import": 3,
 }
 THIRD_PARTIES = {
-    "megatron": {"parallel", "models", "rollout/embedded", "train"},
+    "megatron": {"parallel", "models", "rollout/embedded", "train", "rehearsal"},
     "triton": {"losses/triton_ops"},
     "transformers": {"models", "data/chat"},
     "math_verify": {"evaluation/grading_worker"},

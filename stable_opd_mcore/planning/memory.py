@@ -93,14 +93,24 @@ def memory_plan(
 ) -> MemoryPlan:
     """The stage that needs most."""
     plans = [
-        MemoryPlan(
-            stage,
-            tuple(_components(config, models, layout, stage, work, layers)),
-            device.usable_bytes,
-        )
+        stage_plan(config, models, layout, stage, device, work, layers)
         for stage in {0, layout.pipeline - 1}
     ]
     return max(plans, key=lambda plan: plan.peak_bytes)
+
+
+def stage_plan(
+    config: Config,
+    models: Models,
+    layout: Layout,
+    stage: int,
+    device: Device,
+    work: Work,
+    layers: Layers = "transformer_engine",
+) -> MemoryPlan:
+    """One stage."""
+    components = tuple(_components(config, models, layout, stage, work, layers))
+    return MemoryPlan(stage, components, device.usable_bytes)
 
 
 def largest_micro_batch(
@@ -136,17 +146,21 @@ def _components(
     # bf16: Adam keeps fp32 weights and two moments; fp32: the weights are the model's own.
     state = 12 if element == 2 else 8
     shards = layout.gradient_ranks if config.optimizer.distributed else 1
+    phases = _phases_held(config)
     parts = [
-        Component("student weights", element * parameters),
-        Component("gradients, fp32", 4 * parameters),
-        Component("Adam's state", state * parameters / shards),
+        Component("student weights", element * parameters, phases["student"]),
+        Component("gradients, fp32", 4 * parameters, phases["gradients"]),
+        Component("Adam's state", state * parameters / shards, phases["optimizer"]),
     ]
     frozen = []
     if models.teacher is not None:
         frozen.append(("teacher weights", ModelSize(models.teacher, layout)))
     if models.reference:
         frozen.append(("reference weights", student))
-    parts += [Component(name, element * size.stage_parameters(stage)) for name, size in frozen]
+    parts += [
+        Component(name, element * size.stage_parameters(stage), phases["frozen"])
+        for name, size in frozen
+    ]
     parts += _rollout_components(config, student, work, element)
     last = stage == layout.pipeline - 1
     if last:
@@ -167,6 +181,17 @@ def _components(
     one_layer = student.saved_bytes("none", layers, element) * tokens
     parts.append(Component("backward workspace", one_layer, ("update",)))
     return parts
+
+
+def _phases_held(config: Config) -> dict[str, tuple[Phase, ...]]:
+    """When each value of memory.offload is on the GPU (train/phases.py)."""
+    needed: dict[str, tuple[Phase, ...]] = {
+        "student": ("score", "update"),
+        "gradients": ("update",),
+        "optimizer": ("update",),
+        "frozen": ("score",),
+    }
+    return {name: held if name in config.offloaded else PHASES for name, held in needed.items()}
 
 
 def _rollout_components(
@@ -197,9 +222,17 @@ def _loss_components(
     tokens = micro_batch_tokens(config, layout, work) / layout.context
     # losses/output_head.rows_per_block: as many rows as shards, so that the block's bytes stay.
     block = min(config.train.loss_block_tokens * layout.tensor, tokens) * student.head_rows
-    logits = element * block * (1 + len(needs))
+    # Another temperature than 1: a copy of the golden rows' logits, at most of the whole block.
+    has_golden = config.mixture.lambda_ > 0 or config.objective.name == "sft"
+    copies = 1 if has_golden and config.sampling.temperature != 1 else 0
+    logits = element * block * (1 + len(needs) + copies)
     hidden = 2 * element * tokens * models.student.hidden_size  # gathered, and its gradient
+    heads: list[Component] = []
+    if "frozen" in config.offloaded:  # the loss multiplies their heads
+        columns = element * student.head_rows * sum(needs)
+        heads = [Component("heads of the scorers", columns, ("update",))]
     return [
+        *heads,
         Component("hidden states of the scorers", kept, ("score", "update")),
         Component("loss: logits, hidden states", logits + hidden, ("update",)),
     ]

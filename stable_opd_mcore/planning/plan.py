@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -21,6 +20,7 @@ from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import Architecture, read_architecture
 from stable_opd_mcore.planning.hardware import GIB, Device, device_named
+from stable_opd_mcore.planning.known_models import model_source
 from stable_opd_mcore.planning.layout import Layout, layout_of, refusal, valid_layouts
 from stable_opd_mcore.planning.memory import (
     PHASES,
@@ -139,6 +139,7 @@ def make_plan(
             config.json cannot be read.
     """
     device, models = device_named(gpu), read_models(config)
+    config = _with_server_nodes(config, cluster)
     layout = layout_of(config.parallel, cluster.trainer_gpus)
     for name, model in (("student", models.student), ("teacher", models.teacher)):
         reason = model and refusal(model, layout)
@@ -152,6 +153,7 @@ def rank_layouts(
 ) -> list[Plan]:
     """Plans of every valid layout: those that fit first, fastest first."""
     device, models, work = device_named(gpu), read_models(config), work or default_work(config)
+    config = _with_server_nodes(config, cluster)
     architectures = [model for model in (models.student, models.teacher) if model is not None]
     plans = []
     for layout in valid_layouts(architectures, cluster.trainer_gpus, cluster.gpus_per_node):
@@ -178,6 +180,15 @@ def layouts_table(plans: list[Plan], rows: int = 20) -> str:
     return _render(table)
 
 
+def _with_server_nodes(config: Config, cluster: Cluster) -> Config:
+    """Nodes of servers mean rollouts from SGLang, as in slurm/servers.sh."""
+    if not cluster.server_nodes:
+        return config
+    sglang = config.rollout.sglang.model_copy(update={"placement": "external"})
+    rollout = config.rollout.model_copy(update={"engine": "sglang", "sglang": sglang})
+    return config.model_copy(update={"rollout": rollout})
+
+
 def default_work(config: Config) -> Work:
     """Responses of half the limit on average."""
     return Work(response_tokens=max(1, config.sampling.max_new_tokens // 2))
@@ -199,14 +210,7 @@ def read_models(config: Config) -> Models:
 
 
 def _architecture(model: ModelConfig, name: str) -> Architecture:
-    source = model.architecture if model.architecture is not None else model.path
-    assert source is not None, "the schema asks for one of the two"
-    if isinstance(source, str) and not Path(source).exists():
-        raise UserError(
-            f"{name}.path={source}: no such directory; a plan needs only its config.json "
-            f"(set {name}.path to a directory that holds it)"
-        )
-    return read_architecture(source)
+    return read_architecture(model_source(model, name)[0])
 
 
 def plan_topology(config: Config, cluster: Cluster, gpu: str) -> Topology:

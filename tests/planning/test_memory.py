@@ -26,13 +26,13 @@ def test_weights_gradients_and_optimizer_follow_the_layout(tmp_path):
     ("override", "gone"),
     [
         ("kl.beta=0", "reference weights"),
-        ("rollout.engine=sglang", "KV cache"),
+        ("rollout.engine=sglang rollout.sglang.placement=colocated", "KV cache"),
         ("kl.estimator=k3", "hidden states of the scorers"),
     ],
 )
 def test_a_part_that_is_not_used_takes_nothing(tmp_path, override, gone):
     assert gone in components(make_plan(config_7b(tmp_path), NODE))
-    assert not components(make_plan(config_7b(tmp_path, override), NODE)).get(gone)
+    assert not components(make_plan(config_7b(tmp_path, *override.split()), NODE)).get(gone)
 
 
 def test_full_recompute_and_smaller_budgets_need_less(tmp_path):
@@ -58,3 +58,26 @@ def test_one_gpu_does_not_hold_a_7b_run(tmp_path):
     assert not plan.memory.fits
     assert plan.largest_micro_batch is None
     assert "DOES NOT FIT" in plan.table()
+
+
+def test_another_temperature_keeps_a_copy_of_the_golden_logits(tmp_path):
+    def logits(*overrides: str) -> float:
+        held = components(make_plan(config_7b(tmp_path, *overrides), NODE))
+        return held["loss: logits, hidden states"]
+
+    copy = logits("sampling.temperature=0.8") - logits()
+    assert copy == 2 * 4 * 1024 * 152064 / 4  # bf16; four shards of as many times more rows
+    assert logits("sampling.temperature=0.8", "mixture.lambda=0") == logits("mixture.lambda=0")
+
+
+def test_offloaded_parts_are_held_in_the_phases_that_need_them(tmp_path):
+    def held(phase: str, *overrides: str) -> set[str]:
+        memory = make_plan(config_7b(tmp_path, *overrides), NODE).memory
+        return {item.name for item in memory.components if phase in item.phases}
+
+    colocated = ("rollout.engine=sglang", "rollout.sglang.placement=colocated")
+    assert held("rollout", *colocated) == {"weight sync buckets"}
+    assert "teacher weights" in held("score", *colocated)
+    assert "Adam's state" not in held("score", *colocated)
+    assert "teacher weights" not in held("update", "memory.offload=[frozen]")
+    assert "Adam's state" in held("score", "memory.offload=[frozen]")

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor
 
 from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, forward_hidden
 from stable_opd_mcore.planning.layout import layout_of
 from stable_opd_mcore.planning.model_size import ModelSize
-from tests.planning.fake_world import fake_tensors, fake_world, saved_for_backward
+from stable_opd_mcore.records import Sample, TokenWeights
+from stable_opd_mcore.rehearsal.fake_tensors import fake_tensors
+from stable_opd_mcore.rehearsal.fake_world import fake_world
 
 SHAPES = {
     "qwen2": {
@@ -87,3 +93,25 @@ def test_sizes_are_those_of_the_built_model(
             per_token += size.saved_outside_layers(pipeline == 1, "torch", element)
             saved = saved_for_backward(chunks[0], TOKENS)
             assert saved == pytest.approx(per_token * TOKENS, rel=0.03)
+
+
+def saved_for_backward(chunk: HiddenStatesGPTModel, tokens: int) -> int:
+    """Bytes that one forward pass of a sequence of `tokens` keeps, parameters excluded."""
+    saved: dict[int, int] = {}
+    kept: list[Tensor] = []  # or their memory would be used again, under the same address
+
+    def note(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        storage = tensor.untyped_storage()
+        saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    response = (0,) * (tokens - 1)
+    sample = Sample("rollout", "p", (0,), response, (True,) * len(response))
+    zeros = (0.0,) * len(response)
+    options = {"max_tokens": tokens, "data_rank": 0, "data_size": 1}
+    (batch,) = pack([sample], [TokenWeights(zeros, zeros, zeros)], **options)
+    parameters = {p.untyped_storage()._cdata for p in chunk.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        forward_hidden(chunk, batch)
+    return sum(size for storage, size in saved.items() if storage not in parameters)

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -73,3 +74,18 @@ def test_nodes_are_reached_without_the_proxy(tmp_path):
         getent="#!/bin/bash\necho 10.0.0.5\n",
     )
     assert told == "localhost,127.0.0.1,n1,10.0.0.5\n"
+
+
+def test_a_run_that_does_not_fit_is_refused_with_its_numbers(tmp_path):
+    ready = f"PYTHON=({sys.executable}); COMMAND_LINE=(configs/stable_opd_7b.yaml"
+    too_large = f"{ready} parallel.tensor=1 parallel.sequence=false)"
+    check = 'check_plan train; echo "code $?"; echo "$PLANNED"'
+    told = run_function(
+        tmp_path, f"{too_large}; {check}; PLAN=off; {check}; PLAN=on; {ready}); {check}"
+    )
+    refused, started, fits = told.split("code ")[1:]
+    assert refused.startswith("1\n")
+    assert "DOES NOT FIT: 135.0 GiB of a h200 are usable" in refused
+    assert started.strip() == "0"
+    assert fits.startswith("0\n")
+    assert "fits: 135.0 GiB" in fits

@@ -1,0 +1,158 @@
+"""One rank of a world of any size, in one process.
+
+    with fake_world(config.parallel, gpus=64, rank=0) as world, fake_tensors() as live: ...
+
+torch's fake process group answers every collective at once and leaves its tensors as they are. What
+other pipeline stages would send as Python objects or sizes is computed here. Not here: tensors
+(fake_tensors.py), what is run (rank.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.models import weights
+from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
+from stable_opd_mcore.parallel import pipeline
+from stable_opd_mcore.parallel.world import World, start_world, stop_world
+
+
+@contextmanager
+def fake_world(parallel: ParallelConfig, gpus: int, rank: int = 0) -> Iterator[World]:
+    """The world as `rank` of `gpus` ranks sees it.
+
+    Raises:
+        UserError: the layout does not divide the ranks.
+    """
+    new_group = dist.new_group
+    messages = _PipelineMessages(parallel)
+
+    def fake_group(ranks: Any = None, *unused: Any, **also_unused: Any) -> Any:
+        return new_group(ranks, backend="fake")
+
+    def gather_object(items: list[Any], item: Any, **unused: Any) -> None:
+        items[:] = [item] * len(items)
+
+    def owners(local: Sequence[tuple[str, ...]], group: dist.ProcessGroup) -> _Owners:
+        return _Owners(local, group.size(), parallel.virtual_pipeline or 1)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=gpus)
+    try:
+        with ExitStack() as replaced:
+            for owner, name, value in (
+                (dist, "new_group", fake_group),
+                (dist, "all_gather_object", gather_object),
+                (dist, "broadcast_object_list", lambda *unused, **also_unused: None),
+                (weights, "_owners", owners),
+                (pipeline, "get_forward_backward_func", messages.schedule),
+                (HiddenStatesGPTModel, "to", _convert),
+                (P2PCommunicator, "_communicate_shapes", lambda *a, **k: messages.shapes(*a, **k)),
+            ):
+                replaced.enter_context(patch.object(owner, name, value))
+            yield start_world(parallel, 0)
+    finally:
+        stop_world()
+        dist.destroy_process_group()
+
+
+def _convert(model: HiddenStatesGPTModel, target: Any) -> HiddenStatesGPTModel:
+    """In place of Module.to, which cannot exchange fake parameters. A device changes nothing."""
+    if not isinstance(target, torch.dtype):
+        return model
+    for module in model.modules():
+        for name, old in list(module.named_parameters(recurse=False)):
+            if old.dtype != target:
+                new = torch.nn.Parameter(old.detach().to(target), old.requires_grad)
+                vars(new).update(vars(old))  # Megatron's marks
+                setattr(module, name, new)
+    return model
+
+
+class _Owners:
+    """Pipeline stage of every parameter, from the layers of this stage alone."""
+
+    def __init__(self, local: Sequence[tuple[str, ...]], stages: int, chunks: int) -> None:
+        layers = {_layer(names) for names in local} - {None}
+        self._layers_per_chunk = len(layers) // chunks
+        self._stages = stages
+
+    def __getitem__(self, names: tuple[str, ...]) -> int:
+        layer = _layer(names)
+        if layer is None:
+            return 0 if "embed_tokens" in names[0] else self._stages - 1
+        return layer // self._layers_per_chunk % self._stages
+
+
+def _layer(names: tuple[str, ...]) -> int | None:
+    found = re.search(r"\.layers\.(\d+)\.", names[0])
+    return int(found[1]) if found else None
+
+
+class _PipelineMessages:
+    """The shapes that neighbouring stages would send before each tensor of a micro-batch."""
+
+    def __init__(self, parallel: ParallelConfig) -> None:
+        self._chunks = parallel.virtual_pipeline or 1
+        self._stages = parallel.pipeline
+        self._tokens: list[int] = []  # of every micro-batch, on this rank's slice
+        self._received = {"forward": 0, "backward": 0}
+
+    def schedule(self) -> Callable[..., Any]:
+        """In place of Megatron's `get_forward_backward_func`: notes the micro-batches' lengths."""
+        run = get_forward_backward_func()
+
+        def noting(*, data_iterator: list[Iterator[Any]], **options: Any) -> Any:
+            lists = [list(iterator) for iterator in data_iterator]
+            self._tokens = [batch.tokens_T.numel() for batch in lists[0]]
+            self._received = {"forward": 0, "backward": 0}
+            return run(data_iterator=[iter(batches) for batches in lists], **options)
+
+        return noting
+
+    def shapes(
+        self,
+        communicator: Any,
+        _send_next: Any,
+        _send_prev: Any,
+        recv_prev: bool,
+        recv_next: bool,
+    ) -> tuple[list[int], list[int]]:
+        """In place of P2PCommunicator's exchange: [tokens, 1, hidden] from either side."""
+        received: list[list[int]] = []
+        for direction, wanted in (("forward", recv_prev), ("backward", recv_next)):
+            shape = [0, 0, 0]
+            if wanted:
+                order = self._order(direction, communicator.pp_group.rank())
+                tokens = self._tokens[order[self._received[direction]]]
+                self._received[direction] += 1
+                config = communicator.config
+                cut = config.tensor_model_parallel_size if config.sequence_parallel else 1
+                shape = [tokens // cut, 1, config.hidden_size]
+            received.append(shape)
+        return received[0], received[1]
+
+    def _order(self, direction: str, stage: int) -> list[int]:
+        """Micro-batches in the order in which this stage receives them.
+
+        An interleaved schedule runs groups of as many micro-batches as stages through all chunks of
+        a rank. The first chunk of the first stage receives nothing, nor the last of the last.
+        """
+        end = 0 if direction == "forward" else self._stages - 1
+        order: list[int] = []
+        for start in range(0, len(self._tokens), self._stages):
+            group = range(start, min(start + self._stages, len(self._tokens)))
+            for chunk in range(self._chunks):
+                if stage != end or chunk > 0:
+                    order += group
+        return order

@@ -1,0 +1,191 @@
+"""One rank's setup, step and publish in a fake world.
+
+    report = rehearse_rank(config, gpus=64, rank=0, vocab_size=151665)
+
+`train.setup.build_run` and `train.step.train_step` run as they are. Replaced are what a machine
+without models, data and servers lacks (`_absent`): weights are drawn, prompts and responses are as
+long as the config allows, and the loss's kernels only make their outputs. Not here: which worlds
+are rehearsed (worlds.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from megatron.core.optimizer import clip_grads
+from torch import Tensor
+
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.losses import output_head, torch_ops
+from stable_opd_mcore.losses.output_head import accumulation_dtype
+from stable_opd_mcore.metrics import Metrics, Sum
+from stable_opd_mcore.models.weights import iter_hf_tensors
+from stable_opd_mcore.parallel.world import World
+from stable_opd_mcore.records import Prompt, Rollout
+from stable_opd_mcore.rehearsal.fake_tensors import fake_tensors
+from stable_opd_mcore.rehearsal.fake_world import fake_world
+from stable_opd_mcore.rollout.engine import NothingInFlight
+from stable_opd_mcore.rollout.sglang.sync import make_buckets
+from stable_opd_mcore.rollout.sglang.transports import Buffers
+from stable_opd_mcore.train import setup, step
+from stable_opd_mcore.train.state import TrainState
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank's rehearsal."""
+
+    stage: int
+    seconds: float  # of one CPU core
+    peak_bytes: int  # of the step, with Adam's state
+    published_bytes: int  # sent to a server in one publish; 0 where nothing is sent
+
+
+def rehearse_rank(
+    config: Config, gpus: int, rank: int, *, prompt_tokens: int, vocab_size: int
+) -> RankReport:
+    """Build the run, train one step and publish, as `rank` of `gpus` ranks does.
+
+    Args:
+        prompt_tokens: of every prompt.
+        vocab_size: of the tokenizer.
+
+    Raises:
+        UserError: what the trainer would refuse.
+    """
+    start = time.process_time()
+    with (
+        fake_world(config.parallel, gpus, rank) as world,
+        fake_tensors() as live,
+        _absent(_Inputs(config, prompt_tokens, vocab_size)),
+    ):
+        run, state = setup.build_run(config, world), TrainState()
+        run.engine.publish(state.weight_version)
+        run.student.zero_grad()
+        run.student.finish_grads()
+        run.student.update(lr=0.0)  # Adam's state exists from the first update on
+        live.restart()
+        step.train_step(run, state)
+        engine: Any = run.engine
+        return RankReport(
+            stage=world.pipeline_rank,
+            seconds=time.process_time() - start,
+            peak_bytes=live.peak_bytes,
+            published_bytes=engine.published_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """The longest prompts and responses that the config allows, in place of data and tokenizer."""
+
+    config: Config
+    prompt_tokens: int
+    vocab_size: int
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return self.config.student.stop_token_ids or (self.vocab_size - 1,)
+
+    def decode(self, token_ids: Sequence[int]) -> str:  # noqa: ARG002
+        return ""
+
+    def __len__(self) -> int:
+        return self.config.rollout.prompts_per_step
+
+    def select(self, indices: Sequence[int]) -> list[Prompt]:
+        """As PromptSet.select."""
+        response = self._response()
+        return [
+            Prompt(f"rehearsal:{i}", "", (0,) * self.prompt_tokens, golden_token_ids=response)
+            for i in indices
+        ]
+
+    def rollouts(self, run: step.Run, prompts: Sequence[Prompt], version: int) -> list[Rollout]:
+        """As train.step.draw_rollouts: all responses are truncated at the limit."""
+        if not run.objective.needs_rollouts:
+            return []
+        response = self._response()
+        logprobs = (0.0,) * len(response)
+        return [
+            Rollout(prompt, i, response, logprobs, "length", version, reward=0.0)
+            for prompt in prompts
+            for i in range(self.config.rollout.samples_per_prompt)
+        ]
+
+    def _response(self) -> tuple[int, ...]:
+        usable = max(1, self.vocab_size - len(self.stop_token_ids))
+        return tuple(i % usable for i in range(self.config.sampling.max_new_tokens))
+
+
+class _Engine(NothingInFlight):
+    """Sends the weights to nobody."""
+
+    def __init__(self, config: Config, world: World, chunks: Sequence[Any]) -> None:
+        self.weight_version = 0
+        self.published_bytes = 0
+        self._config, self._world, self._chunks = config, world, chunks
+        self._buffers = Buffers()
+
+    def generate(self, *unused: Any, **also_unused: Any) -> list[Rollout]:
+        raise AssertionError("train.step.draw_rollouts is replaced")
+
+    def publish(self, weight_version: int) -> None:
+        """Gather every tensor over this replica, and pack the buckets on the sending rank."""
+        self.weight_version = weight_version
+        if self._config.rollout.engine != "sglang" or self._world.data_rank > 0:
+            return
+        if self._world.rank > 0:
+            for _ in iter_hf_tensors(self._chunks):
+                pass
+            return
+        bucket_bytes = self._config.rollout.sglang.bucket_mib * 2**20
+        dtype = torch.bfloat16 if self._config.train.precision == "bf16" else torch.float32
+        buckets = make_buckets(self._chunks, dtype, bucket_bytes, self._buffers)
+        self.published_bytes = sum(bucket.flat.numel() for bucket in buckets)
+
+
+@contextmanager
+def _absent(inputs: _Inputs) -> Iterator[None]:
+    """Put `inputs` where the trainer reads tokenizer, data and rollouts."""
+    of_setup = {
+        "load_tokenizer": lambda *unused: inputs,
+        "teacher_stop_ids": lambda config, *unused: (
+            None if config.teacher is None else inputs.stop_token_ids
+        ),
+        "load_prompts": lambda *unused: inputs,
+        "load_held_out": lambda *unused: None,
+        "read_weights": lambda *unused: None,
+        "build_engine": lambda config, world, chunks, *unused: _Engine(config, world, chunks),
+    }
+    of_loss = {
+        "shard_sums": lambda logits_CV, other_CV, *unused: torch_ops.ShardSums.zeros(
+            logits_CV, other_CV
+        )[0],
+        "divergence_sums": _divergence_sums,
+        "write_gradient_": lambda *unused: None,
+    }
+    with (
+        patch.multiple(setup, **of_setup),
+        patch.multiple(torch_ops, **of_loss),
+        patch.object(output_head, "MAX_CPU_BLOCK_ELEMENTS", 2**62),  # blocks as on a GPU
+        patch.object(clip_grads, "l2_norm_impl", lambda *unused: (torch.ones(1), None)),
+        patch.object(step, "draw_rollouts", inputs.rollouts),
+        patch.object(step, "reduce_row_metrics", _row_metrics),
+    ):
+        yield
+
+
+def _row_metrics(world: World, metrics: Metrics) -> Metrics:  # noqa: ARG001
+    """Off the last stage, the loss comes from the last stage."""
+    return metrics or Metrics({"loss/total": Sum(1.0)})
+
+
+def _divergence_sums(_kind: str, logits_CV: Tensor, *unused: Any) -> Tensor:
+    return logits_CV.new_zeros(len(logits_CV), 2, dtype=accumulation_dtype(logits_CV))

@@ -1,0 +1,218 @@
+"""`stable-opd rehearse`: configs in worlds of several sizes, a line for every pipeline stage.
+
+A world that the layout does not divide is skipped and said. Refused are worlds whose memory, layout
+or servers do not fit, with the numbers and the remedy. The fake world has the torch layers of a
+CPU, so its memory is held against the plan for these; the plan for Transformer Engine's layers is
+held against the GPU. Not here: one rank (rank.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.data.chat import SYNTHETIC, Tokenizer
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.planning.hardware import GIB
+from stable_opd_mcore.planning.known_models import model_source
+from stable_opd_mcore.planning.layout import Layout, layout_of
+from stable_opd_mcore.planning.memory import Models, Work, stage_plan
+from stable_opd_mcore.planning.plan import Cluster, Plan, make_plan, read_models
+from stable_opd_mcore.rehearsal.rank import rehearse_rank
+
+PROMPT_TOKENS = 256  # of every prompt, fewer where the window leaves less
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """One rank of one stage. The fake world and `planned_bytes` have the torch layers."""
+
+    stage: int
+    seconds: float
+    fake_bytes: float  # peak of the rehearsed step
+    planned_bytes: float  # of the same step
+    gpu_bytes: float  # planned for the whole step on the GPU
+    usable_bytes: float  # of the GPU
+
+    @property
+    def line(self) -> str:
+        fake, planned, gpu, usable = (
+            f"{value / GIB:.1f}"
+            for value in (self.fake_bytes, self.planned_bytes, self.gpu_bytes, self.usable_bytes)
+        )
+        return (
+            f"stage {self.stage}  {self.seconds:5.1f} s  fake world {fake}, plan {planned} GiB; "
+            f"on the GPU {gpu} of {usable} GiB  ok"
+        )
+
+
+def rehearse_worlds(
+    configs: Sequence[Config],
+    clusters: Sequence[Cluster],
+    gpu: str,
+    tell: Callable[[str], None],
+) -> bool:
+    """Rehearse every config in every world; whether none was refused.
+
+    A config that no world divides counts as refused.
+    """
+    tell(_layers())
+    passed = True
+    for config in configs:
+        config, notes = with_known_models(config)
+        for note in notes:
+            tell(f"{config.run.name}: {note}")
+        divided = False
+        for cluster in clusters:
+            name = f"{config.run.name}  {cluster.nodes} x {cluster.gpus_per_node} {gpu}"
+            try:
+                layout = layout_of(config.parallel, cluster.trainer_gpus)
+            except UserError as error:
+                tell(f"{name}  skipped: {error}")
+                continue
+            divided = True
+            try:
+                for stage in range(layout.pipeline):
+                    report = rehearse_stage(config, cluster, gpu, stage)
+                    tell(f"{name}  {layout}  {report.line}{_idle(config, layout)}")
+            except UserError as error:
+                passed = False
+                tell(f"{name}  {layout}  REFUSED: {error}")
+        if not divided:
+            passed = False
+            tell(f"{config.run.name}: REFUSED: no world is divided by its layout")
+    return passed
+
+
+def rehearse_stage(config: Config, cluster: Cluster, gpu: str, stage: int) -> StageReport:
+    """The first rank of one pipeline stage; the config's models must be readable.
+
+    Raises:
+        UserError: layout, memory, lengths or servers do not fit.
+    """
+    models = read_models(config)
+    work = longest_work(config, models)
+    plan = make_plan(config, cluster, gpu, work)
+    _require_fit(plan)
+    config = with_few_prompts(config, plan.layout, work)
+    arguments = (config, models, plan.layout, stage, plan.device, work)
+    rank = stage * (cluster.trainer_gpus // plan.layout.pipeline)
+    report = rehearse_rank(
+        config,
+        cluster.trainer_gpus,
+        rank,
+        prompt_tokens=work.prompt_tokens,
+        vocab_size=_vocabulary(config),
+    )
+    return StageReport(
+        stage=report.stage,
+        seconds=report.seconds,
+        fake_bytes=report.peak_bytes,
+        planned_bytes=stage_plan(*arguments, "torch").peak_bytes,
+        gpu_bytes=plan.memory.peak_bytes,
+        usable_bytes=plan.memory.usable_bytes,
+    )
+
+
+def longest_work(config: Config, models: Models) -> Work:
+    """Every response at the limit.
+
+    Raises:
+        UserError: responses leave no room for a prompt, or exceed a micro-batch.
+    """
+    window, response = models.student.max_positions, config.sampling.max_new_tokens
+    if response >= window:
+        raise UserError(
+            f"sampling.max_new_tokens={response} leaves no prompt in the student's window of "
+            f"{window} positions: lower it below {window}, or raise max_position_embeddings"
+        )
+    prompt = min(PROMPT_TOKENS, window - response)
+    budget = config.train.micro_batch_tokens
+    if budget < prompt + response:
+        raise UserError(
+            f"train.micro_batch_tokens={budget} is less than the longest sequence, {prompt} prompt "
+            f"tokens + sampling.max_new_tokens={response}, which would exceed the budget: set "
+            f"train.micro_batch_tokens={prompt + response} or more, or lower "
+            "sampling.max_new_tokens"
+        )
+    return Work(prompt_tokens=prompt, response_tokens=response)
+
+
+def with_few_prompts(config: Config, layout: Layout, work: Work) -> Config:
+    """As many prompts as fill the pipeline once: later micro-batches take the same memory.
+
+    The budget becomes what whole sequences fill of it, which is what packing makes and plan counts.
+    Nothing is offloaded: fake storages cannot move to the host.
+    """
+    length = work.prompt_tokens + work.response_tokens
+    in_micro_batch = config.train.micro_batch_tokens // length
+    micro_batches = layout.pipeline * layout.virtual * config.train.minibatches
+    wanted = -(-micro_batches * in_micro_batch * layout.data // work.sequences(_with(config, 1)))
+    config = _with(config, min(config.rollout.prompts_per_step, wanted))
+    train = config.train.model_copy(update={"micro_batch_tokens": in_micro_batch * length})
+    memory = config.memory.model_copy(update={"offload": ()})
+    return config.model_copy(update={"train": train, "memory": memory})
+
+
+def _with(config: Config, prompts: int) -> Config:
+    rollout = config.rollout.model_copy(update={"prompts_per_step": prompts})
+    return config.model_copy(update={"rollout": rollout})
+
+
+def with_known_models(config: Config) -> tuple[Config, list[str]]:
+    """The config with published sizes in place of absent model directories, and what was replaced.
+
+    Raises:
+        UserError: a directory is absent, and its model is not known.
+    """
+    changes, notes = {}, []
+    for name, model in (("student", config.student), ("teacher", config.teacher)):
+        if model is None or (name == "teacher" and model.engine == "sglang"):
+            continue
+        source, note = model_source(model, name)
+        if note is not None:
+            notes.append(note)
+            changes[name] = model.model_copy(update={"path": None, "architecture": source})
+    return config.model_copy(update=changes), notes
+
+
+def _require_fit(plan: Plan) -> None:
+    if plan.memory.fits:
+        return
+    needed, usable = plan.memory.peak_bytes / GIB, plan.memory.usable_bytes / GIB
+    budget = plan.largest_micro_batch
+    remedy = (
+        f"set train.micro_batch_tokens={budget}"
+        if budget
+        else "raise parallel.tensor or parallel.pipeline, or take more GPUs"
+    )
+    raise UserError(
+        f"memory does not fit: {needed:.1f} GiB are needed in the {plan.memory.peak_phase} phase, "
+        f"{usable:.1f} GiB of a {plan.device.name} are usable: {remedy}"
+    )
+
+
+def _vocabulary(config: Config) -> int:
+    """Entries of the tokenizer; where it is absent, of the smallest model."""
+    path = config.tokenizer.path or config.student.path
+    if path is not None and (path == SYNTHETIC or (Path(path) / "tokenizer.json").is_file()):
+        return Tokenizer.load(path, config.student.stop_token_ids).vocab_size
+    models = read_models(config)
+    return min(m.vocab_size for m in (models.student, models.teacher) if m is not None)
+
+
+def _idle(config: Config, layout: Layout) -> str:
+    idle = layout.data - Work().sequences(config)
+    return f" ({idle} of {layout.data} data-parallel ranks have no sequence)" if idle > 0 else ""
+
+
+def _layers() -> str:
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    state = "installed, but computes on GPUs only" if installed else "not installed"
+    return (
+        f"Transformer Engine is {state}: the rehearsal builds torch's layers; the plan for the GPU "
+        "counts Transformer Engine's"
+    )

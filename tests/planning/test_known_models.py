@@ -1,0 +1,37 @@
+"""Sizes of the models that the shipped configs name, and what counts more than them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from stable_opd_mcore.config.load import load_config
+from stable_opd_mcore.config.models import ModelConfig
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.planning.known_models import model_source
+from stable_opd_mcore.planning.layout import Layout
+from stable_opd_mcore.planning.model_size import ModelSize
+from tests.planning.cases import CONFIGS, QWEN_7B
+
+# As the model cards state them; a tied head counts once.
+MILLIONS = {"sft_1p5b": 1544, "sft_7b": 7616, "stable_opd_32b": 32764}
+
+
+@pytest.mark.parametrize("name", MILLIONS)
+def test_published_sizes_have_the_published_number_of_parameters(name):
+    source, note = model_source(load_config(CONFIGS / f"{name}.yaml").student, "student")
+    size = ModelSize(read_architecture(source), Layout(1))
+    assert round(size.total_parameters() / 1e6) == MILLIONS[name]
+    assert "is absent: sizes as published" in str(note)
+
+
+def test_a_directory_counts_more_than_the_table(tmp_path):
+    directory = tmp_path / "Qwen2.5-Math-7B"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(QWEN_7B))
+    model = ModelConfig(path=str(directory))
+    assert model_source(model, "student") == (str(directory), None)
+    with pytest.raises(UserError, match=r"teacher.path=/nowhere: no such directory"):
+        model_source(ModelConfig(path="/nowhere"), "teacher")

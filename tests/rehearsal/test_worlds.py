@@ -1,0 +1,112 @@
+"""Whole rehearsals of shipped configs, and mistakes that each is refused with its numbers."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from stable_opd_mcore.cli import app
+from stable_opd_mcore.config.load import load_config
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.planning.plan import Cluster
+from stable_opd_mcore.rehearsal.worlds import (
+    StageReport,
+    rehearse_stage,
+    rehearse_worlds,
+    with_known_models,
+)
+from tests.planning import cases
+from tests.planning.cases import CONFIGS
+
+
+def rehearse(name: str, cluster: Cluster, *overrides: str, stage: int = 0) -> StageReport:
+    config = load_config(CONFIGS / f"{name}.yaml", overrides)
+    return rehearse_stage(with_known_models(config)[0], cluster, "h200", stage)
+
+
+def test_the_plan_has_the_memory_of_the_fake_world(tmp_path, monkeypatch):
+    monkeypatch.setitem(cases.QWEN_7B, "num_hidden_layers", 4)
+    config = cases.config_7b(tmp_path, "train.micro_batch_tokens=8448")
+    report = rehearse_stage(config, Cluster(1, 8, 1), "h200", 0)
+    # a whole 7B: 1 %; with four layers, the one that is computed backward counts more
+    assert report.fake_bytes == pytest.approx(report.planned_bytes, rel=0.08)
+    assert report.gpu_bytes < report.usable_bytes
+
+
+NO_SEQUENCE = "parallel.sequence=false"
+SERVED = ("rollout.engine=sglang", "rollout.sglang.placement=colocated")
+MISTAKES = {  # config, trainer nodes, server nodes, settings -> what the refusal says
+    "tensor does not divide heads": (
+        ("stable_opd_7b", 1, 0, "parallel.tensor=8"),
+        r"parallel.tensor=8 does not divide num_attention_heads=28",
+    ),
+    "the world is not divided": (
+        ("stable_opd_32b", 1, 2),
+        r"= 16 does not divide 8 trainer GPUs: take a multiple of 16",
+    ),
+    "stages do not divide layers": (
+        ("stable_opd_7b", 3, 1, "parallel.pipeline=3", "parallel.tensor=1", NO_SEQUENCE),
+        "28 layers do not divide into 3 stages",
+    ),
+    "memory does not fit": (
+        ("stable_opd_7b", 1, 1, "parallel.tensor=1", NO_SEQUENCE),
+        r"memory does not fit: \d+\.\d GiB are needed .* 135.0 GiB of a h200 are usable: set train",
+    ),
+    "a micro-batch is less than a sequence": (
+        ("stable_opd_7b", 1, 0, "train.micro_batch_tokens=4096"),
+        r"train.micro_batch_tokens=4096 .* 256 prompt tokens .*=8192.* set .*=8448 or more",
+    ),
+    "responses fill the window": (
+        ("stable_opd_7b", 1, 0, "sampling.max_new_tokens=16384"),
+        "max_new_tokens=16384 leaves no prompt in the student's window of 16384",
+    ),
+    "servers do not divide the GPUs": (
+        ("stable_opd_7b", 1, 0, *SERVED, "rollout.sglang.num_servers=3", "rollout.sglang.tensor=4"),
+        "3 servers of 4 GPUs on the 8 GPUs .* 4 too many. Set both to null",
+    ),
+    "idle GPUs": (
+        ("stable_opd_7b", 1, 1, "rollout.sglang.num_servers=1", "rollout.sglang.tensor=4"),
+        "1 server of 4 GPUs on the 8 GPUs .* 4 would be idle. Set both to null",
+    ),
+    "NCCL over one GPU twice": (
+        ("stable_opd_7b", 1, 0, *SERVED, "rollout.sglang.sync=distributed"),
+        "NCCL cannot hold one GPU twice, as trainer and as server; set sglang.sync=null",
+    ),
+    "context ranks and a served teacher": (
+        (
+            *("stable_opd_7b", 1, 0, "parallel.context=2", "teacher.engine=sglang"),
+            *("teacher.path=null", "teacher.urls=[http://n1:1]"),
+        ),
+        "parallel.context=2 with teacher.engine=sglang.* set parallel.context=1 or",
+    ),
+    "an unknown model": (
+        ("stable_opd_7b", 1, 0, "student.path=/nowhere"),
+        "student.path=/nowhere: no such directory; .* config.json",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_refused_with_numbers_and_remedy(mistake):
+    (name, nodes, server_nodes, *overrides), message = MISTAKES[mistake]
+    with pytest.raises(UserError, match=message):
+        rehearse(name, Cluster(nodes, 8, server_nodes), *overrides)
+
+
+def test_worlds_that_are_not_divided_are_skipped_and_said():
+    lines: list[str] = []
+    config = load_config(CONFIGS / "smoke_cpu.yaml", ["parallel.tensor=2", "parallel.pipeline=2"])
+    clusters = [Cluster(1, 2), Cluster(1, 4)]
+    assert rehearse_worlds([config], clusters, "h200", lines.append)
+    assert "1 x 2 h200  skipped: " in lines[1]
+    assert "= 4 does not divide 2" in lines[1]
+    assert [line.rpartition("  ")[2] for line in lines[2:]] == ["ok", "ok"]  # two stages
+    assert not rehearse_worlds([config], clusters[:1], "h200", lines.append)
+    assert "no world is divided by its layout" in lines[-1]
+
+
+def test_the_command_ends_with_code_1_where_a_config_is_refused():
+    arguments = ["rehearse", str(CONFIGS / "smoke_cpu.yaml"), "train.micro_batch_tokens=16"]
+    printed = CliRunner().invoke(app, [*arguments, "--nodes", "1"])
+    assert printed.exit_code == 1
+    assert "REFUSED: train.micro_batch_tokens=16 is less than" in printed.stdout
