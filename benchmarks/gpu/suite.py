@@ -37,7 +37,7 @@ class Part:
 
 
 PARTS = (
-    Part("environment", 25, "versions, and the machine's own rates"),
+    Part("environment", 60, "versions, and the machine's own rates"),
     Part("kernels", 95, "loss kernels against their definitions"),
     Part("loss", 60, "the loss's speed and memory beside its products, torch and Liger"),
     Part("step", 40, "one Stable-OPD step beside the CPU's on the same rollouts"),
@@ -46,7 +46,7 @@ PARTS = (
     Part("publish", 30, "weights to another process by CUDA IPC and NCCL"),
     Part("memory", 35, "peak memory beside `stable-opd plan`"),
     Part("utilisation", 75, "a 1.5B- and a 7B-shaped step"),
-    Part("servers", 110, "colocated SGLang servers: memory handed over, weights published"),
+    Part("servers", 75, "colocated SGLang servers: memory handed over, weights published"),
 )
 
 
