@@ -1,0 +1,250 @@
+"""Disturb training runs at random moments, and compare each with an undisturbed one bit for bit.
+
+    python -m tests.integration.check_random_faults KIND SEED COUNT
+
+    ranks     SIGKILL to one of two ranks, COUNT times in all, and the same command again each time
+    servers   SIGKILL to one of two SGLang servers, COUNT times in all
+    replies   COUNT percent of the servers' replies are broken
+    disk      COUNT runs whose file system is filled, and the same command again with space
+
+Prints a row for each fault. Not collected by pytest: it takes minutes. `disk` needs root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.integration.processes import running
+from tests.integration.sglang_tools import (
+    LARGER,
+    FaultyProxy,
+    Process,
+    events,
+    external,
+    rollouts,
+    rows,
+    serve,
+    servers_of,
+    train,
+    training_command,
+    urls_of,
+)
+
+STEPS = 12
+TINY = (
+    "rollout.engine=embedded",
+    f"train.steps={STEPS}",
+    "rollout.prompts_per_step=4",
+    "sampling.max_new_tokens=16",
+    "checkpoint.every=2",
+    "checkpoint.keep=2",
+)
+SERVED = ("sampling.max_new_tokens=100", "checkpoint.every=0", "train.steps=30")
+MACHINE_KEYS = ("time/", "throughput/", "memory/", "engine/")
+
+
+def numbers_of(run: Path) -> list[dict[str, Any]]:
+    """Metrics of every step but those of the machine."""
+    return [{k: v for k, v in row.items() if not k.startswith(MACHINE_KEYS)} for row in rows(run)]
+
+
+def assert_same(run: Path, undisturbed: Path) -> None:
+    assert numbers_of(run) == numbers_of(undisturbed)
+    weights = "model/model.safetensors"
+    assert (run / weights).read_bytes() == (undisturbed / weights).read_bytes()
+
+
+def last_line(text: str) -> str:
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+def check_ranks(draw: random.Random, home: Path, count: int) -> None:
+    start = time.monotonic()
+    undisturbed = train(home, "undisturbed", *TINY, ranks=2)
+    whole = time.monotonic() - start
+    run, killed, attempt = home / "run", 0, 0
+    while killed < count or not (run / "DONE").exists():
+        if (run / "DONE").exists():
+            assert_same(run, undisturbed)
+            shutil.rmtree(run)
+        attempt += 1
+        command = training_command(home, "run", *TINY, ranks=2)
+        with Process(command, home / f"{attempt}.output") as process:
+            end = time.monotonic() + draw.uniform(0.2, 0.9) * whole
+            while killed < count and process.running and time.monotonic() < end:
+                time.sleep(0.02)
+            ranks = ranks_of(home) if killed < count else []
+            if process.running and ranks:
+                rank, pid = draw.choice(ranks)
+                done = len(rows(run))
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    killed += 1
+                    print(f"kill {killed}: rank {rank} after step {done}", flush=True)
+                assert process.wait() != 0 or (run / "DONE").exists(), process.text[-2000:]
+            elif killed >= count:
+                assert process.wait() == 0, process.text[-2000:]
+    assert_same(run, undisturbed)
+    print(f"{killed} kills, {attempt} starts: metrics and weights equal bit for bit")
+
+
+def ranks_of(home: Path) -> list[tuple[int, int]]:
+    """(rank, pid) of the trainers of the disturbed run."""
+    return [
+        (int(environment["RANK"]), pid)
+        for pid, command, environment in running()
+        if "RANK" in environment and {f"run.directory={home}", "run.name=run"} <= {*command}
+    ]
+
+
+def check_servers(draw: random.Random, home: Path, count: int) -> None:
+    settings = (
+        *LARGER,
+        *SERVED,
+        "rollout.sglang.num_servers=2",
+        f"rollout.sglang.max_restarts={10 * count}",
+        "rollout.sglang.health_interval_seconds=4",
+        "rollout.sglang.sync_timeout_seconds=30",
+    )
+    run, killed, attempt = home / "run", 0, 0
+    while killed < count:
+        attempt += 1
+        shutil.rmtree(run, ignore_errors=True)
+        with Process(training_command(home, "run", *settings), home / f"{attempt}.out") as process:
+            process.wait_until(lambda: len(rows(run)) >= 1, "the first step")
+            while killed < count and process.running:
+                time.sleep(draw.uniform(0, 8))
+                servers = servers_of(process.pid)
+                if servers and process.running:
+                    done = len(rows(run))
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(draw.choice(servers), signal.SIGKILL)
+                        killed += 1
+                        print(f"kill {killed} after step {done}", flush=True)
+            assert process.wait(900) == 0, process.text[-3000:]
+        check_served(run, 30)
+    restarts = sum(event["event"] == "restart" for event in events(run))
+    print(f"{killed} kills in {attempt} runs, {restarts} restarts in the last: no step lost")
+
+
+def check_served(run: Path, steps: int) -> None:
+    """Every step and every rollout once, each from the student's own weights."""
+    done = rows(run)
+    assert [row["step"] for row in done] == list(range(1, steps + 1))
+    for row in done:
+        drawn = rollouts(run, row["step"])
+        assert len({(r["prompt_id"], r["sample_index"]) for r in drawn}) == len(drawn) == 32
+        assert row["logprob/rollout_gap_max"] < 1e-4, row
+    redrawn = sum(row["engine/redrawn"] for row in done)
+    print(f"{steps} steps, {redrawn:g} responses drawn again", flush=True)
+
+
+def check_replies(draw: random.Random, home: Path, percent: int) -> None:
+    broken: list[str] = []
+    instead = {
+        "status 500": (500, b"broken"),
+        "status 503": (503, b""),
+        "empty": (200, b""),
+        "not JSON": (200, draw.randbytes(200)),
+        "null": (200, b"null"),
+    }
+    changes: dict[str, Callable[[bytes], bytes]] = {
+        "cut": lambda body: body[: draw.randrange(len(body))],
+        "without log-probabilities": without_logprobs,
+    }
+    share, parts = percent / 100, len(instead) + len(changes)
+    share_instead = share * len(instead) / parts
+
+    def fault(path: str) -> tuple[int, bytes] | None:
+        if path != "/generate" or draw.random() >= share_instead:
+            return None
+        broken.append(draw.choice(list(instead)))
+        return instead[broken[-1]]
+
+    def change(body: bytes) -> bytes:
+        if draw.random() >= share * len(changes) / parts / (1 - share_instead):
+            return body
+        broken.append(draw.choice(list(changes)))
+        return changes[broken[-1]](body)
+
+    key = f"rollout.sglang.api_key_file={home / 'key'}"
+    with serve(home, "servers", key) as served:
+        (url,) = urls_of(served)
+        with FaultyProxy(url) as proxy:
+            command = training_command(home, "run", *SERVED, key, *external(proxy.url))
+            with Process(command, home / "output") as process:
+                process.wait_until(lambda: rows(home / "run"), "the first step")
+                proxy.fault, proxy.change = fault, change
+                code = process.wait(900)
+            counts = {kind: broken.count(kind) for kind in (*instead, *changes)}
+            print(f"{proxy.requests} requests, broken replies: {counts}", flush=True)
+            print(f"exit code {code}: {last_line(process.text)}")
+            assert code == 0, process.text[-3000:]
+    check_served(home / "run", 30)
+
+
+def without_logprobs(body: bytes) -> bytes:
+    reply = json.loads(body)
+    for item in reply if isinstance(reply, list) else [reply]:
+        item.get("meta_info", {}).pop("output_token_logprobs", None)
+    return json.dumps(reply).encode()
+
+
+@contextlib.contextmanager
+def small_file_system(home: Path) -> Iterator[Path]:
+    place = home / "small"
+    place.mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", place], check=True)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", place], check=True)
+
+
+def check_disk(draw: random.Random, home: Path, count: int) -> None:
+    start = time.monotonic()
+    undisturbed = train(home, "undisturbed", *TINY)
+    whole = time.monotonic() - start
+    for number in range(count):
+        with small_file_system(home) as place:
+            command = training_command(place, "run", *TINY)
+            with Process(command, home / f"disk_{number}.output") as process:
+                time.sleep(draw.uniform(0.1, 0.95) * whole)
+                left, done = draw.choice((0, 0, 4096, 300_000)), len(rows(place / "run"))
+                free = shutil.disk_usage(place).free
+                with contextlib.suppress(OSError):
+                    (place / "filler").write_bytes(bytes(max(0, free - left)))
+                code = process.wait()
+            print(f"full after step {done}, {left} bytes left: exit code {code}")
+            print(f"    {last_line(process.text)}", flush=True)
+            assert code in (0, 2), process.text[-3000:]
+            assert "Traceback" not in process.text, process.text[-3000:]
+            (place / "filler").unlink()
+            run = train(place, "run", *TINY)
+            assert_same(run, undisturbed)
+            print("    resumed with equal metrics and weights", flush=True)
+
+
+CHECKS = {
+    "ranks": check_ranks,
+    "servers": check_servers,
+    "replies": check_replies,
+    "disk": check_disk,
+}
+
+if __name__ == "__main__":
+    kind, seed, amount = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    with tempfile.TemporaryDirectory() as directory:
+        CHECKS[kind](random.Random(seed), Path(directory), amount)
