@@ -220,7 +220,7 @@ def add_host_groups(groups: Sequence[dist.ProcessGroup | None]) -> None:
             continue
         mine = dist.get_process_group_ranks(group)
         for ranks in sorted(set(map(tuple, gather_objects(mine)))):
-            host_group = dist.new_group(list(ranks), timeout=_TIMEOUT, backend="gloo")
+            host_group: Any = dist.new_group(list(ranks), timeout=_TIMEOUT, backend="gloo")
             if dist.get_rank() in ranks:
                 _host_groups[group] = host_group
 
