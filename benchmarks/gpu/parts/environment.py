@@ -81,7 +81,8 @@ def describe_gpu(record: Record) -> None:
     record.figure("memory", properties.total_memory / GIB, "GiB")
     record.figure("multiprocessors", float(properties.multi_processor_count))
     record.figure("CUDA", str(torch.version.cuda))
-    record.figure("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+    nccl = importlib.import_module("torch.cuda.nccl")
+    record.figure("NCCL", ".".join(map(str, nccl.version())))
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
     if shutil.which("nvidia-smi"):
         answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=False)

@@ -11,6 +11,7 @@ import importlib.util
 import itertools
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -53,8 +54,8 @@ def check_passes(record: Record, options: Options) -> None:
     sizes = PASS_SIZES if options.on_gpu else TINY_SIZES
     cases = itertools.product(sizes, PASS_DTYPES, (1.0, 1.4))
     checks = {
-        f"{size} {dtype} / {1 / scale:.1f}": lambda s=size, d=dtype, x=scale: check_kernels.check(
-            *s, d, x, options.device
+        f"{size} {dtype} / {1 / scale:.1f}": partial(
+            check_kernels.check, size[0], size[1], dtype, scale, options.device
         )
         for size, dtype, scale in cases
     }
@@ -69,9 +70,7 @@ def check_definitions(record: Record, options: Options) -> None:
         if options.on_gpu:
             cases += [(name, SEVERAL_BLOCKS) for name in ("opd_exact_kl", "gkd_jsd")]
         checks = {
-            f"{name} {size}": lambda n=name, s=size, d=dtype, x=limit: compare(
-                n, *s, d, x, options.device
-            )
+            f"{name} {size}": partial(compare, name, size[0], size[1], dtype, limit, options.device)
             for name, size in cases
         }
         title = f"objectives that differ from their definitions, {dtype}"
