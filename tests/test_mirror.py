@@ -17,7 +17,6 @@ NO_TEST = {
     "errors": "exception classes",
     "models/spec": "hands Megatron the classes that test_attention.py tests",
     "records": "records",
-    "rollout/sglang/engine": "draws from real servers: integration/test_sglang_server.py",
     "rollout/sglang/records": "records",
     "train/state": "a record",
 }

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.planning.hardware import Device
-from stable_opd_mcore.planning.layout import Layout
+from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.planning.hardware import DEVICES, Device
+from stable_opd_mcore.planning.layout import Layout, layout_of
 from stable_opd_mcore.planning.memory import Models, Work, num_micro_batches
 from stable_opd_mcore.planning.model_size import ModelSize
 
@@ -81,6 +82,14 @@ def step_seconds(
     if servers.own_gpus and config.rollout.async_steps == 1:  # the next step's, at the same time
         rollout = max(0.0, rollout - score - update)
     return StepSeconds(rollout, score, update, publish)
+
+
+def embedded_seconds(config: Config, student: Architecture, gpus: int) -> float:
+    """One step's rollouts by the embedded engine on `gpus` H200s, of half the longest length."""
+    layout = layout_of(config.parallel, gpus)
+    work = Work(response_tokens=max(1, config.sampling.max_new_tokens // 2))
+    ranks = Servers(layout.gradient_ranks, layout.tensor * layout.pipeline, own_gpus=False)
+    return _rollout_seconds(config, ModelSize(student, layout), DEVICES["h200"], work, ranks)
 
 
 def _forward_seconds(

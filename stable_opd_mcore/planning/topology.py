@@ -42,6 +42,10 @@ class ServerPlace:
     gpus: tuple[int, ...]  # local ids, one per tensor rank; empty on a CPU without enough ranks
     data_ranks: tuple[int, ...]  # whose prompts it answers; the first one starts it if the run does
 
+    @property
+    def name(self) -> str:
+        return f"server_{self.number}"
+
 
 @dataclass(frozen=True)
 class Topology:

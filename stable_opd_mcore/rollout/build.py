@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 from torch.nn import Module
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World
+from stable_opd_mcore.planning.seconds import embedded_seconds
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
 from stable_opd_mcore.rollout.engine import RolloutEngine, Sampling
 from stable_opd_mcore.rollout.replay import ReplayEngine
 from stable_opd_mcore.rollout.sglang.build import build_sglang_engine
+
+_log = logging.getLogger(__name__)
+_SLOW_SECONDS = 60.0
 
 
 def build_engine(
@@ -37,6 +44,10 @@ def build_engine(
     """
     match config.rollout.engine:
         case "embedded":
+            if world.device.type == "cuda" and world.rank == 0:
+                warning = slow_engine(config, architecture_of(chunks), world.world_size)
+                if warning is not None:
+                    _log.warning(warning)
             return embedded_engine(world, chunks, tokenizer, progress)
         case "replay":
             assert config.rollout.replay_from is not None, "the schema requires it"
@@ -52,6 +63,27 @@ def build_engine(
                 progress,
                 memory,
             )
+
+
+def evaluation_engine(
+    config: Config, world: World, chunks: Sequence[Module], tokenizer: Tokenizer
+) -> RolloutEngine:
+    """The run's own engine; the embedded one where it replays stored rollouts."""
+    if config.rollout.engine == "replay":
+        return embedded_engine(world, chunks, tokenizer)
+    return build_engine(config, world, chunks, tokenizer)
+
+
+def slow_engine(config: Config, student: Architecture, gpus: int) -> str | None:
+    """A warning where the embedded engine will take long for a step's rollouts on GPUs."""
+    seconds = embedded_seconds(config, student, gpus)
+    if seconds < _SLOW_SECONDS:
+        return None
+    return (
+        f"rollout.engine=embedded is written in Python: about {seconds:.0f} s for the rollouts of "
+        "a step (an estimate for H200s); set rollout.engine=sglang and "
+        "rollout.sglang.placement=colocated"
+    )
 
 
 def embedded_engine(

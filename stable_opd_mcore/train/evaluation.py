@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
@@ -28,8 +29,9 @@ from stable_opd_mcore.metrics import Max, Metrics, reduce_over_ranks
 from stable_opd_mcore.monitoring.health import is_repetitive, rollout_metrics, tail_characters
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from stable_opd_mcore.records import Prompt
-from stable_opd_mcore.rollout.build import embedded_engine
+from stable_opd_mcore.rollout.build import evaluation_engine
 from stable_opd_mcore.rollout.engine import RolloutEngine, Sampling
+from stable_opd_mcore.rollout.sglang.group import prepare_nccl
 from stable_opd_mcore.train import phases
 from stable_opd_mcore.train.setup import (
     configured_architecture,
@@ -46,19 +48,21 @@ from stable_opd_mcore.train.step import Run, draw_graded
 def evaluate_student(run: Run, state: TrainState) -> Metrics:
     """`eval/*` metrics of the current weights, and `eval_greedy/*` with evaluation.also_greedy.
 
-    The sampling noise is the same at every step, so two evaluations differ by the weights alone.
+    The run's own engine samples. The embedded engine's noise is the same at every step, so two of
+    its evaluations differ by the weights alone.
     """
     assert run.held_out is not None
     config = run.config
     prompts = run.held_out.select(range(len(run.held_out)))
     run.memory.keep_only(*phases.ROLLOUT)
-    run.held_out_engine.publish(state.weight_version)
+    engine = run.held_out_engine or run.engine
+    engine.publish(state.weight_version)
     metrics, counts, started = Metrics(), Metrics(), time.perf_counter()
     for area, greedy in (("eval", False), ("eval_greedy", True)):
         if greedy and not config.evaluation.also_greedy:
             continue
         sampling = evaluation_sampling(config, run.tokenizer.stop_token_ids, greedy=greedy)
-        result = _evaluate(config, run.world, run.held_out_engine, run.grader, prompts, sampling)
+        result = _evaluate(config, run.world, engine, run.grader, prompts, sampling)
         metrics = metrics | rollout_metrics(
             result.rollouts, sampling.max_new_tokens, config.monitoring, area
         )
@@ -74,18 +78,19 @@ def evaluate_config(config: Config, print_line: Callable[[str], None]) -> None:
     directory, and prints the table of results on rank 0.
 
     Raises:
-        UserError: no held-out problems, or a model or data that do not fit together.
+        UserError: no held-out problems, a model or data that do not fit together, or lost servers.
     """
+    prepare_nccl(config)
     world = start_world(config.parallel, config.train.seed)
     tokenizer = load_tokenizer(config)
     problems = _problems(config, tokenizer)
     student = load_model(config, world, config.student, tokenizer.vocab_size, trainable=False)
-    engine = embedded_engine(world, student, tokenizer)
+    engine = evaluation_engine(config, world, student, tokenizer)
     directory = config.run.path
     if world.rank == 0:
         clear_outcome(directory)
     results, values = {}, {}
-    with Grader(config.evaluation.grading_timeout_seconds) as grader:
+    with closing(engine), Grader(config.evaluation.grading_timeout_seconds) as grader:
         for name, (held_out, num_samples) in problems.items():
             prompts = held_out.select(range(len(held_out)))
             sampling = evaluation_sampling(

@@ -221,11 +221,18 @@ def _train_steps(
             _save_without_servers(run, state, session.stop, lost)
             raise
         state, metrics = result.state, result.metrics
+        failed = None
         if run.held_out is not None and _due(state.step, config.evaluation.every, config):
-            metrics = metrics | evaluate_student(run, state)
+            try:
+                metrics = metrics | evaluate_student(run, state)
+            except EngineLost as error:
+                failed = error
         if sinks is not None:
             writer.write(state.step, result.rollouts)
             sinks.write(state.step, metrics)
+        if failed is not None:  # the step itself is finished; a resumed run continues after it
+            _save_without_servers(run, state, session.stop, failed)
+            raise failed
         reason, checkpoint = session.stop.requested_on_any_rank(), None
         if reason or _due(state.step, config.checkpoint.every or config.train.steps, config):
             checkpoint = _save(run, state)

@@ -79,7 +79,9 @@ def build_run(
         engine=build_engine(
             config, world, models.student, tokenizer, stop_requested, progress, memory
         ),
-        held_out_engine=embedded_engine(world, models.student, tokenizer, progress),
+        held_out_engine=embedded_engine(world, models.student, tokenizer, progress)
+        if config.rollout.engine == "replay"
+        else None,
         sampling=training_sampling(config, tokenizer.stop_token_ids),
         objective=objective,
         prompts=prompts,

@@ -74,7 +74,7 @@ class Run:
     overlap: OverlapPair | None  # student and teacher, scored for the overlap/* and stop/* metrics
     memory: DeviceMemory  # what of all these lies on the device
     engine: RolloutEngine
-    held_out_engine: RolloutEngine  # for evaluation: samples also where `engine` replays a run
+    held_out_engine: RolloutEngine | None  # samples evaluations where `engine` replays a run
     sampling: Sampling
     objective: Objective
     prompts: PromptSet

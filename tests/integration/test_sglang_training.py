@@ -132,6 +132,19 @@ def test_data_parallel_ranks_share_the_servers_one_step_off(tmp_path, pair):
     assert [len(rollouts(run, step)) for step in (1, 2, 3)] == [32, 32, 32]
 
 
+def test_ranks_share_one_server_for_rollouts_and_evaluation(tmp_path, pair):
+    """Each version is sent once, although both leaders talk to the server."""
+    before = sum(pair.num_generated())
+    settings = (*external(pair.urls[0]), *pair.overrides[2:])
+    evaluation = ("evaluation.every=2", "evaluation.max_new_tokens=8")
+    run = train(tmp_path, "one", "train.steps=2", *settings, *evaluation, ranks=2)
+    assert max(row["logprob/rollout_gap_max"] for row in rows(run)) < 1e-4
+    published = [event["detail"] for event in events(run) if event["event"] == "published"]
+    assert published == [f"version {v}" for v in range(3) for _ in range(2)]  # as each leader saw
+    probes = 2 * 3  # before and after the cache is flushed, for versions 0 to 2
+    assert sum(pair.num_generated()) - before == 2 * 16 + 2 * 64 + probes
+
+
 def test_one_step_off_trains_on_rollouts_one_version_old(tmp_path, pair):
     """The ratio uses the rollouts' own probabilities; rollouts in flight survive a restart."""
     settings = ("train.steps=3", "checkpoint.every=2", *pair.overrides)
@@ -197,6 +210,26 @@ def test_colocated_servers_and_trainer_hand_the_gpu_over(tmp_path):
     for ours, theirs in zip(rows(moves), rows(stays), strict=True):
         for name in ("loss/total", "grad_norm", "tokens/trained"):
             assert ours[name] == theirs[name], name
+
+
+def test_each_tensor_rank_of_a_colocated_server_reads_the_rank_on_its_gpu(tmp_path):
+    """Evaluations are drawn by the same server."""
+    run = train(
+        tmp_path,
+        "cut",
+        "train.steps=2",
+        "parallel.tensor=2",
+        "rollout.sglang.placement=colocated",
+        "rollout.sglang.tensor=2",
+        "evaluation.every=2",
+        "evaluation.max_new_tokens=8",
+        ranks=2,
+    )
+    assert max(row["logprob/rollout_gap_max"] for row in rows(run)) < 1e-4
+    assert "eval/accuracy" in rows(run)[-1]
+    log = (run / "sglang/server_0.log").read_text()
+    assert "POST /update_weights_from_tensor" in log
+    assert "update_weights_from_distributed" not in log
 
 
 # ---- answers from other weights

@@ -150,6 +150,8 @@ def test_no_step_is_lost_when_servers_end_with_the_job_or_alone(cluster, tmp_pat
             f"rollout.sglang.python={PYTHON}",
             "rollout.sglang.arguments=[--max-total-tokens=8192]",
             "rollout.sglang.num_servers=2",
+            "evaluation.every=20",  # through the servers
+            "evaluation.max_new_tokens=8",
             "checkpoint.every=1000",  # only the checkpoints that a stop requests
             options=("--nodes=3",),
             settings={"SERVER_NODES": "1", "LOG_DIR": str(logs)},
@@ -173,7 +175,8 @@ def test_no_step_is_lost_when_servers_end_with_the_job_or_alone(cluster, tmp_pat
     assert output.count("server 0 on n3 is healthy") == 2
     assert "server 0 on n3 ended: start 1" in output
     assert [v["verdict"] for v in run.verdicts()] == ["done"]
-    assert [row["step"] for row in run.rows()] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in run.rows()] == list(range(STEPS + 1))  # 0: an evaluation
+    assert "eval/accuracy" in run.rows()[STEPS]
     events = (run.directory / "sglang" / "events.jsonl").read_text().splitlines()
     assert any(json.loads(line)["event"] == "failure" for line in events)
     check_keys_are_secret(tmp_path)
@@ -187,6 +190,31 @@ def check_keys_are_secret(directory: Path) -> None:
         assert key_file.stat().st_mode & 0o077 == 0
         key = key_file.read_bytes().strip()
         assert not [path for path in files if path not in keys and key in path.read_bytes()]
+
+
+@needs_sglang
+def test_the_script_draws_on_the_trainers_gpus_and_evaluates_there(cluster, tmp_path):
+    """One node, two ranks of one tensor-parallel group, two servers: one on each rank's GPU."""
+    run = Run(cluster, tmp_path, "colocated")
+    job = run.submit(
+        f"rollout.sglang.python={PYTHON}",
+        "rollout.sglang.arguments=[--max-total-tokens=8192]",
+        "rollout.engine=sglang",
+        "rollout.sglang.placement=colocated",
+        "parallel.tensor=2",
+        "train.steps=3",
+        "evaluation.every=3",
+        "evaluation.max_new_tokens=8",
+        options=("--nodes=1",),
+        settings={"RANKS_PER_NODE": "2"},
+    )
+    cluster.wait(job, {"COMPLETED"}, PATIENCE_SECONDS)
+    assert [row["step"] for row in run.rows()] == [0, 1, 2, 3]
+    assert all("eval/accuracy" in run.rows()[place] for place in (0, 3))
+    served = ("server_0", "server_1")
+    logs = [(run.directory / "sglang" / f"{name}.log").read_text() for name in served]
+    assert all("POST /update_weights_from_tensor" in log for log in logs)
+    assert all("POST /generate" in log for log in logs)
 
 
 def test_a_wrong_setting_ends_before_anything_starts(cluster, tmp_path):

@@ -7,13 +7,15 @@ import pytest
 from stable_opd_mcore.planning.plan import Cluster, Plan, make_plan
 from tests.planning.cases import NODE, config_7b
 
+EMBEDDED = "rollout.engine=embedded"
+
 
 def components(plan: Plan) -> dict[str, float]:
     return {item.name: item.bytes for item in plan.memory.components}
 
 
 def test_weights_gradients_and_optimizer_follow_the_layout(tmp_path):
-    held = components(make_plan(config_7b(tmp_path), NODE))
+    held = components(make_plan(config_7b(tmp_path, EMBEDDED), NODE))
     of_rank = held["student weights"] / 2  # bf16
     assert of_rank == pytest.approx(7.6156e9 / 4, rel=1e-3)  # Qwen2.5-7B over four tensor ranks
     assert held["gradients, fp32"] == 4 * of_rank
@@ -31,8 +33,9 @@ def test_weights_gradients_and_optimizer_follow_the_layout(tmp_path):
     ],
 )
 def test_a_part_that_is_not_used_takes_nothing(tmp_path, override, gone):
-    assert gone in components(make_plan(config_7b(tmp_path), NODE))
-    assert not components(make_plan(config_7b(tmp_path, *override.split()), NODE)).get(gone)
+    assert gone in components(make_plan(config_7b(tmp_path, EMBEDDED), NODE))
+    plan = make_plan(config_7b(tmp_path, EMBEDDED, *override.split()), NODE)
+    assert not components(plan).get(gone)
 
 
 def test_full_recompute_and_smaller_budgets_need_less(tmp_path):

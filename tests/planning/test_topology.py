@@ -44,8 +44,7 @@ H200 = 139.0
 
 
 def config_of(name: str, *overrides: str) -> Config:
-    served = ("rollout.engine=sglang", "rollout.sglang.placement=colocated")
-    return load_config(CONFIGS / f"stable_opd_{name}.yaml", [*served, *overrides])
+    return load_config(CONFIGS / f"stable_opd_{name}.yaml", overrides)
 
 
 def topology(
@@ -92,6 +91,24 @@ def check_shares(shares: Sequence[tuple[int, ...]], ranks: int) -> None:
     assert max(work) - min(work) < 1e-9
 
 
+def table_row(name: str, nodes: int, server_nodes: int, gpus: int, made: Topology) -> str:
+    """The row of docs/cluster.md, section 6."""
+
+    def count(number: int, noun: str) -> str:
+        return f"{number} {noun}" + "s" * (number > 1)
+
+    world = f"{nodes} + {server_nodes}" if server_nodes else str(nodes)
+    world += f", of {gpus} GPUs" if gpus != 8 else ""
+    replica = made.layout.tensor * made.layout.pipeline
+    ranks = f"{made.layout.gradient_ranks} of {count(replica, 'GPU')}"
+    servers = f"{len(made.servers)} of {count(made.tensor, 'GPU')}"
+    servers += "" if server_nodes else ", colocated"
+    share = count(len(made.servers_of(0)), "server")
+    sharing = len(made.servers[0].data_ranks)
+    share += f", shared by {sharing} ranks" if sharing > 1 else ""
+    return f"| `stable_opd_{name}.sh` | {world} | {ranks} | {servers} | {share} |\n"
+
+
 # script, trainer nodes, server nodes, GPUs a node: data-parallel ranks, servers, their tensor
 # ranks, servers per rank, ranks per server. The table of docs/cluster.md.
 ROWS = {
@@ -111,6 +128,7 @@ ROWS = {
 def test_who_sits_where(world, expected):
     made = topology(*world)
     check_places(made)
+    assert table_row(*world, made) in (CONFIGS.parent / "docs" / "cluster.md").read_text()
     assert expected == (
         made.layout.gradient_ranks,
         len(made.servers),

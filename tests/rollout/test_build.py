@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from stable_opd_mcore.config.load import parse_config
@@ -10,9 +12,10 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.records import Prompt
-from stable_opd_mcore.rollout.build import build_engine, training_sampling
+from stable_opd_mcore.rollout.build import build_engine, slow_engine, training_sampling
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
 from stable_opd_mcore.rollout.engine import Sampling
+from tests.planning.cases import QWEN_7B, config_7b
 
 
 def config(**rollout):
@@ -57,3 +60,13 @@ def test_temperatures_that_logits_cannot_be_divided_by_are_refused(temperature):
     with pytest.raises(UserError, match=r"too small to divide logits by: at least 0.001, or 0 for"):
         Sampling(temperature=temperature)
     assert Sampling(temperature=0).temperature == 0
+
+
+def test_the_embedded_engine_warns_for_a_large_model_with_the_seconds(tmp_path):
+    large = config_7b(tmp_path, "rollout.engine=embedded")
+    warning = slow_engine(large, read_architecture(QWEN_7B), gpus=8)
+    assert warning is not None
+    seconds = re.search(r"about (\d+) s .*set rollout.engine=sglang", warning)
+    assert seconds is not None
+    assert 200 < int(seconds[1]) < 1000  # 8,192 tokens at 25 ms, and more
+    assert slow_engine(config(), read_architecture(QWEN_7B), gpus=8) is None  # 12 tokens

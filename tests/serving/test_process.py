@@ -1,6 +1,7 @@
 """How a server process is started, without SGLang."""
 
 import os
+import time
 
 import pytest
 
@@ -8,6 +9,7 @@ from stable_opd_mcore.serving.process import (
     ServerOptions,
     ServerStartError,
     SglangServer,
+    device_names,
     is_loopback,
 )
 
@@ -55,3 +57,36 @@ def test_a_gpu_servers_nccl_has_the_settings_of_the_trainers(tmp_path, monkeypat
     assert (environment["NCCL_CUMEM_ENABLE"], environment["NCCL_NVLS_ENABLE"]) == ("0", "1")
     on_cpu = SglangServer(ServerOptions("python", "model"), tmp_path / "log")
     assert "NCCL_CUMEM_ENABLE" not in on_cpu._environment()
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        (None, ["2", "3"]),
+        ("4,5,6,7", ["6", "7"]),  # a job's share of the machine
+        ("GPU-a,GPU-b,GPU-c,GPU-d", ["GPU-c", "GPU-d"]),
+        ("0", ["2", "3"]),  # one GPU for each rank
+        ("", ["2", "3"]),
+    ],
+)
+def test_local_ids_become_the_names_of_the_jobs_gpus(monkeypatch, visible, names):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert device_names((2, 3)) == names
+
+
+def test_a_server_sees_its_own_gpus_alone(tmp_path):
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho gpus=$CUDA_VISIBLE_DEVICES $@\n")
+    program.chmod(0o700)
+    options = ServerOptions(str(program), "model", device="cuda", gpus=(6, 7), memory_share=0.5)
+    server = SglangServer(options, tmp_path / "log")
+    server.start()
+    while server.is_running:
+        time.sleep(0.01)
+    server.stop()
+    printed = server.log.read_text()
+    assert printed.startswith("gpus=6,7 ")
+    assert "--mem-fraction-static 0.5" in printed
+    assert "--base-gpu-id" not in printed

@@ -1,14 +1,15 @@
 """Builds the engine and its servers from a config; also the options of `stable-opd serve`.
 
 The run's topology (planning/topology.py) says which servers there are and whose prompts they
-answer; each rank's leader starts its own. The first publish sends the weights, so a server starts
-from the student's config.json alone. Not here: anything after the start.
+answer. The first of a server's leaders starts it; others that share it wait until it answers. The
+first publish sends the weights, so a server starts from the student's config.json alone. Not here:
+anything after the start.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.nn import Module
 
-from stable_opd_mcore.config.rollouts import SglangConfig
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
-from stable_opd_mcore.parallel.world import World, ranks_on_this_machine
+from stable_opd_mcore.parallel.world import World, gather_objects, ranks_on_this_machine
 from stable_opd_mcore.planning.hardware import GIB
 from stable_opd_mcore.planning.topology import (
     MEMORY_SHARES,
@@ -72,16 +72,17 @@ def build_sglang_engine(
     topology = run_topology(config, architecture, world)
     memory = memory or DeviceMemory()
     fleet = None
+    own = _own_servers(config, architecture, world, folder, topology)
+    started = [(name, server.url, server.api_key) for name, server in own.items()]
+    started = [each for of_rank in gather_objects(started) for each in of_rank]
     if is_leader(world):
-        members = _members(config, architecture, world, folder, topology)
+        members = _members(config, world, topology, own, started)
         fleet = Fleet(members, events, config.rollout.sglang, stop_requested, progress)
     if config.rollout.sglang.placement == "colocated":
         memory.lend(fleet.release_memory if fleet is not None else lambda: None)
     if fleet is not None:
         fleet.start()
-    transport = None
-    if dist.get_rank() == 0:
-        transport = _transport(config.rollout.sglang, architecture, world, folder)
+    transport = _transport(config, architecture, world, folder, topology)
     return SglangEngine(config, world, chunks, fleet, transport, events, decode, vocab_size, memory)
 
 
@@ -152,38 +153,77 @@ def model_config(architecture: Architecture) -> dict[str, Any]:
     return {"architectures": [architecture.family.sglang_class]} | architecture.source
 
 
-def _members(
+def _own_servers(
     config: Config, architecture: Architecture, world: World, folder: Path, topology: Topology
+) -> dict[str, SglangServer]:
+    """The servers that this rank starts, by name; not started yet."""
+    if config.rollout.sglang.placement == "external" or not is_leader(world):
+        return {}
+    servers = {}
+    for place in topology.servers_of(world.data_rank):
+        if place.data_ranks[0] != world.data_rank:
+            continue
+        # a directory per data-parallel rank, because leaders write at the same time
+        model = write_model_config(architecture, folder / f"model_{world.data_rank}")
+        options = server_options(
+            config, model, place.number, place.gpus, topology.tensor, world.device.type
+        )
+        servers[place.name] = SglangServer(options, folder / f"{place.name}.log")
+    return servers
+
+
+def _members(
+    config: Config,
+    world: World,
+    topology: Topology,
+    own: Mapping[str, SglangServer],
+    started: Sequence[tuple[str, str, str]],
 ) -> list[Member]:
+    """The servers that this leader talks to.
+
+    Args:
+        started: name, URL and API key of every server that some leader starts.
+    """
     sglang = config.rollout.sglang
+    addresses = {name: (url, key) for name, url, key in started}
     members = []
     for place in topology.servers_of(world.data_rank):
-        name = f"server_{place.number}"
+        if place.name in own:
+            server = own[place.name]
+            members.append(Member(place.name, server.client(), server, tensor=topology.tensor))
+            continue
         if sglang.placement == "external":
-            client = SglangClient(
-                sglang.urls[place.number],
-                api_key=read_api_key(sglang.api_key_file),
-                request_timeout_seconds=sglang.request_timeout_seconds,
-            )
-            members.append(Member(name, client, None))
+            url, api_key = sglang.urls[place.number], read_api_key(sglang.api_key_file)
         else:
-            # a directory per data-parallel rank, because leaders write at the same time
-            model = write_model_config(architecture, folder / f"model_{world.data_rank}")
-            options = server_options(
-                config, model, place.number, place.gpus, topology.tensor, world.device.type
-            )
-            server = SglangServer(options, folder / f"{name}.log")
-            members.append(Member(name, server.client(), server, tensor=topology.tensor))
+            url, api_key = addresses[place.name]
+        timeout = sglang.request_timeout_seconds
+        client = SglangClient(url, api_key=api_key, request_timeout_seconds=timeout)
+        members.append(Member(place.name, client, None))
     return members
 
 
 def _transport(
-    sglang: SglangConfig, architecture: Architecture, world: World, folder: Path
-) -> Transport:
+    config: Config, architecture: Architecture, world: World, folder: Path, topology: Topology
+) -> Transport | None:
+    """How this rank sends weights; None if it sends none."""
+    sglang = config.rollout.sglang
     timeout = sglang.sync_timeout_seconds
+    if sglang.transport == "tensor":
+        return TensorTransport(timeout, world.model_group, _sources(world, topology))
+    if world.rank != 0:
+        return None
     if sglang.transport == "disk":
         return DiskTransport(timeout, folder / "weights", model_config(architecture))
-    if sglang.transport == "tensor":
-        return TensorTransport(timeout)
     backend = "nccl" if world.device.type == "cuda" else "gloo"
     return DistributedTransport(timeout, sglang.sync_host, backend)
+
+
+def _sources(world: World, topology: Topology) -> dict[str, list[int]]:
+    """For the tensor ranks of each colocated server, the replica's ranks on the same GPUs."""
+    replica = dist.get_process_group_ranks(world.model_group)
+    first = {place.name: place.node * topology.gpus_per_node for place in topology.servers}
+    return {
+        place.name: [replica.index(first[place.name] + gpu) for gpu in place.gpus]
+        for place in topology.servers_of(world.data_rank)
+        if topology.placement == "colocated" and place.gpus
+    }

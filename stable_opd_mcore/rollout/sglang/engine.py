@@ -1,7 +1,8 @@
 """The rollout engine whose responses are drawn by SGLang servers.
 
-Each data-parallel rank's first rank (its leader) talks to its share of the servers; global rank 0
-sends the weights to all servers. Ordering:
+Each data-parallel rank's first rank (its leader) talks to its share of the servers, which it may
+share with other leaders. Global rank 0 sends the weights to all servers; through shared memory each
+data-parallel rank sends them to the servers that it started. Ordering:
 
 - `publish` waits for rollouts in flight (async_steps=1); then every rank takes part in sending, and
   again while some server failed and a restart is left. It never raises for a server, because the
@@ -23,7 +24,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch.nn import Module
@@ -39,6 +39,7 @@ from stable_opd_mcore.rollout.engine import EngineLost, Sampling, check_prompts
 from stable_opd_mcore.rollout.sglang.events import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
 from stable_opd_mcore.rollout.sglang.records import Decode, Draw, request_for, rollouts_of
+from stable_opd_mcore.rollout.sglang.status import ServerStatus, one_per_server
 from stable_opd_mcore.rollout.sglang.sync import publish_weights
 from stable_opd_mcore.rollout.sglang.transports import Target, Transport
 from stable_opd_mcore.serving.client import SglangClient
@@ -50,23 +51,13 @@ _SEE_LOGS = "see sglang/events.jsonl and the servers' logs in the run directory"
 _MIB = 1024**2
 
 
-@dataclass(frozen=True)
-class _Status:
-    """One member of a fleet, as its leader describes it to the other ranks."""
-
-    name: str
-    state: str
-    tensor: int
-    address: tuple[str, str | None, int]  # URL, key, and Member.life
-
-
 class SglangEngine:
     """A `RolloutEngine` over running servers.
 
     Args:
         chunks: this rank's model chunks of the student.
         fleet: this rank's servers; None on ranks that are not leaders.
-        transport: how weights travel; None on all ranks but rank 0.
+        transport: how weights travel; None on ranks that send nothing.
         vocab_size: of the tokenizer; larger ids are never drawn.
         memory: the trainer's parts on this rank's device, which colocated servers need.
     """
@@ -176,6 +167,8 @@ class SglangEngine:
                 rounds += 1
                 if rounds == _MAX_ROUNDS:
                     self._fleet.lose(f"no usable rollouts after {rounds} rounds")
+            if self._ahead is not None:  # a server that is sent weights drops its requests
+                self._ahead.thread.join()
             self._send_weights(resent=True)
             self._raise_if_lost()
 
@@ -302,6 +295,7 @@ class SglangEngine:
             targets = [s for s in self._statuses() if s.state == "needs_weights"]
             if self._lost is not None or not targets:
                 break
+            self._outdate({status.name for status in targets})
             self._num_publishes += 1
             outcome = self._send_to(targets)
             failures = [reason for reason in outcome.values() if reason is not None]
@@ -316,15 +310,15 @@ class SglangEngine:
                 self._transport.buffers.free()
             self._memory.keep_only()
 
-    def _send_to(self, statuses: Sequence[_Status]) -> dict[str, str | None]:
+    def _send_to(self, statuses: Sequence[ServerStatus]) -> dict[str, str | None]:
         """Per server, why it does not have the weights; None if it has. The same on every rank."""
         outcome: dict[str, str | None] = {}
-        if self._world.data_rank == 0:
+        if mine := [s for s in statuses if s.sender == self._world.data_rank]:
             if self._is_colocated:
                 self._memory.bring("student")
             result = publish_weights(
                 self._chunks,
-                [Target(s.name, self._client(s.address), s.tensor) for s in statuses],
+                [Target(s.name, self._client(s.address), s.tensor) for s in mine],
                 self._transport,
                 version=self.weight_version,
                 label=f"{self.weight_version}-{self._num_publishes}",
@@ -332,10 +326,17 @@ class SglangEngine:
                 bucket_bytes=self._config.rollout.sglang.bucket_mib * _MIB,
             )
             outcome = dict.fromkeys(result.verified) | result.failed
-            if self._world.rank == 0:
+            if result.num_bytes:
                 sent = Metrics({"engine/sync_bytes": Sum(float(result.num_bytes))})
                 self._metrics = self._metrics | sent
-        return broadcast_object(outcome)
+        return {name: why for each in gather_objects(outcome) for name, why in each.items()}
+
+    def _outdate(self, names: set[str]) -> None:
+        """Send the named servers no request: another leader saw that they lack the weights."""
+        if self._fleet is not None:
+            for member in self._fleet.members:
+                if member.name in names:
+                    self._fleet.weights_outdated(member)
 
     def _apply(
         self, fleet: Fleet, outcome: dict[str, str | None], resent: bool, spare_healthy: bool
@@ -368,19 +369,23 @@ class SglangEngine:
             self._clients[address] = SglangClient(url, api_key=api_key)
         return self._clients[address]
 
-    def _statuses(self) -> list[_Status]:
-        """All members of all fleets; also sets `_lost`. Collective."""
-        mine: list[_Status] = []
+    def _statuses(self) -> list[ServerStatus]:
+        """All servers of all fleets; also sets `_lost`. Collective."""
+        mine: list[ServerStatus] = []
         lost = None
         if self._fleet is not None:
             lost = self._fleet.lost
-            mine = [
-                _Status(m.name, m.state, m.tensor, (m.client.url, m.client.api_key, m.life))
-                for m in self._fleet.members
-            ]
+            mine = [self._status(member) for member in self._fleet.members]
         gathered = gather_objects((mine, lost))
         self._lost = next((lost for _, lost in gathered if lost is not None), None)
-        return [status for statuses, _ in gathered for status in statuses]
+        return one_per_server([status for statuses, _ in gathered for status in statuses])
+
+    def _status(self, member: Member) -> ServerStatus:
+        address = (member.client.url, member.client.api_key, member.life)
+        shares_memory = self._config.rollout.sglang.transport == "tensor"
+        owner = self._world.data_rank if member.server is not None else None
+        sender = owner if shares_memory else 0
+        return ServerStatus(member.name, member.state, member.tensor, address, sender)
 
     def _raise_if_lost(self) -> None:
         if self._lost is not None:

@@ -62,7 +62,8 @@ def publish_weights(
     Collective over the tensor and pipeline ranks of one replica.
 
     Args:
-        transport: None on all ranks but the sender, whose outcome counts.
+        transport: None on ranks that only take part in gathering the weights. The sender's outcome
+            counts.
         label: unique to this publish.
         dtype: of the servers' weights.
     """
@@ -70,6 +71,13 @@ def publish_weights(
         for _ in range(2):  # one pass to send, one to hash
             for _ in iter_hf_tensors(chunks):
                 pass
+        return Outcome((), {}, 0)
+    if not transport.is_sender:
+        transport.open(targets, label)
+        for bucket in make_buckets(chunks, dtype, bucket_bytes, transport.buffers):
+            transport.send(bucket)
+        for _ in iter_hf_tensors(chunks):
+            pass
         return Outcome((), {}, 0)
     window = architecture_of(chunks).max_positions
     sessions = begin_all(transport, targets, label, [0] * min(_PROBE_TOKENS, window - 1))

@@ -5,7 +5,7 @@
 `send` returns before the bucket has arrived, so that the next one is packed meanwhile into the
 other of two buffers. Both buffers are kept between publishes: copying into fresh memory takes ten
 times as long. A server that fails is recorded in `failed` and skipped from then on; nothing raises
-for it. There is one sender, and it sends to all servers at once. Not here: the transfer over a
+for it. A sender sends to all its servers at once. Not here: the transfer over a
 process group (group.py), which weights are sent and their verification (sync.py), restarts
 (fleet.py).
 """
@@ -18,7 +18,7 @@ import io
 import json
 import shutil
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
@@ -26,8 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing import reductions
 
+from stable_opd_mcore.parallel.world import broadcast_object, gather_objects
 from stable_opd_mcore.serving.client import RefusedRequest, ServerFailure, SglangClient
 
 GROUP_LOST = "the process group is lost"  # begins a failure that another server may have caused
@@ -95,6 +98,11 @@ class Transport:
     def close(self) -> None:
         """Wait until all buckets have arrived."""
         self._settle()
+
+    @property
+    def is_sender(self) -> bool:
+        """Whether this rank talks to the servers. Others only share the memory of their GPUs."""
+        return True
 
     def clean_up(self) -> None:
         """Remove what servers may have read until now. Called once their weights are verified."""
@@ -170,30 +178,94 @@ def description(bucket: Bucket) -> dict[str, Any]:
 
 
 class TensorTransport(Transport):
-    """Send a handle of the memory: CUDA IPC between processes of one GPU machine, shared memory
-    on a CPU."""
+    """Send a handle of the memory: CUDA IPC between processes on one GPU, shared memory on a CPU.
+
+    All ranks of a replica hold each bucket. Every tensor rank of a server reads it from the trainer
+    rank on its own GPU, so that no server needs a context on another GPU.
+
+    Args:
+        group: the replica's ranks, whose first rank sends; None: this rank alone.
+        sources: server name -> for each of its tensor ranks the rank in `group` that it reads from.
+            Servers that are not named read from the sender.
+    """
+
+    def __init__(
+        self,
+        timeout_seconds: float,
+        group: dist.ProcessGroup | None = None,
+        sources: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        super().__init__(timeout_seconds)
+        self._group = group
+        self._rank = 0 if group is None else dist.get_rank(group)
+        self._sources = sources or {}
+
+    @property
+    def is_sender(self) -> bool:
+        return self._rank == 0
 
     def send(self, bucket: Bucket) -> None:
-        handles = {
-            target.name: [_handles(bucket) for _ in range(target.tensor)] for target in self.alive
-        }
+        """As `Transport.send`; collective over `group`."""
         self._settle()  # servers copy a bucket before they reply
+        if self._group is not None:
+            self.failed = broadcast_object(self.failed, self._group)
+        own = {target.name: self._own_handles(target, bucket) for target in self.alive}
+        handles = [own] if self._group is None else gather_objects(own, self._group)
+        if not self.is_sender:
+            return
         self._pending = self.post(
             "/update_weights_from_tensor",
             lambda target: {
-                "serialized_named_tensors": handles[target.name],
+                "serialized_named_tensors": [
+                    handles[source][target.name][place]
+                    for place, source in enumerate(self._sources_of(target))
+                ],
                 "flush_cache": False,
                 "weight_version": INCOMPLETE,
             },
         )
 
+    def _sources_of(self, target: Target) -> Sequence[int]:
+        return self._sources.get(target.name, [0] * target.tensor)
 
-def _handles(bucket: Bucket) -> str:
+    def _own_handles(self, target: Target, bucket: Bucket) -> dict[int, str]:
+        """The target's tensor rank -> its handle of this rank's memory."""
+        return {
+            place: handle_of(bucket)
+            for place, source in enumerate(self._sources_of(target))
+            if source == self._rank
+        }
+
+
+def handle_of(bucket: Bucket) -> str:
     """The bucket's tensors, pickled for one process: torch counts the receivers of a handle."""
     pickled = io.BytesIO()
+    pickler = ForkingPickler(pickled)
+    if bucket.flat.is_cuda:
+        reducers: Any = pickler.dispatch_table
+        pickler.dispatch_table = reducers.new_child({Tensor: _reduce_cuda_tensor})
     with _sharing_by_file_name():
-        ForkingPickler(pickled).dump(list(bucket.tensors))
+        pickler.dump(list(bucket.tensors))
     return base64.b64encode(pickled.getvalue()).decode()
+
+
+_DEVICE_ARGUMENT = 6  # of torch's rebuild_cuda_tensor
+
+
+def _reduce_cuda_tensor(tensor: Tensor) -> tuple[Any, ...]:
+    """torch's reduction with the GPU's UUID in place of its index.
+
+    Trainer and server may count the GPUs they see in different ways. SGLang finds the UUID
+    (sglang/srt/utils/patch_torch.py). No GPU has run this yet.
+    """
+    rebuild, arguments = reductions.reduce_tensor(tensor)
+    return rebuild, name_device(arguments, torch.cuda.get_device_properties)
+
+
+def name_device(arguments: tuple[Any, ...], properties: Callable[[int], Any]) -> tuple[Any, ...]:
+    """The arguments of rebuild_cuda_tensor with a UUID in place of the device's index."""
+    before, index = arguments[:_DEVICE_ARGUMENT], arguments[_DEVICE_ARGUMENT]
+    return *before, str(properties(index).uuid), *arguments[_DEVICE_ARGUMENT + 1 :]
 
 
 @contextlib.contextmanager

@@ -7,15 +7,18 @@ import math
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.weights import iter_hf_tensors
+from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.rollout.sglang import group
 from stable_opd_mcore.rollout.sglang.group import (
     DistributedTransport,
@@ -29,10 +32,12 @@ from stable_opd_mcore.rollout.sglang.transports import (
     DiskTransport,
     Target,
     TensorTransport,
+    name_device,
     write_safetensors,
 )
 from stable_opd_mcore.serving.client import SglangClient
 from tests.integration.sglang_tools import architecture
+from tests.parallel.launch import run_ranks
 from tests.rollout.weight_receiver import receiver
 from tests.train.runs import tiny_config
 
@@ -108,6 +113,32 @@ def test_each_transport_is_exact_with_slow_receivers(chunks, tmp_path, method):
                 for weight in chunks[0].parameters():
                     weight.mul_(1.25)
     assert not list(tmp_path.iterdir())
+
+
+def publish_from_two_ranks(rank: int, world_size: int, urls: list[str]) -> None:
+    world = start_world(ParallelConfig(tensor=world_size), seed=0)
+    model = build_model(read_architecture(FIELDS), world, precision="fp32", trainable=False, seed=2)
+    sources = {"receiver_0": [0], "receiver_1": [1]}
+    transport = TensorTransport(60.0, world.model_group, sources)
+    for version in range(2):
+        outcome = publish(model, transport, urls, version)
+        sent = ("receiver_0", "receiver_1") if rank == 0 else ()
+        assert (outcome.verified, outcome.failed) == (sent, {})
+    outcome = publish(model, transport, [urls[0], "http://127.0.0.1:9"], 3)
+    assert outcome.verified == (("receiver_0",) if rank == 0 else ())
+    stop_world()
+
+
+def test_each_server_reads_the_memory_of_the_rank_on_its_gpu():
+    """Rank 1 never talks to a server, but the second server reads its buckets."""
+    with receiver(FIELDS) as first, receiver(FIELDS) as second:
+        run_ranks(2, publish_from_two_ranks, [first, second])
+
+
+def test_a_handle_names_the_gpu_by_its_uuid():
+    arguments = tuple(range(14))
+    named = name_device(arguments, lambda index: SimpleNamespace(uuid=f"GPU-{index}"))
+    assert named == (*arguments[:6], "GPU-6", *arguments[7:])
 
 
 def test_a_missing_tensor_is_named(chunks, tmp_path):
