@@ -2,7 +2,8 @@
 
 Only `megatron.*` is rewritten, and only the expressions that raise without CUDA: `torch.cuda.x`
 becomes a facade whose device is the CPU, `"cuda"` constants become `"cpu"`, `tensor.cuda()` becomes
-`tensor.cpu()`. Valid for megatron-core 0.16 to 0.19.
+`tensor.cpu()`, and imports of Transformer Engine and apex fail. Valid for megatron-core 0.16 to
+0.19.
 
 Not a monkeypatch: no attribute of torch changes, so transformers, dynamo and user code see the real
 torch. Not a second implementation: pipelining, layers, optimizer, checkpoints are Megatron's own.
@@ -32,6 +33,8 @@ from torch.distributed import ProcessGroup
 from stable_opd_mcore.parallel import cpu_adam, cuda_facade
 
 _FACADE = "_cpu_cuda"  # the name of the facade in the rewritten modules
+# A cluster's environment has them on its login nodes too, where their functions fail when called.
+_CUDA_PACKAGES = {"transformer_engine", "transformer_engine_torch", "apex", "amp_C"}
 
 
 @cache
@@ -100,10 +103,13 @@ class _Rewrite(ast.NodeTransformer):
         node.body = [_without_triton(statement) for statement in node.body]
         return node
 
+    def visit_Import(self, node: ast.Import) -> ast.stmt:
+        return _refused(node) if _needs_cuda(node.names[0].name) else node
+
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt:
         if node.module == "torch.cuda.nvtx":
             node.module = f"{_FACADE}_nvtx"
-        return node
+        return _refused(node) if node.module and _needs_cuda(node.module) else node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         self.generic_visit(node)
@@ -128,6 +134,16 @@ class _Rewrite(ast.NodeTransformer):
             # The optimizer compares param.type() strings.
             value = value.replace("torch.cuda.", "torch.")
         return ast.copy_location(ast.Constant(value), node)
+
+
+def _needs_cuda(module: str) -> bool:
+    return module.partition(".")[0] in _CUDA_PACKAGES
+
+
+def _refused(statement: ast.stmt) -> ast.stmt:
+    # Megatron catches the error and takes torch's functions, as where they are not installed.
+    text = "raise ModuleNotFoundError('a CUDA package, and this machine has no CUDA')"
+    return ast.copy_location(ast.parse(text).body[0], statement)
 
 
 def _without_triton(statement: ast.stmt) -> ast.stmt:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -54,6 +57,48 @@ def test_torch_is_unchanged(tmp_path: Path) -> None:
     _run("import torch\nfacade = torch.cuda", tmp_path)
     assert torch.cuda.current_device is before
     assert type(torch.cuda).__name__ == "module"
+
+
+CUDA_PACKAGE = """
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    def function(*arguments, **options):
+        raise RuntimeError("CUDA error: no kernel image is available")
+    return function
+"""
+IMPORT = """
+import sys
+import stable_opd_mcore
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
+assert not {"transformer_engine", "transformer_engine_torch", "apex", "amp_C"} & set(sys.modules)
+assert not gpt_layer_specs.HAVE_TE
+"""
+
+
+@needs_no_cuda
+def test_megatron_takes_no_cuda_package_that_is_installed(tmp_path: Path) -> None:
+    """As on a cluster's login node: the packages can be imported, and fail when called."""
+    packages = tmp_path / "packages"
+    for name in ("transformer_engine", "transformer_engine/pytorch", "apex"):
+        (packages / name).mkdir(parents=True)
+        (packages / name / "__init__.py").write_text(CUDA_PACKAGE)
+    for name in (
+        "transformer_engine/pytorch/optimizers",
+        "transformer_engine_torch",
+        "apex/optimizers",
+        "amp_C",
+    ):
+        (packages / f"{name}.py").write_text(CUDA_PACKAGE)
+    run = subprocess.run(
+        [sys.executable, "-c", IMPORT],
+        env=os.environ | {"PYTHONPATH": f"{packages}{os.pathsep}{os.getcwd()}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
 
 
 @needs_no_cuda
