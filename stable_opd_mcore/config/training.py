@@ -85,6 +85,11 @@ class TrainConfig(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations of the student that the backward pass computes again: `full` whole layers,
     `selective` the MLPs, which keep most of them."""
+    deterministic: bool = False
+    """Deterministic algorithms in torch, cuBLAS, Transformer Engine and NCCL: what a resume that is
+    exact to the bit needs on a GPU. It costs speed, above all in attention's backward pass, by an
+    amount not yet measured. A CPU is exact without. SGLang servers need `rollout.sglang.arguments:
+    [--enable-deterministic-inference]` to sample the same responses again."""
     loss_block_tokens: PositiveInt = 1024
     """Tokens whose logits exist at once in the loss. More are taken where the vocabulary is small,
     fewer on a CPU where it is large."""
@@ -111,6 +116,10 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; 0: only at the end and when the run is stopped."""
     keep: PositiveInt = 2
     """Newest checkpoints to keep."""
+    asynchronous: bool = True
+    """Write files while training goes on. A step then waits only for the copy to host memory, which
+    must have room for one; a checkpoint exists some steps later. The run waits for it at its end
+    and when it is stopped."""
 
 
 COLLECTIVE_TIMEOUT_MINUTES = 24 * 60

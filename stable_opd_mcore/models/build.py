@@ -130,6 +130,7 @@ def transformer_config(
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         batch_p2p_sync=False,  # a device synchronisation per message, for old torch versions
+        deterministic_mode=torch.are_deterministic_algorithms_enabled(),
         calculate_per_token_loss=True,  # losses are sums: Megatron divides by nothing
         recompute_granularity=None if recompute == "none" else recompute,
         # Megatron's default, the attention, keeps nothing large when it is fused; norms are fused

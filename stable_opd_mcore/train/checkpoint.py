@@ -1,7 +1,8 @@
 """Save and resume a run: weights, optimizer, random generators and counters.
 
-A checkpoint is a directory `step_000100` in Megatron's distributed form. One rename makes it appear
-when every rank has written its part. Its manifest holds a checksum of every file; a run resumes
+A checkpoint is a directory `step_000100` in Megatron's distributed form. Processes beside the ranks
+write it while they train on, and one rename makes it appear when every rank's part is written. Its
+manifest holds a checksum of every file; a run resumes
 from the newest checkpoint whose files all match. Any TP x PP x DP layout reads what another wrote.
 Not here: when to save, Hugging Face export.
 """
@@ -23,15 +24,17 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors.torch import load_file, save_file
 
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.models.directory_save import DirectorySave, begin_save
 from stable_opd_mcore.models.manifest import MANIFEST, find_damage, has_manifest
 from stable_opd_mcore.models.megatron_checkpoint import (
     refuse_foreign_pickle,
-    save_directory,
-    sharding,
+    set_weights,
     weights_of,
 )
 from stable_opd_mcore.models.weights import architecture_of, refuse_non_finite
 from stable_opd_mcore.parallel.world import broadcast_object
+from stable_opd_mcore.train.optimizer_state import set_state, sharded_state
+from stable_opd_mcore.train.signals import shielded
 from stable_opd_mcore.train.state import TrainState
 from stable_opd_mcore.train.student import Student
 
@@ -40,15 +43,64 @@ STATE_FILE = "state.json"
 logger = logging.getLogger(__name__)
 
 
-def save_checkpoint(directory: Path, state: TrainState, student: Student, keep: int) -> Path:
-    """Write `directory`/step_NNNNNN on all ranks, then delete all but the newest `keep` so far.
+class CheckpointSaver:
+    """Saves a run's checkpoints, one at a time, in the background. All methods are collective.
 
-    A later step's checkpoint, from which the run could not resume, stays until it is overwritten.
+        saver = CheckpointSaver(directory, student, keep=2)
+        path = saver.begin(state)       # returns when the tensors are copied
+        saver.poll()                    # after each step: completes what has been written
+        saver.finish()                  # before the run ends
 
-    Raises:
-        UserError: a rank could not write; older checkpoints are untouched.
+    A checkpoint exists once `poll` or `finish` has completed it: its manifest is written last, then
+    one rename makes it appear. A run that is killed before resumes from the one before it.
+
+    Args:
+        directory: of the checkpoints `step_NNNNNN`.
+        keep: newest checkpoints to keep. A later step's checkpoint, from which the run could not
+            resume, stays until it is overwritten.
     """
-    final = directory / f"step_{state.step:06d}"
+
+    def __init__(self, directory: Path, student: Student, keep: int):
+        self._directory = directory
+        self._student = student
+        self._keep = keep
+        self._pending: tuple[Path, DirectorySave] | None = None
+
+    def begin(self, state: TrainState) -> Path:
+        """Begin to save `state`, after the checkpoint before it; returns its directory.
+
+        Raises:
+            UserError: a rank could not write; older checkpoints are untouched.
+        """
+        self.finish()
+        path = self._directory / f"step_{state.step:06d}"
+        if dist.get_rank() == 0:
+            for left in self._directory.glob("partial-step_*"):
+                shutil.rmtree(left)  # by a run that was killed
+        with shielded():
+            self._pending = (path, _begin_save(path, state, self._student))
+        return path
+
+    def poll(self) -> None:
+        """Complete the checkpoint if all ranks have written it; UserError if one could not."""
+        if self._pending is not None and self._pending[1].is_written():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint and complete it; UserError if a rank could not write."""
+        if self._pending is None:
+            return
+        (path, save), self._pending = self._pending, None
+        with shielded():
+            save.finish()
+        if dist.get_rank() == 0:
+            so_far = sorted(old for old in self._directory.glob("step_*") if old.name <= path.name)
+            for old in so_far[: -self._keep]:
+                shutil.rmtree(old)
+        dist.barrier()
+
+
+def _begin_save(path: Path, state: TrainState, student: Student) -> DirectorySave:
     rank = dist.get_rank()
     record = {
         "format": FORMATS[-1],
@@ -57,21 +109,15 @@ def save_checkpoint(directory: Path, state: TrainState, student: Student, keep: 
         "distributed_optimizer": student.distributed,
         "versions": {name: version(name) for name in ("torch", "megatron-core")},
     }
-    save_directory(
+    return begin_save(
         _state_dict(student, loading=False),
         student.chunks,
-        final,
+        path,
         describe=lambda path: (path / STATE_FILE).write_text(json.dumps(record, indent=1)),
         add_own_files=lambda path: save_file(
             _rng_state(), path / f"rng_rank_{rank:05d}.safetensors"
         ),
     )
-    if rank == 0:
-        so_far = sorted(path for path in directory.glob("step_*") if path.name <= final.name)
-        for old in so_far[:-keep]:
-            shutil.rmtree(old)
-    dist.barrier()
-    return final
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
@@ -125,10 +171,9 @@ def load_checkpoint(path: Path, student: Student) -> TrainState:
         )
     refuse_foreign_pickle(path)
     loaded: Any = dist_checkpointing.load(_state_dict(student, loading=True), str(path))
-    for index, chunk in enumerate(student.model):
-        chunk.module.load_state_dict(loaded[f"model{index}"])
+    set_weights(student.chunks, loaded)
     refuse_non_finite(student.chunks, str(path))
-    student.optimizer.load_state_dict(loaded["optimizer"])
+    set_state(student.optimizer, loaded["optimizer"])
     rng = path / f"rng_rank_{dist.get_rank():05d}.safetensors"
     if rng.exists():  # else a larger world's rank, which keeps its seeded state
         _restore_rng(load_file(rng))
@@ -137,9 +182,7 @@ def load_checkpoint(path: Path, student: Student) -> TrainState:
 
 def _state_dict(student: Student, loading: bool) -> dict[str, Any]:
     tree = weights_of(student.chunks)
-    tree["optimizer"] = student.optimizer.sharded_state_dict(
-        tree.copy(), is_loading=loading, metadata=sharding()
-    )
+    tree["optimizer"] = sharded_state(student.optimizer, tree, loading=loading)
     return tree
 
 
@@ -167,7 +210,7 @@ def _find_fault(path: Path) -> str | None:
 
 
 def _read_record(path: Path) -> dict[str, Any]:
-    """The content of state.json; ValueError if it is not what `save_checkpoint` writes."""
+    """The content of state.json; ValueError if it is not what `_begin_save` writes."""
     try:
         record: Any = json.loads((path / STATE_FILE).read_bytes())
         counters = TrainState(**record["state"])

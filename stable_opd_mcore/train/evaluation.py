@@ -27,6 +27,7 @@ from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.evaluation.table import plain_values, results_table
 from stable_opd_mcore.metrics import Max, Metrics, reduce_over_ranks
 from stable_opd_mcore.monitoring.health import is_repetitive, rollout_metrics, tail_characters
+from stable_opd_mcore.parallel.determinism import make_deterministic
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from stable_opd_mcore.records import Prompt
 from stable_opd_mcore.rollout.build import evaluation_engine
@@ -80,6 +81,8 @@ def evaluate_config(config: Config, print_line: Callable[[str], None]) -> None:
     Raises:
         UserError: no held-out problems, a model or data that do not fit together, or lost servers.
     """
+    if config.train.deterministic:
+        make_deterministic()
     prepare_nccl(config)
     world = start_world(config.parallel, config.train.seed)
     tokenizer = load_tokenizer(config)

@@ -27,12 +27,13 @@ from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.models.huggingface import export_hf
 from stable_opd_mcore.monitoring.report import write_report
 from stable_opd_mcore.monitoring.sinks import METRICS_FILE, Sinks, read_metrics
+from stable_opd_mcore.parallel.determinism import make_deterministic
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from stable_opd_mcore.rollout.engine import EngineLost
 from stable_opd_mcore.rollout.sglang.group import prepare_nccl
 from stable_opd_mcore.scoring.served_teacher import TeacherLost
 from stable_opd_mcore.train import phases
-from stable_opd_mcore.train.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from stable_opd_mcore.train.checkpoint import CheckpointSaver, load_checkpoint, newest_checkpoint
 from stable_opd_mcore.train.evaluation import evaluate_student
 from stable_opd_mcore.train.in_flight import restore_in_flight, save_in_flight
 from stable_opd_mcore.train.run_directory import (
@@ -50,7 +51,6 @@ from stable_opd_mcore.train.signals import (
     StopReason,
     StopSignals,
     clear_outcome,
-    shielded,
     write_outcome,
 )
 from stable_opd_mcore.train.state import TrainState
@@ -90,6 +90,8 @@ def train(config: Config, show_progress: bool = True, accept_changes: bool = Fal
         UserError: another run holds the directory.
         ConfigError: settings differ from the checkpoints' and are not accepted.
     """
+    if config.train.deterministic:
+        make_deterministic()
     prepare_nccl(config)
     world = start_world(config.parallel, config.train.seed)
     home = config.run.path
@@ -214,11 +216,12 @@ def _train_steps(
     """
     config = run.config
     writer = RolloutWriter(config.run.path, config.rollout.save)
+    saver = CheckpointSaver(config.run.path / CHECKPOINTS, run.student, config.checkpoint.keep)
     while state.step < config.train.steps:
         try:
             result = train_step(run, state)
         except (EngineLost, TeacherLost) as lost:
-            _save_without_servers(run, state, session.stop, lost)
+            _save_without_servers(run, state, saver, session.stop, lost)
             raise
         state, metrics = result.state, result.metrics
         failed = None
@@ -231,14 +234,19 @@ def _train_steps(
             writer.write(state.step, result.rollouts)
             sinks.write(state.step, metrics)
         if failed is not None:  # the step itself is finished; a resumed run continues after it
-            _save_without_servers(run, state, session.stop, failed)
+            _save_without_servers(run, state, saver, session.stop, failed)
             raise failed
         reason, checkpoint = session.stop.requested_on_any_rank(), None
         if reason or _due(state.step, config.checkpoint.every or config.train.steps, config):
-            checkpoint = _save(run, state)
+            checkpoint = _save(run, state, saver)
+        else:
+            saver.poll()
+        ends = state.step == config.train.steps
+        if reason or ends or not config.checkpoint.asynchronous:
+            saver.finish()
         advance(metrics)
         session.watchdog.step_done()
-        if reason and state.step < config.train.steps:
+        if reason and not ends:
             raise Stopped(state.step, reason, checkpoint)
 
 
@@ -247,14 +255,17 @@ def _sinks(config: Config, state: TrainState) -> Sinks:
     return Sinks(config.run.path, config, first_row)
 
 
-def _save_without_servers(run: Run, state: TrainState, stop: StopSignals, lost: Exception) -> None:
+def _save_without_servers(
+    run: Run, state: TrainState, saver: CheckpointSaver, stop: StopSignals, lost: Exception
+) -> None:
     """Save the last finished step; nothing has changed since.
 
     Raises:
         Stopped: this run is asked to stop, and so were its servers.
     """
     if state.step:  # the optimizer has no state to save before its first step
-        checkpoint = _save(run, state)
+        checkpoint = _save(run, state, saver)
+        saver.finish()
         if reason := stop.requested_on_any_rank():
             raise Stopped(state.step, reason, checkpoint) from lost
 
@@ -272,15 +283,12 @@ def _resume(run: Run) -> TrainState:
     return state
 
 
-def _save(run: Run, state: TrainState) -> Path:
-    """Save a checkpoint of `state`; returns its directory."""
-    directory = run.config.run.path
-    save_in_flight(directory, state.step, run.engine, run.world)
+def _save(run: Run, state: TrainState, saver: CheckpointSaver) -> Path:
+    """Begin to save a checkpoint of `state`; returns its directory."""
+    saver.finish()  # before the rollouts of deleted checkpoints are looked for
+    save_in_flight(run.config.run.path, state.step, run.engine, run.world)
     run.memory.hold(*phases.SAVE)
-    with shielded():
-        return save_checkpoint(
-            directory / CHECKPOINTS, state, run.student, run.config.checkpoint.keep
-        )
+    return saver.begin(state)
 
 
 def _due(step: int, every: int, config: Config) -> bool:

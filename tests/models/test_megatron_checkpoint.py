@@ -13,10 +13,18 @@ import torch
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.models import megatron_checkpoint
 from stable_opd_mcore.models.build import build_model
+from stable_opd_mcore.models.directory_save import begin_save
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
 from stable_opd_mcore.models.manifest import MANIFEST, find_damage
-from stable_opd_mcore.models.megatron_checkpoint import METADATA, load_weights, save_weights
+from stable_opd_mcore.models.megatron_checkpoint import (
+    METADATA,
+    load_weights,
+    save_weights,
+    set_weights,
+    weights_of,
+)
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from tests.models import tiny
 
@@ -79,3 +87,51 @@ def test_existing_directories_and_non_finite_weights_are_refused(
     with pytest.raises(UserError, match=r"new is not written: tensor lm_head.weight"):
         save_weights(chunks, directory.with_name("new"), print)
     assert [path.name for path in directory.parent.iterdir()] == ["model"]
+
+
+class _TransformerEngineLike(torch.nn.Module):
+    """A layer with `_extra_state` in its state dict, as all layers of Transformer Engine have."""
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.ones(3, dtype=torch.uint8)
+
+    def set_extra_state(self, state: object) -> None:
+        raise AssertionError("not saved, so not loaded")
+
+
+def test_extra_state_is_neither_saved_nor_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch layers load what Transformer Engine's wrote, and the reverse."""
+    world = start_world(ParallelConfig(), 0)
+    with_state, without = (build_model(tiny.architecture("qwen3"), world, seed=s) for s in (1, 2))
+    with_state[0].decoder.add_module("fused", _TransformerEngineLike())
+    with monkeypatch.context() as patch:
+        patch.setattr(megatron_checkpoint, "_EXTRA_STATE", "no such name")
+        assert any("_extra_state" in name for name in weights_of(with_state)["model0"])
+        save_weights(with_state, tmp_path / "with", lambda _: None)
+    assert not any("_extra_state" in name for name in weights_of(with_state)["model0"])
+    load_weights(without, tmp_path / "with")
+    expected = dict(with_state[0].named_parameters())
+    for name, weight in without[0].named_parameters():
+        assert torch.equal(weight, expected[name]), name
+        torch.nn.init.constant_(weight, 2.0)
+    save_weights(without, tmp_path / "without", lambda _: None)
+    load_weights(with_state, tmp_path / "without")
+    assert all(bool((weight == 2).all()) for weight in with_state[0].parameters())
+
+
+def test_a_weight_that_the_checkpoint_lacks_is_an_error(
+    chunks: list[HiddenStatesGPTModel], tmp_path: Path
+) -> None:
+    tree = weights_of(chunks)
+    name = "decoder.final_layernorm.weight"
+    item = tree["model0"].pop(name)
+    begin_save(tree, chunks, tmp_path / "model", lambda _: None).finish()
+    with pytest.raises(UserError, match=rf"model: not the weights .*{name} from model not in"):
+        load_weights(chunks, tmp_path / "model")
+    loaded = {"model0": dict(chunks[0].state_dict())}
+    del loaded["model0"][name]
+    with pytest.raises(RuntimeError, match=rf"not loaded: \['{name}'\]"):
+        set_weights(chunks, loaded)
+    assert item.data is not None

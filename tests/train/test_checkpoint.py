@@ -18,7 +18,7 @@ from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.manifest import MANIFEST
 from stable_opd_mcore.parallel.world import start_world, stop_world
-from stable_opd_mcore.train.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from stable_opd_mcore.train.checkpoint import CheckpointSaver, load_checkpoint, newest_checkpoint
 from stable_opd_mcore.train.state import TrainState
 from stable_opd_mcore.train.student import Student
 from tests.parallel.launch import run_ranks
@@ -35,6 +35,13 @@ def make_student(tensor: int = 1) -> Student:
     return student
 
 
+def save(directory: Path, state: TrainState, student: Student, keep: int) -> Path:
+    saver = CheckpointSaver(directory, student, keep)
+    path = saver.begin(state)
+    saver.finish()
+    return path
+
+
 @pytest.fixture(scope="module")
 def student():
     yield make_student()
@@ -45,7 +52,7 @@ def student():
 def saved(student: Student, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("saved")
     for step in (2, 4):
-        save_checkpoint(directory, TrainState(step=step), student, keep=2)
+        save(directory, TrainState(step=step), student, keep=2)
     return directory
 
 
@@ -166,9 +173,9 @@ def test_new_checkpoints_are_kept_after_a_later_damaged_one(
 ) -> None:
     """Step 4 is damaged and the run resumes from step 2: step 3, saved with keep=1, must stay."""
     flip(checkpoints / "step_000004" / "__0_0.distcp")
-    save_checkpoint(checkpoints, TrainState(step=3), student, keep=1)
+    save(checkpoints, TrainState(step=3), student, keep=1)
     assert newest_checkpoint(checkpoints) == checkpoints / "step_000003"
-    save_checkpoint(checkpoints, TrainState(step=4), student, keep=1)
+    save(checkpoints, TrainState(step=4), student, keep=1)
     assert [path.name for path in checkpoints.iterdir()] == ["step_000004"]
     assert newest_checkpoint(checkpoints) == checkpoints / "step_000004"
 
@@ -181,7 +188,7 @@ def test_failed_save_keeps_older_checkpoints_and_reports_the_space(
     resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, before[1]))  # writes fail with EFBIG
     try:
         with pytest.raises(UserError, match=r"step_000006: cannot .* needed 0.\d MiB, free .*MiB"):
-            save_checkpoint(checkpoints, TrainState(step=6), student, keep=1)
+            save(checkpoints, TrainState(step=6), student, keep=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step_000002", "step_000004"]
@@ -191,7 +198,7 @@ def test_failed_save_keeps_older_checkpoints_and_reports_the_space(
 def test_save_below_a_regular_file_is_refused(student: Student, tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(UserError, match=r"step_000002: cannot be written: .*Not a directory"):
-        save_checkpoint(tmp_path / "checkpoints", TrainState(step=2), student, keep=1)
+        save(tmp_path / "checkpoints", TrainState(step=2), student, keep=1)
 
 
 def test_non_finite_weights_are_not_loaded(student: Student, tmp_path: Path) -> None:
@@ -199,7 +206,7 @@ def test_non_finite_weights_are_not_loaded(student: Student, tmp_path: Path) -> 
     before = weight.detach().clone()
     with torch.no_grad():
         weight[3] = torch.nan
-    path = save_checkpoint(tmp_path, TrainState(step=1), student, keep=1)
+    path = save(tmp_path, TrainState(step=1), student, keep=1)
     with pytest.raises(UserError, match=r"step_000001: tensor model.norm.weight holds NaN"):
         load_checkpoint(path, student)
     with torch.no_grad():
@@ -213,7 +220,7 @@ def test_all_ranks_use_the_same_checkpoint(tmp_path: Path) -> None:
 def damage_and_resume(rank: int, world_size: int, directory: Path) -> None:
     student = make_student(tensor=2)
     for step in (1, 2, 3):
-        save_checkpoint(directory, TrainState(step=step), student, keep=3)
+        save(directory, TrainState(step=step), student, keep=3)
     if rank == 0:
         flip(directory / "step_000003" / "__1_0.distcp")
         flip(directory / "step_000002" / "rng_rank_00001.safetensors")
@@ -224,6 +231,6 @@ def damage_and_resume(rank: int, world_size: int, directory: Path) -> None:
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
     with pytest.raises(UserError, match="step_000004: cannot be written"):
-        save_checkpoint(directory, TrainState(step=4), student, keep=3)
+        save(directory, TrainState(step=4), student, keep=3)
     assert newest_checkpoint(directory) == newest
     stop_world()

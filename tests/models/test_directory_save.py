@@ -1,0 +1,113 @@
+"""A directory is written while training goes on, and exists once it is complete."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.models import directory_save
+from stable_opd_mcore.models.build import build_model
+from stable_opd_mcore.models.directory_save import begin_save
+from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
+from stable_opd_mcore.models.manifest import find_damage
+from stable_opd_mcore.models.megatron_checkpoint import load_weights, weights_of
+from stable_opd_mcore.parallel.world import start_world, stop_world
+from tests.models import tiny
+
+
+@pytest.fixture(scope="module")
+def chunks():
+    world = start_world(ParallelConfig(), 0)
+    yield build_model(tiny.architecture("qwen3", num_hidden_layers=1), world)
+    stop_world()
+
+
+def _hold_writers(patch: pytest.MonkeyPatch, directory: Path) -> Path:
+    """Writers wait for the file that is returned."""
+    hashing, gate = directory_save.hash_own_files, directory / "gate"
+
+    def wait_and_hash(path: Path):
+        while not gate.exists():
+            time.sleep(0.01)
+        return hashing(path)
+
+    patch.setattr(directory_save, "hash_own_files", wait_and_hash)
+    return gate
+
+
+def test_training_goes_on_and_the_directory_appears_complete(
+    chunks: list[HiddenStatesGPTModel], tmp_path: Path
+) -> None:
+    before = [weight.detach().clone() for weight in chunks[0].parameters()]
+    with pytest.MonkeyPatch.context() as patch:
+        gate = _hold_writers(patch, tmp_path)
+        save = begin_save(weights_of(chunks), chunks, tmp_path / "model", lambda _: None)
+        assert not save.is_written()
+        for weight in chunks[0].parameters():
+            torch.nn.init.constant_(weight, 3.0)
+        assert not (tmp_path / "model").exists()
+        gate.touch()
+        deadline = time.monotonic() + 60
+        while not save.is_written():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert not (tmp_path / "model").exists()
+        save.finish()
+    assert find_damage(tmp_path / "model") is None
+    assert not list(tmp_path.glob("*/hashed_by*"))
+    load_weights(chunks, tmp_path / "model")
+    for weight, expected in zip(chunks[0].parameters(), before, strict=True):
+        assert torch.equal(weight, expected)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import pytest
+from tests.models import test_directory_save as tests
+from tests.models import tiny
+world = tests.start_world(tests.ParallelConfig(), 0)
+chunks = tests.build_model(tiny.architecture("qwen3", num_hidden_layers=1), world)
+home = Path(sys.argv[1])
+tests.begin_save(tests.weights_of(chunks), chunks, home / "step_1", lambda _: None).finish()
+tests._hold_writers(pytest.MonkeyPatch(), home)
+save = tests.begin_save(tests.weights_of(chunks), chunks, home / "step_2", lambda _: None)
+print(save._writer.process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def _is_running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="uses prctl")
+def test_a_killed_rank_takes_its_writer_along_and_leaves_the_older_directory(
+    chunks: list[HiddenStatesGPTModel], tmp_path: Path
+) -> None:
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 60
+    while _is_running(int(killed.stdout)):
+        assert time.monotonic() < deadline, "the writer outlives its rank"
+        time.sleep(0.05)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["partial-step_2", "step_1"]
+    assert find_damage(tmp_path / "step_1") is None
+    begin_save(weights_of(chunks), chunks, tmp_path / "step_2", lambda _: None).finish()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_2"]
+    assert find_damage(tmp_path / "step_2") is None
