@@ -19,7 +19,9 @@ from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.rollout.engine import NothingInFlight, RolloutEngine
 from stable_opd_mcore.train import loop
+from stable_opd_mcore.train.checkpoint import CheckpointSaver
 from stable_opd_mcore.train.evaluation import evaluate_student
+from stable_opd_mcore.train.run_directory import CHECKPOINTS
 from stable_opd_mcore.train.setup import build_run
 from stable_opd_mcore.train.step import Run, train_step
 from tests.parallel.launch import run_ranks
@@ -80,7 +82,7 @@ def check_layouts(rank: int, world_size: int, directory: str) -> None:
         )
         moves = stays.model_copy(update={"memory": EVERYTHING})
         if layout == "tp2_pp2":
-            assert _train(moves, num_given_back=[1, 2]) == _train(stays, num_given_back=[1, 2])
+            assert _train(moves, num_given_back=[1]) == _train(stays, num_given_back=[1])
             continue
         expected = _train(stays, num_given_back=[1, 2, 3])
         assert _train(moves, num_given_back=[1, 2, 3], save_after=2) == expected
@@ -111,7 +113,9 @@ def _train(config: Config, *, num_given_back: list[int], save_after: int | None 
             if state.step == 1:
                 evaluate_student(run, state)  # the next step draws while the device is still lent
             if state.step == save_after:
-                loop._save(run, state)
+                saver = CheckpointSaver(config.run.path / CHECKPOINTS, run.student, keep=1)
+                loop._save(run, state, saver)
+                saver.finish()
     if config.memory.offload:
         assert max(engine.largest_left) < 1024  # the smallest matrix has 2 KiB
     else:
