@@ -9,6 +9,7 @@ SGLang servers, which have an option of their own.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
@@ -27,4 +28,5 @@ def make_deterministic() -> None:
     os.environ.update(_VARIABLES)
     torch.use_deterministic_algorithms(True)
     # Filling every new tensor with NaN would only help to find reads of undefined memory.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    deterministic: Any = torch.utils.deterministic
+    deterministic.fill_uninitialized_memory = False

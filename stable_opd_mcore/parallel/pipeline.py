@@ -73,7 +73,8 @@ def run_forward_backward(
             collect_non_loss_data=forward_only,
         )
     for chunk in chunks:  # a later stage would keep its last input until the next step
-        get_attr_wrapped_model(chunk, "set_input_tensor")(None)
+        set_input_tensor: Any = get_attr_wrapped_model(chunk, "set_input_tensor")
+        set_input_tensor(None)
     return results
 
 

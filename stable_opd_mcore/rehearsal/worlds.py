@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from stable_opd_mcore.config.models import TeacherConfig
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import SYNTHETIC, Tokenizer
 from stable_opd_mcore.errors import UserError
@@ -170,7 +171,7 @@ def with_known_models(config: Config) -> tuple[Config, list[str]]:
     """
     changes, notes = {}, []
     for name, model in (("student", config.student), ("teacher", config.teacher)):
-        if model is None or (name == "teacher" and model.engine == "sglang"):
+        if model is None or (isinstance(model, TeacherConfig) and model.engine == "sglang"):
             continue
         source, note = model_source(model, name)
         if note is not None:

@@ -105,7 +105,9 @@ def _boxes_of(
     whole = [base] if isinstance(base, ShardedTensor) else list(nested_values(base.build()))
     found: dict[str, list[ShardedTensor]] = {name: [] for name in tensors}
     start = 0  # of `part` in the parameter; gate and up, for example, are saved as two tensors
+    assert base.data is not None
     for part in whole:
+        assert part.data is not None
         assert part.data.is_contiguous()
         assert part.data.data_ptr() == base.data.data_ptr() + start * part.data.itemsize
         position = max(begin, start)
@@ -124,6 +126,7 @@ def _boxes_of(
 def _box(
     part: ShardedTensor, name: str, flat: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]
 ) -> ShardedTensor:
+    assert isinstance(part.replica_id, tuple)
     # A box has all dimensions of the full tensor: Megatron cannot prepend some to an uneven grid.
     prepended = part.prepend_axis_num
     size = (1,) * prepended + sizes

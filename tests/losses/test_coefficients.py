@@ -54,7 +54,7 @@ def target_of(outcome: torch.Tensor, token: torch.Tensor) -> TargetLogprobs:
         (Terms(divergence="student_support"), {"teacher": None}, "the loss needs the teacher's h"),
         (Terms(reference="exact"), {}, "the loss needs the reference's hidden states and output "),
         (Terms(reference="k3"), {"reference": None}, "kl.estimator=k3 needs the reference's log-"),
-        (Terms(reference="k3+"), {"reference": Scores(None)}, "kl.estimator=k3+ needs the refere"),
+        (Terms(reference="k3+"), {"reference": Scores(None)}, "kl.estimator=k3+ needs the ref"),
         (Terms(divergence="teacher_support"), {"teacher": None}, "the loss needs the teacher's t"),
     ],
 )
