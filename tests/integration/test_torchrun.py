@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.integration.processes import running
 
 REPOSITORY = Path(__file__).parents[2]
-STEPS = 12
+STEPS = 8
 
 
 class Launch:

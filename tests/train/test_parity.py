@@ -24,7 +24,7 @@ LAYOUTS = {
     "pp2_cp2": {"pipeline": 2, "context": 2},
 }
 GRPO_LAYOUTS = ("cp2_dp2", "tp2_sp_cp2")
-STEPS = 5
+STEPS = 3
 FEW_PROBLEMS = {"train": {"path": "synthetic:arithmetic", "options": {"rows": 8}}}
 
 
