@@ -12,9 +12,10 @@ from typing import Literal
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.models.families import Architecture
-from stable_opd_mcore.planning.hardware import Device
+from stable_opd_mcore.planning.hardware import GIB, Device
 from stable_opd_mcore.planning.layout import Layout
 from stable_opd_mcore.planning.model_size import Layers, ModelSize
+from stable_opd_mcore.planning.topology import MEMORY_SHARES
 
 Phase = Literal["rollout", "score", "update"]
 PHASES: tuple[Phase, ...] = ("rollout", "score", "update")
@@ -109,8 +110,11 @@ def stage_plan(
     layers: Layers = "transformer_engine",
 ) -> MemoryPlan:
     """One stage."""
-    components = tuple(_components(config, models, layout, stage, work, layers))
-    return MemoryPlan(stage, components, device.usable_bytes)
+    components = _components(config, models, layout, stage, work, layers)
+    if _is_colocated(config):
+        server = device.memory_gib * GIB * MEMORY_SHARES["colocated"]
+        components.append(Component("colocated server: weights, KV cache", server, ("rollout",)))
+    return MemoryPlan(stage, tuple(components), device.usable_bytes)
 
 
 def largest_micro_batch(
@@ -186,12 +190,17 @@ def _components(
 def _phases_held(config: Config) -> dict[str, tuple[Phase, ...]]:
     """When each value of memory.offload is on the GPU (train/phases.py)."""
     needed: dict[str, tuple[Phase, ...]] = {
-        "student": ("score", "update"),
+        "student": PHASES,  # colocated servers read the weights while they hold their own
         "gradients": ("update",),
         "optimizer": ("update",),
         "frozen": ("score",),
     }
     return {name: held if name in config.offloaded else PHASES for name, held in needed.items()}
+
+
+def _is_colocated(config: Config) -> bool:
+    rollout = config.rollout
+    return rollout.engine == "sglang" and rollout.sglang.placement == "colocated"
 
 
 def _rollout_components(

@@ -99,7 +99,7 @@ def rehearse_stage(config: Config, cluster: Cluster, gpu: str, stage: int) -> St
     plan = make_plan(config, cluster, gpu, work)
     _require_fit(plan)
     config = with_few_prompts(config, plan.layout, work)
-    arguments = (config, models, plan.layout, stage, plan.device, work)
+    planned = stage_plan(config, models, plan.layout, stage, plan.device, work, "torch")
     rank = stage * (cluster.trainer_gpus // plan.layout.pipeline)
     report = rehearse_rank(
         config,
@@ -112,7 +112,7 @@ def rehearse_stage(config: Config, cluster: Cluster, gpu: str, stage: int) -> St
         stage=report.stage,
         seconds=report.seconds,
         fake_bytes=report.peak_bytes,
-        planned_bytes=stage_plan(*arguments, "torch").peak_bytes,
+        planned_bytes=max(planned.bytes_in("score"), planned.bytes_in("update")),  # no servers
         gpu_bytes=plan.memory.peak_bytes,
         usable_bytes=plan.memory.usable_bytes,
     )

@@ -79,7 +79,11 @@ def test_offloaded_parts_are_held_in_the_phases_that_need_them(tmp_path):
         return {item.name for item in memory.components if phase in item.phases}
 
     colocated = ("rollout.engine=sglang", "rollout.sglang.placement=colocated")
-    assert held("rollout", *colocated) == {"weight sync buckets"}
+    server = "colocated server: weights, KV cache"
+    assert held("rollout", *colocated) == {"student weights", "weight sync buckets", server}
+    memory = make_plan(config_7b(tmp_path, *colocated), NODE).memory
+    (share,) = (item.bytes for item in memory.components if item.name == server)
+    assert share == 139 / 2 * 2**30  # SGLang's --mem-fraction-static when colocated
     assert "teacher weights" in held("score", *colocated)
     assert "Adam's state" not in held("score", *colocated)
     assert "teacher weights" not in held("update", "memory.offload=[frozen]")
