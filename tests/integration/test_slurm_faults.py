@@ -49,7 +49,7 @@ def test_a_job_without_permission_to_be_queued_again_says_so(cluster, tmp_path):
 
 def test_a_step_longer_than_the_lead_is_queued_again_before_the_limit(cluster, tmp_path):
     run = Run(cluster, tmp_path, "slow")
-    job = run.submit(options=("--time=1", "--signal=B:USR1@40"))
+    job = run.submit(options=("--time=1", "--signal=B:USR1@30"))
     with run.frozen_at(3):
         run.until_verdicts(1)
     cluster.call("scancel", job)
