@@ -57,7 +57,7 @@ class PartResult:
     name: str
     status: Status
     seconds: float
-    reason: str  # "" where the status is ok
+    reason: str  # why the part is not ok; "" if it is
     entries: tuple[Entry, ...]
 
 

@@ -50,9 +50,11 @@ class RankReport:
 def rehearse_rank(
     config: Config, gpus: int, rank: int, *, prompt_tokens: int, vocab_size: int
 ) -> RankReport:
-    """Build the run, train one step and publish, as `rank` of `gpus` ranks does.
+    """Do what one rank of a world does: build the run, train one step, gather the weights.
 
     Args:
+        gpus: ranks of the world.
+        rank: the one that is rehearsed.
         prompt_tokens: of every prompt.
         vocab_size: of the tokenizer.
 

@@ -260,7 +260,7 @@ def test_levelled_micro_batches_hold_the_same_sequences_and_cost_about_the_same(
 
 
 def test_bins_that_cannot_be_levelled_stay_as_they_are():
-    """Longest first, each to the emptiest bin: 4 and 4 apart, and the last 3 finds no room."""
+    """`level` puts the two 4s into different bins; no bin then has room for the last 3."""
     lengths = np.array([4, 4, 3, 3, 3])
     bins = [[0, 1], [2, 3, 4]]
     assert level(lengths, lengths, bins, 2, 9) == bins

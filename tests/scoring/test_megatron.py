@@ -1,4 +1,4 @@
-"""The Megatron scorer gives the scores of transformers, over packed micro-batches."""
+"""The Megatron scorer, on packed micro-batches, gives the scores that transformers computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transformer Engine's layers beside torch's: logits and gradients of one Stable-OPD step.
+"""Compare Transformer Engine's layers with torch's: logits and gradients of one Stable-OPD step.
 
 torch's layers in fp32 are the definition. In bf16 Transformer Engine must be about as close to it
 as torch's layers in bf16 are. In fp32 it must agree with it.

@@ -102,7 +102,7 @@ def profiled(point: Point) -> dict[str, Any]:
 
 
 def describe_kernels(record: Record) -> None:
-    """Registers, spills and resident blocks of the compiled kernels that have run here."""
+    """Record the registers, spills and resident blocks of each kernel compiled in this process."""
     from stable_opd_mcore.losses import triton_ops
 
     for name, kernel in vars(triton_ops).items():
