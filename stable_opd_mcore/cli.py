@@ -28,6 +28,9 @@ ConfigPath = Annotated[Path, typer.Argument(help="A YAML file; configs/ holds ex
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings to change, e.g. train.steps=10 kl.beta=0.01")
 ]
+TrainerNodes = Annotated[int, typer.Option(min=1, help="Trainer nodes.")]
+GpusPerNode = Annotated[int, typer.Option(min=1)]
+ServerNodes = Annotated[int, typer.Option(min=0, help="Nodes of SGLang servers.")]
 
 
 @app.command()
@@ -134,9 +137,9 @@ def report(
 def plan(
     config: ConfigPath,
     overrides: Overrides = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Trainer nodes.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(min=1)] = 8,
-    server_nodes: Annotated[int, typer.Option(min=0, help="Nodes of SGLang servers.")] = 0,
+    nodes: TrainerNodes = 1,
+    gpus_per_node: GpusPerNode = 8,
+    server_nodes: ServerNodes = 0,
     gpu: Annotated[str, typer.Option(help="h200 or h100.")] = "h200",
     layouts: Annotated[bool, typer.Option("--layouts", help="Rank all valid layouts.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
@@ -161,9 +164,9 @@ def plan(
 def topology(
     config: ConfigPath,
     overrides: Overrides = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Trainer nodes.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(min=1)] = 8,
-    server_nodes: Annotated[int, typer.Option(min=0, help="Nodes of SGLang servers.")] = 0,
+    nodes: TrainerNodes = 1,
+    gpus_per_node: GpusPerNode = 8,
+    server_nodes: ServerNodes = 0,
     gpu: Annotated[str, typer.Option(help="h200, h100, or cpu for a test.")] = "h200",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     as_shell: Annotated[bool, typer.Option("--shell", help="Assignments for a script.")] = False,
@@ -187,8 +190,8 @@ def rehearse(
     nodes: Annotated[
         list[int] | None, typer.Option(min=1, help="Trainer nodes; give it once for each world.")
     ] = None,
-    gpus_per_node: Annotated[int, typer.Option(min=1)] = 8,
-    server_nodes: Annotated[int, typer.Option(min=0, help="Nodes of SGLang servers.")] = 0,
+    gpus_per_node: GpusPerNode = 8,
+    server_nodes: ServerNodes = 0,
     gpu: Annotated[str, typer.Option(help="h200 or h100.")] = "h200",
 ) -> None:
     """Set up, train one step and publish in a world without GPUs; every stage of every world."""

@@ -111,7 +111,7 @@ def stage_plan(
 ) -> MemoryPlan:
     """One stage."""
     components = _components(config, models, layout, stage, work, layers)
-    if _is_colocated(config):
+    if config.is_colocated:
         server = device.memory_gib * GIB * MEMORY_SHARES["colocated"]
         components.append(Component("colocated server: weights, KV cache", server, ("rollout",)))
     return MemoryPlan(stage, tuple(components), device.usable_bytes)
@@ -196,11 +196,6 @@ def _phases_held(config: Config) -> dict[str, tuple[Phase, ...]]:
         "frozen": ("score",),
     }
     return {name: held if name in config.offloaded else PHASES for name, held in needed.items()}
-
-
-def _is_colocated(config: Config) -> bool:
-    rollout = config.rollout
-    return rollout.engine == "sglang" and rollout.sglang.placement == "colocated"
 
 
 def _rollout_components(

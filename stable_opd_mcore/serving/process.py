@@ -228,8 +228,6 @@ class SglangServer:
 
     def _environment(self) -> dict[str, str]:
         environment = gloo_settings(self.options.host) | {_KEY_VARIABLE: self.api_key}
-        if self.options.device != "cpu":
-            environment |= {k: v for k, v in NCCL_SETTINGS.items() if k not in os.environ}
         if self.options.device == "cpu":
             environment["PYTHONPATH"] = str(PROGRAM)  # its sgl_kernel and model families
             environment["OMP_NUM_THREADS"] = "1"
@@ -240,8 +238,10 @@ class SglangServer:
                 cores = sorted(os.sched_getaffinity(0))
                 ranks = (str(cores[rank % len(cores)]) for rank in range(self.options.tensor))
                 environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(ranks)
-        elif self.options.gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(device_names(self.options.gpus))
+        else:
+            environment |= {k: v for k, v in NCCL_SETTINGS.items() if k not in os.environ}
+            if self.options.gpus:
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(device_names(self.options.gpus))
         return environment
 
     def wait_until_healthy(self, give_up: Callable[[], bool] = lambda: False) -> float:

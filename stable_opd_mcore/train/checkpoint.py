@@ -1,10 +1,10 @@
 """Save and resume a run: weights, optimizer, random generators and counters.
 
 A checkpoint is a directory `step_000100` in Megatron's distributed form. Processes beside the ranks
-write it while they train on, and one rename makes it appear when every rank's part is written. Its
-manifest holds a checksum of every file; a run resumes
-from the newest checkpoint whose files all match. Any TP x PP x DP layout reads what another wrote.
-Not here: when to save, Hugging Face export.
+write it while the ranks train on. One rename makes it appear when every rank's part is written. Its
+manifest holds a checksum of every file; a run resumes from the newest checkpoint whose files all
+match. Any TP x PP x DP layout reads what another wrote. Not here: when to save, Hugging Face
+export.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class CheckpointSaver:
     """Saves a run's checkpoints, one at a time, in the background. All methods are collective.
 
         saver = CheckpointSaver(directory, student, keep=2)
-        path = saver.begin(state)       # returns when the tensors are copied
+        path = saver.begin(state)       # the tensors may change once it returns
         saver.poll()                    # after each step: completes what has been written
         saver.finish()                  # before the run ends
 
@@ -67,7 +67,10 @@ class CheckpointSaver:
         self._pending: tuple[Path, DirectorySave] | None = None
 
     def begin(self, state: TrainState) -> Path:
-        """Begin to save `state`, after the checkpoint before it; returns its directory.
+        """Complete the previous checkpoint, then begin to save `state`.
+
+        Returns:
+            The directory in which it will appear.
 
         Raises:
             UserError: a rank could not write; older checkpoints are untouched.

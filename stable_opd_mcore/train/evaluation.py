@@ -27,12 +27,10 @@ from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.evaluation.table import plain_values, results_table
 from stable_opd_mcore.metrics import Max, Metrics, reduce_over_ranks
 from stable_opd_mcore.monitoring.health import is_repetitive, rollout_metrics, tail_characters
-from stable_opd_mcore.parallel.determinism import make_deterministic
-from stable_opd_mcore.parallel.world import World, start_world, stop_world
+from stable_opd_mcore.parallel.world import World, stop_world
 from stable_opd_mcore.records import Prompt
 from stable_opd_mcore.rollout.build import evaluation_engine
 from stable_opd_mcore.rollout.engine import RolloutEngine, Sampling
-from stable_opd_mcore.rollout.sglang.group import prepare_nccl
 from stable_opd_mcore.train import phases
 from stable_opd_mcore.train.setup import (
     configured_architecture,
@@ -40,6 +38,7 @@ from stable_opd_mcore.train.setup import (
     load_held_out,
     load_model,
     load_tokenizer,
+    start_configured_world,
 )
 from stable_opd_mcore.train.signals import DONE, clear_outcome, write_outcome
 from stable_opd_mcore.train.state import TrainState
@@ -81,10 +80,7 @@ def evaluate_config(config: Config, print_line: Callable[[str], None]) -> None:
     Raises:
         UserError: no held-out problems, a model or data that do not fit together, or lost servers.
     """
-    if config.train.deterministic:
-        make_deterministic()
-    prepare_nccl(config)
-    world = start_world(config.parallel, config.train.seed)
+    world = start_configured_world(config)
     tokenizer = load_tokenizer(config)
     problems = _problems(config, tokenizer)
     student = load_model(config, world, config.student, tokenizer.vocab_size, trainable=False)

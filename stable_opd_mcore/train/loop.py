@@ -27,10 +27,8 @@ from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.models.huggingface import export_hf
 from stable_opd_mcore.monitoring.report import write_report
 from stable_opd_mcore.monitoring.sinks import METRICS_FILE, Sinks, read_metrics
-from stable_opd_mcore.parallel.determinism import make_deterministic
-from stable_opd_mcore.parallel.world import World, start_world, stop_world
+from stable_opd_mcore.parallel.world import World, stop_world
 from stable_opd_mcore.rollout.engine import EngineLost
-from stable_opd_mcore.rollout.sglang.group import prepare_nccl
 from stable_opd_mcore.scoring.served_teacher import TeacherLost
 from stable_opd_mcore.train import phases
 from stable_opd_mcore.train.checkpoint import CheckpointSaver, load_checkpoint, newest_checkpoint
@@ -43,7 +41,7 @@ from stable_opd_mcore.train.run_directory import (
     settings_changes,
 )
 from stable_opd_mcore.train.run_lock import RunLock
-from stable_opd_mcore.train.setup import build_run
+from stable_opd_mcore.train.setup import build_run, start_configured_world
 from stable_opd_mcore.train.signals import (
     DONE,
     REQUEUE,
@@ -90,10 +88,7 @@ def train(config: Config, show_progress: bool = True, accept_changes: bool = Fal
         UserError: another run holds the directory.
         ConfigError: settings differ from the checkpoints' and are not accepted.
     """
-    if config.train.deterministic:
-        make_deterministic()
-    prepare_nccl(config)
-    world = start_world(config.parallel, config.train.seed)
+    world = start_configured_world(config)
     home = config.run.path
     stop = StopSignals(world.device)
     with ExitStack() as stack:

@@ -24,8 +24,10 @@ from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_h
 from stable_opd_mcore.models.huggingface import load_hf
 from stable_opd_mcore.models.megatron_checkpoint import is_megatron, load_weights
 from stable_opd_mcore.models.weights import architecture_of, copy_weights, random_weights
-from stable_opd_mcore.parallel.world import World
+from stable_opd_mcore.parallel.determinism import make_deterministic
+from stable_opd_mcore.parallel.world import World, start_world
 from stable_opd_mcore.rollout.build import build_engine, embedded_engine, training_sampling
+from stable_opd_mcore.rollout.sglang.group import prepare_nccl
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.scoring.scorer import Scorer
 from stable_opd_mcore.scoring.served_teacher import ServedTeacher
@@ -33,6 +35,18 @@ from stable_opd_mcore.train.overlap import TOP_K, OverlapModel, OverlapPair
 from stable_opd_mcore.train.phases import device_memory
 from stable_opd_mcore.train.step import Run
 from stable_opd_mcore.train.student import Student
+
+
+def start_configured_world(config: Config) -> World:
+    """Start the config's world, after the settings that torch and NCCL read as they start.
+
+    Raises:
+        UserError: as `start_world`.
+    """
+    if config.train.deterministic:
+        make_deterministic()
+    prepare_nccl(config)
+    return start_world(config.parallel, config.train.seed)
 
 
 def build_run(

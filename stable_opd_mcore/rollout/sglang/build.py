@@ -78,7 +78,7 @@ def build_sglang_engine(
     if is_leader(world):
         members = _members(config, world, topology, own, started)
         fleet = Fleet(members, events, config.rollout.sglang, stop_requested, progress)
-    if config.rollout.sglang.placement == "colocated":
+    if config.is_colocated:
         memory.lend(fleet.release_memory if fleet is not None else lambda: None)
     if fleet is not None:
         fleet.start()
@@ -219,7 +219,10 @@ def _transport(
 
 
 def _sources(world: World, topology: Topology) -> dict[str, list[int]]:
-    """For the tensor ranks of each colocated server, the replica's ranks on the same GPUs."""
+    """Server name -> for each of its tensor ranks, the replica's rank on the same GPU.
+
+    Only of colocated servers on GPUs; `TensorTransport` reads from these ranks.
+    """
     replica = dist.get_process_group_ranks(world.model_group)
     first = {place.name: place.node * topology.gpus_per_node for place in topology.servers}
     return {

@@ -85,7 +85,7 @@ class SglangEngine:
         self._decode = decode
         self._vocab_size = vocab_size
         self._memory = memory
-        self._is_colocated = config.rollout.sglang.placement == "colocated"
+        self._is_colocated = config.is_colocated
         self._clients: dict[tuple[str, str | None, int], SglangClient] = {}
         self._ahead: Draw | None = None
         self._held: dict[int, dict[tuple[str, int], Rollout]] = {}  # restored rollouts, by step

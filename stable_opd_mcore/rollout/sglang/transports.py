@@ -5,9 +5,8 @@
 `send` returns before the bucket has arrived, so that the next one is packed meanwhile into the
 other of two buffers. Both buffers are kept between publishes: copying into fresh memory takes ten
 times as long. A server that fails is recorded in `failed` and skipped from then on; nothing raises
-for it. A sender sends to all its servers at once. Not here: the transfer over a
-process group (group.py), which weights are sent and their verification (sync.py), restarts
-(fleet.py).
+for it. A sender sends to all its servers at once. Not here: the transfer over a process group
+(group.py), which weights are sent and their verification (sync.py), restarts (fleet.py).
 """
 
 from __future__ import annotations
@@ -299,7 +298,9 @@ class DiskTransport(Transport):
         shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir(parents=True)
         self._num_files = 0
-        (self._directory / "config.json").write_text(json.dumps(self._model_config))
+        (self._directory / "config.json").write_text(
+            json.dumps(self._model_config), encoding="utf-8"
+        )
 
     def send(self, bucket: Bucket) -> None:
         self._num_files += 1
