@@ -7,7 +7,6 @@ step. Called by the parts "memory" and "utilisation".
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 
 from benchmarks.gpu.inputs import PROMPT_WORDS, config_of, qwen2, write_inputs
@@ -85,13 +85,13 @@ class FixedLengthEngine(NothingInFlight):
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int
     ) -> list[Rollout]:
-        draw, length = random.Random(step), sampling.max_new_tokens
+        draw, length = np.random.default_rng(step), sampling.max_new_tokens
         return [
             Rollout(
                 prompt=prompt,
                 sample_index=index,
-                token_ids=tuple(draw.choices(range(3, self._vocab), k=length)),
-                rollout_logprobs=(0.0,) * length,
+                token_ids=draw.integers(3, self._vocab, length, dtype=np.int32),
+                rollout_logprobs=np.zeros(length, np.float32),
                 finish_reason="length",
                 weight_version=self.weight_version,
             )

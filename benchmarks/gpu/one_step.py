@@ -117,14 +117,18 @@ def first_logits(run: Any) -> Tensor:
     from stable_opd_mcore.models.hidden_states import forward_hidden
     from stable_opd_mcore.train.step import (
         draw_rollouts,
-        next_prompts,
+        gather_facts,
+        minibatches_of,
+        next_rows,
         pack_minibatch,
         training_samples,
     )
 
-    prompts = next_prompts(run, 0)
+    rows = next_rows(run, 0)
+    prompts = run.prompts.select(rows)
     samples = training_samples(run, prompts, draw_rollouts(run, prompts, 0), 0)
-    batch = pack_minibatch(run, samples)[0]
+    facts = gather_facts(run.world, samples, rows)
+    batch = pack_minibatch(run, minibatches_of(run, samples, facts)[0])[0]
     hidden_TH = forward_hidden(run.student.chunks[0], batch)
     return run.head.logits(hidden_TH[batch.rows_N[:LOGIT_ROWS]]).float().cpu()
 

@@ -1,0 +1,111 @@
+"""FP8 in the products of a model's layers: which models can have it, and Megatron's settings.
+
+    fp8 = config.fp8.of("teacher")                      # None: the layers compute in their dtype
+    build_model(architecture, world, fp8=fp8, trainable=False)
+
+With Transformer Engine the products run in FP8, and a frozen model holds these weights in FP8.
+Elsewhere the torch layers round their operands to FP8 and back (fp8_emulation.py). Embedding,
+norms, attention scores, router, output head and loss keep the model's dtype with either. The rules
+on sizes are those of Transformer Engine's GEMMs with either, so that a laptop refuses what a
+cluster would. Not here: the scales of the delayed recipe (fp8_scales.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from stable_opd_mcore.config.training import Fp8
+from stable_opd_mcore.models.families import Architecture
+
+# Both widths of a matrix on one rank, and the tokens of a micro-batch, which are summed over in the
+# product that gives the weight's gradient: transformer_engine/pytorch/utils.py
+# assert_dim_for_fp8_exec asks for 16 and 8; megatron/core/fp8_utils.py get_fp8_align_size for 16.
+MULTIPLE = 16
+AMAX_HISTORY = 1024  # micro-batches of the delayed recipe: Transformer Engine's default
+
+
+def fp8_refusal(architecture: Architecture, fp8: Fp8, *, tensor: int, pipeline: int) -> str | None:
+    """Why a model on this layout cannot have this recipe; None where it can."""
+    for name, width in _widths(architecture, tensor).items():
+        if width % MULTIPLE:
+            return (
+                f"{fp8.setting}: {name} is {width} on a rank of parallel.tensor={tensor}, and an "
+                f"FP8 product needs multiples of {MULTIPLE}: choose a smaller parallel.tensor, "
+                f"or fp8.{fp8.role}=null"
+            )
+    if architecture.experts is not None and fp8.recipe == "delayed":
+        return (
+            f"{fp8.setting}: the experts of a rank share no history with those of another "
+            f"layout, so a run could not resume there; set fp8.{fp8.role}=tensorwise or blockwise"
+        )
+    most = architecture.num_layers // pipeline
+    kept = max(fp8.keep_first_layers, fp8.keep_last_layers)
+    if kept > most:
+        return (
+            f"fp8.keep_first_layers={fp8.keep_first_layers}, fp8.keep_last_layers="
+            f"{fp8.keep_last_layers}: Megatron keeps at most the {most} layers of one of "
+            f"parallel.pipeline={pipeline} stages out of FP8; lower them"
+        )
+    return None
+
+
+def _widths(architecture: Architecture, tensor: int) -> dict[str, int]:
+    """The widths of the layers' matrices on one tensor rank."""
+    model = architecture
+    heads = model.num_attention_heads + 2 * model.num_key_value_heads
+    ranks = 1 if model.experts is not None else tensor  # an expert is not cut
+    return {
+        "hidden_size": model.hidden_size,
+        "the queries' width": model.num_attention_heads * model.head_dim // tensor,
+        "the width of queries, keys and values": heads * model.head_dim // tensor,
+        "the feed-forward width": model.ffn_hidden_size // ranks,
+    }
+
+
+def precision_refusal(fp8: Fp8, precision: str) -> str | None:
+    """Why Transformer Engine cannot run this recipe beside `train.precision`; None where it can."""
+    if precision == "bf16":
+        return None
+    return (
+        f"{fp8.setting} with train.precision={precision}: on a GPU the attention between the FP8 "
+        "products takes bf16; set train.precision=bf16"
+    )
+
+
+def device_refusal(fp8: Fp8) -> str | None:
+    """Why Transformer Engine cannot run this recipe on this process's GPU; None where it can."""
+    found = torch.cuda.get_device_capability()
+    needed = (9, 0) if fp8.recipe == "blockwise" else (8, 9)
+    if found < needed:
+        return (
+            f"{fp8.setting}: this GPU has compute capability {found[0]}.{found[1]}, and the recipe "
+            f"needs {needed[0]}.{needed[1]}; set fp8.{fp8.role}=null"
+        )
+    cuda = torch.version.cuda or "0.0"
+    if fp8.recipe == "blockwise" and tuple(map(int, cuda.split(".")[:2])) < (12, 9):
+        return f"{fp8.setting}: torch is built for CUDA {cuda}, and the recipe needs 12.9"
+    return None
+
+
+def megatron_settings(fp8: Fp8, *, trainable: bool) -> dict[str, Any]:
+    """TransformerConfig's fields. `blockwise` is e4m3 throughout, as Transformer Engine defines it;
+    the others round gradients to e5m2. Only a frozen model's weights are held in FP8.
+    """
+    kept = fp8.keep_first_layers or fp8.keep_last_layers
+    return {
+        "fp8": "e4m3" if fp8.recipe == "blockwise" else "hybrid",
+        "fp8_recipe": fp8.recipe,
+        "fp8_param": not trainable,
+        "fp8_amax_history_len": AMAX_HISTORY,
+        "fp8_amax_compute_algo": "max",
+        "first_last_layers_bf16": bool(kept),
+        "num_layers_at_start_in_bf16": fp8.keep_first_layers,
+        "num_layers_at_end_in_bf16": fp8.keep_last_layers,
+    }
+
+
+def is_in_fp8(fp8: Fp8, layer: int, num_layers: int) -> bool:
+    """Whether layer `layer` of the whole model, from 0, is in FP8."""
+    return fp8.keep_first_layers <= layer < num_layers - fp8.keep_last_layers

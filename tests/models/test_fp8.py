@@ -1,0 +1,93 @@
+"""Models that FP8 refuses, and the settings that Megatron gets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.config.training import Fp8
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.models.build import build_model
+from stable_opd_mcore.models.fp8 import device_refusal, fp8_refusal, is_in_fp8, megatron_settings
+from stable_opd_mcore.models.hidden_states import forward_hidden
+from stable_opd_mcore.parallel.world import start_world, stop_world
+from tests.models import tiny
+
+FITS = tiny.architecture("qwen3", head_dim=16)
+EXPERTS = tiny.architecture("qwen3_moe", head_dim=16, moe_intermediate_size=32)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fp8", "tensor", "pipeline", "message"),
+    [
+        (FITS, Fp8("teacher", "blockwise"), 1, 1, None),
+        (FITS, Fp8("student", "tensorwise", 2, 2), 1, 2, None),
+        (EXPERTS, Fp8("teacher", "tensorwise"), 2, 1, None),
+        (FITS, Fp8("teacher", "blockwise"), 2, 1, "feed-forward width is 24 on a rank"),
+        (
+            tiny.architecture("qwen3", head_dim=16, hidden_size=40),
+            Fp8("teacher", "tensorwise"),
+            1,
+            1,
+            "fp8.teacher=tensorwise: hidden_size is 40 .* multiples of 16",
+        ),
+        (EXPERTS, Fp8("student", "delayed"), 1, 1, "fp8.student=delayed: the experts"),
+        (FITS, Fp8("student", "tensorwise", 3, 0), 1, 2, "at most the 2 layers"),
+    ],
+)
+def test_what_cannot_work_is_refused(architecture, fp8, tensor, pipeline, message):
+    found = fp8_refusal(architecture, fp8, tensor=tensor, pipeline=pipeline)
+    if message is None:
+        assert found is None
+    else:
+        with pytest.raises(UserError, match=message):
+            raise UserError(found or "nothing")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability", "cuda", "message"),
+    [
+        ("blockwise", (9, 0), "12.9", None),
+        ("tensorwise", (8, 9), "12.4", None),
+        ("tensorwise", (8, 0), "12.9", "capability 8.0, and the recipe needs 8.9"),
+        ("blockwise", (8, 9), "12.9", "capability 8.9, and the recipe needs 9.0"),
+        ("blockwise", (9, 0), "12.8", "CUDA 12.8, and the recipe needs 12.9"),
+    ],
+)
+def test_gpus_without_the_recipe_are_refused(recipe, capability, cuda, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    found = device_refusal(Fp8("student", recipe))
+    assert found is None if message is None else message in found
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+def test_megatron_takes_the_settings(recipe):
+    """Its own checks pass, and every name exists."""
+    kept = 0 if recipe == "delayed" else 1
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=32,
+        num_attention_heads=4,
+        **megatron_settings(Fp8("student", recipe, kept, 0), trainable=recipe == "delayed"),
+    )
+    assert config.fp8 == ("e4m3" if recipe == "blockwise" else "hybrid")
+    assert config.fp8_param == (recipe != "delayed")
+    assert config.first_last_layers_bf16 == bool(kept)
+    layers = [is_in_fp8(Fp8("student", recipe, kept, 0), i, 4) for i in range(4)]
+    assert layers == [not kept, True, True, True]
+
+
+def test_a_model_refuses_sizes_and_tokens_that_do_not_divide():
+    world = start_world(ParallelConfig(), seed=0)
+    fp8 = Fp8("student", "tensorwise")
+    with pytest.raises(UserError, match="feed-forward width is 24"):
+        build_model(FITS, replace(world, tensor_size=2), fp8=fp8)
+    chunks = build_model(FITS, world, fp8=fp8)
+    with pytest.raises(ValueError, match=r"30 tokens .* multiple of 16"):
+        forward_hidden(chunks[0], tiny.microbatch([10, 20]))
+    stop_world()
