@@ -10,14 +10,25 @@ reduction of gradients and the optimizer (train/student.py).
 
 from __future__ import annotations
 
-from typing import Literal
+from contextlib import nullcontext
+from typing import Any, Literal
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.attention import RotaryByPosition
-from stable_opd_mcore.models.families import Architecture, rotary_frequencies
+from stable_opd_mcore.models.families import Architecture, layout_refusal, rotary_frequencies
+from stable_opd_mcore.models.fp8 import (
+    MULTIPLE,
+    device_refusal,
+    fp8_refusal,
+    megatron_settings,
+    precision_refusal,
+)
+from stable_opd_mcore.models.fp8_emulation import emulated_layers, set_rounding
+from stable_opd_mcore.models.fp8_scales import DelayedScales
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
 from stable_opd_mcore.models.spec import layer_spec, transformer_engine_is_usable
 from stable_opd_mcore.models.weights import mark_shards, random_weights
@@ -35,24 +46,35 @@ def build_model(
     *,
     precision: Precision = "fp32",
     recompute: Recompute = "none",
+    fp8: Fp8 | None = None,
     trainable: bool = True,
     seed: int | None = 0,
 ) -> list[HiddenStatesGPTModel]:
     """This rank's chunks, with random weights that depend on `seed` and not on the layout.
 
     Args:
+        fp8: of the layers' products; None: they are in `precision`.
         trainable: False gives a frozen model in evaluation mode.
         seed: None leaves the weights undefined, for load_hf or copy_weights to fill; drawing the
             weights of a large model takes minutes.
 
     Raises:
         UserError: parallel.tensor does not divide the heads, the pipeline stages do not divide the
-            layers, or Transformer Engine would attend over slices in fp32.
+            layers, parallel.expert does not divide the experts, the tokens of a mixture of experts
+            are not cut over its tensor ranks, Transformer Engine would attend over
+            slices in fp32, or `fp8` does not suit sizes, precision or GPU.
     """
     check_layout(architecture, world)
     _check_attention(world, precision)
-    config = transformer_config(architecture, world, precision, recompute)
-    chunks = [_build_chunk(architecture, world, config, stage) for stage in range(world.num_chunks)]
+    if fp8 is not None:
+        _check_fp8(architecture, world, precision, fp8)
+    config = transformer_config(architecture, world, precision, recompute, fp8, trainable)
+    # Under no_grad Transformer Engine keeps no second copy of weights in FP8, for gradients.
+    with nullcontext() if trainable else torch.no_grad():
+        chunks = [
+            _build_chunk(architecture, world, config, stage, fp8)
+            for stage in range(world.num_chunks)
+        ]
     mark_shards(chunks)
     if seed is not None:
         random_weights(chunks, seed)
@@ -64,21 +86,16 @@ def build_model(
 
 def check_layout(architecture: Architecture, world: World) -> None:
     """Refuse a layout that cannot hold this architecture; see `build_model`."""
-    sizes = _divisors(architecture.num_key_value_heads)
-    for name in ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size"):
-        number = getattr(architecture, name)
-        if number % world.tensor_size:
-            raise UserError(
-                f"parallel.tensor={world.tensor_size} does not divide {name}={number} of this "
-                f"{architecture.model_type} model: choose a tensor size among {sizes}"
-            )
-    stages = world.pipeline_size * world.num_chunks
-    if architecture.num_layers % stages:
-        raise UserError(
-            f"{architecture.num_layers} layers do not divide into parallel.pipeline="
-            f"{world.pipeline_size} x parallel.virtual_pipeline={world.num_chunks} = {stages} "
-            f"stages: choose a product among {_divisors(architecture.num_layers)}"
-        )
+    reason = layout_refusal(
+        architecture,
+        world.tensor_size,
+        world.pipeline_size,
+        world.num_chunks,
+        expert=world.expert_size,
+        sequence=world.sequence_parallel,
+    )
+    if reason is not None:
+        raise UserError(reason)
 
 
 def _check_attention(world: World, precision: Precision) -> None:
@@ -89,8 +106,21 @@ def _check_attention(world: World, precision: Precision) -> None:
         )
 
 
+def _check_fp8(architecture: Architecture, world: World, precision: Precision, fp8: Fp8) -> None:
+    reason = fp8_refusal(architecture, fp8, tensor=world.tensor_size, pipeline=world.pipeline_size)
+    if reason is None and transformer_engine_is_usable():
+        reason = precision_refusal(fp8, precision) or device_refusal(fp8)
+    if reason is not None:
+        raise UserError(reason)
+
+
 def transformer_config(
-    architecture: Architecture, world: World, precision: Precision, recompute: Recompute
+    architecture: Architecture,
+    world: World,
+    precision: Precision,
+    recompute: Recompute,
+    fp8: Fp8 | None,
+    trainable: bool,
 ) -> TransformerConfig:
     """Megatron's settings for an architecture on this layout."""
     dtype = _DTYPES[precision]
@@ -122,6 +152,7 @@ def transformer_config(
         context_parallel_size=world.context_size,
         pipeline_model_parallel_size=world.pipeline_size,
         virtual_pipeline_model_parallel_size=world.virtual_pipeline,
+        **_experts_config(architecture, world),
         # Packed micro-batches differ in length. Megatron demands this dispatcher with that option,
         # for dense models too.
         variable_seq_lengths=world.pipeline_size > 1,
@@ -135,7 +166,9 @@ def transformer_config(
         recompute_granularity=None if recompute == "none" else recompute,
         # Megatron's default, the attention, keeps nothing large when it is fused; norms are fused
         # into Transformer Engine's linear layers. The MLP keeps most of a layer's activations.
-        recompute_modules=["mlp"] if recompute == "selective" else None,
+        recompute_modules=["moe" if architecture.experts else "mlp"]
+        if recompute == "selective"
+        else None,
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=1 if recompute == "full" else None,
         gradient_accumulation_fusion=False,  # train/student.py does it without Apex
@@ -148,16 +181,45 @@ def transformer_config(
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         apply_rope_fusion=fused,
+        **(megatron_settings(fp8, trainable=trainable) if fp8 and fused else {}),
     )
 
 
+def _experts_config(architecture: Architecture, world: World) -> dict[str, Any]:
+    """Megatron's settings of the routers and experts; nothing for a dense model.
+
+    No token is dropped, no loss balances the experts, and probabilities are computed in fp32. An
+    expert is not cut over tensor ranks: its matrices are narrow, and expert-parallel ranks save the
+    same memory.
+    """
+    experts = architecture.experts
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts.number,
+        "moe_ffn_hidden_size": architecture.ffn_hidden_size,
+        "moe_router_topk": experts.per_token,
+        "moe_router_pre_softmax": not experts.normalised,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": transformer_engine_is_usable(),
+        "expert_model_parallel_size": world.expert_size,
+        "expert_tensor_parallel_size": 1,
+    }
+
+
 def _build_chunk(
-    architecture: Architecture, world: World, config: TransformerConfig, stage: int
+    architecture: Architecture,
+    world: World,
+    config: TransformerConfig,
+    stage: int,
+    fp8: Fp8 | None,
 ) -> HiddenStatesGPTModel:
     vp_stage = stage if world.virtual_pipeline is not None else None
     chunk = HiddenStatesGPTModel(
         config,
-        layer_spec(config, vp_stage, world.pipeline_rank),
+        layer_spec(config, vp_stage, world.pipeline_rank, fp8),
         vocab_size=-(-architecture.vocab_size // world.tensor_size) * world.tensor_size,
         max_sequence_length=architecture.max_positions,
         pre_process=world.is_first_stage and stage == 0,
@@ -175,8 +237,15 @@ def _build_chunk(
         chunk.rotary_pos_emb.inv_freq = frequencies.to(world.device)
     else:
         chunk.rotary_pos_emb = RotaryByPosition(frequencies, config.params_dtype)
+    if fp8 is not None:
+        chunk.token_multiple = MULTIPLE
+        _set_rounding(chunk, fp8, world)
     return chunk.to(world.device)
 
 
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+def _set_rounding(chunk: HiddenStatesGPTModel, fp8: Fp8, world: World) -> None:
+    """Give emulated layers, which are absent with Transformer Engine, their recipe."""
+    num_layers = len(emulated_layers(chunk))
+    if fp8.recipe == "delayed" and num_layers:
+        chunk.fp8_scales = DelayedScales(num_layers, world.groups.tp_dp_cp, world.device)
+    set_rounding(chunk, fp8.recipe, chunk.fp8_scales)

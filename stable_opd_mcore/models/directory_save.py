@@ -12,6 +12,7 @@ what is saved (megatron_checkpoint.py, train/checkpoint.py).
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -205,10 +206,15 @@ def begin_save(
 
 
 def _write_and_hash(directory: Path, write: Callable[..., None], *args: Any) -> None:
-    """The writer process: write this rank's tensors, then hash all files of this rank."""
+    """The writer process: write this rank's tensors, then hash all files of this rank.
+
+    A failed write reaches `finish` through Megatron's queue. `finish` hashes the files again where
+    a full disk had no room for the hashes.
+    """
     end_with_parent()
     write(*args)
-    write_own_entries(directory, hash_own_files(directory))
+    with contextlib.suppress(OSError):
+        write_own_entries(directory, hash_own_files(directory))
 
 
 def _write_error(error: BaseException) -> str | None:

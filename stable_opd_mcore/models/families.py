@@ -1,14 +1,13 @@
 """The model families that can be built, and architectures read from Hugging Face's config.json.
 
-A new dense decoder family is an entry of FAMILIES and, if its tensors have other names, entries of
-the table in tensors.py. Not here: weights, Megatron, transformers; a config is plain JSON.
+A new decoder family is an entry of FAMILIES and, if its tensors have other names, entries of the
+table in tensors.py. Not here: weights, Megatron, transformers; a config is plain JSON.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.json_files import read_json_object
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Family:
     qkv_bias: bool
     qk_norm: bool
     supported: Mapping[str, Any]  # the only implemented value of these keys, also their default
+    experts: bool = False  # every layer's MLP is a mixture of experts
 
 
 _PLAIN = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
@@ -36,10 +37,26 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(
         "Qwen3ForCausalLM", qkv_bias=False, qk_norm=True, supported=_PLAIN | _NO_ATTENTION_BIAS
     ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        qkv_bias=False,
+        qk_norm=True,
+        supported=_PLAIN | _NO_ATTENTION_BIAS | {"decoder_sparse_step": 1, "mlp_only_layers": []},
+        experts=True,
+    ),
     "llama": Family(
         "LlamaForCausalLM", qkv_bias=False, qk_norm=False, supported=_PLAIN | _NO_ATTENTION_BIAS
     ),
 }
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The MLPs of a layer, of which a router chooses some for each token."""
+
+    number: int
+    per_token: int
+    normalised: bool  # the probabilities of a token's chosen experts are divided by their sum
 
 
 @dataclass(frozen=True)
@@ -63,7 +80,8 @@ class Architecture:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    ffn_hidden_size: int
+    ffn_hidden_size: int  # of one expert in a mixture of experts
+    experts: Experts | None  # None: one dense MLP in each layer
     vocab_size: int  # rows of the embedding as stored, which may exceed the tokenizer's
     max_positions: int
     rms_norm_eps: float
@@ -81,7 +99,15 @@ class Architecture:
     def layer_products(self) -> int:
         """Multiplications of one token in one layer, without the attention's scores and sums."""
         heads = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
-        return (heads + 3 * self.ffn_hidden_size) * self.hidden_size
+        return heads * self.hidden_size + self.mlp_products
+
+    @property
+    def mlp_products(self) -> int:
+        """Multiplications of one token in one layer's MLP: of its experts and of the router."""
+        mlp = 3 * self.ffn_hidden_size * self.hidden_size
+        if self.experts is None:
+            return mlp
+        return self.experts.per_token * mlp + self.experts.number * self.hidden_size
 
     @property
     def attention_length(self) -> float:
@@ -92,14 +118,24 @@ class Architecture:
         return self.layer_products / (self.num_attention_heads * self.head_dim)
 
 
-def read_architecture(source: str | Path | Mapping[str, Any]) -> Architecture:
+def read_architecture(
+    source: str | Path | Mapping[str, Any],
+    *,
+    window: int | None = None,
+    rope_theta: float | None = None,
+) -> Architecture:
     """Read a model directory, a config.json, or its fields given inline.
+
+    Args:
+        window: replaces max_position_embeddings, also in `Architecture.source`.
+        rope_theta: replaces rope_theta, wherever the config holds it, likewise.
 
     Raises:
         UserError: no such file, not JSON, unknown model_type, a key missing or with a value that
             is not implemented. The message names the file and the key.
     """
-    origin, fields = _fields(source)
+    origin, fields = read_fields(source)
+    fields = _changed(fields, window, rope_theta)
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UserError(
@@ -132,6 +168,7 @@ def read_architecture(source: str | Path | Mapping[str, Any]) -> Architecture:
         raise UserError(
             f"{origin}: num_attention_heads={heads} is no multiple of num_key_value_heads={groups}"
         )
+    mixture = FAMILIES[model_type].experts
     theta, scaling = _rotary(origin, fields)
     return Architecture(
         model_type=model_type,
@@ -140,7 +177,8 @@ def read_architecture(source: str | Path | Mapping[str, Any]) -> Architecture:
         num_attention_heads=heads,
         num_key_value_heads=groups,
         head_dim=fields.get("head_dim") or hidden // heads,
-        ffn_hidden_size=count("intermediate_size"),
+        ffn_hidden_size=count("moe_intermediate_size" if mixture else "intermediate_size"),
+        experts=_experts(origin, fields, count) if mixture else None,
         vocab_size=count("vocab_size"),
         max_positions=count("max_position_embeddings"),
         rms_norm_eps=_number(origin, fields, "rms_norm_eps", 1e-6),
@@ -150,6 +188,64 @@ def read_architecture(source: str | Path | Mapping[str, Any]) -> Architecture:
         initializer_range=_number(origin, fields, "initializer_range", 0.02),
         source=dict(fields),
     )
+
+
+def layout_refusal(
+    architecture: Architecture,
+    tensor: int,
+    pipeline: int,
+    num_chunks: int = 1,
+    *,
+    expert: int = 1,
+    sequence: bool = True,
+) -> str | None:
+    """Why these ranks cannot hold the model; None where they can.
+
+    Args:
+        num_chunks: model chunks of each pipeline stage.
+        expert: ranks over which the experts of a layer are divided.
+        sequence: whether sequence parallelism cuts the tokens over the tensor ranks.
+    """
+    experts = architecture.experts
+    heads = ("num_attention_heads", "num_key_value_heads")
+    for name in heads if experts is not None else (*heads, "ffn_hidden_size"):
+        number = getattr(architecture, name)
+        if number % tensor:
+            return (
+                f"parallel.tensor={tensor} does not divide {name}={number} of this "
+                f"{architecture.model_type} model: choose a tensor size among "
+                f"{_divisors(architecture.num_key_value_heads)}"
+            )
+    stages = pipeline * num_chunks
+    if architecture.num_layers % stages:
+        return (
+            f"{architecture.num_layers} layers do not divide into parallel.pipeline={pipeline} x "
+            f"parallel.virtual_pipeline={num_chunks} = {stages} stages: choose a product among "
+            f"{_divisors(architecture.num_layers)}"
+        )
+    if experts is None:
+        return None
+    if experts.number % expert:
+        return (
+            f"parallel.expert={expert} does not divide the {experts.number} experts of this "
+            f"{architecture.model_type} model: choose among {_divisors(experts.number)}"
+        )
+    if tensor > 1 and not sequence:
+        return (
+            f"parallel.tensor={tensor} with parallel.sequence=false: every tensor rank would send "
+            f"the same tokens to the experts of this {architecture.model_type} model; set "
+            "parallel.sequence=true"
+        )
+    return None
+
+
+def _experts(origin: str, fields: Mapping[str, Any], count: Callable[[str], int]) -> Experts:
+    # transformers 5 writes num_local_experts; published files have num_experts.
+    number = count("num_local_experts" if "num_local_experts" in fields else "num_experts")
+    per_token = count("num_experts_per_tok")
+    if per_token > number:
+        raise UserError(f"{origin}: num_experts_per_tok={per_token} exceeds num_experts={number}")
+    return Experts(number, per_token, normalised=bool(fields.get("norm_topk_prob", False)))
 
 
 def rotary_frequencies(architecture: Architecture) -> Tensor:
@@ -169,25 +265,41 @@ def rotary_frequencies(architecture: Architecture) -> Tensor:
     return frequencies * (blend + (1 - blend) / scaling.factor)
 
 
-def _fields(source: str | Path | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+def read_fields(source: str | Path | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The fields of a config.json, and its name for errors; nothing is checked.
+
+    Raises:
+        UserError: no such file, too large a one, or no JSON object in it.
+    """
     if isinstance(source, Mapping):
         return "architecture", source
     path = Path(source)
     if path.is_dir():
         path = path / "config.json"
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.is_file():
         raise UserError(
             f"{path}: no such file; a model directory holds config.json and safetensors"
-        ) from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: line {error.lineno} is not JSON: {error.msg}") from None
-    except (OSError, ValueError, RecursionError) as error:  # unreadable, not UTF-8, nested too deep
-        raise UserError(f"{path}: cannot be read as JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise UserError(f"{path}: expected a JSON object with the model's settings")
-    return str(path), fields
+        )
+    return str(path), read_json_object(path)
+
+
+def _changed(
+    fields: Mapping[str, Any], window: int | None, rope_theta: float | None
+) -> Mapping[str, Any]:
+    changed = dict(fields)
+    if window is not None:
+        changed["max_position_embeddings"] = window
+    if rope_theta is not None:
+        holders = [
+            key
+            for key in ("rope_parameters", "rope_scaling")
+            if isinstance(changed.get(key), dict) and "rope_theta" in changed[key]
+        ]
+        for key in holders:
+            changed[key] = {**changed[key], "rope_theta": rope_theta}
+        if "rope_theta" in changed or not holders:
+            changed["rope_theta"] = rope_theta
+    return changed
 
 
 def _number(origin: str, fields: Mapping[str, Any], key: str, default: float) -> float:
@@ -224,3 +336,7 @@ def _rotary(origin: str, fields: Mapping[str, Any]) -> tuple[float, RotaryScalin
             _number(origin, given, "original_max_position_embeddings", 8192)
         ),
     )
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

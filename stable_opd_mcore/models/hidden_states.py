@@ -22,6 +22,7 @@ from torch import Tensor
 from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.models.attention import PackedSequences, RotaryByPosition
 from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.models.fp8_scales import DelayedScales
 from stable_opd_mcore.records import MicroBatch
 
 
@@ -35,6 +36,8 @@ class HiddenStatesGPTModel(GPTModel):
 
     architecture: Architecture
     rotary_pos_emb: Any  # RotaryByPosition, or Megatron's with Transformer Engine
+    token_multiple: int = 1  # of each rank's tokens; 16 with layers in FP8
+    fp8_scales: DelayedScales | None = None  # of emulated layers with the delayed recipe
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, **options: Any
@@ -42,7 +45,12 @@ class HiddenStatesGPTModel(GPTModel):
         """[b, s] ids and positions in; other arguments are GPTModel's."""
         if isinstance(self.rotary_pos_emb, RotaryByPosition):
             self.rotary_pos_emb.positions = position_ids
-        return super().forward(input_ids, position_ids, attention_mask, **options)  # pyright: ignore
+        if self.fp8_scales is not None:
+            self.fp8_scales.begin()
+        output: Tensor = super().forward(input_ids, position_ids, attention_mask, **options)  # pyright: ignore
+        if self.fp8_scales is not None and output.requires_grad:
+            output = self.fp8_scales.end(output)
+        return output
 
     def _postprocess(self, hidden_states: Tensor, **unused: Any) -> Tensor:  # pyright: ignore
         if self.post_process and self.config.sequence_parallel:
@@ -87,14 +95,16 @@ def forward_hidden(chunk: torch.nn.Module, microbatch: MicroBatch) -> Tensor:
         next stage.
 
     Raises:
-        ValueError: T is no multiple of the number of sequence-parallel ranks (packing pads it).
+        ValueError: T is no multiple of the number of sequence-parallel ranks, times 16 with layers
+            in FP8 (packing pads it).
     """
     model = unwrap(chunk)
-    num_tokens, ranks = microbatch.tokens_T.numel(), model.pg_collection.tp.size()
-    if model.config.sequence_parallel and num_tokens % ranks:
+    ranks = model.pg_collection.tp.size() if model.config.sequence_parallel else 1
+    num_tokens, multiple = microbatch.tokens_T.numel(), ranks * model.token_multiple
+    if num_tokens % multiple:
         raise ValueError(
             f"a micro-batch of {num_tokens} tokens cannot be cut over {ranks} sequence-parallel "
-            f"ranks: pad it to a multiple of {ranks} (World.token_multiple)"
+            f"ranks: pad it to a multiple of {multiple} (World.token_multiple)"
         )
     output = chunk(
         input_ids=microbatch.tokens_T[None],

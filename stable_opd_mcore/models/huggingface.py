@@ -75,6 +75,16 @@ def load_hf(chunks: Sequence[Module], path: str | Path) -> None:
                 raise UserError(fault)
 
 
+def check_hf(path: str | Path, architecture: Architecture) -> None:
+    """Check the names, shapes and types of all tensors in a directory; no value is read.
+
+    Raises:
+        UserError: as `load_hf`, but for values.
+    """
+    with _Checkpoint(Path(path)) as checkpoint:
+        checkpoint.check(architecture)
+
+
 def export_hf(
     chunks: Sequence[Module],
     directory: str | Path,

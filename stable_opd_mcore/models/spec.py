@@ -8,6 +8,7 @@ loads in the other. Not here: sizes and parallel layout (build.py), the torch at
 from __future__ import annotations
 
 import importlib.util
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -21,8 +22,12 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.models.attention import RMSNorm, TorchSelfAttention
+from stable_opd_mcore.models.fp8 import is_in_fp8
+from stable_opd_mcore.models.fp8_emulation import EmulatedColumnLinear, EmulatedRowLinear
 
 
 def transformer_engine_is_usable() -> bool:
@@ -30,19 +35,39 @@ def transformer_engine_is_usable() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def layer_spec(config: TransformerConfig, vp_stage: int | None, pipeline_rank: int) -> Any:
-    """The `transformer_layer_spec` of GPTModel for one model chunk."""
+def fp8_engine() -> str:
+    """What computes in FP8 in this process, as a line at a run's start."""
+    if transformer_engine_is_usable():
+        return "FP8 by Transformer Engine"
+    return "FP8 emulated, because Transformer Engine is absent: slower than without FP8"
+
+
+def layer_spec(
+    config: TransformerConfig, vp_stage: int | None, pipeline_rank: int, fp8: Fp8 | None
+) -> Any:
+    """The `transformer_layer_spec` of GPTModel for one model chunk.
+
+    Args:
+        fp8: of the torch layers; with Transformer Engine `config` has it.
+    """
     if transformer_engine_is_usable():
         return get_gpt_layer_with_transformer_engine_spec(
-            qk_layernorm=config.qk_layernorm, use_te_activation_func=config.use_te_activation_func
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+            use_te_activation_func=config.use_te_activation_func,
         )
-    return _torch_block_spec(config, vp_stage, pipeline_rank)
+    return _torch_block_spec(config, vp_stage, pipeline_rank, fp8)
 
 
 def _torch_block_spec(
-    config: TransformerConfig, vp_stage: int | None, pipeline_rank: int
+    config: TransformerConfig, vp_stage: int | None, pipeline_rank: int, fp8: Fp8 | None
 ) -> TransformerBlockSubmodules:
-    layer: Any = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    layer: Any = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        normalization="RMSNorm",
+        qk_layernorm=config.qk_layernorm,
+    )
     norm: Any = RMSNorm
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     layer.submodules.self_attention.module = TorchSelfAttention
@@ -51,5 +76,22 @@ def _torch_block_spec(
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pipeline_rank)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pipeline_rank)
+    emulated = layer if fp8 is None else _emulated(layer)
+    layers = [
+        emulated if fp8 and is_in_fp8(fp8, first + i, config.num_layers) else layer
+        for i in range(num_layers)
+    ]
     # Without `layer_norm` the block takes Apex's or Megatron's final norm.
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+
+
+def _emulated(layer: Any) -> Any:
+    """A layer's spec with emulated FP8 in the matrices of attention, MLP and experts."""
+    layer = deepcopy(layer)
+    attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+    attention.linear_qkv, attention.linear_proj = EmulatedColumnLinear, EmulatedRowLinear
+    if hasattr(mlp, "experts"):
+        mlp = mlp.experts.submodules
+    mlp.linear_fc1, mlp.linear_fc2 = EmulatedColumnLinear, EmulatedRowLinear
+    return layer

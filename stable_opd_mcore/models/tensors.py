@@ -1,8 +1,8 @@
 """The table of Hugging Face's tensors and Megatron's parameters, read in both directions.
 
-One to three HF tensors make up a parameter in one of five layouts, which is then cut over the
-tensor ranks. Pure functions of tensors and sizes. Not here: process groups (weights.py), files
-(huggingface.py).
+One to three HF tensors make up a parameter in one of seven layouts, which is then cut over the
+tensor ranks. An expert is not cut: one expert-parallel rank holds it whole. Pure functions of
+tensors and sizes. Not here: process groups (weights.py), files (huggingface.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from stable_opd_mcore.models.families import Architecture
 # qkv: heads interleaved by key-value group, then cut
 # gate_up: each half cut, then joined
 # vocab: rows padded to a multiple of the ranks, then cut
-Layout = Literal["whole", "columns", "qkv", "gate_up", "vocab"]
+# expert_gate_up, expert_down: of one expert, on the expert-parallel rank that holds it
+Layout = Literal["whole", "columns", "qkv", "gate_up", "vocab", "expert_gate_up", "expert_down"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,10 @@ class Parameter:
 
     hf_names: tuple[str, ...]
     layout: Layout
+
+    @property
+    def is_expert(self) -> bool:
+        return self.layout.startswith("expert")
 
 
 _TOP: dict[str, Parameter] = {
@@ -56,24 +61,46 @@ _LAYER: dict[str, Parameter] = {
     "mlp.linear_fc1.layer_norm_weight": _MLP_NORM,
     "mlp.linear_fc1.weight": Parameter(("mlp.gate_proj.weight", "mlp.up_proj.weight"), "gate_up"),
     "mlp.linear_fc2.weight": Parameter(("mlp.down_proj.weight",), "columns"),
+    "mlp.router.weight": Parameter(("mlp.gate.weight",), "whole"),
 }
 _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT_NAMES = (
+    re.compile(r"mlp\.experts\.local_experts\.(?P<index>\d+)\.linear_fc(?P<matrix>[12])\.weight"),
+    # Transformer Engine's layer of several experts
+    re.compile(r"mlp\.experts\.linear_fc(?P<matrix>[12])\.weight(?P<index>\d+)"),
+)
 
 
-def describe(name: str, layer_numbers: Sequence[int], tied: bool) -> Parameter:
+def _expert(index: int) -> tuple[Parameter, Parameter]:
+    """The two parameters of an expert of a layer."""
+    gate, up, down = (f"mlp.experts.{index}.{x}_proj.weight" for x in ("gate", "up", "down"))
+    return Parameter((gate, up), "expert_gate_up"), Parameter((down,), "expert_down")
+
+
+def _layer_entry(name: str, first_expert: int) -> Parameter:
+    for pattern in _EXPERT_NAMES:
+        if match := pattern.fullmatch(name):
+            return _expert(first_expert + int(match["index"]))[int(match["matrix"]) - 1]
+    return _LAYER[name]
+
+
+def describe(
+    name: str, layer_numbers: Sequence[int], tied: bool, first_expert: int = 0
+) -> Parameter:
     """The table's entry for a parameter of a model chunk.
 
     Args:
         name: as in `named_parameters` of the chunk.
         layer_numbers: the model-wide index, from 0, of each of the chunk's layers.
         tied: the head is the embedding; the last stage's copy is filled from the embedding.
+        first_expert: the model-wide index of this expert-parallel rank's first expert.
     """
     match = _LAYER_NAME.fullmatch(name)
     if match is None:
         if tied and name == "output_layer.weight":
             name = "embedding.word_embeddings.weight"
         return _TOP[name]
-    entry = _LAYER[match[2]]
+    entry = _layer_entry(match[2], first_expert)
     prefix = f"model.layers.{layer_numbers[int(match[1])]}"
     return Parameter(tuple(f"{prefix}.{hf}" for hf in entry.hf_names), entry.layout)
 
@@ -88,8 +115,7 @@ def canonical_parameters(architecture: Architecture) -> list[Parameter]:
         *([_LAYER[f"self_attention.{x}_layernorm.weight"] for x in "qk"] if family.qk_norm else []),
         _LAYER["self_attention.linear_proj.weight"],
         _MLP_NORM,
-        _LAYER["mlp.linear_fc1.weight"],
-        _LAYER["mlp.linear_fc2.weight"],
+        *_mlp(architecture),
     ]
     layers = [
         Parameter(tuple(f"model.layers.{i}.{hf}" for hf in entry.hf_names), entry.layout)
@@ -98,6 +124,14 @@ def canonical_parameters(architecture: Architecture) -> list[Parameter]:
     ]
     embedding, norm, head = _TOP.values()
     return [embedding, *layers, norm, *([] if architecture.tied else [head])]
+
+
+def _mlp(architecture: Architecture) -> list[Parameter]:
+    experts = architecture.experts
+    if experts is None:
+        return [_LAYER["mlp.linear_fc1.weight"], _LAYER["mlp.linear_fc2.weight"]]
+    each = [parameter for index in range(experts.number) for parameter in _expert(index)]
+    return [_LAYER["mlp.router.weight"], *each]
 
 
 def hf_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
@@ -115,6 +149,7 @@ def hf_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
         "gate_proj": (a.ffn_hidden_size, a.hidden_size),
         "up_proj": (a.ffn_hidden_size, a.hidden_size),
         "down_proj": (a.hidden_size, a.ffn_hidden_size),
+        "gate": (a.experts.number if a.experts else 0, a.hidden_size),
         "q_norm": (a.head_dim,),
         "k_norm": (a.head_dim,),
     }
@@ -122,12 +157,15 @@ def hf_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
     return shape[:1] if name.endswith(".bias") else shape
 
 
+_UNCUT = ("whole", "expert_gate_up", "expert_down")
+
+
 def own_part(shape: Sequence[int], layout: Layout, rank: int, size: int) -> tuple[slice, ...]:
     """The part of an HF tensor of this shape that tensor rank `rank` of `size` holds.
 
     All layouts but "vocab" divide evenly (build.check_layout).
     """
-    if layout == "whole":
+    if layout in _UNCUT:
         return (slice(None),)
     cut = 1 if layout == "columns" else 0
     each = -(-shape[cut] // size)
@@ -143,7 +181,7 @@ def join_parts(
         groups = architecture.num_key_value_heads // size
         rows = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
         return torch.cat(rows, dim=1).flatten(0, 1)
-    if layout == "gate_up":
+    if layout in ("gate_up", "expert_gate_up"):
         return torch.cat(list(parts))
     (part,) = parts
     if layout != "vocab":
@@ -166,10 +204,12 @@ def unshard(
         groups = groups.reshape(architecture.num_key_value_heads, -1, *groups.shape[1:])
         parts = groups.split([per_group * size, size, size], dim=1)
         return tuple(part.flatten(0, 1) for part in parts)
+    if layout == "expert_gate_up":
+        return tuple(shards[0].chunk(2))
     if layout == "gate_up":
         halves = [piece.chunk(2) for piece in shards]
         return tuple(_join(pieces) for pieces in zip(*halves, strict=True))
-    if layout == "whole":
+    if layout in _UNCUT:
         return (shards[0],)
     if layout == "columns":
         return (_join(shards, dim=1),)

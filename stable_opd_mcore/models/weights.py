@@ -24,7 +24,7 @@ from stable_opd_mcore.models import tensors
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.hidden_states import unwrap
 from stable_opd_mcore.models.tensors import Parameter
-from stable_opd_mcore.parallel.world import gather_objects
+from stable_opd_mcore.parallel.world import broadcast_object, gather_objects
 
 
 @torch.no_grad()
@@ -54,31 +54,38 @@ def mark_shards(chunks: Sequence[Module]) -> None:
     """Mark the weights that are a tensor rank's shard, as Megatron does when it draws them itself.
 
     Megatron takes an unmarked weight for a copy that every tensor rank holds, and its gradient norm
-    counts it on the first rank alone.
+    counts it on the first rank alone. Experts are marked as such: each tensor rank's tokens are its
+    own, so their gradients are summed over the ranks that hold the same experts, in a buffer and an
+    optimizer of their own. Megatron itself does so only with several expert-parallel ranks; here
+    one rank does too, and its checkpoints have the form of every layout.
     """
     for _, weight, entry in _parameters(chunks):
         marked = hasattr(weight, "tensor_model_parallel")
         if entry.layout != "whole" and not marked:
             dimension = 1 if entry.layout == "columns" else 0
             set_tensor_model_parallel_attributes(weight, True, dimension, stride=1)
+        if entry.is_expert:
+            weight.allreduce = False  # pyright: ignore  # Megatron's attribute
 
 
 def iter_hf_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
     """Every full HF tensor, on this rank's device, in the order of the forward pass.
 
-    Collective over the tensor and pipeline ranks: all of them iterate to the end and get the same
-    tensors. One parameter's tensors exist at a time and may share memory with the weights: copy
-    what is kept.
+    Collective over the tensor, pipeline and expert ranks: all of them iterate to the end and get
+    the same tensors. One parameter's tensors exist at a time and may share memory with the weights:
+    copy what is kept.
     """
     models = [unwrap(chunk) for chunk in chunks]
     architecture = architecture_of(chunks)
     groups = models[0].pg_collection
     local = {entry.hf_names: weight for _, weight, entry in _parameters(chunks)}
-    owners = _owners(list(local), groups.pp)
+    expert_ranks = _expert_ranks(list(local), groups.ep)
+    owners = _owners(list(expert_ranks), groups.pp)
     for entry in tensors.canonical_parameters(architecture):
-        owner = owners[entry.hf_names]
+        stage = owners[entry.hf_names]
+        expert_rank = expert_ranks.get(entry.hf_names) if entry.is_expert else None
         with torch.no_grad():
-            if groups.pp.rank() == owner:
+            if groups.pp.rank() == stage and expert_rank in (None, groups.ep.rank()):
                 full = _gather(local[entry.hf_names].detach(), entry, architecture, groups.tp)
             else:
                 full = tuple(
@@ -91,9 +98,10 @@ def iter_hf_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
                 )
             for name, tensor in zip(entry.hf_names, full, strict=True):
                 tensor = tensor.contiguous()
+                if expert_rank is not None and groups.ep.size() > 1:
+                    dist.broadcast(tensor, group=groups.ep, group_src=expert_rank)
                 if groups.pp.size() > 1:
-                    source = dist.get_global_rank(groups.pp, owner)
-                    dist.broadcast(tensor, src=source, group=groups.pp)
+                    dist.broadcast(tensor, group=groups.pp, group_src=stage)
                 yield name, tensor
 
 
@@ -111,6 +119,19 @@ def copy_weights(from_chunks: Sequence[Module], to_chunks: Sequence[Module]) -> 
         )
     for source, target in zip(_parameters(from_chunks), _parameters(to_chunks), strict=True):
         target[1].copy_(source[1])
+
+
+@torch.no_grad()
+def average_weights(
+    from_chunks: Sequence[Module], to_chunks: Sequence[Module], decay: float
+) -> None:
+    """Move the second model towards the first: to <- decay · to + (1 - decay) · from, on this rank.
+
+    Both have one architecture and layout; the second one is in fp32.
+    """
+    for source, target in zip(_parameters(from_chunks), _parameters(to_chunks), strict=True):
+        assert target[1].dtype == torch.float32, "in bf16 a small change is rounded away"
+        target[1].lerp_(source[1].to(torch.float32), 1 - decay)
 
 
 def refuse_non_finite(chunks: Sequence[Module], origin: str) -> None:
@@ -148,8 +169,12 @@ def _parameters(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor, Paramet
     for model in map(unwrap, chunks):
         layers: Any = model.decoder.layers
         numbers = [layer.layer_number - 1 for layer in layers]
+        architecture, ranks = model.architecture, model.pg_collection.ep
+        num_experts = architecture.experts.number if architecture.experts else 0
+        first_expert = ranks.rank() * (num_experts // ranks.size())
         for name, weight in model.named_parameters():
-            yield name, weight, tensors.describe(name, numbers, model.architecture.tied)
+            entry = tensors.describe(name, numbers, architecture.tied, first_expert)
+            yield name, weight, entry
 
 
 def fill_weights(
@@ -175,6 +200,28 @@ def fill_weights(
         weight.copy_(tensors.join_parts(parts, entry.layout, architecture, size))
 
 
+def weights_hash(chunks: Sequence[Module]) -> str:
+    """SHA-256 over names, dtypes and values of all HF tensors, as 64 hexadecimal digits.
+
+    The same for the same weights in any layout and file format; the same values in another
+    precision have another hash. Collective; rank 0 hashes.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in iter_hf_tensors(chunks):
+        if dist.get_rank() == 0:
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return broadcast_object(digest.hexdigest())
+
+
+def _expert_ranks(
+    local: list[tuple[str, ...]], group: dist.ProcessGroup
+) -> dict[tuple[str, ...], int]:
+    """For every parameter of a stage, an expert rank that holds it: the only one of an expert's."""
+    held = gather_objects(local, group)
+    return {names: rank for rank, names_held in enumerate(held) for names in names_held}
+
+
 def _owners(local: list[tuple[str, ...]], group: dist.ProcessGroup) -> dict[tuple[str, ...], int]:
     """For every parameter, the first pipeline rank that holds it."""
     owners: dict[tuple[str, ...], int] = {}
@@ -188,7 +235,7 @@ def _gather(
     weight: Tensor, entry: Parameter, architecture: Architecture, group: dist.ProcessGroup
 ) -> tuple[Tensor, ...]:
     shards = [weight]
-    if entry.layout != "whole" and group.size() > 1:
+    if entry.layout != "whole" and not entry.is_expert and group.size() > 1:
         shards = [torch.empty_like(weight) for _ in range(group.size())]
         dist.all_gather(shards, weight.contiguous(), group=group)
     return tensors.unshard(shards, entry.layout, architecture)

@@ -48,6 +48,20 @@ def test_bad_values_in_config_json_are_refused(changes: dict, message: str, tmp_
         read_architecture(tmp_path)
 
 
+@pytest.mark.parametrize("form", ["rope_parameters", "rope_scaling", "plain"])
+def test_window_and_rope_theta_replace_those_of_config_json(form: str) -> None:
+    fields = {k: v for k, v in tiny.config("qwen2").items() if not k.startswith("rope")}
+    given = {"rope_type": "default", "rope_theta": 1e4}
+    fields |= {"rope_theta": 1e4} if form == "plain" else {form: given}
+    changed = read_architecture(fields, window=999, rope_theta=4e4)
+    assert (changed.max_positions, changed.rope_theta) == (999, 4e4)
+    assert read_architecture(fields).rope_theta == given["rope_theta"] == 1e4
+    # The exported config.json has them too, and transformers reads the same there.
+    assert read_architecture(changed.source) == changed
+    own = AutoConfig.for_model(**changed.source)
+    assert (own.max_position_embeddings, own.rope_parameters["rope_theta"]) == (999, 4e4)
+
+
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_missing_keys_mean_the_same_to_transformers(model_type: str) -> None:
     """A key may be left out where transformers' default is the implemented value."""
@@ -64,7 +78,7 @@ def test_missing_keys_mean_the_same_to_transformers(model_type: str) -> None:
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[" * 100_000])
 def test_binary_or_deeply_nested_config_json_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(UserError, match=r"config\.json: cannot be read as JSON"):
+    with pytest.raises(UserError, match=r"config\.json: not valid JSON"):
         read_architecture(tmp_path)
 
 
@@ -72,7 +86,7 @@ def test_missing_or_malformed_config_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json: no such file"):
         read_architecture(tmp_path)
     (tmp_path / "config.json").write_text('{\n"model_type": }')
-    with pytest.raises(ValueError, match="line 2 is not JSON"):
+    with pytest.raises(ValueError, match=r"not valid JSON: .* line 2"):
         read_architecture(tmp_path)
 
 

@@ -37,6 +37,7 @@ LLAMA3 = {
 MODELS = {model_type: tiny.config(model_type) for model_type in FAMILIES} | {
     "qwen2 tied": tiny.config("qwen2", tie_word_embeddings=True),
     "qwen3 tied": tiny.config("qwen3", tie_word_embeddings=True),
+    "qwen3_moe not normalised": tiny.config("qwen3_moe", norm_topk_prob=False),
     "llama": tiny.config("llama", num_key_value_heads=4),
     "llama 3.1": tiny.config("llama", rope_parameters=LLAMA3),
     "llama linear": tiny.config(

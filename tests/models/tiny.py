@@ -9,6 +9,14 @@ import torch
 from stable_opd_mcore.models.families import Architecture, read_architecture
 from stable_opd_mcore.records import MicroBatch
 
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,  # an expert is not cut, so no multiple of any tensor size
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 VOCAB_SIZE = 53  # no multiple of any tensor size: the vocabulary is padded
 
 
@@ -29,6 +37,7 @@ def config(model_type: str, **changes: Any) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "initializer_range": 0.1,
         "hidden_act": "silu",
+        **(EXPERTS if model_type == "qwen3_moe" else {}),
     } | changes
 
 
@@ -61,4 +70,5 @@ def microbatch(lengths: list[int], seed: int = 0) -> MicroBatch:
         sft_weight_N=torch.rand(num_rows, generator=generator),
         rollout_logprob_N=zeros_N,
         repetitive_N=zeros_N.bool(),
+        truncated_N=zeros_N.bool(),
     )
