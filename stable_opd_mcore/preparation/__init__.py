@@ -1,0 +1,1 @@
+"""Training sets from published data: `stable-opd prepare`."""

@@ -1,0 +1,91 @@
+"""Describes a prepared data set: the manifest for programs, the datasheet for people.
+
+Both depend on inputs and settings alone: no date, no number of processes, no directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_PROBLEM_BINS = (32, 64, 128, 256, 512, 1024)
+_SOLUTION_BINS = (256, 512, 1024, 2048, 4096, 6144, 8192, 16384)
+_BAR = 40  # characters
+
+
+def length_statistics(lengths: Sequence[int], bins: Sequence[int]) -> dict[str, Any]:
+    """Mean, quantiles and histogram of lengths in tokens; a bin ends with its number, inclusive."""
+    ordered = sorted(lengths)
+    counts = {str(end): 0 for end in bins} | {"more": 0}
+    for length in ordered:
+        counts[next((str(end) for end in bins if length <= end), "more")] += 1
+    if not ordered:
+        return {"mean": None, "p50": None, "p95": None, "max": None, "histogram": counts}
+    return {
+        "mean": round(sum(ordered) / len(ordered), 1),
+        "p50": ordered[(len(ordered) - 1) // 2],
+        "p95": ordered[(len(ordered) - 1) * 95 // 100],
+        "max": ordered[-1],
+        "histogram": counts,
+    }
+
+
+def output_entry(
+    sha256: str, num_bytes: int, problem_tokens: Sequence[int], solution_tokens: Sequence[int]
+) -> dict[str, Any]:
+    """What the manifest says of one output file."""
+    with_solution = [length for length in solution_tokens if length]
+    return {
+        "rows": len(problem_tokens),
+        "bytes": num_bytes,
+        "sha256": sha256,
+        "problem_tokens": length_statistics(problem_tokens, _PROBLEM_BINS),
+        "solution_tokens": length_statistics(with_solution, _SOLUTION_BINS),
+    }
+
+
+def datasheet(manifest: Mapping[str, Any]) -> str:
+    """The manifest as a page in Markdown."""
+    counts = manifest["counts"]
+    lines = [
+        f"# {manifest['name']}",
+        "",
+        f"Made by `stable-opd prepare --recipe {manifest['settings']['recipe']}` from "
+        f"`{manifest['origin']}`. `{manifest['name']}.manifest.json` holds the same facts, with "
+        "hashes, versions and settings.",
+        "",
+        *_table(
+            ("rows", ""),
+            [
+                ("read", counts["read"]),
+                *((f"dropped: {reason}", n) for reason, n in counts["dropped"].items()),
+                ("kept", counts["kept"]),
+                ("kept with the problem of an earlier row", counts["repeated_problems"]),
+            ],
+        ),
+        "",
+        f"`{manifest['name']}_dropped.jsonl` names every dropped row.",
+    ]
+    for name, entry in manifest["outputs"].items():
+        if "problem_tokens" not in entry:
+            continue
+        lines += ["", f"## {name}", "", f"{entry['rows']:,} rows. Lengths in the student's tokens:"]
+        for what in ("problem", "solution"):
+            statistics = entry[f"{what}_tokens"]
+            shown = ", ".join(f"{k} {statistics[k]}" for k in ("mean", "p50", "p95", "max"))
+            lines += ["", f"{what}: {shown}", "", "```", *_bars(statistics["histogram"]), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    cells = [head, ["---"] * len(head), *rows]
+    return ["| " + " | ".join(str(cell) for cell in row) + " |" for row in cells]
+
+
+def _bars(histogram: Mapping[str, int]) -> list[str]:
+    most = max(1, *histogram.values())
+    return [
+        f"{('<= ' + end) if end != 'more' else 'more':>9} {count:>8} "
+        f"{'#' * round(_BAR * count / most)}".rstrip()
+        for end, count in histogram.items()
+    ]

@@ -1,0 +1,118 @@
+"""Decides for each row whether it is kept, and with which solution.
+
+The rules hold for every recipe, in this order: the problem stands in no benchmark; the row has what
+its recipe asks for; no text of a control token in problem or solution; the solution is more than
+the bare answer; the shortest solution in the student's tokens is kept, if it has at most
+`max_tokens` of them. The training refuses what these rules drop. Not here: files and processes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer as RawTokenizer
+
+from stable_opd_mcore.config.data import ColumnsConfig
+from stable_opd_mcore.data.decontamination import BenchmarkIndex, BenchmarkProblem
+from stable_opd_mcore.data.sources import boxed_solution, parse_row
+from stable_opd_mcore.errors import DataError
+from stable_opd_mcore.preparation.openr1 import openr1_candidate, openr1_problem
+from stable_opd_mcore.preparation.records import Candidate, Dropped, Kept
+
+CONTAMINATED = "stands in "  # then the benchmark and the kind of match
+MALFORMED = "malformed"
+
+
+@dataclass(frozen=True)
+class RuleSettings:
+    """What the rules depend on. It is sent to every process."""
+
+    openr1: bool
+    columns: ColumnsConfig
+    max_tokens: int
+    tokenizer_json: str  # the text of the student's tokenizer.json
+    control_tokens: re.Pattern[str] | None
+    benchmarks: tuple[BenchmarkProblem, ...]
+
+
+class Rules:
+    """The rules, with the tokenizer and the index of the benchmarks loaded."""
+
+    def __init__(self, settings: RuleSettings) -> None:
+        self._settings = settings
+        self._tokenizer = RawTokenizer.from_str(settings.tokenizer_json)
+        self._benchmarks = BenchmarkIndex(settings.benchmarks)
+
+    def apply(self, record: Mapping[str, Any], place: str) -> Kept | Dropped:
+        """The row as it is written, or why it is dropped.
+
+        Args:
+            place: file and row, for the detail of a malformed row.
+        """
+        try:
+            match = self._benchmarks.find(self._problem(record, place))
+            if match is not None:
+                reason = f"{CONTAMINATED}{match.benchmark} ({match.kind})"
+                return Dropped(reason, f"{match.row_id}: {match.words}")
+            candidate = self._candidate(record, place)
+        except DataError as error:
+            return Dropped(MALFORMED, str(error))
+        return candidate if isinstance(candidate, Dropped) else self._keep(candidate)
+
+    def _problem(self, record: Mapping[str, Any], place: str) -> str:
+        if self._settings.openr1:
+            return openr1_problem(record, place)
+        columns = self._settings.columns.model_copy(update={"answer": None, "solution": None})
+        return parse_row(record, columns, place, place).problem
+
+    def _candidate(self, record: Mapping[str, Any], place: str) -> Candidate | Dropped:
+        if self._settings.openr1:
+            return openr1_candidate(record, place)
+        row = parse_row(record, self._settings.columns, place, place)
+        return Candidate(row.problem, row.answer, () if row.solution is None else (row.solution,))
+
+    def _keep(self, candidate: Candidate) -> Kept | Dropped:
+        if not all(map(_is_unicode, (candidate.problem, *candidate.solutions))):
+            return Dropped(MALFORMED, "a lone surrogate, half a character")
+        token = self._control_token(candidate.problem)
+        if token is not None:
+            return Dropped("control token in the problem", token)
+        solutions = [text for text in candidate.solutions if self._control_token(text) is None]
+        if candidate.solutions and not solutions:
+            token = self._control_token(candidate.solutions[0])
+            return Dropped("control token in every solution", str(token))
+        bare = (candidate.answer, boxed_solution(f"#### {candidate.answer}"))
+        solutions = [text for text in solutions if text.strip() not in bare]
+        if candidate.solutions and not solutions:
+            return Dropped("every solution is the bare answer")
+        problem_tokens, *lengths = map(self._num_tokens, [candidate.problem, *solutions])
+        solution, length = _shortest(solutions, lengths)
+        if length > self._settings.max_tokens:
+            return Dropped(f"longer than {self._settings.max_tokens} tokens", f"{length} tokens")
+        return Kept(candidate.problem, candidate.answer, solution, problem_tokens, length)
+
+    def _control_token(self, text: str) -> str | None:
+        pattern = self._settings.control_tokens
+        match = None if pattern is None else pattern.search(text)
+        return match.group() if match else None
+
+    def _num_tokens(self, text: str) -> int:
+        return len(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _shortest(solutions: Sequence[str], lengths: Sequence[int]) -> tuple[str | None, int]:
+    if not solutions:
+        return None, 0
+    index = min(range(len(lengths)), key=lengths.__getitem__)
+    return solutions[index], lengths[index]

@@ -1,0 +1,143 @@
+"""Synthetic shards with the columns of OpenR1-Math-220k, and what each of their rows should become.
+
+Large ones: `python -m tests.preparation.make_openr1 FOLDER ROWS WORDS_OF_A_SOLUTION`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS
+
+SCHEMA = pa.schema(
+    [
+        *[(name, pa.string()) for name in ("problem", "solution", "answer", "problem_type")],
+        *[(name, pa.string()) for name in ("question_type", "source", "uuid")],
+        ("is_reasoning_complete", pa.list_(pa.bool_())),
+        ("generations", pa.list_(pa.string())),
+        ("correctness_math_verify", pa.list_(pa.bool_())),
+        ("correctness_llama", pa.list_(pa.bool_())),
+        ("finish_reasons", pa.list_(pa.string())),
+        ("correctness_count", pa.int64()),
+        ("messages", pa.list_(pa.struct([("content", pa.string()), ("role", pa.string())]))),
+    ]
+)
+NO_CORRECT = "no correct and complete generation"
+TOO_LONG = "longer than 60 tokens"
+CONTROL = "<|im_end|>"
+
+
+def benchmark_text(name: str, number: int) -> str:
+    """A problem of 20 words that no other problem shares 13 words with."""
+    words = random.Random(f"{name}{number}").sample(WORDS, 20)
+    return f"Find ${number}$: {' '.join(words)}?"
+
+
+WORDS = [a + b for a in "bcdfghjklmnprstvz" for b in ("an", "el", "ir", "om", "ut", "ax", "oy")]
+
+
+def write_benchmarks(folder: Path, rows: int = 3) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, benchmark in BENCHMARKS.items():
+        lines = [
+            json.dumps({benchmark.problem: benchmark_text(name, i), benchmark.answer: str(i)})
+            for i in range(rows)
+        ]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def good(number: int, rng: random.Random, length: int = 20) -> dict[str, Any]:
+    words = [rng.choice(WORDS) for _ in range(length)]
+    texts = [f"<think>\n{' '.join(words)}\n</think>\n{number}", f"{' '.join(words)} so {number}"]
+    return {
+        "problem": f"Row {number}: how many {' '.join(rng.sample(WORDS, 16))}?",
+        "solution": "See the book.",
+        "answer": str(number),
+        "problem_type": "Algebra",
+        "question_type": "math-word-problem",
+        "source": "olympiads",
+        "uuid": f"{number:032x}",
+        "is_reasoning_complete": [True, True],
+        "generations": texts,
+        "correctness_math_verify": [True, True],
+        "correctness_llama": None,
+        "finish_reasons": None,
+        "correctness_count": 2,
+        "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
+    }
+
+
+def kinds(number: int, row: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Every kind of row that is dropped, with its reason; "" for kinds that are kept."""
+    name = list(BENCHMARKS)[number % 6]
+    planted = benchmark_text(name, number % 3)
+    long = [" ".join(["far"] * 300)] * 2
+    return [
+        ("empty problem", {"problem": None}),
+        ("empty answer", {"answer": None}),
+        ("empty answer", {"answer": "  "}),
+        ("proof", {"question_type": "proof"}),
+        ("proof", {"answer": "Proof"}),
+        (NO_CORRECT, {"correctness_math_verify": [False, False]}),
+        (NO_CORRECT, {"correctness_math_verify": None}),
+        (NO_CORRECT, {"is_reasoning_complete": [False, False]}),
+        (NO_CORRECT, {"is_reasoning_complete": None}),
+        (NO_CORRECT, {"finish_reasons": ["length", "length"]}),
+        (NO_CORRECT, {"generations": None, "correctness_math_verify": []}),
+        ("malformed", {"correctness_math_verify": [True]}),
+        (TOO_LONG, {"generations": long}),
+        ("control token in the problem", {"problem": f"{row['problem']} {CONTROL}"}),
+        ("control token in every solution", {"generations": [f"a {CONTROL} b"] * 2}),
+        ("every solution is the bare answer", {"generations": [row["answer"]] * 2}),
+        (f"stands in {name} (exact)", {"problem": planted.upper().replace(" ", "  ")}),
+        (f"stands in {name} (exact)", {"problem": f"\\text{{{planted}}}", "answer": None}),
+        (f"stands in {name} (13-gram)", {"problem": f"Exam: {planted} Reason step by step."}),
+        ("", {"generations": [long[0], row["generations"][1]]}),
+        ("", {"correctness_llama": [True, None], "finish_reasons": ["length", "stop"]}),
+    ]
+
+
+def make_rows(
+    count: int, seed: int = 0, length: int = 20
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Rows and their reasons ("" is kept). Every third row is of a special kind, in turns."""
+    rng = random.Random(seed)
+    rows, reasons = [], []
+    for number in range(count):
+        row, reason = good(number, rng, length), ""
+        if number % 3 == 1:
+            special = kinds(number, row)
+            reason, changes = special[number // 3 % len(special)]
+            row |= changes
+        elif number % 30 == 2 and rows and reasons[-2] == "":  # a near-duplicate of another row
+            row["problem"] = f" {rows[-2]['problem'].upper().replace(' ', '  ')}"
+        rows.append(row)
+        reasons.append(reason)
+    return rows, reasons
+
+
+def write_shards(folder: Path, rows: Sequence[dict[str, Any]], shards: int, group: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    size = -(-len(rows) // shards)
+    for shard in range(shards):
+        table = pa.Table.from_pylist(list(rows[shard * size : (shard + 1) * size]), SCHEMA)
+        name = f"train-{shard:05d}-of-{shards:05d}.parquet"
+        pq.write_table(table, folder / name, row_group_size=group)
+
+
+if __name__ == "__main__":
+    target, total, words = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    write_benchmarks(target / "benchmarks", rows=265)
+    for first in range(0, total, 10_000):
+        block = make_rows(min(10_000, total - first), seed=first, length=words)[0]
+        shard = target / "openr1" / f"train-{first:07d}.parquet"
+        shard.parent.mkdir(exist_ok=True)
+        pq.write_table(pa.Table.from_pylist(block, SCHEMA), shard, row_group_size=1000)

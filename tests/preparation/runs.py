@@ -1,0 +1,39 @@
+"""Small preparations of synthetic shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from stable_opd_mcore.preparation.job import Request, request_of
+from tests.preparation.make_openr1 import make_rows, write_benchmarks, write_shards
+from tests.preparation.tokenizers import word_tokenizer
+
+NUM_ROWS = 260
+
+
+def make_inputs(folder: Path) -> list[str]:
+    """Shards, benchmarks and a student in a folder; the reasons of the rows."""
+    rows, reasons = make_rows(NUM_ROWS)
+    write_shards(folder / "openr1", rows, shards=3, group=25)
+    write_benchmarks(folder / "benchmarks")
+    word_tokenizer(folder / "student")
+    return reasons
+
+
+def request(inputs: Path, directory: Path, **changes: Any) -> Request:
+    options: dict[str, Any] = {
+        "student": str(inputs / "student"),
+        "student_revision": None,
+        "recipe": "openr1",
+        "source": str(inputs / "openr1"),
+        "directory": directory,
+        "benchmarks": inputs / "benchmarks",
+        "revision": None,
+        "sft_rows": 100,
+        "max_tokens": 60,
+        "seed": 0,
+        "processes": 1,
+        "columns": {},
+    }
+    return request_of(**options | changes)

@@ -1,0 +1,86 @@
+"""The selection of OpenR1-Math-220k's rows."""
+
+import json
+
+import pytest
+
+from stable_opd_mcore.errors import DataError
+from stable_opd_mcore.preparation.openr1 import COLUMNS, openr1_candidate, openr1_problem
+from stable_opd_mcore.preparation.records import Candidate, Dropped
+from tests.preparation.make_openr1 import SCHEMA
+from tests.real_data import real_data
+
+
+def record(**changes):
+    return {
+        "problem": "1+1?",
+        "answer": "2",
+        "question_type": "math-word-problem",
+        "generations": ["a a a", "b b", "c", "d d"],
+        "correctness_math_verify": [True, True, False, True],
+        "is_reasoning_complete": [True, True, True, False],
+        "correctness_llama": None,
+        "finish_reasons": None,
+        **changes,
+    }
+
+
+def candidate(**changes):
+    return openr1_candidate(record(**changes), "file:7")
+
+
+def test_correct_and_complete_generations_are_offered():
+    assert candidate() == Candidate("1+1?", "2", ("a a a", "b b"))
+
+
+def test_truncated_generations_are_not_used():
+    reasons = ["stop", "length", None, "stop"]
+    assert candidate(finish_reasons=reasons) == Candidate("1+1?", "2", ("a a a",))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"problem": None}, "empty problem"),
+        ({"answer": ""}, "empty answer"),
+        ({"answer": None}, "empty answer"),
+        ({"answer": "Proof"}, "proof"),
+        ({"question_type": "proof"}, "proof"),
+        ({"correctness_math_verify": [False] * 4}, "no correct and complete generation"),
+        ({"correctness_math_verify": None}, "no correct and complete generation"),
+        ({"is_reasoning_complete": None}, "no correct and complete generation"),
+    ],
+)
+def test_reasons(changes, reason):
+    assert candidate(**changes) == Dropped(reason)
+
+
+def test_a_real_row():
+    row = json.loads(real_data("openr1/row0_truncated.json").read_text())
+    offered = openr1_candidate(row, "row")
+    assert isinstance(offered, Candidate)
+    assert offered.solutions[0] == row["generations"][0]
+    assert openr1_problem(row, "row") == offered.problem
+    features = json.loads(real_data("openr1/schema.json").read_text())["features"]
+    assert set(row) == set(features) == set(SCHEMA.names)
+    assert set(COLUMNS) <= set(features)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"answer": 2},
+        {"problem": ["x"]},
+        {"generations": "text"},
+        {"generations": [None] * 4},
+        {"is_reasoning_complete": 4},
+        {"finish_reasons": ["stop"]},
+    ],
+)
+def test_broken_records_are_named(changes):
+    with pytest.raises(DataError, match=rf"file:7: .*{next(iter(changes))}"):
+        candidate(**changes)
+    with pytest.raises(DataError, match="file:7: 1 values of 'correctness_math_verify' for 4"):
+        candidate(correctness_math_verify=[True])
+    with pytest.raises(DataError, match="file:7: no column 'generations'; it has problem"):
+        openr1_candidate({"problem": "x", "answer": "1"}, "file:7")
