@@ -1,0 +1,1 @@
+"""Checks before training: from a pair, a config, a directory and a topology to findings."""

@@ -1,0 +1,172 @@
+"""Whether models, servers and a step fit the GPUs; the precision of weights and servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stable_opd_mcore.checks.finding import Finding
+from stable_opd_mcore.checks.known import Known
+from stable_opd_mcore.config.schema import ModelConfig
+from stable_opd_mcore.config.training import Fp8Role
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.models.families import Architecture, layout_refusal
+from stable_opd_mcore.models.fp8 import fp8_refusal, precision_refusal
+from stable_opd_mcore.planning.hardware import DEVICES, GIB
+from stable_opd_mcore.planning.layout import layout_of
+from stable_opd_mcore.planning.plan import plan_topology
+from stable_opd_mcore.planning.topology import server_dtype
+from stable_opd_mcore.run_inputs import (
+    refuse_replay_without_experts,
+    refuse_unused_expert_ranks,
+)
+
+
+def layout(known: Known) -> Iterator[Finding]:
+    """Models that do not fit these ranks, also in FP8; expert ranks without experts; GPUs that the
+    ranks do not divide.
+    """
+    parallel = known.config.parallel
+    models: tuple[tuple[Fp8Role, Architecture | None], ...] = (
+        ("student", known.architecture),
+        ("teacher", known.teacher_architecture),
+    )
+    for name, model in models:
+        reason = model and layout_refusal(
+            model,
+            parallel.tensor,
+            parallel.pipeline,
+            parallel.virtual_pipeline or 1,
+            expert=parallel.expert,
+            sequence=parallel.sequence,
+        )
+        if reason:
+            raise UserError(f"the {name} does not fit the layout: {reason}")
+        _refuse_fp8(known, name, model)
+    _refuse_fp8(known, "reference", known.architecture)
+    refuse_unused_expert_ranks(known.config, known.architecture)
+    refuse_replay_without_experts(known.config, known.architecture)
+    place = known.place
+    if place is not None:
+        layout_of(parallel, place.cluster.trainer_gpus)
+        if place.gpu in DEVICES or not place.on_gpu:
+            plan_topology(known.config, place.cluster, place.gpu)
+    yield from ()
+
+
+def _refuse_fp8(known: Known, role: Fp8Role, model: Architecture | None) -> None:
+    config, fp8 = known.config, known.config.fp8.of(role)
+    if fp8 is None or model is None:
+        return
+    parallel = config.parallel
+    reason = fp8_refusal(model, fp8, tensor=parallel.tensor, pipeline=parallel.pipeline)
+    if reason is None and known.place is not None and known.place.on_gpu:
+        reason = precision_refusal(fp8, config.train.precision)
+    if reason:
+        raise UserError(reason)
+
+
+def facts(known: Known) -> list[str]:
+    """What of the student lies on a rank, and the memory that the plan predicts, as lines.
+
+    Raises:
+        UserError: the layout does not fit.
+    """
+    list(layout(known))
+    student, parallel = known.architecture, known.config.parallel
+    stages = parallel.pipeline * (parallel.virtual_pipeline or 1)
+    rows = -(-student.vocab_size // parallel.tensor)
+    padding = rows * parallel.tensor - student.vocab_size
+    lines = [
+        f"a rank holds {student.num_attention_heads // parallel.tensor} of "
+        f"{student.num_attention_heads} heads, {student.num_layers // stages} of "
+        f"{student.num_layers} layers a stage, {rows} of {student.vocab_size} vocabulary rows"
+        + (f" ({padding} of padding)" if padding else "")
+    ]
+    if known.plan is not None:
+        held, usable = known.plan.memory.peak_bytes, known.plan.memory.usable_bytes
+        lines.append(
+            f"memory by `stable-opd plan`: {held / GIB:.1f} of {usable / GIB:.1f} GiB of a "
+            f"{known.plan.device.name}, in the {known.plan.memory.peak_phase} phase"
+        )
+    return lines
+
+
+def memory(known: Known) -> Iterator[Finding]:
+    """A step that exceeds the GPU's memory, by `stable-opd plan`.
+
+    An error where not even 1,024 tokens fit; else a warning, because the plan is an estimate.
+    """
+    if known.place is None or not known.place.on_gpu:
+        return
+    if known.place.gpu not in DEVICES:
+        yield Finding(
+            "note",
+            "memory",
+            "memory is not checked on a GPU of this kind",
+            (("GPU", known.place.gpu), ("known", ", ".join(DEVICES))),
+            "a run that does not fit ends when it is out of memory",
+            "`stable-opd plan --gpu` of the known kind whose memory is nearest",
+        )
+        return
+    plan = known.plan
+    if plan is None or plan.memory.fits:
+        return
+    budget = plan.largest_micro_batch
+    needed, usable = plan.memory.peak_bytes / GIB, plan.memory.usable_bytes / GIB
+    yield Finding(
+        "warning" if budget else "error",
+        "memory",
+        "memory does not fit, by `stable-opd plan`",
+        (
+            (f"needed while it is in the {plan.memory.peak_phase} phase", f"{needed:.1f} GiB"),
+            (f"usable of a {plan.device.name}", f"{usable:.1f} GiB"),
+        ),
+        "the run ends when it is out of memory, at its first or second step",
+        f"train.micro_batch_tokens={budget}"
+        if budget
+        else "a larger parallel.tensor or parallel.pipeline, or more GPUs",
+    )
+
+
+def precision(known: Known) -> Iterator[Finding]:
+    """Weights stored, trained, sampled and served in different precisions."""
+    config = known.config
+    trained = {"fp32": "float32", "bf16": "bfloat16"}[config.train.precision]
+    models: list[tuple[str, ModelConfig]] = [("student", config.student)]
+    if config.teacher is not None and config.teacher.engine == "megatron":
+        models.append(("teacher", config.teacher))
+    for model, (name, settings) in zip(known.pair.models, models, strict=False):
+        stored = model.settings.get("torch_dtype", model.settings.get("dtype"))
+        if settings.random_init or settings.path is None or not isinstance(stored, str):
+            continue
+        if trained == "bfloat16" and stored in ("float16", "float32"):
+            yield Finding(
+                "note" if name == "student" else "warning",
+                "precision",
+                f"the {name}'s weights lose bits when they are loaded",
+                (("config.json", stored), ("train.precision", trained)),
+                "its probabilities differ from those of the published model in their third digit",
+                "train.precision=fp32, or accept it",
+            )
+    if config.rollout.engine == "sglang" and known.objective.needs_rollouts:
+        served = server_dtype(config)
+        if served != trained:
+            yield Finding(
+                "warning",
+                "precision",
+                "servers sample in another precision than the trainer computes in",
+                (("rollout.sglang.dtype", served), ("train.precision", trained)),
+                "the sampled tokens' probabilities differ from the trainer's: the loss is slightly "
+                "off-policy (metrics rollout_gap_*)",
+                "rollout.sglang.dtype=null, or rollout.importance_correction",
+            )
+    if config.fp8.student is not None and known.objective.needs_rollouts:
+        yield Finding(
+            "warning",
+            "precision",
+            "responses are sampled without the student's FP8",
+            (("fp8.student", config.fp8.student), ("sampled in", trained)),
+            "the sampled tokens' probabilities differ from the trainer's by what FP8 rounds: the "
+            "loss is slightly off-policy (metrics rollout_gap_*)",
+            "rollout.importance_correction, or fp8.student=null",
+        )

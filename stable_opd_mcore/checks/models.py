@@ -1,0 +1,40 @@
+"""Models that a run reads: config.json, and the names, shapes and types of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stable_opd_mcore.checks.finding import Finding
+from stable_opd_mcore.checks.known import Known
+
+
+def student_settings(known: Known) -> Iterator[Finding]:
+    """A config.json that `train` refuses."""
+    _ = known.architecture
+    yield from ()
+
+
+def teacher_settings(known: Known) -> Iterator[Finding]:
+    """A config.json that `train` refuses."""
+    _ = known.teacher_architecture
+    yield from ()
+
+
+def weights(known: Known) -> Iterator[Finding]:
+    """Files that `train` refuses when it loads a model; no value is read."""
+    config = known.config
+    models = [(config.student.path, config.student.random_init, known.architecture)]
+    if config.teacher is not None and known.teacher_architecture is not None:
+        models.append((config.teacher.path, config.teacher.random_init, known.teacher_architecture))
+    if config.largest_beta:
+        models.append((config.reference.path, False, known.architecture))
+    read = [(path, built) for path, drawn, built in models if path is not None and not drawn]
+    if read:
+        # imports Megatron, which takes seconds
+        from stable_opd_mcore.models.huggingface import check_hf
+        from stable_opd_mcore.models.megatron_checkpoint import is_megatron
+
+        for path, architecture in read:
+            if not is_megatron(path):
+                check_hf(path, architecture)
+    yield from ()

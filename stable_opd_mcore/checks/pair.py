@@ -1,0 +1,165 @@
+"""What the files of a student and of its teacher say, without their weights.
+
+    pair = read_pair("models/student", "models/teacher")     # two directories
+    pair = configured_pair(config, ...)                      # the models of a config
+
+Not here: what does not go together (the other files of this folder).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from stable_opd_mcore.config.schema import Config, ModelConfig
+from stable_opd_mcore.data.chat import Tokenizer, stop_sources
+from stable_opd_mcore.data.vocabulary import RenamedToken, same_vocabulary
+from stable_opd_mcore.losses.objectives import Objective
+from stable_opd_mcore.losses.stop_tokens import shared_stop_ids
+from stable_opd_mcore.models.families import read_fields
+
+EXAMPLE = "1+1"  # which the synthetic tokenizer can encode too
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """One model's tokenizer and settings."""
+
+    role: str  # "student" or "teacher"
+    place: str  # its directory, as messages name it
+    tokenizer: Tokenizer
+    stop_ids: tuple[int, ...]
+    stop_sources: Mapping[str, tuple[int, ...]]  # source -> the ids that it names
+    settings: Mapping[str, Any]  # config.json, or the inline architecture; empty without
+    prompt_template: str = "{problem}"
+    system_prompt: str | None = None
+
+    @cached_property
+    def prompt_text(self) -> str:
+        """An example's prompt, by this model's own template.
+
+        Raises:
+            DataError: the template fails.
+        """
+        return self.tokenizer.render_prompt(EXAMPLE, self.prompt_template, self.system_prompt)
+
+    @cached_property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(self.prompt_text))
+
+    def named(self, token_id: int | None) -> str:
+        """An id with its name in this model: "151645 '<|im_end|>'"."""
+        if token_id is None:
+            return "none"
+        name = self.tokenizer.names_by_id.get(token_id)
+        return f"{token_id} (no token)" if name is None else f"{token_id} {name!r}"
+
+    def named_all(self, token_ids: tuple[int, ...]) -> str:
+        return ", ".join(map(self.named, token_ids)) or "none"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A student and the teacher that scores it."""
+
+    student: ModelFiles
+    teacher: ModelFiles | None  # None: the objective has none
+    merged_stops: tuple[int, ...]  # one outcome in the loss; empty: it compares single tokens
+    teacher_gap: str | None = None  # what is not known of the teacher, and why
+
+    @property
+    def models(self) -> tuple[ModelFiles, ...]:
+        return (self.student,) if self.teacher is None else (self.student, self.teacher)
+
+    @property
+    def has_two_tokenizers(self) -> bool:
+        return self.teacher is not None and self.teacher.tokenizer is not self.student.tokenizer
+
+    @property
+    def models_with_own_tokenizer(self) -> tuple[ModelFiles, ...]:
+        return self.models if self.has_two_tokenizers else (self.student,)
+
+    @cached_property
+    def renamed(self) -> list[RenamedToken]:
+        """Added tokens that differ.
+
+        Raises:
+            UserError: the base vocabularies differ.
+        """
+        if self.teacher is None:
+            return []
+        return same_vocabulary(self.student.tokenizer, self.teacher.tokenizer)
+
+
+def read_model(role: str, path: str) -> ModelFiles:
+    """A model directory; one without config.json has no settings.
+
+    Raises:
+        UserError: a file is missing, too large, or cannot be read.
+    """
+    tokenizer = Tokenizer.load(path)
+    return ModelFiles(
+        role=role,
+        place=path,
+        tokenizer=tokenizer,
+        stop_ids=tokenizer.stop_token_ids,
+        stop_sources=stop_sources(path, tokenizer),
+        settings=read_fields(path)[1] if (Path(path) / "config.json").is_file() else {},
+    )
+
+
+def read_pair(student: ModelFiles, teacher: ModelFiles) -> Pair:
+    """Two directories that no config names; the loss merges their stop ids, as is its default."""
+    return Pair(student, teacher, shared_stop_ids(student.stop_ids, teacher.stop_ids))
+
+
+def configured_pair(
+    config: Config,
+    tokenizer: Tokenizer,
+    teacher_tokenizer: Tokenizer | None,
+    teacher_stops: tuple[int, ...] | None,
+    objective: Objective,
+) -> Pair:
+    """The models of a config, and the stop class of its loss.
+
+    Args:
+        teacher_tokenizer: None where the teacher's directory has none.
+        teacher_stops: None without a teacher.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    student = _configured(config, "student", config.student, tokenizer, tokenizer.stop_token_ids)
+    if config.teacher is None or teacher_stops is None or objective.teacher_needs == "none":
+        return Pair(student, None, objective.stop_ids)
+    own = teacher_tokenizer or tokenizer
+    teacher = _configured(config, "teacher", config.teacher, own, teacher_stops)
+    gap = None
+    if teacher_tokenizer is None and config.teacher.architecture is None:
+        path = config.teacher.path
+        gap = "teacher.path is null" if path is None else f"{path} has no tokenizer.json"
+    return Pair(student, teacher, objective.stop_ids, gap)
+
+
+def _configured(
+    config: Config, role: str, model: ModelConfig, tokenizer: Tokenizer, stops: tuple[int, ...]
+) -> ModelFiles:
+    source = model.path if model.architecture is None else model.architecture
+    if model.stop_token_ids is not None:
+        sources = {f"{role}.stop_token_ids": model.stop_token_ids}
+    else:
+        directory = tokenizer.path if Path(tokenizer.path).is_dir() else None
+        sources = stop_sources(directory, tokenizer)
+    return ModelFiles(
+        role=role,
+        place=model.path or "inline architecture",
+        tokenizer=tokenizer,
+        stop_ids=stops,
+        stop_sources=sources,
+        settings={} if source is None else read_fields(source)[1],
+        prompt_template=config.data.prompt_template,
+        system_prompt=config.data.system_prompt,
+    )

@@ -1,0 +1,153 @@
+"""The run directory: locked by another run, trained with other settings, not writable, too small.
+
+`train` calls `settings_changes` too. Not here: the lock itself (run_lock.py).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from stable_opd_mcore.atomic_files import naming_disk_errors
+from stable_opd_mcore.checks.finding import Finding
+from stable_opd_mcore.checks.known import Known
+from stable_opd_mcore.config.changes import changes, read_settings
+from stable_opd_mcore.config.cold_start import after_cold_start
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.errors import ConfigError
+from stable_opd_mcore.planning.hardware import GIB
+from stable_opd_mcore.planning.layout import Layout
+from stable_opd_mcore.planning.model_size import ModelSize
+from stable_opd_mcore.run_lock import (
+    LOCK_FILE,
+    STALE_SECONDS,
+    describe,
+    has_ended,
+    heartbeat,
+    in_use,
+    read_holder,
+)
+
+SUBJECT = "run directory"
+CHECKPOINTS = "checkpoints"
+RESOLVED = "config.resolved.yaml"
+
+
+def settings_changes(config: Config, accepted: bool) -> dict[str, tuple[Any, Any]]:
+    """Settings that differ from those with which the run directory's checkpoints were trained.
+
+    Empty without checkpoints: then the run starts anew.
+
+    Raises:
+        ConfigError: there are some, and they are not `accepted`.
+    """
+    directory = config.run.path
+    stored = directory / RESOLVED
+    if not stored.is_file() or not any((directory / CHECKPOINTS).glob("step_*")):
+        return {}
+    differences = changes(read_settings(stored), config)
+    if differences and not accepted:
+        lines = "\n".join(f"  {key}: {old} -> {new}" for key, (old, new) in differences.items())
+        raise ConfigError(
+            f"{directory} was trained with other settings ({stored}):\n{lines}\n"
+            "Set them back, start a new run with another run.name, or resume with the new "
+            "settings: --accept-changes"
+        )
+    return differences
+
+
+def writable(known: Known) -> Iterator[Finding]:
+    """A run directory that cannot be written; `train` refuses it in the same words."""
+    home = known.config.run.path
+    place = _existing(home)
+    with naming_disk_errors(home):
+        if not place.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(home))
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(home))
+    yield from ()
+
+
+def other_run(known: Known) -> Iterator[Finding]:
+    """A run directory that another run holds; `train` refuses it in the same words.
+
+    On another machine only the heartbeat shows whether the holder lives; `train` waits for it.
+    """
+    home = known.config.run.path
+    path = home / LOCK_FILE
+    if not home.is_dir():
+        return
+    holder = read_holder(path)
+    if holder is None:
+        return
+    ended = has_ended(holder)
+    if ended is False:
+        raise in_use(home, holder)
+    beat = heartbeat(path)
+    if ended is None and beat is not None and time.time() - beat < STALE_SECONDS:
+        yield Finding(
+            "warning",
+            SUBJECT,
+            f"{home}: another run may be training here",
+            (
+                ("its lock names", describe(holder)),
+                ("last heartbeat", f"{time.time() - beat:.0f} s ago"),
+            ),
+            f"`train` waits until the heartbeat is {STALE_SECONDS:.0f} s old, and ends if it beats",
+            "stop the other run, or choose another run.name",
+        )
+
+
+def other_settings(known: Known) -> Iterator[Finding]:
+    """A run that would be resumed with other settings."""
+    config = known.config
+    if config.cold_start is not None:
+        config = after_cold_start(config)
+    for key, (old, new) in settings_changes(config, known.accept_changes).items():
+        yield Finding(
+            "note",
+            SUBJECT,
+            f"{key} differs from the run's checkpoints",
+            (("before", str(old)), ("now", str(new))),
+            "the run goes on with the new value, as --accept-changes says",
+            f"{key}={old}",
+        )
+
+
+def disk(known: Known) -> Iterator[Finding]:
+    """Less free space than the checkpoints and the exported model take."""
+    config = known.config
+    parameters = ModelSize(known.architecture, Layout(1)).total_parameters()
+    element, state = (2, 12) if config.train.precision == "bf16" else (4, 8)
+    model, checkpoint = element * parameters, (element + state) * parameters
+    home = config.run.path
+    existing = len(list((home / CHECKPOINTS).glob("step_*")))
+    kept = max(1, config.checkpoint.keep + 1 - existing)  # a new one is written before one goes
+    free = shutil.disk_usage(_existing(home)).free
+    if free >= model + kept * checkpoint:
+        return
+    none_fits = free < model + checkpoint
+    yield Finding(
+        "error" if none_fits else "warning",
+        SUBJECT,
+        f"{home}: too little space for "
+        + ("one checkpoint and the model" if none_fits else f"{kept} more checkpoints"),
+        (
+            ("needed", f"{(model + kept * checkpoint) / GIB:.1f} GiB"),
+            ("free", f"{free / GIB:.1f} GiB"),
+        ),
+        "the run ends when a checkpoint cannot be written",
+        "run.directory on a larger disk, or a smaller checkpoint.keep",
+    )
+
+
+def _existing(path: Path) -> Path:
+    """The path, or the nearest directory above it that exists."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path

@@ -1,0 +1,119 @@
+"""Which package serves Adam and the norms, and an `apex` that is not NVIDIA's.
+
+Megatron takes Adam from Transformer Engine, else from NVIDIA's apex, else from torch, by which of
+them can be imported. The norms are Transformer Engine's or torch's (models/spec.py). Nothing is
+imported here: a package of the wrong kind may run anything at its import.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Literal
+
+from stable_opd_mcore.checks.finding import Finding
+
+SUBJECT = "software"
+Provider = Literal["Transformer Engine", "apex", "torch"]
+
+
+@dataclass(frozen=True)
+class Software:
+    """What is installed where this interpreter looks."""
+
+    transformer_engine: bool
+    apex: Path | None  # where a package of this name is
+    apex_is_nvidias: bool  # it has the module that Megatron imports
+    apex_is_built: bool  # with its CUDA extensions, without which its Adam refuses to work
+    on_gpu: bool
+
+    @property
+    def adam(self) -> Provider:
+        """Megatron's choice (megatron/core/optimizer/__init__.py); on a CPU it is torch's."""
+        if not self.on_gpu:
+            return "torch"
+        if self.transformer_engine:
+            return "Transformer Engine"
+        return "apex" if self.apex_is_nvidias else "torch"
+
+    @property
+    def norms(self) -> Provider:
+        return "Transformer Engine" if self.on_gpu and self.transformer_engine else "torch"
+
+    def line(self) -> str:
+        where = "on a GPU" if self.on_gpu else "on a CPU"
+        return f"software {where}: Adam is {self.adam}'s, norms are {self.norms}'s"
+
+
+def installed(on_gpu: bool, paths: Sequence[str] | None = None) -> Software:
+    """
+    Args:
+        on_gpu: whether the run has GPUs.
+        paths: where packages are looked for, as sys.path, which is the default.
+    """
+    apex = _folder("apex", paths)
+    return Software(
+        transformer_engine=_folder("transformer_engine", paths) is not None,
+        apex=apex,
+        apex_is_nvidias=apex is not None and (apex / "optimizers" / "fused_adam.py").is_file(),
+        apex_is_built=PathFinder.find_spec("amp_C", _search(paths)) is not None,
+        on_gpu=on_gpu,
+    )
+
+
+def apex(software: Software) -> Iterator[Finding]:
+    """A package named apex that is not NVIDIA's, or NVIDIA's without its extensions."""
+    if software.apex is not None and not software.apex_is_nvidias:
+        yield Finding(
+            "error",
+            SUBJECT,
+            "the installed package `apex` is not NVIDIA's",
+            (
+                ("installed", str(software.apex)),
+                ("expected", "apex/optimizers/fused_adam.py in it, or no apex"),
+            ),
+            "Megatron imports apex for fused kernels; PyPI's package of this name is a toolkit for "
+            "web sites",
+            "pip uninstall apex; NVIDIA's is built from its source, and Transformer Engine makes "
+            "it unnecessary",
+        )
+    elif software.adam == "apex" and not software.apex_is_built:
+        yield Finding(
+            "error",
+            SUBJECT,
+            "NVIDIA's apex is installed without its CUDA extensions",
+            (("installed", str(software.apex)), ("expected", "the module amp_C beside it")),
+            "Megatron takes apex's Adam, which refuses to work",
+            "install Transformer Engine (the extra `gpu`), build apex with its extensions, or "
+            "uninstall it",
+        )
+
+
+def unfused(software: Software) -> Iterator[Finding]:
+    """A GPU without Transformer Engine."""
+    if software.on_gpu and not software.transformer_engine:
+        yield Finding(
+            "warning",
+            SUBJECT,
+            "Transformer Engine is not installed",
+            (("Adam", f"{software.adam}'s"), ("norms and attention", f"{software.norms}'s")),
+            "the layers are torch's: slow, with attention over whole masks, and for tests only",
+            "install the extra `gpu` (pyproject.toml)",
+        )
+
+
+def _search(paths: Sequence[str] | None) -> list[str]:
+    return list(sys.path if paths is None else paths)
+
+
+def _folder(name: str, paths: Sequence[str] | None) -> Path | None:
+    spec = PathFinder.find_spec(name, _search(paths))
+    if spec is None:
+        return None
+    folders = list(spec.submodule_search_locations or ())
+    if folders:
+        return Path(folders[0])
+    return Path(spec.origin) if spec.origin else None

@@ -1,0 +1,49 @@
+"""Which ids two tokenizers share, and which tokens have other names in the second.
+
+Not here: loading a tokenizer (chat.py), what follows from a difference (checks/).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.errors import UserError
+
+
+@dataclass(frozen=True)
+class RenamedToken:
+    """An added token whose id has different names in two tokenizers; None: no such id there."""
+
+    token_id: int
+    first: str | None
+    second: str | None
+
+
+def same_vocabulary(first: Tokenizer, second: Tokenizer) -> list[RenamedToken]:
+    """Check that two tokenizers share their base vocabulary; return the added tokens that differ.
+
+    Added tokens may have different names under one id (R1-Distill's User mark is Qwen's
+    <|im_start|>) or exist on one side only.
+
+    Raises:
+        UserError: a base token differs; the message names both paths and the first such id.
+    """
+    names = first.names_by_id, second.names_by_id
+    added = first.added_ids, second.added_ids
+    renamed: list[RenamedToken] = []
+    for token_id in sorted(names[0].keys() | names[1].keys()):
+        a, b = names[0].get(token_id), names[1].get(token_id)
+        if a == b:
+            continue
+        is_base = (a is not None and token_id not in added[0]) or (
+            b is not None and token_id not in added[1]
+        )
+        if is_base:
+            raise UserError(
+                f"{first.path} and {second.path} have different tokenizers: id {token_id} is "
+                f"{a!r} in the first and {b!r} in the second; on-policy distillation needs a "
+                "teacher with the student's vocabulary"
+            )
+        renamed.append(RenamedToken(token_id, a, b))
+    return renamed

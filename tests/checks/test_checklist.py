@@ -1,0 +1,219 @@
+"""The whole list: real pairs, hostile files, a config with several faults."""
+
+import inspect
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from stable_opd_mcore.checks import checklist
+from stable_opd_mcore.checks.checklist import (
+    check_config,
+    check_file,
+    check_models,
+    check_pair,
+    refuse_errors,
+)
+from stable_opd_mcore.checks.finding import Finding
+from stable_opd_mcore.checks.known import Place
+from stable_opd_mcore.checks.pair import ModelFiles, read_model
+from stable_opd_mcore.checks.report import Report
+from stable_opd_mcore.config.load import load_config
+from stable_opd_mcore.errors import ConfigError
+from stable_opd_mcore.planning.plan import Cluster
+from tests.checks.directories import the, write_model
+from tests.real_data import real_data
+from tests.train.runs import tiny_config
+
+END = "<\uff5cend\u2581of\u2581sentence\uff5c>"
+QWEN, R1 = "tokenizers/Qwen2.5-Math-1.5B", "tokenizers/DeepSeek-R1-Distill-Qwen"
+
+
+@pytest.fixture(scope="module")
+def qwen() -> ModelFiles:
+    return read_model("student", str(real_data(QWEN)))
+
+
+def test_qwen_math_with_r1_distill(qwen, tmp_path):
+    for file in real_data(R1).iterdir():  # config_1.5B.json is its published config.json
+        shutil.copy(file, tmp_path / file.name.replace("config_1.5B", "config"))
+    report = check_models(qwen, read_model("teacher", str(tmp_path)))
+    found = list(report.findings)
+    values = {
+        token_id: dict(the(found, f"id {token_id} means different tokens").values)
+        for token_id in (151643, 151644, 151645, 151648)
+    }
+    assert values == {
+        151643: {"student": "'<|endoftext|>'", "teacher": f"'{END}'"},
+        151644: {"student": "'<|im_start|>'", "teacher": "'<\uff5cUser\uff5c>'"},
+        151645: {"student": "'<|im_end|>'", "teacher": "'<\uff5cAssistant\uff5c>'"},
+        151648: {"student": "'<|box_start|>'", "teacher": "'<think>'"},
+    }  # fmt: skip
+    assert the(found, "prompts begin with different tokens (BOS)").values == (
+        ("student", "none"),
+        ("teacher", "151646 '<\uff5cbegin\u2581of\u2581sentence\uff5c>'"),
+    )
+    bos = the(found, "the teacher's files name two tokens for BOS")
+    assert [value.split()[0] for _, value in bos.values] == ["151643", "151646"]
+    eos = the(found, "the student's chat template ends turns with another token than its EOS")
+    assert [value for _, value in eos.values] == ["151645 '<|im_end|>'", "151643 '<|endoftext|>'"]
+    assert the(found, "the teacher's template deletes thoughts before </think>")
+    assert the(found, "<think> is not the same tokens in both models")
+    assert "the loss compares p(151643 + 151645), one outcome for both models" in report.facts[-1]
+    assert not report.errors
+    text = report.text()
+    assert "<|im_start|>user" in text
+    assert "<\uff5cUser\uff5c>1+1" in text
+
+
+def test_qwen_math_with_itself_has_no_finding(qwen):
+    assert check_models(qwen, read_model("teacher", str(real_data(QWEN)))).findings == ()
+
+
+def damaged(directory: Path, name: str, content: bytes | None) -> str:
+    write_model(directory)
+    if content is None:
+        (directory / name).unlink()
+    else:
+        (directory / name).write_bytes(content)
+    return str(directory)
+
+
+HOSTILE = {
+    "no tokenizer": ("tokenizer.json", None, "no tokenizer.json in it"),
+    "broken JSON": ("tokenizer.json", b'{"version": ', "not valid JSON"),
+    "a list": ("tokenizer_config.json", b"[]", "a JSON list, not an object"),
+    "broken settings": ("config.json", b"{]", "config.json: not valid JSON"),
+    "settings nested too deep": ("config.json", b'{"a":' + b"[" * 10**5, "config.json: not valid"),
+    "settings of a wrong type": ("config.json", b"7", "config.json: a JSON int, not an object"),
+    "bytes that are no text": ("generation_config.json", b"\xff\xfe\x00", "not valid JSON"),
+    "an EOS of a wrong type": (
+        "generation_config.json",
+        b'{"eos_token_id": {"x": 1}}',
+        "expected a token id or a list of them",
+    ),
+    "an EOS outside the vocabulary": (
+        "generation_config.json",
+        b'{"eos_token_id": 10000000000}',
+        "are outside the vocabulary",
+    ),
+    "a huge file": ("generation_config.json", b" " * (17 * 2**20), "more than 16 MiB"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_file_is_one_error(case, tmp_path):
+    name, content, words = HOSTILE[case]
+    teacher = damaged(tmp_path / "teacher", name, content)
+    (finding,) = check_pair(write_model(tmp_path / "student"), teacher).findings
+    assert (finding.severity, finding.subject) == ("error", "files")
+    assert words in finding.title
+    assert teacher in finding.title
+    assert len(finding.title) < 1000
+
+
+def test_both_directories_are_read_though_one_is_absent(tmp_path):
+    student, teacher = str(tmp_path / "a"), damaged(tmp_path / "b", "tokenizer.json", b"")
+    first, second = check_pair(student, teacher).findings
+    assert student in first.title
+    assert teacher in second.title
+
+
+def test_a_directory_without_settings_is_said(tmp_path):
+    teacher = damaged(tmp_path / "teacher", "config.json", None)
+    (finding,) = check_pair(write_model(tmp_path / "student"), teacher).findings
+    assert (finding.severity, finding.title) == ("note", f"{teacher} has no config.json")
+
+
+def test_a_good_config_has_no_finding(tmp_path):
+    report = check_config(tiny_config(tmp_path, "run", sampling={"max_new_tokens": 64}), None)
+    assert report.findings == ()
+    assert "student stops on 20 '$' (chat template, tokenizer)" in report.facts
+    refuse_errors(report)
+    shipped = load_config("configs/smoke_cpu.yaml", [f"run.directory={tmp_path}"])
+    assert check_config(shipped, None).findings == ()
+
+
+def test_a_run_without_a_teacher_has_no_finding_on_pairs(tmp_path):
+    alone = {"teacher": None, "kl": {"beta": 0}, "mixture": {"lambda": 0}}
+    config = tiny_config(tmp_path, "run", objective={"name": "grpo"}, **alone)
+    report = check_config(config, None)
+    assert report.findings == ()
+    assert report.facts[0].startswith("student  inline architecture")
+    assert not [fact for fact in report.facts if "teacher" in fact or "stop class" in fact]
+
+
+def test_a_teacher_of_whom_only_the_address_is_known_is_said(tmp_path):
+    served = {"engine": "sglang", "urls": ["http://n1:1"], "architecture": None}
+    config = tiny_config(tmp_path, "run", teacher=served, sampling={"max_new_tokens": 64})
+    (finding,) = check_config(config, None).findings
+    assert (finding.severity, finding.title) == ("warning", "the teacher's tokenizer is not known")
+    assert finding.values[0] == ("teacher", "teacher.path is null")
+
+
+def test_a_config_that_cannot_be_loaded_is_one_error(tmp_path):
+    (tmp_path / "bad.yaml").write_text("run: {name: x, title: y}\n")
+    place = Place(Cluster(1, 8), "cpu")
+    assert len(check_file(tmp_path / "bad.yaml", [], place).errors) == 1
+    hot = ["sampling.temperature=0.7", "teacher.engine=sglang", "teacher.urls=[http://n1:1]"]
+    (error,) = check_file(Path("configs/smoke_cpu.yaml"), hot, place).findings
+    assert "sampling.temperature=0.7 with teacher.engine=sglang" in error.title
+
+
+def test_every_fault_of_a_config_is_found_at_once(tmp_path):
+    config = tiny_config(
+        tmp_path,
+        "run",
+        sampling={"max_new_tokens": 128, "top_p": 0.5},
+        parallel={"tensor": 4},
+        data={"train": {"path": str(tmp_path / "absent.jsonl")}},
+    )
+    report = check_config(config, None)
+    subjects = {finding.subject: finding.severity for finding in report.findings}
+    assert subjects == {
+        "window": "error",
+        "sampling": "warning",
+        "layout": "error",
+        "data": "error",
+    }
+    with pytest.raises(ConfigError) as caught:
+        refuse_errors(report)
+    for words in ("found 4 errors", "absent.jsonl: no such file", "parallel.tensor=4", "window"):
+        assert words in str(caught.value)
+    assert "top_p" not in str(caught.value)
+
+
+def test_the_cold_start_s_data_are_checked_too(tmp_path):
+    row = {"problem": "1+1", "answer": "2"}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
+    config = tiny_config(
+        tmp_path,
+        "run",
+        cold_start={"steps": 1, "lr": 1e-3, "prompts_per_step": 4},
+        mixture={"lambda": 0},
+        data={"train": {"path": str(tmp_path / "rows.jsonl")}},
+    )
+    (finding,) = check_config(config, None).errors
+    assert "no golden solution, which sft" in finding.title
+
+
+def test_one_refusal_keeps_its_own_words():
+    with pytest.raises(ConfigError, match=r"^mend a$"):
+        refuse_errors(Report((Finding("error", "data", "mend a"),)))
+
+
+def test_the_list_names_every_check_once():
+    listed = [*checklist.OF_A_PAIR, *checklist.OF_A_RUN, *checklist.OF_THE_SOFTWARE]
+    modules = {sys.modules[check.__module__] for check in listed}
+    written = {
+        function
+        for module in modules
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if not name.startswith("_")
+        and function.__module__ == module.__name__
+        and function.__annotations__["return"] in ("list[Finding]", "Iterator[Finding]")
+    }
+    assert written == set(listed)
+    assert len(listed) == len(written) > 30

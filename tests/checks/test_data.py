@@ -1,0 +1,116 @@
+"""Rows that train refuses or drops, long golden solutions, repeated ids and problems."""
+
+import json
+
+import pytest
+
+from stable_opd_mcore.checks import data
+from stable_opd_mcore.checks.known import Known
+from stable_opd_mcore.errors import DataError, UserError
+from tests.train.runs import tiny_config
+
+
+def rows(count=8, **fields):
+    return [
+        {"problem": f"1+{n}", "answer": "2", "solution": f"1+{n}=2;[2]", "id": str(n), **fields}
+        for n in range(count)
+    ]
+
+
+def written(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return {"path": str(path)}
+
+
+def known(tmp_path, train, held_out=None, **sections):
+    settings = {"train": written(tmp_path / "train.jsonl", train)}
+    if held_out is not None:
+        settings["eval"] = written(tmp_path / "eval.jsonl", held_out)
+    settings |= sections.pop("data", {})
+    return Known(tiny_config(tmp_path, "run", data=settings, **sections), None)
+
+
+LONG = {"problem": "1+1" + "+1" * 60, "answer": "2", "solution": "[2]", "id": "long"}
+CASES = {  # check, training rows, held-out rows, sections -> words of the title, the values
+    "dropped rows": (
+        data.usable_rows,
+        [*rows(), LONG],
+        None,
+        {"data": {"overlong": "drop"}},
+        ("1 rows of data.train do not fit the student's window", "9", "128"),
+    ),
+    "long golden solutions": (
+        data.golden_lengths,
+        [*rows(7), {**rows()[7], "solution": "1+1=2;" * 5 + "[2]"}],
+        None,
+        {},
+        ("1 of 8 golden solutions are longer than a response may be", "34 tokens", "24"),
+    ),
+    "an id twice": (
+        data.repeated_ids,
+        [*rows(), {**rows()[0], "problem": "9-1", "id": "3"}],
+        None,
+        {},
+        ("1 ids of data.train occur more than once", "'3' in 2 rows", "one row each"),
+    ),
+    "a problem twice": (
+        data.repeated_problems,
+        [*rows(), {**rows()[2], "problem": " 1+2\n", "id": "9"}],
+        None,
+        {},
+        ("1 problems of data.train occur more than once", "'1+2'", "2"),
+    ),
+    "a held-out problem that is trained on": (
+        data.repeated_problems,
+        rows(),
+        [{"problem": "1+3", "answer": "4"}, {"problem": "9-9", "answer": "0"}],
+        {},
+        ("1 problems of data.eval are also in data.train", "'1+3'", "2 rows"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_with_a_mutation_are_found(case, tmp_path):
+    check, train, held_out, sections, (title, *values) = CASES[case]
+    (finding,) = check(known(tmp_path, train, held_out, **sections))
+    assert finding.severity == "warning"
+    assert finding.title == title
+    assert [value for _, value in finding.values] == values
+
+
+def test_good_rows_give_no_finding(tmp_path):
+    good = known(tmp_path, rows(), [{"problem": "9-9", "answer": "0"}])
+    for check in (
+        data.usable_rows,
+        data.golden_lengths,
+        data.repeated_ids,
+        data.repeated_problems,
+    ):
+        assert list(check(good)) == []
+
+
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        (rows(7), "rollout.prompts_per_step=8 exceeds the 7 usable rows"),
+        ([*rows(), LONG], "its prompt has 124 tokens"),
+        ([*rows(), {**LONG, "problem": "1$+1"}], "the problem contains '\\$', a control token of"),
+        ([*rows(), {**LONG, "problem": "1+1", "solution": None}], "no golden solution"),
+    ],
+)
+def test_rows_that_train_refuses_are_refused_in_its_words(train, words, tmp_path):
+    with pytest.raises((DataError, UserError), match=words):
+        list(data.usable_rows(known(tmp_path, train)))
+
+
+def test_golden_solutions_count_only_beside_rollouts_and_up_to_the_limit(tmp_path):
+    exact = [{**rows()[n], "solution": "1+1=2;" * 3 + "[2]+1"} for n in range(8)]  # 24 tokens
+    assert list(data.golden_lengths(known(tmp_path, exact))) == []
+    long = [{**rows()[n], "solution": "1+1=2;" * 5 + "[2]"} for n in range(8)]
+    without = {"teacher": None, "kl": {"beta": 0}, "mixture": {"lambda": 0}}
+    for name in ("sft", "grpo"):
+        assert (
+            list(data.golden_lengths(known(tmp_path, long, objective={"name": name}, **without)))
+            == []
+        )

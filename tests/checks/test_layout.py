@@ -1,0 +1,115 @@
+"""Layout, memory and precision."""
+
+import pytest
+
+from stable_opd_mcore.checks import layout
+from stable_opd_mcore.checks.known import Known, Place
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.planning.plan import Cluster
+from tests.checks.directories import write_model
+from tests.planning.cases import config_7b
+from tests.train.runs import tiny_config
+
+ONE_NODE = Place(Cluster(1, 8), "h200")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "place", "words"),
+    [
+        ({"tensor": 4}, None, "the student does not fit the layout: parallel.tensor=4 does not"),
+        ({"pipeline": 3}, None, "4 layers do not divide into parallel.pipeline=3"),
+        ({"tensor": 2, "pipeline": 2}, Place(Cluster(1, 6), "h200"), "= 4 does not divide 6 train"),
+        ({"tensor": 2, "pipeline": 2}, Place(Cluster(1, 6), "a100"), "= 4 does not divide 6 train"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(parallel, place, words, tmp_path):
+    with pytest.raises(UserError, match=words):
+        list(layout.layout(Known(tiny_config(tmp_path, "run", parallel=parallel), place)))
+
+
+def test_memory_is_an_error_only_where_nothing_fits(tmp_path):
+    assert list(layout.memory(Known(config_7b(tmp_path), ONE_NODE))) == []
+    large = config_7b(tmp_path, "train.micro_batch_tokens=262144")
+    (finding,) = layout.memory(Known(large, ONE_NODE))
+    assert finding.severity == "warning"
+    assert finding.remedy.startswith("train.micro_batch_tokens=")
+    one_gpu = config_7b(tmp_path, "parallel.tensor=1", "parallel.sequence=false")
+    (finding,) = layout.memory(Known(one_gpu, Place(Cluster(1, 1), "h100")))
+    assert finding.severity == "error"
+    assert finding.values[1] == ("usable of a h100", "75.6 GiB")
+    assert list(layout.memory(Known(one_gpu, Place(Cluster(1, 1), "cpu")))) == []
+    other = Known(one_gpu, Place(Cluster(1, 1), "nvidia a100"))
+    (finding,) = layout.memory(other)
+    assert (finding.severity, finding.values[0]) == ("note", ("GPU", "nvidia a100"))
+    assert list(layout.layout(other)) == []
+
+
+def test_the_facts_say_what_a_rank_holds(tmp_path):
+    heads, memory = layout.facts(Known(config_7b(tmp_path), ONE_NODE))
+    assert heads == (
+        "a rank holds 7 of 28 heads, 28 of 28 layers a stage, 38016 of 152064 vocabulary rows"
+    )
+    assert memory.startswith("memory by `stable-opd plan`: ")
+    assert memory.endswith(" of 135.0 GiB of a h200, in the rollout phase")
+    (line,) = layout.facts(Known(tiny_config(tmp_path, "run", parallel={"tensor": 2}), None))
+    assert line.endswith(
+        "2 of 4 heads, 4 of 4 layers a stage, 14 of 27 vocabulary rows (1 of padding)"
+    )
+
+
+def test_weights_that_lose_bits_and_servers_of_another_precision_are_found(tmp_path):
+    config = tiny_config(
+        tmp_path,
+        "run",
+        train={"precision": "bf16"},
+        rollout={"engine": "sglang", "sglang": {"dtype": "float32"}},
+    )
+    (served,) = layout.precision(Known(config, None))
+    assert [value for _, value in served.values] == ["float32", "bfloat16"]
+
+
+def test_weights_stored_in_more_bits_than_they_are_trained_in_are_found(tmp_path):
+    path = write_model(tmp_path / "model", torch_dtype="float16", vocab_size=261)
+    models = {name: {"path": path, "architecture": None} for name in ("student", "teacher")}
+    config = tiny_config(
+        tmp_path, "run", tokenizer={"path": None}, train={"precision": "bf16"}, **models
+    )
+    found = list(layout.precision(Known(config, None)))
+    assert [finding.severity for finding in found] == ["note", "warning"]
+    assert [finding.values[0] for finding in found] == [("config.json", "float16")] * 2
+
+
+def test_servers_that_do_not_fit_the_gpus_are_refused_where_the_gpu_is_known(tmp_path):
+    served = (
+        "rollout.sglang.placement=colocated",
+        "rollout.sglang.num_servers=3",
+        "rollout.sglang.tensor=4",
+    )
+    config = config_7b(tmp_path, *served)
+    with pytest.raises(UserError, match="4 too many"):
+        list(layout.layout(Known(config, ONE_NODE)))
+    assert list(layout.layout(Known(config, Place(Cluster(1, 8), "a100")))) == []
+    assert list(layout.layout(Known(config_7b(tmp_path), ONE_NODE))) == []
+
+
+def test_precision_of_a_run_without_teacher_or_rollouts(tmp_path):
+    bf16 = {"precision": "bf16"}
+    alone = {"teacher": None, "kl": {"beta": 0}, "mixture": {"lambda": 0}, "train": bf16}
+    config = tiny_config(tmp_path, "run", objective={"name": "grpo"}, **alone)
+    assert list(layout.precision(Known(config, None))) == []
+    unused = {"engine": "sglang", "sglang": {"dtype": "float32"}, "samples_per_prompt": 4}
+    config = tiny_config(tmp_path, "run", objective={"name": "sft"}, rollout=unused, **alone)
+    assert list(layout.precision(Known(config, None))) == []
+
+
+def test_fp8_that_does_not_fit_is_refused_and_sampling_without_it_is_found(tmp_path):
+    every = {"student": "tensorwise", "teacher": "blockwise", "reference": "blockwise"}
+    config = tiny_config(tmp_path, "run", fp8=every)
+    assert list(layout.layout(Known(config, None))) == []
+    (finding,) = layout.precision(Known(config, None))
+    assert finding.values == (("fp8.student", "tensorwise"), ("sampled in", "float32"))
+    with pytest.raises(UserError, match=r"fp8.student=tensorwise with train.precision=fp32"):
+        list(layout.layout(Known(config, ONE_NODE)))
+    two = tiny_config(tmp_path, "run", fp8={"teacher": "blockwise"}, parallel={"tensor": 2})
+    with pytest.raises(UserError, match=r"fp8.teacher=blockwise: the queries' width is 24"):
+        list(layout.layout(Known(two, None)))

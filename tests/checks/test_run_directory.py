@@ -1,0 +1,104 @@
+"""A run directory that is locked, was trained with other settings, or cannot hold the run."""
+
+import json
+import os
+import shutil
+import time
+from collections import namedtuple
+
+import pytest
+
+from stable_opd_mcore.checks import run_directory
+from stable_opd_mcore.checks.known import Known
+from stable_opd_mcore.config.load import save_config
+from stable_opd_mcore.errors import ConfigError, UserError
+from stable_opd_mcore.run_lock import LOCK_FILE, RunLock, this_process
+from tests.train.runs import tiny_config
+
+
+def known(tmp_path, accept_changes=False, **sections):
+    return Known(tiny_config(tmp_path, "run", **sections), None, accept_changes)
+
+
+def trained(tmp_path, **sections):
+    save_config(tiny_config(tmp_path, "run", **sections), tmp_path / "run/config.resolved.yaml")
+    (tmp_path / "run" / "checkpoints" / "step_000001").mkdir(parents=True)
+
+
+def test_changed_settings_are_refused_unless_accepted(tmp_path):
+    trained(tmp_path)
+    assert list(run_directory.other_settings(known(tmp_path))) == []
+    changed = {"optimizer": {"lr": 2e-3}, "kl": {"beta": 0.2}}
+    with pytest.raises(ConfigError) as caught:
+        list(run_directory.other_settings(known(tmp_path, **changed)))
+    for part in ("optimizer.lr: 0.001 -> 0.002", "kl.beta: 0.1 -> 0.2", "run.name", "--accept-ch"):
+        assert part in str(caught.value)
+    accepted = list(run_directory.other_settings(known(tmp_path, accept_changes=True, **changed)))
+    assert [(f.severity, f.values) for f in accepted] == [
+        ("note", (("before", "0.1"), ("now", "0.2"))),
+        ("note", (("before", "0.001"), ("now", "0.002"))),
+    ]
+
+
+def test_a_run_without_checkpoints_starts_anew(tmp_path):
+    trained(tmp_path)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    assert list(run_directory.other_settings(known(tmp_path, optimizer={"lr": 2e-3}))) == []
+
+
+def write_lock(tmp_path, **fields):
+    (tmp_path / "run").mkdir(exist_ok=True)
+    path = tmp_path / "run" / LOCK_FILE
+    path.write_text(json.dumps({**this_process(), "token": "other", **fields}))
+    return path
+
+
+def test_a_living_holder_is_refused_in_the_words_of_train(tmp_path):
+    write_lock(tmp_path)  # of this process, which lives
+    with pytest.raises(UserError) as by_check:
+        list(run_directory.other_run(known(tmp_path)))
+    with pytest.raises(UserError) as by_train, RunLock(tmp_path / "run"):
+        pass
+    assert str(by_check.value) == str(by_train.value)
+
+
+def test_a_holder_on_another_machine_may_live(tmp_path):
+    path = write_lock(tmp_path, machine="another")
+    (finding,) = run_directory.other_run(known(tmp_path))
+    assert finding.severity == "warning"
+    os.utime(path, (time.time() - 100,) * 2)
+    assert list(run_directory.other_run(known(tmp_path))) == []
+    write_lock(tmp_path, process_start="1")  # a process that has ended
+    assert list(run_directory.other_run(known(tmp_path))) == []
+
+
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "runs").write_text("")
+    config = tiny_config(tmp_path / "runs", "bad")
+    with pytest.raises(UserError, match=r"runs/bad: cannot be written: \[Errno 20\] Not a direct"):
+        list(run_directory.writable(Known(config, None)))
+    assert list(run_directory.writable(known(tmp_path))) == []
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("free", "severity"), [(10**9, None), (700_000, "warning"), (9, "error")])
+def test_too_little_space_is_found(free, severity, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "free")(free)
+    monkeypatch.setattr(run_directory.shutil, "disk_usage", lambda path: usage)
+    found = list(run_directory.disk(known(tmp_path)))
+    assert [finding.severity for finding in found] == ([severity] if severity else [])
+
+
+def test_the_space_of_a_run_is_that_of_its_checkpoints_and_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_directory, "GIB", 1)
+    monkeypatch.setattr(run_directory.shutil, "disk_usage", lambda path: namedtuple("u", "free")(0))
+    parameters = 39136
+    for precision, model, checkpoint in (("fp32", 4, 12), ("bf16", 2, 14)):
+        sections = {"train": {"precision": precision}, "checkpoint": {"keep": 2}}
+        (finding,) = run_directory.disk(known(tmp_path, **sections))
+        needed = parameters * (model + 3 * checkpoint)
+        assert finding.values == (("needed", f"{needed:.1f} GiB"), ("free", "0.0 GiB"))
+    for step in (1, 2):  # two of three are there
+        (tmp_path / "run" / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+    (finding,) = run_directory.disk(known(tmp_path))
+    assert finding.values[0] == ("needed", f"{parameters * 16:.1f} GiB")

@@ -1,0 +1,85 @@
+"""Windows, rotary base, nucleus and embedding rows of a config."""
+
+import pytest
+
+from stable_opd_mcore.checks import sampling
+from stable_opd_mcore.checks.known import Known
+from stable_opd_mcore.errors import UserError
+from tests.train.runs import tiny_architecture, tiny_config
+
+
+def known(tmp_path, **sections):
+    return Known(tiny_config(tmp_path, "run", **sections), None)
+
+
+def long_student(**fields):
+    return {"architecture": tiny_architecture(32, 4, max_position_embeddings=16384, **fields)}
+
+
+LONG = {"max_new_tokens": 8192}
+CASES = {  # check, sections -> severity and the two values
+    "the student's window": (
+        sampling.student_window,
+        {"sampling": {"max_new_tokens": 128}},
+        ("error", "128 (rope_theta 10000)", "128"),
+    ),
+    "the teacher's window": (
+        sampling.teacher_window,
+        {"sampling": {"max_new_tokens": 126}},
+        ("error", "128", "130"),
+    ),
+    "a raised window": (
+        sampling.rotary_base,
+        {"student": long_student(), "sampling": LONG},
+        ("warning", "16384 (rope_theta 10000)", "8192"),
+    ),
+    "a nucleus": (
+        sampling.nucleus,
+        {"sampling": {"top_p": 0.9}},
+        ("warning", "0.9", "the full softmax, top_p 1"),
+    ),
+    "the nucleus of LSM's recipe": (
+        sampling.nucleus,
+        {"sampling": {"top_p": 0.9}, "objective": {"name": "lsm"}},
+        ("note", "0.9", "the full softmax, top_p 1"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_setting_that_does_not_fit_is_found(case, tmp_path):
+    check, sections, (severity, *values) = CASES[case]
+    (finding,) = check(known(tmp_path, **sections))
+    assert finding.severity == severity
+    assert [value for _, value in finding.values] == values
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"student": long_student(rope_theta=40000.0), "sampling": LONG},
+        {"student": long_student(), "sampling": {"max_new_tokens": 2048}},
+    ],
+)
+def test_settings_that_fit_give_no_finding(sections, tmp_path):
+    for check in (sampling.student_window, sampling.rotary_base, sampling.nucleus):
+        assert list(check(known(tmp_path, **sections))) == []
+    if not sections:
+        assert list(sampling.teacher_window(known(tmp_path))) == []
+
+
+def test_the_teacher_s_window_holds_exactly_what_it_says(tmp_path):
+    exact = known(tmp_path, sampling={"max_new_tokens": 124})  # and a prompt of 4 tokens
+    assert list(sampling.teacher_window(exact)) == []
+    served = {"engine": "sglang", "urls": ["http://n1:1"], "architecture": None}
+    assert list(sampling.teacher_window(known(tmp_path, teacher=served))) == []
+    alone = {"teacher": None, "kl": {"beta": 0}, "objective": {"name": "grpo"}}
+    assert list(sampling.teacher_window(known(tmp_path, **alone))) == []
+
+
+@pytest.mark.parametrize("role", ["student", "teacher"])
+def test_an_embedding_with_too_few_rows_is_refused_as_train_refuses_it(role, tmp_path):
+    small = {"architecture": tiny_architecture(32, 4, vocab_size=23)}
+    with pytest.raises(UserError, match=r"vocab_size=23 is smaller than the tokenizer's 24 tokens"):
+        list(sampling.embedding_rows(known(tmp_path, **{role: small})))

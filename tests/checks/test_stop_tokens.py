@@ -1,0 +1,61 @@
+"""The stop class is the loss's; stop tokens that differ or contradict each other are found."""
+
+from dataclasses import replace
+
+from stable_opd_mcore.checks.pair import read_model, read_pair
+from stable_opd_mcore.checks.stop_tokens import different_stops, stop_class
+from stable_opd_mcore.losses.stop_tokens import shared_stop_ids
+from tests.checks.directories import TEMPLATE, findings, the, write_model
+
+PLAIN_TURNS = TEMPLATE.replace("<|im_end|>", "")
+
+
+def pair(tmp_path, **teacher):
+    models = write_model(tmp_path / "student"), write_model(tmp_path / "teacher", **teacher)
+    return read_pair(read_model("student", models[0]), read_model("teacher", models[1]))
+
+
+def test_the_class_is_the_one_that_the_loss_merges(tmp_path):
+    read = pair(tmp_path, eos_token_id=259)
+    assert read.merged_stops == shared_stop_ids((258, 256), (258, 259, 256)) == (256, 258, 259)
+    assert stop_class(read) == [
+        "student stops on 258 '<|im_end|>' (chat template), "
+        "256 '<|endoftext|>' (generation_config.json, config.json, tokenizer)",
+        "teacher stops on 258 '<|im_end|>' (chat template), "
+        "259 '<|box_start|>' (generation_config.json, config.json), "
+        "256 '<|endoftext|>' (tokenizer)",
+        "stop class: the loss compares p(256 + 258 + 259), one outcome for both models",
+    ]
+    assert stop_class(replace(read, merged_stops=()))[-1].startswith("stop class: none")
+    (finding,) = different_stops(read)
+    assert (finding.severity, finding.subject) == ("note", "stop tokens")
+    assert (
+        finding.consequence == "the loss compares p(256 + 258 + 259) as one outcome in both models"
+    )
+    (finding,) = different_stops(replace(read, merged_stops=()))
+    assert finding.severity == "warning"
+    assert finding.remedy == "objective.stop_class=true"
+
+
+def test_a_merged_id_that_is_no_end_to_the_teacher_is_said(tmp_path):
+    template = TEMPLATE.replace("<|im_end|>", "<|box_start|>")
+    read = pair(tmp_path, rename={"<|im_end|>": "<user>"}, template=template)
+    (finding,) = different_stops(read)
+    assert finding.consequence.endswith(
+        "the teacher does not stop on them all: 258 is '<user>' there"
+    )
+
+
+def test_a_template_that_contradicts_the_eos_of_one_model_is_found(tmp_path):
+    found = findings(tmp_path, {}, {"template": PLAIN_TURNS})
+    finding = the(found, "ends turns with another token than its EOS")
+    assert finding.title.startswith("the student's chat template")
+    assert finding.severity == "warning"
+    assert finding.values == (
+        ("chat template", "258 '<|im_end|>'"),
+        ("generation_config.json, config.json, tokenizer", "256 '<|endoftext|>'"),
+    )
+
+
+def test_a_contradiction_that_both_models_share_is_none(tmp_path):
+    assert findings(tmp_path, {}, {}) == []

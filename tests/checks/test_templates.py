@@ -1,0 +1,56 @@
+"""Chat templates are compared by what they render."""
+
+import pytest
+
+from tests.checks.directories import TEMPLATE, findings, the
+
+DELETES = TEMPLATE.replace(
+    "{{ message['content'] }}", "{{ message['content'].split('</think>')[-1] }}"
+)
+OPENS = TEMPLATE.replace("assistant\\n{% endif", "assistant\\n<think>\\n{% endif").replace(
+    "assistant\n{% endif", "assistant\n<think>\n{% endif"
+)
+CASES = {
+    "no template": (
+        {"template": None},
+        ("note", "the teacher has no chat template", "none", "'1+1'"),
+    ),
+    "another system prompt": (
+        {"template": "Think.\n" + TEMPLATE},
+        ("warning", "the templates render the same problem differently", "'<|im_", "'Think.\\n<"),
+    ),
+    "thoughts are deleted": (
+        {"template": DELETES},
+        ("note", "the teacher's template deletes thoughts before </think>", "thought", "'<|im_"),
+    ),
+    "a thought is opened": (
+        {"template": OPENS},
+        ("warning", "one model's prompt opens a thought", "does not", "opens <think>"),
+    ),
+    "thoughts have a token of their own": (
+        {"rename": {"<|box_start|>": "<think>"}},
+        ("warning", "<think> is not the same tokens in both models", "27 '<', 83", "259 '<think>'"),
+    ),
+    "a template that fails": (
+        {"template": "{{ messages[7].content.x.y }}"},
+        ("error", "its chat template fails on"),
+    ),
+}
+
+
+def test_a_student_without_a_template_is_prompted_with_plain_text(tmp_path):
+    found = findings(tmp_path, {"template": None}, {"template": OPENS})
+    finding = the(found, "the student has no chat template")
+    assert finding.consequence == "prompts are the system prompt, a blank line and the problem"
+    assert finding.values == (("student", "none"), ("prompt", "'1+1'"))
+    assert the(found, "the templates render the same problem differently")
+    assert not [finding for finding in found if "opens a thought" in finding.title]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_mutated_template_is_found(case, tmp_path):
+    teacher, (severity, title, *values) = CASES[case]
+    finding = the(findings(tmp_path, {}, teacher), title)
+    assert finding.severity == severity
+    for (_, value), begins in zip(finding.values, values, strict=True):
+        assert value.startswith(begins)
