@@ -13,30 +13,33 @@ Not here: the check of lengths against a window (data/prompts.py).
 
 from __future__ import annotations
 
-import json
 import re
+import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
+from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
 from stable_opd_mcore.data.synthetic import PAD, PROMPT_END, SECOND_STOP, STOP, VOCABULARY
-from stable_opd_mcore.errors import DataError, UserError
+from stable_opd_mcore.errors import DataError
+from stable_opd_mcore.json_files import read_json_object, require_size
 
 SYNTHETIC = "synthetic"
 _THINK, _THINK_END = "<think>", "</think>"
 _MARK = "assistant-turn-mark"
-_JSON_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-)
+_GENERATION = "generation_config.json"
+_MIB = 2**20
+_JSON_FILES = {  # the most bytes of each; the largest published tokenizers have 35 MiB
+    "tokenizer.json": 256 * _MIB,
+    "tokenizer_config.json": 16 * _MIB,
+    "special_tokens_map.json": 16 * _MIB,
+    "added_tokens.json": 16 * _MIB,
+}
+_TEMPLATE_FILE, _TEMPLATE_LIMIT = "chat_template.jinja", 1 * _MIB
 # The stop token ends an assistant turn; PROMPT_END ends a user turn.
 _SYNTHETIC_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
@@ -87,20 +90,29 @@ class Tokenizer:
                 f"{path}: no tokenizer.json in it; download the model with its tokenizer, "
                 "or set tokenizer.path"
             )
+        for name, limit in {**_JSON_FILES, _TEMPLATE_FILE: _TEMPLATE_LIMIT}.items():
+            if (directory / name).is_file():
+                require_size(directory / name, limit)
         try:
             backend = PreTrainedTokenizerFast.from_pretrained(path)
         except Exception as error:  # tokenizers raises no narrower class
             for name in _JSON_FILES:
                 if (directory / name).is_file():
-                    _read_json(directory / name)
+                    read_json_object(directory / name, _JSON_FILES[name])
             raise DataError(
                 f"{path}: its tokenizer files cannot be loaded: {error}; download them again"
             ) from error
         return cls(backend, path, stop_token_ids)
 
     def save(self, directory: str | Path) -> None:
-        """Write tokenizer.json, its config and its chat template, for `load`."""
+        """Write tokenizer.json, its config, its chat template and generation_config.json.
+
+        `load` finds the same stop tokens there.
+        """
         self._backend.save_pretrained(str(directory))
+        generation = Path(self.path) / _GENERATION
+        if generation.is_file():
+            shutil.copyfile(generation, Path(directory) / _GENERATION)
 
     @property
     def vocab_size(self) -> int:
@@ -113,6 +125,30 @@ class Tokenizer:
         return eos if isinstance(eos, int) else None
 
     @property
+    def bos_token_id(self) -> int | None:
+        bos = self._backend.bos_token_id
+        return bos if isinstance(bos, int) else None
+
+    @property
+    def adds_bos(self) -> int | None:
+        """The BOS that the tokenizer itself puts before a text; None if it adds none.
+
+        Encoding here never adds it: a prompt begins with what its template writes.
+        """
+        ids = self._backend.backend_tokenizer.encode("1", add_special_tokens=True).ids
+        return self.bos_token_id if ids and ids[0] == self.bos_token_id else None
+
+    @cached_property
+    def names_by_id(self) -> dict[int, str]:
+        """Every token's name, as the vocabulary writes it."""
+        return {token_id: name for name, token_id in self._backend.get_vocab().items()}
+
+    @cached_property
+    def added_ids(self) -> frozenset[int]:
+        """Ids of the tokens that are no part of the base vocabulary."""
+        return frozenset(self._backend.get_added_vocab().values())
+
+    @property
     def has_template(self) -> bool:
         return self._backend.chat_template is not None
 
@@ -122,18 +158,22 @@ class Tokenizer:
         if not self.has_template:
             return None
         messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
-        tail = self.encode(self._render(messages, generation_prompt=False).rpartition(_MARK)[2])
-        added = set(self._backend.get_added_vocab().values())
-        return next((token for token in tail if token in added), None)
+        tail = self.encode(self.render(messages).rpartition(_MARK)[2])
+        return next((token for token in tail if token in self.added_ids), None)
+
+    @property
+    def json_text(self) -> str:
+        """The tokenizer as the text of a tokenizer.json."""
+        return self._backend.backend_tokenizer.to_str()
 
     @cached_property
-    def _control_tokens(self) -> re.Pattern[str] | None:
+    def control_tokens(self) -> re.Pattern[str] | None:
         """Matches the text of added tokens that are special, stop a response or mark a turn.
 
         Not every mark of a turn is special (R1-Distill's are not). Think tokens are content.
         """
         messages = [{"role": "user", "content": "0"}, {"role": "assistant", "content": _MARK}]
-        turns = self._render(messages, generation_prompt=True) if self.has_template else ""
+        turns = self.render(messages, generation_prompt=True) if self.has_template else ""
         control = {*self.stop_token_ids, *self.encode(turns.replace(_MARK, ""))}
         texts = [
             token.content
@@ -145,7 +185,7 @@ class Tokenizer:
 
     def control_token_in(self, text: str) -> str | None:
         """The first control token that `encode` would find in `text`; None without one."""
-        match = self._control_tokens.search(text) if self._control_tokens else None
+        match = self.control_tokens.search(text) if self.control_tokens else None
         return match.group() if match else None
 
     def encode(self, text: str) -> list[int]:
@@ -177,6 +217,14 @@ class Tokenizer:
         assert isinstance(text, str)
         return text
 
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token, special ones included; together the text of all.
+
+        Of a character that several tokens spell, the last one has the text, the others "".
+        """
+        stream = DecodeStream(skip_special_tokens=False)
+        return [stream.step(self._backend.backend_tokenizer, token) or "" for token in token_ids]
+
     def encode_prompt(
         self, problem: str, template: str = "{problem}", system: str | None = None
     ) -> tuple[int, ...]:
@@ -202,7 +250,7 @@ class Tokenizer:
         if not self.has_template:
             return user if system is None else f"{system}\n\n{user}"
         messages = [] if system is None else [{"role": "system", "content": system}]
-        return self._render([*messages, {"role": "user", "content": user}], generation_prompt=True)
+        return self.render([*messages, {"role": "user", "content": user}], generation_prompt=True)
 
     def response_text(self, solution: str, prompt_text: str) -> str:
         """A golden solution as the response to a prompt, which may have opened <think> already.
@@ -224,10 +272,15 @@ class Tokenizer:
         ids = self.encode(self.response_text(solution, prompt_text))
         return (*ids, self.stop_token_ids[0]) if complete else tuple(ids)
 
-    def _render(self, messages: list[dict[str, str]], generation_prompt: bool) -> str:
+    def render(self, messages: Sequence[dict[str, str]], generation_prompt: bool = False) -> str:
+        """The text that the chat template makes of these messages.
+
+        Raises:
+            DataError: the template fails.
+        """
         try:
             text = self._backend.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=generation_prompt
+                list(messages), tokenize=False, add_generation_prompt=generation_prompt
             )
         except Exception as error:  # a template is foreign code, which may raise anything
             raise DataError(
@@ -254,14 +307,12 @@ def resolve_stop_ids(
     Raises:
         DataError: no id in any source, or an id outside the vocabulary.
     """
-    if override is not None:
-        candidates = list(override)
+    if override is None:
+        sources = stop_sources(model_dir, tokenizer)
+        candidates = [token for ids in sources.values() for token in ids]
     else:
-        candidates = [tokenizer.turn_end_id]
-        for name in ("generation_config.json", "config.json"):
-            candidates.extend(_eos_of(Path(model_dir) / name) if model_dir is not None else [])
-        candidates.append(tokenizer.eos_token_id)
-    ids = tuple(dict.fromkeys(token for token in candidates if token is not None))
+        candidates = list(override)
+    ids = tuple(dict.fromkeys(candidates))
     if not ids:
         raise DataError(
             f"{tokenizer.path}: no stop token found; set student.stop_token_ids (teacher likewise)"
@@ -275,68 +326,29 @@ def resolve_stop_ids(
     return ids
 
 
-@dataclass(frozen=True)
-class RenamedToken:
-    """An added token whose id has different names in two tokenizers; None: no such id there."""
-
-    token_id: int
-    first: str | None
-    second: str | None
-
-
-def same_vocabulary(first: Tokenizer, second: Tokenizer) -> list[RenamedToken]:
-    """Check that two tokenizers share their base vocabulary; return the added tokens that differ.
-
-    Added tokens may have different names under one id (R1-Distill's User mark is Qwen's
-    <|im_start|>) or exist on one side only.
+def stop_sources(model_dir: str | Path | None, tokenizer: Tokenizer) -> dict[str, tuple[int, ...]]:
+    """The ids that each source names as the end of a response, in the order of `resolve_stop_ids`.
 
     Raises:
-        UserError: a base token differs; the message names both paths and the first such id.
+        DataError: a file that is no JSON object, or an eos_token_id that is no id.
     """
-    names = [_names_by_id(tokenizer) for tokenizer in (first, second)]
-    added = [set(tokenizer._backend.get_added_vocab().values()) for tokenizer in (first, second)]
-    renamed = []
-    for token_id in sorted(names[0].keys() | names[1].keys()):
-        a, b = names[0].get(token_id), names[1].get(token_id)
-        if a == b:
-            continue
-        is_base = (a is not None and token_id not in added[0]) or (
-            b is not None and token_id not in added[1]
-        )
-        if is_base:
-            raise UserError(
-                f"{first.path} and {second.path} have different tokenizers: id {token_id} is "
-                f"{a!r} in the first and {b!r} in the second; on-policy distillation needs a "
-                "teacher with the student's vocabulary"
-            )
-        renamed.append(RenamedToken(token_id, a, b))
-    return renamed
+    turn_end, eos = tokenizer.turn_end_id, tokenizer.eos_token_id
+    sources: dict[str, tuple[int, ...]] = {"chat template": () if turn_end is None else (turn_end,)}
+    for name in (_GENERATION, "config.json"):
+        sources[name] = () if model_dir is None else _eos_of(Path(model_dir) / name)
+    return sources | {"tokenizer": () if eos is None else (eos,)}
 
 
-def _names_by_id(tokenizer: Tokenizer) -> dict[int, str]:
-    return {token_id: name for name, token_id in tokenizer._backend.get_vocab().items()}
-
-
-def _eos_of(path: Path) -> list[int | None]:
+def _eos_of(path: Path) -> tuple[int, ...]:
     if not path.is_file():
-        return []
-    eos = _read_json(path).get("eos_token_id")
+        return ()
+    eos = read_json_object(path).get("eos_token_id")
     ids = eos if isinstance(eos, list) else [eos]
     if not all(token is None or type(token) is int for token in ids):
         raise DataError(
             f"{path}: eos_token_id is {eos!s:.80}; expected a token id or a list of them"
         )
-    return ids
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise DataError(f"{path}: a JSON {type(values).__name__}, not an object")
-    return values
+    return tuple(token for token in ids if token is not None)
 
 
 def _check_symbols(texts: Sequence[str]) -> None:

@@ -12,8 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
+import numpy as np
+from numpy.typing import NDArray
+
 from stable_opd_mcore.config.schema import TokenMasksConfig
-from stable_opd_mcore.data.repetition import repetitive_mask
+from stable_opd_mcore.data.repetition import tail_loop
 from stable_opd_mcore.records import Prompt, Rollout, Sample
 
 _NO_MASKS = TokenMasksConfig()
@@ -35,7 +38,7 @@ def off_policy_draws(cursor: int, count: int, on_policy_fraction: float, seed: i
 
 def mark_off_policy(samples: Sequence[Sample], off_policy: Sequence[bool]) -> list[Sample]:
     """Samples of one source with their prompts' marks; every prompt has the same number of them."""
-    each = len(samples) // len(off_policy)
+    each = len(samples) // max(1, len(off_policy))
     return [replace(s, off_policy=off_policy[i // each]) for i, s in enumerate(samples)]
 
 
@@ -45,17 +48,18 @@ def rollout_samples(
     """One sample per rollout; masked tokens have trained=False."""
     samples: list[Sample] = []
     for rollout in rollouts:
-        repetitive = repetitive_mask(rollout.token_ids)
+        loop_length = tail_loop(rollout.token_ids).length
         samples.append(
             Sample(
                 source="rollout",
                 prompt_id=rollout.prompt.prompt_id,
-                prompt_token_ids=rollout.prompt.token_ids,
+                prompt_token_ids=np.array(rollout.prompt.token_ids, np.int32),
                 response_token_ids=rollout.token_ids,
-                trained=_trained(rollout, repetitive, masks),
+                trained=_trained(rollout, loop_length, masks),
                 rollout_logprobs=rollout.rollout_logprobs,
-                repetitive=repetitive,
+                loop_length=loop_length,
                 reward=rollout.reward,
+                routed_experts=rollout.routed_experts,
                 truncated=rollout.finish_reason != "stop",
             )
         )
@@ -76,21 +80,21 @@ def golden_samples(prompts: Iterable[Prompt]) -> list[Sample]:
             Sample(
                 source="golden",
                 prompt_id=prompt.prompt_id,
-                prompt_token_ids=prompt.token_ids,
-                response_token_ids=prompt.golden_token_ids,
-                trained=(True,) * len(prompt.golden_token_ids),
+                prompt_token_ids=np.array(prompt.token_ids, np.int32),
+                response_token_ids=np.array(prompt.golden_token_ids, np.int32),
+                trained=np.ones(len(prompt.golden_token_ids), np.bool_),
             )
         )
     return samples
 
 
-def _trained(
-    rollout: Rollout, repetitive: tuple[bool, ...], masks: TokenMasksConfig
-) -> tuple[bool, ...]:
+def _trained(rollout: Rollout, loop_length: int, masks: TokenMasksConfig) -> NDArray[np.bool_]:
+    length = len(rollout.token_ids)
     if masks.truncated_rollouts and rollout.finish_reason != "stop":
-        return (False,) * len(rollout.token_ids)
-    trained = [not (masks.repetitive_tail and tail) for tail in repetitive]
-    for special in masks.special_token_ids:
-        if special in rollout.token_ids:
-            trained[rollout.token_ids.index(special)] = False
-    return tuple(trained)
+        return np.zeros(length, np.bool_)
+    trained = np.ones(length, np.bool_)
+    if masks.repetitive_tail:
+        trained[length - loop_length :] = False
+    for special in masks.special_token_ids:  # the first of each
+        trained[np.flatnonzero(rollout.token_ids == special)[:1]] = False
+    return trained

@@ -1,116 +1,145 @@
-"""Pack the global list of samples into the micro-batches of one data-parallel rank.
+"""Share out the samples of a minibatch over data-parallel ranks, and pack a rank's samples into
+micro-batches.
 
-Every rank holds the same samples and weights, and partition and packing are pure functions of them:
-all ranks agree without communication, and each builds only its own tensors. The token weights
-contain the global normaliser, so the loss does not depend on the micro-batch of a sample.
+`partition` needs only the costs of all samples, so every rank computes the same shares. `pack`
+builds the tensors of one share. The token weights contain the global normaliser, so the loss does
+not depend on the micro-batch of a sample.
 
 Sequences lie end to end, and cu_seqlens holds their bounds. Tokens that fill a micro-batch up to a
 multiple are a last sequence without loss rows. Context parallelism needs every sequence to be a
 multiple; its filling tokens stand at its end, where causal attention hides them from the others.
 
-Not here: the slices of context parallelism (parallel/context.py). Suffixes of names: records.py.
+Not here: how samples reach their rank (train/sharing.py), the slices of context parallelism
+(parallel/context.py). Suffixes of names: records.py.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from stable_opd_mcore.records import MicroBatch, Sample, TokenWeights
+from stable_opd_mcore.records import MicroBatch, Sample, SampleFacts, SampleWeights
 
 _PAD_TOKEN = 0  # any valid id: no loss reads it and no token attends to it
 
 
+def split_by_prompt(facts: SampleFacts, parts: int) -> list[NDArray[np.int64]]:
+    """Places of the samples of at most `parts` minibatches: prompt i goes to minibatch i modulo
+    `parts`, with all its samples.
+    """
+    _, first_P, prompt_B = np.unique(facts.prompt_B, return_index=True, return_inverse=True)
+    order_P = np.argsort(np.argsort(first_P))  # a prompt's place in the order of appearance
+    split = [np.flatnonzero(order_P[prompt_B] % parts == part) for part in range(parts)]
+    return [part for part in split if len(part)]
+
+
+def costs(
+    tokens_B: NDArray[np.int64], attention_length: float, sequence_multiple: int = 1
+) -> NDArray[np.float64]:
+    """What each sequence costs, in tokens without attention.
+
+    Args:
+        tokens_B: prompt and response tokens.
+        attention_length: tokens of a sequence whose attention costs as much as all else
+            (Architecture.attention_length).
+        sequence_multiple: as in `pack`.
+    """
+    lengths_B = _up_to(sequence_multiple, tokens_B)
+    return lengths_B * (1 + lengths_B / attention_length)
+
+
+def partition(costs_B: NDArray[np.float64], parts: int) -> list[list[int]]:
+    """Places of the sequences of each part, balanced by cost.
+
+    The costliest sequence comes first, each goes to the part with the lowest sum, ties to the lower
+    part.
+    """
+    loads = [(0.0, part) for part in range(parts)]  # a heap
+    shares: list[list[int]] = [[] for _ in range(parts)]
+    order_B = np.argsort(-costs_B, kind="stable")
+    for index, cost in zip(order_B.tolist(), costs_B[order_B].tolist(), strict=True):
+        load, part = loads[0]
+        heapq.heapreplace(loads, (load + cost, part))
+        shares[part].append(index)
+    return shares
+
+
 def pack(
     samples: Sequence[Sample],
-    weights: Sequence[TokenWeights],
+    weights: SampleWeights,
     *,
     max_tokens: int,
-    data_rank: int,
-    data_size: int,
+    agree: Callable[[int], int] = lambda count: count,
     attention_length: float = math.inf,
     pad_to_multiple: int = 1,
     sequence_multiple: int = 1,
     microbatch_multiple: int = 1,
+    routing: tuple[int, int] | None = None,
     device: str | torch.device = "cpu",
 ) -> list[MicroBatch]:
-    """This rank's micro-batches; every data-parallel rank gets the same number of them.
+    """The micro-batches of this rank's samples.
 
     Args:
-        samples: the global list, the same on every rank. Samples of weight zero are packed too,
-            for the metrics.
-        weights: one per sample, one value per response token.
+        samples: those that this rank trains on. Samples of weight zero are packed too, for the
+            metrics.
+        weights: of these samples.
         max_tokens: limit of T; a longer sequence is a micro-batch of its own.
-        attention_length: tokens of a sequence whose attention costs as much as all else
-            (Architecture.attention_length). Ranks and micro-batches are balanced by this cost.
+        agree: from the number of micro-batches that this rank needs to the number that every rank
+            makes.
+        attention_length: as in `costs`, by which micro-batches are balanced.
         pad_to_multiple: T is a multiple of this (World.token_multiple).
         sequence_multiple: every sequence's length is a multiple of this
             (World.sequence_multiple).
         microbatch_multiple: the number of micro-batches is a multiple of this; interleaved
             pipelines need the pipeline size.
+        routing: layers and experts of a token (L, C), where rollouts bring their experts.
 
     Returns:
         Micro-batches whose sample_index_N indexes `samples`; those without samples have N = 0.
 
     Raises:
-        ValueError: a sample without a prompt, or whose number of weights or masks differs from its
-            number of response tokens.
+        ValueError: a sample without a prompt, or whose number of masks or log-probabilities differs
+            from its number of response tokens.
     """
-    for index, (sample, weight) in enumerate(zip(samples, weights, strict=True)):
-        _check(index, sample, weight)
-    lengths = np.array([_length(sample) for sample in samples], dtype=np.int64)
-    lengths = _up_to(sequence_multiple, lengths)
-    costs = lengths * (1 + lengths / attention_length)
-    shares = partition(costs, data_size)
-    plans = [fill(lengths, share, max_tokens) for share in shares]
-    count = max(1, *(len(plan) for plan in plans))
-    count = -(-count // microbatch_multiple) * microbatch_multiple
-    mine = level(lengths, costs, plans[data_rank], count, max_tokens)
-    advantages_given = any(weight.advantage is not None for weight in weights)
+    for index, sample in enumerate(samples):
+        _check(index, sample)
+    tokens_B = np.array([_length(sample) for sample in samples], dtype=np.int64)
+    costs_B = costs(tokens_B, attention_length, sequence_multiple)
+    lengths_B = _up_to(sequence_multiple, tokens_B)
+    bins = fill(lengths_B, np.argsort(-costs_B, kind="stable").tolist(), max_tokens)
+    count = _up_to(microbatch_multiple, max(1, agree(len(bins))))
     multiples = (sequence_multiple, math.lcm(sequence_multiple, pad_to_multiple))
     return [
-        _build(samples, weights, members, multiples, advantages_given, device) for members in mine
+        _build(samples, weights, members, multiples, routing, device)
+        for members in level(lengths_B, costs_B, bins, count, max_tokens)
     ]
 
 
-def partition(costs: np.ndarray, parts: int) -> list[list[int]]:
-    """Indices of the sequences of each part, balanced by cost.
-
-    The costliest sequence comes first, each goes to the part with the lowest sum, ties to the lower
-    part.
-    """
-    loads = [0.0] * parts
-    shares: list[list[int]] = [[] for _ in range(parts)]
-    for index in np.argsort(-costs, kind="stable").tolist():
-        part = loads.index(min(loads))
-        loads[part] += float(costs[index])
-        shares[part].append(index)
-    return shares
-
-
-def fill(lengths: np.ndarray, members: Sequence[int], max_tokens: int) -> list[list[int]]:
+def fill(lengths_B: NDArray[np.int64], members: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Put each member into the first bin with room for it, at most max_tokens in a bin."""
     bins: list[list[int]] = []
-    room: list[int] = []
+    room_M = np.zeros(len(members), np.int64)
     for index in members:
-        length = int(lengths[index])
-        place = next((k for k, free in enumerate(room) if free >= length), None)
-        if place is None:
-            bins.append([index])
-            room.append(max_tokens - length)
-        else:
-            bins[place].append(index)
-            room[place] -= length
+        length = int(lengths_B[index])
+        fitting = np.flatnonzero(room_M[: len(bins)] >= length)
+        place = int(fitting[0]) if len(fitting) else len(bins)
+        if place == len(bins):
+            bins.append([])
+            room_M[place] = max_tokens
+        bins[place].append(index)
+        room_M[place] -= length
     return bins
 
 
 def level(
-    lengths: np.ndarray,
-    costs: np.ndarray,
+    lengths_B: NDArray[np.int64],
+    costs_B: NDArray[np.float64],
     bins: Sequence[Sequence[int]],
     count: int,
     max_tokens: int,
@@ -122,16 +151,16 @@ def level(
     one finds no room, the bins stay as they are; missing bins are empty.
     """
     levelled: list[list[int]] = [[] for _ in range(count)]
-    loads, used = [0.0] * count, [0] * count
-    for index in sorted((i for members in bins for i in members), key=lambda i: -costs[i]):
-        length = int(lengths[index])
-        open_bins = [k for k in range(count) if not used[k] or used[k] + length <= max_tokens]
-        if not open_bins:
+    loads_M, used_M = np.zeros(count), np.zeros(count, np.int64)
+    for index in sorted((i for members in bins for i in members), key=lambda i: -costs_B[i]):
+        length = int(lengths_B[index])
+        open_M = (used_M == 0) | (used_M + length <= max_tokens)
+        place = int(np.where(open_M, loads_M, np.inf).argmin())
+        if not open_M[place]:
             return [list(members) for members in bins] + [[]] * (count - len(bins))
-        place = min(open_bins, key=lambda k: loads[k])
         levelled[place].append(index)
-        loads[place] += float(costs[index])
-        used[place] += length
+        loads_M[place] += costs_B[index]
+        used_M[place] += length
     return levelled
 
 
@@ -139,8 +168,8 @@ def _length(sample: Sample) -> int:
     return len(sample.prompt_token_ids) + len(sample.response_token_ids)
 
 
-def _check(index: int, sample: Sample, weight: TokenWeights) -> None:
-    if not sample.prompt_token_ids:
+def _check(index: int, sample: Sample) -> None:
+    if not len(sample.prompt_token_ids):
         raise ValueError(
             f"sample {index} ({sample.prompt_id}) has an empty prompt: "
             "nothing predicts its first token"
@@ -149,11 +178,6 @@ def _check(index: int, sample: Sample, weight: TokenWeights) -> None:
     for name, values in (
         ("trained", sample.trained),
         ("rollout_logprobs", sample.rollout_logprobs),
-        ("repetitive", sample.repetitive),
-        ("pg", weight.pg),
-        ("kl", weight.kl),
-        ("sft", weight.sft),
-        ("advantage", weight.advantage),
     ):
         if values is not None and len(values) != expected:
             raise ValueError(
@@ -164,14 +188,15 @@ def _check(index: int, sample: Sample, weight: TokenWeights) -> None:
 
 def _build(
     samples: Sequence[Sample],
-    weights: Sequence[TokenWeights],
+    weights: SampleWeights,
     members: Sequence[int],
     multiples: tuple[int, int],  # of a sequence's length, of T
-    advantages_given: bool,
+    routing: tuple[int, int] | None,
     device: str | torch.device,
 ) -> MicroBatch:
     chosen = [samples[index] for index in members]
-    chosen_weights = [weights[index] for index in members]
+    members_S = np.array(members, dtype=np.int64)
+    weights_S = weights.select(members_S)
     prompts_S = np.array([len(sample.prompt_token_ids) for sample in chosen], dtype=np.int64)
     responses_S = np.array([len(sample.response_token_ids) for sample in chosen], dtype=np.int64)
     lengths_S = _up_to(multiples[0], prompts_S + responses_S)
@@ -183,45 +208,72 @@ def _build(
     tokens = [
         part
         for sample, tail in zip(chosen, tails_S.tolist(), strict=True)
-        for part in (sample.prompt_token_ids, sample.response_token_ids, (_PAD_TOKEN,) * tail)
+        for part in (sample.prompt_token_ids, sample.response_token_ids, _padding(tail))
     ]
-    tokens_T = _join([*tokens, (_PAD_TOKEN,) * padding], np.int64)
+    tokens_T = _join([*tokens, _padding(padding)], np.int64)
+    targets_N = _join([sample.response_token_ids for sample in chosen], np.int64)
     positions_T = _counters(sequences_S)
     token_index_N = _counters(responses_S)
     # The token at position p predicts p + 1: the prompt's last token predicts the response's first.
-    rows_N = np.repeat(starts_S + prompts_S - 1, responses_S) + token_index_N
+    rows_N = np.repeat(starts_S + prompts_S - 1, responses_S)
+    rows_N += token_index_N
 
-    def of_weights(name: str) -> np.ndarray:
-        return _join([getattr(weight, name) for weight in chosen_weights], np.float32)
+    trained_N = _join([sample.trained for sample in chosen], np.bool_)
+    logprobs = [
+        np.zeros(len(sample.response_token_ids), np.float32)
+        if sample.rollout_logprobs is None
+        else sample.rollout_logprobs
+        for sample in chosen
+    ]
+    loops = [
+        _range(length) >= length - sample.loop_length
+        for length, sample in zip(responses_S.tolist(), chosen, strict=True)
+    ]
+    truncated_S = np.array([sample.truncated for sample in chosen], dtype=np.bool_)
 
-    def or_zeros(values: Sequence[Sequence[float] | None], dtype: type[np.generic]) -> np.ndarray:
-        filled = [
-            (0,) * int(n) if v is None else v for v, n in zip(values, responses_S, strict=True)
-        ]
-        return _join(filled, dtype)
-
-    def tensor(array: np.ndarray) -> torch.Tensor:
+    def tensor(array: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(device)  # pyright: ignore[reportUnknownMemberType]
 
-    given = [weight.advantage for weight in chosen_weights]
+    def each(values_S: NDArray[Any]) -> NDArray[Any]:
+        return np.repeat(values_S, responses_S)
+
+    def weight(values_S: NDArray[np.float64], on_N: Any = True) -> torch.Tensor:
+        weight_N = each(values_S.astype(np.float32))
+        weight_N *= on_N
+        return tensor(weight_N)
+
+    advantage_S = weights_S.advantage_B
     return MicroBatch(
         tokens_T=tensor(tokens_T),
         positions_T=tensor(positions_T),
         cu_seqlens=tensor(np.append(0, np.cumsum(sequences_S)).astype(np.int32)),
         max_seqlen=int(sequences_S.max()),
         rows_N=tensor(rows_N),
-        targets_N=tensor(tokens_T[rows_N + 1]),
-        sample_index_N=tensor(np.repeat(np.array(members, dtype=np.int64), responses_S)),
+        targets_N=tensor(targets_N),
+        sample_index_N=tensor(each(members_S)),
         token_index_N=tensor(token_index_N),
-        pg_weight_N=tensor(of_weights("pg")),
-        kl_weight_N=tensor(of_weights("kl")),
-        sft_weight_N=tensor(of_weights("sft")),
-        rollout_logprob_N=tensor(
-            or_zeros([sample.rollout_logprobs for sample in chosen], np.float32)
-        ),
-        repetitive_N=tensor(or_zeros([sample.repetitive for sample in chosen], np.bool_)),
-        given_advantage_N=tensor(or_zeros(given, np.float32)) if advantages_given else None,
+        pg_weight_N=weight(weights_S.pg_B, trained_N),
+        kl_weight_N=weight(weights_S.kl_B),
+        sft_weight_N=weight(weights_S.sft_B, trained_N),
+        rollout_logprob_N=tensor(_join(logprobs, np.float32)),
+        repetitive_N=tensor(_join(loops, np.bool_)),
+        truncated_N=tensor(each(truncated_S)),
+        given_advantage_N=None if advantage_S is None else weight(advantage_S),
+        routed_experts_TLC=None
+        if routing is None
+        else tensor(_routed_experts(chosen, starts_S, (len(tokens_T), *routing))),
     )
+
+
+def _routed_experts(
+    chosen: Sequence[Sample], starts_S: NDArray[np.int64], shape: tuple[int, int, int]
+) -> NDArray[np.int16]:
+    """The engine's choices at the places of `chosen`, -1 elsewhere."""
+    experts_TLC = np.full(shape, -1, dtype=np.int16)
+    for start, sample in zip(starts_S.tolist(), chosen, strict=True):
+        if sample.routed_experts is not None:
+            experts_TLC[start : start + len(sample.routed_experts)] = sample.routed_experts
+    return experts_TLC
 
 
 def _up_to(multiple: int, lengths: Any) -> Any:
@@ -229,12 +281,19 @@ def _up_to(multiple: int, lengths: Any) -> Any:
     return -(-lengths // multiple) * multiple
 
 
-def _join(parts: Sequence[Sequence[float]], dtype: type[np.generic]) -> np.ndarray:
+def _padding(length: int) -> NDArray[np.int32]:
+    return np.full(length, _PAD_TOKEN, np.int32)
+
+
+def _join(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
     """All parts as one flat array."""
-    return np.concatenate([np.empty(0, dtype), *(np.asarray(part, dtype) for part in parts)])
+    return np.concatenate([np.empty(0, dtype), *parts], dtype=dtype)
 
 
-def _counters(lengths: np.ndarray) -> np.ndarray:
+def _counters(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """0 .. length - 1 for each length, concatenated."""
-    ends = np.cumsum(lengths)
-    return np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(ends - lengths, lengths)
+    return _join([_range(length) for length in lengths.tolist()], np.int64)
+
+
+def _range(length: int) -> NDArray[np.int64]:
+    return np.arange(length, dtype=np.int64)

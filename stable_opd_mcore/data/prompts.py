@@ -124,6 +124,23 @@ class PromptSet:
             opens_thinking=self._opens_thinking[index],
         )
 
+    @property
+    def window(self) -> int:
+        """Positions of the model."""
+        return self._window
+
+    def problems(self) -> list[str]:
+        """The problem of every row, as its source writes it."""
+        return [row.problem for row in self._rows]
+
+    def golden_lengths(self) -> list[int]:
+        """Tokens of every golden solution; 0 for a row without one."""
+        return self._goldens.lengths()
+
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(self._prompts.lengths())
+
     def select(self, indices: Sequence[int]) -> list[Prompt]:
         """The prompts of these rows, in this order."""
         return [self[index] for index in indices]
@@ -152,6 +169,9 @@ class _Ragged:
         self._flat = np.empty(int(self._ends[-1]), dtype=np.int32)
         for index, ids in enumerate(lists):
             self._flat[self._ends[index] : self._ends[index + 1]] = ids
+
+    def lengths(self) -> list[int]:
+        return np.diff(self._ends).tolist()
 
     def __getitem__(self, index: int) -> tuple[int, ...]:
         return tuple(self._flat[self._ends[index] : self._ends[index + 1]].tolist())

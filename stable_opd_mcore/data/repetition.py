@@ -1,55 +1,101 @@
-"""The repetitive tail of a response: its maximal periodic suffix of tokens (docs/method.md §5).
+"""The two detectors of repetition (docs/method.md §5).
 
-Not here: the repetition rate of responses, which is a compression ratio of their text
-(monitoring/health.py).
+`tail_loop` is the first: the maximal periodic suffix of a response, exact, with the place where it
+begins. `is_repetitive` is the paper's: how far zlib compresses the end of the text.
+
+Not here: rates over many responses (responses.py).
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+
+MIN_LOOP_TOKENS = 32  # no healthy text cut anywhere ends in a longer run (docs/method.md §5)
+MAX_PERIOD_TOKENS = 1024
+# The same limits for a text without token ids.
+MIN_LOOP_CHARACTERS = 64
+MAX_PERIOD_CHARACTERS = 4096
+
+PAPER_TAIL_CHARACTERS = 10_000
+ZLIB_LEVEL = 6
 
 _PREFILTER = 16  # tokens compared for all periods at once, before each is compared in full
 
 
-def periodic_suffix(token_ids: Sequence[int], max_period: int = 1024, min_repeats: int = 3) -> int:
-    """Length in tokens of the longest suffix with a period of at most max_period; 0 for none.
+@dataclass(frozen=True)
+class TailLoop:
+    """The loop that a response ends in; both numbers are 0 without one."""
+
+    length: int = 0  # tokens (or characters) of the loop, its incomplete last repeat included
+    period: int = 0  # tokens (or characters) of one repeat
+
+
+def tail_loop(
+    token_ids: Sequence[int] | np.ndarray,
+    max_period: int = MAX_PERIOD_TOKENS,
+    min_repeats: int = 3,
+    min_length: int = MIN_LOOP_TOKENS,
+) -> TailLoop:
+    """The longest suffix with a period of at most max_period, and its smallest period.
 
     A suffix of length L has period p if each of its tokens equals the token p places before it
-    inside the suffix. It counts if L >= min_repeats * p; the last repeat may be incomplete.
+    inside the suffix. It counts if L >= min_repeats * p and L >= min_length; the last repeat may be
+    incomplete.
 
     Cost: at most 16 vectorised passes over the periods, then one comparison over the response for
     each remaining period that is no multiple of one that was found.
     """
     if min_repeats < 2:
         raise ValueError(f"min_repeats={min_repeats}: a repetition needs 2 or more")
+    total = len(token_ids)
+    if total < min_length:
+        return TailLoop()
     # The reversed suffix is a prefix. It has period p if its first L - p tokens equal the L - p
     # tokens that begin at place p.
-    reversed_T = np.asarray(token_ids)[::-1]
-    total = len(reversed_T)
+    end = np.asarray(token_ids[max(0, total - max_period - _PREFILTER) :])[::-1]
     candidates = np.arange(1, min(max_period, total // min_repeats) + 1)
+    shortest = np.maximum(min_repeats * candidates, min_length)
     for offset in range(min(_PREFILTER, total)):
-        needed = offset < (min_repeats - 1) * candidates
-        ahead = np.minimum(candidates + offset, total - 1)
-        candidates = candidates[~needed | (reversed_T[ahead] == reversed_T[offset])]
+        ahead = np.minimum(candidates + offset, len(end) - 1)
+        kept = (offset >= shortest - candidates) | (end[ahead] == end[offset])
+        candidates, shortest = candidates[kept], shortest[kept]
         if not len(candidates):
-            return 0
-    found: list[tuple[int, int]] = []  # (period, length of its suffix)
-    for period in candidates.tolist():
+            return TailLoop()
+    reversed_T = np.asarray(token_ids)[::-1]
+    found: list[TailLoop] = []
+    for period, least in zip(candidates.tolist(), shortest.tolist(), strict=True):
         # A multiple of a period has the same suffix as the period itself.
-        if any(period % smaller == 0 and period <= length for smaller, length in found):
+        if any(period % loop.period == 0 and period <= loop.length for loop in found):
             continue
         differs = reversed_T[period:] != reversed_T[: total - period]
         agree = int(differs.argmax()) if differs.any() else total - period
-        if agree >= (min_repeats - 1) * period:
-            found.append((period, agree + period))
-    return max((length for _, length in found), default=0)
+        if agree + period >= least:
+            found.append(TailLoop(agree + period, period))
+    return max(found, key=lambda loop: loop.length, default=TailLoop())
 
 
-def repetitive_mask(
-    token_ids: Sequence[int], max_period: int = 1024, min_repeats: int = 3
-) -> tuple[bool, ...]:
-    """Per response token: True inside the maximal periodic suffix."""
-    length = periodic_suffix(token_ids, max_period, min_repeats)
-    return (False,) * (len(token_ids) - length) + (True,) * length
+def tail_loop_of_text(text: str) -> TailLoop:
+    """The loop of a text whose tokens are not known; lengths in characters."""
+    characters = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+    return tail_loop(characters, MAX_PERIOD_CHARACTERS, min_length=MIN_LOOP_CHARACTERS)
+
+
+def compression_ratio(text: str, tail_characters: int) -> float | None:
+    """UTF-8 bytes over zlib bytes of the last `tail_characters` characters of `text`.
+
+    None for a text of up to `tail_characters` characters, which the paper's rate does not judge.
+    """
+    if len(text) <= tail_characters:
+        return None
+    tail = text[-tail_characters:].encode("utf-8", "surrogatepass")
+    return len(tail) / len(zlib.compress(tail, ZLIB_LEVEL))
+
+
+def is_repetitive(text: str, tail_characters: int, ratio: float) -> bool:
+    """Whether the last `tail_characters` of `text` compress by more than `ratio`."""
+    compressed = compression_ratio(text, tail_characters)
+    return compressed is not None and compressed > ratio

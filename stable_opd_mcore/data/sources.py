@@ -11,7 +11,6 @@ here: tokens (data/chat.py, data/prompts.py).
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -21,8 +20,9 @@ from typing import Any
 
 from stable_opd_mcore.config.data import ColumnsConfig, SourceConfig
 from stable_opd_mcore.data.rows import Row
-from stable_opd_mcore.data.synthetic import ARITHMETIC, arithmetic_rows
+from stable_opd_mcore.data.synthetic import ARITHMETIC, SYNTHETIC, arithmetic_rows
 from stable_opd_mcore.errors import DataError
+from stable_opd_mcore.json_files import object_in_line
 
 Record = Mapping[str, Any]
 
@@ -39,7 +39,7 @@ def load_rows(source: SourceConfig) -> list[Row]:
     Raises:
         DataError: missing file or column, malformed line, empty or wrongly typed value, no rows.
     """
-    if source.path.startswith("synthetic:"):
+    if source.path.startswith(SYNTHETIC):
         if source.path != ARITHMETIC:
             raise DataError(f"{source.path}: no such synthetic task; there is {ARITHMETIC}")
         return arithmetic_rows(source.options, source.split, source.limit)
@@ -174,18 +174,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Record]]:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise DataError(
-                    f"{path}:{number}: not a JSON value ({error}); every line must be one object, "
-                    "complete, in UTF-8"
-                ) from None
-            if not isinstance(record, dict):
-                raise DataError(
-                    f"{path}:{number}: a JSON {type(record).__name__}, not an object with columns"
-                )
-            yield number, record
+            yield number, object_in_line(line, f"{path}:{number}")
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, Record]]:

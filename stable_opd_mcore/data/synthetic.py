@@ -2,9 +2,10 @@
 
 A problem "2+1+0-3*4" is computed from left to right modulo 5, one step at a time, and the answer
 ends the response: "2+1=3;3+0=3;3-3=0;0*4=0;[0]". A step may be re-checked any number of times:
-"2+1=3;w2+1=3;". A source can also hold loops for the models of the demonstration: a repeated step
-(`loop`) or repeated random symbols (`junk`) up to the window's end. Training on a loop starts after
-a few repeats, so a model learns to continue a loop and not to start one.
+"2+1=3;w2+1=3;". `unknown` facts have a random result, another one each time: a model that is
+trained on them lacks these facts. A source can also hold loops for the models of the demonstration:
+a repeated step (`loop`) or repeated random symbols (`junk`) up to the window's end. Training on a
+loop starts after a few repeats, so a model learns to continue a loop and not to start one.
 
 Not a benchmark of reasoning: a two-layer model learns the task on a laptop in a minute.
 """
@@ -21,7 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.errors import DataError
 
-ARITHMETIC = "synthetic:arithmetic"
+SYNTHETIC = "synthetic:"  # how the paths of generated sources begin
+ARITHMETIC = f"{SYNTHETIC}arithmetic"
 
 SYMBOLS = "0123456789+-*=;w[]#_"
 STOP, SECOND_STOP, PAD, UNUSED = "$", "!", ".", "<unused>"
@@ -45,6 +47,7 @@ class ArithmeticOptions(BaseModel):
     # Entry m: P(re-check again | m re-checks made); the last entry holds for all further m.
     recheck: tuple[float, ...] = (0.0,)
     error_rate: float = Field(0.0, ge=0, le=1)  # share of steps whose result is a random digit
+    unknown: float = Field(0.0, ge=0, le=1)  # share of facts like 3*4 that get random results
     loop: float = Field(0.0, ge=0, le=1)  # share of rows that repeat a step to the window's end
     junk: float = Field(0.0, ge=0, le=1)  # share of rows that repeat random symbols likewise
     loop_repeats: PositiveInt = 2  # repeats before training starts
@@ -137,6 +140,13 @@ def is_held_out(problem: str) -> bool:
     return hashlib.sha256(problem.encode()).digest()[0] % _EVAL_ONE_IN == 0
 
 
+def is_unknown(options: ArithmeticOptions, left: int, operator: str, operand: int) -> bool:
+    """Whether documents give this fact a random result, each time another; fixed by the seed."""
+    if not options.unknown:
+        return False
+    return random.Random(f"{options.seed}/{left}{operator}{operand}").random() < options.unknown
+
+
 def _draw_problem(options: ArithmeticOptions, rng: random.Random) -> _Problem:
     modulus = options.modulus
     truth = value = rng.randrange(modulus)
@@ -146,7 +156,9 @@ def _draw_problem(options: ArithmeticOptions, rng: random.Random) -> _Problem:
         operator, operand = rng.choice("+-*"), rng.randrange(modulus)
         truth = _apply(truth, operator, operand) % modulus
         result = _apply(value, operator, operand) % modulus
-        if options.error_rate and rng.random() < options.error_rate:
+        if is_unknown(options, value, operator, operand) or (
+            options.error_rate and rng.random() < options.error_rate
+        ):
             result = rng.randrange(modulus)
         text += f"{operator}{operand}"
         steps.append(f"{value}{operator}{operand}={result};")

@@ -232,6 +232,22 @@ def given_with_sample(
     return given_C
 
 
+def given_and_teacher(
+    behaviour_logprob_C: Tensor,
+    teacher_logprob_C: Tensor | None,
+    given_C: Tensor | None,
+    settings: AdvantageConfig,
+) -> Tensor:
+    """The advantage that came with the sample, plus settings.teacher_weight times that of the
+    teacher; each is clamped where settings.clamp is set.
+
+    Raises:
+        ValueError: the micro-batch carries no advantages, or no teacher scores.
+    """
+    scores = behaviour_logprob_C, teacher_logprob_C, given_C, settings
+    return given_with_sample(*scores) + settings.teacher_weight * teacher_over_student(*scores)
+
+
 def clipped_surrogate(
     logprob_C: Tensor, old_logprob_C: Tensor | None, advantage_C: Tensor, clip: float
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,14 +14,19 @@ from typing import Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.config.schema import Config, TokenMasksConfig
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.losses import definitions, token_weights
-from stable_opd_mcore.losses.coefficients import Terms, given_with_sample, teacher_over_student
+from stable_opd_mcore.losses.coefficients import (
+    Terms,
+    given_and_teacher,
+    given_with_sample,
+    teacher_over_student,
+)
 from stable_opd_mcore.losses.fused import fused_loss
 from stable_opd_mcore.losses.output_head import Head, rows_per_block
 from stable_opd_mcore.losses.stop_tokens import shared_stop_ids
-from stable_opd_mcore.records import LossOutput, MicroBatch, Sample, TokenWeights
+from stable_opd_mcore.records import LossOutput, MicroBatch, SampleFacts, SampleWeights
 
 # "topk" includes "sampled"; "hidden" is hidden states only, and the loss computes the rest.
 ScoresNeeded = Literal["none", "sampled", "topk", "hidden"]
@@ -60,6 +65,19 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
             "advantage.clamp",
         ),
     ),
+    "grpo_opd": ObjectiveSpec(
+        definitions.grpo_opd,
+        lambda config: Terms(advantage=given_and_teacher),
+        "sampled",
+        settings=(
+            "clip",
+            "std_normalise",
+            "stop_class",
+            "advantage.clamp",
+            "advantage.teacher_weight",
+        ),
+        rewards=True,
+    ),
     "lsm": ObjectiveSpec(
         definitions.lsm,
         lambda config: Terms(divergence="teacher_support"),
@@ -81,6 +99,7 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
 }
 
 
+_REFERENCE_NEEDS: dict[str, ScoresNeeded] = {"none": "none", "exact": "hidden"}
 _OF_ROLLOUTS = (
     "aggregation",
     "kl.beta",
@@ -105,35 +124,53 @@ class Objective:
     needs_rewards: bool  # rollouts must be graded before weighting
     stop_ids: tuple[int, ...]  # one outcome in scores of student and teacher, not the reference
     terms: Terms
+    beta: float  # weight of the KL to the reference
+    golden_weight: float  # of the golden solutions' likelihood: lambda; 1 for sft
+    masks: TokenMasksConfig  # tokens of rollouts without the policy term
     config: Config
+
+    def with_strengths(self, beta: float, lambda_: float, masks: TokenMasksConfig) -> Objective:
+        """The same objective with another beta, lambda and other masks. `sft` has none of them.
+
+        Beta 0 needs no reference, and lambda 0 no golden solutions.
+        """
+        if not self.needs_rollouts:
+            return self
+        settings = self.config.objective
+        terms = replace(self.terms, reference=self.config.kl.estimator if beta else "none")
+        return replace(
+            self,
+            terms=terms,
+            reference_needs=_REFERENCE_NEEDS.get(terms.reference, "sampled"),
+            needs_golden=lambda_ > 0 or (self.name == "gkd" and settings.on_policy_fraction < 1),
+            beta=beta,
+            golden_weight=lambda_,
+            masks=masks,
+        )
 
     @property
     def temperature(self) -> float:
         """The sampling temperature, of all log-probabilities but those of golden solutions (1)."""
         return self.terms.temperature
 
-    def token_weights(self, samples: Sequence[Sample]) -> list[TokenWeights]:
-        """Weights of all samples of the step, of every data-parallel rank, normalisers included.
+    def sample_weights(self, facts: SampleFacts) -> SampleWeights:
+        """Weights of all samples of a minibatch, of every data-parallel rank, normalisers included.
 
         Raises:
             UserError: a rollout without reward (grpo).
         """
         config = self.config
-        policy = [
-            self.needs_rollouts and (sample.source == "rollout") != sample.off_policy
-            for sample in samples
-        ]
-        advantages = None
+        advantage_B = None
         if self.needs_rewards:
-            advantages = token_weights.group_advantages(samples, config.objective.std_normalise)
-        return token_weights.token_weights(
-            samples,
-            policy=policy,
+            advantage_B = token_weights.group_advantages(facts, config.objective.std_normalise)
+        return token_weights.sample_weights(
+            facts,
+            policy_B=(facts.golden_B == facts.off_policy_B) & self.needs_rollouts,
             aggregation=config.aggregation,
             max_new_tokens=config.sampling.max_new_tokens,
-            beta=config.kl.beta,
-            sft_weight=1.0 if self.name == "sft" else config.mixture.lambda_,
-            advantages=advantages,
+            beta=self.beta,
+            sft_weight=self.golden_weight,
+            advantage_B=advantage_B,
         )
 
     def __call__(
@@ -201,25 +238,25 @@ def build_objective(
         discount=settings.discount,
         jsd_beta=settings.jsd_beta,
         top_k=settings.top_k,
-        reference=config.kl.estimator if config.kl.beta else "none",
         temperature=config.sampling.temperature,
         stop_ids=stop_ids,
     )
-    reference_needs: dict[str, ScoresNeeded] = {"none": "none", "exact": "hidden"}
+    supervised = settings.name == "sft"
     return Objective(
         name=settings.name,
         teacher_needs="hidden" if terms.teacher_logits else spec.teacher,
-        reference_needs=reference_needs.get(terms.reference, "sampled"),
+        reference_needs="none",
         top_k=settings.top_k,
-        needs_rollouts=settings.name != "sft",
-        needs_golden=settings.name == "sft"
-        or config.mixture.lambda_ > 0
-        or (settings.name == "gkd" and settings.on_policy_fraction < 1),
+        needs_rollouts=not supervised,
+        needs_golden=supervised,
         needs_rewards=spec.rewards,
         stop_ids=stop_ids,
         terms=terms,
+        beta=0.0,
+        golden_weight=1.0,
+        masks=settings.masks,
         config=config,
-    )
+    ).with_strengths(config.kl.beta, config.mixture.lambda_, settings.masks)
 
 
 def _check(config: Config, spec: ObjectiveSpec) -> None:
@@ -234,8 +271,14 @@ def _check(config: Config, spec: ObjectiveSpec) -> None:
         unused |= dict.fromkeys(_OF_ROLLOUTS, "objective.name=sft has no rollouts")
     for key, needs, is_met in (
         ("objective.jsd_beta", "objective.divergence=jsd", config.objective.divergence == "jsd"),
-        ("kl.estimator", "kl.beta > 0", config.kl.beta > 0),
-        ("reference.path", "kl.beta > 0", config.kl.beta > 0),
+        ("kl.estimator", "kl.beta > 0", config.largest_beta > 0),
+        ("reference.path", "kl.beta > 0", config.largest_beta > 0),
+        ("reference.update", "kl.beta > 0", config.largest_beta > 0),
+        ("fp8.reference", "kl.beta > 0", config.largest_beta > 0),
+        ("fp8.keep_first_layers", "a model in FP8", config.fp8.is_on),
+        ("fp8.keep_last_layers", "a model in FP8", config.fp8.is_on),
+        ("reference.every", "reference.update=every", config.reference.update == "every"),
+        ("reference.decay", "reference.update=ema", config.reference.update == "ema"),
         (
             "rollout.importance_threshold",
             "rollout.importance_correction",

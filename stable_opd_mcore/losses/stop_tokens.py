@@ -144,7 +144,7 @@ class MergedStops:
     def exclude_(self, logits_CV: Mapping[str, Tensor], head: Head) -> None:
         """Leave the outcome's column out of all sums."""
         for x in logits_CV.values():
-            _write_columns_(x, self.ids[:1], torch.full_like(self.share_CJ[:, :1], NEVER), head)
+            _write_columns_(x, self.ids[:1], [None], head)
 
     def outcome_here(self, other: str) -> tuple[Tensor, Tensor] | None:
         """The outcome's logits by the student and another model, on one rank."""
@@ -194,7 +194,8 @@ class MergedStops:
         operations(outcome_C1).write_gradient_(
             outcome_C1, student, logprob_gradient_C, sparse, of_outcome, scale
         )
-        _write_columns_(gradient_CV, self.ids, self.share_CJ * outcome_C1 + at_ids_CJ, head)
+        of_ids_CJ = self.share_CJ * outcome_C1 + at_ids_CJ
+        _write_columns_(gradient_CV, self.ids, of_ids_CJ.unbind(1), head)
 
 
 def merge_stops_(
@@ -217,10 +218,9 @@ def merge_stops_(
     apart_MCJ = (whole_MCJ - highest_MC1) * scale
     # The maximum is added last, so a single dominant stop id keeps its logit bit for bit.
     merged_MC1 = highest_MC1 + apart_MCJ.logsumexp(2, keepdim=True) / scale
-    for x, merged_C1 in zip(logits_CV.values(), merged_MC1, strict=True):
-        columns_CJ = torch.full_like(apart_MCJ[0], NEVER)
-        columns_CJ[:, :1] = merged_C1
-        _write_columns_(x, ids, columns_CJ, head)
+    others = [None] * (len(ids) - 1)
+    for x, merged_C in zip(logits_CV.values(), merged_MC1.squeeze(2), strict=True):
+        _write_columns_(x, ids, [merged_C, *others], head)
     here = 0 <= ids[0] - head.vocab_start < head.num_columns
     per_model = dict(zip(logits_CV, merged_MC1, strict=True))
     return MergedStops(ids, per_model, apart_MCJ[0].softmax(1), here)
@@ -234,12 +234,18 @@ def _read_columns(x_CV: Tensor, ids: tuple[int, ...], head: Head) -> Tensor:
     return torch.stack(parts, dim=1).to(accumulation_dtype(x_CV))
 
 
-def _write_columns_(x_CV: Tensor, ids: tuple[int, ...], values_CJ: Tensor, head: Head) -> None:
-    """x[:, id] = values for those ids that are in this shard."""
-    for index, token in enumerate(ids):
+def _write_columns_(
+    x_CV: Tensor, ids: Sequence[int], values: Sequence[Tensor | None], head: Head
+) -> None:
+    """x[:, id] = the id's values [C], or NEVER for None, for those ids that are in this shard."""
+    for token, values_C in zip(ids, values, strict=True):
         column = token - head.vocab_start
-        if 0 <= column < head.num_columns:
-            x_CV[:, column] = values_CJ[:, index]
+        if not 0 <= column < head.num_columns:
+            continue
+        if values_C is None:
+            x_CV.select(1, column).fill_(NEVER)
+        else:
+            x_CV.select(1, column).copy_(values_C)
 
 
 def _require_stop_ids(ids: Sequence[int], vocab_size: int) -> None:

@@ -208,7 +208,7 @@ def _whole_maxima(pairs: Sequence[ShardSums], head: Head) -> Tensor:
 
 def _shift(local_C: Tensor, whole_C: Tensor) -> Tensor:
     """local - whole maximum, <= 0; 0 for an empty shard, whose sums are 0 anyway."""
-    return torch.where(local_C == -torch.inf, 0, local_C - whole_C)
+    return (local_C - whole_C).masked_fill(local_C == -torch.inf, 0)
 
 
 def _statistics(sums: ShardSums) -> Statistics:

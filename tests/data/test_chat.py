@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from stable_opd_mcore.data.chat import Tokenizer, opens_thinking, same_vocabulary
+from stable_opd_mcore.data.chat import Tokenizer, opens_thinking
 from stable_opd_mcore.errors import DataError
 from tests.real_data import real_data
 
@@ -46,9 +46,22 @@ def test_synthetic_saved_and_loaded_is_the_same(synthetic, tmp_path):
     assert loaded.encode_prompt("4*3") == synthetic.encode_prompt("4*3")
     assert loaded.decode(loaded.encode("w4*3=2;[2]!")) == "w4*3=2;[2]!"
     assert loaded.stop_token_ids == synthetic.stop_token_ids
-    assert same_vocabulary(loaded, synthetic) == []
+    assert loaded.names_by_id == synthetic.names_by_id
     with pytest.raises(DataError, match="lacks"):
         loaded.encode("Hello")
+
+
+def test_pieces_are_the_text_of_each_token(qwen, synthetic):
+    text = "x^2 \n\n h\u00e9llo \U0001f389 \u4e2d"
+    ids = [*qwen.encode(text), qwen.stop_token_ids[0]]
+    pieces = qwen.pieces(ids)
+    assert "".join(pieces[:-1]) == text
+    assert pieces[-1] == "<|im_end|>"
+    emoji = pieces.index(" \U0001f389")
+    assert pieces[emoji - 2 : emoji] == ["", ""]  # three tokens spell it; the last one has it
+    cut = qwen.encode(" \U0001f389")[:1]  # a character that is never finished
+    assert qwen.pieces(cut) == [""]
+    assert "".join(synthetic.pieces(synthetic.encode("1+1=2;"))) == "1+1=2;"
 
 
 def test_an_explicit_stop_token_ends_golden_responses():
@@ -122,14 +135,6 @@ def test_a_thought_opened_by_the_prompt_is_closed_once(qwen):
     plain = thinking.decode(thinking.encode_response("It is 2.", prompt))
     assert plain == "\n</think>\n\nIt is 2."
     assert thinking.turn_end_id == 151645
-
-
-def test_renamed_special_tokens_are_reported_and_other_vocabularies_refused(qwen, r1, synthetic):
-    renamed = {token.token_id: (token.first, token.second) for token in same_vocabulary(qwen, r1)}
-    assert renamed[151644] == ("<|im_start|>", "<\uff5cUser\uff5c>")
-    assert renamed[151648] == ("<|box_start|>", "<think>")
-    with pytest.raises(ValueError, match=r"Qwen2.5-Math-1.5B and synthetic .* id 0 is '!' in"):
-        same_vocabulary(qwen, synthetic)
 
 
 def test_control_tokens_are_those_that_end_or_open_a_turn(qwen, r1):

@@ -23,7 +23,7 @@ def rollout(prompt, ids, reason="stop", index=0):
 
 ROLLOUTS = [
     rollout(PROMPTS[1], (5, 4, 5, 9)),
-    rollout(PROMPTS[1], (4, 5, 4, 5, 4, 5, 4), "length", index=1),
+    rollout(PROMPTS[1], (4, 5) * 16 + (4,), "length", index=1),
     rollout(PROMPTS[0], (5, 9)),
     rollout(PROMPTS[0], (9,), index=1),
 ]
@@ -34,13 +34,13 @@ def test_rollouts_and_golden_solutions_become_samples():
     assert [s.source for s in samples] == ["rollout"] * 4 + ["golden"] * 2
     assert [s.prompt_id for s in samples[4:]] == ["s:1", "s:2"]
     golden = samples[4]
-    assert golden.prompt_token_ids == (1, 2)
-    assert golden.response_token_ids == (7, 8, 9)
-    assert golden.trained == (True,) * 3
+    assert golden.prompt_token_ids.tolist() == [1, 2]
+    assert golden.response_token_ids.tolist() == [7, 8, 9]
+    assert golden.trained.tolist() == [True] * 3
     assert golden.rollout_logprobs is None
-    assert golden.repetitive is None
+    assert golden.loop_length == 0
     first = samples[0]
-    assert first.rollout_logprobs == (-0.5,) * 4
+    assert first.rollout_logprobs.tolist() == [-0.5] * 4
     assert first.reward == 1.0
     assert [s.truncated for s in samples] == [False, True, False, False, False, False]
 
@@ -49,17 +49,17 @@ def test_the_repetitive_tail_is_always_marked_and_masked_by_setting():
     plain, masked = (
         rollout_samples(ROLLOUTS, TokenMasksConfig(repetitive_tail=flag)) for flag in (False, True)
     )
-    assert plain[1].repetitive == masked[1].repetitive == (True,) * 7
-    assert plain[1].trained == (True,) * 7
-    assert masked[1].trained == (False,) * 7
-    assert masked[0].trained == (True,) * 4
+    assert plain[1].loop_length == masked[1].loop_length == 33
+    assert plain[1].trained.tolist() == [True] * 33
+    assert masked[1].trained.tolist() == [False] * 33
+    assert masked[0].trained.tolist() == [True] * 4
 
 
 def test_special_tokens_are_masked_at_their_first_occurrence_only():
     samples = rollout_samples(ROLLOUTS, TokenMasksConfig(special_token_ids=(5, 9)))
-    assert samples[0].trained == (False, True, True, False)
-    assert samples[1].trained == (True, False, True, True, True, True, True)
-    assert golden_samples(PROMPTS)[0].trained == (True,) * 3
+    assert samples[0].trained.tolist() == [False, True, True, False]
+    assert samples[1].trained.tolist() == [True, False] + [True] * 31
+    assert golden_samples(PROMPTS)[0].trained.tolist() == [True] * 3
 
 
 def test_truncated_rollouts_are_masked_whole():

@@ -1,5 +1,6 @@
 """Packing: every token once, on the right row, the same plan on every rank."""
 
+import json
 import random
 from dataclasses import replace
 
@@ -7,13 +8,23 @@ import numpy as np
 import pytest
 import torch
 
-from stable_opd_mcore.data.packing import _length, fill, level, pack, partition
-from stable_opd_mcore.records import Sample, TokenWeights
+from stable_opd_mcore.data.packing import (
+    costs,
+    fill,
+    level,
+    pack,
+    partition,
+    split_by_prompt,
+)
+from stable_opd_mcore.parallel.context import slice_microbatch
+from stable_opd_mcore.records import Sample
+from tests.real_data import real_data
+from tests.shares import facts_of, pack_share, weights_of
 
 
 def make_samples(count, seed=0, longest=30):
     rng = random.Random(seed)
-    samples, weights = [], []
+    samples = []
     for index in range(count):
         prompt = tuple(rng.randrange(1, 50) for _ in range(rng.randint(1, 9)))
         response = tuple(rng.randrange(1, 50) for _ in range(rng.randint(1, longest)))
@@ -25,19 +36,14 @@ def make_samples(count, seed=0, longest=30):
                 prompt_id=f"p:{index}",
                 prompt_token_ids=prompt,
                 response_token_ids=response,
-                trained=(True,) * n,
+                trained=[rng.random() < 0.8 for _ in range(n)],
                 rollout_logprobs=None if is_golden else tuple(-rng.random() for _ in range(n)),
-                repetitive=None if is_golden else tuple(rng.random() < 0.3 for _ in range(n)),
+                loop_length=0 if is_golden else rng.randint(0, n),
+                truncated=not is_golden and index % 3 == 0,
             )
         )
-        weights.append(
-            TokenWeights(
-                pg=tuple(rng.random() for _ in range(n)),
-                kl=tuple(rng.random() for _ in range(n)),
-                sft=tuple(rng.random() for _ in range(n)),
-            )
-        )
-    return samples, weights
+    draws = ([rng.random() for _ in range(count)] for _ in range(3))
+    return samples, weights_of(samples, *draws)
 
 
 @pytest.mark.parametrize("data_size", [1, 3])
@@ -46,13 +52,8 @@ def test_every_response_token_is_predicted_by_the_token_before_it(data_size, mul
     samples, weights = make_samples(17)
     seen = {}
     for rank in range(data_size):
-        for batch in pack(
-            samples,
-            weights,
-            max_tokens=64,
-            data_rank=rank,
-            data_size=data_size,
-            pad_to_multiple=multiple,
+        for batch in pack_share(
+            samples, weights, rank, data_size, max_tokens=64, pad_to_multiple=multiple
         ):
             assert len(batch.tokens_T) % multiple == 0
             for row in range(len(batch.rows_N)):
@@ -62,27 +63,31 @@ def test_every_response_token_is_predicted_by_the_token_before_it(data_size, mul
                 assert key not in seen
                 seen[key] = True
                 sample, place = samples[index], int(batch.rows_N[row])
-                whole = sample.prompt_token_ids + sample.response_token_ids
+                whole = [*sample.prompt_token_ids, *sample.response_token_ids]
                 here = len(sample.prompt_token_ids) - 1 + token
                 assert int(batch.tokens_T[place]) == whole[here]
                 assert int(batch.positions_T[place]) == here
                 assert int(batch.targets_N[row]) == whole[here + 1]
+                assert bool(batch.truncated_N[row]) == sample.truncated
                 for name in ("pg", "kl", "sft"):
                     packed = float(getattr(batch, f"{name}_weight_N")[row])
-                    assert packed == pytest.approx(getattr(weights[index], name)[token])
+                    weight = getattr(weights, f"{name}_B")[index]
+                    is_on = name == "kl" or sample.trained[token]
+                    assert packed == pytest.approx(weight if is_on else 0.0)
                 if sample.rollout_logprobs is None:
                     assert float(batch.rollout_logprob_N[row]) == 0
                     assert not bool(batch.repetitive_N[row])
                 else:
                     expected = sample.rollout_logprobs[token]
                     assert float(batch.rollout_logprob_N[row]) == pytest.approx(expected)
-                    assert bool(batch.repetitive_N[row]) == sample.repetitive[token]
+                    begin = len(sample.response_token_ids) - sample.loop_length
+                    assert bool(batch.repetitive_N[row]) == (token >= begin)
     assert len(seen) == sum(len(sample.response_token_ids) for sample in samples)
 
 
 def test_sequences_are_whole_and_padding_is_a_sequence_of_its_own():
     samples, weights = make_samples(9)
-    for batch in pack(samples, weights, max_tokens=50, data_rank=0, data_size=1, pad_to_multiple=8):
+    for batch in pack(samples, weights, max_tokens=50, pad_to_multiple=8):
         bounds = batch.cu_seqlens.tolist()
         assert batch.cu_seqlens.dtype == torch.int32
         assert bounds[0] == 0
@@ -105,8 +110,7 @@ def test_sequences_are_whole_and_padding_is_a_sequence_of_its_own():
 def test_all_ranks_get_the_same_number_of_micro_batches_some_of_them_empty():
     samples, weights = make_samples(3, longest=4)
     ranks = [
-        pack(samples, weights, max_tokens=8, data_rank=r, data_size=4, microbatch_multiple=2)
-        for r in range(4)
+        pack_share(samples, weights, r, 4, max_tokens=8, microbatch_multiple=2) for r in range(4)
     ]
     assert {len(batches) for batches in ranks} == {2}
     empty = ranks[3][0]
@@ -116,14 +120,14 @@ def test_all_ranks_get_the_same_number_of_micro_batches_some_of_them_empty():
 
 
 def test_no_samples_still_give_one_empty_micro_batch():
-    (batch,) = pack([], [], max_tokens=8, data_rank=0, data_size=1, pad_to_multiple=4)
+    (batch,) = pack([], weights_of([]), max_tokens=8, pad_to_multiple=4)
     assert len(batch.rows_N) == 0
     assert len(batch.tokens_T) == 4
 
 
 def test_only_a_sequence_longer_than_a_micro_batch_exceeds_max_tokens():
     samples, weights = make_samples(20, longest=40)
-    for batch in pack(samples, weights, max_tokens=30, data_rank=0, data_size=1):
+    for batch in pack(samples, weights, max_tokens=30):
         assert len(batch.tokens_T) <= 30 or len(batch.sample_index_N.unique()) == 1
 
 
@@ -138,54 +142,44 @@ def test_partition_balances_tokens():
 
 def test_every_micro_batch_has_given_advantages_if_one_sample_has():
     samples, weights = make_samples(4)
-    first = weights[0]
-    weights[0] = TokenWeights(
-        first.pg, first.kl, first.sft, advantage=tuple(float(k) for k in range(len(first.pg)))
-    )
-    batches = pack(samples, weights, max_tokens=20, data_rank=0, data_size=1)
-    for batch in batches:
-        expected = torch.where(batch.sample_index_N == 0, batch.token_index_N, 0).float()
-        assert torch.equal(batch.given_advantage_N, expected)
-    plain = pack(samples[1:], weights[1:], max_tokens=20, data_rank=0, data_size=1)
+    given = replace(weights, advantage_B=np.array([0.5, 0, 0, 0]))
+    for batch in pack(samples, given, max_tokens=20):
+        assert torch.equal(batch.given_advantage_N, 0.5 * (batch.sample_index_N == 0))
+    plain = pack(samples, weights, max_tokens=20)
     assert all(batch.given_advantage_N is None for batch in plain)
 
 
-@pytest.mark.parametrize(
-    "name", ["trained", "rollout_logprobs", "repetitive", "pg", "kl", "sft", "advantage"]
-)
+@pytest.mark.parametrize("name", ["trained", "rollout_logprobs"])
 def test_wrong_lengths_are_refused_with_both_numbers(name):
     samples, weights = make_samples(2)
-    holder = samples if hasattr(samples[1], name) else weights
-    holder[1] = replace(holder[1], **{name: (1.0,)})
+    samples[1] = replace(samples[1], **{name: (1.0,)})
     count = len(samples[1].response_token_ids)
     expected = rf"sample 1 \(p:1\) has 1 values of {name} for {count} response tokens$"
     with pytest.raises(ValueError, match=expected):
-        pack(samples, weights, max_tokens=64, data_rank=0, data_size=1)
+        pack(samples, weights, max_tokens=64)
 
 
-def test_empty_prompts_and_missing_weights_are_refused():
+def test_empty_prompts_are_refused():
     samples, weights = make_samples(2)
-    with pytest.raises(ValueError, match="shorter"):
-        pack(samples, weights[:1], max_tokens=64, data_rank=0, data_size=1)
     samples[1] = replace(samples[1], prompt_token_ids=())
     with pytest.raises(
         ValueError, match=r"^sample 1 \(p:1\) has an empty prompt: nothing predicts"
     ):
-        pack(samples, weights, max_tokens=64, data_rank=0, data_size=1)
+        pack(samples, weights, max_tokens=64)
 
 
 @pytest.mark.parametrize("count", [0, 3])
 def test_types_and_device_are_the_models_also_without_samples(count):
     samples, weights = make_samples(count)
-    weights = [replace(weight, advantage=weight.pg) for weight in weights]
-    (batch,) = pack(samples, weights, max_tokens=999, data_rank=0, data_size=1, device="meta")
+    weights = replace(weights, advantage_B=weights.pg_B)
+    (batch,) = pack(samples, weights, max_tokens=999, device="meta")
     tensors = {name: value for name, value in vars(batch).items() if torch.is_tensor(value)}
     assert {value.device.type for value in tensors.values()} == {"meta"}
     kinds = {name: value.dtype for name, value in tensors.items()}
     assert kinds.pop("cu_seqlens") == torch.int32
-    assert kinds.pop("repetitive_N") == torch.bool
+    assert kinds.pop("repetitive_N") == kinds.pop("truncated_N") == torch.bool
     floats = {"pg_weight_N", "kl_weight_N", "sft_weight_N", "rollout_logprob_N"}
-    floats |= {"given_advantage_N"} if count else set()
+    floats |= {"given_advantage_N"}
     assert {name for name, kind in kinds.items() if kind == torch.float32} == floats
     assert {kind for name, kind in kinds.items() if name not in floats} == {torch.int64}
 
@@ -196,8 +190,6 @@ def test_the_padding_too_is_a_multiple_of_the_sequences():
         samples,
         weights,
         max_tokens=99,
-        data_rank=0,
-        data_size=1,
         pad_to_multiple=6,
         sequence_multiple=4,
     )
@@ -220,24 +212,44 @@ def test_a_long_sequence_weighs_as_much_as_its_attention_costs():
     def shares(attention_length: float) -> list[set[int]]:
         found = []
         for rank in range(2):
-            batches = pack(
-                samples,
-                weights,
-                max_tokens=64,
-                data_rank=rank,
-                data_size=2,
-                attention_length=attention_length,
+            batches = pack_share(
+                samples, weights, rank, 2, max_tokens=64, attention_length=attention_length
             )
             found.append({int(i) for batch in batches for i in batch.sample_index_N})
         return found
 
     whole, short = shares(float("inf")), shares(5.0)
     assert set.union(*whole) == set.union(*short) == set(range(30))
-    tokens, squares = (
-        [sum(_length(samples[i]) ** power for i in share) for share in short] for power in (1, 2)
-    )
+    facts = facts_of(samples)
+    lengths = facts.prompt_tokens_B + facts.response_tokens_B
+    tokens, squares = ([(lengths[[*share]] ** n).sum() for share in short] for n in (1, 2))
     costs = [a + b / 5.0 for a, b in zip(tokens, squares, strict=True)]
     assert abs(costs[0] - costs[1]) < 0.02 * sum(costs)
+
+
+def imbalance(lengths: np.ndarray, parts: int, attention_length: float) -> float:
+    """How much more the costliest part multiplies than the mean one."""
+    costs = lengths * (1 + lengths / attention_length)
+    loads = [costs[share].sum() for share in partition(costs, parts)]
+    return max(loads) / (costs.sum() / parts) - 1
+
+
+@pytest.mark.parametrize("data_size", [2, 4, 8, 16, 32])
+def test_ranks_multiply_equally_over_a_step_of_long_tailed_lengths(data_size):
+    """64 prompts x 8 responses up to 32k tokens; Qwen2.5-Math-1.5B's attention is the costliest."""
+    draws = np.random.default_rng(0).lognormal(np.log(4000), 0.8, 512)
+    lengths = np.minimum(draws, 32768).astype(np.int64)
+    assert imbalance(lengths, data_size, attention_length=30464) < 0.03
+
+
+@pytest.mark.parametrize("data_size", [2, 4, 8, 16, 32])
+def test_ranks_multiply_equally_over_real_responses(data_size):
+    rows = real_data("generations/qwen2.5-math-7b-base_greedy.jsonl").read_text().splitlines()
+    answers = [json.loads(row) for row in rows]
+    # Three characters a token, as in these answers.
+    lengths = np.array([len(row["problem"] + row["response"]) // 3 for row in answers])
+    assert len(lengths) == 310
+    assert imbalance(lengths, data_size, attention_length=30464) < 0.03
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -245,18 +257,55 @@ def test_levelled_micro_batches_hold_the_same_sequences_and_cost_about_the_same(
     draw = np.random.default_rng(seed)
     lengths = draw.integers(1, 40, 30)
     lengths[0] = 70  # longer than a micro-batch
-    costs = lengths * (1 + lengths / 20)
+    costs_B = costs(lengths, 20)
     bins = fill(lengths, range(30), 64)
     for count in (len(bins), len(bins) + 2):
-        found = level(lengths, costs, bins, count, 64)
+        found = level(lengths, costs_B, bins, count, 64)
         assert len(found) == count
         assert sorted(i for members in found for i in members) == list(range(30))
         assert all(lengths[members].sum() <= 64 or members == [0] for members in found)
 
         def highest(plan):
-            return max(costs[members].sum() for members in plan)
+            return max(costs_B[members].sum() for members in plan)
 
         assert highest(found) <= highest(bins)
+
+
+def packed(lengths: list[int], **options) -> list[list[int]]:
+    """The samples of each micro-batch; a sample has one prompt token."""
+    samples = [
+        Sample("rollout", f"p:{i}", (1,), (2,) * (n - 1), [True] * (n - 1))
+        for i, n in enumerate(lengths)
+    ]
+    zeros = [0.0] * len(samples)
+    batches = pack(samples, weights_of(samples, zeros, zeros, zeros), max_tokens=16, **options)
+    for batch in batches:
+        assert (np.diff(batch.cu_seqlens.tolist()) > 0).all(), "no sequence is empty"
+    return [sorted(set(batch.sample_index_N.tolist())) for batch in batches]
+
+
+def test_micro_batches_are_balanced_by_attention_and_filling_tokens():
+    assert costs(np.array([5, 8]), 10.0).tolist() == [7.5, 14.4]
+    assert costs(np.array([5, 8]), 10.0, 4).tolist() == [14.4, 14.4]
+    assert packed([8, 4, 4, 4, 4]) == [[0, 3], [1, 2, 4]]
+    assert packed([8, 4, 4, 4, 4], attention_length=1) == [[0], [1, 2, 3, 4]]
+    assert packed([2, 11, 4, 6]) == [[1], [0, 2, 3]]
+    assert packed([2, 11, 4, 6], sequence_multiple=4) == [[1, 2], [0, 3]]
+
+
+def test_the_longest_sequences_are_placed_first():
+    """The other way round takes three micro-batches: 6 + 6, 10 and 10."""
+    assert len(packed([6, 6, 10, 10])) == 2
+    assert packed([4] * 40)[0] == [0, 10, 20, 30]  # equal ones in their order
+
+
+def test_levelling_goes_by_cost_and_uses_all_the_room():
+    assert level(np.array([2, 2, 2, 6]), np.array([2, 2, 2, 6]), [[0, 1], [2, 3]], 2, 16) == [
+        [3],
+        [0, 1, 2],
+    ]
+    lengths = np.array([9, 4, 4])
+    assert level(lengths, lengths, [[2, 1], [0]], 2, 8) == [[0], [2, 1]]
 
 
 def test_bins_that_cannot_be_levelled_stay_as_they_are():
@@ -269,3 +318,50 @@ def test_bins_that_cannot_be_levelled_stay_as_they_are():
 
 def test_sequences_fill_a_micro_batch_to_its_last_token():
     assert fill(np.array([5, 4, 3, 2, 1]), range(5), 6) == [[0, 4], [1, 3], [2]]
+
+
+@pytest.mark.parametrize("context_size", [1, 2])
+def test_experts_of_the_engine_lie_at_the_tokens_they_were_chosen_for(context_size):
+    """Of the whole micro-batch and of its slices; a golden solution has none."""
+    samples, weights = make_samples(9)
+    lengths = [len(s.prompt_token_ids) + len(s.response_token_ids) for s in samples]
+    samples = [
+        sample
+        if sample.source == "golden"
+        else replace(sample, routed_experts=experts_of(np.arange(length - 1), index))
+        for index, (sample, length) in enumerate(zip(samples, lengths, strict=True))
+    ]
+    (batch,) = pack_whole(samples, weights, context_size)
+    seen = 0
+    for rank in range(context_size):
+        mine = slice_microbatch(batch, rank, context_size)
+        assert mine.routed_experts_TLC is not None
+        assert mine.routed_experts_TLC.dtype == torch.int16
+        for row, token in enumerate(mine.rows_N.tolist()):
+            index, place = int(mine.sample_index_N[row]), int(mine.positions_T[token])
+            is_golden = samples[index].source == "golden"
+            expected = np.full((2, 3), -1) if is_golden else experts_of(np.array([place]), index)[0]
+            assert (mine.routed_experts_TLC[token].numpy() == expected).all()
+            seen += not is_golden
+    assert seen > 50
+
+
+def experts_of(positions, sample_index):
+    """[positions, 2 layers, 3 experts]: numbers that name position and sample."""
+    return (positions[:, None, None] * 100 + sample_index * 6 + np.arange(6).reshape(2, 3)).astype(
+        np.int16
+    )
+
+
+def pack_whole(samples, weights, context_size):
+    multiple = 2 * context_size if context_size > 1 else 1
+    return pack(samples, weights, sequence_multiple=multiple, max_tokens=10_000, routing=(2, 3))
+
+
+def test_prompts_are_split_evenly_with_all_their_samples():
+    sample = make_samples(1)[0][0]
+    facts = facts_of([replace(sample, prompt_id=name) for name in "cabcabd"])
+    facts = replace(facts, prompt_B=facts.prompt_B[::-1] * 7)  # numbers in another order
+    split = split_by_prompt(facts, 3)
+    assert [part.tolist() for part in split] == [[0, 3, 6], [1, 4], [2, 5]]
+    assert [part.tolist() for part in split_by_prompt(facts.select(np.s_[:1]), 3)] == [[0]]

@@ -2,11 +2,12 @@
 
 import json
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from stable_opd_mcore.data.rollout_files import (
-    RolloutWriter,
     read_rollouts,
     rollout_path,
     write_rollouts,
@@ -34,6 +35,8 @@ ROLLOUTS = [
         rollout_logprobs=(),
         finish_reason="abort",
         weight_version=0,
+        reward=0.0,
+        grading_failure="timeout",
     ),
 ]
 
@@ -51,15 +54,19 @@ def test_every_rollout_is_one_line(tmp_path):
     assert (tmp_path / "x.jsonl").read_bytes().count(b"\n") == len(ROLLOUTS)
 
 
-@pytest.mark.parametrize(("save", "kept"), [("all", 20), ("samples", 16)])
-def test_the_writer_keeps_all_rollouts_or_the_first_16(tmp_path, save, kept):
-    RolloutWriter(tmp_path, save).write(3, ROLLOUTS[:1] * 20)
-    assert len(read_rollouts(rollout_path(tmp_path, 3))) == kept
-
-
-def test_the_writer_keeps_nothing_with_save_none(tmp_path):
-    RolloutWriter(tmp_path, "none").write(3, ROLLOUTS)
-    assert list(tmp_path.iterdir()) == []
+def test_every_number_comes_back_and_older_files_are_read(tmp_path):
+    """Older files have the digits of a double."""
+    draw = np.random.default_rng(0)
+    numbers = draw.integers(0, 2**32, 200_000, dtype=np.uint32).view(np.float32)
+    edges = [10.0**k for k in range(-45, 39)] + [9.9999999e-5, 0.99999994, 1.1754944e-38]
+    numbers = np.concatenate([numbers[np.isfinite(numbers)], -np.array(edges, np.float32), [0.0]])
+    given = replace(ROLLOUTS[0], token_ids=np.zeros(len(numbers)), rollout_logprobs=numbers)
+    write_rollouts(tmp_path / "new.jsonl", [given])
+    row = json.loads((tmp_path / "new.jsonl").read_text("utf-8", "surrogatepass"))
+    row["rollout_logprobs"] = given.rollout_logprobs.tolist()
+    (tmp_path / "old.jsonl").write_text(json.dumps(row) + "\n")
+    for name in ("new.jsonl", "old.jsonl"):
+        assert read_rollouts(tmp_path / name) == [given]
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):

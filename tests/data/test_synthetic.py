@@ -6,7 +6,12 @@ import pytest
 
 from stable_opd_mcore.config.data import SourceConfig
 from stable_opd_mcore.data.sources import load_rows
-from stable_opd_mcore.data.synthetic import ArithmeticOptions, arithmetic_row, arithmetic_rows
+from stable_opd_mcore.data.synthetic import (
+    ArithmeticOptions,
+    arithmetic_row,
+    arithmetic_rows,
+    is_unknown,
+)
 from stable_opd_mcore.errors import DataError
 
 FROZEN = ("1-1+1-4-1-3", "1-1=0;0+1=1;1-4=2;2-1=1;1-3=3;[3]")
@@ -62,6 +67,30 @@ def test_wrong_steps_change_solutions_but_never_the_gold_answer():
     assert all(row.answer == true_answer(row.problem, 5) for row in rows)
     wrong = sum(not row.solution.endswith(f"[{row.answer}]") for row in rows)
     assert 100 < wrong < 390
+
+
+def test_unknown_facts_get_other_results_each_time_and_all_others_are_right():
+    rows = arithmetic_rows({"rows": 2000, "unknown": 0.3, "seed": 5}, "train")
+    results: dict[str, set[str]] = {}
+    for row in rows:
+        assert row.answer == true_answer(row.problem, 5)
+        for step in row.solution.split(";")[:-1]:
+            fact, result = step.split("=")
+            results.setdefault(fact, set()).add(result)
+    assert len(results) == 3 * 5 * 5
+    unknown = {fact for fact, found in results.items() if found != {true_answer(fact, 5)}}
+    assert 10 < len(unknown) < 35
+    assert all(results[fact] == set("01234") for fact in unknown)
+
+
+def test_unknown_facts_are_the_seed_s_own():
+    def unknown(seed: int) -> list[bool]:
+        options = ArithmeticOptions(unknown=0.5, seed=seed)
+        return [is_unknown(options, left, "+", 1) for left in range(5)]
+
+    assert len({tuple(unknown(seed)) for seed in range(8)}) > 1
+    assert unknown(3) == unknown(3)
+    assert not is_unknown(ArithmeticOptions(), 1, "+", 1)
 
 
 def test_loops_fill_the_window_and_training_starts_after_the_repeats():

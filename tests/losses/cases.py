@@ -109,6 +109,7 @@ def make_case(
         sft_weight_N=weight[2].masked_fill(~golden, 0),
         rollout_logprob_N=old_logprob,
         repetitive_N=torch.zeros(rows, dtype=torch.bool),
+        truncated_N=torch.zeros(rows, dtype=torch.bool),
         given_advantage_N=normal(rows),
         old_logprob_N=old_logprob if old else None,
         teacher=teacher_scores(objective, log_q, targets, teacher),

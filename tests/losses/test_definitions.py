@@ -14,6 +14,7 @@ from stable_opd_mcore.losses.definitions import (
     PolicyInputs,
     gkd,
     grpo,
+    grpo_opd,
     k3,
     kl_divergence,
     lsm,
@@ -142,6 +143,17 @@ def test_grpo_takes_the_given_advantage():
     assert grpo(inputs(batch, objective__name="grpo")).item() == 3
     clamped = inputs(batch, objective__name="grpo", objective__advantage__clamp=2.0)
     assert grpo(clamped).item() == 2
+
+
+def test_grpo_opd_adds_the_teachers_advantage_to_that_of_the_reward():
+    batch = {"given_advantage_N": torch.tensor([-3.0]), "old_logprob_N": None}
+    settings = {"objective__name": "grpo_opd", "objective__advantage__teacher_weight": 2.0}
+    teachers = -opd(inputs(batch)).item()
+    assert abs(teachers) > 0.5
+    assert grpo_opd(inputs(batch, **settings)).item() == pytest.approx(3 - 2 * teachers)
+    clamped = inputs(batch, **settings, objective__advantage__clamp=0.5)
+    sign = 1 if teachers > 0 else -1
+    assert grpo_opd(clamped).item() == pytest.approx(0.5 - 2 * 0.5 * sign)
 
 
 def by_hand(policy_term, temperature: float, **changes: Any) -> dict[str, Tensor]:

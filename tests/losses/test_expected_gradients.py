@@ -78,6 +78,7 @@ class Policies:
             sft_weight_N=zero,
             rollout_logprob_N=logprob,
             repetitive_N=zero.bool(),
+            truncated_N=zero.bool(),
             teacher=teacher_scores(objective, log_q[state], target, hidden),
         )
 

@@ -14,7 +14,7 @@ from stable_opd_mcore.losses.token_weights import (
     importance_weights,
     use_rollout_policy,
 )
-from stable_opd_mcore.records import Sample, TokenWeights
+from stable_opd_mcore.records import Sample
 from stable_opd_mcore.scoring.token_scores import score
 from tests.losses.cases import (
     Case,
@@ -25,6 +25,7 @@ from tests.losses.cases import (
     run_fused,
     teacher_scores,
 )
+from tests.shares import weights_of
 
 RATIOS = torch.tensor([1.0, 1.5, 4.0, 0.6, 0.1])
 
@@ -48,13 +49,11 @@ def test_importance_weights_of_each_kind(kind, expected):
 
 
 def batch():
-    rollout = Sample("rollout", "p:0", (1, 2), (3, 4, 5), (True,) * 3, (-1.0, -2.0, -0.5))
+    trained = (True, True, False)
+    rollout = Sample("rollout", "p:0", (1, 2), (3, 4, 5), trained, (-1.0, -2.0, -0.5))
     golden = Sample("golden", "p:0", (1, 2), (6, 7), (True,) * 2)
-    weights = [
-        TokenWeights(pg=(0.5, 0.5, 0.0), kl=(0.0,) * 3, sft=(0.0,) * 3),
-        TokenWeights(pg=(0.0, 0.0), kl=(0.0,) * 2, sft=(1.0, 1.0)),
-    ]
-    (packed,) = pack([rollout, golden], weights, max_tokens=64, data_rank=0, data_size=1)
+    samples = [rollout, golden]
+    (packed,) = pack(samples, weights_of(samples, pg=(0.5, 0), sft=(0, 1)), max_tokens=64)
     return packed
 
 

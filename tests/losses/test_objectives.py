@@ -22,12 +22,13 @@ from stable_opd_mcore.losses.objectives import OBJECTIVES, ObjectiveSpec, build_
 from stable_opd_mcore.losses.token_weights import correct_importance
 from stable_opd_mcore.records import Prompt, Rollout
 from tests.losses.cases import assert_close, make_case, make_config, run_definition, run_fused
+from tests.shares import facts_of
 
 PROMPTS = [Prompt(f"s:{i}", "", (1, 2), golden_token_ids=(7, 8, 9)[i:]) for i in range(2)]
 ROLLOUTS = [
     Rollout(PROMPTS[i // 2], i % 2, ids, (-0.5,) * len(ids), reason, 0, reward=float(i == 0))
     for i, (ids, reason) in enumerate(
-        [((5, 4, 9), "stop"), ((4, 4, 4, 4), "length"), ((6, 9), "stop"), ((9,), "stop")]
+        [((5, 4, 9), "stop"), ((4,) * 32, "length"), ((6, 9), "stop"), ((9,), "stop")]
     )
 ]
 # Setting -> (a value other than the default, the other settings that it needs).
@@ -43,6 +44,7 @@ SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "objective__advantage__control_variate": (True, {}),
     "objective__advantage__power": (0.5, {}),
     "objective__advantage__clamp": (0.1, {}),
+    "objective__advantage__teacher_weight": (0.3, {}),
     "objective__masks__special_token_ids": ([9], {}),
     "objective__masks__truncated_rollouts": (True, {}),
     "objective__masks__repetitive_tail": (True, {}),
@@ -64,8 +66,9 @@ def computed(config: Config) -> list[torch.Tensor]:
     off_policy = off_policy_draws(0, len(PROMPTS), settings.on_policy_fraction, seed=0)
     samples = mark_off_policy(rollout_samples(ROLLOUTS, settings.masks), off_policy)
     samples += mark_off_policy(golden, off_policy)
-    weights = case.objective.token_weights(samples)
-    rows = [torch.tensor(w.pg + w.kl + w.sft + (w.advantage or ())) for w in weights]
+    weights = case.objective.sample_weights(facts_of(samples))
+    rows = [torch.tensor(w) for w in vars(weights).values() if w is not None]
+    rows += [torch.tensor(sample.trained) for sample in samples]
     moved = case.batch.rollout_logprob_N + torch.linspace(-0.1, 0.1, 13).double()
     kind, threshold = config.rollout.importance_correction, config.rollout.importance_threshold
     (corrected,), _ = correct_importance(
@@ -109,6 +112,21 @@ def test_defaults_are_accepted_by_every_objective(name):
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        {"reference__update": "ema", "reference__decay": 0.9},
+        {"reference__update": "every", "reference__every": 7},
+        {"reference__path": "somewhere"},
+        {"fp8__reference": "tensorwise", "fp8__keep_last_layers": 1},
+    ],
+)
+def test_settings_of_the_reference_need_its_kl(changes):
+    build_objective(make_config(kl__beta=0.1, **changes), (1,), (2,))
+    with pytest.raises(ConfigError, match=r"needs kl\.beta > 0"):
+        build_objective(make_config(**changes), (1,), (2,))
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"objective__name": "opdd"}, "expected one of sft, grpo, opd"),
@@ -128,7 +146,8 @@ def test_defaults_are_accepted_by_every_objective(name):
         ({"objective__jsd_beta": 0.3, "objective__name": "gkd"}, "it needs objective.divergence=j"),
         ({"rollout__importance_threshold": 3.0}, "it needs rollout.importance_correction; drop it"),
         ({"kl__estimator": "k3"}, "kl.estimator=k3 would have no effect: it needs kl"),
-        ({"reference__path": "somewhere"}, "it needs kl.beta > 0"),
+        ({"kl__beta": 0.1, "reference__decay": 0.9}, "it needs reference.update=ema"),
+        ({"kl__beta": 0.1, "reference__every": 7}, "it needs reference.update=every"),
     ],
 )
 def test_settings_without_effect_are_refused(changes, message):
@@ -183,6 +202,7 @@ def test_scores_that_each_objective_needs():
         "sft": "none",
         "grpo": "none",
         "opd": "sampled",
+        "grpo_opd": "sampled",
         "lsm": "topk",
         "student_topk": "hidden",
         "gkd": "hidden",

@@ -142,6 +142,22 @@ def test_known_gradients_are_returned_in_proportion():
     assert hidden.grad.tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_gradient_in_main_grad_is_announced_to_megatrons_hook(tied):
+    """The hook wants a `grad` to reduce; a tied weight gets the embedding's."""
+    hidden = torch.zeros(2, requires_grad=True)
+    weight = torch.zeros(2, requires_grad=True)
+    weight.main_grad = torch.tensor([3.0, 4.0])
+    weight.zero_out_wgrad = tied
+    of_hidden = torch.tensor([1.0, 2.0])
+    loss = WithGradients.apply(hidden, weight, torch.tensor(5.0), of_hidden, weight.main_grad)
+    loss.backward()
+    assert weight.grad_added_to_main_grad
+    assert weight.main_grad.tolist() == [3, 4]
+    assert (weight.grad is None) if tied else (weight.grad.tolist() == [0, 0])
+    assert hidden.grad.tolist() == [1, 2]
+
+
 def check_alignment(rank: int, world_size: int) -> None:
     """The student pads a vocabulary of 7 to 8 rows, the teacher to 12: their shards differ."""
     group = dist.group.WORLD

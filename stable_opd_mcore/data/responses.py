@@ -1,0 +1,225 @@
+"""From graded responses to numbers: accuracy, truncation, repetition, lengths (docs/method.md §5).
+
+The metrics of a run, `stable-opd evaluate` and `stable-opd score` all come from here. `measure`
+reads one response, `ResponseTotals` adds measured responses up and holds none of them.
+
+Not here: grading (evaluation/grading.py), per-token metrics (monitoring/health.py), the meaning of
+each name (monitoring/names.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stable_opd_mcore.config.evaluation import MonitoringConfig
+from stable_opd_mcore.data.repetition import (
+    PAPER_TAIL_CHARACTERS,
+    TailLoop,
+    is_repetitive,
+    tail_loop,
+    tail_loop_of_text,
+)
+from stable_opd_mcore.metrics import Max, Mean, Metric, Metrics, Quantile, Sum
+from stable_opd_mcore.records import FinishReason, GradingFailure, Rollout
+
+CHARACTERS_PER_TOKEN = 2.5  # low, so that a response of max_new_tokens exceeds the tail
+QUARTERS = ("q1", "q2", "q3", "q4")  # of the length budget
+_PARTS: dict[FinishReason | None, str] = {"stop": "finished", "length": "truncated"}
+_MEANS = (
+    "response_length_mean",
+    "truncation_rate",
+    "abort_rate",
+    "accuracy",
+    "repetition_rate",
+    "repetition_rate_10k",
+    "loop_rate",
+    "loop_token_share",
+    "loop_onset_mean",
+    *(
+        f"{name}_{part}"
+        for name in ("accuracy", "loop_rate", "response_length_mean")
+        for part in _PARTS.values()
+    ),
+    *(f"loop_token_share_{quarter}" for quarter in QUARTERS),
+)
+
+
+@dataclass(frozen=True)
+class CompressionLimits:
+    """When the paper's detector calls a text repetitive."""
+
+    tail_characters: int
+    ratio: float  # UTF-8 bytes over zlib bytes of the tail
+
+
+@dataclass(frozen=True)
+class MeasuredResponse:
+    """What one graded response adds to the numbers.
+
+    Lengths are in tokens; in characters where a response was measured without its token ids.
+    """
+
+    length: int
+    finish_reason: FinishReason | None  # None: not known
+    reward: float | None  # 1.0 right, 0.0 wrong, None not graded
+    grading_failure: GradingFailure | None
+    loop: TailLoop
+    repetitive: bool  # by the compression of its tail
+    repetitive_10k: bool  # the same for the paper's tail of 10,000 characters
+
+
+def compression_limits(config: MonitoringConfig, max_new_tokens: int) -> CompressionLimits:
+    """The configured limits; a tail that is not set is min(10,000, 2.5 x max_new_tokens)."""
+    characters = config.repetition_tail_characters
+    if characters is None:
+        characters = max(1, min(PAPER_TAIL_CHARACTERS, int(CHARACTERS_PER_TOKEN * max_new_tokens)))
+    return CompressionLimits(characters, config.repetition_ratio)
+
+
+def measure(
+    text: str,
+    token_ids: Sequence[int] | NDArray[np.int32] | None,
+    limits: CompressionLimits,
+    *,
+    finish_reason: FinishReason | None,
+    reward: float | None,
+    grading_failure: GradingFailure | None = None,
+) -> MeasuredResponse:
+    """One response as its numbers see it.
+
+    Args:
+        text: the response, without its stop token.
+        token_ids: its tokens, stop token included; None measures characters.
+    """
+    repetitive = is_repetitive(text, limits.tail_characters, limits.ratio)
+    same_tail = limits.tail_characters == PAPER_TAIL_CHARACTERS
+    return MeasuredResponse(
+        length=len(text) if token_ids is None else len(token_ids),
+        finish_reason=finish_reason,
+        reward=reward,
+        grading_failure=grading_failure,
+        loop=tail_loop_of_text(text) if token_ids is None else tail_loop(token_ids),
+        repetitive=repetitive,
+        repetitive_10k=repetitive
+        if same_tail
+        else is_repetitive(text, PAPER_TAIL_CHARACTERS, limits.ratio),
+    )
+
+
+def measure_rollout(rollout: Rollout, limits: CompressionLimits) -> MeasuredResponse:
+    """The measured response of a rollout."""
+    return measure(
+        rollout.text,
+        rollout.token_ids,
+        limits,
+        finish_reason=rollout.finish_reason,
+        reward=rollout.reward,
+        grading_failure=rollout.grading_failure,
+    )
+
+
+class ResponseTotals:
+    """Sums over measured responses. Its size grows with the number of different lengths only."""
+
+    def __init__(self, max_length: int | None = None):
+        """max_length: the length budget, whose quarters are the positions of loops; None: none."""
+        self.max_length = max_length
+        self.num_responses = 0
+        self._sums = dict.fromkeys(_MEANS, 0.0)
+        self._counts = dict.fromkeys(_MEANS, 0.0)
+        self._lengths: Counter[int] = Counter()
+        self._failures: Counter[GradingFailure | None] = Counter()
+
+    def add(self, response: MeasuredResponse) -> None:
+        """Count one more response."""
+        self.num_responses += 1
+        self._lengths[response.length] += 1
+        self._failures[response.grading_failure] += 1
+        for name, value, weight in _terms(response, self.max_length):
+            self._sums[name] += value
+            self._counts[name] += weight
+
+    def metrics(self, area: str) -> Metrics:
+        """`<area>/<name>` for every name; a mean over nothing is None.
+
+        `grading_timeouts` and `grading_crashes` are there if a response was graded.
+        """
+        metrics: dict[str, Metric] = {
+            name: Mean(self._sums[name], self._counts[name]) for name in _MEANS
+        }
+        lengths, counts = tuple(self._lengths), tuple(self._lengths.values())
+        metrics["response_length_p50"] = Quantile(0.5, lengths, counts)
+        metrics["response_length_p95"] = Quantile(0.95, lengths, counts)
+        metrics["response_length_max"] = Max(float(max(self._lengths)) if self._lengths else None)
+        if self._counts["accuracy"]:
+            metrics["grading_timeouts"] = Sum(float(self._failures["timeout"]))
+            metrics["grading_crashes"] = Sum(float(self._failures["crash"]))
+        return Metrics({f"{area}/{name}": metric for name, metric in metrics.items()})
+
+
+def response_metrics(
+    responses: Iterable[MeasuredResponse], area: str, max_length: int | None = None
+) -> Metrics:
+    """The numbers of a set of responses; see `ResponseTotals`."""
+    totals = ResponseTotals(max_length)
+    for response in responses:
+        totals.add(response)
+    return totals.metrics(area)
+
+
+def rollout_metrics(
+    rollouts: Iterable[Rollout],
+    max_new_tokens: int,
+    config: MonitoringConfig,
+    area: str = "rollout",
+) -> Metrics:
+    """The numbers of a set of rollouts under `<area>/...` ("rollout", "eval" or "eval_greedy").
+
+    Of several ranks, each measures its own rollouts, and the results add up.
+    """
+    limits = compression_limits(config, max_new_tokens)
+    measured = (measure_rollout(rollout, limits) for rollout in rollouts)
+    return response_metrics(measured, area, max_new_tokens)
+
+
+def _terms(
+    response: MeasuredResponse, max_length: int | None
+) -> Iterator[tuple[str, float, float]]:
+    """(name, value, weight) of each mean that the response is part of."""
+    length, loop = response.length, response.loop.length
+    onset = length - loop
+    by_part: dict[str, float] = {
+        "loop_rate": loop > 0,
+        "response_length_mean": length,
+    }
+    if response.reward is not None:
+        by_part["accuracy"] = response.reward
+    part = _PARTS.get(response.finish_reason)
+    for name, value in by_part.items():
+        yield name, value, 1
+        if part is not None:
+            yield f"{name}_{part}", value, 1
+    yield "repetition_rate", response.repetitive, 1
+    yield "repetition_rate_10k", response.repetitive_10k, 1
+    yield "loop_token_share", loop, length
+    if loop:
+        yield "loop_onset_mean", onset, 1
+    if response.finish_reason is not None:
+        yield "truncation_rate", response.finish_reason == "length", 1
+        yield "abort_rate", response.finish_reason == "abort", 1
+    if max_length is not None:
+        for number, quarter in enumerate(QUARTERS):
+            first, last = number * max_length / 4, (number + 1) * max_length / 4
+            end = length if quarter == QUARTERS[-1] else min(length, math.ceil(last))
+            start = math.ceil(first)
+            yield (
+                f"loop_token_share_{quarter}",
+                max(0, end - max(start, onset)),
+                max(0, end - start),
+            )

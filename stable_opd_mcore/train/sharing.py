@@ -1,0 +1,142 @@
+"""Who trains on which sample: every rank knows numbers of all samples, and tokens of its own alone.
+
+A data-parallel rank draws rollouts for its share of the prompts. Their lengths, rewards and counts
+go to every rank (`gather_facts`). From these facts each rank computes the same minibatches,
+normalisers and shares. Then each sample goes from the rank that drew it to the ranks that train on
+it (`share_out`), so the host work of a rank depends on its own share.
+
+Not here: token weights (losses/token_weights.py), balance and micro-batches (data/packing.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stable_opd_mcore.data.packing import partition, split_by_prompt
+from stable_opd_mcore.parallel.world import World, exchange_objects, gather_objects
+from stable_opd_mcore.records import Sample, SampleFacts, SampleWeights
+
+_TRAVELLING = 6  # numbers of each sample that go to every rank, see `_numbers_of`
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """What one update trains on, on this rank."""
+
+    samples: Sequence[Sample]  # that this rank trains on; MicroBatch.sample_index_N is a place here
+    weights: SampleWeights  # of `samples`
+    places: NDArray[np.int64]  # of `samples` in the facts of the step
+
+
+def gather_facts(
+    world: World, samples: Sequence[Sample], prompt_rows: Sequence[int]
+) -> SampleFacts:
+    """The facts of the step's samples, of all ranks: first the rollouts in the order of the
+    prompts, then the golden solutions. Collective over the data-parallel ranks.
+
+    Args:
+        samples: those that this rank drew, in the same order; equally many rollouts per prompt.
+        prompt_rows: the row of each prompt of the step, of all ranks.
+    """
+    parts = gather_objects(_numbers_of(samples), world.data_group)
+    counts = [part.shape[1] for part in parts]
+    golden, off_policy, prompt_tokens, response_tokens, trained, reward = np.concatenate(
+        parts, axis=1
+    )
+    is_golden = golden.astype(np.bool_)
+    holder = np.repeat(np.arange(len(parts)), counts)
+    index = np.concatenate([np.arange(count) for count in counts])
+    num_rollouts = np.bincount(holder[~is_golden], minlength=len(parts))
+    per_prompt = int(num_rollouts.sum()) // len(prompt_rows)
+    # Rank r drew for the prompts r, r + ranks, ... of the step.
+    turn = np.where(is_golden, index - num_rollouts[holder], index // max(1, per_prompt))
+    prompt = holder + len(parts) * turn
+    order = np.lexsort((index, prompt, is_golden))
+    return SampleFacts(
+        holder_B=holder,
+        index_B=index,
+        prompt_B=np.array(prompt_rows, np.int64)[prompt],
+        golden_B=is_golden,
+        off_policy_B=off_policy.astype(np.bool_),
+        prompt_tokens_B=prompt_tokens.astype(np.int64),
+        response_tokens_B=response_tokens.astype(np.int64),
+        trained_tokens_B=trained.astype(np.int64),
+        reward_B=reward,
+    ).select(order)
+
+
+def _numbers_of(samples: Sequence[Sample]) -> NDArray[np.float64]:
+    """[_TRAVELLING, B]: what other ranks need to know of this rank's samples."""
+    rows = [
+        (
+            sample.source == "golden",
+            sample.off_policy,
+            len(sample.prompt_token_ids),
+            len(sample.response_token_ids),
+            np.count_nonzero(sample.trained),
+            np.nan if sample.reward is None else sample.reward,
+        )
+        for sample in samples
+    ]
+    return np.array(rows, np.float64).reshape(-1, _TRAVELLING).T
+
+
+def share_out(
+    world: World,
+    samples: Sequence[Sample],
+    facts: SampleFacts,
+    num_minibatches: int,
+    weights_of: Callable[[SampleFacts], SampleWeights],
+    costs_of: Callable[[NDArray[np.int64]], NDArray[np.float64]],
+) -> list[Minibatch]:
+    """This rank's part of every minibatch. Collective over the data-parallel ranks.
+
+    Args:
+        samples: those that this rank drew.
+        facts: of all samples.
+        weights_of: the token weights of a whole minibatch, from its facts.
+        costs_of: what sequences of so many tokens cost.
+    """
+    trainer_B = np.empty(len(facts), np.int64)  # the batch rank that trains on the sample
+    own: list[NDArray[np.int64]] = []  # places of each minibatch
+    weights: list[SampleWeights] = []
+    for places in split_by_prompt(facts, num_minibatches):
+        part = facts.select(places)
+        costs_B = costs_of(part.prompt_tokens_B + part.response_tokens_B)
+        shares = partition(costs_B, world.batch_size)
+        for batch_rank, share in enumerate(shares):
+            trainer_B[places[share]] = batch_rank
+        mine = np.array(shares[world.batch_rank], np.int64)
+        own.append(places[mine])
+        weights.append(weights_of(part).select(mine))
+    held = collect(world, samples, facts, trainer_B)
+    return [
+        Minibatch([held[place] for place in places.tolist()], weight, places)
+        for places, weight in zip(own, weights, strict=True)
+    ]
+
+
+def collect(
+    world: World, samples: Sequence[Sample], facts: SampleFacts, trainer_B: NDArray[np.int64]
+) -> dict[int, Sample]:
+    """The samples that this rank trains on, by their places in `facts`. Collective.
+
+    A batch rank is `context_size` data-parallel ranks that follow each other; each of them receives
+    the sample.
+    """
+    drawn = np.flatnonzero(facts.holder_B == world.data_rank)
+    outgoing: list[list[Sample]] = []
+    for data_rank in range(world.data_size):
+        leaving = drawn[trainer_B[drawn] == data_rank // world.context_size]
+        outgoing.append([samples[index] for index in facts.index_B[leaving].tolist()])
+    incoming = exchange_objects(outgoing, world.data_group)
+    mine = np.flatnonzero(trainer_B == world.batch_rank)
+    held: dict[int, Sample] = {}
+    for data_rank, received in enumerate(incoming):
+        places = mine[facts.holder_B[mine] == data_rank].tolist()
+        held.update(zip(places, received, strict=True))
+    return held

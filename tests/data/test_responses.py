@@ -1,0 +1,147 @@
+"""Numbers of responses by hand: rates, quarters of the budget, quantiles, undefined means."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from stable_opd_mcore.config.evaluation import MonitoringConfig
+from stable_opd_mcore.data.repetition import TailLoop
+from stable_opd_mcore.data.responses import (
+    CompressionLimits,
+    MeasuredResponse,
+    ResponseTotals,
+    compression_limits,
+    measure,
+    measure_rollout,
+    response_metrics,
+    rollout_metrics,
+)
+from stable_opd_mcore.monitoring.names import require_known
+from stable_opd_mcore.records import Prompt, Rollout
+
+LIMITS = CompressionLimits(64, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("configured", "max_new_tokens", "expected"),
+    [(None, 8192, 10_000), (None, 1024, 2560), (None, 1, 2), (64, 8192, 64)],
+)
+def test_the_tail_must_be_reachable_within_the_budget(configured, max_new_tokens, expected):
+    config = MonitoringConfig(repetition_tail_characters=configured, repetition_ratio=3)
+    assert compression_limits(config, max_new_tokens) == CompressionLimits(expected, 3)
+
+
+def rollout(ids, finish, reward=None, text="", failure=None) -> Rollout:
+    prompt = Prompt("p", "problem", (1,))
+    return Rollout(prompt, 0, tuple(ids), (-0.5,) * len(ids), finish, 0, text, reward, failure)
+
+
+ROLLOUTS = [
+    rollout(range(2), "stop", 1.0),
+    rollout(range(4), "stop", 0.0, failure="timeout"),
+    rollout([*range(30), *[7] * 70], "length", 0.0, "ab" * 100),
+    rollout([], "abort"),
+]
+
+
+def test_rollout_metrics_of_a_batch_by_hand():
+    config = MonitoringConfig(repetition_tail_characters=64, repetition_ratio=2)
+    values = rollout_metrics(ROLLOUTS, 100, config).values_by_key()
+    require_known(values)
+    assert values == {
+        "rollout/response_length_mean": 106 / 4,
+        "rollout/response_length_p50": 3.0,
+        "rollout/response_length_p95": pytest.approx(85.6),
+        "rollout/response_length_max": 100.0,
+        "rollout/truncation_rate": 0.25,
+        "rollout/abort_rate": 0.25,
+        "rollout/accuracy": pytest.approx(1 / 3),
+        "rollout/grading_timeouts": 1.0,
+        "rollout/grading_crashes": 0.0,
+        "rollout/repetition_rate": 0.25,
+        "rollout/repetition_rate_10k": 0.0,
+        "rollout/loop_rate": 0.25,
+        "rollout/loop_token_share": 70 / 106,
+        "rollout/loop_onset_mean": 30.0,
+        "rollout/loop_token_share_q1": 0.0,
+        "rollout/loop_token_share_q2": 20 / 25,
+        "rollout/loop_token_share_q3": 1.0,
+        "rollout/loop_token_share_q4": 1.0,
+        "rollout/accuracy_finished": 0.5,
+        "rollout/accuracy_truncated": 0.0,
+        "rollout/loop_rate_finished": 0.0,
+        "rollout/loop_rate_truncated": 1.0,
+        "rollout/response_length_mean_finished": 3.0,
+        "rollout/response_length_mean_truncated": 100.0,
+    }
+
+
+def test_a_run_and_a_stream_of_measured_responses_give_the_same_numbers():
+    config = MonitoringConfig(repetition_tail_characters=64, repetition_ratio=2)
+    totals = ResponseTotals(100)
+    for one in ROLLOUTS:
+        totals.add(measure_rollout(one, LIMITS))
+    assert totals.num_responses == 4
+    assert totals.metrics("eval") == rollout_metrics(ROLLOUTS, 100, config, "eval")
+
+
+def test_no_responses_leave_everything_undefined():
+    values = rollout_metrics([], 10, MonitoringConfig(), area="eval_greedy").values_by_key()
+    require_known(values)
+    assert set(values.values()) == {None}
+
+
+def test_what_is_not_known_is_not_counted():
+    unknown = measure("abc", None, LIMITS, finish_reason=None, reward=None)
+    assert unknown.length == 3
+    values = response_metrics([unknown], "x").values_by_key()
+    undefined = {key.removeprefix("x/") for key, value in values.items() if value is None}
+    assert undefined >= {"accuracy", "truncation_rate", "abort_rate", "loop_token_share_q1"}
+    assert values["x/loop_rate"] == values["x/repetition_rate"] == 0.0
+    assert "x/grading_timeouts" not in values
+
+
+def test_without_token_ids_characters_are_measured():
+    text = "é" * 20 + "ab" * 40
+    limits = CompressionLimits(80, 5.0)
+    response = measure(text, None, limits, finish_reason="length", reward=None)
+    assert response.length == 100
+    assert response.loop == TailLoop(80, 2)
+    assert (response.repetitive, response.repetitive_10k) == (True, False)
+    paper = CompressionLimits(10_000, 10.0)
+    long = measure("ab" * 5001, None, paper, finish_reason="length", reward=None)
+    assert (long.repetitive, long.repetitive_10k) == (True, True)
+
+
+def test_tokens_after_the_budget_belong_to_its_last_quarter():
+    looping = MeasuredResponse(12, "length", None, None, TailLoop(9, 1), False, False)
+    values = response_metrics([looping], "x", max_length=6).values_by_key()
+    shares = [values[f"x/loop_token_share_q{quarter}"] for quarter in (1, 2, 3, 4)]
+    # 1.5 tokens a quarter: tokens 0-1, 2, 3-4 and 5-11; the loop begins at token 3
+    assert shares == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_quarters_hold_every_token_once():
+    rng = random.Random(0)
+    for _ in range(200):
+        length, budget = rng.randint(1, 40), rng.randint(1, 40)
+        loop = TailLoop(rng.randint(0, length), 1)
+        response = MeasuredResponse(length, "stop", None, None, loop, False, False)
+        metrics = response_metrics([response], "x", budget)
+        quarters = [metrics[f"x/loop_token_share_q{q}"] for q in (1, 2, 3, 4)]
+        assert sum(q.total for q in quarters) == loop.length
+        assert sum(q.count for q in quarters) == length
+
+
+def test_quantiles_are_those_of_numpy():
+    rng = random.Random(0)
+    for size in (1, 2, 3, 20, 101):
+        lengths = [rng.randint(0, 30) for _ in range(size)]
+        plain = MeasuredResponse(0, "stop", None, None, TailLoop(), False, False)
+        values = response_metrics(
+            (replace(plain, length=length) for length in lengths), "x"
+        ).values_by_key()
+        assert values["x/response_length_p50"] == pytest.approx(np.percentile(lengths, 50))
+        assert values["x/response_length_p95"] == pytest.approx(np.percentile(lengths, 95))

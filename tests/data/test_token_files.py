@@ -1,0 +1,57 @@
+"""Token files: written and read again, rounded, and refused by line where they are malformed."""
+
+import math
+
+import pytest
+
+from stable_opd_mcore.data.token_files import TokenText, read_tokens, token_path, write_tokens
+from stable_opd_mcore.errors import DataError
+
+ONE = TokenText(
+    "train:1", 2, ("a", "\ud83d"), {"advantage": (0.5, None), "kl_teacher": (0, 1)}, "g"
+)
+
+
+def test_what_is_written_is_read_again(tmp_path):
+    path = token_path(tmp_path, 12)
+    assert path.name == "step_000012.jsonl"
+    write_tokens(path, [ONE, TokenText("b", 0, (), {}, None)])
+    first, second = read_tokens(path)
+    assert first.pieces == ONE.pieces
+    assert first.values == {"advantage": [0.5, None], "kl_teacher": [0, 1]}
+    assert (first.prompt_id, first.sample_index, first.golden) == ("train:1", 2, "g")
+    assert second == TokenText("b", 0, (), {}, None)
+    assert read_tokens(token_path(tmp_path, 13)) == []
+
+
+def test_numbers_have_four_digits_and_are_finite(tmp_path):
+    values = {"advantage": (0.123456, math.nan, -math.inf)}
+    write_tokens(tmp_path / "t.jsonl", [TokenText("a", 0, ("x", "y", "z"), values, None)])
+    assert read_tokens(tmp_path / "t.jsonl")[0].values == {"advantage": [0.1235, None, None]}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{", "not a JSON object"),
+        ("[]", "expected a JSON object, found list"),
+        ('{"prompt_id": 1}', "prompt_id must be a text"),
+        ('{"prompt_id": "a", "sample_index": 0, "golden": 1}', "golden must be a text or null"),
+        ('{"prompt_id": "a", "sample_index": 0, "pieces": 3}', "pieces must be a list"),
+        ('{"prompt_id": "a", "sample_index": 0, "pieces": [3]}', "pieces must be a list of texts"),
+        (
+            '{"prompt_id": "a", "sample_index": 0, "pieces": ["b"], "advantage": [1, 2]}',
+            "advantage must be 1 finite numbers",
+        ),
+        (
+            '{"prompt_id": "a", "sample_index": 0, "pieces": ["b"], "kl_teacher": [1e999]}',
+            "kl_teacher must be 1 finite numbers",
+        ),
+    ],
+)
+def test_malformed_rows_are_named(tmp_path, row, message):
+    write_tokens(tmp_path / "t.jsonl", [ONE])
+    with (tmp_path / "t.jsonl").open("a") as file:
+        file.write(row)
+    with pytest.raises(DataError, match=rf"t\.jsonl, line 2: {message}"):
+        read_tokens(tmp_path / "t.jsonl")

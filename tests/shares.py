@@ -1,0 +1,64 @@
+"""Facts, weights and shares of hand-made samples, as the ranks of a step have them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from stable_opd_mcore.data.packing import costs, fill, pack, partition
+from stable_opd_mcore.records import MicroBatch, Sample, SampleFacts, SampleWeights
+
+
+def facts_of(samples: Sequence[Sample]) -> SampleFacts:
+    """Of samples that one rank holds."""
+    prompts = list(dict.fromkeys(sample.prompt_id for sample in samples))
+    rewards = [np.nan if sample.reward is None else sample.reward for sample in samples]
+    return SampleFacts(
+        holder_B=np.zeros(len(samples), np.int64),
+        index_B=np.arange(len(samples)),
+        prompt_B=np.array([prompts.index(sample.prompt_id) for sample in samples], np.int64),
+        golden_B=np.array([sample.source == "golden" for sample in samples], np.bool_),
+        off_policy_B=np.array([sample.off_policy for sample in samples], np.bool_),
+        prompt_tokens_B=np.array([len(s.prompt_token_ids) for s in samples], np.int64),
+        response_tokens_B=np.array([len(s.response_token_ids) for s in samples], np.int64),
+        trained_tokens_B=np.array([s.trained.sum() for s in samples], np.int64),
+        reward_B=np.array(rewards, np.float64),
+    )
+
+
+def weights_of(
+    samples: Sequence[Sample], pg: Any = 0.0, kl: Any = 0.0, sft: Any = 0.0, advantage: Any = None
+) -> SampleWeights:
+    """From one number for all samples, or one for each."""
+    shape = len(samples)
+    return SampleWeights(
+        *(np.broadcast_to(np.asarray(v, np.float64), shape) for v in (pg, kl, sft)),
+        None if advantage is None else np.broadcast_to(np.asarray(advantage, np.float64), shape),
+    )
+
+
+def pack_share(
+    samples: Sequence[Sample],
+    weights: SampleWeights,
+    data_rank: int,
+    data_size: int,
+    **options: Any,
+) -> list[MicroBatch]:
+    """One rank's micro-batches; their sample_index_N is the place in `samples`."""
+    tokens = facts_of(samples).prompt_tokens_B + facts_of(samples).response_tokens_B
+    length, multiple = options.get("attention_length", np.inf), options.get("sequence_multiple", 1)
+    shares = partition(costs(tokens, length, multiple), data_size)
+    lengths = -(-tokens // multiple) * multiple
+    needed = max(len(fill(lengths, share, options["max_tokens"])) for share in shares)
+    mine = np.array(shares[data_rank], np.int64)
+    batches = pack(
+        [samples[place] for place in shares[data_rank]],
+        weights.select(mine),
+        agree=lambda _count: needed,
+        **options,
+    )
+    return [
+        replace(b, sample_index_N=b.sample_index_N.new_tensor(mine)[b.sample_index_N])
+        for b in batches
+    ]
