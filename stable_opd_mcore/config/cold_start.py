@@ -1,0 +1,39 @@
+"""The two configs of a run with a cold start: the supervised run, and the run that starts from it.
+
+Loads without torch. Not here: running them (train/loop.py).
+"""
+
+from __future__ import annotations
+
+from stable_opd_mcore.config.schema import Config
+
+MODEL = "model"  # the trained student in Hugging Face form, inside the run directory
+
+
+def cold_start_config(config: Config) -> Config:
+    """The config of the supervised run before distillation, in `<run>/cold_start`."""
+    assert config.cold_start is not None
+    cold = config.cold_start
+    values = config.model_dump(by_alias=True)
+    values["run"] = {"name": "cold_start", "directory": str(config.run.path)}
+    values["objective"] = {"name": "sft"}
+    values["rollout"] = {"prompts_per_step": cold.prompts_per_step}  # it samples none
+    # Without rollouts these have no use.
+    for section in ("aggregation", "kl", "mixture", "reference", "guard"):
+        del values[section]
+    values["sampling"] = {"max_new_tokens": config.sampling.max_new_tokens}
+    values["optimizer"] |= {"lr": cold.lr, "warmup_steps": cold.warmup_steps}
+    values["train"] |= {"steps": cold.steps, "minibatches": 1}
+    values["memory"] = {}  # it has neither servers nor frozen models
+    values |= {"teacher": None, "cold_start": None}
+    return Config.model_validate(values)
+
+
+def after_cold_start(config: Config) -> Config:
+    """The config that starts from the model of the cold start."""
+    model = cold_start_config(config).run.path / MODEL
+    values = config.model_dump(by_alias=True)
+    values["tokenizer"]["path"] = config.tokenizer.path or config.student.path
+    values["student"] |= {"path": str(model), "architecture": None, "random_init": False}
+    values["cold_start"] = None
+    return Config.model_validate(values)

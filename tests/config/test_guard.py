@@ -1,0 +1,46 @@
+"""Settings of the guard that cannot work are refused, with the setting that mends it."""
+
+import pytest
+
+from stable_opd_mcore.config.load import load_config, save_config
+from stable_opd_mcore.errors import ConfigError
+from tests.config.test_load import SMOKE
+
+ACT = "guard.policy=act"
+NO_SOLUTIONS = "data.train.columns.solution=null"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remedy"),
+    [
+        ([ACT, "objective.name=sft", "kl.beta=0", "mixture.lambda=0"], r"guard\.policy=off"),
+        ([ACT, "checkpoint.every=0"], r"checkpoint\.every or guard\.max_rollbacks=0"),
+        (
+            [ACT, "checkpoint.every=5", "rollout.async_steps=1", "rollout.max_staleness=1",
+             "rollout.engine=sglang"],
+            r"rollout\.async_steps=0",
+        ),
+        ([ACT, "checkpoint.every=5", "mixture.lambda=0", NO_SOLUTIONS], r"guard\.max_lambda=0"),
+    ],
+)  # fmt: skip
+def test_settings_that_do_not_fit_the_guard_are_refused(overrides, remedy):
+    with pytest.raises(ConfigError, match=remedy):
+        load_config(SMOKE, overrides)
+
+
+def test_bare_off_of_yaml_is_the_policy_off(tmp_path):
+    config = load_config(SMOKE, ["guard.policy=off"])
+    assert config.guard.policy == "off"
+    save_config(config, tmp_path / "stored.yaml")
+    assert load_config(tmp_path / "stored.yaml").guard.policy == "off"
+
+
+def test_largest_strengths_are_the_guards_only_where_it_acts():
+    def largest(*overrides):
+        config = load_config(SMOKE, ["kl.beta=0.02", "mixture.lambda=0.5", *overrides])
+        return config.largest_beta, config.largest_lambda
+
+    assert largest("guard.max_beta=3") == (0.02, 0.5)
+    acting = (ACT, "checkpoint.every=5")
+    assert largest(*acting, "guard.max_beta=3", "guard.max_lambda=4") == (3, 4)
+    assert largest(*acting, "guard.max_beta=0", "guard.max_lambda=0") == (0.02, 0.5)

@@ -1,0 +1,118 @@
+"""A reference that follows the student: its weights against a definition, resumed, on two ranks."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.train.loop import train
+from stable_opd_mcore.train.setup import build_run
+from stable_opd_mcore.train.state import TrainState
+from stable_opd_mcore.train.step import train_step
+from tests.parallel.launch import run_ranks
+from tests.train.runs import metrics_of, tiny_architecture, tiny_config
+
+pytestmark = pytest.mark.slow
+
+EMA = {"update": "ema", "decay": 0.5}
+
+
+def config_of(directory: Path, name: str, steps: int = 6, **sections):
+    return tiny_config(
+        directory,
+        name,
+        student={"architecture": tiny_architecture(16, 2)},
+        teacher={"architecture": tiny_architecture(32, 2)},
+        rollout={"prompts_per_step": 2, "samples_per_prompt": 2},
+        sampling={"max_new_tokens": 8},
+        train={"steps": steps, **sections.pop("train", {})},
+        checkpoint={"every": 3, "keep": 9},
+        **sections,
+    )
+
+
+def weights(chunks) -> torch.Tensor:
+    return torch.cat([p.detach().float().flatten() for c in chunks for p in c.parameters()])
+
+
+def three_steps(directory: Path, **sections):
+    """The student's and the reference's weights before the first and after each of three steps."""
+    config = config_of(directory, "parts", **sections)
+    run = build_run(config, start_world(config.parallel, 0))
+    try:
+        state, students, references = TrainState(), [], []
+        for number in range(4):
+            if number:
+                state = train_step(run, state).state
+            students.append(weights(run.student.chunks))
+            references.append(weights(run.moving_reference.chunks))
+        return students, references
+    finally:
+        run.engine.close()
+        run.grader.close()
+        stop_world()
+
+
+@pytest.mark.parametrize("offload", [[], ["frozen"]])
+def test_average_moves_by_its_decay_after_every_step(tmp_path, offload):
+    students, references = three_steps(tmp_path, reference=EMA, memory={"offload": offload})
+    expected = students[0]
+    for student, reference in zip(students[1:], references[1:], strict=True):
+        expected = 0.5 * expected + 0.5 * student
+        torch.testing.assert_close(reference, expected, atol=1e-6, rtol=1e-5)
+    assert not torch.equal(students[1], students[0])
+
+
+def test_copy_is_taken_every_so_many_steps(tmp_path):
+    students, references = three_steps(tmp_path, reference={"update": "every", "every": 2})
+    assert torch.equal(references[1], students[0])
+    assert torch.equal(references[2], students[2])
+    assert torch.equal(references[3], students[2])
+
+
+def test_average_of_bf16_weights_is_kept_in_fp32(tmp_path):
+    config = config_of(
+        tmp_path, "parts", reference={"update": "ema", "decay": 0.999}, train={"precision": "bf16"}
+    )
+    run = build_run(config, start_world(config.parallel, 0))
+    try:
+        moving = run.moving_reference
+        before = weights(moving.kept)
+        for chunk in run.student.chunks:
+            for parameter in chunk.parameters():
+                parameter.data.add_(0.125)
+        student = weights(run.student.chunks)
+        for step in range(1, 101):
+            moving.follow(step, run.memory)
+        share = 1 - 0.999**100
+        torch.testing.assert_close(weights(moving.kept), torch.lerp(before, student, share))
+        torch.testing.assert_close(
+            weights(moving.chunks), weights(moving.kept).bfloat16().float(), atol=0, rtol=0
+        )
+    finally:
+        run.engine.close()
+        run.grader.close()
+        stop_world()
+
+
+def train_to(rank: int, world_size: int, directory: str, name: str, steps: list, parallel: dict):
+    """Train and resume up to each of `steps`."""
+    for last in steps:
+        config = config_of(Path(directory), name, last, reference=EMA, parallel=parallel)
+        train(config, show_progress=False)
+
+
+def test_moving_reference_survives_a_resume_and_other_layouts(tmp_path):
+    run_ranks(1, train_to, str(tmp_path), "whole", [6], {})
+    run_ranks(1, train_to, str(tmp_path), "resumed", [3], {})
+    run_ranks(1, train_to, str(tmp_path), "resumed", [6], {})
+    whole = metrics_of(tmp_path / "whole")
+    assert metrics_of(tmp_path / "resumed") == whole
+    run_ranks(1, train_to, str(tmp_path), "layouts", [3], {})
+    run_ranks(2, train_to, str(tmp_path), "layouts", [6], {"tensor": 2})
+    found, expected = (
+        [row["kl/reference"] for row in rows] for rows in (metrics_of(tmp_path / "layouts"), whole)
+    )
+    assert found == pytest.approx(expected, rel=1e-3)
+    assert found[-1] > 0
