@@ -1,13 +1,14 @@
-"""The report's figures: the metrics of each figure, and the curves of each run.
+"""The figures of the report: the metrics of each figure, and the curves of each run.
 
 The first three are the paper's Figures 2-4: truncation, repetition and accuracy; log-probabilities
-and advantage; repetitive and regular tokens. Curves are plain lists for JSON, and the page's script
-draws them (templates/figures.js.j2). Not here: reading files (report.py) and tables (tables.py).
+and advantage; repetitive and regular tokens. Metrics of no figure are drawn in a last one. Curves
+are plain lists for JSON; the page's script smooths and draws them (templates/figures.js). Not here:
+reading files (page.py) and tables (tables.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,12 @@ WINDOW = 5  # steps of the trailing mean
 SMOOTH_FROM = 25  # rows from which curves are trailing means
 MAX_FAINT_RUNS = 6  # with more runs, single steps are not drawn behind the trailing means
 
-# Six colours of Okabe and Ito, which colour-blind readers can distinguish, then grey and dark red.
+MAX_POINTS = 1000  # of one curve; longer ones are means over equal numbers of steps
+OTHERS = "Other metrics"
+
+# The colours of labels are the style sheet's --run-0 to --run-7, which differ for the colour-blind.
 # Further labels repeat the colours with dashed lines.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#AA3377")
+NUM_COLOURS = 8
 DASHES = ("solid", "dash", "dot", "dashdot")
 
 Row = dict[str, Any]
@@ -32,6 +36,7 @@ class Panel:
     key: str
     title: str
     share: bool = False  # the axis runs from 0 to 1
+    term: bool = False  # of a term that a run may lack: left out where all values are 0
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ FIGURES = (
         "find probable, not to better answers (the paper's Figure 3).",
         (
             Panel("logprob/student", "Student log-probability"),
-            Panel("logprob/teacher", "Teacher log-probability"),
+            Panel("logprob/teacher", "Teacher log-probability", term=True),
             Panel("advantage/mean", "Mean advantage"),
         ),
     ),
@@ -81,9 +86,9 @@ FIGURES = (
         "The loss is the sum of its parts, coefficients included.",
         (
             Panel("loss/total", "Total"),
-            Panel("loss/pg", "Policy gradient"),
-            Panel("loss/kl", "KL to the reference"),
-            Panel("loss/sft", "Golden solutions"),
+            Panel("loss/pg", "Policy gradient", term=True),
+            Panel("loss/kl", "KL to the reference", term=True),
+            Panel("loss/sft", "Golden solutions", term=True),
             Panel("grad_norm", "Gradient norm"),
             Panel("optimizer/lr", "Learning rate"),
         ),
@@ -102,11 +107,11 @@ FIGURES = (
         "On rollout tokens. Sampled estimates are mean log-ratios and may be negative.",
         (
             Panel("entropy/student", "Entropy of the student"),
-            Panel("kl/teacher", "KL(student || teacher)"),
-            Panel("kl/reference", "KL(student || reference)"),
-            Panel("kl/reference_sampled", "KL(student || reference), sampled"),
+            Panel("kl/teacher", "KL(student || teacher)", term=True),
+            Panel("kl/reference", "KL(student || reference)", term=True),
+            Panel("kl/reference_sampled", "KL(student || reference), sampled", term=True),
             Panel("logprob/rollout_gap_mean", "|Engine - trainer| log-probability"),
-            Panel("ratio/clip_share", "Clipped ratios", share=True),
+            Panel("ratio/clip_share", "Clipped ratios", share=True, term=True),
         ),
     ),
     Figure(
@@ -141,24 +146,45 @@ FIGURES = (
 def style(index: int) -> dict[str, str]:
     """Colour and dash of the index-th label; the first 32 differ."""
     return {
-        "colour": COLOURS[index % len(COLOURS)],
-        "dash": DASHES[index // len(COLOURS) % len(DASHES)],
+        "colour": f"--run-{index % NUM_COLOURS}",
+        "dash": DASHES[index // NUM_COLOURS % len(DASHES)],
     }
 
 
-def draw(figure: Figure, runs: Sequence[tuple[str, Sequence[Row]]]) -> dict[str, Any] | None:
-    """The figure's panels with a curve per (label, rows); None if no run has values for them."""
+def draw_all(
+    runs: Sequence[tuple[str, Sequence[Row]]], points: int = MAX_POINTS, with_others: bool = True
+) -> list[dict[str, Any]]:
+    """All figures that have values, the metrics of no figure last if wanted."""
+    figures = (*FIGURES, _others(runs)) if with_others else FIGURES
+    drawn = (draw(figure, runs, points) for figure in figures)
+    return [figure for figure in drawn if figure is not None]
+
+
+def points_of_curve(points: int, num_runs: int) -> int:
+    """The points that a curve of `num_runs` in a panel may have, of `points` for a single run."""
+    return max(points // 10, min(points, 4 * points // max(1, num_runs)))
+
+
+def draw(
+    figure: Figure, runs: Sequence[tuple[str, Sequence[Row]]], points: int = MAX_POINTS
+) -> dict[str, Any] | None:
+    """The figure's panels with a curve per (label, rows); None if no run has values for them.
+
+    A curve has its run's place in `runs`, steps and values. Its `window` is the number of points of
+    the trailing mean to draw, 1 for none. `faint` asks for the single points behind the mean,
+    `dots` for a dot at every point.
+    """
     panels = [
         {
             "title": panel.title,
-            "meaning": NAMES[panel.key].meaning,
             "key": panel.key,
-            "unit": NAMES[panel.key].unit,
+            "meaning": NAMES[panel.key].meaning if panel.key in NAMES else "",
+            "unit": NAMES[panel.key].unit if panel.key in NAMES else "",
             "share": panel.share,
             "curves": curves,
         }
         for panel in figure.panels
-        if (curves := _curves(panel.key, runs))
+        if (curves := _curves(panel.key, runs, points)) and not (panel.term and _all_zero(curves))
     ]
     if not panels:
         return None
@@ -167,6 +193,7 @@ def draw(figure: Figure, runs: Sequence[tuple[str, Sequence[Row]]]) -> dict[str,
         "caption": figure.caption,
         "panels": panels,
         "columns": len(panels) if len(panels) in (2, 4) else 3,
+        "closed": figure.title == OTHERS,
     }
 
 
@@ -179,27 +206,60 @@ def trailing_mean(values: Sequence[float | None], window: int = WINDOW) -> list[
     return means
 
 
-def _curves(key: str, runs: Sequence[tuple[str, Sequence[Row]]]) -> list[dict[str, Any]]:
+def _others(runs: Sequence[tuple[str, Sequence[Row]]]) -> Figure:
+    """The metrics of `runs` that no figure shows, in the order of monitoring/names.py."""
+    shown = {panel.key for figure in FIGURES for panel in figure.panels} | {"step", "non_finite"}
+    found = {key for _, rows in runs for row in rows for key in row} - shown
+    known = [key for key in NAMES if key in found]
+    panels = tuple(Panel(key, key, term=True) for key in (*known, *sorted(found - NAMES.keys())))
+    return Figure(
+        OTHERS, "Every other metric that the runs wrote and that is not always 0.", panels
+    )
+
+
+def _curves(
+    key: str, runs: Sequence[tuple[str, Sequence[Row]]], points_of_one_run: int
+) -> list[dict[str, Any]]:
+    points_of_run = [
+        [(row["step"], row.get(key)) for row in rows if key in row] for _, rows in runs
+    ]
+    limit = points_of_curve(points_of_one_run, len(runs))
     curves = []
-    for label, rows in runs:
-        points = [(row["step"], row.get(key)) for row in rows if key in row]
+    for index, points in enumerate(points_of_run):
         if all(value is None for _, value in points):
             continue
-        steps, values = [step for step, _ in points], [value for _, value in points]
         # Evaluations are few: each is a dot.
         smooth = len(points) >= SMOOTH_FROM and not key.startswith("eval")
-        curve = {
-            "label": label,
-            "steps": steps,
-            "values": _rounded(trailing_mean(values) if smooth else values),
-            "dots": not smooth,
-        }
-        if smooth and len(runs) <= MAX_FAINT_RUNS:
-            curve["each"] = _rounded(values)
-        curves.append(curve)
+        steps, values = _thinned(points, limit)
+        curves.append(
+            {
+                "run": index,
+                "steps": steps,
+                "values": values,
+                "window": WINDOW if smooth else 1,
+                "faint": smooth and len(runs) <= MAX_FAINT_RUNS,
+                "dots": not smooth,
+            }
+        )
     return curves
 
 
-def _rounded(values: Sequence[float | None]) -> list[float | None]:
-    """Values with six digits, which keep the page small."""
-    return [None if value is None else float(f"{value:.6g}") for value in values]
+def _thinned(
+    points: Sequence[tuple[int, float | None]], limit: int
+) -> tuple[list[int], list[float | None]]:
+    """At most `limit` points: equal numbers of them are replaced by their last step and mean.
+
+    Values have five digits, which keep the page small.
+    """
+    each = -(-len(points) // limit)
+    steps, values = [], []
+    for start in range(0, len(points), each):
+        group = points[start : start + each]
+        steps.append(group[-1][0])
+        defined = [value for _, value in group if value is not None]
+        values.append(float(f"{sum(defined) / len(defined):.5g}") if defined else None)
+    return steps, values
+
+
+def _all_zero(curves: Sequence[Mapping[str, Any]]) -> bool:
+    return all(not value for curve in curves for value in curve["values"])

@@ -1,103 +1,46 @@
-"""Health metrics of a step (docs/method.md §5): truncation, repetition, lengths, advantages, KLs.
+"""Health metrics of a step's samples and tokens (docs/method.md §5): advantages, KLs, entropies.
 
-`rollout_metrics` reads the rollouts of a step or of an evaluation. Every rank holds the global list
-of them, so its result is global. `token_metrics` reads the per-token results of the loss; it covers
-this rank's micro-batches and must be reduced over ranks. Neither runs a model.
+`token_metrics` reads the per-token results of the loss; it covers this rank's micro-batches and
+must be reduced over ranks. It runs no model.
 
-Not here: sinks (sinks.py) and the detection of repetitive tokens (data/repetition.py).
+Not here: sinks (sinks.py), the numbers of whole responses (data/responses.py) and the detection of
+repetitive tokens (data/repetition.py).
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from stable_opd_mcore.config.evaluation import MonitoringConfig
-from stable_opd_mcore.metrics import Max, Mean, Metrics, Same, Sum
-from stable_opd_mcore.records import LossOutput, MicroBatch, Rollout, Sample
+from stable_opd_mcore.data.responses import QUARTERS
+from stable_opd_mcore.metrics import Max, Mean, Metrics, Sum
+from stable_opd_mcore.records import LossOutput, MicroBatch, SampleFacts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-PAPER_TAIL_CHARACTERS = 10_000
-CHARACTERS_PER_TOKEN = 2.5  # low, so that a response of max_new_tokens exceeds the tail
-ZLIB_LEVEL = 6
+
+SPLIT_KEYS = ("advantage/mean", "kl/teacher", "entropy/student")
 
 
-def is_repetitive(text: str, tail_characters: int, ratio: float) -> bool:
-    """Whether the last `tail_characters` of `text` compress by more than `ratio` (§5).
-
-    Texts of up to `tail_characters` characters are not repetitive. Lengths are in characters, the
-    ratio is one of UTF-8 bytes.
-    """
-    if len(text) <= tail_characters:
-        return False
-    tail = text[-tail_characters:].encode("utf-8", "surrogatepass")
-    return len(tail) / len(zlib.compress(tail, ZLIB_LEVEL)) > ratio
+def sample_metrics(facts: SampleFacts) -> Metrics:
+    """Share of complete golden sequences; `facts` are of all samples, so do not reduce it."""
+    golden = int(facts.golden_B.sum())
+    return Metrics({"batch/golden_complete_share": Mean(golden, len(facts))})
 
 
-def repetition_rate(texts: Sequence[str], tail_characters: int, ratio: float) -> Mean:
-    """Share of `texts` that are repetitive."""
-    return Mean(sum(is_repetitive(text, tail_characters, ratio) for text in texts), len(texts))
-
-
-def tail_characters(config: MonitoringConfig, max_new_tokens: int) -> int:
-    """The configured tail L, or min(10,000, 2.5 x max_new_tokens) (docs/method.md §5)."""
-    if config.repetition_tail_characters is not None:
-        return config.repetition_tail_characters
-    return max(1, min(PAPER_TAIL_CHARACTERS, int(CHARACTERS_PER_TOKEN * max_new_tokens)))
-
-
-def rollout_metrics(
-    rollouts: Sequence[Rollout],
-    max_new_tokens: int,
-    config: MonitoringConfig,
-    area: str = "rollout",
+def token_metrics(
+    outputs: Sequence[LossOutput], microbatches: Sequence[MicroBatch], max_new_tokens: int
 ) -> Metrics:
-    """Health of a set of rollouts, under `<area>/...` ("rollout", "eval" or "eval_greedy").
-
-    `rollouts` is the global list, the same on every rank: do not reduce the result over ranks.
-    Unless the tail L is the paper's 10,000 characters, `repetition_rate_10k` is the rate at 10,000.
-    Accuracy is over graded rollouts; None if there are none.
-    """
-    lengths = np.array([len(rollout.token_ids) for rollout in rollouts], dtype=np.int64)
-    texts = [rollout.text for rollout in rollouts]
-    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-    characters = tail_characters(config, max_new_tokens)
-    metrics = {
-        "response_length_mean": Mean(int(lengths.sum()), len(lengths)),
-        "response_length_p50": _quantile(lengths, 50),
-        "response_length_p95": _quantile(lengths, 95),
-        "response_length_max": Max(float(lengths.max()) if len(lengths) else None),
-        "truncation_rate": _share(rollout.finish_reason == "length" for rollout in rollouts),
-        "abort_rate": _share(rollout.finish_reason == "abort" for rollout in rollouts),
-        "repetition_rate": repetition_rate(texts, characters, config.repetition_ratio),
-        "accuracy": Mean(sum(rewards), len(rewards)),
-    }
-    if characters != PAPER_TAIL_CHARACTERS:
-        metrics["repetition_rate_10k"] = repetition_rate(
-            texts, PAPER_TAIL_CHARACTERS, config.repetition_ratio
-        )
-    return Metrics({f"{area}/{name}": metric for name, metric in metrics.items()})
-
-
-def sample_metrics(samples: Sequence[Sample]) -> Metrics:
-    """Share of complete golden sequences in the global list of samples."""
-    complete = [sample.source == "golden" and not sample.truncated for sample in samples]
-    return Metrics({"batch/golden_complete_share": _share(complete)})
-
-
-def token_metrics(outputs: Sequence[LossOutput], microbatches: Sequence[MicroBatch]) -> Metrics:
     """Metrics of the scored tokens of this rank's micro-batches; reduce them over ranks.
 
     Log-probabilities, advantages, entropies, KL to the teacher and the clip share are means over
     rollout tokens in the loss (`pg_weight_N` not 0), without golden and masked tokens. KL to the
     reference is over rows with a KL weight. Shares of repetitive and masked tokens are over all
-    scored rollout tokens. The rollout gap compares the engine's log-probability of a token with
-    `old_token_logprob_N`, or with the student's if that is None.
+    scored rollout tokens. Advantage, KL to the teacher and entropy are split by finished and
+    truncated responses and by quarter of the length budget `max_new_tokens`. The rollout gap
+    compares the engine's log-probability of a token with `old_token_logprob_N`, or with the
+    student's if that is None.
 
     `loss/*` are sums, like the loss. The total is the sum of the parts, because Megatron scales the
     loss tensor in place. A mean is None if no micro-batch has its values (no teacher, no
@@ -105,17 +48,21 @@ def token_metrics(outputs: Sequence[LossOutput], microbatches: Sequence[MicroBat
     """
     metrics = Metrics()
     for output, microbatch in zip(outputs, microbatches, strict=True):
-        metrics = metrics | _token_metrics(output, microbatch)
+        metrics = metrics | _token_metrics(output, microbatch, max_new_tokens)
     return metrics
 
 
-def _token_metrics(output: LossOutput, microbatch: MicroBatch) -> Metrics:
+def _token_metrics(output: LossOutput, microbatch: MicroBatch, max_new_tokens: int) -> Metrics:
     import torch
 
     pg_N = microbatch.pg_weight_N != 0
     golden_N = microbatch.sft_weight_N != 0
     trained_N = pg_N | golden_N | (microbatch.kl_weight_N != 0)
     means = _mean_terms(output, microbatch)
+    parts = _parts(microbatch, max_new_tokens)
+    for key in SPLIT_KEYS:
+        values, mask = means[key]
+        means |= {f"{key}_{part}": (values, mask & part_N) for part, part_N in parts.items()}
     zeros_N = torch.zeros_like(pg_N, dtype=torch.float64)
     values_RN = torch.stack(
         [zeros_N if values is None else values.detach().double() for values, _ in means.values()]
@@ -205,18 +152,19 @@ def _mean_terms(
     }
 
 
+def _parts(microbatch: MicroBatch, max_new_tokens: int) -> dict[str, Tensor]:
+    """Masks [N] of finished and truncated responses and of the quarters of the length budget."""
+    quarter_N = (4 * microbatch.token_index_N // max_new_tokens).clamp(max=len(QUARTERS) - 1)
+    return {
+        "finished": ~microbatch.truncated_N,
+        "truncated": microbatch.truncated_N,
+        **{quarter: quarter_N == number for number, quarter in enumerate(QUARTERS)},
+    }
+
+
 def _engine_gap(output: LossOutput, microbatch: MicroBatch) -> Tensor:
     """|engine's log-probability of the token - trainer's|, fp32 [N], nats."""
     trainer_N = microbatch.old_token_logprob_N
     if trainer_N is None or trainer_N is microbatch.rollout_logprob_N:
         trainer_N = output.token_logprob_N.detach()
     return (microbatch.rollout_logprob_N - trainer_N).abs()
-
-
-def _share(flags: Iterable[bool]) -> Mean:
-    flags = list(flags)
-    return Mean(sum(flags), len(flags))
-
-
-def _quantile(lengths: np.ndarray, percent: float) -> Same:
-    return Same(float(np.percentile(lengths, percent)) if len(lengths) else None)

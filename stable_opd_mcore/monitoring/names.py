@@ -26,6 +26,17 @@ def _response_names(area: str, whose: str) -> list[Name]:
         Name(f"{area}/response_length_max", f"longest of {whose}", "tokens"),
         Name(f"{area}/truncation_rate", f"share of {whose} cut by the length budget", "share"),
         Name(f"{area}/abort_rate", f"share of {whose} aborted by the engine", "share"),
+        Name(f"{area}/loop_rate", f"share of {whose} that end in an exact loop", "share"),
+        Name(f"{area}/loop_token_share", f"share of the tokens of {whose} in these loops", "share"),
+        Name(f"{area}/loop_onset_mean", "mean place where these loops begin", "tokens"),
+        *(
+            Name(
+                f"{area}/loop_token_share_q{quarter}",
+                f"the same share in quarter {quarter} of the length budget",
+                "share",
+            )
+            for quarter in (1, 2, 3, 4)
+        ),
         Name(
             f"{area}/repetition_rate",
             f"share of {whose} with a tail that compresses beyond the configured ratio",
@@ -37,9 +48,31 @@ def _response_names(area: str, whose: str) -> list[Name]:
             "share",
         ),
         Name(f"{area}/accuracy", f"mean reward of the graded {whose}", "share"),
+        *(
+            Name(f"{area}/{name}_{part}", f"{meaning} of {whose} that {ended}", unit)
+            for part, ended in (
+                ("finished", "ended by themselves"),
+                ("truncated", "were cut by the length budget"),
+            )
+            for name, meaning, unit in (
+                ("accuracy", "mean reward", "share"),
+                ("loop_rate", "loop rate", "share"),
+                ("response_length_mean", "mean length", "tokens"),
+            )
+        ),
         Name(f"{area}/grading_timeouts", f"{whose} whose grading timed out: wrong", "responses"),
         Name(f"{area}/grading_crashes", f"{whose} whose grading crashed: wrong", "responses"),
     ]
+
+
+def _split_names(key: str, what: str, unit: str) -> list[Name]:
+    """A mean over rollout tokens, in parts of the responses."""
+    parts = {
+        "finished": "in responses that ended by themselves",
+        "truncated": "in responses that did not",
+        **{f"q{n}": f"in quarter {n} of the length budget" for n in (1, 2, 3, 4)},
+    }
+    return [Name(f"{key}_{part}", f"{what} {where}", unit) for part, where in parts.items()]
 
 
 _ALL = [
@@ -66,6 +99,7 @@ _ALL = [
     ),
     Name("logprob/rollout_gap_max", "largest |rollout engine - trainer| log-probability", "nats"),
     Name("advantage/mean", "mean advantage of trained rollout tokens", "nats/token"),
+    *_split_names("advantage/mean", "mean advantage", "nats/token"),
     Name("advantage/repetitive", "mean advantage inside repetitive tails", "nats/token"),
     Name("advantage/regular", "mean advantage outside repetitive tails", "nats/token"),
     Name("advantage/abs_sum_repetitive", "sum of |advantage| inside repetitive tails", "nats"),
@@ -77,11 +111,15 @@ _ALL = [
     Name("tokens/repetitive_share", "share of rollout tokens inside repetitive tails", "share"),
     Name("tokens/golden_share", "share of trained tokens that are golden", "share"),
     Name("kl/teacher", "KL(student || teacher), sampled: mean log-ratio", "nats/token"),
+    *_split_names("kl/teacher", "KL(student || teacher)", "nats/token"),
     Name(
         "kl/reference", "KL(student || reference) on visited prefixes, as in the loss", "nats/token"
     ),
+    Name("kl/beta", "weight of the KL to the reference in the step", ""),
+    Name("mixture/lambda", "weight of the golden solutions in the step", ""),
     Name("kl/reference_sampled", "KL(student || reference), sampled: mean log-ratio", "nats/token"),
     Name("entropy/student", "mean entropy of the student on visited prefixes", "nats"),
+    *_split_names("entropy/student", "mean entropy of the student", "nats"),
     Name("entropy/teacher", "mean entropy of the teacher on visited prefixes", "nats"),
     Name("entropy/gap", "mean |teacher entropy - student entropy|", "nats"),
     Name(
@@ -98,6 +136,16 @@ _ALL = [
     ),
     Name("stop/student_mass", "student's probability of stopping at the last position", "share"),
     Name("stop/teacher_mass", "teacher's probability of stopping at the last position", "share"),
+    Name(
+        "moe/load_max_over_mean",
+        "positions of a layer's most chosen expert over the mean of its experts; mean of layers",
+        "",
+    ),
+    Name(
+        "moe/unused_experts",
+        "experts of a layer that no trained position chose; mean of layers",
+        "experts",
+    ),
     Name("ratio/clip_share", "share of rollout tokens at the clip bound", "share"),
     Name("importance/weight_mean", "mean trainer/engine probability ratio, as applied", ""),
     Name("importance/cut_share", "share of rollout tokens whose ratio was cut or dropped", "share"),

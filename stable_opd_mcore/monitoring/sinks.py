@@ -1,9 +1,9 @@
-"""The sinks of metrics: metrics.jsonl always, TensorBoard and Weights & Biases if configured.
+"""The sinks of metrics: metrics.jsonl always, others (trackers.py) if configured.
 
 `metrics.jsonl` holds one JSON object per step: "step", then the metrics in sorted order. A mean
 over nothing is null. A value that is not finite is null too, because JSON has no NaN;
 `"non_finite": {"grad_norm": "nan"}` then names it, and a warning is logged. A resumed run drops the
-rows that it will write again, so the file holds every step once.
+rows and the guard's events that it will write again, so the file holds them once.
 
 Only rank 0 opens sinks. Not here: computing metrics (health.py), reducing them (metrics.py), and
 rollouts (data/rollout_files.py).
@@ -24,8 +24,10 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.monitoring.names import require_known
+from stable_opd_mcore.monitoring.trackers import MlflowSink, TensorBoardSink, WandbSink
 
 METRICS_FILE = "metrics.jsonl"
+GUARD_EVENT = "guard"  # a resumed run writes it again
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,8 @@ class Sinks:
             self._sinks.append(TensorBoardSink(directory / "tensorboard", first_step))
         if config.monitoring.wandb:
             self._sinks.append(WandbSink(directory, config))
+        if config.monitoring.mlflow is not None:
+            self._sinks.append(MlflowSink(directory, config))
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Write one row to every sink.
@@ -119,69 +123,61 @@ class JsonlSink:
         self._file.close()
 
 
-class TensorBoardSink:
-    """Scalars under their keys, without the undefined ones. A resumed run purges later steps."""
-
-    def __init__(self, directory: str | Path, first_step: int = 0):
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(directory), purge_step=first_step or None)
-
-    def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        for key, value in values.items():
-            if value is not None:
-                self._writer.add_scalar(key, value, step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbSink:
-    """Weights & Biases; its own settings hold the account.
-
-    Raises:
-        UserError: wandb is not installed.
-    """
-
-    def __init__(self, directory: str | Path, config: Config):
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise UserError(
-                "monitoring.wandb=true needs the wandb package: pip install wandb, or set "
-                "monitoring.wandb=false"
-            ) from error
-        self._run = wandb.init(
-            project="stable-opd",
-            name=config.run.name,
-            id=config.run.name,
-            resume="allow",
-            dir=str(directory),
-            config=config.model_dump(mode="json", by_alias=True),
-        )
-
-    def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        self._run.log({key: value for key, value in values.items() if value is not None}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl, in order.
+    """The rows of a metrics.jsonl, in order, without events and without a half-written last line.
 
     Raises:
         UserError: the file is missing or empty, or a row is malformed or out of order; the message
             names file and line.
     """
     path = Path(path)
+    rows = _parse(path, _lines(path))
+    if not rows:
+        raise UserError(f"{path}: no rows; the run has not finished its first step")
+    return rows
+
+
+def read_events(path: str | Path) -> list[dict[str, Any]]:
+    """The events of a metrics.jsonl, in order: each has "event", "after_step" and its details.
+
+    Raises:
+        UserError: the file is missing, or an event has no name or no step.
+    """
+    path = Path(path)
+    events: list[dict[str, Any]] = []
+    for number, line in enumerate(_lines(path), start=1):
+        row = _parse_line(path, number, line)
+        if not isinstance(row, dict) or "event" not in row:
+            continue
+        name, step = row["event"], row.get("after_step")
+        if not isinstance(name, str) or type(step) is not int or not 0 <= step < 2**63:
+            raise UserError(
+                f"{path}, line {number}: an event needs a name and the integer after_step; "
+                f"it has {name!r:.60} and {step!r:.60}"
+            )
+        events.append(row)
+    return events
+
+
+def _lines(path: Path) -> list[bytes]:
+    """The lines of `path`, without a last one that was cut by a kill or is being written."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; give the directory of a run that has started")
-    lines = path.read_bytes().splitlines()
-    if not lines:
-        raise UserError(f"{path}: no rows; the run has not finished its first step")
-    return _parse(path, lines)
+    data = path.read_bytes()
+    lines = data.splitlines()
+    if lines and not data.endswith(b"\n"):
+        try:
+            json.loads(lines[-1])
+        except (ValueError, RecursionError):
+            lines.pop()
+    return lines
+
+
+def _parse_line(path: Path, number: int, line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}, line {number}: not JSON ({error})") from error
 
 
 def _drop_from(path: Path, first_step: int) -> list[dict[str, Any]]:
@@ -192,20 +188,28 @@ def _drop_from(path: Path, first_step: int) -> list[dict[str, Any]]:
     data = path.read_bytes()
     lines = data.split(b"\n")[:-1]
     rows = [row for row in _parse(path, lines) if row["step"] < first_step]
-    kept_steps = {row["step"] for row in rows} | {None}  # events have no step and stay
-    kept = b"".join(line + b"\n" for line in lines if json.loads(line).get("step") in kept_steps)
+    kept = b"".join(line + b"\n" for line in lines if _is_before(json.loads(line), first_step))
     if kept != data:
         write_atomically(path, kept)
     return rows
 
 
+def _is_before(row: dict[str, Any], first_step: int) -> bool:
+    """Whether a run that resumes at `first_step` keeps the line. It writes steps and decisions of
+    the guard again; other events are not repeated.
+    """
+    if "event" not in row:
+        return row["step"] < first_step
+    step = row.get("after_step")
+    if row["event"] != GUARD_EVENT or not isinstance(step, int):
+        return True
+    return step < first_step
+
+
 def _parse(path: Path, lines: list[bytes]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}, line {number}: not JSON ({error})") from error
+        row = _parse_line(path, number, line)
         if isinstance(row, dict) and "event" in row:
             continue
         step = row.get("step") if isinstance(row, dict) else None

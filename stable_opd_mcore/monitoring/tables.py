@@ -1,4 +1,4 @@
-"""The report's tables: outcomes of the runs, settings that differ, sample rollouts.
+"""The report's tables: outcomes of the runs, benchmark results, settings that differ.
 
 Text from a run's files is untrusted: it becomes plain strings with visible control characters, and
 the template escapes them. Not here: the curves (figures.py).
@@ -6,25 +6,26 @@ the template escapes them. Not here: the curves (figures.py).
 
 from __future__ import annotations
 
-import unicodedata
-import zlib
+import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from stable_opd_mcore.data.rollout_files import read_rollouts, rollout_path
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.monitoring.figures import WINDOW, Row, trailing_mean
-from stable_opd_mcore.monitoring.health import ZLIB_LEVEL
-from stable_opd_mcore.records import Rollout
+from stable_opd_mcore.printable_text import beginning, printable
 
 CONFIG_FILE = "config.resolved.yaml"
-HEAD_CHARACTERS, TAIL_CHARACTERS = 1500, 700  # of a sample that is longer than both
+EVALUATION_FILES = "evaluation/*/results.json"  # of a run's evaluated models
 MISSING = "\N{EN DASH}"
 
-# {"columns": [str], "rows": [[str]], "texts": number of leading columns that hold words}
+MAX_CELL = 200  # characters of a cell; of a longer one the beginning is kept
+
+# {"columns": [str], "rows": [[str]], "texts": number of leading columns that hold words}; a
+# shortened one also has "left_out", the number of rows that it lacks
 Table = dict[str, Any]
 
 
@@ -71,6 +72,17 @@ def table_of_records(records: Sequence[Mapping[str, Any]]) -> Table:
     }
 
 
+def shortened(table: Table | None, rows: int) -> Table | None:
+    """The table with at most `rows` rows, and the beginning of long cells."""
+    if table is None:
+        return None
+    return table | {
+        "columns": [beginning(name, MAX_CELL) for name in table["columns"]],
+        "rows": [[beginning(cell, MAX_CELL) for cell in row] for row in table["rows"][:rows]],
+        "left_out": max(0, len(table["rows"]) - rows),
+    }
+
+
 def config_differences(runs: Sequence[tuple[str, Path]]) -> Table | None:
     """Settings that differ between labels; None if none differs.
 
@@ -95,81 +107,100 @@ def config_differences(runs: Sequence[tuple[str, Path]]) -> Table | None:
     return {"columns": ["setting", *labels], "rows": rows, "texts": 1} if rows else None
 
 
-def sample_rollouts(directory: Path, rows: Sequence[Row]) -> list[dict[str, str]]:
-    """Sample rollouts for the report; empty without stored steps.
-
-    They are the first rollout of the first and of the last stored step, and the most repetitive
-    rollout of the stored step with the highest repetition rate (then truncation rate).
+def benchmark_table(runs: Sequence[tuple[str, Path]]) -> Table | None:
+    """What `stable-opd evaluate` wrote: a row per benchmark and run; None if no run has results.
 
     Raises:
-        UserError: a stored rollout is malformed; the message names file and line.
+        UserError: a results.json has no mapping of benchmarks; the message names the file.
     """
-    stored = [row for row in rows if rollout_path(directory, row["step"]).is_file()]
-    if not stored:
-        return []
-    worst = max(stored, key=_badness)["step"]
-    first, last = stored[0]["step"], stored[-1]["step"]
-    chosen = []
-    for title, step in (("First step", first), ("Last step", last)):
-        chosen += [(title, step, r) for r in read_rollouts(rollout_path(directory, step))[:1]]
-    candidates = read_rollouts(rollout_path(directory, worst))
-    if candidates:
-        most = max(candidates, key=lambda rollout: compression(rollout.text))
-        chosen.append(("Most repetitive", worst, most))
-    return [_sample(title, step, rollout) for title, step, rollout in chosen]
-
-
-def compression(text: str) -> float:
-    """Compression ratio of the whole text: bytes / zlib bytes; 0 for an empty one."""
-    data = text.encode("utf-8", "surrogatepass")
-    return len(data) / len(zlib.compress(data, ZLIB_LEVEL)) if data else 0.0
-
-
-def printable(text: str) -> str:
-    """`text` with visible control characters.
-
-    ASCII control characters become their Unicode pictures; direction overrides, lone surrogates
-    and unassigned characters become the replacement character.
-    """
-    return "".join(_printable_character(character) for character in text)
-
-
-def _printable_character(character: str) -> str:
-    if character in "\n\t" or character.isprintable():
-        return character
-    category = unicodedata.category(character)
-    if category == "Cc":
-        return (
-            chr(0x2400 + ord(character)) if ord(character) < 0x20 else "\N{REPLACEMENT CHARACTER}"
-        )
-    return "\N{REPLACEMENT CHARACTER}" if category in ("Cf", "Cs", "Cn", "Co") else " "
-
-
-def _sample(title: str, step: int, rollout: Rollout) -> dict[str, str]:
-    text = rollout.text
-    if len(text) > HEAD_CHARACTERS + TAIL_CHARACTERS:
-        skipped = len(text) - HEAD_CHARACTERS - TAIL_CHARACTERS
-        gap = f"\n\N{HORIZONTAL ELLIPSIS} {skipped:,} characters \N{HORIZONTAL ELLIPSIS}\n"
-        text = text[:HEAD_CHARACTERS] + gap + text[-TAIL_CHARACTERS:]
-    facts = [
-        f"step {step}",
-        f"{len(rollout.token_ids):,} tokens",
-        {"stop": "stopped", "length": "truncated", "abort": "aborted"}[rollout.finish_reason],
-        f"compresses {compression(rollout.text):.1f}\N{MULTIPLICATION SIGN}",
+    results = [
+        (f"{label}, {printable(path.parent.name)}", _evaluation(path))
+        for label, directory in runs
+        for path in sorted(directory.glob(EVALUATION_FILES))
     ]
-    if rollout.reward is not None:
-        facts.append(f"reward {rollout.reward:g}")
-    return {
-        "title": title,
-        "facts": " \N{MIDDLE DOT} ".join(facts),
-        "prompt": printable(rollout.prompt.text),
-        "answer": printable(rollout.prompt.answer or MISSING),
-        "response": printable(text),
-    }
+    names = list(dict.fromkeys(name for _, values in results for name in values))
+    rows = []
+    for name in names:
+        for label, values in results:
+            if name not in values:
+                continue
+            result = values[name]
+            low, high = result.get("accuracy_low"), result.get("accuracy_high")
+            rows.append(
+                [
+                    printable(name),
+                    label,
+                    _count(result.get("num_problems")),
+                    _count(result.get("num_samples")),
+                    _cell(result.get("accuracy")),
+                    MISSING if low is None or high is None else f"{_cell(low)} to {_cell(high)}",
+                    _cell(result.get("truncation_rate")),
+                    _cell(result.get("repetition_rate")),
+                    _count(result.get("response_length_mean")),
+                ]
+            )
+    columns = ["benchmark", "run", "problems", "k", "accuracy", "95 % interval"]
+    columns += ["truncated", "repetitive", "tokens"]
+    return {"columns": columns, "rows": rows, "texts": 2} if rows else None
 
 
-def _badness(row: Row) -> tuple[float, float]:
-    return (row.get("rollout/repetition_rate") or 0.0, row.get("rollout/truncation_rate") or 0.0)
+def tiles(directory: Path, rows: Sequence[Row]) -> list[dict[str, str]]:
+    """The state of one run in a few numbers: each with a name, a value and a note, in order."""
+    total = planned_steps(directory)
+    shown = [_tile("Step", f"{rows[-1]['step']:,}", "" if total is None else f"of {total:,}")]
+    held_out = _defined(rows, "eval/accuracy")
+    accuracy = held_out or _defined(rows, "rollout/accuracy")
+    if accuracy:
+        step, peak = max(accuracy, key=lambda pair: pair[1])
+        name = "Held-out accuracy" if held_out else "Rollout accuracy"
+        note = f"from {_cell(accuracy[0][1])}, peak {_cell(peak)} at step {step:,}"
+        shown.append(_tile(name, _cell(accuracy[-1][1]), note))
+    for key, name in (
+        ("rollout/truncation_rate", "Truncated"),
+        ("rollout/repetition_rate", "Repetitive"),
+    ):
+        means = trailing_mean([value for _, value in _defined(rows, key)])
+        if means and means[-1] is not None:
+            worst = max(mean for mean in means if mean is not None)
+            shown.append(_tile(name, f"{means[-1]:.1%}", f"at worst {worst:.1%}"))
+    lengths = [value for _, value in _defined(rows, "rollout/response_length_mean")]
+    if lengths:
+        tail = lengths[-WINDOW:]
+        shown.append(_tile("Length", f"{sum(tail) / len(tail):,.0f}", "tokens a response"))
+    speeds = [value for _, value in _defined(rows, "throughput/tokens_per_second")]
+    if speeds:
+        mean = sum(speeds) / len(speeds)
+        shown.append(_tile("Throughput", f"{mean:,.0f}", "tokens a second"))
+    return shown
+
+
+def planned_steps(directory: Path) -> int | None:
+    """The run's last step by its settings; None where they are not written or readable."""
+    try:
+        text = _flat_config(directory / CONFIG_FILE).get("train.steps", "")
+    except (UserError, OSError):
+        return None
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 16 else None
+
+
+def described(directory: Path) -> str:
+    """One line about a run: its objective, its student and teacher, its data."""
+    config = _flat_config(directory / CONFIG_FILE)
+    if not config:
+        return "on-policy distillation"
+    terms = [config.get("objective.name", MISSING)]
+    for key, name in (("kl.beta", "\u03b2"), ("mixture.lambda", "\u03bb")):
+        if config.get(key, "0.0") not in ("0", "0.0"):
+            terms.append(f"{name} = {config[key]}")
+    parts = [", ".join(terms)]
+    for key in ("student.path", "teacher.path", "data.train.path"):
+        if config.get(key, "None") != "None":
+            parts.append(f"{key.partition('.')[0]} {config[key]}")
+    return " \N{MIDDLE DOT} ".join(parts)
+
+
+def _tile(name: str, value: str, note: str) -> dict[str, str]:
+    return {"name": name, "value": value, "note": note}
 
 
 def _teacher_accuracy(directory: Path) -> float | None:
@@ -217,13 +248,37 @@ def _cell(value: Any) -> str:
     return printable(str(value))
 
 
+def _count(value: Any) -> str:
+    return f"{value:,.0f}" if isinstance(value, (int, float)) else MISSING
+
+
+def _evaluation(path: Path) -> dict[str, dict[str, float]]:
+    """Benchmark -> its finite numbers."""
+    try:
+        record = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not readable as JSON: {error}") from error
+    values = record.get("benchmarks") if isinstance(record, dict) else None
+    if not isinstance(values, dict) or not all(isinstance(v, dict) for v in values.values()):
+        raise UserError(f"{path}: expected one mapping of numbers for each benchmark")
+    return {
+        name: {
+            key: float(number)
+            for key, number in numbers.items()
+            if type(number) in (int, float) and abs(number) <= sys.float_info.max
+        }
+        for name, numbers in values.items()
+    }
+
+
 def _flat_config(path: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not readable as YAML: {error}") from error
+        reason = " ".join(str(error).split())  # of several lines, with a caret below one
+        raise UserError(f"{path}: not readable as YAML: {reason}") from error
     if not isinstance(values, dict):
         raise UserError(f"{path}: expected a mapping of settings, found {type(values).__name__}")
     flat = _flatten(values)

@@ -1,63 +1,205 @@
-"""The report in a browser: all panels are drawn, the console is empty, no text runs as HTML."""
+"""Report and live view in a browser: figures, events, the reader by keyboard, hostile text."""
 
-import re
-import shutil
-import subprocess
+from threading import Thread
 
 import pytest
 
+from stable_opd_mcore.data.rollout_files import read_rollouts, rollout_path, write_rollouts
+from stable_opd_mcore.data.token_files import TokenText, token_path, write_tokens
 from stable_opd_mcore.monitoring.figures import FIGURES
 from stable_opd_mcore.monitoring.report import ReportRun, write_report
+from stable_opd_mcore.monitoring.sinks import JsonlSink
+from stable_opd_mcore.monitoring.watch import WatchServer
+from stable_opd_mcore.records import Prompt, Rollout
+from tests.integration.browser import BROWSER, Browser
 from tests.monitoring.make_run import HOSTILE, make_run
 
-BROWSER = next(
-    (
-        path
-        for name in ("chromium", "chromium-browser", "google-chrome")
-        if (path := shutil.which(name))
-    ),
-    None,
-)
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--enable-logging=stderr",
-    "--virtual-time-budget=20000",
-    "--dump-dom",
-]
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs chromium")
+
+# How many canvases have a pixel in a colour that is neither transparent nor grey, as curves do.
+DRAWN = """
+[...document.querySelectorAll('.plot canvas')].filter((canvas) => {
+  const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+  for (let i = 0; i < data.length; i += 4)
+    if (data[i + 3] > 200 && Math.max(data[i], data[i + 1], data[i + 2]) -
+        Math.min(data[i], data[i + 1], data[i + 2]) > 80) return true;
+  return false;
+}).length
+"""
+WIDER_THAN_THE_WINDOW = "document.documentElement.scrollWidth > innerWidth"
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
-def test_browser_draws_every_panel_and_runs_no_text_as_html(tmp_path):
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with Browser(tmp_path_factory.mktemp("browser")) as started:
+        yield started
+
+
+def open_report(browser, report, **window):
+    browser.console.clear()
+    browser.requests.clear()
+    browser.open(report.as_uri(), **window)
+    browser.wait("document.getElementById('rollouts').dataset.ready === 'yes'")
+
+
+def store_tokens(directory, step, pieces, **values):
+    rollouts = read_rollouts(rollout_path(directory, step))
+    first = rollouts[0]
+    rollouts[0] = Rollout(
+        first.prompt, 0, tuple(range(len(pieces))), (-0.5,) * len(pieces), "stop", step,
+        "".join(pieces), 1.0,
+    )  # fmt: skip
+    write_rollouts(rollout_path(directory, step), rollouts)
+    write_tokens(
+        token_path(directory, step),
+        [TokenText(first.prompt.prompt_id, 0, tuple(pieces), values, "golden " + HOSTILE)],
+    )
+
+
+def chosen(browser) -> str:
+    return browser.run("document.querySelector('#reader-list [aria-selected=true]').textContent")
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1400, False), (400, True)])
+def test_every_panel_is_drawn_without_a_message_or_a_request(browser, tmp_path, width, dark):
     runs = [
         ReportRun(make_run(tmp_path / "opd", 40, collapse_at=20, text=HOSTILE), "opd", "one"),
         ReportRun(make_run(tmp_path / "held", 40, beta=0.5), HOSTILE, "one"),
         ReportRun(make_run(tmp_path / "other", 4), "opd", "two"),
     ]
-    report = write_report(runs, tmp_path / "report.html", title="Browser")
-    panels = report.read_text().count('class="plot"')
-    result = subprocess.run(
-        [str(BROWSER), *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", report.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
+    report = write_report(runs, tmp_path / "report.html", title=HOSTILE)
+    open_report(browser, report, width=width, dark=dark)
+    panels = sum(len(figure.panels) for figure in FIGURES) - 1  # kl/reference has no values
+    assert browser.run("document.querySelectorAll('.plot canvas').length") == 2 * panels
+    assert browser.run(DRAWN) == 2 * panels
+    assert not browser.run(WIDER_THAN_THE_WINDOW)
+    light = browser.run("getComputedStyle(document.body).color")
+    browser.run("document.getElementById('theme').click()")
+    assert browser.run("getComputedStyle(document.body).color") != light
+    assert browser.run(DRAWN) == 2 * panels
+    assert browser.run("document.querySelectorAll('main img, #rollouts img').length") == 0
+    assert browser.console == []
+    assert browser.requests == [report.as_uri()]
+
+
+def test_a_small_learning_rate_has_ticks_and_events_are_told(browser, tmp_path):
+    run = make_run(tmp_path / "run", 30)
+    path = run / "metrics.jsonl"
+    text = path.read_text().replace('"optimizer/lr": ', '"optimizer/lr": 1e-6, "was": ')
+    path.write_text(text + '{"event": "guard", "after_step": 30, "action": "roll back"}\n')
+    open_report(browser, write_report([run], tmp_path / "report.html"))
+    browser.run("document.querySelector('[aria-label^=\"Learning rate\"]').focus()")
+    browser.press("ArrowLeft")
+    tip = browser.run("document.querySelector('.tip').textContent")
+    assert "step 30" in tip
+    assert "1.000e-6" in tip
+    assert "guard: roll back (after step 30)" in tip
+    browser.press("ArrowLeft", times=2)
+    assert "step 28" in browser.run("document.querySelector('.tip').textContent")
+    assert browser.console == []
+
+
+def test_the_reader_works_by_keyboard(browser, tmp_path):
+    run = make_run(tmp_path / "run", 30, collapse_at=10)
+    store_tokens(run, 30, ["one ", "two ", "three"], advantage=(0.5, -0.5, 0.0))
+    open_report(browser, write_report([run], tmp_path / "report.html"))
+    assert browser.run("document.getElementById('reader-step').value") == "30"
+    spans = "[...document.querySelectorAll('.tokens span')]"
+    assert browser.run(f"{spans}.map((s) => s.textContent)") == ["one ", "two ", "three"]
+    blue, orange, none = browser.run(f"{spans}.map((s) => s.style.background)")
+    assert blue.startswith("rgba(40, 140, 220")
+    assert orange.startswith("rgba(225, 95, 20")
+    assert none == ""
+    browser.press("c")  # the next colouring
+    assert browser.run("document.getElementById('reader-colour').value") == "rollout_logprob"
+    browser.run("document.querySelector('.tokens').focus()")
+    browser.press("ArrowRight", times=2)
+    readout = browser.run("document.querySelector('.readout').textContent")
+    assert readout.startswith('"two " token 1')
+    assert "advantage -0.5" in readout
+    browser.run("document.getElementById('reader-list').focus()")
+    browser.press("ArrowDown")
+    assert "truncated" in chosen(browser)
+    assert "repeats" not in chosen(browser)  # one token
+    browser.press("k")
+    assert "right" in chosen(browser)
+    browser.press("f")  # the filter "truncated"
+    browser.wait("document.querySelectorAll('#reader-list li').length === 1")
+    browser.press("[")  # an earlier step
+    browser.wait("document.getElementById('reader-step').value === '1'")
+    browser.press("f", times=4)
+    browser.wait("document.querySelectorAll('#reader-list li').length === 2")
+    browser.press("/")
+    for letter in "w1;w1":
+        browser.press(letter)
+    browser.wait("document.querySelectorAll('#reader-list li').length === 0")
+    browser.press("Escape")
+    browser.press("]")
+    browser.wait("document.querySelectorAll('#reader-list li').length === 1")
+    assert browser.run("document.querySelectorAll('#reader-detail mark').length") > 10
+    assert browser.console == []
+
+
+def test_hostile_text_is_shown_as_text(browser, tmp_path):
+    run = make_run(tmp_path / "run", 1)
+    store_tokens(run, 1, [HOSTILE, "\u202eright\u200f", "\ud83d"], teacher_logprob=(-1, -2, None))
+    long = Rollout(
+        Prompt(HOSTILE, HOSTILE, (1,), HOSTILE), 0, (1,), (-0.1,), "stop", 1, "a" * 10**6
     )
-    page = re.sub(r"<script\b.*?</script>", "", result.stdout, flags=re.DOTALL)
-    keys = [panel.key for figure in FIGURES for panel in figure.panels]
-    keys.remove("kl/reference")  # no run has values of it
-    evaluations = sum(key.startswith("eval/") for key in keys)
-    assert panels == 2 * len(keys)
-    assert page.count('class="plot-container plotly"') == panels
-    # In section one each of two runs has a curve of means and one of single steps; an evaluation
-    # has points only.
-    assert page.count('class="trace scatter') == 2 * (2 * len(keys) - evaluations) + len(keys)
-    assert "<img src=" not in page
-    assert "&lt;img src=x onerror=fail()&gt;" in page
-    assert [line for line in result.stderr.splitlines() if "CONSOLE" in line] == []
+    path = rollout_path(run, 1)
+    write_rollouts(path, [*read_rollouts(path), long])
+    path.write_bytes(path.read_bytes().replace(b"1+1=2;[2]", b"bytes \xff\xfe"))
+    report = write_report([run], tmp_path / "report.html")
+    assert report.stat().st_size < 500_000
+    open_report(browser, report, width=400, height=300)
+    assert browser.run("document.getElementById('reader-list').scrollTop") == 0
+    shown = browser.run("document.getElementById('reader-detail').textContent")
+    assert "<img src=x onerror=fail()>" in shown
+    assert "\u202e" not in shown
+    browser.press("j")
+    browser.wait(
+        "document.querySelector('#reader-detail pre:nth-of-type(2)').textContent === 'bytes ��'"
+    )
+    browser.press("j")
+    browser.wait(
+        "document.getElementById('reader-detail').textContent.includes('992,000 characters')"
+    )
+    assert browser.run("document.querySelectorAll('#rollouts img, #rollouts script').length") == 0
+    assert not browser.run(WIDER_THAN_THE_WINDOW)
+    assert browser.console == []
+    assert browser.requests == [report.as_uri()]
+
+
+def test_the_live_view_follows_a_run_over_its_restart(browser, tmp_path):
+    run = make_run(tmp_path / "run", 30, collapse_at=10)
+    store_tokens(run, 30, ["one ", "two"], advantage=(0.5, -0.5))
+    with WatchServer([run], 0) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        browser.console.clear()
+        browser.requests.clear()
+        browser.open(server.url)
+        browser.wait("document.querySelectorAll('.tokens span').length === 2")
+        browser.wait("document.getElementById('status').textContent.startsWith('step 30 of 800')")
+        browser.run("document.querySelector('details.figure').open = false")
+        sink = JsonlSink(run / "metrics.jsonl", first_step=21)  # the run is resumed
+        for step in (21, 22):
+            sink.write(step, {"rollout/truncation_rate": 0.5, "time/total": 1.0})
+        sink.write_event("guard_warn", 22, {"evidence": {"slope": 0.5}})
+        sink.close()
+        browser.wait("document.querySelector('.tile .value').textContent === '22'")
+        browser.wait("document.querySelector('.events')?.textContent.includes('guard warn')")
+        assert not browser.run("document.querySelector('details.figure').open")
+        plots = browser.run("document.querySelectorAll('.figure[open] .plot').length")
+        assert browser.run(DRAWN) == plots > 20
+        write_rollouts(rollout_path(run, 31), read_rollouts(rollout_path(run, 1)))
+        browser.wait("document.getElementById('reader-step').value === '31'")
+        browser.press("j")
+        assert "truncated" in chosen(browser)
+        server.shutdown()
+        thread.join()
+    browser.wait("document.getElementById('status').textContent.startsWith('no answer')")
+    assert {url.partition("?")[0].removeprefix(server.url) for url in browser.requests} == {
+        "", "version", "rollout-steps", "rollouts", "rollout",
+    }  # fmt: skip
+    assert [line for line in browser.console if "ERR_CONNECTION_" not in line] == []

@@ -1,12 +1,21 @@
 """The page of known runs: its sections, hostile text, and errors that name file and line."""
 
+import base64
+import gzip
 import json
+import random
 from html.parser import HTMLParser
 
 import pytest
 
+from stable_opd_mcore.data.rollout_files import rollout_path, write_rollouts
+from stable_opd_mcore.data.token_files import TokenText, token_path, write_tokens
+from stable_opd_mcore.monitoring import report as page_maker
 from stable_opd_mcore.monitoring.figures import FIGURES
-from stable_opd_mcore.monitoring.report import ReportRun, write_report
+from stable_opd_mcore.monitoring.names import NAMES
+from stable_opd_mcore.monitoring.reader import BUDGET_BYTES, ROLLOUTS_PER_STEP
+from stable_opd_mcore.monitoring.report import MAX_BYTES, ReportRun, write_report
+from stable_opd_mcore.records import Prompt, Rollout
 from tests.monitoring.make_run import HOSTILE, make_run
 
 
@@ -45,24 +54,120 @@ def page_of(path) -> Page:
 
 
 def data_of(page: Page) -> list:
-    return json.loads(page.scripts[1])
+    return json.loads(page.scripts[0])
+
+
+def rollouts_of(page: Page) -> dict:
+    return json.loads(gzip.decompress(base64.b64decode(page.scripts[1])))
 
 
 def test_one_run(tmp_path):
-    page = page_of(write_report([make_run(tmp_path / "a-run")], tmp_path / "out" / "report.html"))
+    run = make_run(tmp_path / "a-run")
+    (run / "evaluation" / "step_000030").mkdir(parents=True)
+    values = '{"benchmarks": {"aime24": {"accuracy": 0.25}}}'
+    (run / "evaluation" / "step_000030" / "results.json").write_text(values)
+    page = page_of(write_report([run], tmp_path / "out" / "report.html"))
     panels = sum(len(figure.panels) for figure in FIGURES) - 1  # kl/reference has no values
     assert page.count("div", **{"class": "plot"}) == panels
     assert [len(figure) for figure in data_of(page)[0]["figures"]] == [6, 3, 4, 6, 3, 5, 6, 6]
-    assert page.count("button") == len(FIGURES)
-    assert "a-run" in page.text
+    assert page.count("div", **{"class": "legend"}) == 0
+    assert page.elements.count(("h1", {})) == 1
+    assert {"a-run", "Held-out accuracy", "aime24"} <= set(page.text)
     assert "Settings that differ" not in page.text
+    assert [r["step"] for r in rollouts_of(page)["rollouts"]] == [1, 1, 30, 30]
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["report.html"]
+
+
+def test_the_title_names_the_runs(tmp_path):
+    runs = [make_run(tmp_path / name, 2) for name in ("w", "x", "y", "z")]
+    page = page_of(write_report(runs, tmp_path / "r.html"))
+    assert page.text.count("w, x, y and 1 more") == 3  # title, bar, heading
+    assert "4 runs of on-policy distillation" in page.text
+
+
+def test_events_are_listed_and_marked(tmp_path):
+    runs = [make_run(tmp_path / name, 3) for name in ("a", "b")]
+    event = {"event": "guard", "after_step": 2, "action": "raise beta", "evidence": {"slope": 0.5}}
+    with (runs[1] / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(event) + "\n")
+    page = page_of(write_report(runs, tmp_path / "r.html"))
+    mark = {"run": 1, "step": 2, "title": "guard: raise beta"}
+    assert data_of(page)[0]["events"] == [mark]
+    assert {"after step 2", "guard: raise beta", "evidence.slope: 0.5"} <= set(page.text)
+
+
+def test_eight_hundred_steps_fit_into_two_megabytes(tmp_path):
+    report = write_report([make_run(tmp_path / "long", 800)], tmp_path / "r.html")
+    assert report.stat().st_size < 2_000_000 - BUDGET_BYTES
+
+
+def make_largest_run(directory, seed: int) -> None:
+    """800 steps of noise in every metric, hundreds of events and settings, long rollouts."""
+    noise = random.Random(seed)
+    keys = [*NAMES, *(f"own/metric_{number}" for number in range(10))]
+    keys = [key for key in keys if key != "step"]
+    lines = [{"step": step} | {key: -noise.random() for key in keys} for step in range(800)]
+    details = {f"<detail {number}>": "<" * 300 for number in range(5)}
+    lines += [{"event": "<guard>", "after_step": step, **details} for step in range(800)]
+    directory.mkdir()
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = [f"<setting-{number}>: {noise.random()}\n" for number in range(300)]
+    (directory / "config.resolved.yaml").write_text("".join(settings))
+    prompt = Prompt("train:0", "<" * 9000, (1,), "2")
+    ids = tuple(range(2100))
+    for step in (400, 800):
+        pieces = tuple(f"{noise.getrandbits(48):x}" for _ in ids)
+        rollouts = [
+            Rollout(prompt, sample, ids, (-0.1,) * len(ids), "stop", step, "".join(pieces), 1.0)
+            for sample in range(ROLLOUTS_PER_STEP)
+        ]
+        values = {"advantage": tuple(noise.random() for _ in ids)}
+        tokens = [TokenText("train:0", r.sample_index, pieces, values, None) for r in rollouts]
+        write_rollouts(rollout_path(directory, step), rollouts)
+        write_tokens(token_path(directory, step), tokens)
+
+
+def test_the_largest_runs_fit_into_two_megabytes_and_the_page_says_what_is_left_out(tmp_path):
+    for seed in range(2):
+        make_largest_run(tmp_path / f"run{seed}", seed)
+    report = write_report([tmp_path / "run0", tmp_path / "run1"], tmp_path / "r.html")
+    assert report.stat().st_size <= MAX_BYTES
+    page = page_of(report)
+    text = " ".join(page.text)
+    shown = page_maker.DETAILS[2]
+    assert f"Curves have at most {shown.points} points" in text
+    assert "200 more rows are left out" in text  # of 300 settings that differ
+    assert "The first and the last 25 of a run are kept; 1,500 are left out" in text
+    (section,) = data_of(page)
+    assert [max(map(len, section["steps"])), len(section["events"])] == [200, 100]
+    found = rollouts_of(page)
+    assert found["rollouts"]
+    assert {run["stored"] for run in found["runs"]} == {2}
+
+
+def test_metrics_of_no_figure_are_left_out_first_and_too_many_runs_are_refused(
+    tmp_path, monkeypatch
+):
+    runs = [make_run(tmp_path / name, 60) for name in ("a", "b")]
+    own = {f"own/metric_{number}": 0.5 for number in range(30)}
+    for run in runs:
+        rows = [json.loads(line) | own for line in (run / "metrics.jsonl").open()]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    whole = write_report(runs, tmp_path / "r.html").stat().st_size
+    monkeypatch.setattr(page_maker, "LEAST_ROLLOUT_BYTES", 1_000)
+    monkeypatch.setattr(page_maker, "MAX_BYTES", whole - 30_000)
+    report = write_report(runs, tmp_path / "r.html")
+    assert report.stat().st_size <= whole - 30_000
+    assert "Metrics of no figure are left out" in " ".join(page_of(report).text)
+    monkeypatch.setattr(page_maker, "MAX_BYTES", 50_000)
+    with pytest.raises(ValueError, match="2 runs do not fit into a page of 0 MB: give fewer"):
+        write_report(runs, tmp_path / "r.html")
 
 
 def test_the_page_refers_to_nothing_outside_itself(tmp_path):
     page = page_of(write_report([make_run(tmp_path / "a-run")], tmp_path / "report.html"))
     links = [a[key] for _, a in page.elements for key in ("src", "href") if key in a]
-    assert links == ["data:,"]
+    assert links == ["data:,", "#figures", "#rollouts"]
     (policy,) = [a["content"] for t, a in page.elements if a.get("http-equiv")]
     assert policy.startswith("default-src 'none'")
 
@@ -80,12 +185,14 @@ def test_a_label_has_one_colour_in_all_sections_and_seeds(tmp_path):
         write_report(runs, tmp_path / "r.html", title="T", summary=summary, captions=captions)
     )
     first, second = data_of(page)
-    assert [label for label, _ in first["styles"]] == ["opd", "stable_opd"]
-    assert [label for label, _ in second["styles"]] == ["opd", "fixed"]
-    assert first["styles"][0] == second["styles"][0]
-    curves = first["figures"][0][0]["curves"]
-    assert [curve["label"] for curve in curves] == ["opd", "opd", "stable_opd", "stable_opd"]
-    assert page.count("button") == 2 * 2 * len(FIGURES)
+    assert [label["name"] for label in first["labels"]] == ["opd", "stable_opd"]
+    assert [label["name"] for label in second["labels"]] == ["opd", "fixed"]
+    assert first["labels"][0] == second["labels"][0]
+    assert first["runs"] == [0, 0, 1, 1]
+    assert [curve["run"] for curve in first["figures"][0][0]["curves"]] == [0, 1, 2, 3]
+    assert page.count("button", type="button", **{"aria-pressed": "true", "data-label": "0"}) == (
+        2 * len(FIGURES)
+    )
     assert {"collapse", "stop", "Summary", "final accuracy", "0.250"} <= set(page.text)
     assert "Other stops." in page.text
 
@@ -93,7 +200,7 @@ def test_a_label_has_one_colour_in_all_sections_and_seeds(tmp_path):
 def test_equal_directory_names_get_different_labels(tmp_path):
     runs = [make_run(tmp_path / parent / "run", 2) for parent in ("x", "y")]
     (section,) = data_of(page_of(write_report(runs, tmp_path / "r.html")))
-    assert [label for label, _ in section["styles"]] == ["x/run", "y/run"]
+    assert [label["name"] for label in section["labels"]] == ["x/run", "y/run"]
 
 
 def test_hostile_text_stays_text(tmp_path):
@@ -101,15 +208,14 @@ def test_hostile_text_stays_text(tmp_path):
     page = page_of(
         write_report([ReportRun(run, HOSTILE, HOSTILE)], tmp_path / "r.html", title=HOSTILE)
     )
-    assert page.count("script") == 3
+    assert page.count("script") == 5
     assert page.count("img") == 0
     shown = [text for text in page.text if "fail()" in text]
-    assert len(shown) > 5
+    assert len(shown) > 3
     assert all("{{ 7 * 7 }} ␀�" in text for text in shown)
-    curve = data_of(page)[0]["figures"][0][0]["curves"][0]
-    assert "<" not in page.scripts[1]
-    assert "<" not in curve["name"]
-    assert "&lt;img" in curve["name"]
+    assert "<" not in page.scripts[0]
+    assert "fail()" in data_of(page)[0]["labels"][0]["name"]
+    assert "\x00" not in rollouts_of(page)["rollouts"][0]["detail"]["text"]
 
 
 def test_no_runs_is_an_error(tmp_path):
@@ -131,8 +237,9 @@ def test_broken_runs_are_named_and_nothing_is_written(tmp_path):
         write_report([run], tmp_path / "r.html")
     other = make_run(tmp_path / "other", 3)
     (other / "config.resolved.yaml").write_text("a: [1")
-    with pytest.raises(ValueError, match=r"config\.resolved\.yaml: not readable as YAML"):
+    with pytest.raises(ValueError, match=r"config\.resolved\.yaml: not readable as YAML") as found:
         write_report([other], tmp_path / "r.html")
+    assert len(str(found.value).splitlines()) == 1
     (other / "config.resolved.yaml").unlink()
     (other / "rollouts" / "step_000001.jsonl").write_text("{}\n")
     with pytest.raises(

@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import sys
 
 import pytest
 
@@ -161,12 +160,6 @@ def test_an_unlisted_metric_is_refused_before_anything_is_written(tmp_path):
     assert not (tmp_path / "tensorboard").exists()
 
 
-def test_wandb_without_the_package_says_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"pip install wandb, or set monitoring\.wandb=false"):
-        Sinks(tmp_path, config(tensorboard=False, wandb=True), first_step=0)
-
-
 def test_json_of_every_row_is_strict(tmp_path):
     write_steps(tmp_path / "m.jsonl", [0], value=math.inf)
 
@@ -174,3 +167,19 @@ def test_json_of_every_row_is_strict(tmp_path):
         raise AssertionError(name)
 
     json.loads((tmp_path / "m.jsonl").read_text(), parse_constant=refuse)
+
+
+def test_resumed_run_drops_the_guards_events_that_it_writes_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path)
+    for step in (1, 2, 3, 4):
+        sink.write(step, {"loss/total": 1.0})
+        sink.write_event("guard", step, {"action": "raised"})
+        sink.write_event("settings_changed", step, {"changes": {}})
+    sink.close()
+    JsonlSink(path, first_step=3).close()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["step"] for row in rows if "step" in row] == [1, 2]
+    kept = [(row["event"], row["after_step"]) for row in rows if "event" in row]
+    assert [step for event, step in kept if event == "guard"] == [1, 2]
+    assert [step for event, step in kept if event == "settings_changed"] == [1, 2, 3, 4]

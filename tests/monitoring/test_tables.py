@@ -1,16 +1,18 @@
-"""Tables of known runs: outcomes, settings that differ, sample rollouts, text made printable."""
+"""Tables of known runs: outcomes, settings that differ, benchmarks, tiles, text made printable."""
+
+import json
 
 import pytest
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.monitoring.tables import (
     MISSING,
-    compression,
+    benchmark_table,
     config_differences,
+    described,
     outcome_table,
-    printable,
-    sample_rollouts,
     table_of_records,
+    tiles,
 )
 from tests.monitoring.make_run import make_run
 
@@ -64,36 +66,44 @@ def test_settings_that_differ_are_listed_by_label_without_run_names(tmp_path):
     assert config_differences(runs[1:]) is None
 
 
-def test_samples_are_the_first_the_last_and_the_most_repetitive(tmp_path):
-    run = make_run(tmp_path / "run", 30, collapse_at=10)
-    rows = [{"step": 1}, {"step": 2}, {"step": 30, "rollout/repetition_rate": 0.5}]
-    first, last, worst = sample_rollouts(run, rows)
-    assert "step 1 " in first["facts"]
-    assert "step 30 " in last["facts"]
-    assert "step 30 " in worst["facts"]
-    assert "truncated" in worst["facts"]
-    assert worst["response"].endswith("w1;w1;")
-    assert sample_rollouts(tmp_path / "elsewhere", rows) == []
+def test_benchmarks_of_several_runs_stand_side_by_side(tmp_path):
+    for name, accuracy in (("a", 0.25), ("b", 0.5)):
+        (tmp_path / name / "evaluation" / "step_000008").mkdir(parents=True)
+        values = {"accuracy": accuracy, "accuracy_low": 0.1, "accuracy_high": 0.6}
+        values |= {"num_problems": 30, "num_samples": 16, "response_length_mean": 1234.5}
+        file = tmp_path / name / "evaluation" / "step_000008" / "results.json"
+        file.write_text(json.dumps({"benchmarks": {"aime24": values}}))
+    runs = [("run a", tmp_path / "a"), ("none", tmp_path / "c"), ("run b", tmp_path / "b")]
+    table = benchmark_table(runs)
+    assert [row[:6] for row in table["rows"]] == [
+        ["aime24", "run a, step_000008", "30", "16", "0.250", "0.100 to 0.600"],
+        ["aime24", "run b, step_000008", "30", "16", "0.500", "0.100 to 0.600"],
+    ]
+    assert table["rows"][0][6:] == [MISSING, MISSING, "1,234"]
+    assert benchmark_table(runs[1:2]) is None
+    file.write_text("[1]")
+    with pytest.raises(UserError, match=r"b/evaluation/.*/results\.json: expected one mapping"):
+        benchmark_table(runs)
 
 
-def test_a_long_response_keeps_its_head_and_tail(tmp_path):
-    run = make_run(tmp_path / "run", 1, text="head " + "x" * 5000 + " tail")
-    response = sample_rollouts(run, [{"step": 1}])[0]["response"]
-    assert response.startswith("head")
-    assert response.endswith("tail")
-    assert len(response) < 2500
-    assert "2,810 characters" in response
+def test_the_tiles_of_a_run_say_where_it_stands(tmp_path):
+    run = make_run(tmp_path / "run", 1)
+    rows = [
+        {"step": step, "eval/accuracy": accuracy, "rollout/truncation_rate": 0.25 * (step == 1)}
+        for step, accuracy in enumerate([0.25, 0.75, 0.5])
+    ]
+    tiles_of = {tile["name"]: (tile["value"], tile["note"]) for tile in tiles(run, rows)}
+    assert tiles_of["Step"] == ("2", "of 800")
+    assert tiles_of["Held-out accuracy"] == ("0.500", "from 0.250, peak 0.750 at step 1")
+    assert tiles_of["Truncated"] == ("8.3%", "at worst 12.5%")
+    assert "Length" not in tiles_of
 
 
-def test_what_cannot_be_printed_is_made_visible():
-    assert printable("a\x00\x1b\u202e\ud83d\n\té") == "a␀␛��\n\té"
-    assert compression("") == 0.0
-
-
-def test_a_loop_compresses_more_than_its_first_turn():
-    loop = "the same words again; " * 100
-    assert compression(loop) > 20
-    assert compression(loop[:22]) < 1.5
+def test_a_run_is_described_by_what_it_trains(tmp_path):
+    assert described(make_run(tmp_path / "run", 1, beta=0.5)) == (
+        "opd, \u03b2 = 0.5 \u00b7 student somewhere \u00b7 data synthetic:arithmetic"
+    )
+    assert described(tmp_path) == "on-policy distillation"
 
 
 def test_settings_that_are_no_mapping_are_refused_by_file(tmp_path):

@@ -1,0 +1,213 @@
+"""The rollouts that a reader sees: one record for the list, one for the chosen rollout.
+
+The static page holds rollouts of some steps, as many as fit (`embedded`); the live view asks for
+each (watch.py). Text from a run's files is untrusted; it becomes printable here, and the page shows
+it as text (templates/reader.js). Not here: reading the files (data/).
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stable_opd_mcore.data.repetition import ZLIB_LEVEL, tail_loop
+from stable_opd_mcore.data.rollout_files import read_rollouts, rollout_path
+from stable_opd_mcore.data.token_files import TokenText, read_tokens, token_path
+from stable_opd_mcore.monitoring.figures import Row
+from stable_opd_mcore.printable_text import printable
+from stable_opd_mcore.records import Rollout
+
+SNIPPET_CHARACTERS = 80
+BUDGET_BYTES = 900_000  # of the static page's rollouts, as they stand in it
+MAX_STEPS = 40  # of one run in the static page
+ROLLOUTS_PER_STEP = 8  # in the static page
+TAIL_SHARE = 0.4  # of a long text: its end is kept too, because repetition is there
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much of one rollout is shown; of more, the middle is left out."""
+
+    tokens: int
+    characters: int
+
+
+PAGE = Limits(tokens=2_000, characters=8_000)
+LIVE = Limits(tokens=20_000, characters=200_000)
+
+
+def stored_steps(directory: Path) -> list[int]:
+    """The steps of which a run has stored rollouts, in order."""
+    found = (re.fullmatch(r"step_(\d{6,12})\.jsonl", p.name) for p in _files(directory))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def listed(rollout: Rollout, run: int, step: int, index: int) -> dict[str, Any]:
+    """What the list shows of the `index`-th rollout of a step's file."""
+    return {
+        "run": run,
+        "step": step,
+        "index": index,
+        "prompt_id": printable(rollout.prompt.prompt_id),
+        "sample": rollout.sample_index,
+        "tokens": len(rollout.token_ids),
+        "finish": rollout.finish_reason,
+        "reward": rollout.reward,
+        "version": rollout.weight_version,
+        "repeats": tail_loop(rollout.token_ids).length,
+        "compression": round(compression(rollout.text), 2),
+        "snippet": printable(rollout.prompt.text[:SNIPPET_CHARACTERS]).replace("\n", " "),
+    }
+
+
+def detail(rollout: Rollout, tokens: TokenText | None, limits: Limits) -> dict[str, Any]:
+    """The texts of a rollout and, if its tokens are stored, their pieces and values."""
+    shown: dict[str, Any] = {
+        "prompt": _cut(rollout.prompt.text, limits.characters),
+        "answer": rollout.prompt.answer and _cut(rollout.prompt.answer, limits.characters),
+        "text": "",
+        "golden": None,
+        "pieces": None,
+        "gap": None,
+        "values": {},
+    }
+    if tokens is None or len(tokens.pieces) != len(rollout.token_ids):
+        return shown | {"text": _cut(rollout.text, limits.characters)}
+    kept, gap = _kept_tokens(len(tokens.pieces), limits.tokens)
+    values = {key: [numbers[at] for at in kept] for key, numbers in tokens.values.items()}
+    values["rollout_logprob"] = [float(f"{rollout.rollout_logprobs[at]:.4g}") for at in kept]
+    if repeats := tail_loop(rollout.token_ids).length:
+        begin = len(tokens.pieces) - repeats
+        values["repetition"] = [float(at >= begin) for at in kept]
+    return shown | {
+        "pieces": [_cut(tokens.pieces[at], limits.characters) for at in kept],
+        "gap": gap,
+        "values": values,
+        "golden": tokens.golden and _cut(tokens.golden, limits.characters),
+    }
+
+
+def tokens_of(rollout: Rollout, stored: Iterable[TokenText]) -> TokenText | None:
+    """The stored tokens of this rollout."""
+    key = (rollout.prompt.prompt_id, rollout.sample_index)
+    return next((one for one in stored if (one.prompt_id, one.sample_index) == key), None)
+
+
+def embedded(runs: Sequence[tuple[str, Path, Sequence[Row]]], budget: int = BUDGET_BYTES) -> str:
+    """The rollouts of the static page: gzipped JSON in base64, "" where none are stored.
+
+    Of each run first those of the last step, of the first and of the worst, then of steps between
+    them, until `budget` bytes are full. The text never has more.
+
+    Raises:
+        DataError: a malformed file of rollouts or tokens; the message names file and line.
+    """
+    queues = [_candidates(directory, rows) for _, directory, rows in runs]
+    rollouts: list[dict[str, Any]] = []
+    size = 0
+    for place in range(MAX_STEPS):
+        for run, (_, directory, _) in enumerate(runs):
+            if place >= len(queues[run]) or size > budget:
+                continue
+            for record in _records(directory, run, queues[run][place]):
+                size += _size(record)
+                if size > budget:
+                    break
+                rollouts.append(record)
+    stored = [(label, len(stored_steps(directory))) for label, directory, _ in runs]
+    while rollouts:
+        text = _packed(stored, rollouts)
+        if len(text) <= budget:
+            return text
+        rollouts = rollouts[: len(rollouts) * 9 // 10]  # records were counted one by one
+    return ""
+
+
+def compression(text: str) -> float:
+    """Compression ratio of the whole text: bytes / zlib bytes; 0 for an empty one."""
+    data = text.encode("utf-8", "surrogatepass")
+    return len(data) / len(zlib.compress(data, ZLIB_LEVEL)) if data else 0.0
+
+
+def _files(directory: Path) -> list[Path]:
+    folder = rollout_path(directory, 0).parent
+    return list(folder.iterdir()) if folder.is_dir() else []
+
+
+def _records(directory: Path, run: int, step: int) -> list[dict[str, Any]]:
+    """The first rollouts of a step with their details."""
+    stored = read_tokens(token_path(directory, step))
+    rollouts = read_rollouts(rollout_path(directory, step), limit=ROLLOUTS_PER_STEP, strict=False)
+    return [
+        listed(rollout, run, step, index)
+        | {"detail": detail(rollout, tokens_of(rollout, stored), PAGE)}
+        for index, rollout in enumerate(rollouts)
+    ]
+
+
+def _packed(stored: Sequence[tuple[str, int]], rollouts: Sequence[dict[str, Any]]) -> str:
+    """The reader's data: (label, number of stored steps) of each run, and the kept rollouts."""
+    steps = [
+        sorted({record["step"] for record in rollouts if record["run"] == run})
+        for run in range(len(stored))
+    ]
+    found = {
+        "runs": [
+            {"label": label, "steps": kept, "stored": count, "per_step": ROLLOUTS_PER_STEP}
+            for (label, count), kept in zip(stored, steps, strict=True)
+        ],
+        "rollouts": sorted(rollouts, key=lambda r: (r["run"], r["step"], r["index"])),
+    }
+    text = json.dumps(found, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), mtime=0)).decode()
+
+
+def _candidates(directory: Path, rows: Sequence[Row]) -> list[int]:
+    """Stored steps, the most telling first: the last, the first, the worst, then ever finer."""
+    steps = stored_steps(directory)
+    if not steps:
+        return []
+    bad = {row["step"]: _badness(row) for row in rows}
+    worst = max(steps, key=lambda step: bad.get(step, (0.0, 0.0)))
+    order = [steps[-1], steps[0], worst]
+    parts = 2
+    while len(set(order)) < min(MAX_STEPS, len(steps)):
+        order += [steps[len(steps) * part // parts] for part in range(1, parts)]
+        parts *= 2
+    return list(dict.fromkeys(order))[:MAX_STEPS]
+
+
+def _badness(row: Row) -> tuple[float, float]:
+    return (row.get("rollout/repetition_rate") or 0.0, row.get("rollout/truncation_rate") or 0.0)
+
+
+def _size(record: dict[str, Any]) -> int:
+    """Bytes of a record in the page, compressed by itself."""
+    data = json.dumps(record, ensure_ascii=False).encode("utf-8", "replace")
+    return len(zlib.compress(data, ZLIB_LEVEL)) * 4 // 3
+
+
+def _kept_tokens(count: int, limit: int) -> tuple[list[int], dict[str, int] | None]:
+    """The places of the tokens that are shown, and where how many are left out."""
+    if count <= limit:
+        return list(range(count)), None
+    tail = int(limit * TAIL_SHARE)
+    head = limit - tail
+    return [*range(head), *range(count - tail, count)], {"at": head, "tokens": count - limit}
+
+
+def _cut(text: str, limit: int) -> str:
+    """The printable text; of a long one the beginning and the end."""
+    if len(text) <= limit:
+        return printable(text)
+    tail = int(limit * TAIL_SHARE)
+    dots = "\N{HORIZONTAL ELLIPSIS}"
+    gap = f"\n{dots} {len(text) - limit:,} characters are left out {dots}\n"
+    return printable(text[: limit - tail]) + gap + printable(text[-tail:])

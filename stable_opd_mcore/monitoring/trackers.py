@@ -1,0 +1,159 @@
+"""Sinks outside the run directory: TensorBoard, Weights & Biases, MLflow.
+
+Each writes the rows of metrics.jsonl. wandb and mlflow are packages of their own, which
+`pip install 'stable-opd-mcore[trackers]'` adds; a run that asks for a missing one is refused. Their
+id of the run is kept in the run directory (`wandb_id`, `mlflow_id`), so that a resumed run goes on
+in the same place.
+
+A resumed run repeats the steps after its checkpoint. TensorBoard forgets the earlier values, MLflow
+keeps both, Weights & Biases keeps the first. metrics.jsonl alone holds every step exactly once.
+
+Not here: which sinks a run has, and metrics.jsonl (sinks.py).
+"""
+
+# wandb and mlflow are not installed where types are checked.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from stable_opd_mcore.atomic_files import write_atomically
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.errors import UserError
+
+WANDB_ID, MLFLOW_ID = "wandb_id", "mlflow_id"  # files of the run directory
+MLFLOW_BATCH = 100  # settings that one request may hold
+MLFLOW_CHARACTERS = 500  # of a setting
+
+
+class TensorBoardSink:
+    """Scalars under their keys, without the undefined ones. A resumed run purges later steps."""
+
+    def __init__(self, directory: str | Path, first_step: int = 0):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory), purge_step=first_step or None)
+
+    def write(self, step: int, values: Mapping[str, float | None]) -> None:
+        for key, value in _defined(values).items():
+            self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """A run of Weights & Biases; its own settings hold the account and say whether it is offline.
+
+    Raises:
+        UserError: wandb is not installed, or refuses the run.
+    """
+
+    def __init__(self, directory: Path, config: Config):
+        try:
+            import wandb
+        except ImportError as error:
+            raise _missing("wandb", "monitoring.wandb=false") from error
+        settings = config.monitoring
+        path = directory / WANDB_ID
+        name = path.read_text().strip() if path.is_file() else uuid.uuid4().hex[:12]
+        try:
+            self._run = wandb.init(
+                project=settings.wandb_project,
+                entity=settings.wandb_entity,
+                tags=list(settings.wandb_tags),
+                name=config.run.name,
+                id=name,
+                resume="allow",
+                dir=str(directory),
+                config=config.model_dump(mode="json", by_alias=True),
+                settings=wandb.Settings(console="off"),
+            )
+        except wandb.Error as error:  # no account, no such project, no network
+            raise UserError(
+                f"Weights & Biases refuses the run: {error}. Log in with `wandb login`, set "
+                "WANDB_MODE=offline, or set monitoring.wandb=false"
+            ) from error
+        write_atomically(path, f"{name}\n".encode())
+
+    def write(self, step: int, values: Mapping[str, float | None]) -> None:
+        self._run.log(_defined(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowSink:
+    """A run of the MLflow server or database at `monitoring.mlflow`.
+
+    The settings are those of the run's first start: MLflow lets none change.
+
+    Raises:
+        UserError: mlflow is not installed, or the server cannot be used.
+    """
+
+    def __init__(self, directory: Path, config: Config):
+        try:
+            from mlflow.entities import Metric, Param
+            from mlflow.exceptions import MlflowException
+            from mlflow.tracking import MlflowClient
+        except ImportError as error:
+            raise _missing("mlflow", "monitoring.mlflow=null") from error
+        self._metric, address = Metric, config.monitoring.mlflow
+        path = directory / MLFLOW_ID
+        try:
+            self._client = MlflowClient(tracking_uri=address)
+            if path.is_file():
+                self._id = path.read_text().strip()
+                self._client.update_run(self._id, status="RUNNING")
+                return
+            name = config.monitoring.mlflow_experiment
+            found = self._client.get_experiment_by_name(name)
+            experiment = found.experiment_id if found else self._client.create_experiment(name)
+            run = self._client.create_run(experiment, run_name=config.run.name)
+            self._id: str = run.info.run_id
+            settings = [
+                Param(key, value[:MLFLOW_CHARACTERS])
+                for key, value in _flat(config.model_dump(mode="json", by_alias=True))
+            ]
+            for begin in range(0, len(settings), MLFLOW_BATCH):
+                self._client.log_batch(self._id, params=settings[begin : begin + MLFLOW_BATCH])
+        except MlflowException as error:
+            raise UserError(
+                f"monitoring.mlflow={address}: {error}. Give the address of a server, such as "
+                "http://HOST:5000, or a database, such as sqlite:///mlflow.db"
+            ) from error
+        write_atomically(path, f"{self._id}\n".encode())
+
+    def write(self, step: int, values: Mapping[str, float | None]) -> None:
+        now = int(time.time() * 1000)
+        metrics = [self._metric(key, value, now, step) for key, value in _defined(values).items()]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+def _defined(values: Mapping[str, float | None]) -> dict[str, float]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _missing(package: str, remedy: str) -> UserError:
+    return UserError(
+        f"the {package} package is not installed: pip install 'stable-opd-mcore[trackers]', or set "
+        f"{remedy}"
+    )
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, str(value)

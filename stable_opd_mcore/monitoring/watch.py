@@ -1,0 +1,254 @@
+"""The live view: the report's page of running runs, from a server on this machine alone.
+
+    stable-opd watch runs/opd runs/stable_opd
+
+The page asks every two seconds whether the runs' files have changed, and then takes its figures,
+tables and events again. Rollouts are read when the reader asks for them. A run may be stopped,
+resumed or started while it is watched; a half-written line is left for the next look.
+
+The server listens on 127.0.0.1 and answers requests that name this machine only, so that a page of
+another site cannot read it through a name of its own. No part of a request becomes part of a path.
+It writes nothing. Not here: the page itself (report.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from stable_opd_mcore.data.rollout_files import read_rollouts, rollout_path
+from stable_opd_mcore.data.token_files import read_tokens, token_path
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.monitoring.reader import LIVE, detail, listed, stored_steps, tokens_of
+from stable_opd_mcore.monitoring.report import ReportRun, named_runs, render_page
+from stable_opd_mcore.monitoring.sinks import METRICS_FILE, read_metrics
+from stable_opd_mcore.monitoring.tables import CONFIG_FILE, EVALUATION_FILES, planned_steps
+from stable_opd_mcore.records import Rollout
+
+HOST = "127.0.0.1"
+RECENT_ROWS = 20  # whose mean step time gives the time left
+MAX_DIGITS = 12  # of a number in a request
+HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+class WatchServer(ThreadingHTTPServer):
+    """Serves the live view of `runs`; `url` is its address.
+
+    Args:
+        runs: run directories, which need not exist yet.
+        port: 0 takes any free one.
+
+    Raises:
+        UserError: the port is taken.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, runs: Sequence[str | Path | ReportRun], port: int):
+        self.runs = named_runs(runs)
+        try:
+            super().__init__((HOST, port), _Handler)
+        except OSError as error:
+            raise UserError(
+                f"port {port} of {HOST}: {error.strerror}; choose another one with --port"
+            ) from error
+        self.url = f"http://{HOST}:{self.server_port}/"
+        self.hosts = {f"{name}:{self.server_port}" for name in (HOST, "localhost")}
+        self._page: tuple[str, bytes] = ("", b"")  # the version of the files, and the page of it
+        self._lock = Lock()
+
+    def page(self) -> bytes:
+        """The page as the files are now; what is wrong with them stands in it."""
+        with self._lock:
+            version = self.version()
+            if self._page[0] != version:
+                try:
+                    page = render_page(self.runs, live=True)
+                except UserError as error:  # a file that someone has edited
+                    page = render_page(self.runs, live=True, problem=str(error))
+                self._page = (version, page)
+            return self._page[1]
+
+    def version(self) -> str:
+        """Another text whenever a file that the page shows has changed."""
+        names = (METRICS_FILE, CONFIG_FILE)
+        paths = [run.directory / name for run in self.runs for name in names]
+        for run in self.runs:
+            paths += sorted(run.directory.glob(EVALUATION_FILES))
+        stamps = [(path, _stamp(path)) for path in paths]
+        return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]
+
+
+def watch(runs: Sequence[Path], port: int, tell: Callable[[str], None]) -> None:
+    """Serve the live view until Ctrl-C."""
+    with WatchServer(runs, port) as server:
+        tell(f"watching {', '.join(str(run) for run in runs)} at {server.url}")
+        tell(
+            "Ctrl-C ends it. From another machine: "
+            f"ssh -L {server.server_port}:{HOST}:{server.server_port} THIS_MACHINE"
+        )
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            tell("")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: WatchServer  # pyright: ignore[reportIncompatibleVariableOverride]
+    server_version = "stable-opd"
+    sys_version = ""
+    timeout = 60  # seconds that a silent connection keeps its thread
+
+    def do_GET(self) -> None:
+        """Answer with the page or with JSON; an error is JSON with "error"."""
+        if self.headers.get("Host") not in self.server.hosts:
+            self._json(HTTPStatus.MISDIRECTED_REQUEST, {"error": "this server answers to itself"})
+            return
+        answers: dict[str, Callable[[Mapping[str, str]], Any]] = {
+            "/version": lambda _: self._state(),
+            "/rollout-steps": lambda _: self._steps(),
+            "/rollouts": self._rollouts,
+            "/rollout": self._rollout,
+        }
+        try:
+            path, values = _parsed(self.path)
+            if path == "/":
+                self._send(HTTPStatus.OK, "text/html; charset=utf-8", self.server.page())
+            elif path in answers:
+                self._json(HTTPStatus.OK, answers[path](values))
+            else:
+                self._json(HTTPStatus.NOT_FOUND, {"error": "no such page"})
+        except _Refused as refused:
+            self._json(HTTPStatus.BAD_REQUEST, {"error": str(refused)})
+        except (UserError, OSError) as error:  # a malformed file, or one that is being replaced
+            self._json(HTTPStatus.INTERNAL_SERVER_ERROR, {"error": str(error)})
+
+    def log_message(self, *unused: Any) -> None:
+        """Requests are not logged."""
+
+    def _state(self) -> dict[str, Any]:
+        states = [run_state(run) for run in self.server.runs]
+        return {"version": self.server.version(), "runs": states}
+
+    def _steps(self) -> list[dict[str, Any]]:
+        return [{"label": r.label, "steps": stored_steps(r.directory)} for r in self.server.runs]
+
+    def _rollouts(self, values: Mapping[str, str]) -> list[dict[str, Any]]:
+        number, run, step = self._chosen(values)
+        search = values.get("search", "").lower()
+        records = _listed_rollouts(run.directory, step, number)
+        rollouts = _stored_rollouts(run.directory, step)
+        return [
+            record
+            for record, rollout in zip(records, rollouts, strict=True)
+            if search in rollout.prompt.text.lower() or search in rollout.text.lower()
+        ]
+
+    def _rollout(self, values: Mapping[str, str]) -> dict[str, Any]:
+        _, run, step = self._chosen(values)
+        rollouts = _stored_rollouts(run.directory, step)
+        index = _number(values, "index", len(rollouts))
+        stored = read_tokens(token_path(run.directory, step))
+        return detail(rollouts[index], tokens_of(rollouts[index], stored), LIVE)
+
+    def _chosen(self, values: Mapping[str, str]) -> tuple[int, ReportRun, int]:
+        number = _number(values, "run", len(self.server.runs))
+        return number, self.server.runs[number], _number(values, "step", 10**MAX_DIGITS)
+
+    def _json(self, status: HTTPStatus, found: Any) -> None:
+        text = json.dumps(found, allow_nan=False)
+        self._send(status, "application/json", text.encode())
+
+    def _send(self, status: HTTPStatus, kind: str, data: bytes) -> None:
+        self.send_response(status)
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+def run_state(run: ReportRun) -> dict[str, Any]:
+    """Where a run stands: its steps, seconds since the last one, and seconds that are left.
+
+    A run without a finished step has `step` None. Nothing says whether a process still trains it.
+    """
+    path = run.directory / METRICS_FILE
+    total = planned_steps(run.directory)
+    try:
+        rows, age = read_metrics(path), time.time() - path.stat().st_mtime
+    except (UserError, OSError):  # not started, or being replaced; the page says what is wrong
+        return {"label": run.label, "step": None, "total": total, "age": None, "left": None}
+    times = [row["time/total"] for row in rows[-RECENT_ROWS:] if row.get("time/total")]
+    step, left = rows[-1]["step"], None
+    if total is not None and times:
+        left = max(0, total - step) * sum(times) / len(times)
+    return {"label": run.label, "step": step, "total": total, "age": max(0.0, age), "left": left}
+
+
+class _Refused(Exception):
+    """A request that no page of this server makes."""
+
+
+def _parsed(address: str) -> tuple[str, dict[str, str]]:
+    """Path and values of a request's address."""
+    try:
+        parts = urlsplit(address)
+        fields = parse_qs(parts.query, max_num_fields=8)
+    except ValueError as error:
+        raise _Refused(f"not an address of this server: {error}") from error
+    return parts.path, {name: texts[-1] for name, texts in fields.items()}
+
+
+def _number(values: Mapping[str, str], name: str, end: int) -> int:
+    """A number from 0 to end - 1 of a request."""
+    text = values.get(name, "")
+    if not (text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS and int(text) < end):
+        raise _Refused(f"{name} must be a number below {end}")
+    return int(text)
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+def _stored_rollouts(directory: Path, step: int) -> list[Rollout]:
+    path = rollout_path(directory, step)
+    return _read_rollouts(path, _stamp(path))
+
+
+def _listed_rollouts(directory: Path, step: int, run: int) -> list[dict[str, Any]]:
+    return _list_rollouts(directory, step, run, _stamp(rollout_path(directory, step)))
+
+
+@lru_cache(maxsize=2)  # a step may have hundreds of megabytes, and its reader asks for each rollout
+def _read_rollouts(path: Path, _stamped: tuple[int, int] | None) -> list[Rollout]:
+    return read_rollouts(path, strict=False)
+
+
+@lru_cache(maxsize=8)
+def _list_rollouts(
+    directory: Path, step: int, run: int, _stamped: tuple[int, int] | None
+) -> list[dict[str, Any]]:
+    rollouts = _stored_rollouts(directory, step)
+    return [listed(rollout, run, step, index) for index, rollout in enumerate(rollouts)]

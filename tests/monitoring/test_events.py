@@ -1,0 +1,58 @@
+"""Events as the report shows them: titles, changed settings, evidence, hostile details."""
+
+from stable_opd_mcore.monitoring.events import MAX_CHARACTERS, MAX_LINES, marks
+
+
+def test_changed_settings_and_a_guards_action():
+    events = [
+        {
+            "event": "settings_changed",
+            "after_step": 3,
+            "changes": {"optimizer.lr": [1e-6, 5e-7], "data.train.path": ["a", None]},
+        },
+        {
+            "event": "guard",
+            "after_step": 5,
+            "action": "raise beta",
+            "evidence": {"rates": {"truncation": 0.123456}, "steps": [1, 2]},
+        },
+        {
+            "event": "guard_warn",
+            "after_step": 6,
+            "evidence": [{"metric": "stop/student_mass", "recent": 0.123456, "normal": 1}],
+        },
+    ]
+    assert marks(events, run=1) == [
+        {
+            "run": 1,
+            "step": 3,
+            "title": "settings changed",
+            "lines": ["optimizer.lr: 1e-06 → 5e-07", "data.train.path: a → none"],
+        },
+        {
+            "run": 1,
+            "step": 5,
+            "title": "guard: raise beta",
+            "lines": ["evidence.rates: truncation 0.1235", "evidence.steps: [1, 2]"],
+        },
+        {
+            "run": 1,
+            "step": 6,
+            "title": "guard warn",
+            "lines": ["evidence: metric stop/student_mass, recent 0.1235, normal 1"],
+        },
+    ]
+
+
+def test_long_deep_and_hostile_details_are_bounded_text():
+    deep = {"x": 1}
+    for _ in range(50):
+        deep = {"in": deep}
+    details = {f"key{i}": "\u202e" + "a" * 1000 for i in range(30)}
+    (mark,) = marks(
+        [{"event": "e\x00", "after_step": 0, "changes": {"k": "odd"}, "d": deep} | details], 0
+    )
+    assert mark["title"] == "e␀"
+    assert mark["lines"][:2] == ["k: odd", "d.in.in.in: 1 values"]
+    assert mark["lines"][2] == "key0: �" + "a" * (MAX_CHARACTERS - 1) + "…"
+    assert mark["lines"][MAX_LINES:] == [f"{32 - MAX_LINES} more"]

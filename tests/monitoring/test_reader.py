@@ -1,0 +1,135 @@
+"""The reader's records: what is kept of long texts, the steps of a page, tokens with values."""
+
+import base64
+import gzip
+import json
+
+from stable_opd_mcore.data.rollout_files import rollout_path, write_rollouts
+from stable_opd_mcore.data.token_files import TokenText, token_path, write_tokens
+from stable_opd_mcore.monitoring.reader import (
+    Limits,
+    compression,
+    detail,
+    embedded,
+    listed,
+    stored_steps,
+    tokens_of,
+)
+from stable_opd_mcore.records import Prompt, Rollout
+
+WIDE = Limits(tokens=100, characters=1000)
+
+
+def rollout(text="ab", ids=(3, 4), index=0, finish="stop") -> Rollout:
+    prompt = Prompt("train:7", "1+1", (1, 2), "2")
+    return Rollout(prompt, index, ids, (-0.25,) * len(ids), finish, 5, text, 1.0)
+
+
+def tokens(pieces, **values) -> TokenText:
+    return TokenText("train:7", 0, tuple(pieces), values, "a golden solution")
+
+
+def test_the_list_says_what_happened():
+    loop = rollout("x" * 60, ids=(1, 2) + (9,) * 58, index=3, finish="length")
+    record = listed(loop, run=1, step=12, index=4)
+    assert record | {"compression": 0, "snippet": ""} == {
+        "run": 1,
+        "step": 12,
+        "index": 4,
+        "prompt_id": "train:7",
+        "sample": 3,
+        "tokens": 60,
+        "finish": "length",
+        "reward": 1.0,
+        "version": 5,
+        "repeats": 58,
+        "compression": 0,
+        "snippet": "",
+    }
+    assert record["snippet"] == "1+1"
+
+
+def test_tokens_have_their_text_and_values():
+    shown = detail(rollout(), tokens("ab", advantage=(0.5, None)), WIDE)
+    assert shown["pieces"] == ["a", "b"]
+    assert shown["values"] == {"advantage": [0.5, None], "rollout_logprob": [-0.25, -0.25]}
+    assert shown["golden"] == "a golden solution"
+    assert shown["gap"] is None
+    loop = rollout(ids=(1, *[9] * 32))
+    repetition = detail(loop, tokens("a" + "b" * 32), WIDE)["values"]["repetition"]
+    assert repetition == [0] + [1] * 32
+
+
+def test_without_fitting_tokens_the_text_is_shown():
+    for stored in (None, tokens("abc")):
+        shown = detail(rollout(), stored, WIDE)
+        assert (shown["text"], shown["pieces"]) == ("ab", None)
+
+
+def test_long_responses_keep_their_beginning_and_end():
+    ids = tuple(range(50))
+    shown = detail(rollout(ids=ids), tokens([f"<{i}>" for i in ids]), Limits(10, 1000))
+    assert shown["pieces"] == [f"<{i}>" for i in (*range(6), *range(46, 50))]
+    assert shown["gap"] == {"at": 6, "tokens": 40}
+    text = detail(rollout("head" + "x" * 1_000_000 + "tail"), None, Limits(10, 100))["text"]
+    assert text.startswith("head")
+    assert text.endswith("tail")
+    assert "999,908 characters are left out" in text
+
+
+def test_stored_tokens_are_found_by_prompt_and_sample():
+    stored = [tokens("a"), TokenText("train:7", 1, ("b",), {}, None)]
+    assert tokens_of(rollout(index=1), stored) is stored[1]
+    assert tokens_of(rollout(index=2), stored) is None
+
+
+def store(directory, steps, count=2):
+    for step in steps:
+        rollouts = [rollout(f"step {step}", index=index) for index in range(count)]
+        write_rollouts(rollout_path(directory, step), rollouts)
+        write_tokens(token_path(directory, step), [tokens("ab", advantage=(0.5, 0.5))])
+
+
+def unpacked(text: str) -> dict:
+    return json.loads(gzip.decompress(base64.b64decode(text)))
+
+
+def test_a_page_holds_the_last_the_first_and_the_worst_step_first(tmp_path):
+    store(tmp_path, [2, 10, 100])
+    (tmp_path / "rollouts" / "notes.txt").write_text("not a step")
+    assert stored_steps(tmp_path) == [2, 10, 100]
+    rows = [{"step": 10, "rollout/repetition_rate": 0.5}, {"step": 11}]
+    found = unpacked(embedded([("a", tmp_path, rows), ("none", tmp_path / "none", [])]))
+    assert found["runs"] == [
+        {"label": "a", "steps": [2, 10, 100], "stored": 3, "per_step": 8},
+        {"label": "none", "steps": [], "stored": 0, "per_step": 8},
+    ]
+    assert [(r["step"], r["sample"]) for r in found["rollouts"]] == [
+        (step, sample) for step in (2, 10, 100) for sample in (0, 1)
+    ]
+    assert found["rollouts"][0]["detail"]["values"]["advantage"] == [0.5, 0.5]
+    text = embedded([("a", tmp_path, rows)], budget=1000)
+    assert len(text) <= 1000
+    small = unpacked(text)
+    assert {r["step"] for r in small["rollouts"]} == {2, 100}
+    assert (small["runs"][0]["steps"], small["runs"][0]["stored"]) == ([2, 100], 3)
+    assert embedded([("a" * 2000, tmp_path, rows)], budget=200) == ""
+    assert embedded([("none", tmp_path / "none", [])]) == ""
+
+
+def test_bytes_that_are_no_text_are_shown_as_replaced(tmp_path):
+    store(tmp_path, [1])
+    for path in (rollout_path(tmp_path, 1), token_path(tmp_path, 1)):
+        path.write_bytes(
+            path.read_bytes().replace(b"step 1", b"\xff\xfe").replace(b'"a"', b'"\xff"')
+        )
+    first, second = unpacked(embedded([("a", tmp_path, [])]))["rollouts"]
+    assert first["detail"]["pieces"] == ["�", "b"]
+    assert second["detail"]["text"] == "��"
+
+
+def test_a_loop_compresses_more_than_its_first_turn():
+    loop = "the same words again; " * 100
+    assert compression(loop) > 20
+    assert compression(loop[:22]) < 1.5
+    assert compression("") == 0.0

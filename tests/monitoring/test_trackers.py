@@ -1,0 +1,121 @@
+"""TensorBoard, Weights & Biases and MLflow, each with the real library and without a network.
+
+wandb and mlflow (extra `trackers`, 190 MB) are not in the development environment; without them
+their tests are skipped. CI does not install them.
+"""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.metrics import Mean, Metrics
+from stable_opd_mcore.monitoring.sinks import Sinks
+from stable_opd_mcore.monitoring.trackers import MlflowSink, WandbSink
+
+HAS_WANDB = importlib.util.find_spec("wandb") is not None
+HAS_MLFLOW = all(importlib.util.find_spec(name) for name in ("mlflow", "sqlalchemy", "alembic"))
+
+
+def config(**monitoring) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"name": "a-run"},
+            "student": {"path": "somewhere"},
+            "data": {"train": {"path": "synthetic:arithmetic"}},
+            "monitoring": monitoring,
+        }
+    )
+
+
+def write(directory, settings: Config, steps, first_step=0):
+    with Sinks(directory, settings, first_step) as sinks:
+        for step in steps:
+            sinks.write(step, Metrics({"loss/pg": Mean(step, 1), "kl/reference": Mean(0, 0)}))
+
+
+def test_tensorboard_has_every_step_once(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write(tmp_path, config(), range(4))
+    write(tmp_path, config(), range(2, 5), first_step=2)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["loss/pg"]
+    found = [(event.step, event.value) for event in events.Scalars("loss/pg")]
+    assert found == [(step, float(step)) for step in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("package", "settings", "off"),
+    [
+        ("wandb", {"wandb": True}, "monitoring.wandb=false"),
+        ("mlflow", {"mlflow": "http://localhost:1"}, "monitoring.mlflow=null"),
+    ],
+)
+def test_a_missing_package_is_refused_with_its_remedy(
+    tmp_path, monkeypatch, package, settings, off
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=rf"the {package} package.*\[trackers\]', or set {off}"):
+        Sinks(tmp_path, config(tensorboard=False, **settings), first_step=0)
+
+
+@pytest.mark.skipif(not HAS_WANDB, reason="needs wandb")
+def test_wandb_keeps_project_entity_tags_and_the_run_over_a_resume(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    settings = config(
+        tensorboard=False, wandb=True, wandb_project="p", wandb_entity="e", wandb_tags=["x", "y"]
+    )
+    sink = WandbSink(tmp_path, settings)
+    run = sink._run
+    assert (run.project, run.entity, run.tags, run.name) == ("p", "e", ("x", "y"), "a-run")
+    assert run.config["student"]["path"] == "somewhere"
+    sink.close()
+    first = run.id
+    write(tmp_path, settings, range(3))
+    assert (tmp_path / "wandb_id").read_text() == f"{first}\n"
+    parts = list((tmp_path / "wandb").glob(f"offline-run-*-{first}"))
+    assert parts
+    data = b"".join(next(part.glob("*.wandb")).read_bytes() for part in parts)
+    assert b"loss/pg" in data
+    assert b"kl/reference" not in data
+
+
+@pytest.mark.skipif(not HAS_MLFLOW, reason="needs mlflow, sqlalchemy and alembic")
+def test_mlflow_keeps_settings_steps_and_the_run_over_a_resume(tmp_path):
+    from mlflow.tracking import MlflowClient
+
+    address = f"sqlite:///{tmp_path}/mlflow.db"
+    settings = config(tensorboard=False, mlflow=address, mlflow_experiment="an experiment")
+    write(tmp_path, settings, range(3))
+    write(tmp_path, settings, range(2, 4), first_step=2)
+    client = MlflowClient(tracking_uri=address)
+    name = (tmp_path / "mlflow_id").read_text().strip()
+    run = client.get_run(name)
+    assert run.info.run_name == "a-run"
+    assert run.info.status == "FINISHED"
+    assert run.data.params["student.path"] == "somewhere"
+    assert client.get_experiment(run.info.experiment_id).name == "an experiment"
+    found = [(m.step, m.value) for m in client.get_metric_history(name, "loss/pg")]
+    assert sorted(set(found)) == [(step, float(step)) for step in range(4)]
+    assert client.get_metric_history(name, "kl/reference") == []
+    with pytest.raises(UserError, match="Give the address of a server"):
+        MlflowSink(tmp_path / "other", config(mlflow="nonsense://x"))
+
+
+def test_a_run_without_them_does_not_import_them(tmp_path):
+    code = (
+        "import sys; from tests.monitoring.test_trackers import config, write; from pathlib import "
+        f"Path; write(Path({str(tmp_path)!r}), config(tensorboard=False), range(2)); "
+        "print(sorted({'wandb', 'mlflow', 'tensorboard'} & set(sys.modules)))"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == "[]", done.stderr
