@@ -1,104 +1,97 @@
-"""One evaluation: sample responses to held-out prompts, grade them, count.
+"""One evaluation: sample responses to held-out prompts, grade them, count the right ones.
 
-How responses are sampled and graded is an argument, so the same function serves the training loop
-on any layout and the command line. Not here: the prompts (benchmarks.py, data/prompts.py) and the
-health metrics of the responses (monitoring/health.py).
+How responses are sampled and graded is an argument, so the same functions serve the training loop
+on any layout and the command line. Not here: the prompts (benchmarks.py, data/prompts.py), the
+other numbers of responses (data/responses.py), the stored responses (store.py).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.evaluation.estimates import bootstrap_interval, pass_at_k
 from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.rollout.engine import Sampling
 
-
-@dataclass(frozen=True)
-class PromptResult:
-    """The k responses to one prompt."""
-
-    prompt_id: str
-    num_samples: int
-    num_correct: int
-    num_truncated: int
-    num_repetitive: int
-    num_tokens: int  # of all its responses, stop tokens included
+SAMPLES_PER_PART = 1024  # responses between two moments at which an evaluation can go on
 
 
 @dataclass(frozen=True)
-class EvaluationResult:
-    """Sums over prompts; every rate is over all responses, so accuracy is avg@k."""
+class BenchmarkResult:
+    """How many of the k responses to each problem are right."""
 
-    prompts: tuple[PromptResult, ...]  # in the order of the prompts
-    rollouts: tuple[Rollout, ...]  # graded, k per prompt
-
-    @property
-    def num_samples(self) -> int:
-        return sum(prompt.num_samples for prompt in self.prompts)
+    num_samples: int  # k
+    num_correct: tuple[int, ...]  # one per problem, in the order of the problems
+    num_over_long: int = 0  # problems without a response, counted as wrong
 
     @property
-    def samples_per_prompt(self) -> int:
-        return self.num_samples // len(self.prompts)
+    def shares(self) -> tuple[float, ...]:
+        """The share of right responses of each problem."""
+        return tuple(correct / self.num_samples for correct in self.num_correct)
 
     @property
     def accuracy(self) -> float:
-        return sum(prompt.num_correct for prompt in self.prompts) / self.num_samples
+        """avg@k: the mean share. It is also the unbiased estimate of pass@1."""
+        return sum(self.shares) / len(self.shares)
 
     @property
     def accuracy_interval(self) -> tuple[float, float]:
-        """95 % Wilson interval over prompts; conservative for k > 1 samples per prompt."""
-        return wilson_interval(self.accuracy, len(self.prompts))
+        """95 % bootstrap interval over problems."""
+        return bootstrap_interval([self.shares])
 
-    @property
-    def truncation_rate(self) -> float:
-        return sum(prompt.num_truncated for prompt in self.prompts) / self.num_samples
+    def pass_at(self, k: int) -> float:
+        """The unbiased estimate of pass@k, in the mean over problems."""
+        estimates = [pass_at_k(self.num_samples, correct, k) for correct in self.num_correct]
+        return sum(estimates) / len(estimates)
 
-    @property
-    def repetition_rate(self) -> float:
-        return sum(prompt.num_repetitive for prompt in self.prompts) / self.num_samples
-
-    @property
-    def response_length_mean(self) -> float:
-        return sum(prompt.num_tokens for prompt in self.prompts) / self.num_samples
+    def pass_interval(self, k: int) -> tuple[float, float]:
+        """95 % bootstrap interval of pass@k over problems."""
+        return bootstrap_interval(
+            [[pass_at_k(self.num_samples, correct, k) for correct in self.num_correct]]
+        )
 
 
-def evaluate(
+def draw_all(
     draw: Callable[[Sequence[Prompt]], list[Rollout]],
     prompts: Sequence[Prompt],
-    *,
-    is_repetitive: Callable[[str], bool],
     prompts_per_batch: int = 64,
-) -> EvaluationResult:
-    """Sample, grade and count; the result is the same on every rank.
+) -> list[Rollout]:
+    """What `draw` returns for all prompts, batch by batch.
 
     Args:
-        draw: prompts to their graded rollouts, k per prompt, in the order of the prompts; the same
-            list on every rank.
+        draw: prompts to their graded rollouts, or to those of this rank's share.
         prompts_per_batch: prompts given to `draw` at once.
 
     Raises:
         UserError: no prompts, or one without a gold answer.
     """
+    require_answers(prompts)
+    rollouts: list[Rollout] = []
+    for start in range(0, len(prompts), prompts_per_batch):
+        rollouts.extend(draw(prompts[start : start + prompts_per_batch]))
+    return rollouts
+
+
+def require_answers(prompts: Sequence[Prompt]) -> None:
+    """Refuse an empty list, and a prompt without a gold answer."""
     missing = next((prompt.prompt_id for prompt in prompts if prompt.answer is None), None)
     if missing is not None or not prompts:
         what = f"{missing}: no gold answer" if prompts else "no held-out prompts"
         raise UserError(f"{what}; set data.eval.path and data.eval.columns.answer")
-    rollouts: list[Rollout] = []
-    for start in range(0, len(prompts), prompts_per_batch):
-        rollouts.extend(draw(prompts[start : start + prompts_per_batch]))
-    k = len(rollouts) // len(prompts)
-    return EvaluationResult(
-        prompts=tuple(
-            _count(prompt, rollouts[place * k : (place + 1) * k], is_repetitive)
-            for place, prompt in enumerate(prompts)
-        ),
-        rollouts=tuple(rollouts),
-    )
+
+
+def count_correct(
+    rollouts: Iterable[Rollout], num_samples: int, num_over_long: int = 0
+) -> BenchmarkResult:
+    """Right responses per problem; the over-long problems follow with none."""
+    correct: dict[str, int] = {}
+    for rollout in rollouts:
+        prompt_id = rollout.prompt.prompt_id
+        correct[prompt_id] = correct.get(prompt_id, 0) + (rollout.reward == 1.0)
+    return BenchmarkResult(num_samples, (*correct.values(), *[0] * num_over_long), num_over_long)
 
 
 def evaluation_sampling(
@@ -118,27 +111,4 @@ def evaluation_sampling(
         num_samples=1 if is_greedy else settings.num_samples or num_samples,
         stop_token_ids=tuple(stop_token_ids),
         seed=config.train.seed,
-    )
-
-
-def wilson_interval(rate: float, count: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval of a share `rate` among `count` independent trials."""
-    z = NormalDist().inv_cdf(0.5 + confidence / 2)
-    centre = rate + z * z / (2 * count)
-    spread = z * math.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count))
-    scale = 1 + z * z / count
-    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
-
-
-def _count(
-    prompt: Prompt, responses: Sequence[Rollout], is_repetitive: Callable[[str], bool]
-) -> PromptResult:
-    assert all(rollout.prompt.prompt_id == prompt.prompt_id for rollout in responses)
-    return PromptResult(
-        prompt_id=prompt.prompt_id,
-        num_samples=len(responses),
-        num_correct=sum(rollout.reward == 1.0 for rollout in responses),
-        num_truncated=sum(rollout.finish_reason == "length" for rollout in responses),
-        num_repetitive=sum(is_repetitive(rollout.text) for rollout in responses),
-        num_tokens=sum(len(rollout.token_ids) for rollout in responses),
     )

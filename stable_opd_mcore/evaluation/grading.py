@@ -17,12 +17,11 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from stable_opd_mcore.metrics import Metrics, Sum
-from stable_opd_mcore.records import AnswerFormat, Rollout
+from stable_opd_mcore.records import AnswerFormat, GradingFailure, Rollout
 
 _WORKER_FILE = Path(__file__).with_name("grading_worker.py")
 _START_SECONDS = 120.0  # importing sympy on a busy machine
@@ -54,8 +53,16 @@ def grading_item(rollout: Rollout) -> GradingItem:
     )
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a response is right; with a failure it counts as wrong."""
+
+    is_right: bool
+    failure: GradingFailure | None = None  # over its time, or the worker ended (memory, recursion)
+
+
 class Grader:
-    """Grades lists of items. Workers start with the first item that needs one, end with `close`.
+    """Grades items in worker processes, which start with the first item that needs one.
 
     Verdicts depend on time limits. Ranks that need equal verdicts must take those of one rank.
     """
@@ -63,9 +70,6 @@ class Grader:
     def __init__(self, timeout_seconds: float = 10.0, workers: int = 2):
         assert timeout_seconds > 0 and workers > 0
         self.timeout_seconds = timeout_seconds
-        # Items since the last `take_metrics`: all, those over time, those that ended their worker
-        # in another way (memory, recursion).
-        self.num_graded = self.num_timed_out = self.num_crashed = 0
         self._max_workers = workers
         self._workers: list[_Worker] = []
 
@@ -76,13 +80,18 @@ class Grader:
         self.close()
 
     def close(self) -> None:
-        """End the workers; the next `grade` starts new ones."""
+        """End the workers; the next items start new ones."""
         for worker in self._workers:
             worker.kill()
         self._workers = []
 
-    def grade(self, items: Sequence[GradingItem]) -> list[bool]:
-        """Verdicts in the order of the items.
+    def grade(self, items: Sequence[GradingItem]) -> list[Verdict]:
+        """Verdicts in the order of the items; see `grade_stream`."""
+        verdicts = dict(self.grade_stream(items))
+        return [verdicts[index] for index in range(len(items))]
+
+    def grade_stream(self, items: Iterable[GradingItem]) -> Iterator[tuple[int, Verdict]]:
+        """(index of the item, its verdict) as verdicts come; takes items as workers get free.
 
         "bracket": right if the response stopped directly after "[gold]". "boxed": math-verify
         decides on the text after </think>; a response that never closes its <think> is wrong.
@@ -90,70 +99,72 @@ class Grader:
         Raises:
             RuntimeError: a worker cannot start; the message holds its standard error.
         """
-        self.num_graded += len(items)
-        verdicts = [False] * len(items)
+        numbered = enumerate(items)
         waiting: deque[tuple[int, str, str]] = deque()
-        for index, item in enumerate(items):
-            if item.answer_format == "bracket":
-                verdicts[index] = item.stopped and item.response.endswith(f"[{item.gold}]")
-            else:
-                answer = _after_thought(item)
-                if answer is not None:
-                    waiting.append((index, answer, item.gold))
-        self._run(waiting, verdicts)
-        return verdicts
+        try:
+            while True:
+                while len(waiting) < self._max_workers:
+                    index, item = next(numbered, (None, None))
+                    if index is None or item is None:
+                        break
+                    if item.answer_format == "bracket":
+                        bracket = item.stopped and item.response.endswith(f"[{item.gold}]")
+                        yield index, Verdict(bracket)
+                    elif (answer := _after_thought(item)) is None:
+                        yield index, Verdict(False)
+                    else:
+                        waiting.append((index, answer, item.gold))
+                if not waiting and not any(worker.busy for worker in self._workers):
+                    return
+                yield from self._advance(waiting)
+        finally:  # the caller may have stopped asking
+            for worker in [w for w in self._workers if w.busy]:
+                worker.kill()
+                self._workers.remove(worker)
 
     def grade_rollouts(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The rollouts with reward 1.0 or 0.0; those without a gold answer keep None."""
         graded = [rollout for rollout in rollouts if rollout.prompt.answer is not None]
         verdicts = iter(self.grade([grading_item(rollout) for rollout in graded]))
         return [
-            rollout
-            if rollout.prompt.answer is None
-            else replace(rollout, reward=float(next(verdicts)))
+            rollout if rollout.prompt.answer is None else _with_verdict(rollout, next(verdicts))
             for rollout in rollouts
         ]
 
-    def take_metrics(self, area: str) -> Metrics:
-        """`<area>/grading_timeouts` and `<area>/grading_crashes` since the last call.
+    def _advance(self, waiting: deque[tuple[int, str, str]]) -> list[tuple[int, Verdict]]:
+        """Send items to idle workers and wait for one to answer, to end or to run over its time.
 
-        Empty if nothing was graded. Each rank counts its own items: reduce over ranks.
+        Workers that end or overrun are replaced.
         """
-        counts = {"timeouts": self.num_timed_out, "crashes": self.num_crashed}
-        graded = self.num_graded
-        self.num_graded = self.num_timed_out = self.num_crashed = 0
-        return Metrics(
-            {f"{area}/grading_{k}": Sum(float(n)) for k, n in counts.items()} if graded else {}
-        )
-
-    def _run(self, waiting: deque[tuple[int, str, str]], verdicts: list[bool]) -> None:
-        """Send items to idle workers, collect verdicts, replace workers that end or overrun."""
         self._start_workers(len(waiting))
-        while waiting or any(worker.item is not None for worker in self._workers):
+        for worker in self._workers:
+            if waiting and worker.idle:
+                worker.send(*waiting.popleft(), self.timeout_seconds)
+        with selectors.DefaultSelector() as selector:
             for worker in self._workers:
-                if waiting and worker.idle:
-                    worker.send(*waiting.popleft(), self.timeout_seconds)
-            with selectors.DefaultSelector() as selector:
-                for worker in self._workers:
-                    selector.register(worker.answers, selectors.EVENT_READ, worker)
-                deadline = min(worker.deadline for worker in self._workers)
-                ready = selector.select(max(0.0, deadline - time.monotonic()))
-            for key, _ in ready:
-                self._collect(key.data, verdicts)
-            now = time.monotonic()
-            for worker in [w for w in self._workers if w.deadline <= now]:
-                self.num_timed_out += 1
-                self._remove(worker, f"did not start within {_START_SECONDS:.0f} s")
-            self._start_workers(len(waiting))
+                selector.register(worker.answers, selectors.EVENT_READ, worker)
+            deadline = min(worker.deadline for worker in self._workers)
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+        verdicts: list[tuple[int, Verdict]] = []
+        for key, _ in ready:
+            verdicts += self._collect(key.data)
+        now = time.monotonic()
+        for worker in [w for w in self._workers if w.deadline <= now]:
+            if worker.item is not None:
+                verdicts.append((worker.item, Verdict(False, "timeout")))
+            self._remove(worker, f"did not start within {_START_SECONDS:.0f} s")
+        return verdicts
 
-    def _collect(self, worker: _Worker, verdicts: list[bool]) -> None:
-        line = worker.read()
+    def _collect(self, worker: _Worker) -> list[tuple[int, Verdict]]:
+        """The verdict that a worker has written, if its line is complete."""
+        line, item = worker.read(), worker.item
         if line is None:
-            self.num_crashed += worker.item is not None
             self._remove(worker, "ended before it was ready")
-        elif worker.item is not None and line:
-            verdicts[worker.item] = json.loads(line)
-            worker.become_idle()
+            return [] if item is None else [(item, Verdict(False, "crash"))]
+        if item is None or not line:
+            return []
+        worker.become_idle()
+        return [(item, Verdict(json.loads(line)))]
 
     def _remove(self, worker: _Worker, start_failure: str) -> None:
         """Kill a worker and forget it; a worker that never started is an error."""
@@ -166,7 +177,7 @@ class Grader:
             )
 
     def _start_workers(self, num_waiting: int) -> None:
-        busy = sum(worker.item is not None for worker in self._workers)
+        busy = sum(worker.busy for worker in self._workers)
         for _ in range(min(self._max_workers, busy + num_waiting) - len(self._workers)):
             self._workers.append(_Worker(2 * self.timeout_seconds + 10))
 
@@ -192,6 +203,10 @@ class _Worker:
         self.deadline = time.monotonic() + _START_SECONDS
 
     @property
+    def busy(self) -> bool:
+        return self.item is not None
+
+    @property
     def idle(self) -> bool:
         return self.started and self.item is None
 
@@ -199,8 +214,10 @@ class _Worker:
         self.item = index
         self.deadline = time.monotonic() + timeout_seconds
         # json.dumps escapes a lone surrogate, which byte-level decoding may leave.
-        self._items.write(json.dumps([response, gold]).encode() + b"\n")
-        self._items.flush()
+        # The pipe is broken if the worker ended while it was idle; `read` tells.
+        with contextlib.suppress(BrokenPipeError):
+            self._items.write(json.dumps([response, gold]).encode() + b"\n")
+            self._items.flush()
 
     def read(self) -> str | None:
         """One complete line, "" while there is none, None when the process has ended."""
@@ -232,6 +249,10 @@ class _Worker:
     def standard_error(self) -> str:
         self._errors.seek(0)
         return self._errors.read().decode(errors="replace").strip()[-2000:] or "(no output)"
+
+
+def _with_verdict(rollout: Rollout, verdict: Verdict) -> Rollout:
+    return replace(rollout, reward=float(verdict.is_right), grading_failure=verdict.failure)
 
 
 def _after_thought(item: GradingItem) -> str | None:

@@ -5,6 +5,8 @@ math-verify only, so that it starts fast and holds nothing of a distributed run.
 worker whose parent is gone. Not here: the time limit of an item, which the parent keeps.
 """
 
+import functools
+import gc
 import json
 import logging
 import os
@@ -13,6 +15,7 @@ import resource
 import signal
 import sys
 import warnings
+from typing import Any
 
 READY = "ready"
 _MEMORY_BYTES = 4 * 2**30
@@ -28,11 +31,18 @@ def is_right(response: str, gold: str) -> bool:
     """
     from math_verify import parse, verify
 
-    # Gold answers of most data sets are bare LaTeX, which math-verify reads only in a formula.
-    formula = gold if _LATEX.search(gold) else f"${gold}$"
-    answer = _EMPTY_BOX.sub("", response)
-    expected, given = (parse(text, parsing_timeout=0) for text in (formula, answer))
+    expected = _parsed_gold(gold)
+    given = parse(_EMPTY_BOX.sub("", response), parsing_timeout=0)
     return bool(expected) and bool(verify(expected, given, timeout_seconds=0))
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed_gold(gold: str) -> list[Any]:
+    """The gold answer as math-verify reads it. Samples of one problem share it."""
+    from math_verify import parse
+
+    # Gold answers of most data sets are bare LaTeX, which math-verify reads only in a formula.
+    return parse(gold if _LATEX.search(gold) else f"${gold}$", parsing_timeout=0)
 
 
 def serve(orphan_seconds: float) -> None:
@@ -48,6 +58,8 @@ def serve(orphan_seconds: float) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     is_right("\\boxed{1}", "1")  # import and warm up before the first item's time limit starts
+    gc.freeze()  # collections need not visit sympy's 80,000 objects
+    gc.set_threshold(50_000)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     print(READY, file=verdicts)
     for line in sys.stdin:

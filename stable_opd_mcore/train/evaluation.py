@@ -1,48 +1,82 @@
-"""Evaluate the student on held-out prompts: during training, and for `stable-opd evaluate`.
+"""Evaluate a model on held-out prompts: during training, and for `stable-opd evaluate`.
 
-Connects a run's config, world and engine to the functions of evaluation/, which sample, grade and
-count. Not here: those functions, and when training evaluates (loop.py).
+Connects a run's config, world and engine to the functions of evaluation/, which grade, count and
+store. Not here: those functions, which model is evaluated (evaluated_model.py), and when training
+evaluates (loop.py).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
-from dataclasses import replace
-from functools import partial
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from stable_opd_mcore.atomic_files import write_atomically
+from stable_opd_mcore.atomic_files import naming_disk_errors, write_atomically
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.prompts import PromptSet
-from stable_opd_mcore.data.rollout_files import write_rollouts
+from stable_opd_mcore.data.responses import rollout_metrics
+from stable_opd_mcore.data.rows import Row
+from stable_opd_mcore.data.sources import load_rows
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS, load_benchmark
-from stable_opd_mcore.evaluation.evaluate import EvaluationResult, evaluate, evaluation_sampling
+from stable_opd_mcore.evaluation.evaluate import (
+    SAMPLES_PER_PART,
+    BenchmarkResult,
+    count_correct,
+    draw_all,
+    evaluation_sampling,
+    require_answers,
+)
 from stable_opd_mcore.evaluation.grading import Grader
-from stable_opd_mcore.evaluation.table import plain_values, results_table
+from stable_opd_mcore.evaluation.store import ResponseStore
+from stable_opd_mcore.evaluation.table import (
+    average,
+    latex,
+    markdown,
+    plain_values,
+    results_table,
+)
 from stable_opd_mcore.metrics import Max, Metrics, reduce_over_ranks
-from stable_opd_mcore.monitoring.health import is_repetitive, rollout_metrics, tail_characters
+from stable_opd_mcore.models.weights import weights_hash
 from stable_opd_mcore.parallel.world import World, stop_world
 from stable_opd_mcore.records import Prompt
 from stable_opd_mcore.rollout.build import evaluation_engine
 from stable_opd_mcore.rollout.engine import RolloutEngine, Sampling
-from stable_opd_mcore.train import phases
-from stable_opd_mcore.train.setup import (
+from stable_opd_mcore.run_inputs import (
     configured_architecture,
     held_out_prompts,
-    load_held_out,
-    load_model,
     load_tokenizer,
-    start_configured_world,
 )
-from stable_opd_mcore.train.signals import DONE, clear_outcome, write_outcome
+from stable_opd_mcore.run_lock import RunLock
+from stable_opd_mcore.train import phases
+from stable_opd_mcore.train.evaluated_model import EvaluatedModel, evaluated_config, find_model
+from stable_opd_mcore.train.rollout_writer import write_together
+from stable_opd_mcore.train.run_directory import on_first_rank
+from stable_opd_mcore.train.setup import load_model, start_configured_world
+from stable_opd_mcore.train.signals import (
+    DONE,
+    REQUEUE,
+    Stopped,
+    StopReason,
+    StopSignals,
+    clear_outcome,
+    write_outcome,
+)
 from stable_opd_mcore.train.state import TrainState
-from stable_opd_mcore.train.step import Run, draw_graded
+from stable_opd_mcore.train.step import Run, draw_graded, measured, own_share
+
+RESULTS = "results"  # .json, .md and .tex
 
 
 def evaluate_student(run: Run, state: TrainState) -> Metrics:
@@ -57,95 +91,242 @@ def evaluate_student(run: Run, state: TrainState) -> Metrics:
     run.memory.keep_only(*phases.ROLLOUT)
     engine = run.held_out_engine or run.engine
     engine.publish(state.weight_version)
-    metrics, counts, started = Metrics(), Metrics(), time.perf_counter()
+    metrics, started = Metrics(), time.perf_counter()
     for area, greedy in (("eval", False), ("eval_greedy", True)):
         if greedy and not config.evaluation.also_greedy:
             continue
         sampling = evaluation_sampling(config, run.tokenizer.stop_token_ids, greedy=greedy)
-        result = _evaluate(config, run.world, engine, run.grader, prompts, sampling)
-        metrics = metrics | rollout_metrics(
-            result.rollouts, sampling.max_new_tokens, config.monitoring, area
+        rollouts = draw_all(
+            lambda batch, how=sampling: draw_graded(
+                engine, run.grader, run.world, own_share(run.world, batch), how, step=0
+            ),
+            prompts,
+            prompts_per_batch=max(1, SAMPLES_PER_PART // sampling.num_samples),
         )
-        counts = counts | run.grader.take_metrics(area)
+        metrics = metrics | measured(run, rollouts, sampling.max_new_tokens, area)
     seconds = Metrics({"time/eval": Max(time.perf_counter() - started)})
-    return metrics | reduce_over_ranks(counts | seconds, dist.group.WORLD)
+    return reduce_over_ranks(metrics | seconds, dist.group.WORLD)
 
 
-def evaluate_config(config: Config, print_line: Callable[[str], None]) -> None:
-    """Evaluate the student on `evaluation.benchmarks`, or on `data.eval` where there are none.
+def evaluate_config(
+    config: Config, print_line: Callable[[str], None], show_progress: bool = False
+) -> Path:
+    """Evaluate a model on `evaluation.benchmarks`, or on `data.eval` where there are none.
 
-    Writes the responses (evaluation/<name>.jsonl) and their numbers (evaluation.json) to the run
-    directory, and prints the table of results on rank 0.
+    The model is `evaluation.model`, or the trained one of the config's run. Writes every response
+    (`responses/<name>/`) and the numbers (`results.json`, `.md`, `.tex`) to the evaluation's
+    directory, and prints the table of results on rank 0. Started again after a kill, it goes on
+    after the last stored part, and the files are the same.
+
+    Returns:
+        The evaluation's directory, `<run>/evaluation/<name>`.
 
     Raises:
-        UserError: no held-out problems, a model or data that do not fit together, or lost servers.
+        Stopped: a signal stopped it between two parts.
+        UserError: no such model, no held-out problems, a model or data that do not fit together,
+            responses of another evaluation in the directory, or lost servers.
     """
     world = start_configured_world(config)
+    home = config.evaluation_path
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopSignals(world.device))
+        model = find_model(config)
+        config = evaluated_config(config, model)
+        on_first_rank(world, lambda: _take_directory(home, config.run.path, stack))
+        evaluation = _begin(config, world, model, stack)
+        try:
+            for name, problems in evaluation.problems.items():
+                _draw(evaluation, name, problems, stop, show_progress)
+        except Stopped as stopped:
+            if stopped.reason == StopReason.REQUEUE:
+                write_outcome(home, REQUEUE, None)
+            stop_world()
+            raise
+        if world.rank == 0:
+            _write_results(evaluation, print_line)
+    write_outcome(home, DONE, step=None)
+    stop_world()
+    return config.run.path
+
+
+@dataclass(frozen=True)
+class Problems:
+    """One set of held-out problems."""
+
+    prompts: list[Prompt]
+    over_long: int  # problems that leave no room for a response
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The parts of one evaluation on this rank."""
+
+    config: Config  # its run is the evaluation's directory, its student the model
+    world: World
+    model: EvaluatedModel
+    weights: str  # hash
+    engine: RolloutEngine
+    grader: Grader
+    problems: dict[str, Problems]
+
+    def store(self, name: str) -> ResponseStore:
+        """The stored responses to one set of problems."""
+        problems = self.problems[name]
+        identity = {
+            "weights": self.weights,
+            "engine": self.config.rollout.engine,
+            "sampling": asdict(problems.sampling),
+            "problems": _hash_of(problems.prompts),
+        }
+        return ResponseStore(self.config.run.path / "responses" / name, identity)
+
+
+def _take_directory(home: Path, directory: Path, stack: ExitStack) -> None:
+    with naming_disk_errors(home):
+        stack.enter_context(RunLock(directory))
+        clear_outcome(home)
+
+
+def _begin(config: Config, world: World, model: EvaluatedModel, stack: ExitStack) -> Evaluation:
     tokenizer = load_tokenizer(config)
     problems = _problems(config, tokenizer)
-    student = load_model(config, world, config.student, tokenizer.vocab_size, trainable=False)
-    engine = evaluation_engine(config, world, student, tokenizer)
-    directory = config.run.path
-    if world.rank == 0:
-        clear_outcome(directory)
-    results, values = {}, {}
-    with closing(engine), Grader(config.evaluation.grading_timeout_seconds) as grader:
-        for name, (held_out, num_samples) in problems.items():
-            prompts = held_out.select(range(len(held_out)))
-            sampling = evaluation_sampling(
-                config, tokenizer.stop_token_ids, num_samples=num_samples
-            )
-            result = _evaluate(config, world, engine, grader, prompts, sampling)
-            if world.rank == 0:
-                write_rollouts(directory / "evaluation" / f"{name}.jsonl", result.rollouts)
-            results[name] = replace(result, rollouts=())  # six sets of long responses are gigabytes
-            counts = reduce_over_ranks(grader.take_metrics("eval"), dist.group.WORLD)
-            values[name] = plain_values(result) | {
-                key.removeprefix("eval/"): count for key, count in counts.values_by_key().items()
-            }
-    if world.rank == 0:
-        write_atomically(directory / "evaluation.json", json.dumps(values, indent=1).encode())
-        print_line(results_table(results))
-    write_outcome(directory, DONE, step=None)
-    stop_world()
+    chunks = load_model(config, world, config.student, tokenizer.vocab_size, trainable=False)
+    engine = stack.enter_context(closing(evaluation_engine(config, world, chunks, tokenizer)))
+    grader = stack.enter_context(Grader(config.evaluation.grading_timeout_seconds))
+    return Evaluation(config, world, model, weights_hash(chunks), engine, grader, problems)
 
 
-def _problems(config: Config, tokenizer: Tokenizer) -> dict[str, tuple[PromptSet, int]]:
-    """Each set's name -> its prompts, and its responses per prompt where the config has none."""
-    architecture = configured_architecture(config.student)
+def _problems(config: Config, tokenizer: Tokenizer) -> dict[str, Problems]:
+    """The sets of problems by name."""
     if config.evaluation.benchmarks:
-        return {
-            name: (
-                held_out_prompts(
-                    load_benchmark(name, config.evaluation.benchmark_directory),
-                    config,
-                    tokenizer,
-                    architecture,
-                ),
-                BENCHMARKS[name].num_samples,
-            )
+        directory = config.evaluation.benchmark_directory
+        sets = {
+            name: (load_benchmark(name, directory), BENCHMARKS[name].num_samples)
             for name in config.evaluation.benchmarks
         }
-    held_out = load_held_out(config, tokenizer, architecture)
-    if held_out is None:
-        raise ConfigError("nothing to evaluate on: set evaluation.benchmarks or data.eval.path")
-    return {"held_out": (held_out, 1)}
+    elif config.data.eval is not None:
+        sets = {"held_out": (load_rows(config.data.eval), 1)}
+    else:
+        raise ConfigError(
+            "nothing to evaluate on: give --benchmarks, or set evaluation.benchmarks or "
+            "data.eval.path"
+        )
+    return {name: _encode(rows, config, tokenizer, k) for name, (rows, k) in sets.items()}
 
 
-def _evaluate(
-    config: Config,
-    world: World,
-    engine: RolloutEngine,
-    grader: Grader,
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-) -> EvaluationResult:
-    characters = tail_characters(config.monitoring, sampling.max_new_tokens)
-    return evaluate(
-        lambda batch: draw_graded(engine, grader, world, batch, sampling, step=0),
-        prompts,
-        is_repetitive=partial(
-            is_repetitive, tail_characters=characters, ratio=config.monitoring.repetition_ratio
-        ),
-        prompts_per_batch=world.data_size * max(1, 256 // sampling.num_samples),
+def _encode(rows: Sequence[Row], config: Config, tokenizer: Tokenizer, k: int) -> Problems:
+    data = config.data.model_copy(update={"overlong": "drop"})
+    prompts: PromptSet = held_out_prompts(
+        rows,
+        config.model_copy(update={"data": data}),
+        tokenizer,
+        configured_architecture(config.student),
     )
+    selected = prompts.select(range(len(prompts)))
+    require_answers(selected)
+    sampling = evaluation_sampling(config, tokenizer.stop_token_ids, num_samples=k)
+    return Problems(selected, prompts.num_dropped, sampling)
+
+
+def _draw(
+    evaluation: Evaluation, name: str, problems: Problems, stop: StopSignals, show_progress: bool
+) -> None:
+    """Draw, grade and store the responses that are not stored yet.
+
+    Raises:
+        Stopped: a signal came; the parts so far are stored.
+    """
+    world, sampling = evaluation.world, problems.sampling
+    size = max(1, SAMPLES_PER_PART // sampling.num_samples)
+    store = evaluation.store(name)
+    first = on_first_rank(world, store.open)
+    starts = range(0, len(problems.prompts), size)
+    columns = (
+        TextColumn("[bold]{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    hidden = not show_progress or world.rank != 0
+    with Progress(*columns, console=Console(stderr=True), disable=hidden) as bar:
+        total = len(problems.prompts)
+        task = bar.add_task(name, total=total, completed=min(first * size, total))
+        for part, start in list(enumerate(starts))[first:]:
+            prompts = problems.prompts[start : start + size]
+            rollouts = draw_graded(
+                evaluation.engine,
+                evaluation.grader,
+                world,
+                own_share(world, prompts),
+                sampling,
+                step=0,
+            )
+            write_together(store.path(part), rollouts, world)
+            bar.advance(task, len(prompts))
+            if reason := stop.requested_on_any_rank():
+                if world.rank == 0:
+                    print(f"stopped in {name}; the same command goes on there", file=sys.stderr)
+                raise Stopped(0, reason, None)
+
+
+def _write_results(evaluation: Evaluation, print_line: Callable[[str], None]) -> None:
+    """The numbers of the stored responses, on rank 0."""
+    config, model = evaluation.config, evaluation.model
+    results: dict[str, BenchmarkResult] = {}
+    health: dict[str, dict[str, float | None]] = {}
+    for name, problems in evaluation.problems.items():
+        store, sampling = evaluation.store(name), problems.sampling
+        results[name] = count_correct(store.rollouts(), sampling.num_samples, problems.over_long)
+        numbers = rollout_metrics(
+            store.rollouts(), sampling.max_new_tokens, config.monitoring, "eval"
+        )
+        values = numbers.values_by_key().items()
+        health[name] = {k.removeprefix("eval/"): v for k, v in values if k != "eval/accuracy"}
+    sampling = next(iter(evaluation.problems.values())).sampling
+    record: dict[str, Any] = {
+        "model": {
+            "path": str(model.path),
+            "run": model.run,
+            "step": model.step,
+            "weights_sha256": evaluation.weights,
+        },
+        "settings": {
+            "engine": config.rollout.engine,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_new_tokens": sampling.max_new_tokens,
+            "seed": sampling.seed,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "prompt_template": config.data.prompt_template,
+            "system_prompt": config.data.system_prompt,
+        },
+        "benchmarks": {
+            name: plain_values(result) | health[name] for name, result in results.items()
+        },
+    }
+    if len(results) > 1:
+        mean, (low, high) = average(results)
+        record["average"] = {"accuracy": mean, "accuracy_low": low, "accuracy_high": high}
+    title = f"{model.run} step {model.step}" if model.run else model.name
+    about = [
+        f"weights: {model.path}, SHA-256 {evaluation.weights}",
+        f"temperature {sampling.temperature:g}, top-p {sampling.top_p:g}, "
+        f"{sampling.max_new_tokens} new tokens, engine {config.rollout.engine}",
+    ]
+    home = config.run.path
+    write_atomically(home / f"{RESULTS}.json", (json.dumps(record, indent=1) + "\n").encode())
+    write_atomically(home / f"{RESULTS}.md", markdown(title, about, results, health).encode())
+    write_atomically(home / f"{RESULTS}.tex", latex(title, results).encode())
+    print_line(f"{title}: {model.path}, weights {evaluation.weights[:12]}")
+    print_line(results_table(results, health))
+    print_line(f"{home / RESULTS}.json, .md, .tex; responses: {home / 'responses'}")
+
+
+def _hash_of(prompts: Sequence[Prompt]) -> str:
+    """SHA-256 of everything about the prompts that decides responses and verdicts."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        values = [prompt.prompt_id, prompt.token_ids, prompt.answer, prompt.answer_format]
+        digest.update(json.dumps(values).encode() + b"\n")
+    return digest.hexdigest()

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from stable_opd_mcore.errors import DataError
-from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS, load_benchmark
+from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS, GOLD_CORRECTIONS, load_benchmark
+from stable_opd_mcore.evaluation.grading_worker import is_right
 from tests.real_data import real_data
 
 SIZES = {
@@ -58,3 +59,18 @@ def test_real_benchmarks_are_whole(name):
     assert all(row.answer and row.problem and row.answer_format == "boxed" for row in rows)
     assert set(SIZES) == set(BENCHMARKS)
     assert load_benchmark(name, real_data("eval"), limit=2) == rows[:2]
+
+
+@pytest.mark.parametrize("name", GOLD_CORRECTIONS)
+def test_corrected_golds_are_those_of_the_data_and_can_be_matched(name):
+    with real_data(f"eval/{name}.jsonl").open() as lines:
+        answers = [json.loads(line)["answer"] for line in lines]
+    published = [", ".join(a) if isinstance(a, list) else a for a in answers]
+    golds = [row.answer for row in load_benchmark(name, real_data("eval"))]
+    changed = {old: new for old, new in zip(published, golds, strict=True) if old != new}
+    assert changed == GOLD_CORRECTIONS[name]
+    for old, new in changed.items():
+        response = f"So the answer is \\boxed{{{new.strip('$')}}}."
+        assert not is_right(response, old)
+        assert is_right(response, new)
+        assert not is_right("\\boxed{17}", new)

@@ -3,9 +3,14 @@
 import pytest
 
 from stable_opd_mcore.config.load import parse_config
-from stable_opd_mcore.evaluation.evaluate import evaluate, evaluation_sampling, wilson_interval
+from stable_opd_mcore.evaluation.evaluate import (
+    BenchmarkResult,
+    count_correct,
+    draw_all,
+    evaluation_sampling,
+    require_answers,
+)
 from stable_opd_mcore.evaluation.grading import Grader
-from stable_opd_mcore.parallel.world import merge_shares, share_of_rank
 from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.rollout.engine import Sampling
 
@@ -37,56 +42,42 @@ class ScriptedEngine:
         self.weight_version = weight_version
 
 
-def run(engines=None, prompts=PROMPTS, **changes):
-    """With one engine per data-parallel rank."""
-    engines = engines or [ScriptedEngine()]
+def run(engine=None, prompts=PROMPTS, **changes):
+    engine = engine or ScriptedEngine()
     sampling = Sampling(num_samples=2)
     with Grader() as grader:
 
         def draw(batch):
-            shares = []
-            for rank, engine in enumerate(engines):
-                share = share_of_rank(batch, rank, len(engines))
-                shares.append(grader.grade_rollouts(engine.generate(share, sampling, step=5)))
-            return merge_shares(shares, sampling.num_samples)
+            return grader.grade_rollouts(engine.generate(batch, sampling, step=5))
 
-        return evaluate(draw, prompts, is_repetitive=lambda text: len(text) > 10, **changes)
+        return draw_all(draw, prompts, **changes)
 
 
-def test_rates_are_over_all_responses():
+def test_all_responses_of_all_problems_count():
     engine = ScriptedEngine()
-    result = run([engine], prompts_per_batch=3)
+    rollouts = run(engine, prompts_per_batch=3)
     assert engine.calls == [(3, 5), (3, 5), (1, 5)]
-    assert result.num_samples == 14
-    assert result.accuracy == pytest.approx(6 / 14)
-    assert result.truncation_rate == result.repetition_rate == pytest.approx(2 / 14)
-    assert result.response_length_mean == pytest.approx((12 * 3 + 2 * 20) / 14)
-    assert [p.num_correct for p in result.prompts] == [1] * 6 + [0]
+    assert [r.prompt.prompt_id for r in rollouts[:4]] == ["s:0", "s:0", "s:1", "s:1"]
+    result = count_correct(rollouts, 2)
+    assert result.num_correct == (1, 1, 1, 1, 1, 1, 0)
+    assert result.accuracy == result.pass_at(1) == pytest.approx(6 / 14)
+    assert result.pass_at(2) == pytest.approx(6 / 7)
     low, high = result.accuracy_interval
-    assert low < result.accuracy < high
-    assert [r.prompt.prompt_id for r in result.rollouts[:4]] == ["s:0", "s:0", "s:1", "s:1"]
+    assert low < result.accuracy < high < result.pass_interval(2)[1] <= 1
 
 
-@pytest.mark.parametrize("data_size", [2, 3, 8])
-def test_every_layout_gives_the_same_result(data_size):
-    engines = [ScriptedEngine() for _ in range(data_size)]
-    assert run(engines) == run()
-    assert [engine.calls[0][0] for engine in engines] == [
-        len(PROMPTS[rank::data_size]) for rank in range(data_size)
-    ]
+def test_over_long_problems_are_wrong_and_not_left_out():
+    result = count_correct(run(), 2, num_over_long=7)
+    assert result.accuracy == pytest.approx(6 / 28)
+    assert result.pass_at(2) == pytest.approx(6 / 14)
+    assert result == BenchmarkResult(2, (1,) * 6 + (0,) * 8, 7)
 
 
 def test_a_prompt_without_gold_answer_or_no_prompt_at_all_is_refused():
     with pytest.raises(ValueError, match="s:9: no gold answer"):
         run(prompts=[PROMPTS[0], Prompt("s:9", "x", (1,))])
     with pytest.raises(ValueError, match="no held-out prompts"):
-        run(prompts=[])
-
-
-def test_wilson_interval_against_published_values():
-    # Newcombe (1998), table I: 81 of 263, and 0 of 20.
-    assert wilson_interval(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
-    assert wilson_interval(0.0, 20) == pytest.approx((0.0, 0.1611), abs=1e-4)
+        require_answers([])
 
 
 def config(**evaluation):

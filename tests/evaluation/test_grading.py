@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stable_opd_mcore.evaluation import grading
-from stable_opd_mcore.evaluation.grading import Grader, GradingItem, grading_item
+from stable_opd_mcore.evaluation.grading import Grader, GradingItem, Verdict, grading_item
 from stable_opd_mcore.records import Prompt, Rollout
 from tests.real_data import real_data
 
@@ -19,6 +19,10 @@ def grader():
         yield grader
 
 
+def right(grader, items):
+    return [verdict.is_right for verdict in grader.grade(items)]
+
+
 def test_brackets_are_exact_and_need_no_worker():
     items = [
         GradingItem("2+1=3;[3]", "3", "bracket"),
@@ -27,7 +31,7 @@ def test_brackets_are_exact_and_need_no_worker():
         GradingItem("2+1=3;[3]", "3", "bracket", stopped=False),
     ]
     with Grader() as grader:
-        assert grader.grade(items) == [True, False, False, False]
+        assert right(grader, items) == [True, False, False, False]
         assert grader._workers == []
 
 
@@ -44,9 +48,9 @@ def test_boxed_answers_keep_their_order(grader):
         GradingItem("\\boxed{7} \ud800", "7"),
     ]
     expected = [True, False, True, True, True, True, False, False, True]
-    assert grader.grade(items) == expected
-    assert grader.grade(items[::-1]) == expected[::-1]
-    assert grader.grade([]) == []
+    assert right(grader, items) == expected
+    assert right(grader, items[::-1]) == expected[::-1]
+    assert right(grader, []) == []
 
 
 def test_an_unfinished_thought_has_no_answer(grader):
@@ -57,7 +61,7 @@ def test_an_unfinished_thought_has_no_answer(grader):
         GradingItem(r"<think>Is it \boxed{2}? Wait", "2"),
         GradingItem(r"It is \boxed{2}.", "2"),
     ]
-    assert grader.grade(items) == [False, True, False, False, True]
+    assert right(grader, items) == [False, True, False, False, True]
 
 
 STAND_IN = """
@@ -81,16 +85,57 @@ def test_hanging_and_crashing_items_are_wrong_and_counted(tmp_path, monkeypatch)
     began = time.monotonic()
     with Grader(timeout_seconds=1.0, workers=2) as grader:
         verdicts = grader.grade([GradingItem(word, word) for word in words])
-        assert verdicts == [word not in ("hang", "crash") for word in words]
-        assert (grader.num_timed_out, grader.num_crashed) == (2, 1)
-        counts = {"eval/grading_timeouts": 2, "eval/grading_crashes": 1}
-        assert grader.take_metrics("eval").values_by_key() == counts
-        assert dict(grader.take_metrics("eval")) == {}
-        assert grader.grade([GradingItem("a", "a")]) == [True]
+        failures = {"hang": Verdict(False, "timeout"), "crash": Verdict(False, "crash")}
+        assert verdicts == [failures.get(word, Verdict(True)) for word in words]
+        assert right(grader, [GradingItem("a", "a")]) == [True]
         pids = [worker._process.pid for worker in grader._workers]
     assert time.monotonic() - began < 15
     assert pids
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_stream_goes_on_beside_a_hanging_item(tmp_path, monkeypatch):
+    worker = tmp_path / "worker.py"
+    worker.write_text(STAND_IN)
+    monkeypatch.setattr(grading, "_WORKER_FILE", worker)
+    words = ["hang", *"abcdefgh"]
+    taken = []
+
+    def items():
+        for word in words:
+            taken.append(word)
+            yield GradingItem(word, word)
+
+    with Grader(timeout_seconds=2.0, workers=2) as grader:
+        stream = grader.grade_stream(items())
+        first = next(stream)
+        assert first == (1, Verdict(True))
+        assert len(taken) <= 4  # one item for each worker, and as many that wait
+        assert [index for index, _ in stream] == [2, 3, 4, 5, 6, 7, 8, 0]
+        assert list(grader.grade_stream(iter([GradingItem("a", "a")]))) == [(0, Verdict(True))]
+
+
+def test_a_stream_that_is_left_early_leaves_no_busy_worker(tmp_path, monkeypatch):
+    worker = tmp_path / "worker.py"
+    worker.write_text(STAND_IN)
+    monkeypatch.setattr(grading, "_WORKER_FILE", worker)
+    with Grader(timeout_seconds=30.0, workers=2) as grader:
+        stream = grader.grade_stream(GradingItem(word, word) for word in ("hang", "a", "b", "hang"))
+        assert next(stream)[0] == 1
+        stream.close()
+        assert right(grader, [GradingItem("c", "c")] * 3) == [True] * 3
+
+
+def test_a_worker_that_ended_while_idle_costs_one_item(tmp_path, monkeypatch):
+    worker = tmp_path / "worker.py"
+    worker.write_text(STAND_IN)
+    monkeypatch.setattr(grading, "_WORKER_FILE", worker)
+    with Grader(timeout_seconds=30.0, workers=1) as grader:
+        assert right(grader, [GradingItem("a", "a")]) == [True]
+        grader._workers[0]._process.kill()
+        grader._workers[0]._process.wait()
+        again = grader.grade([GradingItem("b", "b")] * 2)
+        assert again == [Verdict(False, "crash"), Verdict(True)]
 
 
 def test_a_worker_that_cannot_start_is_an_error_with_its_output(tmp_path, monkeypatch):
@@ -104,12 +149,13 @@ def test_a_worker_that_cannot_start_is_an_error_with_its_output(tmp_path, monkey
 def test_an_endless_sympy_computation_is_stopped():
     with Grader(timeout_seconds=2.0, workers=1) as grader:
         began = time.monotonic()
-        verdicts = grader.grade(
+        verdicts = right(
+            grader,
             [
                 GradingItem(r"\boxed{7}", "7"),
                 GradingItem(r"\boxed{9^{9^{9^{9}}}+1}", "7"),
                 GradingItem(r"\boxed{8}", "8"),
-            ]
+            ],
         )
         assert verdicts == [True, False, True]
         assert time.monotonic() - began < 30
@@ -127,13 +173,14 @@ def test_rollouts_get_rewards_where_there_is_a_gold_answer(grader):
     gold = Prompt("s:1", "1+1", (1,), "2", answer_format="bracket")
     texts = [(gold, "1+1=2;[2]"), (Prompt("s:2", "?", (1,)), "[2]"), (gold, "[3]")]
     rollouts = [Rollout(p, 0, (5,), (0.0,), "stop", 0, text=text) for p, text in texts]
+    assert {r.grading_failure for r in grader.grade_rollouts(rollouts)} == {None}
     assert [r.reward for r in grader.grade_rollouts(rollouts)] == [1.0, None, 0.0]
 
 
 def test_a_loop_of_empty_boxes_is_graded_fast(grader):
     loop = r"It is \boxed{4}. " + r"\boxed{}. " * 3000
     began = time.monotonic()
-    assert grader.grade([GradingItem(loop, "4"), GradingItem(loop, "5")]) == [True, False]
+    assert right(grader, [GradingItem(loop, "4"), GradingItem(loop, "5")]) == [True, False]
     assert time.monotonic() - began < 10
 
 
@@ -149,22 +196,22 @@ def test_agreement_with_math_verify_on_published_pairs(grader):
     differ = [
         pair["id"]
         for pair, verdict in zip(pairs, verdicts, strict=True)
-        if verdict != pair["math_verify"]
+        if verdict.is_right != pair["math_verify"]
     ]
     # "1 000" for 1000 and 10 for \\$10: right in truth, and right here as the gold is a formula.
     assert set(differ) <= {"g0002", "g0297"}
-    assert grader.num_timed_out == 0
+    assert {verdict.failure for verdict in verdicts} == {None}
 
 
 @pytest.mark.parametrize("name", ["aime24", "aime25", "amc"])
 def test_real_golds_are_found_in_their_own_box(grader, name):
     lines = real_data(f"eval/{name}.jsonl").read_text().splitlines()
     golds = [json.loads(line)["answer"] for line in lines]
-    assert all(grader.grade([GradingItem(f"\\boxed{{{gold}}}", gold) for gold in golds]))
+    assert all(right(grader, [GradingItem(f"\\boxed{{{gold}}}", gold) for gold in golds]))
 
 
 def test_workers_do_not_load_torch(grader):
-    grader.grade([GradingItem(r"\boxed{1}", "1")])
+    right(grader, [GradingItem(r"\boxed{1}", "1")])
     for worker in grader._workers:
         maps = Path(f"/proc/{worker._process.pid}/maps").read_text()
         assert "torch" not in maps

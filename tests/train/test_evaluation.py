@@ -1,57 +1,162 @@
-"""`stable-opd evaluate` on the paper's benchmarks: real problems, real tokenizer, a tiny model."""
+"""`stable-opd evaluate` on a trained run: the same numbers in every form, layout and restart."""
 
 import json
 import os
-import subprocess
-import sys
-from itertools import islice
+import signal
 from pathlib import Path
 
 import pytest
 
-from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS
-from tests.real_data import real_data
+from stable_opd_mcore.train import evaluation
+from stable_opd_mcore.train.evaluated_model import evaluation_config
+from stable_opd_mcore.train.evaluation import evaluate_config
+from stable_opd_mcore.train.loop import train
+from stable_opd_mcore.train.signals import Stopped
+from tests.parallel.launch import run_ranks
+from tests.train.runs import tiny_config
 
-REPOSITORY = Path(__file__).parents[2]
-ROWS = 2
+pytestmark = pytest.mark.slow
+
+PROBLEMS = {
+    "train": {"path": "synthetic:arithmetic", "options": {"rows": 64}},
+    "eval": {"path": "synthetic:arithmetic", "split": "test", "options": {"rows": 12}},
+}
 
 
-@pytest.fixture
-def benchmarks(tmp_path):
-    """A directory with the first rows of every benchmark, one file each."""
-    for name in BENCHMARKS:
-        with real_data(f"eval/{name}.jsonl").open() as lines:
-            (tmp_path / f"{name}.jsonl").write_text("".join(islice(lines, ROWS)))
-    return tmp_path
-
-
-def test_all_benchmarks_with_their_own_num_samples_in_one_table(benchmarks):
-    command = [
-        *("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"),
-        *("-m", "stable_opd_mcore", "evaluate", "configs/gsm8k_cpu.yaml"),
-        f"tokenizer.path={real_data('tokenizers/Qwen2.5-Math-1.5B')}",
-        f"evaluation.benchmarks=[{','.join(BENCHMARKS)}]",
-        f"evaluation.benchmark_directory={benchmarks}",
-        f"run.directory={benchmarks}",
-        "sampling.max_new_tokens=4",
-    ]
-    result = subprocess.run(
-        [sys.executable, *command],
-        cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
+def train_two_steps(home: Path) -> None:
+    config = tiny_config(
+        home,
+        "run",
+        data=PROBLEMS,
+        train={"steps": 2},
+        checkpoint={"every": 1},
+        evaluation={"every": 0, "num_samples": 2, "temperature": 1.0},
     )
-    assert result.returncode == 0, result.stderr
-    table = [line.split() for line in result.stdout.splitlines() if line]
-    assert [row[0] for row in table] == ["problems", *BENCHMARKS, "average"]
-    values = json.loads((benchmarks / "gsm8k_cpu" / "evaluation.json").read_text())
-    assert list(values) == list(BENCHMARKS)
-    for name, benchmark in BENCHMARKS.items():
-        assert values[name]["num_prompts"] == ROWS
-        assert values[name]["num_samples"] == benchmark.num_samples
-        responses = benchmarks / "gsm8k_cpu" / "evaluation" / f"{name}.jsonl"
-        rows = [json.loads(line) for line in responses.read_text().splitlines()]
-        assert len(rows) == ROWS * benchmark.num_samples
-        assert all(row["prompt_id"].startswith(f"{name}.jsonl:") for row in rows)
+    train(config, show_progress=False)
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    names = ("results.json", "results.md", "results.tex")
+    files = [*(directory / name for name in names), *directory.glob("responses/*/*")]
+    return {str(file.relative_to(directory)): file.read_bytes() for file in files}
+
+
+def numbers_of(directory: Path) -> dict[str, object]:
+    record = json.loads((directory / "results.json").read_text())
+    del record["model"]["path"]
+    return record
+
+
+def kill_after(count: int, how):
+    """Write `count` parts, then call `how`."""
+    write = evaluation.write_together
+
+    def written(path, rollouts, world):
+        if path.name == f"part_{count:05d}.jsonl":
+            how()
+        write(path, rollouts, world)
+
+    evaluation.write_together = written
+    return lambda: setattr(evaluation, "write_together", write)
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill():
+    raise Killed
+
+
+def evaluate_in_all_forms(rank: int, world_size: int, home: Path) -> None:
+    evaluation.SAMPLES_PER_PART = 6  # three problems
+    train_two_steps(home)
+    run = home / "run"
+    lines: list[str] = []
+    results = evaluate_config(evaluation_config(run), lines.append)
+    assert results == run / "evaluation" / "step_000002"
+    whole, numbers = files_of(results), numbers_of(results)
+    assert len(list(results.glob("responses/held_out/part_*.jsonl"))) == 4
+    assert lines[0].startswith(f"run step 2: {run / 'model'}, weights ")
+    assert numbers["model"]["weights_sha256"][:12] in lines[0]
+    assert numbers["benchmarks"]["held_out"]["num_problems"] == 12
+    assert (run / "DONE").read_text() == '{"step": 2}'
+    assert (run / "evaluation" / "DONE").exists()
+    evaluate_config(evaluation_config(run), lines.append)
+    assert files_of(results) == whole
+
+    for part in ("model", "checkpoints/step_000002"):
+        move_over(results, home / "first")
+        evaluate_config(evaluation_config(run / part), lines.append)
+        assert numbers_of(results) == numbers
+        move_over(home / "first", results)
+    before = evaluate_config(evaluation_config(run / "checkpoints" / "step_000001"), lines.append)
+    assert before.name == "step_000001"
+    assert numbers_of(before)["model"]["weights_sha256"] != numbers["model"]["weights_sha256"]
+
+    for how, error in ((kill, Killed), (lambda: os.kill(os.getpid(), signal.SIGTERM), Stopped)):
+        move_over(results, home / "first")
+        restore = kill_after(2, how)
+        with pytest.raises(error):
+            evaluate_config(evaluation_config(run), lines.append)
+        restore()
+        assert not (results / "results.json").exists()
+        assert (run / "evaluation" / "REQUEUE").exists() == (error is Stopped)
+        evaluate_config(evaluation_config(run), lines.append)
+        assert files_of(results) == whole
+        move_over(home / "first", results)
+
+
+def move_over(source: Path, target: Path) -> None:
+    """Rename a directory over another, which goes."""
+    for file in sorted(target.rglob("*"), reverse=True):
+        file.rmdir() if file.is_dir() else file.unlink()
+    if target.exists():
+        target.rmdir()
+    source.rename(target)
+
+
+def test_run_model_and_checkpoint_give_the_same_numbers_and_a_restart_the_same_files(tmp_path):
+    run_ranks(1, evaluate_in_all_forms, tmp_path)
+
+
+def evaluate_on_ranks(rank: int, world_size: int, home: Path) -> None:
+    evaluation.SAMPLES_PER_PART = 6
+    config = tiny_config(
+        home,
+        f"ranks_{world_size}",
+        student={"architecture": None, "path": str(home / "model"), "stop_token_ids": [20]},
+        data=PROBLEMS,
+        evaluation={"model": str(home / "model"), "num_samples": 2, "max_new_tokens": 117},
+    )
+    evaluate_config(config, lambda line: None)
+
+
+def rows_of(files: dict[str, bytes]) -> list[dict]:
+    parts = sorted(name for name in files if "part_" in name)
+    return [json.loads(row) for name in parts for row in files[name].splitlines()]
+
+
+def outcome_of(row: dict) -> tuple:
+    """Of a response, without log-probabilities, whose last digit depends on the batch."""
+    keys = ("prompt_id", "sample_index", "response_token_ids", "reward", "finish_reason")
+    return tuple(row[key] for key in keys)
+
+
+def make_model(rank: int, world_size: int, home: Path) -> None:
+    train_two_steps(home)
+    (home / "run" / "model").rename(home / "model")
+
+
+def test_ranks_share_the_work_and_over_long_problems_count_as_wrong(tmp_path):
+    run_ranks(1, make_model, tmp_path)
+    for ranks in (1, 2):
+        run_ranks(ranks, evaluate_on_ranks, tmp_path)
+    one, two = (files_of(tmp_path / f"ranks_{ranks}" / "evaluation" / "model") for ranks in (1, 2))
+    assert one["results.json"] == two["results.json"]
+    rows, others = rows_of(one), rows_of(two)
+    assert [outcome_of(row) for row in rows] == [outcome_of(row) for row in others]
+    values = json.loads(one["results.json"])["benchmarks"]["held_out"]
+    assert 0 < values["num_over_long"] < 12
+    assert len(rows) == 2 * (12 - values["num_over_long"])
+    assert len(values["num_correct"]) == values["num_problems"] == 12

@@ -1,0 +1,47 @@
+"""Estimates from graded responses: pass@k, and intervals of means by the bootstrap.
+
+Not here: which responses are right (grading.py), and rates of single responses
+(data/responses.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import comb
+
+import numpy as np
+
+RESAMPLES = 10_000
+_BLOCK = 500  # resamples drawn at once
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Probability that one of k responses is right, from c right ones of n drawn ones.
+
+    1 - C(n - c, k) / C(n, k): unbiased (Chen et al. 2021, arXiv 2107.03374, eq. 1).
+
+    Raises:
+        ValueError: k is larger than the number of responses.
+    """
+    if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
+        raise ValueError(f"pass@{k} from {num_correct} of {num_samples} responses")
+    return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
+
+
+def bootstrap_interval(
+    groups: Sequence[Sequence[float]], confidence: float = 0.95
+) -> tuple[float, float]:
+    """Percentile interval of the unweighted mean over groups of each group's mean.
+
+    A group holds one value per problem, the mean over its responses. Problems are resampled within
+    each group, with a fixed seed. Responses are not: they are no independent problems.
+    """
+    generator = np.random.default_rng(0)
+    means = np.zeros(RESAMPLES)
+    for values in groups:
+        array = np.asarray(values, dtype=np.float64)
+        for start in range(0, RESAMPLES, _BLOCK):
+            drawn = generator.integers(0, len(array), (_BLOCK, len(array)))
+            means[start : start + _BLOCK] += array[drawn].mean(axis=1) / len(groups)
+    low, high = np.quantile(means, [0.5 - confidence / 2, 0.5 + confidence / 2])
+    return float(low), float(high)

@@ -1,0 +1,80 @@
+"""The responses of one evaluation, on disk: parts of a fixed number of problems.
+
+    store = ResponseStore(directory, identity)
+    for part in range(store.open(), num_parts): ...write_together(store.path(part), ...)
+    for rollout in store.rollouts(): ...
+
+A part is written whole when all of its responses are graded. An evaluation that was killed goes on
+after its last part. The parts do not depend on the number of ranks, so the files are the same
+however often it was killed. Not here: drawing and grading.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from stable_opd_mcore.atomic_files import write_atomically
+from stable_opd_mcore.data.rollout_files import read_rollouts
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.records import Rollout
+
+IDENTITY = "identity.json"
+
+
+class ResponseStore:
+    """One directory of parts. One process at a time may use it.
+
+    Args:
+        identity: plain values of everything that decides the responses: weights, sampling,
+            problems. Parts of another identity are refused.
+    """
+
+    def __init__(self, directory: Path, identity: Mapping[str, Any]):
+        self._directory = directory
+        self._identity = dict(identity)
+
+    def open(self) -> int:
+        """Create the directory if it does not exist; return how many parts it holds.
+
+        Raises:
+            UserError: the directory holds responses of another identity.
+        """
+        path = self._directory / IDENTITY
+        wanted = json.dumps(self._identity, indent=1, sort_keys=True)
+        if not path.is_file():
+            write_atomically(path, wanted.encode())
+        self._require(path, json.loads(wanted))
+        number = 0
+        while self.path(number).is_file():
+            number += 1
+        return number
+
+    def rollouts(self) -> Iterator[Rollout]:
+        """All responses in the order of the problems, one part in memory at a time."""
+        for part in sorted(self._directory.glob("part_*.jsonl")):
+            yield from read_rollouts(part)
+
+    def path(self, number: int) -> Path:
+        """The file of a part; it must be written atomically."""
+        return self._directory / f"part_{number:05d}.jsonl"
+
+    def _require(self, path: Path, wanted: dict[str, Any]) -> None:
+        try:
+            found: Any = json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}: not JSON ({error}); remove {self._directory}") from error
+        if found == wanted:
+            return
+        found = found if isinstance(found, dict) else {}
+        lines = "\n".join(
+            f"  {key}: {found.get(key)!r} -> {wanted.get(key)!r}"
+            for key in sorted(found.keys() | wanted.keys())
+            if found.get(key) != wanted.get(key)
+        )
+        raise UserError(
+            f"{self._directory} holds responses of another evaluation:\n{lines}\n"
+            "Give another run.name=NAME for the results, or remove that directory"
+        )

@@ -1,0 +1,192 @@
+"""Which model `stable-opd evaluate` evaluates, and with which settings.
+
+    config = evaluation_config(target, settings, overrides)    # before anything starts
+    model = find_model(config)                                 # on all ranks together
+
+A target is a config, a run's directory, a Hugging Face directory or a Megatron checkpoint. A model
+or checkpoint inside a run's directory has that run's settings, so all three give the same numbers.
+Not here: the evaluation (evaluation.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stable_opd_mcore import evaluation
+from stable_opd_mcore.atomic_files import write_atomically
+from stable_opd_mcore.checks.run_directory import CHECKPOINTS, RESOLVED
+from stable_opd_mcore.config.changes import read_settings
+from stable_opd_mcore.config.cold_start import MODEL
+from stable_opd_mcore.config.load import load_config
+from stable_opd_mcore.config.schema import Config, ModelConfig, RunConfig, TokenizerConfig
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS
+from stable_opd_mcore.models.megatron_checkpoint import is_megatron
+from stable_opd_mcore.train.checkpoint import STATE_FILE, newest_checkpoint
+
+TRAINED = "trained.json"  # in an exported model: the run and the step that it is from
+PAPER_SETTINGS = Path(evaluation.__path__[0]) / "paper.yaml"
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """The weights to evaluate."""
+
+    path: Path  # a Hugging Face directory or a Megatron checkpoint
+    name: str  # of the results: the step of the run, or the directory's name
+    run: str | None = None  # the name of the run that trained it, where it is known
+    step: int | None = None
+
+
+def evaluation_config(
+    target: Path, settings: Path | None = None, overrides: Sequence[str] = ()
+) -> Config:
+    """The config to evaluate `target` with.
+
+    Args:
+        settings: a config for a target that is a model; None: that of its run, else the paper's.
+        overrides: as of `load_config`.
+
+    Raises:
+        UserError: the target does not exist or is none of the four.
+    """
+    if target.is_file():
+        if settings is not None:
+            raise UserError(f"{target} is a config already; leave out --config {settings}")
+        return load_config(target, overrides)
+    if not target.is_dir():
+        raise UserError(
+            f"{target}: no such file or directory; give a config, a run's directory, a model's or "
+            "a checkpoint's"
+        )
+    run = run_of(target)
+    changes: dict[str, Any] = {"evaluation": {"model": str(target)}}
+    if settings is None and run is not None:
+        settings = run / RESOLVED
+        changes["run"] = {"directory": str(run.parent), "name": run.name}
+    if settings is None:
+        settings = PAPER_SETTINGS
+    if run is None:
+        _require_model(target)
+        changes["student"] = {
+            "path": str(target),
+            "architecture": None,
+            "random_init": False,
+            "window": None,
+            "rope_theta": None,
+        }
+    return load_config(settings, overrides, changes)
+
+
+def named_benchmarks(names: str) -> list[str]:
+    """The override for a list of benchmarks with commas between them; "all" is the paper's six.
+
+    Raises:
+        UserError: an unknown name.
+    """
+    chosen = list(BENCHMARKS) if names == "all" else [name.strip() for name in names.split(",")]
+    unknown = [name for name in chosen if name not in BENCHMARKS]
+    if unknown:
+        raise UserError(
+            f"--benchmarks {names}: no benchmark {unknown[0]!r}; there are "
+            f"{', '.join(BENCHMARKS)}, or all"
+        )
+    return [f"evaluation.benchmarks=[{','.join(chosen)}]"]
+
+
+def run_of(path: Path) -> Path | None:
+    """The run's directory that `path` is, or whose model or checkpoint it is; None without one."""
+    path = path.absolute()
+    parents = (path, path.parent, path.parent.parent)
+    return next((parent for parent in parents if (parent / RESOLVED).is_file()), None)
+
+
+def find_model(config: Config) -> EvaluatedModel:
+    """`evaluation.model`, or the trained model of the config's run. Collective.
+
+    A run's trained model is the exported one, unless the run has been trained on since and has a
+    newer checkpoint.
+
+    Raises:
+        UserError: no such model, or a run without a trained one.
+    """
+    target = Path(config.evaluation.model or config.run.path)
+    if config.evaluation.model is not None and not (target / RESOLVED).is_file():
+        return _model_in(_require_model(target))
+    model, newest = target / MODEL, newest_checkpoint(target / CHECKPOINTS)
+    found = [_model_in(path) for path in (model, newest) if path is not None and path.is_dir()]
+    if not found:
+        raise UserError(
+            f"{target}: no trained model in it: train first, or name a model to evaluate with "
+            "evaluation.model=DIRECTORY"
+        )
+    return max(found, key=lambda each: -1 if each.step is None else each.step)
+
+
+def evaluated_config(config: Config, model: EvaluatedModel) -> Config:
+    """The config with the model as its student and the results' directory as its run.
+
+    Where the config sets no tokenizer or stop ids, those of the run that trained the model count,
+    so a run's model and its checkpoints have the same. A model of no run has its own tokenizer.
+    """
+    run = run_of(model.path)
+    trained: dict[str, Any] = {} if run is None else read_settings(run / RESOLVED)
+    tokenizer, stop_ids = config.tokenizer.path, config.student.stop_token_ids
+    if run is not None:
+        tokenizer = tokenizer or trained["tokenizer"]["path"] or trained["student"]["path"]
+        stop_ids = stop_ids or trained["student"]["stop_token_ids"]
+    elif tokenizer is None:
+        has_own = (model.path / "tokenizer.json").is_file()
+        tokenizer = str(model.path) if has_own else config.student.path
+    stop_ids = None if stop_ids is None else tuple(stop_ids)
+    student = ModelConfig(path=str(model.path), stop_token_ids=stop_ids)
+    if config.student.path == student.path:  # else they are another model's
+        same = {"window": config.student.window, "rope_theta": config.student.rope_theta}
+        student = student.model_copy(update=same)
+    return config.model_copy(
+        update={
+            "run": RunConfig(name=model.name, directory=str(config.evaluation_path)),
+            "student": student,
+            "tokenizer": TokenizerConfig(path=tokenizer),
+        }
+    )
+
+
+def mark_trained(directory: Path, run: str, step: int) -> None:
+    """Note in an exported model which run's step it is from."""
+    text = json.dumps({"run": run, "step": step}) + "\n"
+    write_atomically(directory / TRAINED, text.encode())
+
+
+def _model_in(path: Path) -> EvaluatedModel:
+    """The model of a directory, with what it says about its origin."""
+    run = run_of(path)
+    file = path / (STATE_FILE if is_megatron(path) else TRAINED)
+    try:
+        record: Any = json.loads(file.read_bytes()) if file.is_file() else {}
+        step = record.get("state", record).get("step")
+        name = record.get("run") or (run.name if run is not None else None)
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"{file}: not what a run writes ({error})") from error
+    if type(step) is not int or step < 0:
+        step = None
+    own = f"step_{step:06d}" if step is not None and run is not None else path.absolute().name
+    label = _NOT_IN_NAMES.sub("_", own).lstrip("._-") or MODEL
+    return EvaluatedModel(path, label, name if isinstance(name, str) else None, step)
+
+
+def _require_model(path: Path) -> Path:
+    if not path.is_dir():
+        raise UserError(f"{path}: no such directory; evaluation.model names a model or a run")
+    if not (path / "config.json").is_file():
+        raise UserError(
+            f"{path}: neither a run (it has no {RESOLVED}) nor a model (no config.json) nor a "
+            "checkpoint"
+        )
+    return path

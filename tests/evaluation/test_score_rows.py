@@ -1,0 +1,154 @@
+"""Columns by name, and rows that nobody should trust."""
+
+import io
+import json
+
+import pytest
+
+from stable_opd_mcore.errors import DataError
+from stable_opd_mcore.evaluation import score_rows
+from stable_opd_mcore.evaluation.score_rows import (
+    Columns,
+    RefusedRow,
+    ScoreRow,
+    find_columns,
+    parse_row,
+    read_lines,
+)
+
+ALL = Columns("r", "g", "i", "f", "t", "c", "l")
+ROW = {"r": "x", "g": "2", "i": 7, "f": "eos", "t": [1, 2], "c": "easy", "l": 1}
+
+
+def parsed(columns=ALL, **changes):
+    return parse_row(3, json.dumps(ROW | changes).encode(), columns)
+
+
+def test_usual_names_are_found_in_the_first_readable_row(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    row = {"id": 1, "completion": "x", "reward_model": {"ground_truth": "2"}, "truncated": True}
+    rows = [row | {"right": None}]
+    path.write_text("[]\nno json\n" + "".join(json.dumps(row) + "\n" for row in rows))
+    found = find_columns(path, Columns(label="right"))
+    expected = Columns("completion", "reward_model.ground_truth", "id", "truncated", label="right")
+    assert found == expected
+    row = parse_row(1, json.dumps(rows[0]).encode(), found)
+    assert row == ScoreRow(1, "x", "2", "1", None, "length", None, None, "boxed", False)
+    nested = find_columns(path, Columns(response="reward_model.ground_truth", gold="none"))
+    assert (nested.response, nested.gold) == ("reward_model.ground_truth", None)
+    with pytest.raises(DataError, match=r"no column a\.b \(--group\) among completion, id, reward"):
+        find_columns(path, Columns(group="a.b"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"said": "x"}', "no column for the response among said; name it with --response"),
+        ("[1]\n2\n", "no row is a JSON object"),
+        ("", "no row is a JSON object"),
+    ],
+)
+def test_a_file_without_responses_is_refused(tmp_path, text, message):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    with pytest.raises(DataError, match=message):
+        find_columns(path, Columns())
+
+
+def test_every_column_is_read():
+    assert parsed() == ScoreRow(3, "x", "2", "7", "easy", "stop", [1, 2], True, "boxed", False)
+    assert parsed(answer_format="bracket", opens_thinking=True, c=None, l=None) == ScoreRow(
+        3, "x", "2", "7", None, "stop", [1, 2], None, "bracket", True
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("MAX_TOKENS", "length"),
+        (True, "length"),
+        (False, "stop"),
+        (None, None),
+        ({"type": "stop", "matched": 5}, "stop"),
+        ("abort", "abort"),
+    ],
+)
+def test_finish_reasons_of_several_engines(value, reason):
+    assert parsed(f=value).finish_reason == reason
+
+
+@pytest.mark.parametrize(
+    ("value", "gold"),
+    [(2, "2"), (2.5, "2.5"), (["a", 3], "a, 3"), (None, None), ("  ", None), ([], None)],
+)
+def test_golds_are_text_numbers_or_lists(value, gold):
+    assert parsed(g=value).gold == gold
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"r": None}, "column r is None; expected text"),
+        ({"r": ["x"]}, "column r is ['x']; expected text"),
+        ({"g": True}, "column g is True; expected text, a number or null"),
+        ({"g": float("nan")}, "column g is nan; expected text, a number or null"),
+        ({"g": {"a": 1}}, "column g is {'a': 1}; expected text, a number or null"),
+        ({"i": [1]}, "column i is [1]; expected text or a number"),
+        ({"t": [1, -1]}, "column t is [1, -1]; expected a list of token ids"),
+        ({"t": [1, True]}, "column t is [1, True]; expected a list of token ids"),
+        ({"t": None}, "column t is None; expected a list of token ids"),
+        ({"l": "yes"}, "column l is 'yes'; expected true, false, 0, 1 or null"),
+        ({"l": []}, "column l is []; expected true, false, 0, 1 or null"),
+        ({"answer_format": "box"}, "column answer_format is 'box'; expected one of boxed, bracket"),
+        ({"opens_thinking": "no"}, "column opens_thinking is 'no'; expected one of False, True"),
+    ],
+)
+def test_values_of_another_type_are_refused(changes, reason):
+    assert parsed(**changes) == RefusedRow(3, reason)
+
+
+@pytest.mark.parametrize("value", ["bored", {"type": 3}, [], 2])
+def test_an_unknown_finish_reason_is_refused_with_the_way_out(value):
+    refused = parsed(f=value)
+    assert isinstance(refused, RefusedRow)
+    assert "--finish none ignores it" in refused.reason
+    assert parsed(Columns("r"), f=value).finish_reason is None
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (None, "longer than 64 MiB"),
+        (b"\n", "an empty line"),
+        (b"[1, 2]\n", "not a JSON object but list"),
+        (b'{"r": "x"', "not JSON: "),
+        (b'{"r": "\xff"}', "not UTF-8 at byte 7"),
+        (b"[" * 100_000, "not JSON: "),
+        (b'{"r": ' + b"1" * 10_000 + b"}", "not JSON: "),
+        (b'{"s": "x", "\x1b": 1}', "not JSON: "),
+        (b'{"s": "x", "\\u001b[2J": 1}', "no column r among ␛[2J, s"),
+    ],
+)
+def test_lines_that_are_no_row_are_refused(line, reason):
+    refused = parse_row(9, line, Columns("r"))
+    assert isinstance(refused, RefusedRow)
+    assert refused.number == 9
+    assert refused.reason.startswith(reason)
+    assert refused.reason.isprintable()
+
+
+def test_half_an_emoji_is_text():
+    row = parse_row(1, b'{"r": "\\ud83d"}', Columns("r"))
+    assert isinstance(row, ScoreRow)
+    assert row.response == "\ud83d"
+
+
+@pytest.mark.parametrize("size", [4, 8, 100])
+def test_lines_are_read_with_bounded_memory(monkeypatch, size):
+    monkeypatch.setattr(score_rows, "MAX_LINE_BYTES", size)
+    text = b"abc\n" + b"x" * 30 + b"\n\nab\n" + b"y" * size
+    lines = list(read_lines(io.BytesIO(text)))
+    assert [number for number, _, _ in lines] == [1, 2, 3, 4, 5]
+    assert [position for _, position, _ in lines] == [4, 35, 36, 39, 39 + size]
+    long = None if size <= 30 else b"x" * 30 + b"\n"
+    assert [line for _, _, line in lines] == [b"abc\n", long, b"\n", b"ab\n", None]

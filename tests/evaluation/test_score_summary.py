@@ -1,0 +1,84 @@
+"""The summary of verdicts: groups, labels, refused rows, the table."""
+
+import json
+
+import pytest
+
+from stable_opd_mcore.evaluation.score_summary import NUM_LISTED, summarise
+
+
+def verdict(row, length=10, reward=None, group=None, label=None, loop=0):
+    return {
+        "row": row,
+        "id": f"r{row}",
+        "group": group,
+        "label": label,
+        "length": length,
+        "finish_reason": "length" if loop else None,
+        "reward": reward,
+        "grading_failure": "timeout" if reward == 0.0 else None,
+        "loop": {"length": loop, "period": min(loop, 2)},
+        "repetitive": False,
+        "repetitive_10k": False,
+    }
+
+
+RECORDS = [
+    verdict(1, reward=1.0, group="a", label=True),
+    verdict(2, reward=0.0, group="b", label=True),
+    {"row": 3, "refused": "not JSON"},
+    verdict(4, length=50, group="a", loop=40, label=False),
+]
+
+
+def test_numbers_of_all_rows_and_of_each_group():
+    summary = summarise(RECORDS, "tokens", max_length=50)
+    assert (summary.num_rows, summary.all.num_responses) == (4, 3)
+    assert summary.all.numbers["accuracy"] == 0.5
+    assert summary.all.numbers["loop_token_share"] == pytest.approx(40 / 70)
+    assert summary.all.numbers["loop_onset_mean"] == 10
+    assert summary.all.numbers["grading_timeouts"] == 1
+    assert {name: group.numbers["accuracy"] for name, group in summary.groups.items()} == {
+        "a": 1.0,
+        "b": 0.0,
+    }
+    assert (summary.refused, summary.num_refused) == ({3: "not JSON"}, 1)
+    assert (summary.num_labelled, summary.num_differing, summary.differing) == (2, 1, {2: "r2"})
+    plain = json.loads(summary.as_json())
+    assert plain["groups"]["b"]["num_responses"] == 1
+    assert plain["refused"] == {"3": "not JSON"}
+
+
+def test_the_table_names_groups_and_what_needs_attention():
+    lines = summarise(RECORDS, "tokens", None).table().splitlines()
+    assert [line.split()[:2] for line in lines[1:4]] == [["all", "3"], ["a", "2"], ["b", "1"]]
+    assert len({len(line) for line in lines[:4]}) == 1
+    assert lines[4:] == [
+        "lengths in tokens",
+        "1 of 2 verdicts differ from labels",
+        "  row 2: r2",
+        "1 of 4 rows refused",
+        "  row 3: not JSON",
+    ]
+
+
+def test_a_group_called_all_and_control_characters_do_no_harm():
+    records = [verdict(1, group="all"), verdict(2, group="\x1b[2J")]
+    summary = summarise(records, "tokens", None)
+    assert summary.all.num_responses == 2
+    lines = summary.table().splitlines()
+    assert [line.split()[:2] for line in lines[1:4]] == [["all", "2"], ["␛[2J", "1"], ["all", "1"]]
+
+
+def test_long_lists_are_cut_and_counted():
+    refused = [{"row": k, "refused": "x"} for k in range(NUM_LISTED + 5)]
+    differing = [verdict(100 + k, reward=1.0, label=False) for k in range(NUM_LISTED + 3)]
+    summary = summarise(refused + differing, "characters", None)
+    assert len(summary.refused) == len(summary.differing) == NUM_LISTED
+    assert "  … and 5 more in verdicts.jsonl" in summary.table()
+    assert "  … and 3 more in verdicts.jsonl" in summary.table()
+
+
+def test_no_rows_leave_dashes():
+    cells = summarise([], "tokens", None).table().splitlines()[1].split()
+    assert cells[1:] == ["0", *["-"] * 9]
