@@ -64,7 +64,10 @@ def pipeline(
             "evaluation",
             "evaluate",
             "evaluate",
-            arguments("evaluation", opd_config, evaluation, start_from="opd"),
+            [
+                *arguments("evaluation", opd_config, evaluation, start_from="opd"),
+                f"evaluation.model={directory}/{name}_opd",
+            ],
             after=["opd"],
         ),
     )

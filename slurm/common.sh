@@ -27,6 +27,7 @@ set -uo pipefail
 : "${PREFLIGHT:=on}"                     # off: only read the config
 : "${REQUIRE_GPU:=1}"                    # RANKS_PER_NODE healthy GPUs on every node
 : "${PLAN:=on}"                          # off: start also where `stable-opd plan` says that memory does not fit
+: "${CHECK:=on}"                        # off: do not run `stable-opd check` before the servers; `train` checks anyway
 : "${MIN_FREE_GIB:=200}"                 # at the run's directory: a 7B checkpoint with its optimizer is about 100 GiB
 : "${MIN_ALLREDUCE_GBPS:=100}"           # GB/s over all GPUs (H200 nodes with NVLink and 8x400G reach over 300); 0: skip
 : "${PREFLIGHT_TIMEOUT:=300}"            # seconds until every node must have answered
@@ -72,11 +73,16 @@ run_on_cluster() {
   trap 'STOP_WANTED=${STOP_WANTED:-USR1}; log "USR1: the job has to end soon"' USR1
   trap 'STOP_WANTED=TERM; log "TERM: Slurm is ending the job"; touch "$ATTEMPT_DIR/servers_stop"' TERM
   log "trainers ${TRAINER_NODES[*]}, servers ${SERVER_NODE_NAMES[*]:-none}, logs $ATTEMPT_DIR"
-  check_nodes || return 1
+  check_nodes "$subcommand" || return 1
   if ! check_plan "$subcommand"; then
     judge record failed "$PLANNED"
     return 1
   fi
+  if ! check_run "$subcommand"; then
+    judge record failed "$CHECKED"
+    return 1
+  fi
+  log "$CHECKED"
   if ((SERVER_NODES > 0)); then
     if ! derive_topology; then
       judge record failed "$TOPOLOGY"
@@ -206,6 +212,15 @@ check_plan() {
   PLANNED=$(computed plan)
 }
 
+# check_run SUBCOMMAND: what `stable-opd check` finds in the run, in $CHECKED. Returns 1 where it finds errors.
+check_run() {
+  CHECKED='checks of the run: skipped'
+  if [ "$1" != train ] || [ "$CHECK" != on ]; then return 0; fi
+  local -a settings=()
+  if [ "$SERVER_NODES" -gt 0 ]; then settings=(rollout.engine=sglang); fi # as connect_servers tells the trainer
+  CHECKED=$(computed check "${settings[@]}")
+}
+
 describe() {
   if derive_topology; then
     echo "# ${TOPOLOGY//$'\n'/$'\n'# }"
@@ -232,7 +247,7 @@ describe() {
 }
 
 # ---- checks before the start ------------------------------------------------------------------------------------
-# Run preflight.py on every node; it writes attempt_N/preflight. Returns 0 when the trainer may start.
+# check_nodes SUBCOMMAND: run preflight.py on every node; it writes attempt_N/preflight. Returns 0 when the trainer may start.
 check_nodes() {
   local -a all=("${TRAINER_NODES[@]}" "${SERVER_NODE_NAMES[@]}")
   local -a servers=()
@@ -242,7 +257,8 @@ check_nodes() {
   step preflight "$(joined "${all[@]}")" 1
   timeout "$PREFLIGHT_TIMEOUT" "${STEP[@]}" --output="$notes/node_%t.log" "${PYTHON[@]}" slurm/preflight.py node "$notes" \
     --checks="$PREFLIGHT" --token="$SLURM_JOB_ID.$ATTEMPT" --gpus=$((REQUIRE_GPU * RANKS_PER_NODE)) \
-    --min-free-gib="$MIN_FREE_GIB" --head="${TRAINER_NODES[0]}" --port="$MASTER_PORT" "${servers[@]}" -- \
+    --min-free-gib="$MIN_FREE_GIB" --head="${TRAINER_NODES[0]}" --port="$MASTER_PORT" --subcommand="$1" \
+    "${servers[@]}" -- \
     "${COMMAND_LINE[@]}" 2>"$notes/srun.log"
   cat "$notes/srun.log" >&2
   if ! compgen -G "$notes/node_*.log" >/dev/null; then # Slurm started no task, so no node is at fault

@@ -91,6 +91,7 @@ def parse_arguments() -> argparse.Namespace:
     node.add_argument(
         "--servers", action="store_true", help="the job starts SGLang servers on nodes of their own"
     )
+    node.add_argument("--subcommand", default="train", help="of `stable-opd`; the job's own")
     node.add_argument(
         "command_line", nargs="+", help="config and overrides, as of `stable-opd train`"
     )
@@ -114,7 +115,8 @@ def check_node(arguments: argparse.Namespace, name: str) -> int:
         if is_head:
             (notes / "config_error").write_text(str(error))
         return 1
-    run_directory = config.run.path.absolute()
+    evaluates = arguments.subcommand == "evaluate"
+    run_directory = (config.evaluation_path if evaluates else config.run.path).absolute()
     if is_head:
         (notes / "run_directory").write_text(str(run_directory))
     faults: dict[str, str] = {}

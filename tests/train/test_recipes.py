@@ -1,0 +1,121 @@
+"""Every shipped recipe: it says whose its values are, plans, and trains three tiny steps."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stable_opd_mcore.config.load import load_config, parse_config
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.evaluation.published import PUBLISHED
+from stable_opd_mcore.planning.known_models import model_source
+from stable_opd_mcore.planning.plan import Cluster, make_plan
+from stable_opd_mcore.train.loop import train
+from tests.parallel.launch import run_ranks
+from tests.train.runs import metrics_of
+
+pytestmark = pytest.mark.slow
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+RECIPES = sorted((CONFIGS / "recipes").glob("*.yaml"))
+BASELINES = sorted((CONFIGS / "baselines").glob("*.yaml"))
+LINK = re.compile(r"\| .*\]\(([\w/]+\.yaml)\) \| (\S+) \| (\S+) \|")
+
+
+def published_table() -> dict[str, tuple[str, str]]:
+    """Config -> published average and GPU-hours, as configs/README.md has them."""
+    lines = (CONFIGS / "README.md").read_text().splitlines()
+    found = [match.groups() for line in lines if (match := LINK.fullmatch(line))]
+    return {name: (average, hours) for name, average, hours in found}
+
+
+@pytest.mark.parametrize("path", [*RECIPES, *BASELINES], ids=lambda path: path.stem)
+def test_a_recipe_is_named_like_its_file_and_tells_the_papers_values_from_ours(path):
+    head = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    assert any(line.startswith("# Paper") for line in head)
+    assert any(line.startswith("# Ours") for line in head)
+    assert load_config(path).run.name in (path.stem, "cold_start_1p5b")
+    assert str(path.relative_to(CONFIGS)) in published_table()
+
+
+def test_the_table_has_the_published_numbers_and_the_hours_of_the_plan():
+    averages = {f"{row.average:.1f}" for row in PUBLISHED} | {"36.4", "40.7", "41.7", "41.5", "-"}
+    for name, (average, hours) in published_table().items():
+        assert average in averages, name
+        if not name.startswith("baselines"):
+            table = make_plan(load_config(CONFIGS / name), Cluster(1, 8, 0), "h200").table()
+            planned = re.search(r"([\d.]+) GPU-hours", table)
+            assert planned, name
+            assert float(hours) == pytest.approx(float(planned[1]), rel=0.1, abs=0.6), name
+
+
+def test_the_recipes_of_other_papers_have_their_values():
+    lsm, mask = (load_config(CONFIGS / "recipes" / f"{n}.yaml") for n in ("lsm_7b", "lsm_mask_7b"))
+    assert (lsm.objective.name, lsm.objective.top_k, lsm.aggregation) == ("lsm", 32, "token_mean")
+    assert (lsm.sampling.top_p, lsm.sampling.temperature, lsm.kl.beta) == (0.9, 1.0, 0.0)
+    assert mask.objective.masks.special_token_ids == (151643, 151645)
+    top = load_config(CONFIGS / "recipes" / "rethinking_1p5b.yaml")
+    cold = load_config(CONFIGS / "recipes" / "rethinking_cold_start_1p5b.yaml")
+    assert (top.objective.name, top.objective.top_k) == ("student_topk", 16)
+    assert top.aggregation == "token_mean"
+    assert 3000 <= top.sampling.max_new_tokens <= 7168
+    assert cold.optimizer.lr == 1e-5
+    assert top.student.path == f"{cold.run.path}/model"
+    assert top.data.prompt_template == cold.data.prompt_template
+    assert top.data.prompt_template.startswith("{problem} Please reason step by step")
+
+
+def tiny(config: Config, directory: Path) -> tuple[str, Config]:
+    """The recipe with tiny models of its families; what is left of it, to run equal ones once."""
+    values = config.model_dump(by_alias=True)
+
+    def shrunk(model: Any) -> dict[str, Any]:
+        source, _ = model_source(model, "model")
+        assert isinstance(source, dict)
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32}
+        sizes |= {"max_position_embeddings": 128, "initializer_range": 0.1}
+        return {
+            "architecture": {**source, **sizes, **({"head_dim": 8} if "head_dim" in source else {})}
+        }
+
+    values["student"] = shrunk(config.student)
+    if config.teacher is not None:
+        values["teacher"] = shrunk(config.teacher)
+    for unset in ("parallel", "memory", "fault", "checkpoint", "evaluation", "reference"):
+        values[unset] = {}
+    values["tokenizer"] = {"path": "synthetic"}
+    values["data"] = {"train": {"path": "synthetic:arithmetic", "options": {"rows": 16}}}
+    values["sampling"]["max_new_tokens"] = 8
+    values["rollout"] = {"prompts_per_step": 4, "samples_per_prompt": 2, "save": "none"}
+    values["objective"]["masks"]["special_token_ids"] = tuple(
+        20 for _ in values["objective"]["masks"]["special_token_ids"][:1]
+    )
+    if config.objective.name in ("lsm", "student_topk"):
+        values["objective"]["top_k"] //= 4  # of 24 symbols
+    values["optimizer"] |= {"warmup_steps": min(1, config.optimizer.warmup_steps)}
+    values["train"] |= {"steps": 3, "precision": "fp32", "micro_batch_tokens": 256}
+    values["train"] |= {"recompute": "none"}
+    values["evaluation"] = values["checkpoint"] = {"every": 0}
+    values["monitoring"] = {"tensorboard": False, "overlap_every": 0}
+    values["run"] = {"name": "x", "directory": str(directory)}
+    same = repr({key: values[key] for key in values if key != "optimizer"})
+    values["run"]["name"] = config.run.name
+    return same, parse_config(values, config.run.name)
+
+
+def train_all(rank: int, world_size: int, directory: Path) -> None:
+    done: set[str] = set()
+    for path in RECIPES:
+        same, config = tiny(load_config(path), directory)
+        if same not in done:
+            done.add(same)
+            train(config, show_progress=False)
+            steps = [row["step"] for row in metrics_of(directory / config.run.name)]
+            assert steps == [1, 2, 3], path
+    assert 12 <= len(done) < len(RECIPES)
+
+
+def test_every_recipe_trains_three_steps_of_tiny_models(tmp_path):
+    run_ranks(1, train_all, tmp_path)
