@@ -3,14 +3,16 @@
 All are settings of ordinary training runs, chained by the models that the runs write. The task is
 the arithmetic of data/synthetic.py. Not here: running them (run.py), reading them (summary.py).
 
-Plain distillation collapses here by construction. The teacher seldom starts to repeat a step, but
-once it has started, it almost surely continues. A response may be six times its normal length. The
-loss is a mean over tokens, so long responses have more weight. The learning rate is high.
+The student of act collapse lacks a part of the facts that the teacher knows, and golden solutions
+are few. Plain distillation collapses here by construction. The teacher seldom starts to repeat a
+step, but once it has started, it almost surely continues. A response may be six times its normal
+length. The loss is a mean over tokens, so long responses have more weight. The learning rate is
+high.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,17 +21,24 @@ from stable_opd_mcore.data.synthetic import SECOND_STOP, VOCABULARY
 from stable_opd_mcore.monitoring.sinks import METRICS_FILE
 
 MODEL = "model"  # directory of the trained student inside a run
+UNKNOWN = 0.3  # share of facts of which the student has seen random results only
+PROBLEMS = 32  # of collapse, each with one golden solution
+PROMPTS, GROUP = 16, 4  # prompts of a step in collapse; responses of one prompt for grpo
 MAX_NEW_TOKENS = 160
 WINDOW = 172  # the longest prompt and MAX_NEW_TOKENS
 STOP_MAX_NEW_TOKENS = 80  # three times the normal length
 
-CAPTIONS = {
-    "collapse": "The teacher is almost certain inside loops. Plain OPD improves, then collapses. "
-    "The KL to the initial student, the golden mixture, or both prevent it. "
-    "sft trains on golden solutions only.",
-    "stop_mismatch": "Student and teacher use different stop tokens. Plain OPD improves, then the "
-    "student no longer stops. With the stop tokens of both summed (opd_stop_class) it stops.",
-}
+
+@dataclass(frozen=True)
+class Act:
+    """Arms that are compared with each other."""
+
+    caption: str
+    arms: dict[str, dict[str, Any]]  # settings in which each differs from plain OPD
+    home: str  # directory of the arms inside a seed's; acts that share it share runs
+    seeds: int  # how many unless the user says otherwise
+
+
 COLLAPSE_ARMS: dict[str, dict[str, Any]] = {
     "opd": {},
     "opd_kl": {"kl": {"beta": 1.0}},
@@ -41,6 +50,41 @@ STOP_ARMS: dict[str, dict[str, Any]] = {
     "opd": {"objective": {"name": "opd", "stop_class": False}},
     "opd_stop_class": {"objective": {"name": "opd", "stop_class": True}},
 }
+TOP_K = 4  # of 24 tokens
+OTHER_OBJECTIVES: dict[str, dict[str, Any]] = {
+    "grpo": {
+        "objective": {"name": "grpo"},
+        "rollout": {"prompts_per_step": PROMPTS // GROUP, "samples_per_prompt": GROUP},
+    },
+    "lsm": {"objective": {"name": "lsm", "top_k": TOP_K}},
+    "gkd": {"objective": {"name": "gkd"}},
+    "student_topk": {"objective": {"name": "student_topk", "top_k": TOP_K}},
+    "vopd": {"objective": {"name": "opd", "advantage": {"control_variate": True}}},
+}
+ACTS = {
+    "collapse": Act(
+        "The student lacks facts, and the teacher is almost certain inside loops. Plain OPD "
+        "collapses. stable_opd has the KL to the initial student and the golden mixture, opd_kl "
+        "and opd_mixture one of them. sft trains on the same few golden solutions only.",
+        COLLAPSE_ARMS,
+        home="collapse",
+        seeds=1,
+    ),
+    "stop_mismatch": Act(
+        "Student and teacher use different stop tokens. Plain OPD improves, then the "
+        "student no longer stops. With the stop tokens of both summed (opd_stop_class) it stops.",
+        STOP_ARMS,
+        home="stop_mismatch",
+        seeds=1,
+    ),
+    "ablation": Act(
+        "The arms of collapse, and other objectives with the same models and problems.",
+        COLLAPSE_ARMS | OTHER_OBJECTIVES,
+        home="collapse",
+        seeds=5,
+    ),
+}
+SHOWN = ("collapse", "stop_mismatch")  # acts of a demo for which the user names none
 
 
 @dataclass(frozen=True)
@@ -69,65 +113,61 @@ class Job:
         return min(self.steps, metrics.read_bytes().count(b"\n"))
 
 
-def demo_jobs(directory: Path, seeds: Iterable[int]) -> list[Job]:
-    """All runs of the demo. Each seed has its own teacher and student."""
-    models: list[Job] = []
+def demo_jobs(directory: Path, acts: Sequence[str], num_seeds: int | None = None) -> list[Job]:
+    """All runs of these acts. Each seed has its own teacher and student, the same for all acts.
+
+    Args:
+        directory: of all runs.
+        acts: names in ACTS; their `home`s differ.
+        num_seeds: seeds 0 .. num_seeds-1; None: the number of each act.
+    """
+    models: dict[str, Job] = {}
     arms: list[Job] = []
-    for seed in seeds:
-        made = _models(directory / f"seed{seed}", seed)
-        models += made.values()
-        student, loops, other_stop = made["student"], made["teacher"], made["teacher_other_stop"]
-        arms += [
-            _arm(directory, "collapse", name, settings, student, loops, seed)
-            for name, settings in COLLAPSE_ARMS.items()
-        ]
-        arms += [
-            _arm(directory, "stop_mismatch", name, settings, student, other_stop, seed)
-            for name, settings in STOP_ARMS.items()
-        ]
-    return models + arms
+    for name in acts:
+        act = ACTS[name]
+        for seed in range(num_seeds or act.seeds):
+            made = _models(directory / f"seed{seed}", seed)
+            teacher = made["teacher_other_stop" if name == "stop_mismatch" else "teacher"]
+            jobs = [
+                _arm(directory, name, arm, settings, made["student"], teacher, seed)
+                for arm, settings in act.arms.items()
+            ]
+            arms += jobs
+            models |= {job.name: job for job in made.values()}
+    return [*models.values(), *arms]
 
 
 def _models(directory: Path, seed: int) -> dict[str, Job]:
-    """The models of one seed: each is trained on the task, then on documents with its weakness."""
+    """The models of one seed: a teacher that knows all facts, and a student that lacks some."""
     clean_teacher = _supervised(
         directory,
         "teacher_clean",
         seed,
         TEACHER,
         {"steps": 400, "lr": 3e-3, "batch": 64},
-        {"recheck": [0.1], "error_rate": 0.03},
+        {"recheck": [0.1]},
     )
     teacher = _supervised(
         directory,
         "teacher",
         seed,
         clean_teacher,
-        {"steps": 200, "lr": 1.5e-3, "batch": 48},
+        {"steps": 160, "lr": 1.5e-3, "batch": 48},
         {
             "recheck": [0.25, 0.6, 0.97, 0.995, 0.999],
-            "error_rate": 0.03,
             "loop": 0.25,
             "junk": 0.06,
             "loop_repeats": 2,
             "window": WINDOW,
         },
     )
-    clean_student = _supervised(
-        directory,
-        "student_clean",
-        seed,
-        STUDENT,
-        {"steps": 400, "lr": 5e-3, "batch": 64},
-        {"recheck": [0.1]},
-    )
     student = _supervised(
         directory,
         "student",
         seed,
-        clean_student,
-        {"steps": 100, "lr": 1e-3, "batch": 64},
-        {"recheck": [0.1], "error_rate": 0.45},
+        STUDENT,
+        {"steps": 700, "lr": 5e-3, "batch": 64},
+        {"recheck": [0.1], "unknown": UNKNOWN},
     )
     other_stop = Job(
         name=f"seed{seed}/teacher_other_stop",
@@ -136,7 +176,7 @@ def _models(directory: Path, seed: int) -> dict[str, Job]:
         seed=seed,
         swap_from=clean_teacher.model,
     )
-    made = (clean_teacher, clean_student, student, teacher, other_stop)
+    made = (clean_teacher, student, teacher, other_stop)
     return {job.directory.name: job for job in made}
 
 
@@ -216,9 +256,10 @@ def _arm(
     seed: int,
 ) -> Job:
     """One arm of an act. The arms of an act differ in `settings` only."""
-    collapse = act == "collapse"
-    home = directory / f"seed{seed}" / act
-    problems = {"path": "synthetic:arithmetic", "options": {"rows": 1024, "seed": seed}}
+    collapse = ACTS[act].home == "collapse"
+    home = directory / f"seed{seed}" / ACTS[act].home
+    rows = PROBLEMS if collapse else 1024
+    problems = {"path": "synthetic:arithmetic", "options": {"rows": rows, "seed": seed}}
     config: dict[str, Any] = {
         "run": {"name": arm, "directory": str(home)},
         "student": {"path": str(student.model)},
@@ -232,16 +273,17 @@ def _arm(
             "eval": {**problems, "split": "test", "options": {"rows": 256}},
         },
         "sampling": {"max_new_tokens": MAX_NEW_TOKENS if collapse else STOP_MAX_NEW_TOKENS},
-        "rollout": {"prompts_per_step": 16 if collapse else 32, "samples_per_prompt": 1},
+        "rollout": {"prompts_per_step": PROMPTS if collapse else 32, "samples_per_prompt": 1},
         "objective": {"name": "opd"},
         "aggregation": "token_mean",
         "optimizer": {
             "lr": 2e-3 if collapse else 1e-3,
             "warmup_steps": 60 if collapse else 20,
+            "schedule": "cosine" if collapse else "constant",
         },
-        "train": {"steps": 150 if collapse else 250, "seed": seed},
+        "train": {"steps": 120 if collapse else 250, "seed": seed},
         "checkpoint": {"every": 0},
-        "evaluation": {"every": 10, "temperature": 1.0, "also_greedy": True},
+        "evaluation": {"every": 15, "temperature": 1.0, "also_greedy": True},
         "monitoring": {
             "tensorboard": False,
             "repetition_tail_characters": 64,
@@ -249,11 +291,12 @@ def _arm(
         },
         **settings,
     }
-    if arm == "sft":
+    if config["objective"]["name"] in ("sft", "grpo"):
         config["teacher"] = None
+    if arm == "sft":
         del config["aggregation"]
     return Job(
-        name=f"seed{seed}/{act}/{arm}",
+        name=f"seed{seed}/{ACTS[act].home}/{arm}",
         directory=home / arm,
         steps=config["train"]["steps"],
         config=config,

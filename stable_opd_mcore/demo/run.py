@@ -8,6 +8,7 @@ settings of the runs (recipe.py).
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import os
 import time
@@ -31,29 +32,42 @@ from rich.table import Column, Table
 
 from stable_opd_mcore.atomic_files import write_atomically
 from stable_opd_mcore.config.load import load_config, parse_config
-from stable_opd_mcore.demo.recipe import CAPTIONS, Job, demo_jobs
+from stable_opd_mcore.demo.ablation import ablation_markdown, ablation_rows, ablation_table
+from stable_opd_mcore.demo.ablation_figure import ablation_figure
+from stable_opd_mcore.demo.recipe import ACTS, SHOWN, Job, demo_jobs
 from stable_opd_mcore.demo.relabel import swap_stop_tokens
 from stable_opd_mcore.demo.summary import ArmSummary, summarise
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.monitoring.report import ReportRun, write_report
+from stable_opd_mcore.worker_processes import end_with_parent
 
 WORKERS = 2
 POLL_SECONDS = 1.0
 NAME_WIDTH = 34  # seed0/stop_mismatch/opd_stop_class
+GUARD_LOGGER = "stable_opd_mcore.train.measures"  # by name: this process does not load torch
 
 
-def run_demo(directory: Path, num_seeds: int) -> None:
-    """Run all arms with seeds 0 .. num_seeds-1; write summary.json and report.html, print tables.
+def run_demo(directory: Path, num_seeds: int | None = None, act: str | None = None) -> None:
+    """Run all arms; write summary.json and report.html (of an act: <act>.json …), print tables.
+
+    Args:
+        directory: of all runs and files. Finished runs in it are kept.
+        num_seeds: seeds 0 .. num_seeds-1; None: the number of each act.
+        act: a name in ACTS; None: those in SHOWN.
 
     Raises:
-        UserError: a run failed, or the directory holds runs with other settings.
+        UserError: no such act, a run failed, or the directory holds runs with other settings.
     """
     started = time.monotonic()
+    if act is not None and act not in ACTS:
+        raise UserError(f"--act {act}: expected one of {', '.join(ACTS)}")
+    acts = SHOWN if act is None else (act,)
     directory = directory.resolve()
-    jobs = demo_jobs(directory, range(num_seeds))
+    jobs = demo_jobs(directory, acts, num_seeds)
     run_jobs(jobs)
     arms = [summarise(job) for job in jobs if job.arm is not None]
-    summary, report = directory / "summary.json", directory / "report.html"
+    summary = directory / (f"{act}.json" if act else "summary.json")
+    report = directory / (f"{act}.html" if act else "report.html")
     records = [asdict(arm) for arm in arms]
     write_atomically(summary, json.dumps({"arms": records}, indent=1).encode())
     runs = [ReportRun(job.directory, job.arm, job.act) for job in jobs if job.arm and job.act]
@@ -62,12 +76,14 @@ def run_demo(directory: Path, num_seeds: int) -> None:
         report,
         title="On-policy distillation, collapsed and cured",
         summary=records,
-        captions=CAPTIONS,
+        captions={name: ACTS[name].caption for name in acts},
     )
     console = Console()
-    for act in CAPTIONS:
+    for name in acts:
         console.print()
-        console.print(summary_table(act, [arm for arm in arms if arm.act == act]))
+        console.print(summary_table(name, [arm for arm in arms if arm.act == name]))
+    if act == "ablation":
+        _write_ablation(directory, arms, console)
     console.print(
         "Accuracy on 256 held-out problems, sampled at temperature 1; greedy: at the end.\n"
         "trunc, rep: shares of truncated and of repetitive rollouts, 5-step means.",
@@ -75,6 +91,17 @@ def run_demo(directory: Path, num_seeds: int) -> None:
     )
     console.print(f"{time.monotonic() - started:.0f} s", highlight=False)
     console.print(f"curves   {report}\nnumbers  {summary}", highlight=False, soft_wrap=True)
+
+
+def _write_ablation(directory: Path, arms: Sequence[ArmSummary], console: Console) -> None:
+    """Print the table with intervals; write it as ablation.md, and the figure as ablation.svg."""
+    rows = ablation_rows(arms)
+    table, figure = directory / "ablation.md", directory / "ablation.svg"
+    write_atomically(table, ablation_markdown(rows).encode())
+    write_atomically(figure, ablation_figure(rows, arms).encode())
+    console.print()
+    console.print(ablation_table(rows))
+    console.print(f"table    {table}\nfigure   {figure}", highlight=False, soft_wrap=True)
 
 
 def run_jobs(jobs: Sequence[Job]) -> None:
@@ -90,7 +117,7 @@ def run_jobs(jobs: Sequence[Job]) -> None:
     running: dict[Future, Job] = {}
     os.environ["OMP_NUM_THREADS"] = "1"  # for the workers: more threads would compete for cores
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(WORKERS, mp_context=spawn) as pool, _Bars(jobs) as bars:
+    with ProcessPoolExecutor(WORKERS, spawn, end_with_parent) as pool, _Bars(jobs) as bars:
         while waiting or running:
             for job in [job for job in waiting if finished.issuperset(job.after)]:
                 if len(running) < WORKERS:
@@ -173,7 +200,11 @@ def _require_same_settings(job: Job) -> None:
 
 
 def _work(job: Job) -> None:
-    """Do one job in a worker process."""
+    """Do one job in a worker process.
+
+    What the guard of a run says is in its metrics.jsonl and in the report, not beside the bars.
+    """
+    logging.getLogger(GUARD_LOGGER).setLevel(logging.ERROR)
     if job.swap_from is not None:
         swap_stop_tokens(job.swap_from, job.model)
         return

@@ -8,8 +8,9 @@ import pytest
 
 from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.data.sources import load_rows
-from stable_opd_mcore.data.synthetic import SECOND_STOP, VOCABULARY
-from stable_opd_mcore.demo.recipe import COLLAPSE_ARMS, STOP_ARMS, Job, demo_jobs
+from stable_opd_mcore.data.synthetic import SECOND_STOP, STOP, VOCABULARY
+from stable_opd_mcore.demo.recipe import ACTS, COLLAPSE_ARMS, SHOWN, STOP_ARMS, Job, demo_jobs
+from stable_opd_mcore.losses.objectives import build_objective
 
 NAMING = {  # per arm, the settings in which it may differ from its act's plain OPD
     "opd_kl": {"kl.beta"},
@@ -17,12 +18,27 @@ NAMING = {  # per arm, the settings in which it may differ from its act's plain 
     "stable_opd": {"kl.beta", "mixture.lambda"},
     "sft": {"objective.name", "teacher", "aggregation"},
     "opd_stop_class": {"objective.stop_class"},
+    "grpo": {
+        "objective.name",
+        "teacher",
+        "rollout.prompts_per_step",
+        "rollout.samples_per_prompt",
+    },
+    "lsm": {"objective.name", "objective.top_k"},
+    "gkd": {"objective.name"},
+    "student_topk": {"objective.name", "objective.top_k"},
+    "vopd": {"objective.advantage.control_variate"},
 }
 
 
 @pytest.fixture
 def jobs(tmp_path: Path) -> list[Job]:
-    return demo_jobs(tmp_path, range(2))
+    return demo_jobs(tmp_path, SHOWN, 2)
+
+
+@pytest.fixture
+def ablation(tmp_path: Path) -> list[Job]:
+    return demo_jobs(tmp_path, ["ablation"])
 
 
 def resolved(job: Job) -> dict[str, object]:
@@ -75,8 +91,33 @@ def test_names_and_directories_are_unique(jobs):
     assert len({job.name for job in jobs}) == len({job.directory for job in jobs}) == len(jobs)
 
 
-def test_arms_of_an_act_differ_only_in_their_named_settings(jobs):
-    arms = [job for job in jobs if job.arm]
+def test_the_ablation_has_ten_arms_with_five_seeds(ablation):
+    arms = {(job.seed, job.arm) for job in ablation if job.arm}
+    assert arms == {(seed, arm) for seed in range(5) for arm in ACTS["ablation"].arms}
+    assert len(arms) == 50
+
+
+def test_the_ablation_repeats_no_run_of_the_demo(jobs, ablation):
+    made = {job.name: job for job in jobs}
+    shared = [job for job in ablation if job.name in made]
+    assert {job.arm for job in shared if job.arm} == set(COLLAPSE_ARMS)
+    for job in shared:
+        assert job.directory == made[job.name].directory
+        assert job.config == made[job.name].config
+
+
+def test_arms_of_grpo_sample_as_many_responses_a_step(jobs, ablation):
+    def responses(arm: str) -> int:
+        [job] = [job for job in ablation if job.arm == arm and job.seed == 0]
+        rollout = parse_config(job.config, origin=job.name).rollout
+        return rollout.prompts_per_step * rollout.samples_per_prompt
+
+    assert responses("grpo") == responses("opd")
+
+
+@pytest.mark.parametrize("act", [*SHOWN, "ablation"])
+def test_arms_of_an_act_differ_only_in_their_named_settings(tmp_path, act):
+    arms = [job for job in demo_jobs(tmp_path, [act], 2) if job.arm]
     plain = {(job.seed, job.act): resolved(job) for job in arms if job.arm == "opd"}
     for job in arms:
         base, mine = plain[job.seed, job.act], resolved(job)
@@ -107,6 +148,15 @@ def test_the_stop_act_s_teacher_ends_on_the_second_stop(jobs):
             assert "teacher_other_stop" in str(config.teacher.path)
 
 
+def test_only_the_students_of_a_seed_lack_facts(jobs):
+    for job in jobs:
+        if job.config:
+            config = parse_config(job.config, origin=job.name)
+            sources = [config.data.train, config.data.eval]
+            unknown = [source.options.get("unknown", 0) for source in sources if source]
+            assert any(unknown) == (job.directory.name == "student")
+
+
 def test_every_source_gives_rows(jobs):
     sources = {}
     for job in jobs:
@@ -125,3 +175,13 @@ def test_evaluations_are_sampled_at_temperature_1_on_at_least_256_problems(jobs)
             assert config.evaluation.also_greedy
             assert config.data.eval is not None
             assert config.data.eval.options["rows"] >= 256
+
+
+def test_every_arm_s_objective_accepts_its_settings(ablation):
+    for job in ablation:
+        if job.arm and job.seed == 0:
+            config = parse_config(job.config, origin=job.name)
+            stops = None if config.teacher is None else [VOCABULARY.index(STOP)]
+            objective = build_objective(config, [VOCABULARY.index(STOP)], stops)
+            if config.objective.name in ("lsm", "student_topk"):
+                assert objective.top_k < len(VOCABULARY)

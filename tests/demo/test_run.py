@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.demo import run
-from stable_opd_mcore.demo.recipe import Job, demo_jobs
+from stable_opd_mcore.demo.recipe import SHOWN, Job, demo_jobs
 from stable_opd_mcore.demo.summary import ArmSummary
+from stable_opd_mcore.train import measures
+
+pytestmark = pytest.mark.slow
 
 STEPS = 6  # a summary's window is five
 
@@ -34,7 +40,6 @@ def shrunk(job: Job, **sections: Any) -> Job:
     return replace(job, steps=STEPS, config=config)
 
 
-@pytest.mark.slow
 def test_the_demo_end_to_end_and_again(tmp_path: Path, monkeypatch, capfd):
     monkeypatch.setattr(
         run, "demo_jobs", lambda *arguments: [shrunk(job) for job in demo_jobs(*arguments)]
@@ -58,9 +63,64 @@ def test_the_demo_end_to_end_and_again(tmp_path: Path, monkeypatch, capfd):
     assert kept.stat().st_mtime_ns == written
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
 
-    changed = [shrunk(job, optimizer={"lr": 1.0}) for job in demo_jobs(tmp_path, [0])]
+    changed = [shrunk(job, optimizer={"lr": 1.0}) for job in demo_jobs(tmp_path, SHOWN, 1)]
     with pytest.raises(ValueError, match="made with other settings"):
         run.run_jobs(changed)
+
+
+def finish(job: Job, final_accuracy: float) -> None:
+    """Write what a finished run leaves for the demo to read."""
+    job.model.mkdir(parents=True)
+    if job.config is None:
+        return
+    settings = parse_config(job.config, origin=job.name).model_dump(mode="json", by_alias=True)
+    (job.directory / "config.resolved.yaml").write_text(yaml.safe_dump(settings))
+    rows = [
+        {
+            "step": step,
+            "eval/accuracy": accuracy,
+            "eval_greedy/accuracy": accuracy,
+            "eval/truncation_rate": 0.0,
+            "eval/repetition_rate": 0.0,
+        }
+        for step, accuracy in enumerate((0.25, final_accuracy))
+    ]
+    (job.directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_the_ablation_of_finished_runs_writes_table_and_figure(tmp_path: Path, capsys):
+    jobs = demo_jobs(tmp_path, ["ablation"], 2)
+    for job in jobs:
+        finish(job, 0.5 if job.arm == "grpo" else 0.0)
+    run.run_demo(tmp_path, 2, "ablation")
+    assert not list(tmp_path.rglob("checkpoints"))  # nothing is trained
+    assert "student_topk" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "ablation.json").read_text())["arms"]) == 20
+    table = (tmp_path / "ablation.md").read_text()
+    assert "| `grpo` | 0.50 [0.50, 0.50] | +0.25 [+0.25, +0.25] |" in table
+    assert "| 2 of 2 | 0.00 |" in table
+    assert "| 0 of 2 | 0.00 |" in table
+    assert (tmp_path / "ablation.svg").read_text().count("<circle") == 2 * 10
+    assert "student_topk" in (tmp_path / "ablation.html").read_text()
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_a_worker_does_not_print_what_guards_say(tmp_path: Path):
+    logger = measures.logger
+    level = logger.level
+    assert logger.isEnabledFor(logging.WARNING)
+    try:
+        with pytest.raises(FileNotFoundError):
+            run._work(Job(name="copy", directory=tmp_path, swap_from=tmp_path / "absent"))
+        assert not logger.isEnabledFor(logging.WARNING)
+        assert logger.isEnabledFor(logging.ERROR)
+    finally:
+        logger.setLevel(level)
+
+
+def test_an_unknown_act_is_refused_with_the_known_ones(tmp_path: Path):
+    with pytest.raises(ValueError, match="expected one of collapse, stop_mismatch, ablation"):
+        run.run_demo(tmp_path, act="stops")
 
 
 def test_a_failed_run_is_named_with_its_error(tmp_path: Path):
