@@ -101,6 +101,7 @@ def fused(point: Point, terms: Terms, pg_weight: float, kl_weight: float = 0.0) 
             sft_weight_N=zero,
             rollout_logprob_N=zero,
             repetitive_N=zero.bool(),
+            truncated_N=zero.bool(),
             teacher=Scores(logprob_N=zero, hidden_NH=x.teacher_TH),
             reference=Scores(None, hidden_NH=x.teacher_TH),
         )

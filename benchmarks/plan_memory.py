@@ -2,28 +2,32 @@
 
     python -m benchmarks.plan_memory
 
-For three sizes of student, teacher and reference: three Stable-OPD steps in this process, the
-largest resident memory of the last step, and what planning/memory.py predicts for torch's layers.
-Memory of libraries is subtracted: a tiny run comes first.
+For three sizes of student, teacher and reference and four layouts: three Stable-OPD steps, the
+largest resident memory of the last step on the fullest rank, and what planning/memory.py predicts
+for that rank with torch's layers. Memory of libraries is subtracted: a tiny run comes first.
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import os
 import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
 
 from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.parallel.world import World, start_world, stop_world
+from stable_opd_mcore.parallel.world import World, gather_objects, start_world, stop_world
 from stable_opd_mcore.planning.hardware import Device
 from stable_opd_mcore.planning.layout import layout_of
-from stable_opd_mcore.planning.memory import Work, memory_plan
+from stable_opd_mcore.planning.memory import Work, stage_plan
 from stable_opd_mcore.planning.plan import read_models
 from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.train.setup import build_run
@@ -32,6 +36,12 @@ from stable_opd_mcore.train.step import train_step
 
 MIB = 2**20
 SIZES = ((512, 4, 2048), (768, 6, 2048), (1024, 8, 1024))  # hidden, layers, micro-batch tokens
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"ranks": 1},
+    {"ranks": 2, "tensor": 2, "sequence": True},
+    {"ranks": 2, "pipeline": 2},
+    {"ranks": 2},
+)
 HOST = Device("cpu", 1024, 0, 1, 1, 1, 1)  # its rates are not used
 
 
@@ -64,14 +74,16 @@ class Peak:
             time.sleep(0.002)
 
 
-def config_of(directory: str, hidden: int, layers: int, tokens: int) -> Config:
+def config_of(
+    directory: str, parallel: dict[str, Any], hidden: int, layers: int, tokens: int
+) -> Config:
     architecture = {
         "model_type": "qwen2",
         "hidden_size": hidden,
         "intermediate_size": 4 * hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": hidden // 64,
-        "num_key_value_heads": max(1, hidden // 256),
+        "num_key_value_heads": 2 * max(1, hidden // 512),
         "max_position_embeddings": 2048,
         "vocab_size": 8192,
         "rope_theta": 1e4,
@@ -88,6 +100,7 @@ def config_of(directory: str, hidden: int, layers: int, tokens: int) -> Config:
         "mixture": {"lambda": 0.5},
         "train": {"micro_batch_tokens": tokens},
         "monitoring": {"tensorboard": False},
+        **parallel,
     }
     return parse_config(values, origin="plan_memory")
 
@@ -111,30 +124,47 @@ def measure(config: Config, world: World, peak: Peak) -> Work:
     return Work(round(prompt_tokens), round(sum(lengths) / len(lengths)))
 
 
-def compare(hidden: int, layers: int, tokens: int) -> None:
-    """Print one row. Needs a process of its own: freed memory is not returned to the system."""
+def compare(rank: int, layout: dict[str, Any], store: str, size: tuple[int, int, int]) -> None:
+    """One rank of a row; rank 0 prints it.
+
+    Needs processes of its own: freed memory is not returned to the system.
+    """
+    ranks = layout["ranks"]
+    parallel = {"parallel": {k: v for k, v in layout.items() if k != "ranks"}}
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     with tempfile.TemporaryDirectory() as directory, Peak() as peak:
-        tiny = config_of(directory, 64, 1, 256)
+        tiny = config_of(directory, parallel, 128, 2, 256)
         world = start_world(tiny.parallel, 0)
         measure(tiny, world, peak)
-        config = config_of(directory, hidden, layers, tokens)
+        config = config_of(directory, parallel, *size)
         before = peak.resident()
         work = measure(config, world, peak)
-        measured = (peak.bytes - before) / MIB
-        layout, models = layout_of(config.parallel, 1), read_models(config)
-        predicted = memory_plan(config, models, layout, HOST, work, "torch").peak_bytes / MIB
-        ratio = predicted / measured
-        print(f"{hidden:6}  {layers:6}  {predicted:13.0f}  {measured:12.0f}  {ratio:5.2f}")
+        measured = peak.bytes - before
+        models, stage = read_models(config), world.pipeline_rank
+        made = layout_of(config.parallel, ranks)
+        plan = stage_plan(config, models, made, stage, HOST, work, "torch")
+        found = gather_objects((measured, plan.peak_bytes))
+        fullest, predicted = max(found)
+        if rank == 0:
+            hidden, layers, _ = size
+            print(
+                f"| {hidden:,}, {layers} | {made} | {predicted / MIB:,.0f} | {fullest / MIB:,.0f} |"
+                f" {predicted / fullest:.2f} |",
+                flush=True,
+            )
         stop_world()
 
 
 def main() -> None:
-    print("hidden  layers  predicted MiB  measured MiB  ratio", flush=True)
-    context = multiprocessing.get_context("spawn")
+    print("| hidden size, layers | layout | predicted MiB | measured MiB | ratio |", flush=True)
     for size in SIZES:
-        process = context.Process(target=compare, args=size)
-        process.start()
-        process.join()
+        for layout in LAYOUTS:
+            with tempfile.TemporaryDirectory() as directory:
+                store = (Path(directory) / "store").as_uri()
+                arguments = (layout, store, size)
+                spawn(compare, args=arguments, nprocs=layout["ranks"])
 
 
 if __name__ == "__main__":

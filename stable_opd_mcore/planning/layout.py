@@ -7,11 +7,11 @@ The same arithmetic as parallel/world.py, without a process group. Not here: wha
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.models.families import Architecture, layout_refusal
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Layout:
     virtual: int = 1  # model chunks per pipeline rank
     context: int = 1
     sequence: bool = False  # sequence parallelism over the tensor ranks
+    expert: int = 1  # ranks of a pipeline stage; each holds a part of the experts
 
     @property
     def data(self) -> int:
@@ -34,8 +35,14 @@ class Layout:
         """Ranks over which gradients are summed and the optimizer is sharded."""
         return self.data * self.context
 
+    @property
+    def expert_copies(self) -> int:
+        """Ranks that hold the same experts: their gradients are summed over these."""
+        return self.tensor * self.data * self.context // self.expert
+
     def __str__(self) -> str:
         parts = [f"TP{self.tensor}", f"PP{self.pipeline}", f"CP{self.context}", f"DP{self.data}"]
+        parts += [f"EP{self.expert}"] if self.expert > 1 else []
         return " x ".join(parts) + (f", {self.virtual} chunks a stage" if self.virtual > 1 else "")
 
 
@@ -43,7 +50,7 @@ def layout_of(parallel: ParallelConfig, gpus: int) -> Layout:
     """The config's layout on this many trainer GPUs.
 
     Raises:
-        UserError: tensor x pipeline x context does not divide the GPUs.
+        UserError: tensor x pipeline x context does not divide the GPUs, or expert those of a stage.
     """
     replica = parallel.tensor * parallel.pipeline * parallel.context
     if gpus % replica:
@@ -52,6 +59,11 @@ def layout_of(parallel: ParallelConfig, gpus: int) -> Layout:
             f"parallel.context={parallel.context} = {replica} does not divide {gpus} trainer GPUs: "
             f"take a multiple of {replica}, or lower one of them"
         )
+    if gpus // parallel.pipeline % parallel.expert:
+        raise UserError(
+            f"parallel.expert={parallel.expert} does not divide the {gpus // parallel.pipeline} "
+            f"GPUs of each of {parallel.pipeline} pipeline stages: lower it, or take more GPUs"
+        )
     return Layout(
         gpus=gpus,
         tensor=parallel.tensor,
@@ -59,19 +71,20 @@ def layout_of(parallel: ParallelConfig, gpus: int) -> Layout:
         virtual=parallel.virtual_pipeline or 1,
         context=parallel.context,
         sequence=parallel.sequence,
+        expert=parallel.expert,
     )
 
 
 def refusal(architecture: Architecture, layout: Layout) -> str | None:
     """Why the model cannot be laid out so; None where it can."""
-    for name in ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size"):
-        number = getattr(architecture, name)
-        if number % layout.tensor:
-            return f"parallel.tensor={layout.tensor} does not divide {name}={number}"
-    stages = layout.pipeline * layout.virtual
-    if architecture.num_layers % stages:
-        return f"{architecture.num_layers} layers do not divide into {stages} stages"
-    return None
+    return layout_refusal(
+        architecture,
+        layout.tensor,
+        layout.pipeline,
+        layout.virtual,
+        expert=layout.expert,
+        sequence=layout.sequence,
+    )
 
 
 def valid_layouts(
@@ -84,8 +97,18 @@ def valid_layouts(
                 if gpus % (tensor * pipeline * context) or context > gpus_per_node:
                     continue
                 layout = Layout(gpus, tensor, pipeline, 1, context, sequence=tensor > 1)
-                if all(refusal(model, layout) is None for model in architectures):
-                    yield layout
+                for expert in _expert_sizes(architectures, layout):
+                    layout = replace(layout, expert=expert)
+                    if all(refusal(model, layout) is None for model in architectures):
+                        yield layout
+
+
+def _expert_sizes(architectures: Sequence[Architecture], layout: Layout) -> list[int]:
+    """Values of parallel.expert: whole replicas, or equal parts of one."""
+    if all(model.experts is None for model in architectures):
+        return [1]
+    sizes = _divisors(layout.gpus // layout.pipeline)
+    return [n for n in sizes if n % layout.tensor == 0 or layout.tensor % n == 0]
 
 
 def _divisors(number: int) -> list[int]:

@@ -7,10 +7,12 @@ Adam's state exists from the first update on. Not here: how long a phase takes (
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.config.training import Fp8Role
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.planning.hardware import GIB, Device
 from stable_opd_mcore.planning.layout import Layout
@@ -31,7 +33,7 @@ class Work:
     def sequences(self, config: Config) -> int:
         """Rollouts and golden solutions of one step, over all ranks."""
         prompts = config.rollout.prompts_per_step
-        golden = prompts if config.mixture.lambda_ > 0 or config.objective.name == "sft" else 0
+        golden = prompts if config.largest_lambda > 0 or config.objective.name == "sft" else 0
         drawn = 0 if config.objective.name == "sft" else prompts * config.rollout.samples_per_prompt
         return drawn + golden
 
@@ -138,7 +140,8 @@ def micro_batch_tokens(config: Config, layout: Layout, work: Work) -> float:
     """Tokens of the largest micro-batch: a sequence longer than the budget stands alone."""
     longest = work.prompt_tokens + config.sampling.max_new_tokens
     budget = max(config.train.micro_batch_tokens, longest)
-    return min(budget, work.trained_tokens(config) / layout.data / config.train.minibatches)
+    sequences = math.ceil(work.sequences(config) / layout.data / config.train.minibatches)
+    return min(budget, sequences * (work.prompt_tokens + work.response_tokens))
 
 
 def _components(
@@ -149,22 +152,33 @@ def _components(
     parameters = student.stage_parameters(stage)
     # bf16: Adam keeps fp32 weights and two moments; fp32: the weights are the model's own.
     state = 12 if element == 2 else 8
-    shards = layout.gradient_ranks if config.optimizer.distributed else 1
+    is_cut = config.optimizer.distributed
+    sharded = student.shared_parameters(stage) / (layout.gradient_ranks if is_cut else 1)
+    sharded += student.expert_parameters() / (layout.expert_copies if is_cut else 1)
     phases = _phases_held(config)
     parts = [
         Component("student weights", element * parameters, phases["student"]),
         Component("gradients, fp32", 4 * parameters, phases["gradients"]),
-        Component("Adam's state", state * parameters / shards, phases["optimizer"]),
+        Component("Adam's state", state * sharded, phases["optimizer"]),
     ]
-    frozen = []
+    parts += _fp8_copies(config, student, stage, layers)
+    frozen: list[tuple[Fp8Role, ModelSize]] = []
     if models.teacher is not None:
-        frozen.append(("teacher weights", ModelSize(models.teacher, layout)))
+        frozen.append(("teacher", ModelSize(models.teacher, layout)))
     if models.reference:
-        frozen.append(("reference weights", student))
-    parts += [
-        Component(name, element * size.stage_parameters(stage), phases["frozen"])
-        for name, size in frozen
-    ]
+        frozen.append(("reference", student))
+    for role, size in frozen:
+        held = element * size.stage_parameters(stage)
+        fp8 = config.fp8.of(role)
+        if fp8 is not None and layers == "transformer_engine":
+            held -= (element - 1) * size.fp8_parameters(stage, fp8)
+        parts.append(Component(f"{role} weights", held, phases["frozen"]))
+    if models.reference and config.reference.update == "ema" and element == 2:
+        average = 4 * student.stage_parameters(stage)
+        parts.append(Component("reference's average, fp32", average, phases["frozen"]))
+    elif models.reference and config.reference.update != "never" and config.fp8.reference:
+        kept = element * student.stage_parameters(stage)
+        parts.append(Component("reference without FP8", kept, phases["frozen"]))
     parts += _rollout_components(config, student, work, element)
     last = stage == layout.pipeline - 1
     if last:
@@ -181,10 +195,22 @@ def _components(
     per_token += student.saved_outside_layers(last, layers, element)
     in_flight = min(_in_flight(layout, stage), num_micro_batches(config, layout, work))
     parts.append(Component("activations", per_token * tokens * in_flight, ("update",)))
-    # Backward holds the gradients of one layer's activations, or the activations it recomputes.
-    one_layer = student.saved_bytes("none", layers, element) * tokens
-    parts.append(Component("backward workspace", one_layer, ("update",)))
+    # Backward holds the gradients of one layer's activations, or the activations it recomputes. The
+    # loss's logits are freed before.
+    workspace = student.saved_bytes("none", layers, element) * tokens
+    if last:
+        workspace = max(workspace, _logits_bytes(config, models, student, tokens, element))
+    parts.append(Component("backward workspace or logits", workspace, ("update",)))
     return parts
+
+
+def _fp8_copies(config: Config, student: ModelSize, stage: int, layers: Layers) -> list[Component]:
+    """Transformer Engine casts the student's weights once a step, for both directions of a GEMM."""
+    fp8 = config.fp8.of("student")
+    if fp8 is None or layers == "torch":
+        return []
+    copies = 2 * student.fp8_parameters(stage, fp8)
+    return [Component("student weights in FP8, twice", copies)]
 
 
 def _phases_held(config: Config) -> dict[str, tuple[Phase, ...]]:
@@ -219,27 +245,45 @@ def _rollout_components(
 def _loss_components(
     config: Config, models: Models, student: ModelSize, work: Work, element: int
 ) -> list[Component]:
-    """What the last stage holds beside its layers: kept hidden states, and the fused loss."""
+    """What the last stage holds beside its layers, without the fused loss's logits."""
     layout, needs = student.layout, _hidden_states_needed(config, models)
     rows = work.scored_rows(config) / layout.gradient_ranks
     kept = element * rows * sum(needs)
     tokens = micro_batch_tokens(config, layout, work) / layout.context
-    # losses/output_head.rows_per_block: as many rows as shards, so that the block's bytes stay.
-    block = min(config.train.loss_block_tokens * layout.tensor, tokens) * student.head_rows
-    # Another temperature than 1: a copy of the golden rows' logits, at most of the whole block.
-    has_golden = config.mixture.lambda_ > 0 or config.objective.name == "sft"
-    copies = 1 if has_golden and config.sampling.temperature != 1 else 0
-    logits = element * block * (1 + len(needs) + copies)
     hidden = 2 * element * tokens * models.student.hidden_size  # gathered, and its gradient
-    heads: list[Component] = []
+    heads = _aligned_heads(models, student, element)
     if "frozen" in config.offloaded:  # the loss multiplies their heads
         columns = element * student.head_rows * sum(needs)
-        heads = [Component("heads of the scorers", columns, ("update",))]
+        heads.append(Component("heads of the scorers", columns, ("update",)))
     return [
         *heads,
         Component("hidden states of the scorers", kept, ("score", "update")),
-        Component("loss: logits, hidden states", logits + hidden, ("update",)),
+        Component("loss: hidden states, gradient", hidden, ("update",)),
     ]
+
+
+def _aligned_heads(models: Models, student: ModelSize, element: int) -> list[Component]:
+    """The teacher's head where its shards begin at other rows (losses/output_head.align_head)."""
+    teacher, layout = models.teacher, student.layout
+    if teacher is None or layout.tensor == 1:
+        return []
+    if ModelSize(teacher, layout).head_rows == student.head_rows:
+        return []
+    copy = element * student.head_rows * teacher.hidden_size
+    return [Component("teacher's head, cut as the student's", copy)]
+
+
+def _logits_bytes(
+    config: Config, models: Models, student: ModelSize, tokens: float, element: int
+) -> float:
+    """A block's logits of every model that the fused loss reads; `tokens` of a micro-batch."""
+    # losses/output_head.rows_per_block: as many rows as shards, so that the block's bytes stay.
+    rows = min(config.train.loss_block_tokens * student.layout.tensor, tokens)
+    # Another temperature than 1: a copy of the golden rows' logits, at most of the whole block.
+    has_golden = config.largest_lambda > 0 or config.objective.name == "sft"
+    copies = 1 if has_golden and config.sampling.temperature != 1 else 0
+    blocks = 1 + len(_hidden_states_needed(config, models)) + copies
+    return element * rows * student.head_rows * blocks
 
 
 def _hidden_states_needed(config: Config, models: Models) -> list[int]:
@@ -275,5 +319,6 @@ def with_layout(config: Config, layout: Layout) -> Config:
         "context": layout.context,
         "sequence": layout.sequence,
         "virtual_pipeline": layout.virtual if layout.virtual > 1 else None,
+        "expert": layout.expert,
     }
     return config.model_copy(update={"parallel": config.parallel.model_copy(update=changes)})

@@ -4,6 +4,8 @@ Parameter counts are exact. Saved activations follow Transformer Engine's layers
 rotary embedding, flash attention); layers="torch" follows the torch layers of a CPU run, without
 context parallelism, whose torch form keeps a mask of [slice, sequence] and is for tests only.
 
+A mixture of experts is counted as if every expert were chosen equally often.
+
 H hidden, Q query width (heads x head size), K key-value width, F feed-forward width, V vocabulary
 rows of the stored embedding, t tensor ranks.
 """
@@ -13,7 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.models.fp8 import is_in_fp8
 from stable_opd_mcore.planning.layout import Layout
 
 Layers = Literal["transformer_engine", "torch"]
@@ -44,19 +48,50 @@ class ModelSize:
         return -(-self.architecture.vocab_size // self.layout.tensor)
 
     def layer_parameters(self) -> int:
-        """Of one decoder layer: attention, SwiGLU, norms."""
+        """Of one decoder layer without experts: attention, norms, SwiGLU or router."""
         model, t = self.architecture, self.layout.tensor
-        hidden, ffn = model.hidden_size, model.ffn_hidden_size // t
+        hidden = model.hidden_size
         qkv_rows = (self.query_width + 2 * self.key_width) // t
         attention = qkv_rows * hidden + hidden * (self.query_width // t)
         if model.family.qkv_bias:
             attention += qkv_rows
         if model.family.qk_norm:
             attention += 2 * model.head_dim
-        return attention + 3 * ffn * hidden + 2 * hidden
+        if model.experts is not None:
+            return attention + model.experts.number * hidden + 2 * hidden
+        return attention + 3 * model.ffn_hidden_size // t * hidden + 2 * hidden
+
+    def expert_parameters(self) -> int:
+        """Of this rank's experts in the layers of a stage; 0 in a dense model."""
+        model = self.architecture
+        if model.experts is None:
+            return 0
+        own = model.experts.number // self.layout.expert
+        return self.layers_per_stage * own * 3 * model.ffn_hidden_size * model.hidden_size
+
+    def fp8_parameters(self, stage: int, fp8: Fp8) -> int:
+        """Of one pipeline stage, those of the matrices in FP8."""
+        model, layout = self.architecture, self.layout
+        heads = 2 * (self.query_width + self.key_width) // layout.tensor
+        layer = model.hidden_size * heads
+        if model.experts is None:
+            layer += 3 * model.ffn_hidden_size // layout.tensor * model.hidden_size
+        else:
+            layer += self.expert_parameters() // self.layers_per_stage
+        each = self.layers_per_stage // layout.virtual
+        numbers = [
+            (chunk * layout.pipeline + stage) * each + i
+            for chunk in range(layout.virtual)
+            for i in range(each)
+        ]
+        return layer * sum(is_in_fp8(fp8, number, model.num_layers) for number in numbers)
 
     def stage_parameters(self, stage: int) -> int:
         """Of one pipeline stage: 0 holds the embedding, the last the final norm and the head."""
+        return self.shared_parameters(stage) + self.expert_parameters()
+
+    def shared_parameters(self, stage: int) -> int:
+        """Of one pipeline stage without its experts."""
         model, last = self.architecture, self.layout.pipeline - 1
         count = self.layers_per_stage * self.layer_parameters()
         matrix = self.head_rows * model.hidden_size
@@ -74,6 +109,15 @@ class ModelSize:
         one = ModelSize(model, Layout(1))
         return one.stage_parameters(0)
 
+    def read_parameters(self, tokens: float) -> float:
+        """Of the whole model, those that some of `tokens` tokens need: all but unchosen experts."""
+        one = ModelSize(self.architecture, Layout(1))
+        experts = self.architecture.experts
+        if experts is None:
+            return one.stage_parameters(0)
+        unchosen = (1 - experts.per_token / experts.number) ** tokens
+        return one.shared_parameters(0) + one.expert_parameters() * (1 - unchosen)
+
     def saved_bytes(self, recompute: str, layers: Layers, element_bytes: int) -> float:
         """Saved for backward by one layer, per token of this rank's slice of a micro-batch."""
         model, t = self.architecture, self.layout.tensor
@@ -81,24 +125,36 @@ class ModelSize:
         if recompute == "full":
             return element_bytes * hidden
         queries, keys = self.query_width / t, self.key_width / t
-        ffn = model.ffn_hidden_size / t
+        mlp = self._mlp_bytes(layers, element_bytes)
         norms = 2 * self._norm_bytes(hidden, 1 / self._norm_ranks, layers, element_bytes)
         if layers == "transformer_engine":
-            # Rotated queries and keys, values, output; gate and up, their product.
-            elements = 2 * queries + 2 * keys + 3 * ffn
+            # Rotated queries and keys, values, output.
+            elements = 2 * queries + 2 * keys
         else:
-            # The values are a view that keeps all of q, k and v; the gate's activation stays, too.
-            elements = 3 * queries + 3 * keys + 5 * ffn
-        saved = element_bytes * elements + norms
+            # The values are a view that keeps all of q, k and v.
+            elements = 3 * queries + 3 * keys
+        saved = element_bytes * elements + norms + mlp
         if recompute == "selective":  # the MLP, from the input of Transformer Engine's fused norm
-            saved -= element_bytes * (3 if layers == "transformer_engine" else 5) * ffn
-            if layers == "transformer_engine":
+            saved -= mlp
+            if layers == "transformer_engine" and model.experts is None:
                 saved -= element_bytes * hidden + 4 / self._norm_ranks
         if model.family.qk_norm:
             heads = (model.num_attention_heads + model.num_key_value_heads) / t
             saved += self._norm_bytes(queries + keys, heads, layers, element_bytes)
             saved -= element_bytes * (queries + keys)  # their outputs are not kept
         return saved + 4 * model.num_attention_heads / t  # log-sums of the attention
+
+    def _mlp_bytes(self, layers: Layers, element_bytes: int) -> float:
+        """Saved by one layer's MLP, or by its router and this rank's experts."""
+        model = self.architecture
+        # Gate and up, their product; torch's layers also keep the gate's activation and its input.
+        width = (3 if layers == "transformer_engine" else 5) * model.ffn_hidden_size
+        experts = model.experts
+        if experts is None:
+            return element_bytes * width / self.layout.tensor
+        # A token is copied to each of its experts. fp32: logits and probabilities of the router.
+        copies = experts.per_token * element_bytes * (width + 2 * model.hidden_size)
+        return (copies + 2 * 4 * experts.number) / self._norm_ranks
 
     def saved_outside_layers(self, last: bool, layers: Layers, element_bytes: int) -> float:
         """As saved_bytes: the stage's ids and rotary angles, and the last stage's final norm."""
@@ -128,8 +184,7 @@ class ModelSize:
 
     def mlp_share(self) -> float:
         """The MLPs' share of a layer's products, attention scores excluded."""
-        model = self.architecture
-        return 3 * model.ffn_hidden_size * model.hidden_size / model.layer_products
+        return self.architecture.mlp_products / self.architecture.layer_products
 
     def head_flops(self, rows: float) -> float:
         """One product of hidden states with the whole output head."""

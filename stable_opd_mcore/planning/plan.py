@@ -42,6 +42,7 @@ class Cluster:
     nodes: int
     gpus_per_node: int
     server_nodes: int = 0
+    spare_gpus: int = 0  # of the trainer's machine, for disaggregated servers
 
     @property
     def trainer_gpus(self) -> int:
@@ -205,12 +206,13 @@ def read_models(config: Config) -> Models:
     return Models(
         student=_architecture(config.student, "student"),
         teacher=_architecture(teacher, "teacher") if teacher and in_trainer else None,
-        reference=config.kl.beta > 0,
+        reference=config.largest_beta > 0,
     )
 
 
 def _architecture(model: ModelConfig, name: str) -> Architecture:
-    return read_architecture(model_source(model, name)[0])
+    source, _ = model_source(model, name)
+    return read_architecture(source, window=model.window, rope_theta=model.rope_theta)
 
 
 def plan_topology(config: Config, cluster: Cluster, gpu: str) -> Topology:
@@ -234,6 +236,7 @@ def _topology(
         gpus_per_node=cluster.gpus_per_node,
         server_nodes=cluster.server_nodes,
         memory_gib=memory_gib,
+        spare_gpus=cluster.spare_gpus,
     )
 
 

@@ -118,8 +118,14 @@ def _message_seconds(
     per_layer = 4 * 2 * of_rank * model.hidden_size * (t - 1) / t  # two gathers, two scatters
     seconds = device.link_seconds(size.layers_per_stage * per_layer, within_node=t <= gpus_per_node)
     ring = 2 * 2 * of_rank * size.key_width / t * (c - 1)  # keys and values pass every rank
+    seconds += device.link_seconds(size.layers_per_stage * ring, within_node=t * c <= gpus_per_node)
+    if model.experts is None:
+        return seconds
+    # Each token goes to its experts and comes back, from the tensor rank that holds it.
+    sent = 2 * 2 * of_rank / t * model.experts.per_token * model.hidden_size
+    sent *= (layout.expert - 1) / layout.expert
     return seconds + device.link_seconds(
-        size.layers_per_stage * ring, within_node=t * c <= gpus_per_node
+        size.layers_per_stage * sent, within_node=layout.expert <= gpus_per_node
     )
 
 
@@ -128,13 +134,16 @@ def _optimizer_seconds(
 ) -> float:
     """Gradients summed, Adam, weights gathered; once for each of train.minibatches."""
     layout = student.layout
-    parameters = max(student.stage_parameters(s) for s in {0, layout.pipeline - 1})
-    d = layout.gradient_ranks
-    messages = (4 + 2) * parameters * (d - 1) / d
-    replica = layout.tensor * layout.pipeline
-    seconds = device.link_seconds(messages, within_node=replica * d <= gpus_per_node)
-    shards = d if config.optimizer.distributed else 1
-    seconds += device.memory_seconds(7 * 4 * parameters / shards)
+    shared = max(student.shared_parameters(s) for s in {0, layout.pipeline - 1})
+    seconds = 0.0
+    for parameters, d in (
+        (shared, layout.gradient_ranks),
+        (student.expert_parameters(), layout.expert_copies),
+    ):
+        messages = (4 + 2) * parameters * (d - 1) / d
+        seconds += device.link_seconds(messages, within_node=layout.gpus <= gpus_per_node)
+        shards = d if config.optimizer.distributed else 1
+        seconds += device.memory_seconds(7 * 4 * parameters / shards)
     return config.train.minibatches * seconds
 
 
@@ -147,12 +156,13 @@ def _rollout_seconds(
     drawn = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     of_server = drawn / servers.count
     steps = config.sampling.max_new_tokens  # some response runs to the limit
-    weights = 2 * student.total_parameters() / servers.tensor
+    weights = 2 * student.read_parameters(of_server) / servers.tensor
     mean_context = work.prompt_tokens + work.response_tokens / 2
     tokens = of_server * work.response_tokens
     cache = tokens * mean_context * student.kv_bytes() / servers.tensor
-    flops = 2 * student.total_parameters() * tokens / servers.tensor
-    prompts = 2 * student.total_parameters() * of_server * work.prompt_tokens / servers.tensor
+    products = student.read_parameters(1)
+    flops = 2 * products * tokens / servers.tensor
+    prompts = 2 * products * of_server * work.prompt_tokens / servers.tensor
     overhead = SGLANG_SECONDS if config.rollout.engine == "sglang" else IN_PROCESS_SECONDS
     return (
         steps * (device.memory_seconds(weights) + overhead)

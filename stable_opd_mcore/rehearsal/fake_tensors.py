@@ -30,6 +30,7 @@ _COALESCED = (  # collectives that torch has no fake form of
     torch.ops.c10d.allgather_into_tensor_coalesced_.default,
     torch.ops.c10d.allreduce_coalesced_.default,
 )
+_GATHER = torch.ops.c10d._allgather_base_.default
 _READS = (_aten.item.default, _aten._local_scalar_dense.default)
 
 
@@ -79,6 +80,9 @@ class _Mode(TorchDispatchMode):
             inputs or not _makes_floats(func, args, kwargs)
         ):
             with unset_fake_temporarily():
+                if func is _GATHER:  # every rank has the same
+                    gathered, own = inputs
+                    gathered.view(-1, own.numel()).copy_(own.view(1, -1))
                 return func(*args, **kwargs)
         if func in _READS:
             dtype = inputs[0].dtype
@@ -87,7 +91,12 @@ class _Mode(TorchDispatchMode):
             return True
         if func in _COALESCED:
             return FakeWork().boxed()
-        output = func(*args, **kwargs)
+        if func is _aten.masked_select.default:  # the mask is real: it says how many
+            with unset_fake_temporarily():
+                chosen = int(inputs[1].sum())
+            output = inputs[0].new_empty(chosen)
+        else:
+            output = func(*args, **kwargs)
         for leaf in tree_leaves(output):
             if isinstance(leaf, FakeTensor):
                 self._live.add(leaf)

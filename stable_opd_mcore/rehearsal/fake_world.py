@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +20,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.moe import router
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stable_opd_mcore.config.schema import ParallelConfig
@@ -26,6 +30,8 @@ from stable_opd_mcore.models import weights
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
 from stable_opd_mcore.parallel import pipeline
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
+
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 @contextmanager
@@ -55,8 +61,10 @@ def fake_world(parallel: ParallelConfig, gpus: int, rank: int = 0) -> Iterator[W
                 (dist, "all_gather_object", gather_object),
                 (dist, "broadcast_object_list", lambda *unused, **also_unused: None),
                 (weights, "_owners", owners),
+                (weights, "_expert_ranks", _expert_ranks),
                 (pipeline, "get_forward_backward_func", messages.schedule),
                 (HiddenStatesGPTModel, "to", _convert),
+                (router, "topk_routing_with_score_function", balanced_routing),
                 (P2PCommunicator, "_communicate_shapes", lambda *a, **k: messages.shapes(*a, **k)),
             ):
                 replaced.enter_context(patch.object(owner, name, value))
@@ -77,6 +85,37 @@ def _convert(model: HiddenStatesGPTModel, target: Any) -> HiddenStatesGPTModel:
                 vars(new).update(vars(old))  # Megatron's marks
                 setattr(module, name, new)
     return model
+
+
+def balanced_routing(logits_TE: Tensor, topk: int, **options: Any) -> tuple[Tensor, Tensor]:
+    """Megatron's probabilities, and a choice of `topk` experts a token that loads all equally."""
+    probabilities_TE, _ = topk_routing_with_score_function(logits_TE, topk, **options)
+    return probabilities_TE, _equal_shares(*logits_TE.shape, topk)
+
+
+@lru_cache(maxsize=4)
+def _equal_shares(tokens: int, experts: int, topk: int) -> Tensor:
+    """[tokens, experts], bool. Not fake: the dispatcher reads how many tokens each expert gets."""
+    first_T = topk * torch.arange(tokens)
+    indices_TC = (first_T[:, None] + torch.arange(topk)) % experts
+    return torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, indices_TC, True)
+
+
+def _expert_ranks(
+    local: Sequence[tuple[str, ...]], group: dist.ProcessGroup
+) -> dict[tuple[str, ...], int]:
+    """In place of `models.weights._expert_ranks`: every rank holds as many experts, in order."""
+    numbers = {int(found[1]) for names in local if (found := _EXPERT.search(names[0]))}
+    ranks: dict[tuple[str, ...], int] = {}
+    for rank in range(group.size()):
+        shift = (rank - group.rank()) * len(numbers)
+        for names in local:
+            ranks[tuple(_with_expert_shifted(name, shift) for name in names)] = rank
+    return ranks
+
+
+def _with_expert_shifted(name: str, shift: int) -> str:
+    return _EXPERT.sub(lambda found: f".experts.{int(found[1]) + shift}.", name)
 
 
 class _Owners:

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from megatron.core.optimizer import clip_grads
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stable_opd_mcore.config.schema import Config
@@ -27,13 +29,13 @@ from stable_opd_mcore.losses.output_head import accumulation_dtype
 from stable_opd_mcore.metrics import Metrics, Sum
 from stable_opd_mcore.models.weights import iter_hf_tensors
 from stable_opd_mcore.parallel.world import World
-from stable_opd_mcore.records import Prompt, Rollout
+from stable_opd_mcore.records import Prompt, Rollout, Sample, SampleFacts
 from stable_opd_mcore.rehearsal.fake_tensors import fake_tensors
 from stable_opd_mcore.rehearsal.fake_world import fake_world
 from stable_opd_mcore.rollout.engine import NothingInFlight
 from stable_opd_mcore.rollout.sglang.sync import make_buckets
 from stable_opd_mcore.rollout.sglang.transports import Buffers
-from stable_opd_mcore.train import setup, step
+from stable_opd_mcore.train import setup, sharing, step
 from stable_opd_mcore.train.state import TrainState
 
 
@@ -62,13 +64,15 @@ def rehearse_rank(
         UserError: what the trainer would refuse.
     """
     start = time.process_time()
+    # Values of single tokens leave the device, and tensors without memory have none.
+    monitoring = config.monitoring.model_copy(update={"token_values": 0})
+    config = config.model_copy(update={"monitoring": monitoring})
     with (
         fake_world(config.parallel, gpus, rank) as world,
         fake_tensors() as live,
         _absent(_Inputs(config, prompt_tokens, vocab_size)),
     ):
         run, state = setup.build_run(config, world), TrainState()
-        run.engine.publish(state.weight_version)
         run.student.zero_grad()
         run.student.finish_grads()
         run.student.update(lr=0.0)  # Adam's state exists from the first update on
@@ -113,13 +117,27 @@ class _Inputs:
         """As train.step.draw_rollouts: all responses are truncated at the limit."""
         if not run.objective.needs_rollouts:
             return []
-        response = self._response()
-        logprobs = (0.0,) * len(response)
+        response = np.array(self._response(), np.int32)
+        logprobs = np.zeros(len(response), np.float32)
         return [
             Rollout(prompt, i, response, logprobs, "length", version, reward=0.0)
             for prompt in prompts
             for i in range(self.config.rollout.samples_per_prompt)
         ]
+
+    def collect(
+        self,
+        world: World,
+        samples: Sequence[Sample],
+        facts: SampleFacts,
+        trainer_B: NDArray[np.int64],
+    ) -> dict[int, Sample]:
+        """As train.sharing.collect: this rank holds the samples of all ranks."""
+        mine = np.flatnonzero(trainer_B == world.batch_rank)
+        return {
+            place: samples[index]
+            for place, index in zip(mine.tolist(), facts.index_B[mine].tolist(), strict=True)
+        }
 
     def _response(self) -> tuple[int, ...]:
         usable = max(1, self.vocab_size - len(self.stop_token_ids))
@@ -179,6 +197,9 @@ def _absent(inputs: _Inputs) -> Iterator[None]:
         patch.object(output_head, "MAX_CPU_BLOCK_ELEMENTS", 2**62),  # blocks as on a GPU
         patch.object(clip_grads, "l2_norm_impl", lambda *unused: (torch.ones(1), None)),
         patch.object(step, "draw_rollouts", inputs.rollouts),
+        patch.object(step, "own_share", lambda _world, items: items),
+        patch.object(sharing, "gather_objects", lambda item, _group: [item]),
+        patch.object(sharing, "collect", inputs.collect),
         patch.object(step, "reduce_row_metrics", _row_metrics),
     ):
         yield

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stable_opd_mcore.config.models import TeacherConfig
-from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.data.chat import SYNTHETIC, Tokenizer
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.models.families import read_fields
 from stable_opd_mcore.planning.hardware import GIB
 from stable_opd_mcore.planning.known_models import model_source
 from stable_opd_mcore.planning.layout import Layout, layout_of
@@ -25,6 +26,8 @@ from stable_opd_mcore.planning.plan import Cluster, Plan, make_plan, read_models
 from stable_opd_mcore.rehearsal.rank import rehearse_rank
 
 PROMPT_TOKENS = 256  # of every prompt, fewer where the window leaves less
+# Of a model chunk with experts: the CPU takes each expert of each layer alone, and all are alike.
+LAYERS_WITH_EXPERTS = 2
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class StageReport:
     """One rank of one stage. The fake world and `planned_bytes` have the torch layers."""
 
     stage: int
+    layers: int | None  # of the stage, where fewer than the config's are rehearsed
     seconds: float
     fake_bytes: float  # peak of the rehearsed step
     planned_bytes: float  # of the same step
@@ -44,9 +48,10 @@ class StageReport:
             f"{value / GIB:.1f}"
             for value in (self.fake_bytes, self.planned_bytes, self.gpu_bytes, self.usable_bytes)
         )
+        cut = "" if self.layers is None else f" (layers: {self.layers})"
         return (
-            f"stage {self.stage}  {self.seconds:5.1f} s  fake world {fake}, plan {planned} GiB; "
-            f"on the GPU {gpu} of {usable} GiB  ok"
+            f"stage {self.stage}  {self.seconds:5.1f} s  fake world{cut} {fake}, "
+            f"plan {planned} GiB; on the GPU {gpu} of {usable} GiB  ok"
         )
 
 
@@ -55,10 +60,11 @@ def rehearse_worlds(
     clusters: Sequence[Cluster],
     gpu: str,
     tell: Callable[[str], None],
+    layers: int | None = None,
 ) -> bool:
     """Rehearse every config in every world; whether none was refused.
 
-    A config that no world divides counts as refused.
+    A config that no world divides counts as refused. `layers`: see rehearse_stage.
     """
     tell(_layers())
     passed = True
@@ -77,7 +83,7 @@ def rehearse_worlds(
             divided = True
             try:
                 for stage in range(layout.pipeline):
-                    report = rehearse_stage(config, cluster, gpu, stage)
+                    report = rehearse_stage(config, cluster, gpu, stage, layers)
                     tell(f"{name}  {layout}  {report.line}{_idle(config, layout)}")
             except UserError as error:
                 passed = False
@@ -88,8 +94,17 @@ def rehearse_worlds(
     return passed
 
 
-def rehearse_stage(config: Config, cluster: Cluster, gpu: str, stage: int) -> StageReport:
+def rehearse_stage(
+    config: Config,
+    cluster: Cluster,
+    gpu: str,
+    stage: int,
+    layers: int | None = None,
+) -> StageReport:
     """The first rank of one pipeline stage; the config's models must be readable.
+
+    Models are cut to `layers` layers a model chunk; None: those with experts to
+    LAYERS_WITH_EXPERTS, and others not at all.
 
     Raises:
         UserError: layout, memory, lengths or servers do not fit.
@@ -98,7 +113,10 @@ def rehearse_stage(config: Config, cluster: Cluster, gpu: str, stage: int) -> St
     work = longest_work(config, models)
     plan = make_plan(config, cluster, gpu, work)
     _require_fit(plan)
+    vocab_size = _vocabulary(config)
+    config, of_stage = with_few_layers(config, models, plan.layout, layers)
     config = with_few_prompts(config, plan.layout, work)
+    models = read_models(config)
     planned = stage_plan(config, models, plan.layout, stage, plan.device, work, "torch")
     rank = stage * (cluster.trainer_gpus // plan.layout.pipeline)
     report = rehearse_rank(
@@ -106,10 +124,11 @@ def rehearse_stage(config: Config, cluster: Cluster, gpu: str, stage: int) -> St
         cluster.trainer_gpus,
         rank,
         prompt_tokens=work.prompt_tokens,
-        vocab_size=_vocabulary(config),
+        vocab_size=vocab_size,
     )
     return StageReport(
         stage=report.stage,
+        layers=of_stage,
         seconds=report.seconds,
         fake_bytes=report.peak_bytes,
         planned_bytes=max(planned.bytes_in("score"), planned.bytes_in("update")),  # no servers
@@ -128,7 +147,7 @@ def longest_work(config: Config, models: Models) -> Work:
     if response >= window:
         raise UserError(
             f"sampling.max_new_tokens={response} leaves no prompt in the student's window of "
-            f"{window} positions: lower it below {window}, or raise max_position_embeddings"
+            f"{window} positions: lower it below {window}, or raise student.window"
         )
     prompt = min(PROMPT_TOKENS, window - response)
     budget = config.train.micro_batch_tokens
@@ -145,21 +164,52 @@ def longest_work(config: Config, models: Models) -> Work:
 def with_few_prompts(config: Config, layout: Layout, work: Work) -> Config:
     """As many prompts as fill the pipeline once: later micro-batches take the same memory.
 
+    One more sequence would make one more micro-batch on every rank, and packing would balance them
+    to smaller ones than plan counts. So one prompt has fewer responses where its own are too many.
+
     The budget becomes what whole sequences fill of it, which is what packing makes and plan counts.
     Nothing is offloaded: fake storages cannot move to the host.
     """
     length = work.prompt_tokens + work.response_tokens
     in_micro_batch = config.train.micro_batch_tokens // length
     micro_batches = layout.pipeline * layout.virtual * config.train.minibatches
-    wanted = -(-micro_batches * in_micro_batch * layout.data // work.sequences(_with(config, 1)))
-    config = _with(config, min(config.rollout.prompts_per_step, wanted))
+    room = micro_batches * in_micro_batch * layout.data  # sequences
+    of_prompt = work.sequences(_with(config, 1))
+    prompts = min(config.rollout.prompts_per_step, max(1, room // of_prompt))
+    samples = config.rollout.samples_per_prompt - max(0, of_prompt - room)
+    config = _with(config, prompts, max(1, samples))
     train = config.train.model_copy(update={"micro_batch_tokens": in_micro_batch * length})
     memory = config.memory.model_copy(update={"offload": ()})
     return config.model_copy(update={"train": train, "memory": memory})
 
 
-def _with(config: Config, prompts: int) -> Config:
-    rollout = config.rollout.model_copy(update={"prompts_per_step": prompts})
+def with_few_layers(
+    config: Config, models: Models, layout: Layout, layers: int | None
+) -> tuple[Config, int | None]:
+    """As rehearse_stage cuts the models; and how many layers a stage then has.
+
+    None: no model was cut.
+    """
+    chunks, cut = layout.pipeline * layout.virtual, None
+    changes: dict[str, ModelConfig] = {}
+    for name, model in (("student", config.student), ("teacher", config.teacher)):
+        size = getattr(models, name)
+        if model is None or size is None or (layers is None and size.experts is None):
+            continue
+        of_chunk = layers or LAYERS_WITH_EXPERTS
+        if size.num_layers > of_chunk * chunks:
+            fields = read_fields(model_source(model, name)[0])[1]
+            fields = {**fields, "num_hidden_layers": of_chunk * chunks}
+            changes[name] = model.model_copy(update={"path": None, "architecture": fields})
+            cut = of_chunk * layout.virtual
+    return config.model_copy(update=changes), cut
+
+
+def _with(config: Config, prompts: int, samples: int | None = None) -> Config:
+    changes = {"prompts_per_step": prompts}
+    if samples is not None:
+        changes["samples_per_prompt"] = samples
+    rollout = config.rollout.model_copy(update=changes)
     return config.model_copy(update={"rollout": rollout})
 
 

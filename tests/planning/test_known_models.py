@@ -13,10 +13,17 @@ from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.planning.known_models import model_source
 from stable_opd_mcore.planning.layout import Layout
 from stable_opd_mcore.planning.model_size import ModelSize
+from stable_opd_mcore.planning.plan import read_models
 from tests.planning.cases import CONFIGS, QWEN_7B
 
 # As the model cards state them; a tied head counts once.
-MILLIONS = {"sft_1p5b": 1544, "sft_7b": 7616, "stable_opd_32b": 32764}
+MILLIONS = {
+    "sft_1p5b": 1544,
+    "sft_7b": 7616,
+    "stable_opd_32b": 32764,
+    "stable_opd_30b_a3b": 30532,
+    "stable_opd_8b_235b": 8191,
+}
 
 
 @pytest.mark.parametrize("name", MILLIONS)
@@ -25,6 +32,15 @@ def test_published_sizes_have_the_published_number_of_parameters(name):
     size = ModelSize(read_architecture(source), Layout(1))
     assert round(size.total_parameters() / 1e6) == MILLIONS[name]
     assert "is absent: sizes as published" in str(note)
+
+
+def test_the_supervised_runs_ask_for_the_window_that_later_runs_start_with():
+    models = read_models(load_config(CONFIGS / "sft_7b.yaml"))
+    later = read_models(load_config(CONFIGS / "stable_opd_7b.yaml"))
+    for student in (models.student, later.student):
+        assert (student.max_positions, student.rope_theta) == (16384, 40000.0)
+    published, _ = model_source(ModelConfig(path="models/Qwen2.5-Math-7B"), "student")
+    assert read_architecture(published).max_positions == 4096
 
 
 def test_a_directory_counts_more_than_the_table(tmp_path):

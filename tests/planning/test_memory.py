@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from stable_opd_mcore.planning.plan import Cluster, Plan, make_plan
-from tests.planning.cases import NODE, config_7b
+from tests.planning.cases import NODE, QWEN_7B, config_7b
 
 EMBEDDED = "rollout.engine=embedded"
 
@@ -38,6 +40,50 @@ def test_a_part_that_is_not_used_takes_nothing(tmp_path, override, gone):
     assert not components(plan).get(gone)
 
 
+def test_another_padded_vocabulary_of_the_teacher_costs_a_copy_of_its_head(tmp_path):
+    name, smaller = "teacher's head, cut as the student's", tmp_path / "smaller"
+    smaller.mkdir()
+    (smaller / "config.json").write_text(json.dumps(QWEN_7B | {"vocab_size": 151936}))
+    other = (f"student.path={smaller}",)
+    held = components(make_plan(config_7b(tmp_path, *other), NODE))
+    assert held[name] == 2 * 151936 / 4 * 3584
+    assert name not in components(make_plan(config_7b(tmp_path), NODE))
+    one_rank = (*other, "parallel.tensor=1", "parallel.sequence=false")
+    assert name not in components(make_plan(config_7b(tmp_path, *one_rank), NODE))
+
+
+def test_a_guard_that_acts_needs_the_reference_from_the_start(tmp_path):
+    def held(*overrides: str) -> dict[str, float]:
+        return components(make_plan(config_7b(tmp_path, EMBEDDED, "kl.beta=0", *overrides), NODE))
+
+    acting = held("guard.policy=act")
+    assert acting["reference weights"] == acting["student weights"]
+    assert "reference weights" not in held("guard.policy=act", "guard.max_beta=0")
+
+
+def test_an_average_of_bf16_weights_takes_four_bytes_a_parameter(tmp_path):
+    held = components(make_plan(config_7b(tmp_path, "reference.update=ema"), NODE))
+    assert held["reference's average, fp32"] == 2 * held["reference weights"]
+    copied = components(make_plan(config_7b(tmp_path, "reference.update=every"), NODE))
+    assert "reference's average, fp32" not in copied
+
+
+def test_frozen_weights_in_fp8_take_one_byte_and_the_students_copies_two(tmp_path):
+    fp8 = ("fp8.teacher=blockwise", "fp8.reference=tensorwise", "fp8.student=tensorwise")
+    plain = components(make_plan(config_7b(tmp_path), NODE))
+    held = components(make_plan(config_7b(tmp_path, *fp8), NODE))
+    layer = 3584 * (2 * 3584 + 2 * 512) + 3 * 3584 * 18944
+    matrices = 28 * layer / 4  # over four tensor ranks
+    assert held["teacher weights"] == plain["teacher weights"] - matrices
+    assert held["reference weights"] == held["teacher weights"]
+    assert held["student weights"] == plain["student weights"]
+    assert held["student weights in FP8, twice"] == 2 * matrices
+    kept = ("fp8.keep_first_layers=2", "fp8.keep_last_layers=1", "reference.update=every")
+    held = components(make_plan(config_7b(tmp_path, *fp8, *kept), NODE))
+    assert held["teacher weights"] == plain["teacher weights"] - matrices * 25 / 28
+    assert held["reference without FP8"] == plain["reference weights"]
+
+
 def test_full_recompute_and_smaller_budgets_need_less(tmp_path):
     def update(*overrides: str) -> float:
         return make_plan(config_7b(tmp_path, *overrides), NODE).memory.bytes_in("update")
@@ -65,11 +111,13 @@ def test_one_gpu_does_not_hold_a_7b_run(tmp_path):
 
 def test_another_temperature_keeps_a_copy_of_the_golden_logits(tmp_path):
     def logits(*overrides: str) -> float:
-        held = components(make_plan(config_7b(tmp_path, *overrides), NODE))
-        return held["loss: logits, hidden states"]
+        # More rows in a block, so that the logits need more than a layer's backward pass.
+        options = ["train.loss_block_tokens=4096", *overrides]
+        held = components(make_plan(config_7b(tmp_path, *options), NODE))
+        return held["backward workspace or logits"]
 
     copy = logits("sampling.temperature=0.8") - logits()
-    assert copy == 2 * 4 * 1024 * 152064 / 4  # bf16; four shards of as many times more rows
+    assert copy == 2 * 4 * 4096 * 152064 / 4  # bf16; four shards of as many times more rows
     assert logits("sampling.temperature=0.8", "mixture.lambda=0") == logits("mixture.lambda=0")
 
 

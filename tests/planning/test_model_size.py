@@ -7,15 +7,18 @@ import torch
 from torch import Tensor
 
 from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.fp8_emulation import emulated_layers
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, forward_hidden
 from stable_opd_mcore.planning.layout import layout_of
 from stable_opd_mcore.planning.model_size import ModelSize
-from stable_opd_mcore.records import Sample, TokenWeights
+from stable_opd_mcore.records import Sample
 from stable_opd_mcore.rehearsal.fake_tensors import fake_tensors
 from stable_opd_mcore.rehearsal.fake_world import fake_world
+from tests.shares import weights_of
 
 SHAPES = {
     "qwen2": {
@@ -95,6 +98,47 @@ def test_sizes_are_those_of_the_built_model(
             assert saved == pytest.approx(per_token * TOKENS, rel=0.03)
 
 
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "expert"), [(1, 1, 1), (1, 2, 8), (2, 1, 16), (4, 4, 2)]
+)
+def test_every_expert_is_counted_on_the_ranks_that_hold_it(tensor, pipeline, expert):
+    fields = {"vocab_size": 152065, "max_position_embeddings": TOKENS, "rope_theta": 1e4}
+    experts = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 700}
+    source = {"model_type": "qwen3_moe", "num_hidden_layers": 4, **fields, **SHAPES["qwen3"]}
+    architecture = read_architecture(source | experts)
+    parallel = ParallelConfig(tensor=tensor, pipeline=pipeline, expert=expert, sequence=tensor > 1)
+    size = ModelSize(architecture, layout_of(parallel, 64))
+    for rank, stage in ((0, 0), (63, pipeline - 1)):
+        with fake_world(parallel, gpus=64, rank=rank) as world, fake_tensors():
+            chunks = build_model(architecture, world, precision="bf16", seed=None)
+            weights = [weight for chunk in chunks for weight in chunk.parameters()]
+            assert sum(weight.numel() for weight in weights) == size.stage_parameters(stage)
+    one_expert = 3 * 700 * architecture.hidden_size
+    unchosen = size.total_parameters() - size.read_parameters(1)
+    assert unchosen == pytest.approx(4 * (32 - 4) * one_expert)
+    assert size.read_parameters(1000) == pytest.approx(size.total_parameters())
+    assert size.expert_parameters() * expert * pipeline == 4 * 32 * one_expert
+
+
+@pytest.mark.parametrize(("family", "expert"), [("qwen2", 1), ("qwen3_moe", 2)])
+def test_matrices_in_fp8_are_those_that_the_built_model_rounds(family, expert):
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    source = {"model_type": family, "num_hidden_layers": 8, "vocab_size": 152065, **SHAPES["qwen3"]}
+    source |= {"max_position_embeddings": TOKENS, "rope_theta": 1e4, **experts}
+    parallel = ParallelConfig(
+        tensor=2, sequence=True, pipeline=2, virtual_pipeline=2, expert=expert
+    )
+    size = ModelSize(read_architecture(source), layout_of(parallel, 8))
+    fp8 = Fp8("teacher", "tensorwise", keep_first_layers=1, keep_last_layers=2)
+    for rank, stage in ((0, 0), (7, 1)):
+        with fake_world(parallel, gpus=8, rank=rank) as world, fake_tensors():
+            chunks = build_model(size.architecture, world, precision="bf16", fp8=fp8, seed=None)
+            linears = [module for chunk in chunks for module in emulated_layers(chunk).values()]
+            assert sum(linear.weight.numel() for linear in linears) == size.fp8_parameters(
+                stage, fp8
+            )
+
+
 def saved_for_backward(chunk: HiddenStatesGPTModel, tokens: int) -> int:
     """Bytes that one forward pass of a sequence of `tokens` keeps, parameters excluded."""
     saved: dict[int, int] = {}
@@ -108,9 +152,7 @@ def saved_for_backward(chunk: HiddenStatesGPTModel, tokens: int) -> int:
 
     response = (0,) * (tokens - 1)
     sample = Sample("rollout", "p", (0,), response, (True,) * len(response))
-    zeros = (0.0,) * len(response)
-    options = {"max_tokens": tokens, "data_rank": 0, "data_size": 1}
-    (batch,) = pack([sample], [TokenWeights(zeros, zeros, zeros)], **options)
+    (batch,) = pack([sample], weights_of([sample]), max_tokens=tokens)
     parameters = {p.untyped_storage()._cdata for p in chunk.parameters()}
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         forward_hidden(chunk, batch)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from typer.testing import CliRunner
 
 from stable_opd_mcore.cli import app
+from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.planning.layout import Layout
-from stable_opd_mcore.planning.plan import layouts_table, make_plan, rank_layouts
+from stable_opd_mcore.planning.plan import Cluster, layouts_table, make_plan, rank_layouts
 from tests.planning.cases import CONFIGS, NODE, config_7b
 
 
@@ -20,6 +22,19 @@ def test_layouts_are_ranked_what_fits_first(tmp_path):
     assert order == sorted(order)
     assert not plans[-1].memory.fits
     assert "TP4 x PP1 x CP1 x DP2" in layouts_table(plans)
+
+
+LARGE_RUNS = [("32b", 4, 2), ("32b", 8, 4), ("8b_235b", 2, 2), ("8b_235b", 12, 4)]
+LARGE_RUNS += [("30b_a3b", 4, 2), ("30b_a3b", 12, 4)]
+
+
+@pytest.mark.parametrize(("name", "nodes", "server_nodes"), LARGE_RUNS)
+def test_the_shipped_runs_on_many_nodes_fit(name, nodes, server_nodes):
+    config = load_config(CONFIGS / f"stable_opd_{name}.yaml")
+    plan = make_plan(config, Cluster(nodes, 8, server_nodes))
+    assert plan.memory.fits
+    assert plan.largest_micro_batch is not None
+    assert plan.largest_micro_batch >= config.train.micro_batch_tokens
 
 
 def test_json_holds_the_table(tmp_path):

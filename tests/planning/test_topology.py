@@ -12,9 +12,11 @@ from typer.testing import CliRunner
 
 from stable_opd_mcore.cli import app
 from stable_opd_mcore.config.load import load_config
+from stable_opd_mcore.config.models import ModelConfig
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.planning.known_models import model_source
 from stable_opd_mcore.planning.layout import Layout
 from stable_opd_mcore.planning.topology import (
     Topology,
@@ -39,7 +41,13 @@ QWEN_32B = QWEN_7B | {
     "num_hidden_layers": 64,
     "intermediate_size": 27648,
 }
-MODELS = {"1p5b": QWEN_1P5B, "7b": QWEN_7B, "32b": QWEN_32B}
+MODELS = {
+    "1p5b": QWEN_1P5B,
+    "7b": QWEN_7B,
+    "32b": QWEN_32B,
+    "8b_235b": model_source(ModelConfig(path="Qwen3-8B"), "student")[0],
+    "30b_a3b": model_source(ModelConfig(path="Qwen3-30B-A3B"), "student")[0],
+}
 H200 = 139.0
 
 
@@ -121,6 +129,12 @@ ROWS = {
     ("7b", 8, 1, 8): (16, 8, 1, 1, 2),
     ("32b", 4, 2, 8): (2, 8, 2, 4, 1),
     ("32b", 8, 4, 8): (4, 16, 2, 4, 1),
+    ("8b_235b", 2, 2, 8): (8, 16, 1, 2, 1),
+    ("8b_235b", 8, 4, 8): (32, 32, 1, 1, 1),
+    ("8b_235b", 12, 4, 8): (48, 32, 1, 2, 3),
+    ("30b_a3b", 4, 2, 8): (16, 16, 1, 1, 1),
+    ("30b_a3b", 8, 4, 8): (32, 32, 1, 1, 1),
+    ("30b_a3b", 12, 4, 8): (48, 32, 1, 2, 3),
 }
 
 

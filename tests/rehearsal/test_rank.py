@@ -15,6 +15,27 @@ LAYOUTS = [  # settings of the layout, rank of 8, its stage
 ]
 
 
+EXPERTS = {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+EXPERT_LAYOUTS = [  # settings of the layout, rank of 8
+    (["parallel.expert=4", "parallel.tensor=2", "parallel.sequence=true"], 0),
+    (["parallel.expert=2", "parallel.pipeline=2", "train.recompute=full"], 4),
+]
+
+
+@pytest.mark.parametrize(("overrides", "rank"), EXPERT_LAYOUTS)
+def test_a_rank_with_experts_steps_and_publishes_every_byte(overrides, rank):
+    settings = {"model_type": "qwen3_moe", "norm_topk_prob": "true", **EXPERTS}
+    options = [f"student.architecture.{name}={value}" for name, value in settings.items()]
+    config = load_config(
+        CONFIGS / "smoke_cpu.yaml", [*options, "rollout.engine=sglang", *overrides]
+    )
+    report = rehearse_rank(config, 8, rank, prompt_tokens=20, vocab_size=32)
+    assert report.stage == rank // 4
+    layer = 4 * 64 * 64 + 2 * 32 + 8 * 64 + 8 * 3 * 48 * 64 + 2 * 64
+    parameters = 2 * layer + 64 + 2 * 32 * 64
+    assert report.published_bytes == (4 * parameters if rank == 0 else 0)
+
+
 @pytest.mark.parametrize(("overrides", "rank", "stage"), LAYOUTS)
 def test_a_rank_steps_and_publishes_every_byte(overrides, rank, stage):
     architecture = "student.architecture.num_hidden_layers=4"

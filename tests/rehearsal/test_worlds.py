@@ -8,15 +8,20 @@ from typer.testing import CliRunner
 from stable_opd_mcore.cli import app
 from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.planning.plan import Cluster
+from stable_opd_mcore.planning.layout import layout_of
+from stable_opd_mcore.planning.plan import Cluster, read_models
 from stable_opd_mcore.rehearsal.worlds import (
     StageReport,
+    longest_work,
     rehearse_stage,
     rehearse_worlds,
+    with_few_prompts,
     with_known_models,
 )
 from tests.planning import cases
 from tests.planning.cases import CONFIGS
+
+pytestmark = pytest.mark.slow
 
 
 def rehearse(name: str, cluster: Cluster, *overrides: str, stage: int = 0) -> StageReport:
@@ -33,6 +38,18 @@ def test_the_plan_has_the_memory_of_the_fake_world(tmp_path, monkeypatch):
     assert report.gpu_bytes < report.usable_bytes
 
 
+def test_one_prompt_has_as_many_responses_as_fill_a_micro_batch():
+    """Eight of 8,448 tokens on two ranks would be two micro-batches of two instead of three."""
+    config = load_config(CONFIGS / "recipes" / "dr_grpo_7b.yaml")
+    config, _ = with_known_models(config)
+    assert (config.rollout.samples_per_prompt, config.train.micro_batch_tokens) == (8, 32768)
+    few = with_few_prompts(
+        config, layout_of(config.parallel, 8), longest_work(config, read_models(config))
+    )
+    assert (few.rollout.prompts_per_step, few.rollout.samples_per_prompt) == (1, 6)
+    assert few.train.micro_batch_tokens == 3 * 8448
+
+
 NO_SEQUENCE = "parallel.sequence=false"
 SERVED = ("rollout.engine=sglang", "rollout.sglang.placement=colocated")
 MISTAKES = {  # config, trainer nodes, server nodes, settings -> what the refusal says
@@ -46,7 +63,7 @@ MISTAKES = {  # config, trainer nodes, server nodes, settings -> what the refusa
     ),
     "stages do not divide layers": (
         ("stable_opd_7b", 3, 1, "parallel.pipeline=3", "parallel.tensor=1", NO_SEQUENCE),
-        "28 layers do not divide into 3 stages",
+        "28 layers do not divide into parallel.pipeline=3",
     ),
     "memory does not fit": (
         ("stable_opd_7b", 1, 1, "parallel.tensor=1", NO_SEQUENCE),
@@ -79,6 +96,14 @@ MISTAKES = {  # config, trainer nodes, server nodes, settings -> what the refusa
         ),
         "parallel.context=2 with teacher.engine=sglang.* set parallel.context=1 or",
     ),
+    "expert ranks do not divide a stage": (
+        ("stable_opd_8b_235b", 3, 1),
+        r"parallel.expert=8 does not divide the 12 GPUs of each of 2 pipeline stages",
+    ),
+    "expert ranks do not divide the experts": (
+        ("stable_opd_8b_235b", 6, 1, "parallel.expert=24"),
+        r"parallel.expert=24 does not divide",
+    ),
     "an unknown model": (
         ("stable_opd_7b", 1, 0, "student.path=/nowhere"),
         "student.path=/nowhere: no such directory; .* config.json",
@@ -97,7 +122,8 @@ def test_worlds_that_are_not_divided_are_skipped_and_said():
     lines: list[str] = []
     config = load_config(CONFIGS / "smoke_cpu.yaml", ["parallel.tensor=2", "parallel.pipeline=2"])
     clusters = [Cluster(1, 2), Cluster(1, 4)]
-    assert rehearse_worlds([config], clusters, "h200", lines.append)
+    assert rehearse_worlds([config], clusters, "h200", lines.append, layers=1)
+    assert all("fake world (layers: 1) " in line for line in lines[2:])  # the teacher has two
     assert "1 x 2 h200  skipped: " in lines[1]
     assert "= 4 does not divide 2" in lines[1]
     assert [line.rpartition("  ")[2] for line in lines[2:]] == ["ok", "ok"]  # two stages
