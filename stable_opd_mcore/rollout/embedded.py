@@ -10,6 +10,9 @@ and values in KVCache: Megatron's own static cache rotates every cached key agai
 times the whole step's cost at 4 layers of 256), has no mask for padding after the prompt, and
 cannot drop rows. Linear layers skip their autograd wrappers, a fifth of a small model's step.
 
+Replicas that share out experts run every forward pass together: one that has no row left runs a
+token of padding until all have finished.
+
 Ordering: the trained weights themselves are read, so `publish` only stores the version. Not here:
 servers, weight transfer. Letters: P prompts, R rollouts of one batch, B rows still running, T
 prompt slots, H hidden size, V vocabulary.
@@ -22,6 +25,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -32,6 +36,7 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.utils import unwrap_model
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stable_opd_mcore.errors import UserError
@@ -112,6 +117,9 @@ class EmbeddedEngine(NothingInFlight):
         with _inference_mode(self._chunks):
             for start in range(0, len(rows), self._max_rows):
                 rollouts += self._draw(rows[start : start + self._max_rows], sampling, step)
+            while self._some_replica_runs(False):
+                padding_BT = torch.zeros(1, 1, dtype=torch.int64, device=self._world.device)
+                self._run(padding_BT, self._new_cache([1], 1))
         return rollouts
 
     def _draw(
@@ -136,7 +144,7 @@ class EmbeddedEngine(NothingInFlight):
         return [
             self._rollout(prompt, sample, tokens, logprobs, length, stopped)
             for (prompt, sample), tokens, logprobs, (length, stopped) in zip(
-                rows, tokens_RL.tolist(), logprobs_RL.tolist(), lengths, strict=True
+                rows, tokens_RL.cpu().numpy(), logprobs_RL.cpu().numpy(), lengths, strict=True
             )
         ]
 
@@ -144,8 +152,8 @@ class EmbeddedEngine(NothingInFlight):
         self,
         prompt: Prompt,
         sample: int,
-        tokens: list[int],
-        logprobs: list[float],
+        tokens: NDArray[np.int64],
+        logprobs: NDArray[np.float32],
         length: int,
         stopped: bool,
     ) -> Rollout:
@@ -153,11 +161,11 @@ class EmbeddedEngine(NothingInFlight):
         return Rollout(
             prompt=prompt,
             sample_index=sample,
-            token_ids=tuple(tokens[:length]),
-            rollout_logprobs=tuple(logprobs[:length]),
+            token_ids=tokens[:length].astype(np.int32),
+            rollout_logprobs=logprobs[:length].copy(),
             finish_reason=reason,
             weight_version=self.weight_version,
-            text=self._decode(tokens[: length - 1] if stopped else tokens[:length]),
+            text=self._decode(tokens[: length - stopped].tolist()),
         )
 
     def _decode_rows(
@@ -169,7 +177,8 @@ class EmbeddedEngine(NothingInFlight):
         logprobs_RL = torch.zeros(num_rows, sampling.max_new_tokens, device=device)
         stop_ids = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
 
-        cache = self._new_cache(prompts, sampling.max_new_tokens)
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        cache = self._new_cache(lengths, sampling.max_new_tokens)
         hidden_BH = self._forward(_left_padded(prompts, device), cache)
         if len(prompts) < num_rows:
             cache.select(prompt_of_row_R)
@@ -197,10 +206,10 @@ class EmbeddedEngine(NothingInFlight):
             hidden_BH = self._forward(tokens_B[:, None], cache)
         return tokens_RL, logprobs_RL
 
-    def _new_cache(self, prompts: Sequence[Prompt], max_new_tokens: int) -> KVCache:
-        """An empty cache for `prompts`, which every attention layer uses from now on."""
+    def _new_cache(self, lengths: list[int], max_new_tokens: int) -> KVCache:
+        """An empty cache for prompts of these lengths, which every attention layer uses from now
+        on."""
         chunk = self._chunks[0]
-        lengths = [len(prompt.token_ids) for prompt in prompts]
         positions_P = torch.arange(max(lengths) + max_new_tokens, dtype=torch.float32)
         angles_PD = torch.outer(positions_P, rotary_frequencies(chunk.architecture))
         cache = KVCache(lengths, angles_PD.to(self._world.device), chunk.config.params_dtype)
@@ -208,7 +217,21 @@ class EmbeddedEngine(NothingInFlight):
             vars(attention)["forward"] = partial(_attention_forward, attention, cache)
         return cache
 
+    def _some_replica_runs(self, this_one: bool) -> bool:
+        """Whether this replica or one that shares its experts runs a forward pass now. Collective
+        over them."""
+        if self._world.coupled_replicas == 1:
+            return this_one
+        running = torch.tensor(int(this_one), device=self._world.device)
+        dist.all_reduce(running, op=dist.ReduceOp.MAX, group=self._world.groups.ep)
+        return bool(running)
+
     def _forward(self, tokens_BT: Tensor, cache: KVCache) -> Tensor | None:
+        """As `_run`, when the other replicas are ready for it, too."""
+        self._some_replica_runs(True)
+        return self._run(tokens_BT, cache)
+
+    def _run(self, tokens_BT: Tensor, cache: KVCache) -> Tensor | None:
         """Run new tokens through all stages: last hidden states [B, H] on the last, else None."""
         batch, num_tokens = tokens_BT.shape
         config = self._chunks[0].config
@@ -303,11 +326,13 @@ def _linear_forward(linear: Any, hidden: Tensor) -> tuple[Tensor, Tensor | None]
 
 @contextmanager
 def _inference_mode(chunks: Sequence[HiddenStatesGPTModel]) -> Iterator[None]:
-    """Evaluation mode without sequence parallelism, which cannot cut one token.
+    """Evaluation mode without sequence parallelism, which cannot cut one token, nor FP8, whose
+    products need 16: as servers do, the engine samples in the weights' own precision.
 
     On exit, modes, flags and every replaced `forward` are restored.
     """
     training = [chunk.training for chunk in chunks]
+    fp8: list[Any] = [chunk.config.fp8 for chunk in chunks]
     modules = [module for chunk in chunks for module in chunk.modules()]
     flags: list[tuple[Any, str]] = []
     for module in modules:
@@ -316,6 +341,7 @@ def _inference_mode(chunks: Sequence[HiddenStatesGPTModel]) -> Iterator[None]:
             vars(module)["forward"] = partial(_linear_forward, module)
     for chunk in chunks:
         chunk.eval()
+        chunk.config.fp8 = None
     try:
         yield
     finally:
@@ -323,8 +349,9 @@ def _inference_mode(chunks: Sequence[HiddenStatesGPTModel]) -> Iterator[None]:
             vars(module).pop("forward", None)
         for owner, name in flags:
             setattr(owner, name, True)
-        for chunk, mode in zip(chunks, training, strict=True):
+        for chunk, mode, recipe in zip(chunks, training, fp8, strict=True):
             chunk.train(mode)
+            chunk.config.fp8 = recipe
 
 
 def _switched_off(owner: Any) -> list[tuple[Any, str]]:

@@ -299,12 +299,16 @@ class SglangClient:
             cached = _whole_number(meta.get("cached_tokens") or 0)
             if ids and ids[-1] in request.stop_token_ids:
                 finish = "stop"  # SGLang states "length" for a stop token at max_new_tokens
+            routed_experts = None
+            if request.routing is not None:
+                positions = len(request.token_ids) + len(ids) - 1
+                routed_experts = request.routing.parse(meta["routed_experts"], positions)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise self._garbage(f"not a response: {error!r}") from error
         defect = _defect(ids, scored_ids, logprobs, finish, request)
         if defect is not None:
             raise self._garbage(defect)
-        return Completion(ids, logprobs, finish, versions, cached)
+        return Completion(ids, logprobs, finish, versions, cached, routed_experts)
 
     def _garbage(self, detail: str) -> ServerFailure:
         return ServerFailure(self.url, "garbage", detail, transient=True)

@@ -38,7 +38,6 @@ OLDEST_RELEASE = (0, 5, 13)  # the oldest in requirements/
 # weights through NCCL takes them too. It then goes without NVLink SHARP (NVLS), which needs cuMem.
 NCCL_SETTINGS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 _POLL_SECONDS = 0.3
-_TERMINATE_SECONDS = 10.0
 
 
 class ServerStartError(UserError):
@@ -277,26 +276,15 @@ class SglangServer:
             ) from failure
 
     def stop(self) -> None:
-        """End the process and its workers: SIGTERM, then SIGKILL. Does nothing if none runs."""
+        """End the process and its workers with SIGKILL. Does nothing if none runs.
+
+        A server holds nothing that must be saved. After SIGTERM, SGLang waits for five seconds or
+        for its responses, and then kills its processes itself.
+        """
         process, self._process = self._process, None
         if process is None:
             return
         atexit.unregister(self.stop)
-        if process.poll() is None:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_TERMINATE_SECONDS)
-        self._kill_group(process)
-
-    def kill(self) -> None:
-        """End the process and its workers with SIGKILL."""
-        process, self._process = self._process, None
-        if process is not None:
-            atexit.unregister(self.stop)
-            self._kill_group(process)
-
-    @staticmethod
-    def _kill_group(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ProcessLookupError):  # all of them have ended already
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -5,9 +5,13 @@ Not here: sending and checking replies (client.py).
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from stable_opd_mcore.errors import UserError
 
@@ -28,6 +32,8 @@ class Completion:
     finish_reason: str  # "stop" or "length"
     weight_versions: tuple[str, ...]  # in order; several if the weights changed during the response
     cached_tokens: int  # prompt tokens that the server's prefix cache held
+    # int16 [prompt and response tokens - 1, layers, experts of a token]; None: not requested
+    routed_experts: NDArray[np.int16] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -42,10 +48,17 @@ class Generation:
     stop_token_ids: tuple[int, ...]
     vocab_size: int  # no id at or above it is sent or accepted
     padded_vocab_size: int = 0  # rows of the served model; those from vocab_size on are not drawn
+    routing: Routing | None = None  # the experts that the server chose are wanted
 
     @property
     def max_reply_bytes(self) -> int:
-        return MAX_REPLY_BYTES + _BYTES_PER_ENTRY * self.num_samples * self.max_new_tokens
+        tokens = self.num_samples * (len(self.token_ids) + self.max_new_tokens)
+        routing_bytes = 0 if self.routing is None else 6 * self.routing.per_position  # base64
+        return (
+            MAX_REPLY_BYTES
+            + _BYTES_PER_ENTRY * self.num_samples * self.max_new_tokens
+            + routing_bytes * tokens
+        )
 
     def payload(self) -> dict[str, Any]:
         """The body of /generate.
@@ -66,11 +79,41 @@ class Generation:
                 **_PLAIN_SAMPLING,
                 "max_new_tokens": self.max_new_tokens,
                 "stop_token_ids": list(self.stop_token_ids),
-                "ignore_eos": True,  # only stop_token_ids end a response
+                "ignore_eos": False,  # True would ignore stop_token_ids as well
                 "skip_special_tokens": False,
             },
             "return_logprob": True,
+            **({} if self.routing is None else {"return_routed_experts": True}),
         }
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The shape of a served model's choices of experts."""
+
+    num_layers: int
+    num_experts: int
+    per_token: int
+
+    @property
+    def per_position(self) -> int:
+        return self.num_layers * self.per_token
+
+    def parse(self, encoded: str, positions: int) -> NDArray[np.int16]:
+        """[positions, num_layers, per_token] from SGLang's base64 of int32.
+
+        Raises:
+            ValueError: another number of choices, an expert that does not exist, or one twice.
+        """
+        flat = np.frombuffer(base64.b64decode(encoded, validate=True), dtype=np.int32)
+        if flat.size != positions * self.per_position:
+            raise ValueError(f"{flat.size} experts for {positions} x {self.per_position} choices")
+        if flat.size and not 0 <= flat.min() <= flat.max() < self.num_experts:
+            raise ValueError(f"experts outside 0 .. {self.num_experts - 1}")
+        chosen = flat.astype(np.int16).reshape(positions, self.num_layers, self.per_token)
+        if (np.diff(np.sort(chosen, axis=-1), axis=-1) == 0).any():
+            raise ValueError("an expert is chosen twice for one token")
+        return chosen
 
 
 @dataclass(frozen=True)

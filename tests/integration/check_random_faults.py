@@ -5,7 +5,8 @@
     ranks     SIGKILL to one of two ranks, COUNT times in all, and the same command again each time
     servers   SIGKILL to one of two SGLang servers, COUNT times in all
     replies   COUNT percent of the servers' replies are broken
-    disk      COUNT runs whose file system is filled, and the same command again with space
+    disk      COUNT runs whose file system is filled at one of DISK_MOMENTS in turn, and the same
+              command again with space
 
 Prints a row for each fault. Not collected by pytest: it takes minutes. `disk` needs root.
 """
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +127,7 @@ def check_servers(draw: random.Random, home: Path, count: int) -> None:
         with Process(training_command(home, "run", *settings), home / f"{attempt}.out") as process:
             process.wait_until(lambda: len(rows(run)) >= 1, "the first step")
             while killed < count and process.running:
-                time.sleep(draw.uniform(0, 8))
+                time.sleep(draw.uniform(0, 40))  # a server starts in 20 s: some kills meet it then
                 servers = servers_of(process.pid)
                 if servers and process.running:
                     done = len(rows(run))
@@ -133,7 +135,7 @@ def check_servers(draw: random.Random, home: Path, count: int) -> None:
                         os.killpg(draw.choice(servers), signal.SIGKILL)
                         killed += 1
                         print(f"kill {killed} after step {done}", flush=True)
-            assert process.wait(900) == 0, process.text[-3000:]
+            assert process.wait(1800) == 0, process.text[-3000:]
         check_served(run, 30)
     restarts = sum(event["event"] == "restart" for event in events(run))
     print(f"{killed} kills in {attempt} runs, {restarts} restarts in the last: no step lost")
@@ -187,7 +189,7 @@ def check_replies(draw: random.Random, home: Path, percent: int) -> None:
             with Process(command, home / "output") as process:
                 process.wait_until(lambda: rows(home / "run"), "the first step")
                 proxy.fault, proxy.change = fault, change
-                code = process.wait(900)
+                code = process.wait(1800)
             counts = {kind: broken.count(kind) for kind in (*instead, *changes)}
             print(f"{proxy.requests} requests, broken replies: {counts}", flush=True)
             print(f"exit code {code}: {last_line(process.text)}")
@@ -213,27 +215,43 @@ def small_file_system(home: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", place], check=True)
 
 
+def checkpoints_of(run: Path, name: str) -> list[Path]:
+    return list((run / "checkpoints").glob(name))
+
+
+DISK_MOMENTS: dict[str, Callable[[Path], object]] = {
+    "before the first step": lambda run: run.exists(),
+    "after the first step": rows,
+    "while the first checkpoint is written": lambda run: checkpoints_of(run, "partial-*"),
+    "after the first checkpoint": lambda run: checkpoints_of(run, "step_*"),
+    "while a later checkpoint is written": lambda run: (
+        checkpoints_of(run, "step_*") and checkpoints_of(run, "partial-*")
+    ),
+    "while the model is exported": lambda run: (run / ".model.new").exists(),
+}
+
+
 def check_disk(draw: random.Random, home: Path, count: int) -> None:
-    start = time.monotonic()
     undisturbed = train(home, "undisturbed", *TINY)
-    whole = time.monotonic() - start
-    for number in range(count):
+    for number, (moment, reached) in zip(range(count), cycle(DISK_MOMENTS.items()), strict=False):
         with small_file_system(home) as place:
             command = training_command(place, "run", *TINY)
+            run = place / "run"
             with Process(command, home / f"disk_{number}.output") as process:
-                time.sleep(draw.uniform(0.1, 0.95) * whole)
-                left, done = draw.choice((0, 0, 4096, 300_000)), len(rows(place / "run"))
+                while process.running and not reached(run):
+                    time.sleep(0.0005)
+                left, done = draw.choice((0, 4096, 300_000)), len(rows(run))
                 free = shutil.disk_usage(place).free
                 with contextlib.suppress(OSError):
                     (place / "filler").write_bytes(bytes(max(0, free - left)))
                 code = process.wait()
-            print(f"full after step {done}, {left} bytes left: exit code {code}")
+            kept = [path.name for path in checkpoints_of(run, "step_*")]
+            print(f"full {moment}: step {done}, {left} bytes left: exit code {code}; kept: {kept}")
             print(f"    {last_line(process.text)}", flush=True)
             assert code in (0, 2), process.text[-3000:]
             assert "Traceback" not in process.text, process.text[-3000:]
             (place / "filler").unlink()
-            run = train(place, "run", *TINY)
-            assert_same(run, undisturbed)
+            assert_same(train(place, "run", *TINY), undisturbed)
             print("    resumed with equal metrics and weights", flush=True)
 
 

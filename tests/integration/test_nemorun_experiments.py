@@ -121,7 +121,8 @@ def check_completed(launcher: Launcher, launched: subprocess.CompletedProcess[st
     steps = (launcher.run("opd") / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in steps] == [1, 2]
     assert (launcher.run("opd") / "model" / "config.json").is_file()
-    assert json.loads((launcher.run("evaluation") / "evaluation.json").read_text())["held_out"]
+    results = launcher.run("evaluation") / "evaluation" / "step_000002" / "results.json"
+    assert json.loads(results.read_text())["benchmarks"]["held_out"]
 
 
 def preempt(cluster, launcher: Launcher, stage: str) -> str:

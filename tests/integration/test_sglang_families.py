@@ -1,20 +1,33 @@
-"""Weights of every family from TP2 x PP2 trainers to SGLang servers of two ranks, bit for bit."""
+"""Weights of every family from TP2 x PP2 trainers to SGLang servers of two ranks, bit for bit.
 
-from contextlib import ExitStack
+A mixture of experts has two expert-parallel ranks in each stage, and its server sends the experts
+that it chose.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn import Module
 
 from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.data.golden import rollout_samples
+from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.routing_replay import RoutingReplay
+from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
-from stable_opd_mcore.records import Prompt
+from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.rollout.engine import Sampling
 from stable_opd_mcore.rollout.sglang.build import build_sglang_engine, write_model_config
+from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.serving.process import ServerOptions, SglangServer
 from tests.integration.sglang_tools import (
     PYTHON,
@@ -25,6 +38,7 @@ from tests.integration.sglang_tools import (
     needs_sglang,
 )
 from tests.parallel.launch import run_ranks
+from tests.shares import weights_of
 
 pytestmark = [needs_sglang, pytest.mark.cluster]
 
@@ -33,11 +47,30 @@ FAMILIES = {
     "qwen2_untied": architecture("qwen2", tied=False),
     "qwen3": architecture("qwen3", tied=True, head_dim=16),
     "llama": architecture("llama", tied=False),
+    "qwen3_moe": architecture(
+        "qwen3_moe",
+        tied=False,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,  # SGLang's CPU engine pads experts to 32 columns of each rank
+        norm_topk_prob=True,
+    ),
 }
-METHODS = dict(zip(FAMILIES, ("distributed", "disk", "distributed", "disk"), strict=True))
+METHODS = {
+    "qwen2_tied": "distributed",
+    "qwen2_untied": "disk",
+    "qwen3": "distributed",
+    "llama": "disk",
+    "qwen3_moe": "distributed",
+}
+DENSE = {"tensor": 2, "pipeline": 2}
+EXPERTS = {**DENSE, "expert": 2, "sequence": True}
 
 
-@pytest.mark.parametrize("names", [("qwen2_tied", "qwen2_untied"), ("qwen3", "llama")])
+@pytest.mark.parametrize(
+    "names", [("qwen2_tied", "qwen2_untied"), ("qwen3", "llama"), ("qwen3_moe",)], ids="-".join
+)
 def test_families_arrive_bit_exactly(tmp_path, names):
     """Two publishes with different weights; one that is not bit-exact fails."""
     with ExitStack() as stack:
@@ -59,17 +92,24 @@ def test_families_arrive_bit_exactly(tmp_path, names):
 def _server(directory: Path, fields: dict[str, Any]) -> SglangServer:
     model = write_model_config(read_architecture(fields), directory / "model")
     (directory / "key").write_text("secret\n")
+    arguments = SERVER_ARGUMENTS
+    if "num_experts" in fields:
+        arguments += ("--enable-return-routed-experts",)
     options = ServerOptions(
-        python=PYTHON, model=str(model), tensor=2, api_key="secret", arguments=SERVER_ARGUMENTS
+        python=PYTHON, model=str(model), tensor=2, api_key="secret", arguments=arguments
     )
     return SglangServer(options, directory / "server.log")
 
 
 def _publish_all(rank: int, world_size: int, directory: str, urls: dict[str, str]) -> None:
-    world = start_world(ParallelConfig(tensor=2, pipeline=2), seed=0)
     for name, url in urls.items():
+        world = start_world(ParallelConfig(**_layout(name)), seed=0)
         _publish(world, directory, name, url)
     stop_world()
+
+
+def _layout(name: str) -> dict[str, Any]:
+    return EXPERTS if name == "qwen3_moe" else DENSE
 
 
 def _publish(world: World, directory: str, name: str, url: str) -> None:
@@ -79,9 +119,10 @@ def _publish(world: World, directory: str, name: str, url: str) -> None:
             "student": {"architecture": FAMILIES[name]},
             "tokenizer": {"path": "synthetic"},
             "data": {"train": {"path": "synthetic:arithmetic"}},
-            "parallel": {"tensor": 2, "pipeline": 2},
+            "parallel": _layout(name),
             "rollout": {
                 "engine": "sglang",
+                "routing_replay": "num_experts" in FAMILIES[name],
                 "sglang": {
                     "placement": "external",
                     "urls": [url],
@@ -107,3 +148,40 @@ def _publish(world: World, directory: str, name: str, url: str) -> None:
     assert [r.prompt.prompt_id for r in rollouts] == [f"test:{i // 2}" for i in range(6)]
     assert {r.weight_version for r in rollouts} == {1}
     engine.close()
+    _check_logprobs(world, chunks, rollouts, Path(directory) / f"{name}_gap")
+
+
+def _check_logprobs(
+    world: World, chunks: Sequence[Module], rollouts: Sequence[Rollout], report: Path
+) -> None:
+    """The server's log-probabilities are those of the trainer, which chooses the same experts."""
+    samples = rollout_samples(rollouts)
+    experts = architecture_of(chunks).experts
+    (batch,) = pack(
+        samples,
+        weights_of(samples),
+        max_tokens=1024,
+        routing=experts and (architecture_of(chunks).num_layers, experts.per_token),
+        pad_to_multiple=world.token_multiple,
+    )
+    replaying = partial(RoutingReplay(chunks).replaying, trains=False)
+    for around in (lambda _: nullcontext(), replaying):
+        scorer = MegatronScorer(chunks, world, vocab_size=VOCABULARY, around=around)
+        for scores in scorer.score([batch]):  # on the last stage
+            assert scores.logprob_N is not None
+            gap_N = (scores.logprob_N - batch.rollout_logprob_N).abs()
+            with report.open("a") as file:
+                file.write(f"{gap_N.mean():.2e} {gap_N.max():.2e}\n")
+            assert gap_N.max() < 1e-4
+    if architecture_of(chunks).experts is None:
+        assert batch.routed_experts_TLC is None
+        return
+    assert batch.routed_experts_TLC is not None
+    assert (batch.routed_experts_TLC >= 0).all(dim=(1, 2)).sum() == sum(
+        len(rollout.prompt.token_ids) + len(rollout.token_ids) - 1 for rollout in rollouts
+    )
+    wrong = replace(batch, routed_experts_TLC=(batch.routed_experts_TLC + 1) % 8)
+    scorer = MegatronScorer(chunks, world, vocab_size=VOCABULARY, around=replaying)
+    for scores in scorer.score([wrong]):
+        assert scores.logprob_N is not None
+        assert (scores.logprob_N - batch.rollout_logprob_N).abs().max() > 1e-2

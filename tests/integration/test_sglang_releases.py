@@ -14,7 +14,7 @@ from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.parallel.world import start_world, stop_world
-from stable_opd_mcore.records import Sample, TokenWeights
+from stable_opd_mcore.records import Sample
 from stable_opd_mcore.rollout.sglang.build import model_config, write_model_config
 from stable_opd_mcore.rollout.sglang.group import DistributedTransport
 from stable_opd_mcore.rollout.sglang.sync import publish_weights
@@ -39,6 +39,7 @@ from tests.integration.sglang_tools import (
     FaultyProxy,
     architecture,
 )
+from tests.shares import weights_of
 
 PYTHON = str(ROOT / ".venv-sglang-old/bin/python")
 needs_old_sglang = pytest.mark.skipif(
@@ -66,7 +67,7 @@ def server(tmp_path):
     server.start()
     server.wait_until_healthy()
     yield server
-    server.kill()  # on SIGTERM this release waits for responses that it has already sent
+    server.stop()
 
 
 def test_every_transport_reaches_a_release_without_sessions(tmp_path, world, server):
@@ -134,10 +135,8 @@ def request() -> Generation:
 
 def packed(drawn: list[Completion]):
     """One micro-batch of all responses."""
-    samples, weights = [], []
+    samples = []
     for completion in drawn:
-        ones = (1.0,) * len(completion.token_ids)
-        trained = (True,) * len(ones)
+        trained = (True,) * len(completion.token_ids)
         samples.append(Sample("rollout", "old:0", PROMPT, completion.token_ids, trained))
-        weights.append(TokenWeights(pg=ones, kl=ones, sft=ones))
-    return pack(samples, weights, max_tokens=256, data_rank=0, data_size=1)
+    return pack(samples, weights_of(samples, 1, 1, 1), max_tokens=256)

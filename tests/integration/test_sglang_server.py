@@ -22,7 +22,7 @@ from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.huggingface import export_hf
 from stable_opd_mcore.parallel.world import start_world, stop_world
-from stable_opd_mcore.records import Sample, TokenWeights
+from stable_opd_mcore.records import Sample, SampleWeights
 from stable_opd_mcore.rollout.sglang.build import model_config
 from stable_opd_mcore.rollout.sglang.events import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
@@ -43,6 +43,7 @@ from tests.integration.sglang_tools import (
     train,
     wait_until,
 )
+from tests.shares import weights_of
 
 pytestmark = [needs_sglang, pytest.mark.cluster]
 FIELDS = architecture("qwen3", tied=False, head_dim=16)
@@ -119,6 +120,15 @@ def test_samples_share_the_prompt_in_the_prefix_cache(server):
     assert {completion.weight_versions for completion in drawn} == {("default",)}
 
 
+def test_a_stop_id_ends_a_response_wherever_it_comes(server):
+    stops = tuple(range(0, VOCABULARY, 4))
+    drawn = server.client().generate(
+        generation(30, stop_token_ids=stops, num_samples=16, max_new_tokens=32)
+    )
+    assert not any(set(completion.token_ids[:-1]) & set(stops) for completion in drawn)
+    assert any(completion.finish_reason == "stop" for completion in drawn)
+
+
 def test_padding_rows_are_never_drawn(server):
     """With 100 of 128 rows a vocabulary, everything is drawn from and normalised over the 100."""
     client = server.client()
@@ -152,7 +162,7 @@ def test_served_teacher_equals_the_same_teacher_in_megatron(
     server, world, chunks, key_file, merged_ids
 ):
     samples, weights = _samples()
-    batches = pack(samples, weights, max_tokens=64, data_rank=0, data_size=1)
+    batches = pack(samples, weights, max_tokens=64)
     settings = {
         "vocab_size": VOCABULARY,
         "temperature": 1.0,
@@ -226,7 +236,7 @@ def test_teachers_are_routed_by_source_and_unknown_ones_refused(server, world, k
         config, world, vocab_size=VOCABULARY, temperature=1.0, patience_seconds=20.0
     )
     samples, weights = _samples()
-    batches = pack(samples, weights, max_tokens=64, data_rank=0, data_size=1)
+    batches = pack(samples, weights, max_tokens=64)
     assert teacher.about([s.prompt_id for s in samples]).score(batches)
     with pytest.raises(ValueError, match=r"no teacher is routed for its source 'code'.*math"):
         teacher.about(["math:0", "code:7"])
@@ -240,7 +250,7 @@ def test_an_absent_teacher_is_named_after_the_patience(server, world, key_file):
         proxy.fault = lambda path: (503, b"busy")
         teacher = ServedTeacher(config, world, vocab_size=VOCABULARY, temperature=1.0)
         samples, weights = _samples()
-        batches = pack(samples, weights, max_tokens=64, data_rank=0, data_size=1)
+        batches = pack(samples, weights, max_tokens=64)
         assert teacher.score(batches)  # the other replica answers
         alone = ServedTeacher(
             TeacherConfig(engine="sglang", urls=(proxy.url,)),
@@ -253,8 +263,8 @@ def test_an_absent_teacher_is_named_after_the_patience(server, world, key_file):
             alone.score(batches)
 
 
-def _samples() -> tuple[list[Sample], list[TokenWeights]]:
-    samples, weights = [], []
+def _samples() -> tuple[list[Sample], SampleWeights]:
+    samples = []
     generator = torch.Generator().manual_seed(0)
     for index, length in enumerate((3, 17, 9, 1)):
         ids = torch.randint(3, VOCABULARY, (12 + length,), generator=generator).tolist()
@@ -263,9 +273,7 @@ def _samples() -> tuple[list[Sample], list[TokenWeights]]:
         samples.append(
             Sample("rollout", f"math:{index}", tuple(ids[:12]), response, (True,) * length)
         )
-        ones = (1.0,) * length
-        weights.append(TokenWeights(pg=ones, kl=ones, sft=ones))
-    return samples, weights
+    return samples, weights_of(samples, 1, 1, 1)
 
 
 # ---- faults between client and server

@@ -9,7 +9,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.integration.processes import running
+
+pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[2]
 STEPS = 8

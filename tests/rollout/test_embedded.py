@@ -11,11 +11,12 @@ from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.huggingface import load_hf
-from stable_opd_mcore.records import Prompt, Sample, TokenWeights
+from stable_opd_mcore.records import Prompt, Sample
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
 from stable_opd_mcore.rollout.engine import Sampling
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from tests.rollout.tiny import VOCAB, WINDOW, build_engine, decode, make_prompts
+from tests.shares import weights_of
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def transformer(tiny_path):
 
 def full_forward_logits(transformer, rollout) -> torch.Tensor:
     """[response tokens, V]: logits that predict each response token, without any cache."""
-    ids = torch.tensor([rollout.prompt.token_ids + rollout.token_ids])
+    ids = torch.tensor([rollout.prompt.token_ids + tokens_of(rollout)])
     with torch.no_grad():
         logits = transformer(ids).logits[0].float()
     return logits[len(rollout.prompt.token_ids) - 1 : -1]
@@ -52,11 +53,15 @@ def test_logprobs_are_the_full_softmax_at_the_temperature(engine, transformer, t
     assert [(r.prompt.prompt_id, r.sample_index) for r in rollouts] == [
         (f"set:{i}", sample) for i in range(4) for sample in range(3)
     ]
-    assert len({r.token_ids for r in rollouts}) == 12
+    assert len({tokens_of(r) for r in rollouts}) == 12
     for rollout in rollouts:
         logprobs = torch.log_softmax(full_forward_logits(transformer, rollout) / temperature, 1)
-        expected = logprobs.gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
+        expected = logprobs.gather(1, torch.tensor(tokens_of(rollout))[:, None])[:, 0]
         assert torch.allclose(torch.tensor(rollout.rollout_logprobs), expected, atol=1e-5)
+
+
+def tokens_of(rollout):
+    return tuple(rollout.token_ids.tolist())
 
 
 def test_a_rollout_does_not_depend_on_the_other_rows(engine, tiny_path, world):
@@ -64,13 +69,14 @@ def test_a_rollout_does_not_depend_on_the_other_rows(engine, tiny_path, world):
     sampling = Sampling(max_new_tokens=40, num_samples=2, stop_token_ids=(4, 9), seed=11)
     together = engine.generate(prompts, sampling, step=3)
     in_batches = build_engine(tiny_path, world, max_rows=5).generate(prompts, sampling, step=3)
-    assert [r.token_ids for r in in_batches] == [r.token_ids for r in together]
+    assert list(map(tokens_of, in_batches)) == list(map(tokens_of, together))
     for i in (0, 3, 5):
         alone = engine.generate([prompts[i]], sampling, step=3)
-        assert [r.token_ids for r in alone] == [r.token_ids for r in together[2 * i : 2 * i + 2]]
+        expected = together[2 * i : 2 * i + 2]
+        assert list(map(tokens_of, alone)) == list(map(tokens_of, expected))
     assert engine.generate(prompts, sampling, step=3) == together
     other_step = engine.generate(prompts, sampling, step=4)
-    assert all(a.token_ids != b.token_ids for a, b in zip(together, other_step, strict=True))
+    assert all(tokens_of(a) != tokens_of(b) for a, b in zip(together, other_step, strict=True))
 
 
 def test_rows_end_with_their_first_stop_token(engine):
@@ -105,7 +111,7 @@ def test_the_cache_grows_past_its_first_block(tiny_path, world, transformer, mon
     assert max(len(r.token_ids) for r in rollouts) > 32
     for rollout in rollouts:
         logprobs = torch.log_softmax(full_forward_logits(transformer, rollout), 1)
-        expected = logprobs.gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
+        expected = logprobs.gather(1, torch.tensor(tokens_of(rollout))[:, None])[:, 0]
         assert torch.allclose(torch.tensor(rollout.rollout_logprobs), expected, atol=1e-5)
 
 
@@ -162,8 +168,7 @@ def test_the_trainer_agrees_with_the_rollouts(tiny_path, world, precision, large
         for r in rollouts
         for n in [len(r.token_ids)]
     ]
-    weights = [TokenWeights(*[(1.0,) * len(s.response_token_ids)] * 3) for s in samples]
-    batches = pack(samples, weights, max_tokens=200, data_rank=0, data_size=1)
+    batches = pack(samples, weights_of(samples, 1, 1, 1), max_tokens=200)
     trainer = MegatronScorer(chunks, world, vocab_size=VOCAB, temperature=0.8)
     for batch, scores in zip(batches, trainer.score(batches), strict=True):
         drawn = torch.tensor(
@@ -187,7 +192,7 @@ def test_changed_weights_change_the_rollouts(tiny_path, world):
         for parameter in engine._chunks[0].parameters():
             parameter.data = parameter.data * 1.5  # as when gradient buffers take the memory over
     after = engine.generate(make_prompts(3), greedy, step=0)
-    assert any(a.token_ids != b.token_ids for a, b in zip(after, before, strict=True))
+    assert any(tokens_of(a) != tokens_of(b) for a, b in zip(after, before, strict=True))
 
 
 def test_normalised_queries_and_a_tied_head(world, tmp_path):
@@ -210,7 +215,7 @@ def test_normalised_queries_and_a_tied_head(world, tmp_path):
     sampling = Sampling(max_new_tokens=30, num_samples=2, stop_token_ids=(4,))
     for rollout in engine.generate(make_prompts(4), sampling, step=0):
         logprobs = torch.log_softmax(full_forward_logits(model, rollout), 1)
-        expected = logprobs.gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
+        expected = logprobs.gather(1, torch.tensor(tokens_of(rollout))[:, None])[:, 0]
         assert torch.allclose(torch.tensor(rollout.rollout_logprobs), expected, atol=1e-5)
 
 

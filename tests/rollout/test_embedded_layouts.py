@@ -78,8 +78,8 @@ def run_layouts(rank: int, world_size: int, model: Path, odd_window: Path, resul
                 (
                     r.prompt.prompt_id,
                     r.sample_index,
-                    r.token_ids,
-                    r.rollout_logprobs,
+                    r.token_ids.tolist(),
+                    r.rollout_logprobs.tolist(),
                     r.finish_reason,
                 )
                 for r in rollouts

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from stable_opd_mcore.data.rollout_files import RolloutWriter
+from stable_opd_mcore.data.rollout_files import rollout_path, write_rollouts
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.rollout.engine import Sampling
@@ -25,9 +25,8 @@ def stored_rollouts(step: int) -> list[Rollout]:
 
 @pytest.fixture
 def engine(tmp_path) -> ReplayEngine:
-    writer = RolloutWriter(tmp_path, "all")
     for step in (1, 2, 3):
-        writer.write(step, stored_rollouts(step))
+        write_rollouts(rollout_path(tmp_path, step), stored_rollouts(step))
     return ReplayEngine(tmp_path)
 
 

@@ -136,7 +136,10 @@ def server_options(
         max_running_requests=sglang.max_running_requests,
         startup_timeout_seconds=sglang.startup_timeout_seconds,
         request_timeout_seconds=sglang.request_timeout_seconds,
-        arguments=sglang.arguments,
+        arguments=(
+            *sglang.arguments,
+            *(["--enable-return-routed-experts"] if config.rollout.routing_replay else []),
+        ),
     )
 
 
@@ -149,8 +152,12 @@ def write_model_config(architecture: Architecture, directory: Path) -> Path:
 
 
 def model_config(architecture: Architecture) -> dict[str, Any]:
-    """config.json with the model class, which SGLang needs and an inline architecture may lack."""
-    return {"architectures": [architecture.family.sglang_class]} | architecture.source
+    """config.json with the model class, which SGLang needs and an inline architecture may lack.
+
+    Without `eos_token_id`: SGLang would stop at it too, and only a request's stop ids may end one.
+    """
+    fields = {key: value for key, value in architecture.source.items() if key != "eos_token_id"}
+    return {"architectures": [architecture.family.sglang_class]} | fields
 
 
 def _own_servers(

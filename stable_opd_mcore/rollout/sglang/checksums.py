@@ -1,16 +1,17 @@
 """The checksums that a server must report after a sync, computed from the trainer's tensors.
 
 SGLang's /weights_checker gives one 64-bit hash per parameter and tensor rank, of the bytes as its
-layers hold them: q, k and v fused, gate and up fused, cut by rows or columns, the vocabulary
-padded. `ExpectedChecksums` lays out the trainer's Hugging Face tensors in the same way, one at a
-time, and hashes the pieces. Equal hashes mean equal bits. Dense Qwen2, Qwen3 and Llama,
-unquantised. Not here: the requests (sync.py).
+layers hold them: q, k and v fused, gate and up fused, the experts of a layer stacked, cut by rows
+or columns, the vocabulary padded. `ExpectedChecksums` lays out the trainer's Hugging Face tensors
+in the same way, one at a time, and hashes the pieces. Equal hashes mean equal bits. Unquantised
+weights only. Not here: the requests (sync.py).
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -25,6 +26,7 @@ _FUSED = {  # part of our name -> (part of SGLang's name, the fused parts in ord
     "gate_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
     "up_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
 }
+_EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 _COLUMNS = ("o_proj.weight", "down_proj.weight")
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 _VOCABULARY_MULTIPLE = 64  # SGLang pads the vocabulary's rows with zeros to a multiple of this
@@ -47,6 +49,9 @@ class ExpectedChecksums:
 
         It must not change until its fused partners are added.
         """
+        if expert := _EXPERT.fullmatch(name):
+            self._add_expert(expert[1], int(expert[2]), expert[3], tensor)
+            return
         part = name.split(".")[-2] if "." in name else name
         if part not in _FUSED:
             self._enter(name, [[self._shard(name, tensor, rank)] for rank in range(self._size)])
@@ -59,6 +64,21 @@ class ExpectedChecksums:
             del self._parts[fused_name]
             pieces = [[self._shard(key, parts[key], r) for key in order] for r in range(self._size)]
             self._enter(fused_name, pieces)
+
+    def _add_expert(self, layer: str, index: int, kind: str, tensor: Tensor) -> None:
+        """One matrix of an expert. A layer's experts come in order, gate and up before down."""
+        assert self._architecture.experts is not None
+        stacked = f"{layer}.{'w2' if kind == 'down' else 'w13'}_weight"
+        parts = self._parts.setdefault(stacked, {})
+        key = f"{kind}_proj.weight" if kind == "down" else f"{kind}_proj"
+        parts[f"{index}.{key}"] = tensor
+        if index + 1 == self._architecture.experts.number and kind != "gate":
+            del self._parts[stacked]
+            pieces = [
+                [self._shard(name.partition(".")[2], part, rank) for name, part in parts.items()]
+                for rank in range(self._size)
+            ]
+            self._enter(stacked, pieces)
 
     def _enter(self, name: str, pieces: Iterable[Sequence[Tensor]]) -> None:
         for checksums, shards in zip(self.per_rank, pieces, strict=True):

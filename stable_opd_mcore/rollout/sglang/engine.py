@@ -29,7 +29,7 @@ import torch
 from torch.nn import Module
 
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.metrics import Max, Mean, Metrics, Sum
+from stable_opd_mcore.metrics import Max, Metrics, Sum
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World, broadcast_object, gather_objects
@@ -38,7 +38,14 @@ from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.rollout.engine import EngineLost, Sampling, check_prompts
 from stable_opd_mcore.rollout.sglang.events import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
-from stable_opd_mcore.rollout.sglang.records import Decode, Draw, request_for, rollouts_of
+from stable_opd_mcore.rollout.sglang.records import (
+    Decode,
+    Draw,
+    cached_share,
+    request_for,
+    rollouts_of,
+    routing_of,
+)
 from stable_opd_mcore.rollout.sglang.status import ServerStatus, one_per_server
 from stable_opd_mcore.rollout.sglang.sync import publish_weights
 from stable_opd_mcore.rollout.sglang.transports import Target, Transport
@@ -48,7 +55,6 @@ from stable_opd_mcore.serving.requests import Completion, Generation
 _MAX_ROUNDS = 5  # of drawing, and of sparing servers whose process group another server broke
 _MAX_ATTEMPTS = 8  # at one publish; external servers have no restarts that could run out
 _SEE_LOGS = "see sglang/events.jsonl and the servers' logs in the run directory"
-_MIB = 1024**2
 
 
 class SglangEngine:
@@ -126,7 +132,7 @@ class SglangEngine:
                 for prompt, answer in zip(prompts, answers, strict=True)
                 for rollout in rollouts_of(prompt, answer, held, sampling.num_samples, self._decode)
             ]
-            self._count_cached(requests, answers)
+            self._metrics = self._metrics | cached_share(requests, answers)
         return broadcast_object(rollouts, self._world.model_group)
 
     def _take_gpu(self) -> None:
@@ -224,7 +230,8 @@ class SglangEngine:
     def _requests(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Generation]:
         window, rows = self._architecture.max_positions, self._architecture.vocab_size
         check_prompts(prompts, sampling, vocab_size=self._vocab_size, window=window)
-        return [request_for(prompt, sampling, self._vocab_size, rows) for prompt in prompts]
+        routing = routing_of(self._architecture) if self._config.rollout.routing_replay else None
+        return [request_for(p, sampling, self._vocab_size, rows, routing) for p in prompts]
 
     def _accept(self, max_age: int) -> Callable[[Member, Sequence[Completion]], bool]:
         """A function that refuses responses from weights more than `max_age` versions old."""
@@ -258,15 +265,6 @@ class SglangEngine:
         ahead.thread.join()
         if ahead.error is not None:
             raise ahead.error
-
-    def _count_cached(
-        self, requests: Sequence[Generation], answers: Sequence[list[Completion] | None]
-    ) -> None:
-        drawn = [(r, c) for r, a in zip(requests, answers, strict=True) for c in a or ()]
-        prompt_tokens = sum(len(request.token_ids) for request, _ in drawn)
-        cached_tokens = sum(completion.cached_tokens for _, completion in drawn)
-        share = Metrics({"engine/prefix_cached_share": Mean(cached_tokens, prompt_tokens)})
-        self._metrics = self._metrics | share
 
     # ---- weights
 
@@ -313,19 +311,23 @@ class SglangEngine:
     def _send_to(self, statuses: Sequence[ServerStatus]) -> dict[str, str | None]:
         """Per server, why it does not have the weights; None if it has. The same on every rank."""
         outcome: dict[str, str | None] = {}
-        if mine := [s for s in statuses if s.sender == self._world.data_rank]:
+        for sender in sorted({s.sender for s in statuses if s.sender is not None}):
+            if not self._world.shares_experts_with(sender):
+                continue  # it needs no weight of this rank
+            is_sender = sender == self._world.data_rank
+            mine = [s for s in statuses if is_sender and s.sender == sender]
             if self._is_colocated:
                 self._memory.bring("student")
             result = publish_weights(
                 self._chunks,
                 [Target(s.name, self._client(s.address), s.tensor) for s in mine],
-                self._transport,
+                self._transport if is_sender else None,
                 version=self.weight_version,
                 label=f"{self.weight_version}-{self._num_publishes}",
                 dtype=getattr(torch, server_dtype(self._config)),
-                bucket_bytes=self._config.rollout.sglang.bucket_mib * _MIB,
+                bucket_bytes=self._config.rollout.sglang.bucket_mib * 2**20,
             )
-            outcome = dict.fromkeys(result.verified) | result.failed
+            outcome |= dict.fromkeys(result.verified) | result.failed
             if result.num_bytes:
                 sent = Metrics({"engine/sync_bytes": Sum(float(result.num_bytes))})
                 self._metrics = self._metrics | sent

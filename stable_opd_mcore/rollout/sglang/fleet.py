@@ -163,7 +163,7 @@ class Fleet:
             elif self._may_restart():
                 self._restart(member, member.server)
             else:
-                member.server.kill()
+                member.server.stop()
                 self.lose(
                     f"{member.name} failed and max_restarts is used up: "
                     f"{self._settings.max_restarts} in {self._settings.restart_window_minutes:g} "
@@ -270,7 +270,7 @@ class Fleet:
         return len(self._restarts) < self._settings.max_restarts
 
     def _restart(self, member: Member, server: SglangServer) -> None:
-        server.kill()
+        server.stop()
         self._restarts.append(time.monotonic())
         detail = f"{len(self._restarts)} of {self._settings.max_restarts}"
         minutes = f"{self._settings.restart_window_minutes:g} minutes"

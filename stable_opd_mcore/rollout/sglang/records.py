@@ -6,9 +6,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from stable_opd_mcore.metrics import Mean, Metrics
+from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.rollout.engine import Sampling
-from stable_opd_mcore.serving.requests import Completion, Generation
+from stable_opd_mcore.serving.requests import Completion, Generation, Routing
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -26,7 +30,11 @@ class Draw:
 
 
 def request_for(
-    prompt: Prompt, sampling: Sampling, vocab_size: int, padded_vocab_size: int
+    prompt: Prompt,
+    sampling: Sampling,
+    vocab_size: int,
+    padded_vocab_size: int,
+    routing: Routing | None = None,
 ) -> Generation:
     """One request for all samples of a prompt, which is computed once for all of them."""
     return Generation(
@@ -38,7 +46,26 @@ def request_for(
         stop_token_ids=sampling.stop_token_ids,
         vocab_size=vocab_size,
         padded_vocab_size=padded_vocab_size,
+        routing=routing,
     )
+
+
+def cached_share(
+    requests: Sequence[Generation], answers: Sequence[Sequence[Completion] | None]
+) -> Metrics:
+    """The share of prompt tokens that the servers' prefix caches held."""
+    drawn = [(r, c) for r, a in zip(requests, answers, strict=True) for c in a or ()]
+    prompt_tokens = sum(len(request.token_ids) for request, _ in drawn)
+    cached_tokens = sum(completion.cached_tokens for _, completion in drawn)
+    return Metrics({"engine/prefix_cached_share": Mean(cached_tokens, prompt_tokens)})
+
+
+def routing_of(architecture: Architecture) -> Routing | None:
+    """The shape of the model's choices of experts; None for a dense one."""
+    experts = architecture.experts
+    if experts is None:
+        return None
+    return Routing(architecture.num_layers, experts.number, experts.per_token)
 
 
 def rollouts_of(
@@ -55,11 +82,12 @@ def rollouts_of(
         Rollout(
             prompt=prompt,
             sample_index=sample,
-            token_ids=completion.token_ids,
-            rollout_logprobs=completion.logprobs,
+            token_ids=np.array(completion.token_ids, np.int32),
+            rollout_logprobs=np.array(completion.logprobs, np.float32),
             finish_reason="stop" if completion.finish_reason == "stop" else "length",
             weight_version=min(int(version) for version in completion.weight_versions),
             text=decode(completion.token_ids[: -1 if completion.finish_reason == "stop" else None]),
+            routed_experts=completion.routed_experts,
         )
         for sample, completion in enumerate(answer)
     ]

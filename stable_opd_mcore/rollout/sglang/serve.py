@@ -24,6 +24,7 @@ from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.planning.hardware import GIB
 from stable_opd_mcore.planning.topology import machine_servers, server_gpus
 from stable_opd_mcore.rollout.sglang.build import server_options, write_model_config
+from stable_opd_mcore.run_inputs import configured_architecture
 from stable_opd_mcore.serving.api_key import make_api_key, read_api_key
 from stable_opd_mcore.serving.process import SglangServer, require_release
 
@@ -95,9 +96,7 @@ def _servers_here(config: Config, model: Path) -> tuple[int, int, str]:
 
 
 def _student_model(config: Config, folder: Path) -> Path:
-    source = config.student.architecture or config.student.path
-    assert source is not None, "the schema requires one of the two"
-    return write_model_config(read_architecture(source), folder / "model")
+    return write_model_config(configured_architecture(config.student), folder / "model")
 
 
 def _teacher_model(config: Config) -> Path:

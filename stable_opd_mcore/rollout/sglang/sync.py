@@ -59,7 +59,8 @@ def publish_weights(
 ) -> Outcome:
     """Send `targets` the weights and stamp the version on them.
 
-    Collective over the tensor and pipeline ranks of one replica.
+    Collective over the tensor and pipeline ranks of one replica, and of those that hold other
+    experts of the same layers (World.coupled_replicas).
 
     Args:
         transport: None on ranks that only take part in gathering the weights. The sender's outcome

@@ -1,12 +1,14 @@
 """Make an unmodified SGLang wheel import and serve on a CPU: call `prepare()` before importing it.
 
-Four things prevent it otherwise: torchvision's wheel is built for CUDA and cannot register its
-operators, Triton is absent, 0.5.13 synchronises a GPU before it hashes weights, and the CPU engine
-imports sgl_kernel (the folder beside this file). Nothing in site-packages changes. Not fast:
-attention is torch's own, which is enough for tests and laptops.
+Five things prevent it otherwise: torchvision's wheel is built for CUDA and cannot register its
+operators, Triton is absent, 0.5.13 synchronises a GPU before it hashes weights, the buffer of
+chosen experts is pinned by CUDA, and the CPU engine imports sgl_kernel (the folder beside this
+file). Nothing in site-packages changes. Not fast: attention is torch's own, which is enough for
+tests and laptops. A server's workers are forked, so SGLang is imported once and not three times.
 """
 
 import importlib.util
+import multiprocessing
 import os
 import platform
 import sys
@@ -23,10 +25,17 @@ _TORCHVISION_OPERATORS = (
 _library = torch.library.Library("torchvision", "FRAGMENT")  # keeps the definitions registered
 
 
+class _UnpinnedMemory:
+    """Stands for the CUDA runtime that pins a host buffer: a CPU reads the buffer as it is."""
+
+    cudaHostRegister = staticmethod(lambda *unused: 0)  # CUDA's name
+    cudaHostUnregister = staticmethod(lambda *unused: 0)
+
+
 def prepare() -> None:
     """Make `import sglang` work in this process. May be called more than once."""
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-    # Registers the trainer's three families first, so SGLang does not import two hundred model
+    # Registers the trainer's families first, so SGLang does not import two hundred model
     # files for them. Other architectures still work, but load slowly.
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "opd_families")
     for operator in _TORCHVISION_OPERATORS:
@@ -34,8 +43,23 @@ def prepare() -> None:
             _library.define(operator)
     if not torch.cuda.is_available():  # SGLang 0.5.13 calls it before it hashes weights
         torch.cuda.synchronize = lambda device=None: None
+        torch.cuda.cudart = _UnpinnedMemory  # of the buffer for the experts that were chosen
     if "triton" not in sys.modules and importlib.util.find_spec("triton") is None:
         _stub_triton()
+    _fork_workers()
+
+
+def _fork_workers() -> None:
+    """SGLang asks for spawned workers because of CUDA. On a CPU each would import SGLang again:
+    ten seconds of one core.
+    """
+    set_method = multiprocessing.set_start_method
+
+    def set_fork(method: str | None, force: bool = False) -> None:
+        set_method("fork", force=force)
+
+    multiprocessing.set_start_method = set_fork
+    torch.multiprocessing.set_start_method = set_fork
 
 
 def _stub_triton() -> None:

@@ -2,9 +2,8 @@
 
     python serve.py --owner-pid PID SGLANG_ARGUMENT...
 
-SGLang spawns workers, each of which imports this file again. So the CPU preparation, which must
-come before SGLang's import, stands at the top and not in `main`; with a GPU it is skipped. Not part
-of the trainer: the servers' venv has neither this package nor Megatron.
+The CPU preparation must come before SGLang's import, so it stands at the top; with a GPU it is
+skipped. Not part of the trainer: the servers' venv has neither this package nor Megatron.
 """
 
 import os

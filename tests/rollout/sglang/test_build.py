@@ -6,10 +6,11 @@ import pytest
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import read_architecture
-from stable_opd_mcore.rollout.sglang.build import server_options, write_model_config
+from stable_opd_mcore.rollout.sglang.build import model_config, server_options, write_model_config
 from stable_opd_mcore.serving.process import ServerOptions
 from tests.config.cases import run_with
 from tests.models import tiny
+from tests.train.runs import tiny_architecture
 
 
 def options_of(sglang: dict, number: int = 0, **train) -> ServerOptions:
@@ -61,3 +62,8 @@ def test_a_model_directory_names_the_class_that_sglang_loads(tmp_path):
     named = read_architecture(fields | {"architectures": ["Qwen2Special"]})
     write_model_config(named, path)  # a second run of the same name
     assert json.loads((path / "config.json").read_text())["architectures"] == ["Qwen2Special"]
+
+
+def test_servers_know_no_stop_id_but_those_of_a_request():
+    fields = tiny_architecture(32, 2, eos_token_id=20)
+    assert "eos_token_id" not in model_config(read_architecture(fields))

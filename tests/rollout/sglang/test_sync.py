@@ -41,6 +41,8 @@ from tests.parallel.launch import run_ranks
 from tests.rollout.weight_receiver import receiver
 from tests.train.runs import tiny_config
 
+pytestmark = pytest.mark.slow
+
 FIELDS = architecture(tied=False)
 BUCKET = 40_000  # bytes: some tensors are larger, most are smaller
 
