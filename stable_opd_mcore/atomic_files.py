@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from stable_opd_mcore.errors import UserError
 
@@ -28,12 +29,22 @@ _DISK_ERRNOS = {
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write `path`, and its parent directory if needed; replace an older file of that name."""
+    with atomic_file(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file for writing; it replaces `path` when the block ends without an error.
+
+    The parent directory is made if needed. After an error `path` is as it was.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the umask
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            yield file
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)

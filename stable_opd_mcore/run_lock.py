@@ -11,7 +11,7 @@ holder that was killed leaves the file behind; the next run takes it over when t
     same Slurm job        at once: Slurm ends an attempt before it starts the next
     another machine       when the heartbeat is STALE_SECONDS old
 
-Not here: the REQUEUE marker (signals.py), and files that readers need no lock for.
+Not here: the REQUEUE marker (train/signals.py), and files that readers need no lock for.
 """
 
 from __future__ import annotations
@@ -59,11 +59,7 @@ class RunLock:
         while not self._create():
             holder = read_holder(self._path)
             if holder is not None and not self._is_gone(holder):
-                raise UserError(
-                    f"{self._path.parent}: another run is training here: {describe(holder)}. Stop "
-                    f"it, or choose another run.name. If it does not exist any more, delete "
-                    f"{self._path}"
-                )
+                raise in_use(self._path.parent, holder)
             if holder is not None:
                 self._remove(holder)
         self._heart.start()
@@ -89,11 +85,9 @@ class RunLock:
 
     def _is_gone(self, holder: dict[str, Any]) -> bool:
         """Whether the holder has ended; waits for a heartbeat where only that can tell."""
-        own = self._holder
-        if holder["machine"] == own["machine"]:
-            return process_start(holder["pid"]) != holder["process_start"]
-        if own["slurm_job"] is not None and own["slurm_job"] == holder["slurm_job"]:
-            return True
+        ended = has_ended(holder)
+        if ended is not None:
+            return ended
         beat = heartbeat(self._path)
         while beat is not None and self._age(beat) < self._stale_seconds:
             time.sleep(min(1.0, self._stale_seconds / 10))
@@ -134,6 +128,23 @@ class RunLock:
                     flush=True,
                 )
                 os._exit(1)
+
+
+def has_ended(holder: dict[str, Any]) -> bool | None:
+    """Whether the holder of a lock has ended; None where only its heartbeat can tell."""
+    if holder["machine"] == machine():
+        return process_start(holder["pid"]) != holder["process_start"]
+    job = os.environ.get("SLURM_JOB_ID")
+    return True if job is not None and job == holder["slurm_job"] else None
+
+
+def in_use(run_directory: Path, holder: dict[str, Any]) -> UserError:
+    """The refusal of a directory that another run, evaluation or preparation holds."""
+    return UserError(
+        f"{run_directory}: another run is at work here: {describe(holder)}. Stop it, or choose "
+        "another run.name (of `prepare`: --directory). If it does not exist any more, delete "
+        f"{run_directory / LOCK_FILE}"
+    )
 
 
 def this_process() -> dict[str, Any]:

@@ -9,12 +9,12 @@ import time
 import pytest
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.train.run_lock import LOCK_FILE, RunLock, this_process
+from stable_opd_mcore.run_lock import LOCK_FILE, RunLock, this_process
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from stable_opd_mcore.train.run_lock import RunLock
+from stable_opd_mcore.run_lock import RunLock
 
 with RunLock(Path(sys.argv[1])):
     print("held", flush=True)
@@ -58,7 +58,7 @@ def test_lock_of_another_machine_is_replaced_once_its_heartbeat_is_stale(tmp_pat
         pass
     path = write_lock(tmp_path, machine="another")
     heartbeat = subprocess.Popen(["sh", "-c", f"sleep 0.3; touch {path}"])
-    with pytest.raises(UserError, match="another run is training here"), RunLock(tmp_path):
+    with pytest.raises(UserError, match="another run is at work here"), RunLock(tmp_path):
         pass
     heartbeat.wait()
     started = time.monotonic()
@@ -76,7 +76,7 @@ def test_same_slurm_job_replaces_the_lock_of_another_machine(tmp_path, monkeypat
 def test_process_that_lost_its_lock_exits(tmp_path):
     lose = (
         "import sys, time; from pathlib import Path\n"
-        "from stable_opd_mcore.train.run_lock import RunLock, this_process\n"
+        "from stable_opd_mcore.run_lock import RunLock, this_process\n"
         "import json; home = Path(sys.argv[1])\n"
         "with RunLock(home, heartbeat_seconds=0.1):\n"
         "    (home / 'LOCK').write_text(json.dumps({**this_process(), 'pid': 99}))\n"

@@ -1,0 +1,39 @@
+"""Text of strangers for a terminal, a page or a message: no character of it acts."""
+
+from __future__ import annotations
+
+import unicodedata
+
+
+def printable(text: str) -> str:
+    """`text` with visible control characters; line ends and tabs stay.
+
+    ASCII control characters become their Unicode pictures. Direction overrides, lone surrogates
+    and unassigned characters become the replacement character.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return text.translate({ord(c): _printable_character(c) for c in set(text)})
+
+
+def beginning(text: str, characters: int) -> str:
+    """`text`; of a longer one the first characters and an ellipsis."""
+    return text if len(text) <= characters else text[:characters] + "\N{HORIZONTAL ELLIPSIS}"
+
+
+def printable_line(text: str, characters: int) -> str:
+    """`text` on one line, with at most this many characters; a cut one ends in an ellipsis."""
+    line = printable(text[: characters + 1]).replace("\n", "\N{SYMBOL FOR NEWLINE}")
+    line = line.replace("\t", " ")
+    return line if len(line) <= characters else line[: characters - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
+def _printable_character(character: str) -> str:
+    if character in "\n\t" or character.isprintable():
+        return character
+    category = unicodedata.category(character)
+    if category == "Cc":
+        return (
+            chr(0x2400 + ord(character)) if ord(character) < 0x20 else "\N{REPLACEMENT CHARACTER}"
+        )
+    return "\N{REPLACEMENT CHARACTER}" if category in ("Cf", "Cs", "Cn", "Co") else " "

@@ -1,0 +1,176 @@
+"""What a run reads before it builds a model: tokenizer, stop ids, prompts, architectures.
+
+`train` and `stable-opd check` call the same functions, so that both refuse the same settings and
+data, in the same words. Not here: models, engines, the objective (train/setup.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from stable_opd_mcore.config.schema import Config, ModelConfig
+from stable_opd_mcore.data.chat import Tokenizer, resolve_stop_ids
+from stable_opd_mcore.data.prompts import PromptSet
+from stable_opd_mcore.data.rows import Row
+from stable_opd_mcore.data.sources import load_rows
+from stable_opd_mcore.data.vocabulary import same_vocabulary
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.hub import MODEL_FILES, TOKENIZER_FILES, download, is_hub_id
+from stable_opd_mcore.losses.objectives import Objective
+from stable_opd_mcore.models.families import Architecture, read_architecture
+
+
+def with_downloads(config: Config) -> Config:
+    """The config with the downloaded directories in place of hub ids of student and teacher.
+
+    Raises:
+        UserError: a hub id without the commit to download, or a failed download.
+    """
+    changes: dict[str, ModelConfig] = {}
+    for name, model in (("student", config.student), ("teacher", config.teacher)):
+        if model is None or model.path is None or not is_hub_id(model.path):
+            continue
+        if model.revision is None:
+            raise UserError(
+                f"{name}.path={model.path}: no such directory here. As a hub id it needs "
+                f"{name}.revision, the commit to download: the newest one may change under a run"
+            )
+        files = TOKENIZER_FILES if model.random_init else MODEL_FILES
+        folder, _ = download(model.path, "model", files, model.revision)
+        changes[name] = model.model_copy(update={"path": str(folder)})
+    return config.model_copy(update=changes)
+
+
+def load_tokenizer(config: Config) -> Tokenizer:
+    """The student's tokenizer, with the student's stop ids."""
+    path = config.tokenizer.path or config.student.path
+    assert path is not None, "the schema asks for one of the two"
+    return Tokenizer.load(path, config.student.stop_token_ids)
+
+
+def load_teacher_tokenizer(config: Config) -> Tokenizer | None:
+    """The tokenizer in the teacher's directory; None where there is none, or no teacher."""
+    path = config.teacher.path if config.teacher else None
+    if path is None or not (Path(path) / "tokenizer.json").is_file():
+        return None
+    assert config.teacher is not None
+    return Tokenizer.load(path, config.teacher.stop_token_ids)
+
+
+def teacher_stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...] | None:
+    """The ids that end the teacher's responses; None without a teacher.
+
+    Raises:
+        UserError: the teacher's directory holds a tokenizer with another vocabulary than the
+            student's.
+    """
+    if config.teacher is None:
+        return None
+    own = load_teacher_tokenizer(config)
+    if own is not None:
+        same_vocabulary(tokenizer, own)
+        return own.stop_token_ids
+    path, given = config.teacher.path, config.teacher.stop_token_ids
+    if path is not None or given is not None:
+        return resolve_stop_ids(path, tokenizer, given)
+    return tokenizer.stop_token_ids
+
+
+def load_prompts(
+    config: Config, tokenizer: Tokenizer, architecture: Architecture, objective: Objective
+) -> PromptSet:
+    """The training prompts, with golden solutions where the objective trains on them.
+
+    Raises:
+        UserError: rows that cannot be used, or fewer of them than rollout.prompts_per_step.
+    """
+    prompts = PromptSet(
+        load_rows(config.data.train),
+        tokenizer,
+        config.data,
+        window=architecture.max_positions,
+        max_new_tokens=config.sampling.max_new_tokens if objective.needs_rollouts else 0,
+        golden="required" if objective.needs_golden else "none",
+    )
+    if config.rollout.prompts_per_step > len(prompts):
+        raise UserError(
+            f"rollout.prompts_per_step={config.rollout.prompts_per_step} exceeds the "
+            f"{len(prompts)} usable rows of data.train ({prompts.num_dropped} dropped): a step "
+            "would train on one prompt several times; lower it, or add rows"
+        )
+    return prompts
+
+
+def load_held_out(
+    config: Config, tokenizer: Tokenizer, architecture: Architecture
+) -> PromptSet | None:
+    """The held-out prompts; None without `data.eval`."""
+    if config.data.eval is None:
+        return None
+    return held_out_prompts(load_rows(config.data.eval), config, tokenizer, architecture)
+
+
+def held_out_prompts(
+    rows: Sequence[Row], config: Config, tokenizer: Tokenizer, architecture: Architecture
+) -> PromptSet:
+    """Rows as prompts that leave room for an evaluation's response."""
+    return PromptSet(
+        rows,
+        tokenizer,
+        config.data,
+        window=architecture.max_positions,
+        max_new_tokens=config.evaluation.max_new_tokens or config.sampling.max_new_tokens,
+        golden="none",
+    )
+
+
+def configured_architecture(model: ModelConfig) -> Architecture:
+    """The architecture in config.json, or the inline one; `window` and `rope_theta` replace its."""
+    source = model.path if model.architecture is None else model.architecture
+    assert source is not None, "the schema asks for one of the two"
+    return read_architecture(source, window=model.window, rope_theta=model.rope_theta)
+
+
+def refuse_small_vocabulary(model: ModelConfig, architecture: Architecture, size: int) -> None:
+    """
+    Args:
+        size: number of tokens of the tokenizer.
+
+    Raises:
+        UserError: the model's embedding has fewer rows.
+    """
+    if architecture.vocab_size < size:
+        raise UserError(
+            f"{model.path or 'the inline architecture'}: vocab_size={architecture.vocab_size} is "
+            f"smaller than the tokenizer's {size} tokens; take the model's own tokenizer"
+        )
+
+
+def refuse_unused_expert_ranks(config: Config, student: Architecture) -> None:
+    """
+    Raises:
+        UserError: parallel.expert exceeds 1, and neither the student nor a teacher on the same
+            ranks has experts.
+    """
+    models = [student]
+    if config.teacher is not None and config.teacher.engine == "megatron":
+        models.append(configured_architecture(config.teacher))
+    if config.parallel.expert > 1 and all(model.experts is None for model in models):
+        names = " and ".join(model.model_type for model in models)
+        raise UserError(
+            f"parallel.expert={config.parallel.expert}: {names} have no experts to share out; set "
+            "parallel.expert=1"
+        )
+
+
+def refuse_replay_without_experts(config: Config, student: Architecture) -> None:
+    """
+    Raises:
+        UserError: rollout.routing_replay is set, and the student has no experts.
+    """
+    if config.rollout.routing_replay and student.experts is None:
+        raise UserError(
+            f"rollout.routing_replay=true: the student ({student.model_type}) has no experts "
+            "whose choice could be replayed; set it to false"
+        )
