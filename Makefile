@@ -1,7 +1,9 @@
 # One command each; every target makes its own .venv and needs only Python >= 3.11 with venv.
-#   make demo    watch plain on-policy distillation collapse and Stable-OPD hold (three minutes on 2 cores)
-#   make test    the tests, about ten minutes on 2 cores
-#   make test-cluster   a real Slurm (apt-get install slurm-wlm munge iproute2) and real SGLang servers, 30 minutes
+#   make demo    watch plain on-policy distillation collapse and Stable-OPD hold (five to ten minutes on 2 cores)
+#   make test    the tests, eight to nine minutes on 2 cores
+#   make test-cluster   test-slurm and test-sglang, one after the other; with --jobs 2 at the same time, about 18 minutes
+#   make test-slurm     on a real Slurm, with NeMo-Run: apt-get install slurm-wlm munge iproute2
+#   make test-sglang    with real SGLang servers, and the suite of a GPU on a CPU
 #   make rehearse   every shipped config on 1 to 128 nodes, set up, stepped and published without a GPU
 #   make plans   print the plans of the 7B and the 32B run into docs/plans.md
 #   make checks  format, lint, types, shell scripts, spelling: the hooks of .pre-commit-config.yaml over all files
@@ -19,7 +21,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: gpu gpu-bundle sglang sglang-old launch mutants demo test test-cluster rehearse plans checks install format clean
+.PHONY: gpu gpu-bundle sglang sglang-old launch mutants demo test test-cluster test-slurm test-sglang rehearse plans checks install format clean
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -35,15 +37,22 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	$(BIN)/stable-opd demo
 
+# Two tests at a time, each with one thread: most of them wait, or start ranks of their own.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-test-cluster: $(INSTALLED) sglang sglang-old launch
-	$(BIN)/python -m pytest -m cluster
+ON_SLURM = tests/integration/test_slurm_*.py tests/integration/test_nemorun_*.py
+test-cluster: test-slurm test-sglang
+test-slurm: $(INSTALLED) sglang launch
+	$(BIN)/python -m pytest -m cluster $(ON_SLURM)
+test-sglang: $(INSTALLED) sglang sglang-old
+	$(BIN)/python -m pytest -m cluster $(addprefix --ignore=,$(wildcard $(ON_SLURM)))
 
+# With server nodes, and with pipeline stages that one node does not hold.
+ON_MANY_NODES = $(addprefix configs/stable_opd_,32b.yaml 30b_a3b.yaml 8b_235b.yaml)
 rehearse: $(INSTALLED)
-	$(BIN)/stable-opd rehearse $(filter-out %_32b.yaml,$(wildcard configs/*.yaml))
-	$(BIN)/stable-opd rehearse configs/stable_opd_32b.yaml --nodes 2 --nodes 4 --nodes 16 --nodes 128 --server-nodes 2
+	$(BIN)/stable-opd rehearse $(filter-out $(ON_MANY_NODES),$(wildcard configs/*.yaml))
+	$(BIN)/stable-opd rehearse $(ON_MANY_NODES) --nodes 2 --nodes 4 --nodes 16 --nodes 128 --server-nodes 2
 
 plans: $(INSTALLED)
 	{ printf '# The plans of the 7B and the 32B run\n\nWritten by `make plans`; [planning.md](planning.md) says what they mean.\n'; \
