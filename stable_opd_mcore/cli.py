@@ -7,14 +7,16 @@ after the arguments are parsed, so that `--help` is quick. Not here: what the co
 
 from __future__ import annotations
 
-import io
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from stable_opd_mcore.closed_pipes import ignore_closed_pipes
 from stable_opd_mcore.errors import UserError
 
 app = typer.Typer(
@@ -33,6 +35,16 @@ GpusPerNode = Annotated[int, typer.Option(min=1)]
 ServerNodes = Annotated[int, typer.Option(min=0, help="Nodes of SGLang servers.")]
 
 
+@contextmanager
+def _interruptible(said: str) -> Iterator[None]:
+    """After Ctrl-C inside the block, say `said` and exit with code 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted; {said}", err=True)
+        raise typer.Exit(130) from None
+
+
 @app.command()
 def train(
     config: ConfigPath,
@@ -49,25 +61,127 @@ def train(
 
     settings = load_config(config, overrides or [])
     from stable_opd_mcore.atomic_files import naming_disk_errors
+    from stable_opd_mcore.run_inputs import with_downloads
     from stable_opd_mcore.train.loop import train as run_training
 
-    try:
-        with naming_disk_errors(settings.run.path):
-            run_training(settings, accept_changes=accept_changes)
-    except KeyboardInterrupt:
-        typer.echo("interrupted; nothing was saved since the newest checkpoint", err=True)
-        raise typer.Exit(130) from None
+    settings = with_downloads(settings)
+    said = "nothing was saved since the newest checkpoint"
+    with _interruptible(said), naming_disk_errors(settings.run.path):
+        run_training(settings, accept_changes=accept_changes)
 
 
 @app.command()
-def evaluate(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Evaluate the student of a config on its evaluation.benchmarks, or on data.eval."""
-    from stable_opd_mcore.config.load import load_config
+def check(
+    config: Annotated[
+        Path | None, typer.Argument(help="A YAML file; or give --student and --teacher.")
+    ] = None,
+    overrides: Overrides = None,
+    student: Annotated[
+        str | None, typer.Option(help="A model directory, to check a pair without a config.")
+    ] = None,
+    teacher: Annotated[str | None, typer.Option(help="The model directory of its teacher.")] = None,
+    nodes: TrainerNodes = 1,
+    gpus_per_node: GpusPerNode = 8,
+    server_nodes: ServerNodes = 0,
+    gpu: Annotated[str, typer.Option(help="h200 or h100; cpu: a run without GPUs.")] = "h200",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Say what does not go together in a pair, a config or a run directory; code 1: errors."""
+    from stable_opd_mcore.checks.checklist import check_file, check_pair
+    from stable_opd_mcore.checks.known import Place
+    from stable_opd_mcore.planning.hardware import device_named
+    from stable_opd_mcore.planning.plan import Cluster
 
-    settings = load_config(config, overrides or [])
+    if config is not None and student is None and teacher is None:
+        place = Place(Cluster(nodes, gpus_per_node, server_nodes), gpu)
+        if place.on_gpu:
+            device_named(gpu)  # refuses an unknown name
+        report = check_file(config, overrides or [], place)
+    elif config is None and student is not None and teacher is not None:
+        report = check_pair(student, teacher)
+    else:
+        raise UserError("give a config, or --student DIR and --teacher DIR without one")
+    typer.echo(report.as_json() if as_json else report.text())
+    if report.errors:
+        raise typer.Exit(1)
+
+
+@app.command()
+def evaluate(
+    target: Annotated[
+        Path,
+        typer.Argument(
+            help="A run's directory (its trained model), a Hugging Face directory, a Megatron "
+            "checkpoint, or a config (the trained model of its run)."
+        ),
+    ],
+    overrides: Overrides = None,
+    benchmarks: Annotated[
+        str | None,
+        typer.Option(
+            help="Names with commas: aime24, aime25, amc, math500, minerva, olympiadbench; or all."
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Settings for a model of no run; default: the paper's evaluation."),
+    ] = None,
+) -> None:
+    """Evaluate a model: avg@k and pass@k with intervals, truncation, repetition, as tables."""
+    from stable_opd_mcore.train.evaluated_model import evaluation_config, named_benchmarks
+
+    named = named_benchmarks(benchmarks) if benchmarks is not None else []
+    settings = evaluation_config(target, config, [*named, *(overrides or [])])
     from stable_opd_mcore.train.evaluation import evaluate_config
 
-    evaluate_config(settings, print_line=typer.echo)
+    with _interruptible("the same command goes on after the last stored part"):
+        evaluate_config(settings, print_line=typer.echo, show_progress=True)
+
+
+@app.command()
+def score(
+    file: Annotated[Path, typer.Argument(help="JSON Lines, one response a row.")],
+    output: Annotated[
+        Path | None, typer.Option(help="Directory of verdicts and summary; default: FILE.score")
+    ] = None,
+    response: Annotated[
+        str | None, typer.Option(help="Column of the response; default: usual names.")
+    ] = None,
+    gold: Annotated[str | None, typer.Option(help="Final answers to grade against.")] = None,
+    row_id: Annotated[str | None, typer.Option("--id", help="Names of rows.")] = None,
+    finish: Annotated[str | None, typer.Option(help="Why a response ended.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Token ids of the response.")] = None,
+    group: Annotated[str | None, typer.Option(help="Also score each value of this column.")] = None,
+    label: Annotated[str | None, typer.Option(help="Other verdicts, to compare with.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Model directory, to measure tokens of rows without ids.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Length budget, for rows without finish reason.")
+    ] = None,
+    tail: Annotated[
+        int | None, typer.Option(min=1, help="Characters whose compression is the repetition rate.")
+    ] = None,
+    ratio: Annotated[float, typer.Option(help="Compression above which a tail repeats.")] = 10.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to grade one response.")] = 10.0,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Grading processes; default: one a core.")
+    ] = None,
+) -> None:
+    """Grade and measure the responses of a file: accuracy, truncation, repetition, lengths."""
+    from stable_opd_mcore.evaluation.score import ScoreSettings, score_file, shown_progress
+    from stable_opd_mcore.evaluation.score_rows import Columns
+
+    columns = Columns(response, gold, row_id, finish, tokens, group, label)
+    settings = ScoreSettings(columns, tokenizer, limit, tail, ratio, timeout, workers)
+    directory = output or file.with_name(file.name + ".score")
+    with (
+        _interruptible("the same command goes on where it stopped"),
+        shown_progress(file) as progress,
+    ):
+        summary = score_file(file, directory, settings, progress)
+    typer.echo(summary.table())
+    typer.echo(f"wrote {directory}")
 
 
 @app.command()
@@ -83,42 +197,94 @@ def serve(
 
     settings = load_config(config, overrides or [])
     from stable_opd_mcore.rollout.sglang.serve import serve as run_servers
+    from stable_opd_mcore.run_inputs import with_downloads
 
-    run_servers(settings, teacher=teacher, tell=typer.echo)
+    run_servers(with_downloads(settings), teacher=teacher, tell=typer.echo)
 
 
 @app.command()
 def convert(
     source: Annotated[
-        Path, typer.Argument(help="A Hugging Face directory or a Megatron checkpoint.")
+        Path,
+        typer.Argument(help="A Hugging Face directory or hub id, or a Megatron checkpoint."),
     ],
     target: Annotated[Path, typer.Argument(help="The directory to write; must not exist.")],
     tensor: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks (torchrun).")] = 1,
     pipeline: Annotated[int, typer.Option(min=1, help="Pipeline stages (torchrun).")] = 1,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Directory of the tokenizer; default: SOURCE.")
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Commit of a hub id; default: the newest.")
+    ] = None,
 ) -> None:
-    """Convert weights from Hugging Face to Megatron or back, depending on what SOURCE holds."""
+    """Convert a model from Hugging Face to Megatron or back, depending on what SOURCE holds."""
+    from stable_opd_mcore.hub import MODEL_FILES, download, is_hub_id
     from stable_opd_mcore.train.convert import convert as run_conversion
 
-    typer.echo(f"{run_conversion(source, target, tensor, pipeline)}: {target}")
+    if is_hub_id(str(source)):
+        source, commit = download(str(source), "model", MODEL_FILES, revision)
+        typer.echo(f"downloaded commit {commit}")
+    elif revision is not None:
+        raise UserError(f"--revision is of a model on the hub, and {source} is a path")
+    typer.echo(f"{run_conversion(source, target, tensor, pipeline, tokenizer)}: {target}")
 
 
 @app.command()
 def prepare(
-    tokenizer: Annotated[str, typer.Argument(help="The student's model directory.")],
+    student: Annotated[
+        str, typer.Argument(help="The student's model directory or hub id: its tokenizer.")
+    ],
+    recipe: Annotated[
+        str, typer.Option(help="openr1, openr1-46k-8192, gsm8k, or rows: any file.")
+    ] = "openr1",
+    source: Annotated[
+        str | None,
+        typer.Option(help="A folder or file of parquet or JSON Lines; default: the hub."),
+    ] = None,
     directory: Annotated[Path, typer.Option(help="Where the files go.")] = Path("data"),
-    openr1: Annotated[
-        str, typer.Option(help="Hub id, directory or file of OpenR1-Math-220k's rows.")
-    ] = "open-r1/OpenR1-Math-220k",
     benchmarks: Annotated[
         Path | None,
-        typer.Option(help="Directory of <name>.jsonl or <name>.parquet; default: the hub."),
+        typer.Option(help="Folder of <name>.jsonl or <name>.parquet; default: the hub."),
     ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Commit of the data set on the hub; default: the newest.")
+    ] = None,
+    student_revision: Annotated[
+        str | None, typer.Option(help="Commit of a student on the hub; default: the newest.")
+    ] = None,
+    sft_rows: Annotated[
+        int, typer.Option(min=1, help="openr1: supervised rows; the others are OPD's prompts.")
+    ] = 33_000,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest solution.")] = 8192,
+    seed: Annotated[int, typer.Option(help="Of the order and the split.")] = 0,
+    processes: Annotated[
+        int, typer.Option(min=0, help="0: one for each core of this process.")
+    ] = 0,
+    problem: Annotated[str | None, typer.Option(help="rows: the problem's column.")] = None,
+    answer: Annotated[str | None, typer.Option(help="rows: the answer's; '': none.")] = None,
+    solution: Annotated[str | None, typer.Option(help="rows: the solution's; '': none.")] = None,
 ) -> None:
-    """Write the paper's training sets and benchmarks as files, for nodes without internet."""
-    from stable_opd_mcore.data.chat import Tokenizer
-    from stable_opd_mcore.evaluation.paper_data import write_paper_data
+    """Make training sets without benchmark problems, as files for nodes without internet."""
+    from stable_opd_mcore.preparation.job import request_of
+    from stable_opd_mcore.preparation.prepare import prepare_data
 
-    write_paper_data(Tokenizer.load(tokenizer), directory, typer.echo, openr1, benchmarks)
+    columns = {"problem": problem, "answer": answer, "solution": solution}
+    request = request_of(
+        student=student,
+        student_revision=student_revision,
+        recipe=recipe,
+        source=source,
+        directory=directory,
+        benchmarks=benchmarks,
+        revision=revision,
+        sft_rows=sft_rows,
+        max_tokens=max_tokens,
+        seed=seed,
+        processes=processes,
+        columns={role: name for role, name in columns.items() if name is not None},
+    )
+    prepare_data(request, typer.echo)
 
 
 @app.command()
@@ -131,6 +297,19 @@ def report(
 
     write_report(runs, output)
     typer.echo(f"wrote {output}")
+
+
+@app.command()
+def watch(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories; they need not exist yet.")],
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="On 127.0.0.1; 0: any free one.")
+    ] = 8642,
+) -> None:
+    """Show runs in a browser while they train: figures, events and rollouts to read."""
+    from stable_opd_mcore.monitoring.watch import watch as watch_runs
+
+    watch_runs(runs, port, typer.echo)
 
 
 @app.command()
@@ -193,6 +372,13 @@ def rehearse(
     gpus_per_node: GpusPerNode = 8,
     server_nodes: ServerNodes = 0,
     gpu: Annotated[str, typer.Option(help="h200 or h100.")] = "h200",
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Of each model chunk; by default all, and two of a model with experts.",
+        ),
+    ] = None,
 ) -> None:
     """Set up, train one step and publish in a world without GPUs; every stage of every world."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch: tensors without memory are the CPU's
@@ -204,52 +390,30 @@ def rehearse(
     paths = [Path(argument) for argument in configs if "=" not in argument]
     settings = [load_config(path, overrides) for path in paths]
     clusters = [Cluster(n, gpus_per_node, server_nodes) for n in nodes or (1, 2, 16, 128)]
-    if not rehearse_worlds(settings, clusters, gpu, typer.echo):
+    if not rehearse_worlds(settings, clusters, gpu, typer.echo, layers):
         raise typer.Exit(1)
 
 
 @app.command()
 def demo(
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds of every arm.")] = 1,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="How many seeds; by default 1, for ablation 5.")
+    ] = None,
     directory: Annotated[Path, typer.Option(help="Where runs and report go.")] = Path("runs/demo"),
+    act: Annotated[
+        str | None,
+        typer.Option(help="collapse, stop_mismatch or ablation; by default the first two."),
+    ] = None,
 ) -> None:
     """Watch plain on-policy distillation collapse and Stable-OPD hold, on this machine's CPU."""
     from stable_opd_mcore.demo.run import run_demo
 
-    run_demo(directory, seeds)
-
-
-class _ToleratesClosedPipe(io.FileIO):
-    """A standard stream that drops what is written after its reader has ended, as `head` does."""
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data)
-        except BrokenPipeError:
-            with open(os.devnull, "wb") as null:
-                os.dup2(null.fileno(), self.fileno())
-            return len(data)
-
-
-def _ignore_closed_pipes() -> None:
-    """A run continues when the reader of its standard streams ends."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None or stream is not getattr(sys, f"__{name}__"):
-            continue  # closed, or replaced by the caller
-        wrapped = io.TextIOWrapper(
-            io.BufferedWriter(_ToleratesClosedPipe(stream.fileno(), "wb", closefd=False)),
-            encoding=stream.encoding,
-            errors=stream.errors,
-            line_buffering=stream.line_buffering,
-            write_through=stream.write_through,
-        )
-        setattr(sys, name, wrapped)
+    run_demo(directory, seeds, act)
 
 
 def main() -> None:
     """Run the command; a UserError becomes one message on stderr."""
-    _ignore_closed_pipes()
+    ignore_closed_pipes()
     try:
         app()
     except UserError as error:

@@ -10,6 +10,7 @@ to files.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -83,7 +84,35 @@ class Same:
         return self.number
 
 
-Metric = Mean | Sum | Max | Same
+@dataclass(frozen=True)
+class Quantile:
+    """A quantile of integers, linear between neighbours as in numpy; None of no integers."""
+
+    share: float
+    values: tuple[int, ...]
+    counts: tuple[int, ...]  # how often each of `values` occurs; a value may stand twice
+
+    def __add__(self, other: Quantile) -> Quantile:
+        if self.share != other.share:
+            raise ValueError(f"quantiles of {self.share} and {other.share}")
+        return Quantile(self.share, self.values + other.values, self.counts + other.counts)
+
+    def value(self) -> float | None:
+        import numpy as np
+
+        if not self.values:
+            return None
+        order = np.argsort(self.values)
+        up_to = np.cumsum(np.array(self.counts)[order])
+        place = (int(up_to[-1]) - 1) * self.share
+        below, above = (
+            float(self.values[int(order[np.searchsorted(up_to, rank, side="right")])])
+            for rank in (math.floor(place), math.ceil(place))
+        )
+        return below + (above - below) * (place - math.floor(place))
+
+
+Metric = Mean | Sum | Max | Same | Quantile
 
 
 class Metrics(Mapping[str, Metric]):
@@ -148,7 +177,8 @@ def reduce_over_ranks(metrics: Metrics, group: ProcessGroup | None) -> Metrics:
     dist.all_gather_object(  # pyright: ignore[reportUnknownMemberType]
         gathered, dict(metrics), group=group
     )
-    total = Metrics()
+    total: dict[str, Metric] = {}
     for contribution in gathered:
-        total = total | Metrics(contribution)
-    return total
+        for key, metric in contribution.items():
+            total[key] = _add(key, total[key], metric) if key in total else metric
+    return Metrics(total)

@@ -1,15 +1,18 @@
 """The records of one training step: Prompt -> Rollout -> Sample -> MicroBatch -> LossOutput.
 
-Frozen dataclasses; every field states its shape and unit. Prompts, rollouts and samples are plain
-Python values, because they cross ranks and files; micro-batches hold tensors. No behaviour here
-needs a device, a model or a process group.
+Frozen dataclasses; every field states its shape and unit. Tokens, log-probabilities and masks of
+rollouts and samples are numpy arrays, because they cross ranks and files; micro-batches hold
+tensors. No behaviour here needs a device, a model or a process group.
 
 A name's suffix is its shape:
     T  tokens of one micro-batch that enter the model, its sequences packed end to end
     S  sequences of the micro-batch, the padding at its end included
     N  response tokens that the micro-batch scores, one row each (N <= T)
     K  entries of a top-K list
+    L  layers of the student
+    C  experts that a router chooses for a token
     H  hidden size of the model that the field belongs to
+    B  samples of a step, of a minibatch, or of this rank
 Log-probabilities and entropies are in nats, over the common vocabulary.
 """
 
@@ -17,12 +20,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
+GradingFailure = Literal["timeout", "crash"]  # the response counts as wrong
 SampleSource = Literal["rollout", "golden"]
 _Rows = TypeVar("_Rows", bound=Any)  # a dataclass
 AnswerFormat = Literal["boxed", "bracket"]  # graded by math-verify; exactly "[answer]" at the end
@@ -41,44 +48,117 @@ class Prompt:
     opens_thinking: bool = False  # the prompt ends inside <think>, and the response must close it
 
 
-@dataclass(frozen=True)
-class Rollout:
-    """One response sampled from the student for a prompt."""
+class _WithArrays:
+    """A dataclass with arrays: sequences become arrays, and equality compares their elements."""
+
+    _DTYPES: ClassVar[dict[str, type[np.generic]]]
+
+    def __post_init__(self) -> None:
+        for name, dtype in self._DTYPES.items():
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, np.asarray(value, dtype))
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        mine, theirs = vars(self), vars(other)
+        return all(_equal(mine[name], theirs[name]) for name in mine)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+        return bool(np.array_equal(left, right))  # pyright: ignore[reportUnknownArgumentType]
+    return left == right
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout(_WithArrays):
+    """One response of L tokens, sampled from the student for a prompt."""
+
+    _DTYPES: ClassVar = {"token_ids": np.int32, "rollout_logprobs": np.float32}
 
     prompt: Prompt
     sample_index: int  # 0 .. samples_per_prompt - 1
-    token_ids: tuple[int, ...]  # ends with its stop token when finish_reason is "stop"
-    rollout_logprobs: tuple[float, ...]  # per token, nats, full softmax at sampling temperature
+    token_ids: NDArray[np.int32]  # [L], ends with its stop token when finish_reason is "stop"
+    rollout_logprobs: NDArray[np.float32]  # [L], nats, full softmax at sampling temperature
     finish_reason: FinishReason
     weight_version: int  # version of the student's weights that sampled it
     text: str = ""  # decoded response, without the stop token
     reward: float | None = None  # 1.0 right, 0.0 wrong, None not graded
+    grading_failure: GradingFailure | None = None  # why grading ended without a verdict
+    # int16 [prompt and response tokens - 1, L, C]: the experts that the engine chose for each
+    # token but the last; None without rollout.routing_replay
+    routed_experts: NDArray[np.int16] | None = None
 
 
-@dataclass(frozen=True)
-class Sample:
+@dataclass(frozen=True, eq=False)
+class Sample(_WithArrays):
     """A rollout or a golden solution as it is trained on; L response tokens."""
+
+    _DTYPES: ClassVar = {
+        "prompt_token_ids": np.int32,
+        "response_token_ids": np.int32,
+        "trained": np.bool_,
+        "rollout_logprobs": np.float32,
+    }
 
     source: SampleSource
     prompt_id: str
-    prompt_token_ids: tuple[int, ...]
-    response_token_ids: tuple[int, ...]  # [L]
-    trained: tuple[bool, ...]  # [L], False where a token mask removes the token from the loss
-    rollout_logprobs: tuple[float, ...] | None = None  # [L], nats; None for golden solutions
-    repetitive: tuple[bool, ...] | None = None  # [L], True inside the maximal periodic suffix
+    prompt_token_ids: NDArray[np.int32]
+    response_token_ids: NDArray[np.int32]  # [L]
+    trained: NDArray[np.bool_]  # [L], False where a token mask removes the token from the loss
+    rollout_logprobs: NDArray[np.float32] | None = None  # [L], nats; None for golden solutions
+    loop_length: int = 0  # tokens of the maximal periodic suffix
     reward: float | None = None  # as Rollout.reward
     truncated: bool = False  # the rollout did not end with a stop token
+    routed_experts: NDArray[np.int16] | None = None  # as Rollout.routed_experts
     off_policy: bool = False  # the golden solution, not the rollouts, carries the policy term (gkd)
 
 
 @dataclass(frozen=True)
-class TokenWeights:
-    """Weights of one sample's L response tokens in each loss component, normalisers included."""
+class SampleFacts:
+    """What every rank knows of B samples: numbers, but no tokens."""
 
-    pg: tuple[float, ...]  # [L]
-    kl: tuple[float, ...]  # [L]
-    sft: tuple[float, ...]  # [L]
-    advantage: tuple[float, ...] | None = None  # [L], of grpo; None: computed from scores
+    holder_B: NDArray[np.int64]  # the data-parallel rank that drew it
+    index_B: NDArray[np.int64]  # its place in the holder's list
+    prompt_B: NDArray[np.int64]  # equal numbers are samples of one prompt
+    golden_B: NDArray[np.bool_]  # else a rollout
+    off_policy_B: NDArray[np.bool_]  # as Sample.off_policy
+    prompt_tokens_B: NDArray[np.int64]
+    response_tokens_B: NDArray[np.int64]
+    trained_tokens_B: NDArray[np.int64]
+    reward_B: NDArray[np.float64]  # NaN: not graded
+
+    def __len__(self) -> int:
+        return len(self.holder_B)
+
+    def select(self, index_B: NDArray[Any] | slice) -> SampleFacts:
+        """The facts of some samples; `index_B` is their places, a slice, or a mask."""
+        return SampleFacts(**{name: values[index_B] for name, values in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class SampleWeights:
+    """Weights of B samples in each loss component, normalisers included.
+
+    `pg_B` and `sft_B` are the weight of each trained token of the sample, `kl_B` and `advantage_B`
+    of each response token.
+    """
+
+    pg_B: NDArray[np.float64]  # 0 on golden solutions, except off-policy ones
+    kl_B: NDArray[np.float64]  # 0 on golden solutions
+    sft_B: NDArray[np.float64]  # 0 on rollouts
+    advantage_B: NDArray[np.float64] | None = None  # of grpo; None: computed from scores
+
+    def select(self, index_B: NDArray[Any]) -> SampleWeights:
+        """The weights of the samples at `index_B`."""
+        advantage_B = None if self.advantage_B is None else self.advantage_B[index_B]
+        return SampleWeights(
+            self.pg_B[index_B], self.kl_B[index_B], self.sft_B[index_B], advantage_B
+        )
 
 
 @dataclass(frozen=True)
@@ -115,14 +195,17 @@ class MicroBatch:
     max_seqlen: int  # tokens of the longest sequence
     rows_N: Tensor  # [N] int64, the place in T that predicts the response token
     targets_N: Tensor  # [N] int64, the response token
-    sample_index_N: Tensor  # [N] int64, the token's sample in the list given to `pack`
+    sample_index_N: Tensor  # [N] int64, the token's sample in this rank's list, given to `pack`
     token_index_N: Tensor  # [N] int64, the token's place in its response
     pg_weight_N: Tensor  # [N] fp32, 0 on golden and masked tokens
     kl_weight_N: Tensor  # [N] fp32
     sft_weight_N: Tensor  # [N] fp32, 0 on rollouts
     rollout_logprob_N: Tensor  # [N] fp32, nats, as the engine sampled; 0 on golden tokens
     repetitive_N: Tensor  # [N] bool, inside the response's maximal periodic suffix
+    truncated_N: Tensor  # [N] bool, of a rollout that did not end with a stop token
     given_advantage_N: Tensor | None = None  # [N] fp32, of grpo; None: computed from scores
+    # [T, L, C] int16, the experts that the rollout engine chose; -1 where it chose none
+    routed_experts_TLC: Tensor | None = None
     # Of the behaviour policy; both are None where it is the current student. A policy known by its
     # rollouts alone (async_steps) has only token_logprobs.
     old_logprob_N: Tensor | None = None  # [N] fp32, nats, of the stop class as in Scores

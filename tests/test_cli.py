@@ -1,8 +1,6 @@
 """The command: what it prints and how it exits."""
 
-import os
-import subprocess
-import sys
+import json
 
 import pytest
 
@@ -23,22 +21,6 @@ def test_a_path_that_cannot_be_written_ends_with_one_line(tmp_path, monkeypatch,
     assert ended.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {tmp_path}")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
-
-
-def test_a_run_outlives_the_reader_of_its_output(tmp_path):
-    """`stable-opd train CONFIG 2>&1 | head -1`."""
-    save_config(tiny_config(tmp_path, "run", train={"steps": 2}), tmp_path / "run.yaml")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "stable_opd_mcore", "train", str(tmp_path / "run.yaml")],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "FORCE_COLOR": "1"},  # a bar that moves
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    assert process.stdout is not None
-    process.stdout.close()
-    assert process.wait(timeout=240) == 0
-    for name in ("metrics.jsonl", "summary.json", "report.html", "model/tokenizer.json", "DONE"):
-        assert (tmp_path / "run" / name).is_file(), name
 
 
 def raising(error):
@@ -78,3 +60,28 @@ def test_a_second_ctrl_c_exits_with_130(monkeypatch, capsys):
         main()
     assert ended.value.code == 130
     assert "nothing was saved since the newest checkpoint" in capsys.readouterr().err
+
+
+def checked(monkeypatch, capsys, *arguments):
+    """The exit code of `stable-opd check` and what it printed."""
+    monkeypatch.setattr("sys.argv", ["stable-opd", "check", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code or 0, capsys.readouterr()
+
+
+def test_check_exits_with_1_where_there_are_errors(tmp_path, monkeypatch, capsys):
+    place = ("configs/smoke_cpu.yaml", f"run.directory={tmp_path}", "--gpu", "cpu")
+    code, printed = checked(monkeypatch, capsys, *place)
+    assert (code, printed.out.splitlines()[-1]) == (0, "no finding")
+    code, printed = checked(monkeypatch, capsys, *place, "data.train.path=/none.jsonl", "--json")
+    (finding,) = json.loads(printed.out)["findings"]
+    assert code == 1
+    assert (finding["severity"], finding["subject"]) == ("error", "data")
+    assert finding["title"].startswith("/none.jsonl: ")
+    code, printed = checked(monkeypatch, capsys, "--student", tmp_path, "--teacher", "/none")
+    assert code == 1
+    assert printed.out.endswith("2 errors\n")
+    code, printed = checked(monkeypatch, capsys, "--student", tmp_path)
+    assert code == 2
+    assert "--student DIR and --teacher DIR" in printed.err

@@ -10,12 +10,15 @@ import pytest
 ROOT = Path(__file__).parents[1]
 NO_TEST = {
     "__main__": "calls cli.main",
+    "checks/finding": "a record",
     "config/data": "settings without code",
     "config/evaluation": "settings without code",
     "config/section": "the base class of all settings",
     "data/rows": "a record",
     "errors": "exception classes",
     "models/spec": "hands Megatron the classes that test_attention.py tests",
+    "preparation/recipes": "a table; test_job.py reads it",
+    "preparation/records": "records",
     "records": "records",
     "rollout/sglang/records": "records",
     "train/state": "a record",

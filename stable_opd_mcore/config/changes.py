@@ -4,7 +4,7 @@
 is trained (FREE) are left out. Keys that this version does not know any more are ignored, and keys
 that an older version did not know count as their default.
 
-Not here: what happens when there is a difference (train/run_directory.py).
+Not here: what happens when there is a difference (checks/run_directory.py).
 """
 
 from __future__ import annotations
@@ -57,10 +57,15 @@ def read_settings(path: Path) -> dict[str, Any]:
 def changes(old: Mapping[str, Any], new: Config) -> dict[str, tuple[Any, Any]]:
     """Key -> (old value, new value) of every setting that differs and is not FREE.
 
-    train.steps is free while the learning rate does not depend on it (optimizer.schedule=constant).
+    train.steps is free while the learning rate does not depend on it (optimizer.schedule=constant),
+    and the guard while it only watches.
     """
     differences = _differences(old, new, "")
     free = [key for key in FREE if key != "train.steps" or new.optimizer.schedule == "constant"]
+    old_guard = old.get("guard", {})
+    acted = isinstance(old_guard, Mapping) and cast("Any", old_guard).get("policy") == "act"
+    if not (acted or new.guard.acts):
+        free.append("guard")
     return {
         key: values
         for key, values in differences.items()

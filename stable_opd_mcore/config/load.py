@@ -1,14 +1,15 @@
 """Read a YAML file and dotted overrides as a `Config`; errors name key, file and remedy.
 
-One file per run. Not a config language: no inheritance between files.
+`base: other.yaml` at the top of a file takes that file's settings first; the path is relative to
+the file. A run's resolved copy holds every value and no base.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -19,9 +20,16 @@ from stable_opd_mcore.atomic_files import write_atomically
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError
 
+BASE = "base"
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read `path`, apply overrides such as "train.steps=10", validate.
+
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), changes: Mapping[str, Any] | None = None
+) -> Config:
+    """Read `path` and its bases, apply overrides such as "train.steps=10", validate.
+
+    Args:
+        changes: values that replace those of the file, section by section, before the overrides.
 
     Raises:
         ConfigError: missing file, broken YAML, unknown key (with the nearest right spelling),
@@ -32,11 +40,31 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         if "=" not in item:
             raise ConfigError(f"override {item!r}: expected key=value, e.g. train.steps=10")
     try:
-        tree = OmegaConf.merge(read_mapping(path), _parse_overrides(overrides, path))
+        tree = OmegaConf.merge(
+            _with_bases(path),
+            OmegaConf.create(dict(changes or {})),
+            _parse_overrides(overrides, path),
+        )
         values = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: not readable as YAML settings: {error}") from error
     return parse_config(values, origin=str(path))
+
+
+def _with_bases(path: Path, within: tuple[Path, ...] = ()) -> DictConfig:
+    """A file's settings over those of its base, section by section; lists are replaced whole."""
+    chain = (*within, path.resolve())
+    if path.resolve() in within:
+        files = " -> ".join(str(file) for file in chain)
+        raise ConfigError(f"{path}: a circle of bases: {files}; drop one `base`")
+    tree = read_mapping(path)
+    if BASE not in tree:
+        return tree
+    base = cast("dict[str, Any]", OmegaConf.to_container(tree))[BASE]
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: base={base!r}; expected the path of one YAML file")
+    del tree[BASE]
+    return cast("DictConfig", OmegaConf.merge(_with_bases(path.parent / base, chain), tree))
 
 
 def _parse_overrides(overrides: Sequence[str], path: Path) -> DictConfig:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from stable_opd_mcore.config.section import Section
 
@@ -16,11 +16,21 @@ class ModelConfig(Section):
     """A model directory, or an inline architecture with random weights."""
 
     path: str | None = None
-    """Directory with config.json and weights: safetensors, or a Megatron distributed checkpoint."""
+    """Directory with config.json and weights: safetensors, or a Megatron distributed checkpoint. Or
+    a hub id (`Qwen/Qwen2.5-Math-7B`) with `revision`, which is downloaded where there is a
+    network."""
+    revision: str | None = Field(default=None, pattern="^[0-9a-f]{40}$")
+    """The commit of a hub id in `path`, 40 hex digits. No code of it is run."""
     architecture: dict[str, Any] | None = None
     """The fields of a config.json, inline. The weights are drawn from `train.seed`."""
     random_init: bool = False
     """Read only config.json from `path` and draw the weights from `train.seed`."""
+    window: PositiveInt | None = None
+    """Positions that the model takes, in place of config.json's `max_position_embeddings`. The
+    trained model's config.json has it too. `null`: as in config.json."""
+    rope_theta: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Base of the rotary embedding, in place of config.json's `rope_theta`. The trained model's
+    config.json has it too. `null`: as in config.json."""
     stop_token_ids: tuple[int, ...] | None = None
     """Token ids that end a response; the first one ends golden solutions. `null`: the token that
     ends an assistant turn in the chat template, then the `eos_token_id` of generation_config.json,
@@ -59,15 +69,27 @@ class TeacherConfig(ModelConfig):
             raise ValueError("teacher.engine=sglang and teacher.urls or teacher.routes go together")
         if self.urls and self.routes:
             raise ValueError("give either teacher.urls (one teacher) or teacher.routes (several)")
+        if self.engine == "sglang" and (self.window or self.rope_theta):
+            raise ValueError(
+                "teacher.window and teacher.rope_theta are of a teacher in the trainer; change the "
+                "config.json of the servers' model"
+            )
         return self
 
 
 class ReferenceConfig(Section):
-    """The frozen reference model of the KL term."""
+    """The reference model of the KL term, which no gradient changes."""
 
     path: str | None = None
     """Directory with weights of the student's architecture. `null`: the student's weights at the
     start of the run."""
+    update: Literal["never", "every", "ema"] = "never"
+    """`every`: after every `every` steps the student's weights become the reference. `ema`: after
+    every step the reference moves towards the student; it is an fp32 average of its weights."""
+    every: PositiveInt = 100
+    """With `update: every`: steps between two updates."""
+    decay: float = Field(default=0.999, gt=0, lt=1)
+    """With `update: ema`: the share of the reference that a step keeps."""
 
 
 class TokenizerConfig(Section):

@@ -127,6 +127,9 @@ class RolloutConfig(Section):
     """1: the servers sample the next step's rollouts while this step trains."""
     max_staleness: int = Field(default=0, ge=0)
     """Most weight versions by which a rollout may be behind; older ones are sampled again."""
+    routing_replay: bool = False
+    """Of a student with experts: the trainer's forward pass uses the experts that the servers
+    chose for each token of a rollout. Needs `sglang`, which starts its servers for it."""
     importance_correction: Literal["none", "truncated", "masked"] = "none"
     """Multiplies each token's policy-gradient weight by w = trainer's over engine's probability.
     `truncated`: min(w, threshold). `masked`: w, or 0 outside [1/threshold, threshold]."""
@@ -137,6 +140,20 @@ class RolloutConfig(Section):
     def _replay(self) -> Self:
         if (self.engine == "replay") != (self.replay_from is not None):
             raise ValueError("rollout.engine=replay and rollout.replay_from=RUN go together")
+        return self
+
+    @model_validator(mode="after")
+    def _routing_replay(self) -> Self:
+        if self.routing_replay and self.engine != "sglang":
+            raise ValueError(
+                f"rollout.routing_replay=true with rollout.engine={self.engine}: only sglang "
+                "servers send the experts that they chose"
+            )
+        if self.routing_replay and self.async_steps:
+            raise ValueError(
+                "rollout.routing_replay=true with rollout.async_steps=1: rollouts in flight are "
+                "saved without their experts; set one of them to its default"
+            )
         return self
 
     @model_validator(mode="after")

@@ -14,6 +14,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from stable_opd_mcore.config.data import DataConfig
 from stable_opd_mcore.config.evaluation import EvaluationConfig, MonitoringConfig
+from stable_opd_mcore.config.guard import GuardConfig
 from stable_opd_mcore.config.models import (
     ModelConfig,
     ReferenceConfig,
@@ -26,6 +27,7 @@ from stable_opd_mcore.config.training import (
     CheckpointConfig,
     ColdStartConfig,
     FaultConfig,
+    Fp8Config,
     MemoryConfig,
     Offloadable,
     OptimizerConfig,
@@ -58,6 +60,8 @@ class AdvantageConfig(Section):
     (PowerOPD)."""
     clamp: float | None = Field(default=None, gt=0)
     """Clamp the advantage to [-clamp, clamp], before discounting and before the control variate."""
+    teacher_weight: float = Field(default=1.0, gt=0)
+    """`grpo_opd`: weight of the teacher's log-ratio beside the advantage from rewards."""
 
 
 class TokenMasksConfig(Section):
@@ -75,9 +79,10 @@ class ObjectiveConfig(Section):
     """The policy term of the loss: docs/method.md §1 and §3."""
 
     name: str = "opd"
-    """A name of `OBJECTIVES` in losses/objectives.py: sft, grpo, opd, lsm, student_topk, gkd."""
+    """A name of `OBJECTIVES` in losses/objectives.py: sft, grpo, opd, grpo_opd, lsm,
+    student_topk, gkd."""
     clip: float = Field(default=0.2, gt=0)
-    """`opd`, `grpo`: the probability ratio is clipped to [1 - clip, 1 + clip]."""
+    """`opd`, `grpo`, `grpo_opd`: the probability ratio is clipped to [1 - clip, 1 + clip]."""
     discount: float = Field(default=0.0, ge=0, le=1)
     """`opd`: discount of the return-to-go; 0: each token has its own advantage only."""
     stop_class: bool = True
@@ -92,14 +97,26 @@ class ObjectiveConfig(Section):
     on_policy_fraction: float = Field(default=1.0, ge=0, le=1)
     """`gkd`: share of prompts trained on rollouts; the others are trained on golden solutions."""
     std_normalise: bool = True
-    """`grpo`: divide by the standard deviation of the group's rewards. `false` with
-    `aggregation: constant` is Dr.GRPO."""
+    """`grpo` and `grpo_opd` divide advantages by the standard deviation of the group's rewards.
+    Dr.GRPO is `false` with `aggregation: constant`."""
     advantage: AdvantageConfig = AdvantageConfig()
     masks: TokenMasksConfig = TokenMasksConfig()
 
 
-class KLConfig(Section):
-    """The KL to the frozen reference: docs/method.md §2."""
+class AdaptiveSection(Section):
+    """A weight that may follow a target: docs/method.md §10."""
+
+    target: float | None = Field(default=None, gt=0)
+    """Adapt the weight so that its metric stays near this value; `null`: the weight is constant."""
+    rate: float = Field(default=0.1, gt=0, le=1)
+    """With `target`: a step changes the weight by this share of the relative error, which counts up
+    to .2."""
+    range: float = Field(default=10.0, gt=1)
+    """With `target`: the weight stays between the configured one divided by this and times this."""
+
+
+class KLConfig(AdaptiveSection):
+    """The KL to the frozen reference: docs/method.md §2. `target` is one of `kl/reference`."""
 
     beta: float = Field(default=0.0, ge=0)
     """Weight of the mean KL(student || reference) over the prefixes of the rollouts."""
@@ -109,8 +126,9 @@ class KLConfig(Section):
     `k3+`: the value of k3 with a gradient whose expectation is that of KL(student || reference)."""
 
 
-class MixtureConfig(Section):
-    """The golden solutions beside the rollouts: docs/method.md §2."""
+class MixtureConfig(AdaptiveSection):
+    """The golden solutions beside the rollouts: docs/method.md §2. `target` is one of their mean
+    negative log-likelihood per token."""
 
     lambda_: float = Field(default=0.0, ge=0, alias="lambda")
     """Weight of the mean negative log-likelihood of one golden solution per prompt."""
@@ -137,8 +155,10 @@ class Config(Section):
     responses times `sampling.max_new_tokens`."""
     kl: KLConfig = KLConfig()
     mixture: MixtureConfig = MixtureConfig()
+    guard: GuardConfig = GuardConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
+    fp8: Fp8Config = Fp8Config()
     memory: MemoryConfig = MemoryConfig()
     cold_start: ColdStartConfig | None = None
     """Supervised steps first; `null`: none."""
@@ -148,9 +168,24 @@ class Config(Section):
     monitoring: MonitoringConfig = MonitoringConfig()
 
     @property
+    def evaluation_path(self) -> Path:
+        """The directory of everything that `stable-opd evaluate` writes."""
+        return self.run.path / "evaluation"
+
+    @property
     def is_colocated(self) -> bool:
         """Whether SGLang servers share the trainer's GPUs."""
         return self.rollout.engine == "sglang" and self.rollout.sglang.placement == "colocated"
+
+    @property
+    def largest_beta(self) -> float:
+        """The largest weight that the KL to the reference may have in the run."""
+        return max(self.kl.beta, self.guard.max_beta if self.guard.acts else 0.0)
+
+    @property
+    def largest_lambda(self) -> float:
+        """The largest weight that golden solutions may have in the run, beside `sft`."""
+        return max(self.mixture.lambda_, self.guard.max_lambda if self.guard.acts else 0.0)
 
     @property
     def offloaded(self) -> tuple[Offloadable, ...]:
@@ -181,6 +216,11 @@ class Config(Section):
                 "scores whole sequences, and each rank holds a slice; set parallel.context=1 or "
                 "teacher.engine=megatron"
             )
+        if self.teacher and self.teacher.engine == "sglang" and self.fp8.teacher:
+            raise ValueError(
+                f"fp8.teacher={self.fp8.teacher} with teacher.engine=sglang: the precision of a "
+                "served teacher is its servers'; set fp8.teacher=null or teacher.engine=megatron"
+            )
         if "student" in (self.memory.offload or ()) and not self.is_colocated:
             raise ValueError(
                 "memory.offload names `student`, whose weights only colocated servers do not need: "
@@ -188,11 +228,42 @@ class Config(Section):
                 f"{self.rollout.sglang.placement}; leave it out, or colocate SGLang servers"
             )
         self._require_waits_below_watchdog()
-        if self.mixture.lambda_ and self.data.train.columns.solution is None:
+        if self.largest_lambda and self.data.train.columns.solution is None:
             raise ValueError(
                 "mixture.lambda > 0 needs golden solutions: set data.train.columns.solution"
+                + ("" if self.mixture.lambda_ else ", or guard.max_lambda=0")
             )
+        self._require_guard_fits()
+        for key, weight, section in (
+            ("kl.beta", self.kl.beta, self.kl),
+            ("mixture.lambda", self.mixture.lambda_, self.mixture),
+        ):
+            if section.target is not None and not weight:
+                raise ValueError(
+                    f"{key.split('.')[0]}.target={section.target:g} with {key}=0: a target needs a "
+                    f"weight to start from; set {key} > 0"
+                )
         return self
+
+    def _require_guard_fits(self) -> None:
+        if not self.guard.acts:
+            return
+        if self.objective.name == "sft":
+            raise ValueError(
+                "guard.policy=act with objective.name=sft: without rollouts there is nothing to "
+                "guard; set guard.policy=off"
+            )
+        if self.guard.max_rollbacks and not self.checkpoint.every:
+            raise ValueError(
+                f"guard.max_rollbacks={self.guard.max_rollbacks} with checkpoint.every=0: there "
+                "would be no checkpoint to return to; set checkpoint.every or guard.max_rollbacks=0"
+            )
+        if self.guard.max_rollbacks and self.rollout.async_steps:
+            raise ValueError(
+                f"guard.max_rollbacks={self.guard.max_rollbacks} with rollout.async_steps=1: the "
+                "rollouts drawn ahead would be those of the abandoned weights; set "
+                "guard.max_rollbacks=0 or rollout.async_steps=0"
+            )
 
     def _require_waits_below_watchdog(self) -> None:
         """A wait that ends by itself must end before the watchdog takes it for a hang."""

@@ -5,6 +5,7 @@ Not here: what the loss is (schema.py).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
@@ -26,7 +27,9 @@ class ParallelConfig(Section):
     context: PositiveInt = 1
     """Ranks that share the tokens of each sequence."""
     expert: PositiveInt = 1
-    """Expert parallelism; not supported, must be 1."""
+    """Ranks over which the experts of a layer are divided. They are the tensor, context and
+    data-parallel ranks of one pipeline stage, in this order: no further ranks are needed. A dense
+    model is not changed by it. It must be 1 where student and teacher are dense."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -36,8 +39,11 @@ class ParallelConfig(Section):
             )
         if self.virtual_pipeline is not None and self.pipeline == 1:
             raise ValueError("parallel.virtual_pipeline needs parallel.pipeline > 1")
-        if self.expert != 1:
-            raise ValueError(f"parallel.expert={self.expert} is not supported yet: set it to 1")
+        if self.expert % self.tensor and self.tensor % self.expert:
+            raise ValueError(
+                f"parallel.expert={self.expert} and parallel.tensor={self.tensor}: one must divide "
+                "the other, or experts would be shared by parts of replicas"
+            )
         return self
 
 
@@ -93,6 +99,75 @@ class TrainConfig(Section):
     loss_block_tokens: PositiveInt = 1024
     """Tokens whose logits exist at once in the loss. More are taken where the vocabulary is small,
     fewer on a CPU where it is large."""
+
+
+Fp8Recipe = Literal["delayed", "tensorwise", "blockwise"]
+Fp8Role = Literal["student", "teacher", "reference"]
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """The FP8 of one model."""
+
+    role: Fp8Role
+    recipe: Fp8Recipe
+    keep_first_layers: int = 0  # these layers compute in `train.precision`
+    keep_last_layers: int = 0
+
+    @property
+    def setting(self) -> str:
+        """For messages."""
+        return f"fp8.{self.role}={self.recipe}"
+
+
+class Fp8Config(Section):
+    """Matrix products of the layers in FP8, for each model alone: docs/fp8.md. Embedding, norms,
+    attention scores, output head and loss stay in `train.precision`, and so does what is saved and
+    served. Without Transformer Engine the products are emulated, which is slow."""
+
+    student: Fp8Recipe | None = None
+    """Scales of weights, inputs and gradients. `tensorwise`: one per tensor, from its values.
+    `blockwise`: one per 128 x 128 values of a weight and per 128 values of an input or gradient.
+    `delayed`: one per tensor, from its values in earlier micro-batches. `null`: no FP8."""
+    teacher: Fp8Recipe | None = None
+    """The same for a teacher in the trainer: `tensorwise` or `blockwise`. Its weights are held in
+    FP8."""
+    reference: Fp8Recipe | None = None
+    """The same for the reference."""
+    keep_first_layers: int = Field(default=0, ge=0)
+    """Layers at the start of each of these models that stay in `train.precision`; not with
+    `delayed`."""
+    keep_last_layers: int = Field(default=0, ge=0)
+    """The same at the end."""
+
+    def of(self, role: Fp8Role) -> Fp8 | None:
+        """The FP8 of a model; None: it computes in `train.precision`."""
+        recipe: Fp8Recipe | None = getattr(self, role)
+        if recipe is None:
+            return None
+        return Fp8(role, recipe, self.keep_first_layers, self.keep_last_layers)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any model has FP8."""
+        return bool(self.student or self.teacher or self.reference)
+
+    @model_validator(mode="after")
+    def _delayed_learns(self) -> Self:
+        for role in ("teacher", "reference"):
+            if getattr(self, role) == "delayed":
+                raise ValueError(
+                    f"fp8.{role}=delayed: this recipe takes its scales from earlier training "
+                    f"passes, and the {role} has none: its scales would stay 1; set "
+                    f"fp8.{role}=tensorwise or blockwise"
+                )
+        if self.student == "delayed" and (self.keep_first_layers or self.keep_last_layers):
+            raise ValueError(
+                f"fp8.student=delayed with fp8.keep_first_layers={self.keep_first_layers} and "
+                f"fp8.keep_last_layers={self.keep_last_layers}: Megatron runs all layers in one "
+                "context of this recipe; set fp8.student=tensorwise or blockwise, or both to 0"
+            )
+        return self
 
 
 Offloadable = Literal["student", "optimizer", "gradients", "frozen"]

@@ -65,6 +65,8 @@ def slice_microbatch(batch: MicroBatch, rank: int, size: int) -> MicroBatch:
         if name.endswith("_N") and value is not None
     }
     of_rows["rows_N"] = place_N[mine_N]
+    if batch.routed_experts_TLC is not None:
+        of_rows["routed_experts_TLC"] = batch.routed_experts_TLC[indices]
     return replace(
         batch,
         tokens_T=batch.tokens_T[indices],

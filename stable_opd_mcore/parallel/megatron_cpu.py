@@ -205,10 +205,22 @@ def _collective_or_nothing(
     return None
 
 
+def _adjust_experts(module: Any) -> None:
+    # The router asks whether this name is None, which Megatron defines only where Transformer
+    # Engine can be imported.
+    vars(module).setdefault("te_general_gemm", None)
+    # Megatron copies the sizes of an all-to-all from the GPU, and only then makes arrays of them,
+    # which the all-to-all needs.
+    module.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    )
+
+
 _AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.jit": _disable_compilation,
     "megatron.core.tensor_parallel.random": _use_default_generator,
     "megatron.core.distributed.param_and_grad_buffer": _skip_collectives_of_one_rank,
+    "megatron.core.transformer.moe.moe_utils": _adjust_experts,
     "megatron.core.optimizer": _use_cpu_adam,
     "megatron.core.optimizer.distrib_optimizer": _use_cpu_adam,
 }

@@ -4,12 +4,16 @@ A helper holds the queue of the writers' results. Megatron starts one with a ran
 and never ends it, so it outlives a rank that is killed; the one started here does not. A writer is
 forked for each checkpoint: one that outlived its rank could write into the next attempt's files.
 Standard library only, because the helper imports this file.
+
+The helper keeps values as bytes. It would otherwise import torch, which takes seconds, to hold the
+writers' results.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -38,11 +42,25 @@ def _kill_with(parent_id: int) -> None:
         os._exit(1)
 
 
-def start_save_helper() -> Any:
+class BytesQueue:
+    """A queue of a helper that sees only bytes; Megatron calls these methods of it."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+
+    def put(self, value: object) -> None:
+        self._queue.put(pickle.dumps(value))
+
+    def get_nowait(self) -> Any:
+        """The oldest value; queue.Empty where there is none."""
+        return pickle.loads(self._queue.get_nowait())
+
+
+def start_save_helper() -> BytesQueue:
     """A queue in a new process that ends when this process ends."""
     manager = SyncManager(ctx=get_context("spawn"))
     manager.start(_end_with_parent)
-    return manager.Queue()
+    return BytesQueue(manager.Queue())
 
 
 def _end_with_parent() -> None:

@@ -11,6 +11,7 @@ launcher: torchrun, or srun with its variables, starts the ranks. A lone process
 from __future__ import annotations
 
 import os
+import pickle
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,6 +62,8 @@ class World:
     context_size: int
     batch_rank: int  # as data_rank, but replicas that share micro-batches count once
     batch_size: int
+    expert_rank: int
+    expert_size: int  # ranks of one pipeline stage; each holds a part of the experts
     # for Megatron's constructors; the properties below are its members
     groups: ProcessGroupCollection
 
@@ -86,6 +89,18 @@ class World:
     def model_group(self) -> dist.ProcessGroup:
         """The tensor x pipeline ranks of this replica."""
         return self.groups.mp
+
+    @property
+    def coupled_replicas(self) -> int:
+        """Replicas that hold one set of experts together, and so run every forward pass together.
+
+        They follow each other in `data_rank`.
+        """
+        return max(1, self.expert_size // self.tensor_size)  # one divides the other
+
+    def shares_experts_with(self, data_rank: int) -> bool:
+        """Whether the replica of that data-parallel rank is this one or coupled to it."""
+        return self.data_rank // self.coupled_replicas == data_rank // self.coupled_replicas
 
     @property
     def is_first_stage(self) -> bool:
@@ -129,7 +144,8 @@ def start_world(parallel: ParallelConfig, seed: int) -> World:
     Rank numbers run fastest over tensor, then context, data, pipeline (Megatron's order).
 
     Raises:
-        UserError: tensor x pipeline x context does not divide the number of ranks.
+        UserError: tensor x pipeline x context does not divide the number of ranks, or expert does
+            not divide the ranks of a pipeline stage.
         UserError: a launcher's environment variable is missing or no number.
         RuntimeError: a world of another layout is started; call stop_world() first.
     """
@@ -143,6 +159,13 @@ def start_world(parallel: ParallelConfig, seed: int) -> World:
             f"parallel.context={parallel.context} = {grid} does not divide the {world_size} started"
             f" ranks: start a multiple of {grid} (torchrun --nproc-per-node), or lower one of them"
         )
+    if world_size // parallel.pipeline % parallel.expert:
+        stop_world()
+        raise UserError(
+            f"parallel.expert={parallel.expert} does not divide the "
+            f"{world_size // parallel.pipeline} ranks of each pipeline stage (tensor x context x "
+            "data): start a multiple of them (torchrun --nproc-per-node), or lower parallel.expert"
+        )
     if parallel_state.model_parallel_is_initialized():
         _require_same_layout(parallel)
     else:
@@ -151,6 +174,8 @@ def start_world(parallel: ParallelConfig, seed: int) -> World:
             pipeline_model_parallel_size=parallel.pipeline,
             virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
             context_parallel_size=parallel.context,
+            expert_model_parallel_size=parallel.expert,
+            expert_tensor_parallel_size=1,
             distributed_timeout_minutes=COLLECTIVE_TIMEOUT_MINUTES,
         )
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -173,6 +198,8 @@ def start_world(parallel: ParallelConfig, seed: int) -> World:
         context_size=groups.cp.size(),
         batch_rank=groups.dp.rank(),
         batch_size=groups.dp.size(),
+        expert_rank=groups.ep.rank(),
+        expert_size=groups.ep.size(),
         groups=groups,
     )
 
@@ -244,19 +271,37 @@ def gather_objects(item: Object, group: dist.ProcessGroup | None = None) -> list
     return items
 
 
-def share_of_rank(items: Sequence[Object], rank: int, size: int) -> Sequence[Object]:
-    """Every `size`-th item from `rank` on: what one of `size` data-parallel ranks works on."""
-    return items[rank::size]
+def gather_on_first_rank(item: Object, group: dist.ProcessGroup | None = None) -> list[Object]:
+    """The `item` of every rank of `group`, in rank order, on its first rank; an empty list on the
+    others. None: of every rank. Pickled.
+    """
+    size = dist.get_world_size(group)
+    if size == 1:
+        return [item]
+    items: list[Any] | None = [None] * size if dist.get_rank(group) == 0 else None
+    dist.gather_object(item, items, group=object_group(group), group_dst=0)
+    return items or []
 
 
-def merge_shares(shares: Sequence[Sequence[Object]], results_per_item: int) -> list[Object]:
-    """Results in the order of the items, from each rank's results on its `share_of_rank`."""
-    size, k = len(shares), results_per_item
-    num_items = sum(len(share) for share in shares) // k
+def exchange_objects(
+    outgoing: Sequence[Object], group: dist.ProcessGroup | None = None
+) -> list[Object]:
+    """Item r of `outgoing` goes to rank r of `group`; returns what each rank sent here. Pickled."""
+    size, here = dist.get_world_size(group), dist.get_rank(group)
+    if size == 1:
+        return list(outgoing)
+    parts = [b"" if rank == here else pickle.dumps(item) for rank, item in enumerate(outgoing)]
+    lengths = [len(part) for part in parts]
+    of_ranks = gather_objects(lengths, group)
+    received = [of_rank[here] for of_rank in of_ranks]
+    sent_bytes = torch.frombuffer(bytearray(b"".join(parts)) or bytearray(1), dtype=torch.uint8)
+    received_bytes = torch.empty(sum(received), dtype=torch.uint8)
+    dist.all_to_all_single(
+        received_bytes, sent_bytes[: sum(lengths)], received, lengths, group=object_group(group)
+    )
+    blobs = [part.numpy().tobytes() for part in received_bytes.split(received)]
     return [
-        result
-        for item in range(num_items)
-        for result in shares[item % size][item // size * k :][:k]
+        outgoing[rank] if rank == here else pickle.loads(blob) for rank, blob in enumerate(blobs)
     ]
 
 
@@ -321,17 +366,24 @@ def _share_cores() -> None:
 
 
 def _require_same_layout(parallel: ParallelConfig) -> None:
-    wanted = (parallel.tensor, parallel.pipeline, parallel.virtual_pipeline, parallel.context)
+    wanted = (
+        parallel.tensor,
+        parallel.pipeline,
+        parallel.virtual_pipeline,
+        parallel.context,
+        parallel.expert,
+    )
     started = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_virtual_pipeline_model_parallel_world_size(),
         parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
     )
     if wanted != started:
         raise RuntimeError(
-            f"a world of (tensor, pipeline, virtual_pipeline, context) = {started} is started: "
-            f"call stop_world() before starting {wanted}"
+            f"a world of (tensor, pipeline, virtual_pipeline, context, expert) = {started} is "
+            f"started: call stop_world() before starting {wanted}"
         )
 
 

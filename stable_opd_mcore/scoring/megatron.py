@@ -9,6 +9,7 @@ hidden states alone and multiplies the head itself. Not here: served teachers, l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 from torch.nn import Module
@@ -37,6 +38,7 @@ class MegatronScorer:
         like: the student's head. This model's head is cut over the tensor ranks at the same
             vocabulary entries; with more padding rows Megatron would cut it elsewhere.
         block_rows: rows whose logits exist at once, adjusted by output_head.rows_per_block.
+        around: a context for the forward pass of each micro-batch.
 
     Raises:
         UserError: the model has fewer vocabulary entries than `vocab_size`.
@@ -55,6 +57,7 @@ class MegatronScorer:
         hidden_alone: bool = False,
         like: Head | None = None,
         block_rows: int = 1024,
+        around: Callable[[MicroBatch], AbstractContextManager[None]] = lambda _: nullcontext(),
     ):
         num_rows = architecture_of(chunks).vocab_size
         if num_rows < vocab_size:
@@ -70,6 +73,7 @@ class MegatronScorer:
         self._merged_ids = merged_ids
         self._hidden_alone = hidden_alone
         self._block_rows = block_rows
+        self._around = around
         head = output_head(chunks, vocab_size)
         self._head = head if head is None or like is None else align_head(head, like)
 
@@ -91,7 +95,9 @@ class MegatronScorer:
     def _forward_step(
         self, chunk: Module, batch: MicroBatch
     ) -> tuple[Tensor, Callable[[Tensor], Scores]]:
-        return forward_hidden(chunk, batch), lambda hidden_TH: self._scores_of(hidden_TH, batch)
+        with self._around(batch):
+            output = forward_hidden(chunk, batch)
+        return output, lambda hidden_TH: self._scores_of(hidden_TH, batch)
 
     def _scores_of(self, hidden_TH: Tensor, batch: MicroBatch) -> Scores:
         assert self._head is not None, "the last pipeline stage holds the output head"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -20,11 +21,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.directory_save import DirectorySave, begin_save
+from stable_opd_mcore.models.fp8_scales import scales_of, set_scales, sharded_scales
 from stable_opd_mcore.models.manifest import MANIFEST, find_damage, has_manifest
 from stable_opd_mcore.models.megatron_checkpoint import (
     refuse_foreign_pickle,
@@ -34,12 +38,16 @@ from stable_opd_mcore.models.megatron_checkpoint import (
 from stable_opd_mcore.models.weights import architecture_of, refuse_non_finite
 from stable_opd_mcore.parallel.world import broadcast_object
 from stable_opd_mcore.train.optimizer_state import set_state, sharded_state
+from stable_opd_mcore.train.reference import MovingReference
 from stable_opd_mcore.train.signals import shielded
 from stable_opd_mcore.train.state import TrainState
 from stable_opd_mcore.train.student import Student
 
 FORMATS = (1, 2)  # 1: file sizes in state.json; 2: checksums in the manifest
 STATE_FILE = "state.json"
+_REFERENCE = "reference"
+_FP8 = "fp8_scales"
+_STATE = TypeAdapter(TrainState)
 logger = logging.getLogger(__name__)
 
 
@@ -56,14 +64,25 @@ class CheckpointSaver:
 
     Args:
         directory: of the checkpoints `step_NNNNNN`.
-        keep: newest checkpoints to keep. A later step's checkpoint, from which the run could not
-            resume, stays until it is overwritten.
+        keep: newest checkpoints to keep, beside those that their guards may return to. A later
+            step's checkpoint, from which the run could not resume, stays until it is overwritten.
+        reference: saved beside the student where it changes.
+        save_tokenizer: writes the tokenizer's files into the directory it is given.
     """
 
-    def __init__(self, directory: Path, student: Student, keep: int):
+    def __init__(
+        self,
+        directory: Path,
+        student: Student,
+        keep: int,
+        reference: MovingReference | None = None,
+        save_tokenizer: Callable[[Path], object] = lambda _: None,
+    ):
         self._directory = directory
         self._student = student
+        self._reference = reference
         self._keep = keep
+        self._save_tokenizer = save_tokenizer
         self._pending: tuple[Path, DirectorySave] | None = None
 
     def begin(self, state: TrainState) -> Path:
@@ -76,12 +95,15 @@ class CheckpointSaver:
             UserError: a rank could not write; older checkpoints are untouched.
         """
         self.finish()
-        path = self._directory / f"step_{state.step:06d}"
+        path = self._directory / checkpoint_name(state.step)
         if dist.get_rank() == 0:
             for left in self._directory.glob("partial-step_*"):
                 shutil.rmtree(left)  # by a run that was killed
         with shielded():
-            self._pending = (path, _begin_save(path, state, self._student))
+            self._pending = (
+                path,
+                _begin_save(path, state, self._student, self._reference, self._save_tokenizer),
+            )
         return path
 
     def poll(self) -> None:
@@ -98,25 +120,54 @@ class CheckpointSaver:
             save.finish()
         if dist.get_rank() == 0:
             so_far = sorted(old for old in self._directory.glob("step_*") if old.name <= path.name)
+            kept = so_far[-self._keep :]
+            returned_to = {name for path in kept for name in _returns_to(path)}
             for old in so_far[: -self._keep]:
-                shutil.rmtree(old)
+                if old.name not in returned_to:
+                    shutil.rmtree(old)
         dist.barrier()
 
 
-def _begin_save(path: Path, state: TrainState, student: Student) -> DirectorySave:
-    rank = dist.get_rank()
+def checkpoint_name(step: int) -> str:
+    """The directory of the checkpoint after `step`."""
+    return f"step_{step:06d}"
+
+
+def _returns_to(path: Path) -> set[str]:
+    """Checkpoints that the guard may need when a run resumes from `path`: their names."""
+    try:
+        guard = _state_of(_read_record(path)).guard
+    except (OSError, ValueError):
+        return set()  # damaged: no run resumes from it
+    return {checkpoint_name(step) for step in guard.kept_saves}
+
+
+def _begin_save(
+    path: Path,
+    state: TrainState,
+    student: Student,
+    reference: MovingReference | None,
+    save_tokenizer: Callable[[Path], object],
+) -> DirectorySave:
+    def describe(path: Path) -> None:
+        (path / STATE_FILE).write_text(json.dumps(record, indent=1))
+        save_tokenizer(path)
+
+    rank, scaled = dist.get_rank(), _has_scales(student)
     record = {
         "format": FORMATS[-1],
         "state": asdict(state),
         "architecture": _shape_of(student),
         "distributed_optimizer": student.distributed,
+        "reference": reference is not None,
+        _FP8: scaled,
         "versions": {name: version(name) for name in ("torch", "megatron-core")},
     }
     return begin_save(
-        _state_dict(student, loading=False),
+        _state_dict(student, reference, scaled, loading=False),
         student.chunks,
         path,
-        describe=lambda path: (path / STATE_FILE).write_text(json.dumps(record, indent=1)),
+        describe=describe,
         add_own_files=lambda path: save_file(
             _rng_state(), path / f"rng_rank_{rank:05d}.safetensors"
         ),
@@ -134,7 +185,7 @@ def newest_checkpoint(directory: Path) -> Path | None:
     """
     damaged = []
     for path in broadcast_object(sorted(directory.glob("step_*"), reverse=True)):
-        fault = _find_fault(path)
+        fault = find_fault(path)
         if fault is None:
             if dist.get_rank() == 0:
                 for line in damaged:
@@ -150,16 +201,22 @@ def newest_checkpoint(directory: Path) -> Path | None:
     return None
 
 
-def load_checkpoint(path: Path, student: Student) -> TrainState:
+def load_checkpoint(
+    path: Path, student: Student, reference: MovingReference | None = None
+) -> TrainState:
     """Restore weights, optimizer and RNG of this rank in place.
+
+    A moving reference keeps its weights if the checkpoint has none: its run had
+    `reference.update: never`. So do the scales of the delayed FP8 recipe.
 
     Raises:
         UserError: another architecture or optimizer layout, or a file that is not ours.
     """
     record = _read_record(path)
     found, wanted = record["architecture"], _shape_of(student)
-    if found != wanted:
-        names = sorted(k for k in found.keys() | wanted.keys() if found.get(k) != wanted.get(k))
+    # A key that one side lacks is None: earlier versions knew no experts.
+    names = sorted(k for k in found.keys() | wanted.keys() if found.get(k) != wanted.get(k))
+    if names:
         raise UserError(
             f"{path}: checkpoint of another architecture: "
             + ", ".join(
@@ -173,20 +230,46 @@ def load_checkpoint(path: Path, student: Student) -> TrainState:
             f"resumed with {student.distributed}; set it back"
         )
     refuse_foreign_pickle(path)
-    loaded: Any = dist_checkpointing.load(_state_dict(student, loading=True), str(path))
+    moving = reference if record.get("reference") else None
+    scaled = _has_scales(student) and bool(record.get(_FP8))
+    wanted_state = _state_dict(student, moving, scaled, loading=True)
+    loaded: Any = dist_checkpointing.load(wanted_state, str(path))
+    if scaled:
+        set_scales(student.chunks, loaded.pop(_FP8))
+    if moving is not None:
+        set_weights(moving.kept, loaded.pop(_REFERENCE))
+        refuse_non_finite(moving.kept, f"{path}: the reference")
+        moving.restore()
     set_weights(student.chunks, loaded)
     refuse_non_finite(student.chunks, str(path))
     set_state(student.optimizer, loaded["optimizer"])
     rng = path / f"rng_rank_{dist.get_rank():05d}.safetensors"
     if rng.exists():  # else a larger world's rank, which keeps its seeded state
         _restore_rng(load_file(rng))
-    return TrainState(**record["state"])
+    return _state_of(record)
 
 
-def _state_dict(student: Student, loading: bool) -> dict[str, Any]:
+def _state_of(record: dict[str, Any]) -> TrainState:
+    """The state in a record; ValueError if it is not one."""
+    return _STATE.validate_json(json.dumps(record["state"]), strict=True)
+
+
+def _state_dict(
+    student: Student, reference: MovingReference | None, scaled: bool, loading: bool
+) -> dict[str, Any]:
     tree = weights_of(student.chunks)
     tree["optimizer"] = sharded_state(student.optimizer, tree, loading=loading)
+    if reference is not None:
+        kept = weights_of(reference.kept)
+        add_prefix_for_sharding(kept, f"{_REFERENCE}.")
+        tree[_REFERENCE] = kept
+    if scaled:
+        tree[_FP8] = sharded_scales(student.chunks)
     return tree
+
+
+def _has_scales(student: Student) -> bool:
+    return any(scales_of(chunk) for chunk in student.chunks)
 
 
 def _shape_of(student: Student) -> dict[str, Any]:
@@ -195,7 +278,7 @@ def _shape_of(student: Student) -> dict[str, Any]:
     return {name: values[name] for name in values.keys() - {"source", "initializer_range"}}
 
 
-def _find_fault(path: Path) -> str | None:
+def find_fault(path: Path) -> str | None:
     """Why a checkpoint cannot be used, None if it is complete. Collective."""
     has_checksums = has_manifest(path)
     fault = find_damage(path) if has_checksums else None
@@ -216,10 +299,9 @@ def _read_record(path: Path) -> dict[str, Any]:
     """The content of state.json; ValueError if it is not what `_begin_save` writes."""
     try:
         record: Any = json.loads((path / STATE_FILE).read_bytes())
-        counters = TrainState(**record["state"])
-        kinds = {type(value) for value in asdict(counters).values()}
-        if kinds != {int} or not isinstance(record["architecture"], dict):
-            raise TypeError("counters or architecture of another type")
+        _state_of(record)
+        if not isinstance(record["architecture"], dict):
+            raise TypeError("architecture of another type")
         record["distributed_optimizer"]
     except FileNotFoundError:
         raise ValueError(f"half-written ({STATE_FILE} is missing)") from None

@@ -18,20 +18,31 @@ from stable_opd_mcore.models.megatron_checkpoint import is_megatron, load_weight
 from stable_opd_mcore.parallel.world import start_world, stop_world
 
 
-def convert(source: Path, target: Path, tensor: int = 1, pipeline: int = 1) -> str:
+def convert(
+    source: Path, target: Path, tensor: int = 1, pipeline: int = 1, tokenizer: Path | None = None
+) -> str:
     """Write `source` in the other form to the new directory `target`; return what was done.
 
+    Args:
+        tokenizer: holds the tokenizer and the generation settings; None: `source`.
+
     Raises:
-        UserError: `target` exists, or `source` is no model directory.
+        UserError: `target` exists, `source` is no model directory, or there is no tokenizer.
     """
     if target.exists():
         raise UserError(f"{target} exists; name a directory that does not")
+    holder = tokenizer or source
+    if not (holder / "tokenizer.json").is_file():
+        raise UserError(
+            f"{holder}: no tokenizer.json in it, so the converted model would have no tokenizer; "
+            "name a directory that has it with --tokenizer"
+        )
     architecture = read_architecture(source)
     dtype = architecture.source.get("dtype") or architecture.source.get("torch_dtype")
     precision = "bf16" if dtype == "bfloat16" else "fp32"
     world = start_world(ParallelConfig(tensor=tensor, pipeline=pipeline), seed=0)
     chunks = build_model(architecture, world, precision=precision, trainable=False, seed=None)
-    save_tokenizer = partial(copy_tokenizer, source)
+    save_tokenizer = partial(copy_tokenizer, holder)
     if is_megatron(source):
         load_weights(chunks, source)
         export_hf(chunks, target, save_tokenizer=save_tokenizer)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stable_opd_mcore.data.rollout_files import read_rollouts, write_rollouts
-from stable_opd_mcore.parallel.world import World, gather_objects
+from stable_opd_mcore.data.rollout_files import read_rollouts
+from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.rollout.engine import RolloutEngine
+from stable_opd_mcore.train.rollout_writer import write_together
 
 FOLDER = "in_flight"
 
@@ -19,13 +20,14 @@ FOLDER = "in_flight"
 def save_in_flight(directory: Path, step: int, engine: RolloutEngine, world: World) -> None:
     """Store the rollouts prefetched after `step`; delete those of deleted checkpoints.
 
-    Every rank calls it; rank 0 writes.
+    Collective.
     """
     prefetched = engine.in_flight()
-    shares = gather_objects(prefetched[1] if prefetched else [], world.data_group)
-    if world.rank != 0 or prefetched is None:
+    if prefetched is None:
         return
-    write_rollouts(_path(directory, step), [rollout for share in shares for rollout in share])
+    write_together(_path(directory, step), prefetched[1], world)
+    if world.rank != 0:
+        return
     kept = {path.name for path in (directory / "checkpoints").glob("step_*")}
     for path in (directory / FOLDER).glob("step_*.jsonl"):
         if path.stem not in kept and path != _path(directory, step):

@@ -1,8 +1,8 @@
 """The loop around the step: cold start, resume, evaluation, files, checkpoints, final report.
 
 Order within a step, because a process may be killed anywhere: update, evaluate, write the rollouts,
-write the metrics row, save the checkpoint. A resumed run drops the rows after its checkpoint and
-writes them again, identical.
+write the metrics row, roll back if the guard says so, save the checkpoint. A resumed run drops the
+rows after its checkpoint and writes them again, identical.
 
 Not here: what a step computes (step.py), how a run's parts are built (setup.py), the run
 directory's lock and configs (run_lock.py, run_directory.py).
@@ -12,36 +12,31 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from stable_opd_mcore.atomic_files import naming_disk_errors, write_atomically
+from stable_opd_mcore.checks.checklist import check_config, refuse_errors
+from stable_opd_mcore.checks.run_directory import CHECKPOINTS, settings_changes
+from stable_opd_mcore.config.cold_start import MODEL, after_cold_start, cold_start_config
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.data.rollout_files import RolloutWriter
-from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.models.huggingface import export_hf
 from stable_opd_mcore.monitoring.report import write_report
 from stable_opd_mcore.monitoring.sinks import METRICS_FILE, Sinks, read_metrics
 from stable_opd_mcore.parallel.world import World, stop_world
 from stable_opd_mcore.rollout.engine import EngineLost
+from stable_opd_mcore.run_lock import RunLock
 from stable_opd_mcore.scoring.served_teacher import TeacherLost
 from stable_opd_mcore.train import phases
 from stable_opd_mcore.train.checkpoint import CheckpointSaver, load_checkpoint, newest_checkpoint
+from stable_opd_mcore.train.evaluated_model import mark_trained
 from stable_opd_mcore.train.evaluation import evaluate_student
 from stable_opd_mcore.train.in_flight import restore_in_flight, save_in_flight
-from stable_opd_mcore.train.run_directory import (
-    CHECKPOINTS,
-    keep_resolved,
-    on_first_rank,
-    settings_changes,
-)
-from stable_opd_mcore.train.run_lock import RunLock
-from stable_opd_mcore.train.setup import build_run, start_configured_world
+from stable_opd_mcore.train.measures import is_collapsed, refuse_collapsed, roll_back, write_actions
+from stable_opd_mcore.train.rollout_writer import RolloutWriter
+from stable_opd_mcore.train.run_directory import keep_resolved, on_first_rank
+from stable_opd_mcore.train.setup import build_run, place_of, start_configured_world
 from stable_opd_mcore.train.signals import (
     DONE,
     REQUEUE,
@@ -53,9 +48,9 @@ from stable_opd_mcore.train.signals import (
 )
 from stable_opd_mcore.train.state import TrainState
 from stable_opd_mcore.train.step import Run, train_step
+from stable_opd_mcore.train.terminal import Terminal, resume_text
+from stable_opd_mcore.train.token_values import write_token_values
 from stable_opd_mcore.train.watchdog import STACKS, Watchdog
-
-MODEL = "model"  # the trained student in Hugging Face form, inside the run directory
 
 
 @dataclass(frozen=True)
@@ -85,10 +80,11 @@ def train(config: Config, show_progress: bool = True, accept_changes: bool = Fal
 
     Raises:
         Stopped: a signal stopped the run between two steps; a checkpoint is saved.
-        UserError: another run holds the directory.
-        ConfigError: settings differ from the checkpoints' and are not accepted.
+        UserError: the checks before the start find an error, such as another run in the directory
+            or settings that differ from the checkpoints' and are not accepted.
     """
     world = start_configured_world(config)
+    on_first_rank(world, lambda: _check(config, world, show_progress, accept_changes))
     home = config.run.path
     stop = StopSignals(world.device)
     with ExitStack() as stack:
@@ -117,28 +113,22 @@ def train(config: Config, show_progress: bool = True, accept_changes: bool = Fal
     return home
 
 
+def _check(config: Config, world: World, show: bool, accept_changes: bool) -> None:
+    """Print what `stable-opd check` finds, before any model is loaded.
+
+    Raises:
+        ConfigError: the errors among it.
+    """
+    report = check_config(config, place_of(world), accept_changes)
+    if show:
+        print(report.without_errors(), file=sys.stderr, flush=True)
+    refuse_errors(report)
+
+
 def _take_directory(home: Path, stack: ExitStack) -> None:
     with naming_disk_errors(home):
         stack.enter_context(RunLock(home))
         clear_outcome(home)
-
-
-def cold_start_config(config: Config) -> Config:
-    """The config of the supervised run before distillation, in `<run>/cold_start`."""
-    assert config.cold_start is not None
-    cold = config.cold_start
-    values = config.model_dump(by_alias=True)
-    values["run"] = {"name": "cold_start", "directory": str(config.run.path)}
-    values["objective"] = {"name": "sft"}
-    values["rollout"] = {"prompts_per_step": cold.prompts_per_step}  # it samples none
-    for section in ("aggregation", "kl", "mixture", "reference"):  # no use without rollouts
-        del values[section]
-    values["sampling"] = {"max_new_tokens": config.sampling.max_new_tokens}
-    values["optimizer"] |= {"lr": cold.lr, "warmup_steps": cold.warmup_steps}
-    values["train"] |= {"steps": cold.steps, "minibatches": 1}
-    values["memory"] = {}  # it has neither servers nor frozen models
-    values |= {"teacher": None, "cold_start": None}
-    return Config.model_validate(values)
 
 
 def _after_cold_start(config: Config, session: Session) -> Config:
@@ -151,11 +141,7 @@ def _after_cold_start(config: Config, session: Session) -> Config:
         )
     else:
         _train_phase(cold, session)
-    values = config.model_dump(by_alias=True)
-    values["tokenizer"]["path"] = config.tokenizer.path or config.student.path
-    values["student"] |= {"path": str(model), "architecture": None, "random_init": False}
-    values["cold_start"] = None
-    return Config.model_validate(values)
+    return after_cold_start(config)
 
 
 def _train_phase(config: Config, session: Session) -> None:
@@ -164,11 +150,14 @@ def _train_phase(config: Config, session: Session) -> None:
     changed = on_first_rank(
         session.world, lambda: settings_changes(config, accepted=session.accept_changes)
     )
+    terminal = Terminal(config, session.show_progress and session.is_first_rank)
+    terminal.say(f"run {config.run.name}, ranks: {session.world.world_size}")
     run = build_run(
         config,
         session.world,
         lambda: bool(session.stop.requested()),
         session.watchdog.progress,
+        terminal.say,
     )
     state = _resume(run)
 
@@ -180,21 +169,28 @@ def _train_phase(config: Config, session: Session) -> None:
             if changed:
                 sinks.write_event("settings_changed", state.step, {"changes": changed})
             keep_resolved(config)
-        shown = session.show_progress and session.is_first_rank
-        advance = stack.enter_context(_progress(config, state, shown))
+        terminal.say(resume_text(config, state.step))
+        stack.enter_context(terminal)
+        terminal.start(state.step)
         if state.step == 0 and config.evaluation.every and run.held_out is not None:
             metrics = evaluate_student(run, state)
             if sinks is not None:
                 sinks.write(0, metrics)
         session.stop.finish_step_first = True
-        _train_steps(run, state, session, sinks, advance)
+        _train_steps(run, state, session, sinks, terminal)
         session.stop.finish_step_first = False
         run.memory.hold(*phases.EXPORT)  # while there are servers that may have the device
 
-    export_hf(run.student.chunks, directory / MODEL, save_tokenizer=run.tokenizer.save)
+    def save_beside(model: Path) -> None:
+        run.tokenizer.save(model)
+        mark_trained(model, config.run.name, max(state.step, config.train.steps))
+
+    export_hf(run.student.chunks, directory / MODEL, save_tokenizer=save_beside)
     if session.is_first_rank:
-        _summarise(directory)
-        write_report([directory], directory / "report.html")
+        _report(directory)
+    terminal.say(
+        f"finished: {directory / MODEL} is the model, {directory / 'report.html'} the report"
+    )
 
 
 def _train_steps(
@@ -202,16 +198,25 @@ def _train_steps(
     state: TrainState,
     session: Session,
     sinks: Sinks | None,
-    advance: Callable[[Metrics], None],
+    terminal: Terminal,
 ) -> None:
     """Train from `state` to the last step.
 
     Raises:
         Stopped: a signal came; a checkpoint of the last finished step is saved.
+        CollapsedError: the guard stopped the run, now or before it was resumed.
     """
     config = run.config
-    writer = RolloutWriter(config.run.path, config.rollout.save)
-    saver = CheckpointSaver(config.run.path / CHECKPOINTS, run.student, config.checkpoint.keep)
+    writer = RolloutWriter(config.run.path, run.world, config.rollout.save)
+    saver = CheckpointSaver(
+        config.run.path / CHECKPOINTS,
+        run.student,
+        config.checkpoint.keep,
+        run.moving_reference,
+        run.tokenizer.save,
+    )
+    refuse_collapsed(run, state, saver, _report)
+    state = roll_back(run, state, saver)
     while state.step < config.train.steps:
         try:
             result = train_step(run, state)
@@ -225,24 +230,37 @@ def _train_steps(
                 metrics = metrics | evaluate_student(run, state)
             except EngineLost as error:
                 failed = error
+        writer.write(state.step, result.rollouts)
         if sinks is not None:
-            writer.write(state.step, result.rollouts)
+            write_token_values(config.run.path, state.step, result.token_values, run.tokenizer)
             sinks.write(state.step, metrics)
+            write_actions(sinks, state.step, result.actions)
         if failed is not None:  # the step itself is finished; a resumed run continues after it
             _save_without_servers(run, state, saver, session.stop, failed)
             raise failed
-        reason, checkpoint = session.stop.requested_on_any_rank(), None
-        if reason or _due(state.step, config.checkpoint.every or config.train.steps, config):
-            checkpoint = _save(run, state, saver)
-        else:
-            saver.poll()
-        ends = state.step == config.train.steps
-        if reason or ends or not config.checkpoint.asynchronous:
-            saver.finish()
-        advance(metrics)
+        state = roll_back(run, state, saver)
+        reason = session.stop.requested_on_any_rank()
+        checkpoint = _save_if_due(run, state, saver, reason)
+        terminal.step_done(state.step, metrics.values_by_key(), result.rollouts)
         session.watchdog.step_done()
-        if reason and not ends:
+        refuse_collapsed(run, state, saver, _report)
+        if reason and state.step < config.train.steps:
             raise Stopped(state.step, reason, checkpoint)
+
+
+def _save_if_due(
+    run: Run, state: TrainState, saver: CheckpointSaver, reason: StopReason
+) -> Path | None:
+    """Begin to save what is due, and wait for it before the run ends; its directory."""
+    settings, checkpoint = run.config.checkpoint, None
+    due = _due(state.step, settings.every or run.config.train.steps, run.config)
+    if due or reason or is_collapsed(run, state):
+        checkpoint = _save(run, state, saver)
+    else:
+        saver.poll()
+    if reason or state.step == run.config.train.steps or not settings.asynchronous:
+        saver.finish()
+    return checkpoint
 
 
 def _sinks(config: Config, state: TrainState) -> Sinks:
@@ -271,8 +289,8 @@ def _resume(run: Run) -> TrainState:
     newest = newest_checkpoint(directory / CHECKPOINTS)
     if newest is None:
         return TrainState()
-    run.memory.hold(*phases.SAVE)
-    state = load_checkpoint(newest, run.student)
+    run.memory.hold(*phases.save_parts(run.config))
+    state = load_checkpoint(newest, run.student, run.moving_reference)
     restore_in_flight(directory, state.step, run.engine)
     run.engine.publish(state.weight_version)
     return state
@@ -282,7 +300,7 @@ def _save(run: Run, state: TrainState, saver: CheckpointSaver) -> Path:
     """Begin to save a checkpoint of `state`; returns its directory."""
     saver.finish()  # before the rollouts of deleted checkpoints are looked for
     save_in_flight(run.config.run.path, state.step, run.engine, run.world)
-    run.memory.hold(*phases.SAVE)
+    run.memory.hold(*phases.save_parts(run.config))
     return saver.begin(state)
 
 
@@ -291,37 +309,11 @@ def _due(step: int, every: int, config: Config) -> bool:
     return bool(every) and (step % every == 0 or step == config.train.steps)
 
 
-def _summarise(directory: Path) -> None:
-    """summary.json: the last value of every metric."""
+def _report(directory: Path) -> None:
+    """summary.json, the last value of every metric, and report.html."""
     last: dict[str, float] = {}
     for row in read_metrics(directory / METRICS_FILE):
         last |= {key: value for key, value in row.items() if value is not None}
     text = json.dumps(last, indent=1, sort_keys=True)
     write_atomically(directory / "summary.json", text.encode())
-
-
-@contextmanager
-def _progress(
-    config: Config, state: TrainState, shown: bool
-) -> Iterator[Callable[[Metrics], None]]:
-    """A progress bar on stderr with a few metrics; yields the function that advances it."""
-    columns = (
-        TextColumn("[bold]{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[numbers]}"),
-    )
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
-        task = bar.add_task(
-            config.run.name, total=config.train.steps, completed=state.step, numbers=""
-        )
-
-        def advance(metrics: Metrics) -> None:
-            watched = ("loss/total", "rollout/accuracy", "rollout/truncation_rate")
-            values = metrics.values_by_key()
-            shown_values = [(key, values.get(key)) for key in watched]
-            text = "  ".join(f"{key} {v:.3g}" for key, v in shown_values if v is not None)
-            bar.update(task, advance=1, numbers=text)
-
-        yield advance
+    write_report([directory], directory / "report.html")

@@ -24,34 +24,30 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset and size in each dimensi
 _PARAM_STATE = "param_state"
 
 
-def sharded_state(optimizer: Any, weights: dict[str, Any], *, loading: bool) -> dict[str, Any]:
+def sharded_state(optimizer: Any, weights: dict[str, Any], *, loading: bool) -> dict[Any, Any]:
     """The optimizer's state on this rank, as `dist_checkpointing` saves it or loads into it.
 
     Args:
-        optimizer: as `get_megatron_optimizer` gives it, for one kind of parameters.
+        optimizer: as `get_megatron_optimizer` gives it: one, or a second for the experts.
         weights: the sharded weights, as `weights_of` gives them.
         loading: allocate what is not there yet.
     """
-    inner = _only(optimizer)
-    if not isinstance(inner, DistributedOptimizer):
+    parts = _parts(optimizer)
+    if not isinstance(parts[0], DistributedOptimizer):
         return optimizer.sharded_state_dict(weights.copy(), is_loading=loading, metadata=sharding())
-    if loading:
-        inner.load_state_dict(inner.state_dict())  # allocates Adam's moments
-    state = inner.state_dict()
     by_parameter = {id(item.data): item for item in nested_values(weights)}
-    state[_PARAM_STATE] = {
-        str(index): _boxes_of(by_parameter[id(parameter)], tensors, begin, end)
-        for index, (parameter, tensors, begin, end) in enumerate(_own_ranges(inner))
-    }
-    return state
+    states = [_state_of(part, by_parameter, loading=loading) for part in parts]
+    return states[0] if len(states) == 1 else dict(enumerate(states))  # Megatron's form
 
 
-def set_state(optimizer: Any, loaded: dict[str, Any]) -> None:
+def set_state(optimizer: Any, loaded: dict[Any, Any]) -> None:
     """Take over what was loaded into `sharded_state`: a box was filled in place."""
-    inner = _only(optimizer)
-    if isinstance(inner, DistributedOptimizer):
-        loaded = {name: value for name, value in loaded.items() if name != _PARAM_STATE}
-    optimizer.load_state_dict(loaded)
+    parts = _parts(optimizer)
+    states = [loaded] if len(parts) == 1 else [loaded[index] for index in range(len(parts))]
+    for part, state in zip(parts, states, strict=True):
+        if isinstance(part, DistributedOptimizer):
+            state = {name: value for name, value in state.items() if name != _PARAM_STATE}
+        part.load_state_dict(state)
 
 
 def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
@@ -80,9 +76,24 @@ def _in_row(shape: tuple[int, ...], row: int, begin: int, end: int) -> Iterator[
         yield (row, *offsets), (1, *sizes)
 
 
-def _only(optimizer: Any) -> Any:
-    (inner,) = getattr(optimizer, "chained_optimizers", [optimizer])
-    return inner
+def _parts(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _state_of(
+    part: DistributedOptimizer,
+    by_parameter: dict[int, ShardedTensor | ShardedTensorFactory],
+    *,
+    loading: bool,
+) -> dict[str, Any]:
+    if loading:
+        part.load_state_dict(part.state_dict())  # allocates Adam's moments
+    state = part.state_dict()
+    state[_PARAM_STATE] = {
+        str(index): _boxes_of(by_parameter[id(parameter)], tensors, begin, end)
+        for index, (parameter, tensors, begin, end) in enumerate(_own_ranges(part))
+    }
+    return state
 
 
 def _own_ranges(

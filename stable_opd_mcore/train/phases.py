@@ -8,6 +8,7 @@ servers take the device inside a rollout (rollout/sglang/engine.py). Not here: h
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
@@ -22,6 +23,7 @@ from stable_opd_mcore.train.student import Student
 ROLLOUT = ("student",)  # for an engine in the trainer; colocated servers take even that
 SCORE = ("student", "heads", "frozen")
 UPDATE = ("student", "gradients", "optimizer", "heads")
+FROZEN = ("heads", "frozen")
 SAVE = ("student", "optimizer")
 EXPORT = ("student",)
 
@@ -29,8 +31,13 @@ _PARTS = {  # value of memory.offload -> parts
     "student": ("student",),
     "gradients": ("gradients",),
     "optimizer": ("optimizer",),
-    "frozen": ("heads", "frozen"),
+    "frozen": FROZEN,
 }
+
+
+def save_parts(config: Config) -> tuple[str, ...]:
+    """What a checkpoint is written from, and read into."""
+    return SAVE if config.reference.update == "never" else (*SAVE, *FROZEN)
 
 
 def device_memory(
@@ -54,12 +61,13 @@ def device_memory(
             "memory.offload names `frozen`, but objective.name="
             f"{config.objective.name} has no teacher or reference in the trainer: leave it out"
         )
+    content = "constant" if config.reference.update == "never" else "changes"
     parts = [
         Part("student", lambda: _tensors(student.chunks)),
         Part("gradients", student.gradient_buffers, "scratch"),
         Part("optimizer", student.optimizer_tensors),
-        Part("heads", lambda: [head.weight_VH for head in heads if head is not None], "constant"),
-        Part("frozen", lambda: _tensors(frozen), "constant"),
+        Part("heads", lambda: [head.weight_VH for head in heads if head is not None], content),
+        Part("frozen", lambda: _tensors(frozen), content),
     ]
     offloaded = [part for name in config.offloaded for part in _PARTS[name]]
     return DeviceMemory(parts, offloaded, world.device)
@@ -68,9 +76,13 @@ def device_memory(
 def _tensors(chunks: Sequence[Module]) -> Iterator[Tensor]:
     """Parameters, buffers, and the rotary tables that modules hold as plain attributes."""
     for chunk in chunks:
-        yield from chunk.parameters()
-        yield from chunk.buffers()
+        for tensor in (*chunk.parameters(), *chunk.buffers()):
+            if hasattr(tensor, "get_data_tensors"):  # Transformer Engine's: without own storage
+                held: Any = tensor
+                yield from (data for data in held.get_data_tensors() if data is not None)
+            else:
+                yield tensor
         for module in chunk.modules():
-            held = [value for value in vars(module).values() if isinstance(value, Tensor)]
+            tables = [value for value in vars(module).values() if isinstance(value, Tensor)]
             # frequencies that share numpy's memory cannot move; they are a few bytes
-            yield from (tensor for tensor in held if tensor.untyped_storage().resizable())
+            yield from (tensor for tensor in tables if tensor.untyped_storage().resizable())

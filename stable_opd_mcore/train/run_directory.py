@@ -1,7 +1,8 @@
-"""The run directory's resolved configs: changed settings are refused, and every config is kept.
+"""The run directory's resolved configs: every config that a run was started with is kept.
 
 config.resolved.yaml holds the settings of the newest start; those of earlier starts that differ are
-kept as config.resolved.001.yaml and so on. Not here: the lock (run_lock.py), checkpoints, metrics.
+kept as config.resolved.001.yaml and so on. Not here: the lock (run_lock.py), the
+refusal of changed settings (checks/run_directory.py), checkpoints, metrics.
 """
 
 from __future__ import annotations
@@ -10,14 +11,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from stable_opd_mcore.atomic_files import write_atomically
-from stable_opd_mcore.config.changes import changes, read_settings
+from stable_opd_mcore.checks.run_directory import RESOLVED
 from stable_opd_mcore.config.load import config_yaml
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.errors import ConfigError, UserError
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.parallel.world import World, broadcast_object
-
-CHECKPOINTS = "checkpoints"
-RESOLVED = "config.resolved.yaml"
 
 Result = TypeVar("Result")
 
@@ -34,29 +32,6 @@ def on_first_rank(world: World, function: Callable[[], Result]) -> Result:
     if isinstance(outcome, UserError):
         raise outcome
     return outcome
-
-
-def settings_changes(config: Config, accepted: bool) -> dict[str, tuple[Any, Any]]:
-    """Settings that differ from those with which the run directory's checkpoints were trained.
-
-    Empty without checkpoints: then the run starts anew.
-
-    Raises:
-        ConfigError: there are some, and they are not `accepted`.
-    """
-    directory = config.run.path
-    stored = directory / RESOLVED
-    if not stored.is_file() or not any((directory / CHECKPOINTS).glob("step_*")):
-        return {}
-    differences = changes(read_settings(stored), config)
-    if differences and not accepted:
-        lines = "\n".join(f"  {key}: {old} -> {new}" for key, (old, new) in differences.items())
-        raise ConfigError(
-            f"{directory} was trained with other settings ({stored}):\n{lines}\n"
-            "Set them back, start a new run with another run.name, or resume with the new "
-            "settings: --accept-changes"
-        )
-    return differences
 
 
 def keep_resolved(config: Config) -> None:

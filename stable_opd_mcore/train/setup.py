@@ -8,31 +8,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from pathlib import Path
 
+import torch
+
+from stable_opd_mcore.checks.known import Place
 from stable_opd_mcore.config.schema import Config, ModelConfig, TeacherConfig
-from stable_opd_mcore.data.chat import Tokenizer, resolve_stop_ids, same_vocabulary
-from stable_opd_mcore.data.prompts import PromptOrder, PromptSet
-from stable_opd_mcore.data.rows import Row
-from stable_opd_mcore.data.sources import load_rows
+from stable_opd_mcore.config.training import Fp8
+from stable_opd_mcore.data.prompts import PromptOrder
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.losses.objectives import Objective, build_objective
-from stable_opd_mcore.models.build import build_model
-from stable_opd_mcore.models.families import Architecture, read_architecture
+from stable_opd_mcore.models.build import Precision, build_model
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
 from stable_opd_mcore.models.huggingface import load_hf
 from stable_opd_mcore.models.megatron_checkpoint import is_megatron, load_weights
+from stable_opd_mcore.models.spec import fp8_engine
 from stable_opd_mcore.models.weights import architecture_of, copy_weights, random_weights
 from stable_opd_mcore.parallel.determinism import make_deterministic
-from stable_opd_mcore.parallel.world import World, start_world
+from stable_opd_mcore.parallel.world import World, ranks_on_this_machine, start_world
+from stable_opd_mcore.planning.hardware import DEVICES
+from stable_opd_mcore.planning.plan import Cluster
 from stable_opd_mcore.rollout.build import build_engine, embedded_engine, training_sampling
 from stable_opd_mcore.rollout.sglang.group import prepare_nccl
+from stable_opd_mcore.run_inputs import (
+    configured_architecture,
+    load_held_out,
+    load_prompts,
+    load_tokenizer,
+    refuse_replay_without_experts,
+    refuse_small_vocabulary,
+    refuse_unused_expert_ranks,
+    teacher_stop_ids,
+)
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.scoring.scorer import Scorer
 from stable_opd_mcore.scoring.served_teacher import ServedTeacher
 from stable_opd_mcore.train.overlap import TOP_K, OverlapModel, OverlapPair
 from stable_opd_mcore.train.phases import device_memory
+from stable_opd_mcore.train.reference import MovingReference
 from stable_opd_mcore.train.step import Run
 from stable_opd_mcore.train.student import Student
 
@@ -49,11 +62,24 @@ def start_configured_world(config: Config) -> World:
     return start_world(config.parallel, config.train.seed)
 
 
+def place_of(world: World) -> Place:
+    """This job's GPUs, by their short name where planning/hardware.py has it."""
+    ranks_per_node = ranks_on_this_machine()
+    nodes = world.world_size // ranks_per_node
+    if world.device.type == "cpu":
+        return Place(Cluster(nodes, ranks_per_node), "cpu")
+    spare = max(0, torch.cuda.device_count() - ranks_per_node)
+    cluster = Cluster(nodes, ranks_per_node, spare_gpus=spare)
+    name = torch.cuda.get_device_name(world.device).lower()
+    return Place(cluster, next((known for known in DEVICES if known in name), name))
+
+
 def build_run(
     config: Config,
     world: World,
     stop_requested: Callable[[], bool] = lambda: False,
     progress: Callable[[], None] = lambda: None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Run:
     """Build every part on this rank.
 
@@ -61,24 +87,37 @@ def build_run(
         stop_requested: whether a signal has asked the run to stop; then absent servers are not
             waited for.
         progress: called from any thread whenever a server has answered or a token is decoded.
+        tell: receives a line before each part that takes long.
 
     Raises:
         UserError: settings, data, weights or layout that do not fit together.
     """
+    tell(f"reading prompts: {config.data.train.path}")
     tokenizer = load_tokenizer(config)
     teacher_stops = teacher_stop_ids(config, tokenizer)
     objective = build_objective(config, tokenizer.stop_token_ids, teacher_stops)
     architecture = configured_architecture(config.student)
-    prompts = load_prompts(config, tokenizer, architecture, objective)
+    refuse_unused_expert_ranks(config, architecture)
+    refuse_replay_without_experts(config, architecture)
+    # What the run may need later is loaded now: the guard may raise beta and lambda from 0.
+    widest = objective.with_strengths(
+        config.largest_beta, config.largest_lambda, config.objective.masks
+    )
+    prompts = load_prompts(config, tokenizer, architecture, widest)
     held_out = load_held_out(config, tokenizer, architecture)
 
-    models = _Models(config, world, objective, tokenizer.vocab_size, progress)
+    tell(f"{len(prompts):,} prompts; loading models: {models_text(config)}")
+    if config.fp8.is_on:
+        tell(fp8_engine())
+    models = _Models(config, world, widest, tokenizer.vocab_size, progress)
     student = Student(models.student, config.optimizer, config.train.precision)
     teacher, reference = models.teacher(), models.reference()
     overlap = models.overlap(tokenizer.stop_token_ids, teacher_stops)
     scorers = (teacher, reference, overlap and overlap.teacher.scorer)
     heads = [scorer.head for scorer in scorers if scorer is not None]
     memory = device_memory(config, world, student, models.frozen, heads)
+    if config.rollout.engine == "sglang":
+        tell(f"waiting for {config.rollout.sglang.placement} SGLang servers")
     return Run(
         config=config,
         world=world,
@@ -87,7 +126,8 @@ def build_run(
         head=models.head,
         teacher=teacher,
         reference=reference,
-        behaviour=models.behaviour(),
+        moving_reference=models.moving_reference,
+        behaviour=models.behaviour(student),
         overlap=overlap,
         memory=memory,
         engine=build_engine(
@@ -105,107 +145,43 @@ def build_run(
     )
 
 
-def load_tokenizer(config: Config) -> Tokenizer:
-    """The student's tokenizer, with the student's stop ids."""
-    path = config.tokenizer.path or config.student.path
-    assert path is not None, "the schema asks for one of the two"
-    return Tokenizer.load(path, config.student.stop_token_ids)
-
-
-def teacher_stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...] | None:
-    """The ids that end the teacher's responses; None without a teacher.
-
-    Raises:
-        UserError: the teacher's directory holds a tokenizer with another vocabulary than the
-            student's.
-    """
-    if config.teacher is None:
-        return None
-    path, given = config.teacher.path, config.teacher.stop_token_ids
-    if path is not None and (Path(path) / "tokenizer.json").is_file():
-        own = Tokenizer.load(path, given)
-        same_vocabulary(tokenizer, own)
-        return own.stop_token_ids
-    if path is not None or given is not None:
-        return resolve_stop_ids(path, tokenizer, given)
-    return tokenizer.stop_token_ids
-
-
-def load_prompts(
-    config: Config, tokenizer: Tokenizer, architecture: Architecture, objective: Objective
-) -> PromptSet:
-    """The training prompts, with golden solutions where the objective trains on them.
-
-    Raises:
-        UserError: rows that cannot be used, or fewer of them than rollout.prompts_per_step.
-    """
-    prompts = PromptSet(
-        load_rows(config.data.train),
-        tokenizer,
-        config.data,
-        window=architecture.max_positions,
-        max_new_tokens=config.sampling.max_new_tokens if objective.needs_rollouts else 0,
-        golden="required" if objective.needs_golden else "none",
-    )
-    if config.rollout.prompts_per_step > len(prompts):
-        raise UserError(
-            f"rollout.prompts_per_step={config.rollout.prompts_per_step} exceeds the "
-            f"{len(prompts)} usable rows of data.train ({prompts.num_dropped} dropped): a step "
-            "would train on one prompt several times; lower it, or add rows"
-        )
-    return prompts
-
-
-def load_held_out(
-    config: Config, tokenizer: Tokenizer, architecture: Architecture
-) -> PromptSet | None:
-    """The held-out prompts; None without `data.eval`."""
-    if config.data.eval is None:
-        return None
-    return held_out_prompts(load_rows(config.data.eval), config, tokenizer, architecture)
-
-
-def held_out_prompts(
-    rows: Sequence[Row], config: Config, tokenizer: Tokenizer, architecture: Architecture
-) -> PromptSet:
-    """Rows as prompts that leave room for an evaluation's response."""
-    return PromptSet(
-        rows,
-        tokenizer,
-        config.data,
-        window=architecture.max_positions,
-        max_new_tokens=config.evaluation.max_new_tokens or config.sampling.max_new_tokens,
-        golden="none",
-    )
-
-
-def configured_architecture(model: ModelConfig) -> Architecture:
-    """The architecture in the model's config.json, or the inline one."""
-    source = model.path if model.architecture is None else model.architecture
-    assert source is not None, "the schema asks for one of the two"
-    return read_architecture(source)
+def models_text(config: Config) -> str:
+    """The models that a run loads, and from where."""
+    named: dict[str, ModelConfig | None] = {"student": config.student, "teacher": config.teacher}
+    found = [
+        f"{name} {'(random weights)' if model.path is None else model.path}"
+        for name, model in named.items()
+        if model is not None
+    ]
+    return ", ".join(found)
 
 
 def load_model(
-    config: Config, world: World, model: ModelConfig, vocab_size: int, *, trainable: bool
+    config: Config,
+    world: World,
+    model: ModelConfig,
+    vocab_size: int,
+    *,
+    fp8: Fp8 | None = None,
+    trainable: bool,
 ) -> list[HiddenStatesGPTModel]:
     """This rank's chunks of a model with its weights; random weights are drawn from train.seed.
+
+    Args:
+        fp8: of its layers, as `config.fp8.of` gives it; None: in `train.precision`.
 
     Raises:
         UserError: fewer vocabulary entries than the tokenizer has, or an architecture or weights
             that `build_model` or `load_hf` refuse.
     """
     architecture = configured_architecture(model)
-    if architecture.vocab_size < vocab_size:
-        raise UserError(
-            f"{model.path or 'the inline architecture'}: vocab_size={architecture.vocab_size} is "
-            f"smaller than the tokenizer's {vocab_size} tokens; take the model's own tokenizer"
-        )
+    refuse_small_vocabulary(model, architecture, vocab_size)
     chunks = build_model(
         architecture,
         world,
         precision=config.train.precision,
         recompute=config.train.recompute if trainable else "none",
+        fp8=fp8,
         trainable=trainable,
         seed=None,
     )
@@ -224,18 +200,30 @@ def load_reference(
     Raises:
         UserError: weights that `load_hf` or `load_weights` refuse.
     """
-    chunks = build_model(
-        architecture_of(student),
-        world,
-        precision=config.train.precision,
-        trainable=False,
-        seed=None,
-    )
+    chunks = _like_student(student, world, config.train.precision, config.fp8.of("reference"))
+    _fill_reference(chunks, config, student)
+    return chunks
+
+
+def _fill_reference(
+    chunks: Sequence[HiddenStatesGPTModel], config: Config, student: Sequence[HiddenStatesGPTModel]
+) -> None:
     if config.reference.path is None:
         copy_weights(student, chunks)
     else:
         read_weights(chunks, config.reference.path)
-    return chunks
+
+
+def _like_student(
+    student: Sequence[HiddenStatesGPTModel],
+    world: World,
+    precision: Precision,
+    fp8: Fp8 | None = None,
+) -> list[HiddenStatesGPTModel]:
+    """Frozen chunks of the student's architecture, without weights."""
+    return build_model(
+        architecture_of(student), world, precision=precision, fp8=fp8, trainable=False, seed=None
+    )
 
 
 def read_weights(chunks: Sequence[HiddenStatesGPTModel], path: str) -> None:
@@ -260,7 +248,8 @@ class _Models:
         self.config, self.world, self.objective = config, world, objective
         self.vocab_size, self.progress = vocab_size, progress
         self.frozen: list[HiddenStatesGPTModel] = []  # chunks of teacher and reference
-        self.student = self._load(config.student, trainable=True)
+        self.moving_reference: MovingReference | None = None
+        self.student = self._load(config.student, config.fp8.of("student"), trainable=True)
         self.head = output_head(self.student, vocab_size)
         self._megatron_scorer = partial(
             MegatronScorer,
@@ -302,14 +291,28 @@ class _Models:
             return None
         chunks = load_reference(self.config, self.world, self.student)
         self.frozen += chunks
+        if self.config.reference.update != "never":
+            self.moving_reference = self._moving(chunks)
         return self._megatron_scorer(chunks, hidden_alone=needs == "hidden")
 
-    def behaviour(self) -> MegatronScorer | None:
+    def _moving(self, chunks: list[HiddenStatesGPTModel]) -> MovingReference:
+        kept, precision = chunks, self.config.train.precision
+        averages = self.config.reference.update == "ema" and precision == "bf16"
+        if averages or self.config.fp8.reference:
+            kept = _like_student(self.student, self.world, "fp32" if averages else precision)
+            _fill_reference(kept, self.config, self.student)  # `chunks` may hold it rounded to FP8
+            self.frozen += kept
+        return MovingReference(self.config.reference, self.student, chunks, kept)
+
+    def behaviour(self, student: Student) -> MegatronScorer | None:
         """The student before the step's updates, where its probabilities are compared later."""
         config = self.config
         if config.train.minibatches == 1 and config.rollout.importance_correction == "none":
             return None
-        return self._megatron_scorer(self.student, stop_ids=self.objective.stop_ids)
+        replaying = partial(student.routing_replay.replaying, trains=False)
+        return self._megatron_scorer(
+            self.student, stop_ids=self.objective.stop_ids, around=replaying
+        )
 
     def overlap(
         self, student_stops: Sequence[int], teacher_stops: Sequence[int] | None
@@ -331,8 +334,12 @@ class _Models:
             teacher=OverlapModel(scorer, others),
         )
 
-    def _load(self, model: ModelConfig, *, trainable: bool) -> list[HiddenStatesGPTModel]:
-        chunks = load_model(self.config, self.world, model, self.vocab_size, trainable=trainable)
+    def _load(
+        self, model: ModelConfig, fp8: Fp8 | None, *, trainable: bool
+    ) -> list[HiddenStatesGPTModel]:
+        chunks = load_model(
+            self.config, self.world, model, self.vocab_size, fp8=fp8, trainable=trainable
+        )
         if not trainable:
             self.frozen += chunks
         return chunks
@@ -340,7 +347,7 @@ class _Models:
     @cached_property
     def _teacher_chunks(self) -> list[HiddenStatesGPTModel]:
         assert self.config.teacher is not None
-        return self._load(self.config.teacher, trainable=False)
+        return self._load(self.config.teacher, self.config.fp8.of("teacher"), trainable=False)
 
     def _served_teacher(
         self,

@@ -1,20 +1,30 @@
-"""The counters of a run that, with weights and optimizer state, determine every later step.
+"""What a run remembers beside weights and optimizer: its counters and its guard's memory.
 
-Rollout noise and data order are pure functions of the seed and these counters, so a restored run
-continues exactly as the uninterrupted one would have. Not here: anything derived from them.
+They determine every later step: rollout noise and data order are pure functions of the seed and
+these counters, so a restored run continues exactly as the uninterrupted one would have. Not here:
+anything derived from them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+from pydantic import ConfigDict
+
+from stable_opd_mcore.train.guard import GuardState
+from stable_opd_mcore.train.strengths import Adapted
 
 
 @dataclass(frozen=True)
 class TrainState:
+    __pydantic_config__ = ConfigDict(extra="forbid")  # for the reader of checkpoints
+
     step: int = 0  # completed training steps
     cursor: int = 0  # prompts consumed so far, over all epochs
     optimizer_steps: int = 0  # completed; several per training step with train.minibatches > 1
     weight_version: int = 0  # of the student's weights; every rollout records it
+    adapted: Adapted = field(default_factory=Adapted)
+    guard: GuardState = field(default_factory=GuardState)
 
     def advance(self, num_prompts: int, optimizer_steps: int) -> TrainState:
         """The state after one training step on `num_prompts` prompts."""

@@ -2,9 +2,10 @@
 
 The student samples responses, teacher and reference score them, the student is updated, and the
 rollout engine receives its new weights. The code is the same for every parallel layout: each
-data-parallel rank samples for its share of the prompts, then every rank holds the same global list
-of rollouts. Token weights follow from that list and contain the global normalisers, so the loss is
-a plain sum over tokens, micro-batches and ranks.
+data-parallel rank samples for its share of the prompts. Then every rank knows lengths and rewards
+of all samples, but tokens only of those that it trains on (sharing.py). Token weights follow from
+these facts and contain the global normalisers, so the loss is a plain sum over tokens,
+micro-batches and ranks.
 
 Not here: the loop around the step, evaluation, checkpoints, files (loop.py).
 """
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -27,17 +29,19 @@ from stable_opd_mcore.data.golden import (
     off_policy_draws,
     rollout_samples,
 )
-from stable_opd_mcore.data.packing import pack
+from stable_opd_mcore.data.packing import costs, pack
 from stable_opd_mcore.data.prompts import PromptOrder, PromptSet
+from stable_opd_mcore.data.responses import rollout_metrics
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.losses.objectives import Objective
 from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.losses.token_weights import correct_importance, use_rollout_policy
 from stable_opd_mcore.metrics import Mean, Metrics, Same, Sum, reduce_over_ranks
+from stable_opd_mcore.models.fp8 import MULTIPLE
 from stable_opd_mcore.models.hidden_states import forward_hidden
 from stable_opd_mcore.models.weights import refuse_non_finite
-from stable_opd_mcore.monitoring.health import rollout_metrics, sample_metrics, token_metrics
+from stable_opd_mcore.monitoring.health import sample_metrics, token_metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.context import slice_microbatch
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
@@ -46,17 +50,29 @@ from stable_opd_mcore.parallel.world import (
     World,
     broadcast_object,
     gather_objects,
-    merge_shares,
-    share_of_rank,
 )
-from stable_opd_mcore.records import LossOutput, MicroBatch, Prompt, Rollout, Sample
+from stable_opd_mcore.records import (
+    LossOutput,
+    MicroBatch,
+    Prompt,
+    Rollout,
+    Sample,
+    SampleFacts,
+)
 from stable_opd_mcore.rollout.engine import RolloutEngine, Sampling
 from stable_opd_mcore.scoring.scorer import Scorer, with_scores
 from stable_opd_mcore.train import phases
+from stable_opd_mcore.train.guard import Action, decide
 from stable_opd_mcore.train.learning_rate import learning_rate
 from stable_opd_mcore.train.overlap import OverlapPair, overlap_metrics
+from stable_opd_mcore.train.reference import MovingReference
+from stable_opd_mcore.train.sharing import Minibatch, gather_facts, share_out
 from stable_opd_mcore.train.state import TrainState
+from stable_opd_mcore.train.strengths import adapt, strengths_of
 from stable_opd_mcore.train.student import Student
+from stable_opd_mcore.train.token_values import Record, RolloutValues, TokenRecorder
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -70,6 +86,7 @@ class Run:
     head: Head | None  # the student's output head; None off the last pipeline stage
     teacher: Scorer | None
     reference: Scorer | None
+    moving_reference: MovingReference | None  # the reference's weights where they change
     behaviour: Scorer | None  # scores with the student's weights from before the step's updates
     overlap: OverlapPair | None  # student and teacher, scored for the overlap/* and stop/* metrics
     memory: DeviceMemory  # what of all these lies on the device
@@ -87,7 +104,9 @@ class Run:
 class StepResult:
     state: TrainState
     metrics: Metrics  # global: the same on every rank
-    rollouts: Sequence[Rollout]  # global, in the order of the prompts
+    rollouts: Sequence[Rollout]  # of this data-parallel rank, in the order of its prompts
+    actions: Sequence[Action]  # the guard's after the step
+    token_values: Sequence[RolloutValues]  # the first rollouts, for readers; on rank 0 only
 
 
 def train_step(run: Run, state: TrainState) -> StepResult:
@@ -99,15 +118,18 @@ def train_step(run: Run, state: TrainState) -> StepResult:
         EngineLost, TeacherLost: no server answers; no weight has changed.
     """
     config, timer = run.config, PhaseTimer(run.world.device)
-    prompts = next_prompts(run, state.cursor)
+    run = with_strengths(run, state)
+    rows = next_rows(run, state.cursor)
+    prompts = run.prompts.select(own_share(run.world, rows))
 
     with timer.phase("rollout"):
         run.memory.keep_only(*phases.ROLLOUT)
         rollouts = draw_rollouts(run, prompts, state.step)
         prefetch_rollouts(run, state)
-        samples = training_samples(run, prompts, rollouts, state.cursor)
+        drawn = training_samples(run, prompts, rollouts, state.cursor)
+        facts = gather_facts(run.world, drawn, rows)
+        parts = minibatches_of(run, drawn, facts)
 
-    parts = split_by_prompt(samples, config.train.minibatches)
     with timer.phase("score"):
         run.memory.hold(*phases.SCORE)
         minibatches = [score(run, pack_minibatch(run, part), part) for part in parts]
@@ -117,37 +139,74 @@ def train_step(run: Run, state: TrainState) -> StepResult:
     with timer.phase("update"):
         run.memory.hold(*phases.UPDATE)
         lr = learning_rate(state.step, config.train.steps, config.optimizer)
-        updates = [update(run, batches, lr, state.step + 1) for batches in minibatches]
+        values = TokenRecorder(config, facts)
+        updates = [
+            update(run, batches, lr, state.step + 1, values.of(part))
+            for batches, part in zip(minibatches, parts, strict=True)
+        ]
 
-    state = state.advance(num_prompts=len(prompts), optimizer_steps=len(updates))
+    state = state.advance(num_prompts=len(rows), optimizer_steps=len(updates))
+    if run.moving_reference is not None:
+        run.moving_reference.follow(state.step, run.memory)
     with timer.phase("sync"):
         run.engine.publish(state.weight_version)
-    metrics = step_metrics(run, rollouts, samples, [overlap, correction, *updates], timer)
-    return StepResult(state, metrics, rollouts)
+    metrics = step_metrics(run, rollouts, facts, [overlap, correction, *updates], timer)
+    state, actions = guarded(config, state, metrics)
+    return StepResult(state, metrics, rollouts, actions, values.gather(run.world, rollouts))
 
 
-def next_prompts(run: Run, cursor: int) -> list[Prompt]:
-    """The prompts of the step that starts at `cursor`."""
-    return run.prompts.select(run.order.indices(cursor, run.config.rollout.prompts_per_step))
+def with_strengths(run: Run, state: TrainState) -> Run:
+    """The run with the beta, lambda and masks of the step after `state`."""
+    now = strengths_of(run.config, state.adapted, state.guard)
+    objective = run.objective.with_strengths(now.beta, now.lambda_, now.masks)
+    reference = None if objective.reference_needs == "none" else run.reference
+    return replace(run, objective=objective, reference=reference)
+
+
+def guarded(
+    config: Config, state: TrainState, metrics: Metrics
+) -> tuple[TrainState, Sequence[Action]]:
+    """The state with adapted weights and the guard's decision after the step, and its actions."""
+    values, every = metrics.values_by_key(), config.checkpoint.every
+    saved = bool(every) and state.step % every == 0
+    guard, actions = decide(config.guard, state.guard, state.step, values, saved)
+    adapted = adapt(config, state.adapted, values)
+    return replace(state, adapted=adapted, guard=guard), actions
+
+
+def next_rows(run: Run, cursor: int) -> Sequence[int]:
+    """The rows of the prompts of the step that starts at `cursor`, of all ranks."""
+    return run.order.indices(cursor, run.config.rollout.prompts_per_step)
+
+
+def own_share(world: World, items: Sequence[Item]) -> Sequence[Item]:
+    """Of one item per prompt, those that this data-parallel rank works on: every n-th."""
+    return items[world.data_rank :: world.data_size]
 
 
 def training_samples(
     run: Run, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], cursor: int
 ) -> list[Sample]:
-    """Rollouts and, where the objective trains on them, golden solutions of the same prompts."""
+    """This rank's rollouts and, where the objective trains on them, golden solutions of its
+    prompts.
+    """
     settings = run.config.objective
-    samples = rollout_samples(rollouts, settings.masks)
+    samples = rollout_samples(rollouts, run.objective.masks)
     golden = golden_samples(prompts) if run.objective.needs_golden else []
     if settings.on_policy_fraction < 1:
+        draws = run.config.rollout.prompts_per_step
         off_policy = off_policy_draws(
-            cursor, len(prompts), settings.on_policy_fraction, run.config.train.seed
+            cursor, draws, settings.on_policy_fraction, run.config.train.seed
         )
+        off_policy = own_share(run.world, off_policy)
         samples, golden = mark_off_policy(samples, off_policy), mark_off_policy(golden, off_policy)
     return samples + golden
 
 
 def draw_rollouts(run: Run, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
-    """Graded rollouts of all prompts; none where the objective trains on golden solutions only."""
+    """Graded rollouts of this rank's prompts; none where the objective trains on golden solutions
+    only.
+    """
     if not run.objective.needs_rollouts:
         return []
     return draw_graded(run.engine, run.grader, run.world, prompts, run.sampling, step)
@@ -161,67 +220,69 @@ def draw_graded(
     sampling: Sampling,
     step: int,
 ) -> list[Rollout]:
-    """Rollouts with rewards in the order of the prompts, the same list on every rank.
-
-    Each data-parallel rank samples and grades its share of the prompts.
-    """
-    share = share_of_rank(prompts, world.data_rank, world.data_size)
-    rollouts = engine.generate(share, sampling, step=step)
+    """Rollouts of this data-parallel rank's prompts with rewards, in the order of the prompts."""
+    rollouts = engine.generate(prompts, sampling, step=step)
     # Grade on one rank and broadcast, so that a timeout cannot give ranks different rewards.
     if dist.get_rank(world.model_group) == 0:
         rollouts = grader.grade_rollouts(rollouts)
-    graded = broadcast_object(rollouts, world.model_group)
-    return merge_shares(gather_objects(graded, world.data_group), sampling.num_samples)
+    verdicts = broadcast_object(
+        [(rollout.reward, rollout.grading_failure) for rollout in rollouts], world.model_group
+    )
+    return [
+        replace(rollout, reward=reward, grading_failure=failure)
+        for rollout, (reward, failure) in zip(rollouts, verdicts, strict=True)
+    ]
 
 
 def prefetch_rollouts(run: Run, state: TrainState) -> None:
     """With rollout.async_steps=1, start sampling for the next step from the current weights."""
-    config, world = run.config, run.world
+    config = run.config
     if config.rollout.async_steps and state.step + 1 < config.train.steps:
-        prompts = next_prompts(run, state.cursor + config.rollout.prompts_per_step)
-        share = share_of_rank(prompts, world.data_rank, world.data_size)
-        run.engine.prefetch(share, run.sampling, step=state.step + 1)
+        rows = next_rows(run, state.cursor + config.rollout.prompts_per_step)
+        prompts = run.prompts.select(own_share(run.world, rows))
+        run.engine.prefetch(prompts, run.sampling, step=state.step + 1)
 
 
-def split_by_prompt(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:
-    """Samples in at most `parts` lists: prompt i goes to list i modulo `parts`, with all its
-    samples.
+def minibatches_of(run: Run, drawn: Sequence[Sample], facts: SampleFacts) -> list[Minibatch]:
+    """What this rank trains on in each minibatch: of all samples, as `facts` tells, whichever rank
+    has drawn them.
     """
-    part_of_prompt: dict[str, int] = {}
-    split: list[list[Sample]] = [[] for _ in range(parts)]
-    for sample in samples:
-        split[part_of_prompt.setdefault(sample.prompt_id, len(part_of_prompt) % parts)].append(
-            sample
-        )
-    return [part for part in split if part]
+    world, length = run.world, run.student.chunks[0].architecture.attention_length
+    return share_out(
+        world,
+        drawn,
+        facts,
+        run.config.train.minibatches,
+        run.objective.sample_weights,
+        lambda tokens_B: costs(tokens_B, length, world.sequence_multiple),
+    )
 
 
-def pack_minibatch(run: Run, samples: Sequence[Sample]) -> list[MicroBatch]:
-    """This rank's micro-batches of a minibatch, sliced under context parallelism.
-
-    Token weights are computed over all of `samples`, which are the same on every rank.
-    """
-    world = run.world
+def pack_minibatch(run: Run, minibatch: Minibatch) -> list[MicroBatch]:
+    """This rank's micro-batches of a minibatch, sliced under context parallelism."""
+    world, architecture = run.world, run.student.chunks[0].architecture
+    experts = architecture.experts if run.config.rollout.routing_replay else None
     batches = pack(
-        samples,
-        run.objective.token_weights(samples),
+        minibatch.samples,
+        minibatch.weights,
         max_tokens=run.config.train.micro_batch_tokens,
-        attention_length=run.student.chunks[0].architecture.attention_length,
-        data_rank=world.batch_rank,
-        data_size=world.batch_size,
-        pad_to_multiple=world.token_multiple,
+        agree=lambda count: max(gather_objects(count, world.data_group)),
+        attention_length=architecture.attention_length,
+        pad_to_multiple=world.token_multiple * (MULTIPLE if run.config.fp8.is_on else 1),
         sequence_multiple=world.sequence_multiple,
         microbatch_multiple=world.microbatch_multiple,
+        routing=experts and (architecture.num_layers, experts.per_token),
         device=world.device,
     )
     return [slice_microbatch(batch, world.context_rank, world.context_size) for batch in batches]
 
 
-def score(run: Run, batches: Sequence[MicroBatch], samples: Sequence[Sample]) -> list[MicroBatch]:
-    """The micro-batches of `samples` with the scores of teacher, reference and behaviour policy."""
+def score(run: Run, batches: Sequence[MicroBatch], minibatch: Minibatch) -> list[MicroBatch]:
+    """The micro-batches with the scores of teacher, reference and behaviour policy."""
+    prompt_ids = [sample.prompt_id for sample in minibatch.samples]
     return with_scores(
         batches,
-        teacher=run.teacher and run.teacher.about([sample.prompt_id for sample in samples]),
+        teacher=run.teacher and run.teacher.about(prompt_ids),
         reference=run.reference,
         behaviour=run.behaviour,
     )
@@ -230,15 +291,15 @@ def score(run: Run, batches: Sequence[MicroBatch], samples: Sequence[Sample]) ->
 def compare_models(
     run: Run,
     minibatches: Sequence[Sequence[MicroBatch]],
-    parts: Sequence[Sequence[Sample]],
+    parts: Sequence[Minibatch],
     step: int,
 ) -> Metrics:
     """Every monitoring.overlap_every steps: metrics of the most probable tokens of both models."""
     every, metrics = run.config.monitoring.overlap_every, Metrics()
     if run.overlap is None or not every or step % every:
         return metrics
-    for batches, samples in zip(minibatches, parts, strict=True):
-        row_metrics = overlap_metrics(run.overlap, batches, samples)
+    for batches, part in zip(minibatches, parts, strict=True):
+        row_metrics = overlap_metrics(run.overlap, batches, part.samples)
         metrics = metrics | reduce_row_metrics(run.world, row_metrics)
     return metrics
 
@@ -266,8 +327,11 @@ def correct_mismatch(
     return corrected, reduce_row_metrics(run.world, metrics)
 
 
-def update(run: Run, batches: Sequence[MicroBatch], lr: float, step: int) -> Metrics:
+def update(
+    run: Run, batches: Sequence[MicroBatch], lr: float, step: int, record: Record = lambda *_: None
+) -> Metrics:
     """One optimizer step on scored micro-batches; returns its metrics, the same on every rank.
+    `record` receives the results of the loss.
 
     Raises:
         UserError: the loss, the gradient norm or an updated weight is not finite.
@@ -276,15 +340,21 @@ def update(run: Run, batches: Sequence[MicroBatch], lr: float, step: int) -> Met
     def forward_step(
         model_chunk: Module, batch: MicroBatch
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, LossOutput]]]:
-        hidden_TH = forward_hidden(model_chunk, batch)
+        with run.student.routing(batch):
+            hidden_TH = forward_hidden(model_chunk, batch)
         return hidden_TH, lambda hidden_TH: loss_of(run, batch, hidden_TH)
 
     run.student.zero_grad()
     results = run_forward_backward(run.student.model, batches, forward_step, world=run.world)
     grad_norm = run.student.finish_grads()
+    record(results, batches)
 
-    row_metrics = token_metrics(results, batches) if results else Metrics()
-    metrics = reduce_row_metrics(run.world, row_metrics)
+    row_metrics = (
+        token_metrics(results, batches, run.config.sampling.max_new_tokens)
+        if results
+        else Metrics()
+    )
+    metrics = reduce_row_metrics(run.world, row_metrics) | run.student.expert_load.take()
     require_finite(metrics, grad_norm, step)  # before any weight changes
     run.student.update(lr)
     refuse_non_finite(run.student.chunks, f"step {step}: nothing is saved or published")
@@ -341,21 +411,33 @@ def reduce_row_metrics(world: World, metrics: Metrics) -> Metrics:
 def step_metrics(
     run: Run,
     rollouts: Sequence[Rollout],
-    samples: Sequence[Sample],
+    facts: SampleFacts,
     reduced: Sequence[Metrics],
     timer: PhaseTimer,
 ) -> Metrics:
     """All metrics of the step, the same on every rank.
 
     Args:
+        rollouts: of this data-parallel rank.
+        facts: of all samples.
         reduced: metrics that are already the same on every rank.
     """
-    num_tokens = sum(len(s.prompt_token_ids) + len(s.response_token_ids) for s in samples)
-    own = timer.metrics(num_tokens) | run.engine.take_metrics() | run.grader.take_metrics("rollout")
-    metrics = reduce_over_ranks(own, dist.group.WORLD) | sample_metrics(samples)
-    if rollouts:
-        budget = run.config.sampling.max_new_tokens
-        metrics = metrics | rollout_metrics(rollouts, budget, run.config.monitoring)
-    for more in reduced:
+    num_tokens = int((facts.prompt_tokens_B + facts.response_tokens_B).sum())
+    own = timer.metrics(num_tokens) | run.engine.take_metrics()
+    metrics = sample_metrics(facts)
+    if run.objective.needs_rollouts:
+        own = own | measured(run, rollouts, run.config.sampling.max_new_tokens)
+        strengths = {"kl/beta": run.objective.beta, "mixture/lambda": run.objective.golden_weight}
+        metrics = metrics | Metrics({key: Same(value) for key, value in strengths.items()})
+    for more in (reduce_over_ranks(own, dist.group.WORLD), *reduced):
         metrics = metrics | more
     return metrics
+
+
+def measured(
+    run: Run, rollouts: Sequence[Rollout], max_new_tokens: int, area: str = "rollout"
+) -> Metrics:
+    """`<area>/*` of this data-parallel rank's rollouts; one rank of each replica has them."""
+    if dist.get_rank(run.world.model_group):
+        return Metrics()
+    return rollout_metrics(rollouts, max_new_tokens, run.config.monitoring, area)

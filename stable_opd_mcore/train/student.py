@@ -8,6 +8,7 @@ checkpoints.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +23,10 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
 from stable_opd_mcore.config.schema import OptimizerConfig
+from stable_opd_mcore.models.expert_load import ExpertLoad
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
+from stable_opd_mcore.models.routing_replay import RoutingReplay
+from stable_opd_mcore.records import MicroBatch
 
 
 class Student:
@@ -77,12 +81,26 @@ class Student:
             ),
             self.model,
         )
+        self.expert_load = ExpertLoad(chunks)
+        self.routing_replay = RoutingReplay(chunks)
         self._grad_norm = 0.0
         self._inner = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
+    @contextmanager
+    def routing(self, batch: MicroBatch) -> Iterator[None]:
+        """Around the forward pass of a chunk: count the choices of experts, and replay a rollout's
+        where `batch` has them.
+        """
+        with self.expert_load.counting(batch), self.routing_replay.replaying(batch, trains=True):
+            yield
+
     def gradient_buffers(self) -> list[Tensor]:
         """Megatron's buffers of the gradients; every parameter's gradient is a view of one."""
-        return [buffer.grad_data for chunk in self.model for buffer in chunk.buffers]
+        return [
+            buffer.grad_data
+            for chunk in self.model
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
 
     def optimizer_tensors(self) -> Iterator[Tensor]:
         """Main weights (in fp32 views of the model's) and Adam's moments, as far as they exist."""

@@ -50,6 +50,18 @@ def test_changed_settings_are_listed_unless_free(tmp_path, override, expected):
         assert found == expected
 
 
+def test_guard_is_listed_if_it_acts_or_has_acted(tmp_path):
+    def found(before, after):
+        stored = load_config(SMOKE, ["checkpoint.every=5", f"guard.policy={before}"])
+        save_config(stored, tmp_path / "stored.yaml")
+        new = load_config(SMOKE, ["checkpoint.every=5", f"guard.policy={after}"])
+        return changes(read_settings(tmp_path / "stored.yaml"), new)
+
+    assert found("warn", "off") == {}
+    assert found("warn", "act") == {"guard.policy": ("warn", "act")}
+    assert found("act", "off") == {"guard.policy": ("act", "off")}
+
+
 def test_number_of_steps_is_listed_if_the_learning_rate_depends_on_it(tmp_path):
     stored = load_config(SMOKE, ["optimizer.schedule=cosine"])
     save_config(stored, tmp_path / "stored.yaml")

@@ -9,7 +9,7 @@ import pytest
 from stable_opd_mcore.config.load import load_config, save_config
 from stable_opd_mcore.errors import ConfigError
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
 SMOKE = Path(__file__).parents[2] / "configs" / "smoke_cpu.yaml"
 
 
@@ -83,3 +83,34 @@ def test_settings_load_without_torch():
         f"load_config({str(SMOKE)!r}); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_base_gives_what_the_file_does_not_say(tmp_path):
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "mid.yaml").write_text(f"base: {SMOKE}\ntrain: {{steps: 7, seed: 5}}\n")
+    (tmp_path / "own.yaml").write_text("base: part/mid.yaml\ntrain: {steps: 3}\nteacher: null\n")
+    config = load_config(tmp_path / "own.yaml", ["rollout.prompts_per_step=2"])
+    smoke = load_config(SMOKE)
+    assert (config.train.steps, config.train.seed) == (3, 5)
+    assert (config.teacher, config.rollout.prompts_per_step) == (None, 2)
+    assert (config.student, config.optimizer) == (smoke.student, smoke.optimizer)
+    save_config(config, tmp_path / "resolved.yaml")
+    assert "base:" not in (tmp_path / "resolved.yaml").read_text()
+    assert load_config(tmp_path / "resolved.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"a": "base: b.yaml", "b": "base: a.yaml"}, r"a circle of bases: .*a\.yaml -> .*b\.yaml"),
+        ({"a": "base: a.yaml"}, r"a circle of bases"),
+        ({"a": "base: none.yaml"}, r"none\.yaml: no such config file"),
+        ({"a": "base: [x.yaml]"}, r"base=\['x\.yaml'\]; expected the path of one YAML file"),
+        ({"a": "base: b.yaml", "b": "trains: {}"}, r"a\.yaml: unknown key trains; did you mean"),
+    ],
+)
+def test_bases_that_cannot_be_used_are_refused(tmp_path, files, message):
+    for name, text in files.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(tmp_path / "a.yaml")

@@ -24,6 +24,12 @@ from tests.config.cases import run_with
             },
             "give either teacher.urls",
         ),
+        (
+            {"teacher": {"urls": ["http://a"], "engine": "sglang", "window": 9}},
+            "teacher.window and",
+        ),
+        ({"student": {"window": 0}}, "student.window: Input should be greater than 0"),
+        ({"student": {"rope_theta": float("inf")}}, "student.rope_theta: Input should"),
         ({"teacher": {"self_test_tolerance": 0}}, "teacher.self_test_tolerance: Input should be"),
     ],
 )

@@ -18,6 +18,14 @@ OFF_BY_ONE = {"async_steps": 1, "max_staleness": 1}
             OFF_BY_ONE | {"engine": "sglang", "sglang": {"placement": "colocated"}},
             "servers with devices of their own",
         ),
+        (
+            {"routing_replay": True},
+            r"rollout.engine=embedded: only sglang servers send the experts",
+        ),
+        (
+            OFF_BY_ONE | {"engine": "sglang", "routing_replay": True},
+            r"rollouts in flight are saved without their experts",
+        ),
         ({"engine": "replay"}, r"rollout.replay_from=RUN go together"),
         ({"replay_from": "runs/other"}, r"rollout.replay_from=RUN go together"),
         ({"importance_threshold": 1}, "rollout.importance_threshold: Input should be greater"),

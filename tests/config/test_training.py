@@ -2,7 +2,7 @@
 
 import pytest
 
-from stable_opd_mcore.config.training import COLLECTIVE_TIMEOUT_MINUTES
+from stable_opd_mcore.config.training import COLLECTIVE_TIMEOUT_MINUTES, Fp8
 from stable_opd_mcore.errors import ConfigError
 from tests.config.cases import run_with
 
@@ -14,7 +14,7 @@ LONGEST = COLLECTIVE_TIMEOUT_MINUTES / 4
     [
         ({"parallel": {"sequence": True}}, "parallel.sequence=true needs parallel.tensor > 1"),
         ({"parallel": {"virtual_pipeline": 2}}, "virtual_pipeline needs parallel.pipeline > 1"),
-        ({"parallel": {"expert": 2}}, "parallel.expert=2 is not supported yet: set it to 1"),
+        ({"parallel": {"expert": 3, "tensor": 2}}, "expert=3 and parallel.tensor=2: one must"),
         ({"parallel": {"tensor": 0}}, "parallel.tensor: Input should be greater than 0"),
         (
             {"fault": {"watchdog_minutes": LONGEST + 1}},
@@ -22,6 +22,18 @@ LONGEST = COLLECTIVE_TIMEOUT_MINUTES / 4
         ),
         ({"optimizer": {"beta2": 1}}, "optimizer.beta2: Input should be less than 1"),
         ({"cold_start": {"steps": 3}}, "cold_start.lr is required"),
+        ({"fp8": {"teacher": "delayed"}}, "fp8.teacher=delayed: this recipe takes its scales from"),
+        (
+            {"fp8": {"student": "delayed", "keep_last_layers": 1}},
+            "fp8.student=delayed with fp8.keep_first_layers=0 and fp8.keep_last_layers=1",
+        ),
+        (
+            {
+                "teacher": {"engine": "sglang", "urls": ["http://a"]},
+                "fp8": {"teacher": "blockwise"},
+            },
+            "fp8.teacher=blockwise with teacher.engine=sglang",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused(sections, message):
@@ -39,3 +51,11 @@ def test_the_watchdog_ends_a_hang_long_before_the_collectives_time_out():
     assert run_with(fault={"watchdog_minutes": LONGEST}).fault.watchdog_minutes == LONGEST
     assert run_with().fault.watchdog_minutes < LONGEST
     assert run_with(fault={"watchdog_minutes": None}).fault.watchdog_minutes is None
+
+
+def test_each_model_has_its_own_fp8():
+    config = run_with(fp8={"teacher": "blockwise", "keep_first_layers": 1})
+    assert config.fp8.of("teacher") == Fp8("teacher", "blockwise", 1, 0)
+    assert config.fp8.of("student") is None
+    assert config.fp8.is_on
+    assert not run_with().fp8.is_on

@@ -21,12 +21,15 @@ from stable_opd_mcore.models.weights import iter_hf_tensors
 from stable_opd_mcore.parallel.context import slice_microbatch, token_indices
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
-from stable_opd_mcore.records import LossOutput, MicroBatch, Sample, TokenWeights
+from stable_opd_mcore.records import LossOutput, MicroBatch, Sample, SampleWeights
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.scoring.scorer import with_scores
 from stable_opd_mcore.train.student import Student
 from tests.parallel.launch import run_ranks
+from tests.shares import pack_share, weights_of
 from tests.train.runs import tiny_architecture, tiny_config
+
+pytestmark = pytest.mark.slow
 
 VOCAB = 27
 # (prompt, response) tokens: one, fewer than 2 * context, primes, multiples of it, a long response.
@@ -43,9 +46,9 @@ OBJECTIVES = {
 }
 
 
-def make_samples() -> tuple[list[Sample], list[TokenWeights]]:
+def make_samples() -> tuple[list[Sample], SampleWeights]:
     draw = random.Random(0)
-    samples, weights = [], []
+    samples = []
     for index, (prompt, response) in enumerate(SIZES):
         tokens = tuple(draw.randrange(VOCAB) for _ in range(prompt + response))
         sample = Sample(
@@ -55,21 +58,20 @@ def make_samples() -> tuple[list[Sample], list[TokenWeights]]:
             response_token_ids=tokens[prompt:],
             trained=(True,) * response,
         )
-        pg, kl, sft = (tuple(draw.random() for _ in range(response)) for _ in range(3))
         samples.append(sample)
-        weights.append(TokenWeights(pg=pg, kl=kl, sft=sft))
-    return samples, weights
+    draws = ([draw.random() for _ in samples] for _ in range(3))
+    return samples, weights_of(samples, *draws)
 
 
 def packed(world: World, max_tokens: int) -> list[MicroBatch]:
     """This rank's slices of the micro-batches of all samples."""
     samples, weights = make_samples()
-    batches = pack(
+    batches = pack_share(
         samples,
         weights,
+        world.batch_rank,
+        world.batch_size,
         max_tokens=max_tokens,
-        data_rank=world.batch_rank,
-        data_size=world.batch_size,
         pad_to_multiple=world.token_multiple,
         sequence_multiple=world.sequence_multiple,
     )
@@ -101,8 +103,6 @@ def test_every_token_and_row_is_on_one_rank_with_its_own_target(size: int) -> No
         samples,
         weights,
         max_tokens=10_000,
-        data_rank=0,
-        data_size=1,
         pad_to_multiple=5 * size,
         sequence_multiple=multiple,
     )
@@ -119,11 +119,11 @@ def test_every_token_and_row_is_on_one_rank_with_its_own_target(size: int) -> No
             pairs.add((index, token))
             sample, place = samples[index], int(batch.rows_N[row])
             before = len(sample.prompt_token_ids) - 1 + token
-            text = sample.prompt_token_ids + sample.response_token_ids
+            text = [*sample.prompt_token_ids, *sample.response_token_ids]
             assert int(batch.positions_T[place]) == before
             assert int(batch.tokens_T[place]) == text[before]
             assert int(batch.targets_N[row]) == text[before + 1]
-            assert float(batch.pg_weight_N[row]) == pytest.approx(weights[index].pg[token])
+            assert float(batch.pg_weight_N[row]) == pytest.approx(weights.pg_B[index])
     assert len(pairs) == sum(len(batch.rows_N) for batch in slices) == sum(r for _, r in SIZES)
 
 

@@ -27,7 +27,9 @@ def _train_twice(rank: int, world_size: int, directory: Path) -> None:
     assert os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
     world = start_world(ParallelConfig(), seed=0)
     architecture = read_architecture(tiny_architecture(32, 4))
-    assert transformer_config(architecture, world, "fp32", "none").deterministic_mode
+    assert transformer_config(
+        architecture, world, "fp32", "none", fp8=None, trainable=True
+    ).deterministic_mode
     stop_world()
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models import huggingface
 from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
@@ -25,6 +26,7 @@ from stable_opd_mcore.parallel.world import (
     World,
     add_host_groups,
     broadcast_object,
+    exchange_objects,
     gather_objects,
     object_group,
     start_world,
@@ -34,16 +36,22 @@ from stable_opd_mcore.records import MicroBatch
 from tests.models import tiny
 from tests.parallel.launch import run_ranks
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = {
     "TP2": {"tensor": 2},
     "TP2+SP": {"tensor": 2, "sequence": True},
     "TP2xPP2": {"tensor": 2, "pipeline": 2, "sequence": True},
     "PP2xVPP2": {"pipeline": 2, "virtual_pipeline": 2},
     "DP4": {},
+    "EP2xPP2": {"expert": 2, "pipeline": 2},
+    "EP4xTP2+SP": {"expert": 4, "tensor": 2, "sequence": True},
+    "EP2xTP2+SP": {"expert": 2, "tensor": 2, "sequence": True},
 }
 MODELS = {
     "qwen2 tied": tiny.architecture("qwen2", tie_word_embeddings=True),
     "qwen3": tiny.architecture("qwen3"),
+    "qwen3_moe": tiny.architecture("qwen3_moe"),
 }
 LENGTHS = [[5, 9, 2], [7, 1, 3, 3], [13, 5], [3, 3, 3, 3], [11, 1], [9, 9], [15, 1], [2, 7, 5]]
 
@@ -66,6 +74,12 @@ def _check_layouts(rank: int, world_size: int, path: Path) -> None:
         world = start_world(ParallelConfig(**sizes), seed=0)
         _check_collectives(world)
         for name, architecture in MODELS.items():
+            if "expert" in sizes and not architecture.experts:
+                continue
+            if architecture.experts and layout == "TP2":
+                with pytest.raises(UserError, match=r"parallel.sequence=true"):
+                    build_model(architecture, world)
+                continue
             _check_model(f"{layout}, {name}", architecture, world, path / name)
         if layout == "PP2xVPP2":
             with pytest.raises(ValueError, match="multiple of 2"):
@@ -73,6 +87,8 @@ def _check_layouts(rank: int, world_size: int, path: Path) -> None:
         stop_world()
     with pytest.raises(ValueError, match=r"parallel.tensor=3.* 4 started ranks"):
         start_world(ParallelConfig(tensor=3), seed=0)
+    with pytest.raises(UserError, match=r"parallel.expert=4 does not divide the 2 ranks"):
+        start_world(ParallelConfig(pipeline=2, expert=4), seed=0)
 
 
 def _check_model(label: str, architecture, world: World, path: Path) -> None:
@@ -202,5 +218,10 @@ def _check_collectives(world: World) -> None:
     add_host_groups(groups)  # as on a GPU: objects travel in groups of their own
     assert [gather_objects(world.rank, group) for group in groups] == expected
     assert [broadcast_object(world.rank, group) for group in groups] == [e[0] for e in expected]
+    for group, ranks in zip(groups, expected, strict=True):
+        sent = [(world.rank, to, "x" * 1000 * to) for to in ranks]
+        assert exchange_objects(sent, group) == [
+            (of, world.rank, "x" * 1000 * world.rank) for of in ranks
+        ]
     for group, ranks in zip(groups, expected, strict=True):
         assert len(ranks) == 1 or object_group(group) is not group

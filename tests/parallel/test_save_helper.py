@@ -14,11 +14,15 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = """
 import sys
+import types
 from stable_opd_mcore.parallel.save_helper import start_save_helper
 if __name__ == "__main__":
     queue = start_save_helper()
-    queue.put(("a path", 7))
-    print(*queue.get(), queue._manager._process.pid, flush=True)
+    here_alone = types.ModuleType("here_alone")  # the helper can't import it
+    exec("class Value:\\n    text = 'a path 7'", here_alone.__dict__)
+    sys.modules["here_alone"] = here_alone
+    queue.put(here_alone.Value())
+    print(queue.get_nowait().text, queue._queue._manager._process.pid, flush=True)
     sys.stdin.read()
 """
 

@@ -89,3 +89,19 @@ def test_a_run_that_does_not_fit_is_refused_with_its_numbers(tmp_path):
     assert started.strip() == "0"
     assert fits.startswith("0\n")
     assert "fits: 135.0 GiB" in fits
+
+
+def test_a_run_with_errors_is_refused_with_what_was_found(tmp_path):
+    settings = f"GPU=cpu; PYTHON=({sys.executable}); COMMAND_LINE=(configs/smoke_cpu.yaml"
+    check = 'check_run train; echo "code $?"; echo "$CHECKED"'
+    told = run_function(
+        tmp_path,
+        f"{settings}); {check}; {settings} sampling.max_new_tokens=256); {check}; "
+        f"CHECK=off; {check}",
+    )
+    good, refused, skipped = told.split("code ")[1:]
+    assert good.startswith("0\n")
+    assert good.rstrip().endswith("no finding")
+    assert refused.startswith("1\n")
+    assert "ERROR  window: responses leave no prompt in the student's window" in refused
+    assert skipped.strip() == "0\nchecks of the run: skipped"

@@ -3,14 +3,19 @@
 import json
 from pathlib import Path
 
+import pytest
+from transformers import AutoTokenizer
+
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.huggingface import export_hf
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.train.convert import convert
 from stable_opd_mcore.train.evaluation import evaluate_config
+from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks
 from tests.train.runs import tiny_architecture, tiny_config
 
@@ -32,9 +37,67 @@ def convert_in_both_directions(rank: int, world_size: int, directory: str) -> No
         student = {"path": str(home / form), "architecture": None}
         settings = {"num_samples": 2, "temperature": 1.0, "max_new_tokens": 8}
         evaluate_config(
-            tiny_config(home, form + "_run", student=student, data=EVAL, evaluation=settings),
+            tiny_config(
+                home,
+                form + "_run",
+                student=student,
+                data=EVAL,
+                evaluation={**settings, "model": str(home / form)},
+            ),
             print_line=print,
         )
+
+
+def train_and_convert(rank: int, world_size: int, directory: str) -> None:
+    home = Path(directory)
+    student = {"path": str(home / "student"), "architecture": None}
+    config = tiny_config(
+        home,
+        "run",
+        student=student | {"window": 200, "rope_theta": 40000.0},
+        tokenizer={"path": str(home / "student")},
+        train={"steps": 1},
+        teacher=None,
+        objective={"name": "sft"},
+        kl={"beta": 0.0},
+        mixture={"lambda": 0.0},
+        checkpoint={"every": 1},
+        rollout={"samples_per_prompt": 1, "save": "none"},
+    )
+    train(config)
+    start_world(ParallelConfig(), seed=0)
+    convert(home / "run" / "checkpoints" / "step_000001", home / "exported")
+
+
+def save_student(rank: int, world_size: int, directory: str) -> None:
+    world = start_world(ParallelConfig(), seed=0)
+    chunks = build_model(read_architecture(tiny_architecture(32, 4)), world)
+    path = Path(directory) / "student"
+    export_hf(chunks, path, save_tokenizer=Tokenizer.load("synthetic").save)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [20, 21]}))
+    stop_world()
+
+
+def test_a_checkpoint_converts_to_a_model_with_tokenizer_window_and_generation_settings(tmp_path):
+    run_ranks(1, save_student, str(tmp_path))
+    run_ranks(1, train_and_convert, str(tmp_path))
+    trained, exported = tmp_path / "run" / "model", tmp_path / "exported"
+    for directory in (trained, exported):
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        encoded = tokenizer("12+3=", add_special_tokens=False).input_ids
+        assert encoded == Tokenizer.load("synthetic").encode("12+3=")
+        assert set(Tokenizer.load(str(directory)).stop_token_ids) == {20, 21}
+        config = json.loads((directory / "config.json").read_text())
+        assert (config["max_position_embeddings"], config["rope_theta"]) == (200, 40000.0)
+    names = {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+    for name in names | {"model.safetensors"}:
+        assert (trained / name).read_bytes() == (exported / name).read_bytes()
+
+
+def test_a_source_without_a_tokenizer_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_architecture(32, 4)))
+    with pytest.raises(UserError, match=r"no tokenizer\.json in it.*--tokenizer"):
+        convert(tmp_path, tmp_path / "target")
 
 
 def test_conversion_in_both_directions_is_bit_identical(tmp_path):
@@ -46,9 +109,10 @@ def test_conversion_in_both_directions_is_bit_identical(tmp_path):
     assert {"model.safetensors", "config.json", "tokenizer.json"} < before.keys()
     assert before == after
 
-    results = [tmp_path / f"{form}_run" / "evaluation.json" for form in ("hf", "megatron")]
-    first, second = (json.loads(path.read_text()) for path in results)
+    homes = [tmp_path / f"{form}_run" / "evaluation" / form for form in ("hf", "megatron")]
+    first, second = (json.loads((home / "results.json").read_text()) for home in homes)
+    assert first["model"].pop("path") != second["model"].pop("path")
     assert first == second
-    assert first["held_out"]["num_prompts"] == 6
-    rows = (tmp_path / "hf_run" / "evaluation" / "held_out.jsonl").read_text().splitlines()
+    assert first["benchmarks"]["held_out"]["num_problems"] == 6
+    rows = (homes[0] / "responses" / "held_out" / "part_00000.jsonl").read_text().splitlines()
     assert len(rows) == 12

@@ -1,23 +1,39 @@
-"""The config of a cold start, derived from the run's config."""
+"""The checks before the start: what `train` prints, and that their errors end it before a model."""
 
-from stable_opd_mcore.train.loop import cold_start_config
+import contextlib
+
+import pytest
+
+from stable_opd_mcore.errors import ConfigError
+from stable_opd_mcore.train import loop
+from tests.parallel.launch import run_ranks
 from tests.train.runs import tiny_config
 
 
-def test_cold_start_of_an_sglang_run_uses_the_embedded_engine(tmp_path):
+def no_model(*_):
+    raise AssertionError("a model was built")
+
+
+def refused_on_every_rank(rank: int, world_size: int, directory: str) -> None:
     config = tiny_config(
-        tmp_path,
+        directory,
         "run",
-        cold_start={"steps": 2, "lr": 1e-3, "prompts_per_step": 4},
-        rollout={
-            "engine": "sglang",
-            "async_steps": 1,
-            "max_staleness": 1,
-            "importance_correction": "truncated",
-        },
+        sampling={"max_new_tokens": 128},
+        data={"train": {"path": f"{directory}/absent.jsonl"}},
     )
-    cold = cold_start_config(config)
-    assert (cold.objective.name, cold.rollout.engine) == ("sft", "embedded")
-    assert (cold.rollout.prompts_per_step, cold.train.steps) == (4, 2)
-    assert cold.rollout.importance_correction == "none"
-    assert cold.run.path == tmp_path / "run" / "cold_start"
+    loop.build_run = no_model
+    with (
+        open(f"{directory}/printed_{rank}", "w") as file,
+        contextlib.redirect_stderr(file),
+        pytest.raises(ConfigError, match=r"found 3 errors[^$]*absent\.jsonl: no such file"),
+    ):
+        loop.train(config)
+
+
+def test_errors_of_the_checks_end_every_rank_before_a_model_is_built(tmp_path):
+    run_ranks(2, refused_on_every_rank, str(tmp_path))
+    printed = (tmp_path / "printed_0").read_text()
+    assert "student stops on 20 '$'" in printed
+    assert "ERROR" not in printed  # the exception says them
+    assert (tmp_path / "printed_1").read_text() == ""
+    assert not (tmp_path / "run").exists()

@@ -11,8 +11,9 @@ import torch
 
 from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.metrics import Mean, Metrics
-from stable_opd_mcore.records import MicroBatch, Sample, Scores, TokenWeights
+from stable_opd_mcore.records import MicroBatch, Sample, Scores
 from stable_opd_mcore.train.overlap import OverlapModel, OverlapPair, overlap_metrics
+from tests.shares import weights_of
 
 STUDENT_STOPS, TEACHER_STOPS = (11, 12), (13,)
 SAMPLES = [
@@ -51,12 +52,8 @@ class Listing:
 
 def batches_of(max_tokens: int) -> list[MicroBatch]:
     """Rows of masked and golden tokens have no weight."""
-    weights = []
-    for sample in SAMPLES:
-        zero = (0.0,) * len(sample.trained)
-        pg = tuple(map(float, sample.trained)) if sample.source == "rollout" else zero
-        weights.append(TokenWeights(pg=pg, kl=zero, sft=zero))
-    return pack(SAMPLES, weights, max_tokens=max_tokens, data_rank=0, data_size=1)
+    weights = weights_of(SAMPLES, pg=[sample.source == "rollout" for sample in SAMPLES])
+    return pack(SAMPLES, weights, max_tokens=max_tokens)
 
 
 def pair_of(student: Listing, teacher: Listing) -> OverlapPair:

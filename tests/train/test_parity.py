@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.data.token_files import VALUES, TokenText, read_tokens, token_path
 from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks
 from tests.train.runs import metrics_of, tiny_config
+
+pytestmark = pytest.mark.slow
 
 # Layouts of four ranks; data parallelism takes the ranks that are left.
 LAYOUTS = {
@@ -111,6 +114,24 @@ def test_every_layout_gives_the_same_losses_and_gradients(runs, layout):
     for key in (k for k in one_rank[-1] if k.startswith(("overlap/", "stop/"))):
         assert other[-1][key] == pytest.approx(one_rank[-1][key], rel=1e-4), key
     assert 0 < one_rank[-1]["overlap/ratio"] < 1
+
+
+def tokens_of(run: Path) -> list[TokenText]:
+    return [one for step in range(1, STEPS + 1) for one in read_tokens(token_path(run, step))]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_writes_the_same_values_of_the_same_tokens(runs, layout):
+    expected, found = tokens_of(runs / "one_rank"), tokens_of(runs / layout)
+    assert len(expected) == 8 * STEPS
+    assert set(expected[-1].values) == set(VALUES)
+    for one, other in zip(expected, found, strict=True):
+        assert (one.prompt_id, one.sample_index) == (other.prompt_id, other.sample_index)
+        assert one.pieces == other.pieces
+        for key in VALUES:  # in the first step the student is the reference: no KL, no values
+            zeros = [0.0] * len(one.pieces)
+            found_values = other.values.get(key, zeros)
+            assert found_values == pytest.approx(one.values.get(key, zeros), rel=1e-2, abs=1e-4)
 
 
 @pytest.mark.parametrize("layout", GRPO_LAYOUTS)

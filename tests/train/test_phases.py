@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from stable_opd_mcore.checks.run_directory import CHECKPOINTS
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.config.training import MemoryConfig
 from stable_opd_mcore.errors import ConfigError
@@ -21,11 +22,12 @@ from stable_opd_mcore.rollout.engine import NothingInFlight, RolloutEngine
 from stable_opd_mcore.train import loop
 from stable_opd_mcore.train.checkpoint import CheckpointSaver
 from stable_opd_mcore.train.evaluation import evaluate_student
-from stable_opd_mcore.train.run_directory import CHECKPOINTS
 from stable_opd_mcore.train.setup import build_run
 from stable_opd_mcore.train.step import Run, train_step
 from tests.parallel.launch import run_ranks
 from tests.train.runs import VOLATILE, tiny_config
+
+pytestmark = pytest.mark.slow
 
 LAYOUTS = {"tp2_pp2": {"tensor": 2, "pipeline": 2}, "tp2_dp2": {"tensor": 2}}
 EVERYTHING = MemoryConfig(offload=("student", "optimizer", "gradients", "frozen"))

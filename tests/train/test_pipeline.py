@@ -15,6 +15,8 @@ from tests.parallel.launch import run_ranks
 from tests.real_data import real_data
 from tests.train.runs import metrics_of, tiny_architecture, tiny_config
 
+pytestmark = pytest.mark.slow
+
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
@@ -81,8 +83,9 @@ def test_smoke_config_writes_every_file_and_metric(tmp_path, monkeypatch, capsys
     assert [row["step"] for row in rows] == list(range(11))
     assert "eval/accuracy" in rows[0]
     written = {key for row in read_metrics(run / METRICS_FILE) for key in row}
-    unwritten = {key for key in NAMES.keys() - written if not key.startswith("engine/")}
-    assert unwritten == {"memory/left_gib"}  # this and engine/ are those of rollout servers
+    others = ("engine/", "moe/")  # of rollout servers, of experts
+    unwritten = {key for key in NAMES.keys() - written if not key.startswith(others)}
+    assert unwritten == {"memory/left_gib"}  # of colocated servers
     assert rows[-1]["logprob/rollout_gap_max"] < 1e-4  # of engine and trainer
     names = {path.name for path in run.iterdir()}
     assert names >= {
@@ -105,7 +108,7 @@ def test_smoke_config_writes_every_file_and_metric(tmp_path, monkeypatch, capsys
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 0
-    assert (run / "again.html").stat().st_size > 1_000_000  # self-contained
+    assert "uPlot" in (run / "again.html").read_text()  # self-contained
 
 
 def test_teacher_equal_to_the_student_gives_zero_loss_and_gradient(tmp_path):

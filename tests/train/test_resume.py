@@ -14,6 +14,8 @@ from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks
 from tests.train.runs import metrics_of, tiny_config
 
+pytestmark = pytest.mark.slow
+
 CHECKPOINTS = {"every": 2, "keep": 2}
 HELD_OUT = {
     "train": {"path": "synthetic:arithmetic", "options": {"rows": 64}},

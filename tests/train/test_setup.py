@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from stable_opd_mcore.checks.known import Place
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.huggingface import export_hf
 from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.planning.plan import Cluster
 from stable_opd_mcore.train import setup
 from tests.train.runs import tiny_architecture, tiny_config
 
@@ -44,3 +47,16 @@ def test_student_and_reference_are_filled_without_drawing(
         assert torch.equal(own, other)
         assert own.isfinite().all()
         assert own.data_ptr() != other.data_ptr()
+
+
+def test_the_place_of_a_world_is_its_gpus(world, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert setup.place_of(world) == Place(Cluster(1, 1), "cpu")
+    on_gpus = replace(world, device=torch.device("cuda", 0), world_size=8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+    for name, known in (
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100", "nvidia a100"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert setup.place_of(on_gpus) == Place(Cluster(2, 4, spare_gpus=2), known)

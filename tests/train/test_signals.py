@@ -93,9 +93,9 @@ if __name__ == "__main__":  # multiprocessing's spawn imports this file again
 
     with shielded():
         queue = start_save_helper()
-        os.kill(queue._manager._process.pid, signal.SIGTERM)
+        os.kill(queue._queue._manager._process.pid, signal.SIGTERM)
         queue.put("written")
-        print(queue.get())
+        print(queue.get_nowait())
 """
 
 

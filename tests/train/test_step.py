@@ -9,23 +9,33 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
-from stable_opd_mcore.config.schema import TokenMasksConfig
+from stable_opd_mcore.config.guard import GuardConfig
+from stable_opd_mcore.config.load import load_config
+from stable_opd_mcore.config.schema import KLConfig, MixtureConfig, TokenMasksConfig
+from stable_opd_mcore.config.training import Fp8Config
 from stable_opd_mcore.data.golden import off_policy_draws
+from stable_opd_mcore.data.packing import costs
+from stable_opd_mcore.data.responses import rollout_metrics
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.metrics import Mean, Metrics, Same, Sum
-from stable_opd_mcore.monitoring.health import rollout_metrics, sample_metrics
+from stable_opd_mcore.monitoring.health import sample_metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import start_world, stop_world
-from stable_opd_mcore.records import Rollout, Scores
+from stable_opd_mcore.records import Prompt, Rollout, Scores
 from stable_opd_mcore.train import step
+from stable_opd_mcore.train.guard import GuardState
 from stable_opd_mcore.train.learning_rate import learning_rate
 from stable_opd_mcore.train.setup import build_run
+from stable_opd_mcore.train.sharing import Minibatch
 from stable_opd_mcore.train.state import TrainState
 from stable_opd_mcore.train.student import Student
+from tests.config.test_load import SMOKE
 from tests.parallel.launch import run_ranks
+from tests.shares import facts_of
 from tests.train.runs import tiny_architecture, tiny_config
 
 
@@ -70,11 +80,19 @@ class Recorder:
         return Metrics({"engine/noted": Sum(1)})
 
 
+def drawn(run, cursor=0):
+    """Rollouts, samples and facts of one step."""
+    rows = step.next_rows(run, cursor)
+    prompts = run.prompts.select(rows)
+    rollouts = step.draw_rollouts(run, prompts, 0)
+    samples = step.training_samples(run, prompts, rollouts, cursor)
+    return rollouts, samples, step.gather_facts(run.world, samples, rows)
+
+
 def scored_step(run, cursor=0):
     """Rollouts of one step, its minibatches' samples, and their scored micro-batches."""
-    prompts = step.next_prompts(run, cursor)
-    rollouts = step.draw_rollouts(run, prompts, 0)
-    parts = step.split_by_prompt(step.training_samples(run, prompts, rollouts, cursor), 2)
+    rollouts, samples, facts = drawn(run, cursor)
+    parts = step.minibatches_of(run, samples, facts)
     return rollouts, parts, [step.score(run, step.pack_minibatch(run, p), p) for p in parts]
 
 
@@ -106,7 +124,9 @@ def test_a_step_draws_at_its_cursor_updates_and_publishes(run):
     assert timed == ["rollout", "score", "update", "sync"]
     assert [r.prompt.prompt_id for r in result.rollouts] == [ids[0]] * 2 + [ids[1]] * 2
     assert {r.reward for r in result.rollouts} <= {0.0, 1.0}
-    assert result.state == TrainState(4, 8, 7, 8)
+    assert replace(result.state, guard=GuardState()) == TrainState(4, 8, 7, 8)
+    length = result.metrics["rollout/response_length_mean"].value()
+    assert result.state.guard.watched["length"].recent == (length,)  # the guard has seen the step
     assert not torch.equal(weights_of(run.student), before)
 
     lr = learning_rate(3, 10, run.config.optimizer)
@@ -117,9 +137,9 @@ def test_a_step_draws_at_its_cursor_updates_and_publishes(run):
     assert {"time/total", "overlap/ratio", "rollout/grading_timeouts"} <= result.metrics.keys()
     expected = rollout_metrics(result.rollouts, 24, run.config.monitoring)
     assert {key: result.metrics[key] for key in expected} == dict(expected)
-    prompts = step.next_prompts(run, 6)
+    prompts = run.prompts.select(step.next_rows(run, 6))
     samples = step.training_samples(run, prompts, result.rollouts, 6)
-    expected = sample_metrics(samples)
+    expected = sample_metrics(facts_of(samples))
     assert {key: result.metrics[key] for key in expected} == dict(expected)
     tokens = sum(len(s.prompt_token_ids) + len(s.response_token_ids) for s in samples)
     assert result.metrics["throughput/tokens_per_second"].total == tokens
@@ -131,10 +151,11 @@ def test_a_step_draws_at_its_cursor_updates_and_publishes(run):
 def test_an_objective_without_rollouts_draws_none(run):
     engine = Recorder(run.engine)
     sft = replace(run, engine=engine, objective=SimpleNamespace(needs_rollouts=False))
-    assert step.draw_rollouts(sft, step.next_prompts(run, 0), 0) == []
+    prompts = run.prompts.select(step.next_rows(run, 0))
+    assert step.draw_rollouts(sft, prompts, 0) == []
     assert engine.calls == []
-    samples = step.training_samples(run, step.next_prompts(run, 0), [], 0)
-    metrics = step.step_metrics(sft, [], samples, [], PhaseTimer())
+    samples = step.training_samples(run, prompts, [], 0)
+    metrics = step.step_metrics(sft, [], facts_of(samples), [], PhaseTimer())
     assert "rollout/truncation_rate" not in metrics
 
 
@@ -154,17 +175,17 @@ def test_prefetch_asks_for_the_next_steps_prompts_of_this_rank(run):
 
 
 def test_samples_have_the_masks_golden_solutions_and_off_policy_marks_of_the_objective(run):
-    prompts = [prompt for cursor in range(0, 8, 2) for prompt in step.next_prompts(run, cursor)]
+    prompts = run.prompts.select(run.order.indices(0, 8))
     rollouts = [
         Rollout(p, k, p.golden_token_ids, (0.0,) * len(p.golden_token_ids), "length", 0)
         for p in prompts
         for k in range(2)
     ]
-    settings = SimpleNamespace(
-        masks=TokenMasksConfig(truncated_rollouts=True), on_policy_fraction=0.5
-    )
-    config = SimpleNamespace(objective=settings, train=SimpleNamespace(seed=3))
-    objective = SimpleNamespace(needs_golden=True)
+    settings = SimpleNamespace(on_policy_fraction=0.5)
+    rollout = SimpleNamespace(prompts_per_step=8)
+    config = SimpleNamespace(objective=settings, train=SimpleNamespace(seed=3), rollout=rollout)
+    masks = TokenMasksConfig(truncated_rollouts=True)
+    objective = SimpleNamespace(needs_golden=True, masks=masks)
     gkd = replace(run, config=config, objective=objective)
     samples = step.training_samples(gkd, prompts, rollouts, 8)
     assert [s.source for s in samples] == ["rollout"] * 16 + ["golden"] * 8
@@ -172,28 +193,46 @@ def test_samples_have_the_masks_golden_solutions_and_off_policy_marks_of_the_obj
     marks = off_policy_draws(8, 8, 0.5, 3)
     assert marks != off_policy_draws(8, 8, 0.5, 0)
     assert [s.off_policy for s in samples] == [m for m in marks for _ in range(2)] + marks
+    second = replace(gkd, world=SimpleNamespace(data_rank=1, data_size=2))
+    own = step.training_samples(second, prompts[1::2], [], 8)
+    assert [s.off_policy for s in own] == marks[1::2]
     settings.on_policy_fraction = 1
     assert not any(s.off_policy for s in step.training_samples(gkd, prompts, rollouts, 8))
     objective.needs_golden = False
     assert len(step.training_samples(gkd, prompts, rollouts, 8)) == 16
 
 
-def test_prompts_are_split_evenly_with_all_their_samples():
-    samples = [SimpleNamespace(prompt_id=name, number=n) for n, name in enumerate("abcabcd")]
-    split = step.split_by_prompt(samples, 3)
-    assert [[s.number for s in part] for part in split] == [[0, 3, 6], [1, 4], [2, 5]]
-    assert step.split_by_prompt(samples[:1], 3) == [samples[:1]]
+def test_a_step_takes_the_larger_of_the_configs_and_the_guards_strengths(run):
+    assert (run.config.kl.beta, run.config.mixture.lambda_) == (0.1, 0.5)
+    strong = GuardState(measure="masked", beta=0.4, lambda_=0.2)
+
+    def strengths(guard, policy="act", **changes):
+        config = run.config.model_copy(update={"guard": GuardConfig(policy=policy), **changes})
+        return step.with_strengths(replace(run, config=config), TrainState(guard=guard))
+
+    objective = strengths(strong).objective
+    assert (objective.beta, objective.golden_weight) == (0.4, 0.5)
+    assert (objective.masks.repetitive_tail, objective.masks.truncated_rollouts) == (True, True)
+    assert strengths(strong, policy="warn").objective == run.objective
+    objective = strengths(replace(strong, measure="raised", beta=0.0, lambda_=0.9)).objective
+    assert (objective.beta, objective.golden_weight) == (0.1, 0.9)
+    assert objective.masks == run.config.objective.masks
+    plain = {"kl": KLConfig(), "mixture": MixtureConfig()}
+    without = strengths(GuardState(), **plain)
+    assert without.reference is None
+    assert not without.objective.needs_golden
+    assert strengths(strong, **plain).reference is run.reference
 
 
 def test_micro_batches_of_all_ranks_hold_every_token_once(run):
-    prompts = step.next_prompts(run, 0)
-    samples = step.training_samples(run, prompts, step.draw_rollouts(run, prompts, 0), 0)
+    (minibatch,) = step.minibatches_of(one_minibatch(run), *drawn(run)[1:])
+    samples = minibatch.samples
     seen, counts = [], set()
-    for batch_rank in range(2):
+    for share in np.split(np.arange(6), [4]):
+        part = Minibatch([samples[i] for i in share], minibatch.weights.select(share), share)
         for context_rank in range(2):
             world = SimpleNamespace(
-                batch_rank=batch_rank,
-                batch_size=2,
+                data_group=run.world.data_group,
                 token_multiple=6,
                 sequence_multiple=4,
                 microbatch_multiple=4,
@@ -201,23 +240,28 @@ def test_micro_batches_of_all_ranks_hold_every_token_once(run):
                 context_rank=context_rank,
                 context_size=2,
             )
-            batches = step.pack_minibatch(replace(run, world=world), samples)
+            batches = step.pack_minibatch(replace(run, world=world), part)
             counts.add(len(batches))
             for batch in batches:
                 assert len(batch.tokens_T) <= 36  # of 64 packed tokens, up to the multiple
                 assert len(batch.tokens_T) % 6 == 0
                 assert not (batch.cu_seqlens % 4).any()
-                seen += zip(
-                    batch.sample_index_N.tolist(), batch.token_index_N.tolist(), strict=True
-                )
+                places = share[batch.sample_index_N].tolist()
+                seen += zip(places, batch.token_index_N.tolist(), strict=True)
     tokens = [(i, t) for i, s in enumerate(samples) for t in range(len(s.response_token_ids))]
     assert sorted(seen) == tokens
     assert counts == {4}
     whole = SimpleNamespace(
         **vars(world) | {"device": "meta", "context_rank": 0, "context_size": 1}
     )
-    (batch, *_) = step.pack_minibatch(replace(run, world=whole), samples)
+    (batch, *_) = step.pack_minibatch(replace(run, world=whole), minibatch)
     assert batch.tokens_T.device.type == "meta"
+
+
+def one_minibatch(run):
+    """The run with one minibatch a step."""
+    train = run.config.train.model_copy(update={"minibatches": 1})
+    return replace(run, config=run.config.model_copy(update={"train": train}))
 
 
 class Scorer:
@@ -234,19 +278,60 @@ class Scorer:
         return [Scores(torch.full((len(b.rows_N),), self.logprob)) for b in batches]
 
 
+def test_minibatches_are_shared_out_by_the_cost_of_the_students_attention(run):
+    with patch.object(step, "share_out") as share_out:
+        step.minibatches_of(run, *drawn(run)[1:])
+    tokens = np.array([5, 9])
+    length = run.student.chunks[0].architecture.attention_length
+    assert share_out.call_args.args[-1](tokens).tolist() == costs(tokens, length).tolist()
+
+
+def test_a_step_ends_with_the_adapted_weights():
+    config = load_config(SMOKE, ["kl.beta=0.1", "kl.target=0.2"])
+    state, _ = step.guarded(config, TrainState(), Metrics({"kl/reference": Mean(0.22, 1)}))
+    assert state.adapted.beta == pytest.approx(0.1 * 1.01)
+
+
+@pytest.mark.parametrize(("replayed", "routing"), [(True, (2, 3)), (False, None)])
+def test_experts_are_packed_where_their_routing_is_replayed(run, replayed, routing):
+    (minibatch,) = step.minibatches_of(one_minibatch(run), *drawn(run)[1:])
+    experts = SimpleNamespace(per_token=3)
+    architecture = SimpleNamespace(num_layers=2, experts=experts, attention_length=9.0)
+    rollout = run.config.rollout.model_copy(update={"routing_replay": replayed})
+    with patch.object(step, "pack", return_value=[]) as pack:
+        step.pack_minibatch(
+            replace(
+                run,
+                config=run.config.model_copy(update={"rollout": rollout}),
+                student=SimpleNamespace(chunks=[SimpleNamespace(architecture=architecture)]),
+            ),
+            minibatch,
+        )
+    assert pack.call_args.kwargs["routing"] == routing
+
+
+@pytest.mark.parametrize(("fp8", "multiple"), [(None, 1), ("tensorwise", 16)])
+def test_micro_batches_are_padded_for_fp8_alone(run, fp8, multiple):
+    (minibatch,) = step.minibatches_of(one_minibatch(run), *drawn(run)[1:])
+    config = run.config.model_copy(update={"fp8": Fp8Config(teacher=fp8)})
+    with patch.object(step, "pack", return_value=[]) as pack:
+        step.pack_minibatch(replace(run, config=config), minibatch)
+    assert pack.call_args.kwargs["pad_to_multiple"] == run.world.token_multiple * multiple
+
+
 def test_scores_are_those_of_teacher_reference_and_behaviour(run):
-    _, (samples, _), _ = scored_step(run)
-    batches = step.pack_minibatch(run, samples)
+    _, (minibatch, _), _ = scored_step(run)
+    batches = step.pack_minibatch(run, minibatch)
     teacher = Scorer(-1.0)
     models = {"teacher": teacher, "reference": Scorer(-2.0), "behaviour": Scorer(-3.0)}
-    scored = step.score(replace(run, **models), batches, samples)
-    assert teacher.prompts == [s.prompt_id for s in samples]
+    scored = step.score(replace(run, **models), batches, minibatch)
+    assert teacher.prompts == [s.prompt_id for s in minibatch.samples]
     for batch in scored:
         assert (batch.teacher.logprob_N == -1).all()
         assert (batch.reference.logprob_N == -2).all()
         assert (batch.old_logprob_N == -3).all()
     (batch, *_) = step.score(
-        replace(run, teacher=None, reference=None, behaviour=None), batches, samples
+        replace(run, teacher=None, reference=None, behaviour=None), batches, minibatch
     )
     assert (batch.teacher, batch.reference, batch.old_logprob_N) == (None, None, None)
 
@@ -311,6 +396,9 @@ class NotFinite:
 
     def __getattr__(self, name):
         return getattr(self._objective, name)
+
+    def with_strengths(self, *strengths):
+        return NotFinite(self._objective.with_strengths(*strengths))
 
     def __call__(self, hidden, *args, **kwargs):
         return self._objective(hidden * torch.nan, *args, **kwargs)
@@ -390,7 +478,7 @@ class Grades:
         self.rank = rank
 
     def grade_rollouts(self, rollouts):
-        return [(*rollout, self.rank) for rollout in rollouts]
+        return [replace(rollout, reward=float(self.rank)) for rollout in rollouts]
 
 
 class Draws:
@@ -398,27 +486,34 @@ class Draws:
         self.rank = rank
 
     def generate(self, prompts, sampling, *, step):
-        return [(p, k, step, self.rank) for p in prompts for k in range(sampling.num_samples)]
+        return [
+            Rollout(Prompt(p, "", ()), k, (step,), (0.0,), "stop", self.rank)
+            for p in prompts
+            for k in range(sampling.num_samples)
+        ]
 
 
 def draw_on_two_ranks(rank: int, _world_size: int, directory: Path) -> None:
-    """As two replicas: each draws and grades its share. As one: rank 0 grades, others repeat it."""
+    """As two replicas: each grades its own. As one: rank 0 grades, others take its verdicts."""
     sampling = SimpleNamespace(num_samples=2)
     for tensor in (1, 2):
         config = tiny_config(directory, "draw", parallel={"tensor": tensor})
         world = start_world(config.parallel, 0)
-        drawn = step.draw_graded(Draws(rank), Grades(rank), world, "abc", sampling, 5)
-        shares = {"a": 0, "b": 1, "c": 0} if tensor == 1 else dict.fromkeys("abc", 0)
-        if tensor == 1 or rank == 0:
-            assert drawn == [(p, k, 5, r, r) for p, r in shares.items() for k in range(2)]
-        else:
-            assert {grade for *_, grade in drawn} == {0}
+        share = step.own_share(world, "abc")
+        assert share == ("abc" if tensor == 2 else "ac" if rank == 0 else "b")
+        drawn = step.draw_graded(Draws(rank), Grades(rank), world, share, sampling, 5)
+        assert [(r.prompt.prompt_id, r.sample_index) for r in drawn] == [
+            (name, k) for name in share for k in range(2)
+        ]
+        assert {rollout.reward for rollout in drawn} == {rank if tensor == 1 else 0}
         counted = step.reduce_row_metrics(world, Metrics({"rows": Sum(3)}))
         assert counted == Metrics({"rows": Sum(6 if tensor == 1 else 3)})
         own = SimpleNamespace(take_metrics=lambda *_: Metrics({"engine/noted": Sum(1)}))
-        run = SimpleNamespace(engine=own, grader=SimpleNamespace(take_metrics=lambda _: Metrics()))
-        metrics = step.step_metrics(run, [], [], [], PhaseTimer())
+        objective = SimpleNamespace(needs_rollouts=True, beta=0.0, golden_weight=0.0)
+        run = SimpleNamespace(engine=own, objective=objective, world=world, config=config)
+        metrics = step.step_metrics(run, drawn, facts_of([]), [], PhaseTimer())
         assert metrics["engine/noted"] == Sum(2)
+        assert metrics["rollout/response_length_mean"] == Mean(6, 6)
         stop_world()
 
 
@@ -432,9 +527,9 @@ def test_two_minibatches_give_two_updates_on_disjoint_prompts(run):
     weights = [weights_of(run.student)]
     pack, update, adam = step.pack_minibatch, step.update, Student.update
 
-    def recorded_pack(run, samples):
-        prompts.append({sample.prompt_id for sample in samples})
-        return pack(run, samples)
+    def recorded_pack(run, minibatch):
+        prompts.append({sample.prompt_id for sample in minibatch.samples})
+        return pack(run, minibatch)
 
     def recorded_update(run, batches, *given):
         trained.append([token for batch in batches for token in batch.tokens_T.tolist()])

@@ -18,10 +18,11 @@ from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
-from stable_opd_mcore.records import MicroBatch, Sample, TokenWeights
+from stable_opd_mcore.records import MicroBatch, Sample
 from stable_opd_mcore.train.loop import train
 from stable_opd_mcore.train.student import Student
 from tests.parallel.launch import run_ranks
+from tests.shares import weights_of
 from tests.train.runs import tiny_architecture, tiny_config
 
 
@@ -68,9 +69,7 @@ def golden_microbatches() -> list[MicroBatch]:
     samples = [
         Sample("golden", str(i), (1, 2, 3), tuple(range(i, i + 9)), (True,) * 9) for i in range(3)
     ]
-    zero = (0.0,) * 9
-    weights = [TokenWeights(zero, zero, (0.1,) * 9) for _ in samples]
-    return pack(samples, weights, max_tokens=24, data_rank=0, data_size=1)
+    return pack(samples, weights_of(samples, sft=0.1), max_tokens=24)
 
 
 def run_golden(model: Sequence, chunks: Sequence, world: World) -> None:
