@@ -139,7 +139,7 @@ def order_on(rank: int, count: int, golden: int) -> NDArray[np.int64]:
 
 
 def make_run(rollouts: int, ranks: int, tokens: int) -> Any:
-    """What the measured functions read of train.step.Run."""
+    """What the measured functions read of train.run.Run."""
     config = parse_config(
         {
             "run": {"name": "host"},

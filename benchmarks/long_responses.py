@@ -28,6 +28,7 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.parallel.world import gather_objects, start_world, stop_world
 from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.train import step
+from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.setup import build_run
 from stable_opd_mcore.train.state import TrainState
 
@@ -67,7 +68,7 @@ def config_of(directory: str, context: int) -> Config:
     return parse_config(values, origin="long_responses")
 
 
-def responses(_run: step.Run, prompts: Sequence[Prompt], version: int) -> list[Rollout]:
+def responses(_run: Run, prompts: Sequence[Prompt], version: int) -> list[Rollout]:
     """The same on every rank and layout."""
     draw = np.random.default_rng(version)
     rollouts: list[Rollout] = []

@@ -115,14 +115,9 @@ def take_step(file: Path) -> StepRecord:
 def first_logits(run: Any) -> Tensor:
     """The student's logits of the first rows of the first micro-batch that the step will train."""
     from stable_opd_mcore.models.hidden_states import forward_hidden
-    from stable_opd_mcore.train.step import (
-        draw_rollouts,
-        gather_facts,
-        minibatches_of,
-        next_rows,
-        pack_minibatch,
-        training_samples,
-    )
+    from stable_opd_mcore.train.drawing import draw_rollouts, next_rows, training_samples
+    from stable_opd_mcore.train.sharing import gather_facts
+    from stable_opd_mcore.train.step import minibatches_of, pack_minibatch
 
     rows = next_rows(run, 0)
     prompts = run.prompts.select(rows)

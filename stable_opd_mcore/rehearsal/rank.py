@@ -35,7 +35,9 @@ from stable_opd_mcore.rehearsal.fake_world import fake_world
 from stable_opd_mcore.rollout.engine import NothingInFlight
 from stable_opd_mcore.rollout.sglang.sync import make_buckets
 from stable_opd_mcore.rollout.sglang.transports import Buffers
-from stable_opd_mcore.train import setup, sharing, step
+from stable_opd_mcore.train import drawing, setup, sharing, step
+from stable_opd_mcore.train.drawing import Item
+from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.state import TrainState
 
 
@@ -113,8 +115,8 @@ class _Inputs:
             for i in indices
         ]
 
-    def rollouts(self, run: step.Run, prompts: Sequence[Prompt], version: int) -> list[Rollout]:
-        """As train.step.draw_rollouts: all responses are truncated at the limit."""
+    def rollouts(self, run: Run, prompts: Sequence[Prompt], version: int) -> list[Rollout]:
+        """As train.drawing.draw_rollouts: all responses are truncated at the limit."""
         if not run.objective.needs_rollouts:
             return []
         response = np.array(self._response(), np.int32)
@@ -154,7 +156,7 @@ class _Engine(NothingInFlight):
         self._buffers = Buffers()
 
     def generate(self, *unused: Any, **also_unused: Any) -> list[Rollout]:
-        raise AssertionError("train.step.draw_rollouts is replaced")
+        raise AssertionError("train.drawing.draw_rollouts is replaced")
 
     def publish(self, weight_version: int) -> None:
         """Gather every tensor over this replica, and pack the buckets on the sending rank."""
@@ -197,12 +199,17 @@ def _absent(inputs: _Inputs) -> Iterator[None]:
         patch.object(output_head, "MAX_CPU_BLOCK_ELEMENTS", 2**62),  # blocks as on a GPU
         patch.object(clip_grads, "l2_norm_impl", lambda *unused: (torch.ones(1), None)),
         patch.object(step, "draw_rollouts", inputs.rollouts),
-        patch.object(step, "own_share", lambda _world, items: items),
+        patch.object(step, "own_share", _all_items),
+        patch.object(drawing, "own_share", _all_items),
         patch.object(sharing, "gather_objects", lambda item, _group: [item]),
         patch.object(sharing, "collect", inputs.collect),
         patch.object(step, "reduce_row_metrics", _row_metrics),
     ):
         yield
+
+
+def _all_items(_world: World, items: Sequence[Item]) -> Sequence[Item]:
+    return items
 
 
 def _row_metrics(world: World, metrics: Metrics) -> Metrics:  # noqa: ARG001

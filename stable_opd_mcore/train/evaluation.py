@@ -60,8 +60,10 @@ from stable_opd_mcore.run_inputs import (
 )
 from stable_opd_mcore.run_lock import RunLock
 from stable_opd_mcore.train import phases
+from stable_opd_mcore.train.drawing import draw_graded, measured, own_share
 from stable_opd_mcore.train.evaluated_model import EvaluatedModel, evaluated_config, find_model
 from stable_opd_mcore.train.rollout_writer import write_together
+from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.run_directory import on_first_rank
 from stable_opd_mcore.train.setup import load_model, start_configured_world
 from stable_opd_mcore.train.signals import (
@@ -74,7 +76,6 @@ from stable_opd_mcore.train.signals import (
     write_outcome,
 )
 from stable_opd_mcore.train.state import TrainState
-from stable_opd_mcore.train.step import Run, draw_graded, measured, own_share
 
 RESULTS = "results"  # .json, .md and .tex
 

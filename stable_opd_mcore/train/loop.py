@@ -35,6 +35,7 @@ from stable_opd_mcore.train.evaluation import evaluate_student
 from stable_opd_mcore.train.in_flight import restore_in_flight, save_in_flight
 from stable_opd_mcore.train.measures import is_collapsed, refuse_collapsed, roll_back, write_actions
 from stable_opd_mcore.train.rollout_writer import RolloutWriter
+from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.run_directory import keep_resolved, on_first_rank
 from stable_opd_mcore.train.setup import build_run, place_of, start_configured_world
 from stable_opd_mcore.train.signals import (
@@ -47,7 +48,7 @@ from stable_opd_mcore.train.signals import (
     write_outcome,
 )
 from stable_opd_mcore.train.state import TrainState
-from stable_opd_mcore.train.step import Run, train_step
+from stable_opd_mcore.train.step import train_step
 from stable_opd_mcore.train.terminal import Terminal, resume_text
 from stable_opd_mcore.train.token_values import write_token_values
 from stable_opd_mcore.train.watchdog import STACKS, Watchdog

@@ -22,9 +22,9 @@ from stable_opd_mcore.train.checkpoint import (
     load_checkpoint,
 )
 from stable_opd_mcore.train.guard import Action
+from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.run_directory import on_first_rank
 from stable_opd_mcore.train.state import TrainState
-from stable_opd_mcore.train.step import Run
 
 logger = logging.getLogger(__name__)
 

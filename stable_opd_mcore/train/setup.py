@@ -46,7 +46,7 @@ from stable_opd_mcore.scoring.served_teacher import ServedTeacher
 from stable_opd_mcore.train.overlap import TOP_K, OverlapModel, OverlapPair
 from stable_opd_mcore.train.phases import device_memory
 from stable_opd_mcore.train.reference import MovingReference
-from stable_opd_mcore.train.step import Run
+from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.student import Student
 
 

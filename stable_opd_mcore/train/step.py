@@ -7,7 +7,8 @@ of all samples, but tokens only of those that it trains on (sharing.py). Token w
 these facts and contain the global normalisers, so the loss is a plain sum over tokens,
 micro-batches and ranks.
 
-Not here: the loop around the step, evaluation, checkpoints, files (loop.py).
+Not here: how rollouts are drawn (drawing.py); the loop around the step, evaluation, checkpoints,
+files (loop.py).
 """
 
 from __future__ import annotations
@@ -15,27 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.data.chat import Tokenizer
-from stable_opd_mcore.data.golden import (
-    golden_samples,
-    mark_off_policy,
-    off_policy_draws,
-    rollout_samples,
-)
 from stable_opd_mcore.data.packing import costs, pack
-from stable_opd_mcore.data.prompts import PromptOrder, PromptSet
-from stable_opd_mcore.data.responses import rollout_metrics
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.evaluation.grading import Grader
-from stable_opd_mcore.losses.objectives import Objective
-from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.losses.token_weights import correct_importance, use_rollout_policy
 from stable_opd_mcore.metrics import Mean, Metrics, Same, Sum, reduce_over_ranks
 from stable_opd_mcore.models.fp8 import MULTIPLE
@@ -44,60 +32,36 @@ from stable_opd_mcore.models.weights import refuse_non_finite
 from stable_opd_mcore.monitoring.health import sample_metrics, token_metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.context import slice_microbatch
-from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.world import (
     World,
-    broadcast_object,
     gather_objects,
 )
 from stable_opd_mcore.records import (
     LossOutput,
     MicroBatch,
-    Prompt,
     Rollout,
     Sample,
     SampleFacts,
 )
-from stable_opd_mcore.rollout.engine import RolloutEngine, Sampling
-from stable_opd_mcore.scoring.scorer import Scorer, with_scores
+from stable_opd_mcore.scoring.scorer import with_scores
 from stable_opd_mcore.train import phases
+from stable_opd_mcore.train.drawing import (
+    draw_rollouts,
+    measured,
+    next_rows,
+    own_share,
+    prefetch_rollouts,
+    training_samples,
+)
 from stable_opd_mcore.train.guard import Action, decide
 from stable_opd_mcore.train.learning_rate import learning_rate
-from stable_opd_mcore.train.overlap import OverlapPair, overlap_metrics
-from stable_opd_mcore.train.reference import MovingReference
+from stable_opd_mcore.train.overlap import overlap_metrics
+from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.sharing import Minibatch, gather_facts, share_out
 from stable_opd_mcore.train.state import TrainState
 from stable_opd_mcore.train.strengths import adapt, strengths_of
-from stable_opd_mcore.train.student import Student
 from stable_opd_mcore.train.token_values import Record, RolloutValues, TokenRecorder
-
-Item = TypeVar("Item")
-
-
-@dataclass(frozen=True)
-class Run:
-    """The parts of a run on this rank. Only the student's weights and optimizer state change."""
-
-    config: Config
-    world: World
-    tokenizer: Tokenizer
-    student: Student
-    head: Head | None  # the student's output head; None off the last pipeline stage
-    teacher: Scorer | None
-    reference: Scorer | None
-    moving_reference: MovingReference | None  # the reference's weights where they change
-    behaviour: Scorer | None  # scores with the student's weights from before the step's updates
-    overlap: OverlapPair | None  # student and teacher, scored for the overlap/* and stop/* metrics
-    memory: DeviceMemory  # what of all these lies on the device
-    engine: RolloutEngine
-    held_out_engine: RolloutEngine | None  # samples evaluations where `engine` replays a run
-    sampling: Sampling
-    objective: Objective
-    prompts: PromptSet
-    held_out: PromptSet | None
-    order: PromptOrder
-    grader: Grader
 
 
 @dataclass(frozen=True)
@@ -172,75 +136,6 @@ def guarded(
     guard, actions = decide(config.guard, state.guard, state.step, values, saved)
     adapted = adapt(config, state.adapted, values)
     return replace(state, adapted=adapted, guard=guard), actions
-
-
-def next_rows(run: Run, cursor: int) -> Sequence[int]:
-    """The rows of the prompts of the step that starts at `cursor`, of all ranks."""
-    return run.order.indices(cursor, run.config.rollout.prompts_per_step)
-
-
-def own_share(world: World, items: Sequence[Item]) -> Sequence[Item]:
-    """Of one item per prompt, those that this data-parallel rank works on: every n-th."""
-    return items[world.data_rank :: world.data_size]
-
-
-def training_samples(
-    run: Run, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], cursor: int
-) -> list[Sample]:
-    """This rank's rollouts and, where the objective trains on them, golden solutions of its
-    prompts.
-    """
-    settings = run.config.objective
-    samples = rollout_samples(rollouts, run.objective.masks)
-    golden = golden_samples(prompts) if run.objective.needs_golden else []
-    if settings.on_policy_fraction < 1:
-        draws = run.config.rollout.prompts_per_step
-        off_policy = off_policy_draws(
-            cursor, draws, settings.on_policy_fraction, run.config.train.seed
-        )
-        off_policy = own_share(run.world, off_policy)
-        samples, golden = mark_off_policy(samples, off_policy), mark_off_policy(golden, off_policy)
-    return samples + golden
-
-
-def draw_rollouts(run: Run, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
-    """Graded rollouts of this rank's prompts; none where the objective trains on golden solutions
-    only.
-    """
-    if not run.objective.needs_rollouts:
-        return []
-    return draw_graded(run.engine, run.grader, run.world, prompts, run.sampling, step)
-
-
-def draw_graded(
-    engine: RolloutEngine,
-    grader: Grader,
-    world: World,
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-    step: int,
-) -> list[Rollout]:
-    """Rollouts of this data-parallel rank's prompts with rewards, in the order of the prompts."""
-    rollouts = engine.generate(prompts, sampling, step=step)
-    # Grade on one rank and broadcast, so that a timeout cannot give ranks different rewards.
-    if dist.get_rank(world.model_group) == 0:
-        rollouts = grader.grade_rollouts(rollouts)
-    verdicts = broadcast_object(
-        [(rollout.reward, rollout.grading_failure) for rollout in rollouts], world.model_group
-    )
-    return [
-        replace(rollout, reward=reward, grading_failure=failure)
-        for rollout, (reward, failure) in zip(rollouts, verdicts, strict=True)
-    ]
-
-
-def prefetch_rollouts(run: Run, state: TrainState) -> None:
-    """With rollout.async_steps=1, start sampling for the next step from the current weights."""
-    config = run.config
-    if config.rollout.async_steps and state.step + 1 < config.train.steps:
-        rows = next_rows(run, state.cursor + config.rollout.prompts_per_step)
-        prompts = run.prompts.select(own_share(run.world, rows))
-        run.engine.prefetch(prompts, run.sampling, step=state.step + 1)
 
 
 def minibatches_of(run: Run, drawn: Sequence[Sample], facts: SampleFacts) -> list[Minibatch]:
@@ -432,12 +327,3 @@ def step_metrics(
     for more in (reduce_over_ranks(own, dist.group.WORLD), *reduced):
         metrics = metrics | more
     return metrics
-
-
-def measured(
-    run: Run, rollouts: Sequence[Rollout], max_new_tokens: int, area: str = "rollout"
-) -> Metrics:
-    """`<area>/*` of this data-parallel rank's rollouts; one rank of each replica has them."""
-    if dist.get_rank(run.world.model_group):
-        return Metrics()
-    return rollout_metrics(rollouts, max_new_tokens, run.config.monitoring, area)

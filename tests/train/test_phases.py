@@ -22,8 +22,9 @@ from stable_opd_mcore.rollout.engine import NothingInFlight, RolloutEngine
 from stable_opd_mcore.train import loop
 from stable_opd_mcore.train.checkpoint import CheckpointSaver
 from stable_opd_mcore.train.evaluation import evaluate_student
+from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.setup import build_run
-from stable_opd_mcore.train.step import Run, train_step
+from stable_opd_mcore.train.step import train_step
 from tests.parallel.launch import run_ranks
 from tests.train.runs import VOLATILE, tiny_config
 

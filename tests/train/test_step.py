@@ -15,9 +15,8 @@ import torch
 
 from stable_opd_mcore.config.guard import GuardConfig
 from stable_opd_mcore.config.load import load_config
-from stable_opd_mcore.config.schema import KLConfig, MixtureConfig, TokenMasksConfig
+from stable_opd_mcore.config.schema import KLConfig, MixtureConfig
 from stable_opd_mcore.config.training import Fp8Config
-from stable_opd_mcore.data.golden import off_policy_draws
 from stable_opd_mcore.data.packing import costs
 from stable_opd_mcore.data.responses import rollout_metrics
 from stable_opd_mcore.errors import UserError
@@ -29,55 +28,14 @@ from stable_opd_mcore.records import Prompt, Rollout, Scores
 from stable_opd_mcore.train import step
 from stable_opd_mcore.train.guard import GuardState
 from stable_opd_mcore.train.learning_rate import learning_rate
-from stable_opd_mcore.train.setup import build_run
 from stable_opd_mcore.train.sharing import Minibatch
 from stable_opd_mcore.train.state import TrainState
 from stable_opd_mcore.train.student import Student
 from tests.config.test_load import SMOKE
 from tests.parallel.launch import run_ranks
 from tests.shares import facts_of
-from tests.train.runs import tiny_architecture, tiny_config
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A tiny run on one rank in this process; a step has two minibatches of one prompt each."""
-    torch.set_num_threads(1)
-    small = {"architecture": tiny_architecture(32, 1)}
-    config = tiny_config(
-        tmp_path_factory.mktemp("step"),
-        "parts",
-        student=small,
-        teacher=small,
-        rollout={"prompts_per_step": 2, "samples_per_prompt": 2},
-        train={"steps": 10, "micro_batch_tokens": 64, "minibatches": 2},
-        optimizer={"lr": 1e-3, "warmup_steps": 0, "schedule": "linear"},
-        monitoring={"tensorboard": False, "overlap_every": 4},
-    )
-    yield build_run(config, start_world(config.parallel, 0))
-    stop_world()
-
-
-class Recorder:
-    """A rollout engine that notes its calls and forwards them."""
-
-    def __init__(self, engine: Any):
-        self._engine = engine
-        self.calls: list[tuple[Any, ...]] = []
-
-    def generate(self, prompts, sampling, *, step):
-        self.calls.append(("generate", [p.prompt_id for p in prompts], sampling, step))
-        return self._engine.generate(prompts, sampling, step=step)
-
-    def publish(self, weight_version):
-        self.calls.append(("publish", weight_version))
-        self._engine.publish(weight_version)
-
-    def prefetch(self, prompts, sampling, *, step):
-        self.calls.append(("prefetch", [p.prompt_id for p in prompts], sampling, step))
-
-    def take_metrics(self):
-        return Metrics({"engine/noted": Sum(1)})
+from tests.train.engine_recorder import Recorder
+from tests.train.runs import tiny_config
 
 
 def drawn(run, cursor=0):
@@ -148,58 +106,12 @@ def test_a_step_draws_at_its_cursor_updates_and_publishes(run):
     assert not any(key.startswith("overlap/") for key in odd.metrics)
 
 
-def test_an_objective_without_rollouts_draws_none(run):
-    engine = Recorder(run.engine)
-    sft = replace(run, engine=engine, objective=SimpleNamespace(needs_rollouts=False))
+def test_a_step_without_rollouts_measures_none(run):
+    sft = replace(run, objective=SimpleNamespace(needs_rollouts=False))
     prompts = run.prompts.select(step.next_rows(run, 0))
-    assert step.draw_rollouts(sft, prompts, 0) == []
-    assert engine.calls == []
     samples = step.training_samples(run, prompts, [], 0)
     metrics = step.step_metrics(sft, [], facts_of(samples), [], PhaseTimer())
     assert "rollout/truncation_rate" not in metrics
-
-
-def test_prefetch_asks_for_the_next_steps_prompts_of_this_rank(run):
-    rollout = SimpleNamespace(async_steps=1, prompts_per_step=3)
-    config = SimpleNamespace(rollout=rollout, train=SimpleNamespace(steps=5))
-    world = SimpleNamespace(data_rank=1, data_size=2)
-    engine = Recorder(run.engine)
-    ahead = replace(run, config=config, world=world, engine=engine)
-    step.prefetch_rollouts(ahead, TrainState(step=3, cursor=6))
-    ids = [p.prompt_id for p in run.prompts.select(run.order.indices(9, 3))]
-    assert engine.calls == [("prefetch", [ids[1]], run.sampling, 4)]
-    step.prefetch_rollouts(ahead, TrainState(step=4, cursor=9))  # the last step
-    rollout.async_steps = 0
-    step.prefetch_rollouts(ahead, TrainState(step=3, cursor=6))
-    assert len(engine.calls) == 1
-
-
-def test_samples_have_the_masks_golden_solutions_and_off_policy_marks_of_the_objective(run):
-    prompts = run.prompts.select(run.order.indices(0, 8))
-    rollouts = [
-        Rollout(p, k, p.golden_token_ids, (0.0,) * len(p.golden_token_ids), "length", 0)
-        for p in prompts
-        for k in range(2)
-    ]
-    settings = SimpleNamespace(on_policy_fraction=0.5)
-    rollout = SimpleNamespace(prompts_per_step=8)
-    config = SimpleNamespace(objective=settings, train=SimpleNamespace(seed=3), rollout=rollout)
-    masks = TokenMasksConfig(truncated_rollouts=True)
-    objective = SimpleNamespace(needs_golden=True, masks=masks)
-    gkd = replace(run, config=config, objective=objective)
-    samples = step.training_samples(gkd, prompts, rollouts, 8)
-    assert [s.source for s in samples] == ["rollout"] * 16 + ["golden"] * 8
-    assert not any(any(s.trained) for s in samples[:16])
-    marks = off_policy_draws(8, 8, 0.5, 3)
-    assert marks != off_policy_draws(8, 8, 0.5, 0)
-    assert [s.off_policy for s in samples] == [m for m in marks for _ in range(2)] + marks
-    second = replace(gkd, world=SimpleNamespace(data_rank=1, data_size=2))
-    own = step.training_samples(second, prompts[1::2], [], 8)
-    assert [s.off_policy for s in own] == marks[1::2]
-    settings.on_policy_fraction = 1
-    assert not any(s.off_policy for s in step.training_samples(gkd, prompts, rollouts, 8))
-    objective.needs_golden = False
-    assert len(step.training_samples(gkd, prompts, rollouts, 8)) == 16
 
 
 def test_a_step_takes_the_larger_of_the_configs_and_the_guards_strengths(run):
@@ -471,54 +383,26 @@ def test_the_loss_has_the_rows_and_heads_of_its_models(run):
         step.loss_of(replace(run, head=None), batch, hidden)
 
 
-class Grades:
-    """Grades with this rank's number."""
-
-    def __init__(self, rank: int):
-        self.rank = rank
-
-    def grade_rollouts(self, rollouts):
-        return [replace(rollout, reward=float(self.rank)) for rollout in rollouts]
-
-
-class Draws:
-    def __init__(self, rank: int):
-        self.rank = rank
-
-    def generate(self, prompts, sampling, *, step):
-        return [
-            Rollout(Prompt(p, "", ()), k, (step,), (0.0,), "stop", self.rank)
-            for p in prompts
-            for k in range(sampling.num_samples)
-        ]
-
-
-def draw_on_two_ranks(rank: int, _world_size: int, directory: Path) -> None:
-    """As two replicas: each grades its own. As one: rank 0 grades, others take its verdicts."""
-    sampling = SimpleNamespace(num_samples=2)
+def measure_on_two_ranks(rank: int, _world_size: int, directory: Path) -> None:
+    """Two replicas have rollouts of their own, two tensor-parallel ranks the same ones."""
     for tensor in (1, 2):
-        config = tiny_config(directory, "draw", parallel={"tensor": tensor})
+        config = tiny_config(directory, "measure", parallel={"tensor": tensor})
         world = start_world(config.parallel, 0)
-        share = step.own_share(world, "abc")
-        assert share == ("abc" if tensor == 2 else "ac" if rank == 0 else "b")
-        drawn = step.draw_graded(Draws(rank), Grades(rank), world, share, sampling, 5)
-        assert [(r.prompt.prompt_id, r.sample_index) for r in drawn] == [
-            (name, k) for name in share for k in range(2)
-        ]
-        assert {rollout.reward for rollout in drawn} == {rank if tensor == 1 else 0}
         counted = step.reduce_row_metrics(world, Metrics({"rows": Sum(3)}))
         assert counted == Metrics({"rows": Sum(6 if tensor == 1 else 3)})
         own = SimpleNamespace(take_metrics=lambda *_: Metrics({"engine/noted": Sum(1)}))
         objective = SimpleNamespace(needs_rollouts=True, beta=0.0, golden_weight=0.0)
         run = SimpleNamespace(engine=own, objective=objective, world=world, config=config)
+        names = "abcd" if tensor == 2 else "ac" if rank == 0 else "bd"
+        drawn = [Rollout(Prompt(n, "", ()), 0, (5,), (0.0,), "stop", 0, reward=0.0) for n in names]
         metrics = step.step_metrics(run, drawn, facts_of([]), [], PhaseTimer())
         assert metrics["engine/noted"] == Sum(2)
-        assert metrics["rollout/response_length_mean"] == Mean(6, 6)
+        assert metrics["rollout/response_length_mean"] == Mean(4, 4)
         stop_world()
 
 
-def test_each_replica_draws_its_share_and_one_rank_of_it_grades(tmp_path):
-    run_ranks(2, draw_on_two_ranks, tmp_path)
+def test_metrics_count_a_replica_once(tmp_path):
+    run_ranks(2, measure_on_two_ranks, tmp_path)
 
 
 def test_two_minibatches_give_two_updates_on_disjoint_prompts(run):

@@ -1,0 +1,47 @@
+"""The parts of a run on one rank, which every function of the training loop receives.
+
+Not here: how they are built (setup.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.data.prompts import PromptOrder, PromptSet
+from stable_opd_mcore.evaluation.grading import Grader
+from stable_opd_mcore.losses.objectives import Objective
+from stable_opd_mcore.losses.output_head import Head
+from stable_opd_mcore.parallel.device_memory import DeviceMemory
+from stable_opd_mcore.parallel.world import World
+from stable_opd_mcore.rollout.engine import RolloutEngine, Sampling
+from stable_opd_mcore.scoring.scorer import Scorer
+from stable_opd_mcore.train.overlap import OverlapPair
+from stable_opd_mcore.train.reference import MovingReference
+from stable_opd_mcore.train.student import Student
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a run on this rank. Only the student's weights and optimizer state change."""
+
+    config: Config
+    world: World
+    tokenizer: Tokenizer
+    student: Student
+    head: Head | None  # the student's output head; None off the last pipeline stage
+    teacher: Scorer | None
+    reference: Scorer | None
+    moving_reference: MovingReference | None  # the reference's weights where they change
+    behaviour: Scorer | None  # scores with the student's weights from before the step's updates
+    overlap: OverlapPair | None  # student and teacher, scored for the overlap/* and stop/* metrics
+    memory: DeviceMemory  # what of all these lies on the device
+    engine: RolloutEngine
+    held_out_engine: RolloutEngine | None  # samples evaluations where `engine` replays a run
+    sampling: Sampling
+    objective: Objective
+    prompts: PromptSet
+    held_out: PromptSet | None
+    order: PromptOrder
+    grader: Grader
