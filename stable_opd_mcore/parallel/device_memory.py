@@ -123,6 +123,7 @@ class DeviceMemory:
         self.keep_only(*keep)
         if self._on_gpu:
             torch.cuda.ipc_collect()  # frees what servers have read through CUDA IPC
+        _empty_caches()  # also where no part has left
         self._give_back = give_back
         gather_objects(None)
 
@@ -177,10 +178,15 @@ class DeviceMemory:
         for name in names:
             for moved in self._moved[name]:
                 moved.tensor.untyped_storage().resize_(0)
-        if parallel_state.model_parallel_is_initialized():
-            parallel_state.get_global_memory_buffer().buffer.clear()  # of sequence parallelism
-        if self._on_gpu:
-            torch.cuda.empty_cache()
+        _empty_caches()
+
+
+def _empty_caches() -> None:
+    """Give memory that holds nothing back to the device."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.get_global_memory_buffer().buffer.clear()  # of sequence parallelism
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

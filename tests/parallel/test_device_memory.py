@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from megatron.core import parallel_state
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.parallel.device_memory import DeviceMemory, Part
@@ -75,4 +76,8 @@ def test_the_next_hold_takes_a_lent_device_back_first():
     memory.hold("student")
     assert events == [0], "the servers released the device before the trainer took it"
     assert (memory.is_lent, weights.tolist()) == (False, [1, 1, 1, 1])
+    buffer = parallel_state.get_global_memory_buffer().buffer
+    buffer[("gathered", torch.float32)] = torch.ones(4)
+    DeviceMemory().lend(lambda: None)
+    assert not buffer, "nothing is offloaded, and the caches are emptied all the same"
     stop_world()
