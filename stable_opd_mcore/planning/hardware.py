@@ -23,6 +23,7 @@ class Device:
     memory_gbps: float  # peak, in 1e9 bytes per second
     node_gbps: float  # to another device of the same node
     network_gbps: float  # to another node
+    host_gbps: float  # to pinned host memory; the link is this GPU's alone
     matmul_share: float = 0.6  # of the peak, over a whole forward or backward pass
     memory_share: float = 0.8
     link_share: float = 0.8
@@ -41,10 +42,14 @@ class Device:
         rate = self.node_gbps if within_node else self.network_gbps
         return num_bytes / (rate * 1e9 * self.link_share)
 
+    def host_seconds(self, num_bytes: float) -> float:
+        return num_bytes / (self.host_gbps * 1e9 * self.link_share)
 
+
+# The host's link is PCIe 5.0 x16.
 DEVICES = {
-    "h100": Device("h100", 79.6, 4.0, 989.0, 3350.0, 450.0, 50.0),
-    "h200": Device("h200", 139.0, 4.0, 989.0, 4800.0, 450.0, 50.0),
+    "h100": Device("h100", 79.6, 4.0, 989.0, 3350.0, 450.0, 50.0, 64.0),
+    "h200": Device("h200", 139.0, 4.0, 989.0, 4800.0, 450.0, 50.0, 64.0),
 }
 
 

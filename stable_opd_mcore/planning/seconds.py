@@ -8,12 +8,14 @@ are assumptions (hardware.py), so layouts compare better than absolute seconds.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.config.training import Offloadable
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.planning.hardware import DEVICES, Device
 from stable_opd_mcore.planning.layout import Layout, layout_of
-from stable_opd_mcore.planning.memory import Models, Work, num_micro_batches
+from stable_opd_mcore.planning.memory import Models, Work, num_micro_batches, stage_plan
 from stable_opd_mcore.planning.model_size import ModelSize
 
 # Seconds of one decoding step beside its memory traffic and products.
@@ -39,10 +41,11 @@ class StepSeconds:
     score: float
     update: float
     publish: float
+    offload: float  # copies of `memory.offload` between GPU and host, in all phases
 
     @property
     def total(self) -> float:
-        return self.rollout + self.score + self.update + self.publish
+        return self.rollout + self.score + self.update + self.publish + self.offload
 
 
 def step_seconds(
@@ -61,10 +64,9 @@ def step_seconds(
     if models.teacher is not None:
         teacher = ModelSize(models.teacher, layout)
         scorers.append(_forward_seconds(config, teacher, layout, device, work, gpus_per_node))
-    # Forward, two products backward, and what the backward pass computes again.
-    passes = (
-        3 + {"none": 0.0, "selective": student.mlp_share(), "full": 1.0}[config.train.recompute]
-    )
+    again = {"none": 0.0, "full": forward}.get(config.train.recompute)
+    if again is None:
+        again = _forward_seconds(config, student, layout, device, work, gpus_per_node, "mlp")
     heads = [student] + ([student] if models.reference else [])
     if models.teacher is not None:
         heads.append(ModelSize(models.teacher, layout))
@@ -74,14 +76,16 @@ def step_seconds(
     head = device.matmul_seconds(head_flops / (layout.gpus / layout.pipeline))
     optimizer = _optimizer_seconds(config, student, device, gpus_per_node)
     rollout = _rollout_seconds(config, student, device, work, servers)
-    score, update = sum(scorers), passes * forward + head + optimizer
+    # Forward, two products backward, and what the backward pass computes again.
+    score, update = sum(scorers), 3 * forward + again + head + optimizer
+    offload = _offload_seconds(config, models, layout, device, work)
     publish = 0.0
     if config.rollout.engine == "sglang":
         weights = 2 * student.total_parameters()
         publish = PUBLISH_SECONDS + device.link_seconds(weights, within_node=False)
     if servers.own_gpus and config.rollout.async_steps == 1:  # the next step's, at the same time
-        rollout = max(0.0, rollout - score - update)
-    return StepSeconds(rollout, score, update, publish)
+        rollout = max(0.0, rollout - score - update - offload)
+    return StepSeconds(rollout, score, update, publish, offload)
 
 
 def embedded_seconds(config: Config, student: Architecture, gpus: int) -> float:
@@ -99,26 +103,37 @@ def _forward_seconds(
     device: Device,
     work: Work,
     gpus_per_node: int,
+    of: Literal["layers", "mlp"] = "layers",
 ) -> float:
-    """One forward pass of all trained tokens, pipeline bubble and messages included."""
+    """One forward pass of all trained tokens, pipeline bubble and messages included.
+
+    Args:
+        of: whole layers, or their MLPs alone.
+    """
     tokens = work.trained_tokens(config)
     mean_context = (work.prompt_tokens + work.response_tokens) / 2
-    compute = device.matmul_seconds(size.forward_flops(tokens, mean_context) / layout.gpus)
+    flops = size.forward_flops(tokens, mean_context)
+    if of == "mlp":
+        flops = size.mlp_share() * size.forward_flops(tokens, 0)
     micro_batches = num_micro_batches(config, layout, work)
     bubble = (layout.pipeline - 1) / (micro_batches * layout.virtual)
-    return compute * (1 + bubble) + _message_seconds(size, layout, device, tokens, gpus_per_node)
+    compute = device.matmul_seconds(flops / layout.gpus) * (1 + bubble)
+    return compute + _message_seconds(size, layout, device, tokens, gpus_per_node, of)
 
 
 def _message_seconds(
-    size: ModelSize, layout: Layout, device: Device, tokens: float, gpus_per_node: int
+    size: ModelSize, layout: Layout, device: Device, tokens: float, gpus_per_node: int, of: str
 ) -> float:
     """Tensor- and context-parallel messages of one forward pass, in bf16."""
     model, t, c = size.architecture, layout.tensor, layout.context
     of_rank = tokens / (layout.data * c)
-    per_layer = 4 * 2 * of_rank * model.hidden_size * (t - 1) / t  # two gathers, two scatters
+    # A gather and a scatter each of attention and MLP.
+    blocks = 1 if of == "mlp" else 2
+    per_layer = 2 * blocks * 2 * of_rank * model.hidden_size * (t - 1) / t
     seconds = device.link_seconds(size.layers_per_stage * per_layer, within_node=t <= gpus_per_node)
-    ring = 2 * 2 * of_rank * size.key_width / t * (c - 1)  # keys and values pass every rank
-    seconds += device.link_seconds(size.layers_per_stage * ring, within_node=t * c <= gpus_per_node)
+    if of == "layers":  # keys and values pass every rank
+        ring = size.layers_per_stage * 2 * 2 * of_rank * size.key_width / t * (c - 1)
+        seconds += device.link_seconds(ring, within_node=t * c <= gpus_per_node)
     if model.experts is None:
         return seconds
     # Each token goes to its experts and comes back, from the tensor rank that holds it.
@@ -145,6 +160,39 @@ def _optimizer_seconds(
         shards = d if config.optimizer.distributed else 1
         seconds += device.memory_seconds(7 * 4 * parameters / shards)
     return config.train.minibatches * seconds
+
+
+def _offload_seconds(
+    config: Config, models: Models, layout: Layout, device: Device, work: Work
+) -> float:
+    """Parts of `memory.offload` between the GPU and the host; no copy overlaps with work.
+
+    As train/phases.py and parallel/device_memory.py move them: `optimizer` and `student` go and
+    come once a step, `gradients` are not copied but filled with zeros, and frozen models come once
+    from their copy on the host. With a reference that follows the student they go and come for the
+    scores, and again at each of its updates.
+    """
+
+    def held(stage: int, *parts: Offloadable) -> float:
+        """Bytes of the stage's GPU while rollouts are drawn."""
+        memory = config.memory.model_copy(update={"offload": parts})
+        changed = config.model_copy(update={"memory": memory})
+        return stage_plan(changed, models, layout, stage, device, work).bytes_in("rollout")
+
+    reference = config.reference
+    frozen = {"never": 1, "every": 2 + 2 / reference.every, "ema": 4}[reference.update]
+    student = ModelSize(models.student, layout)
+    element = 2 if config.train.precision == "bf16" else 4
+    seconds = []
+    for stage in {0, layout.pipeline - 1}:
+        of_part = {
+            "optimizer": 2 * device.host_seconds(held(stage) - held(stage, "optimizer")),
+            "gradients": device.memory_seconds(held(stage) - held(stage, "gradients")),
+            "frozen": frozen * device.host_seconds(held(stage) - held(stage, "frozen")),
+            "student": 2 * device.host_seconds(element * student.stage_parameters(stage)),
+        }
+        seconds.append(sum(of_part[part] for part in set(config.offloaded)))
+    return max(seconds)
 
 
 def _rollout_seconds(

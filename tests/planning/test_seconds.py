@@ -8,7 +8,7 @@ from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.planning.hardware import Device
 from stable_opd_mcore.planning.layout import Layout
 from stable_opd_mcore.planning.memory import Work
-from stable_opd_mcore.planning.plan import Cluster, make_plan, read_models
+from stable_opd_mcore.planning.plan import Cluster, Plan, make_plan, read_models
 from stable_opd_mcore.planning.seconds import Servers, step_seconds
 from tests.planning.cases import NODE, config_7b
 
@@ -22,6 +22,44 @@ def test_seconds_follow_work_and_hardware(tmp_path):
     assert plan.gpu_hours == pytest.approx(plan.seconds.total * 800 * 8 / 3600)
     pipelined = make_plan(config_7b(tmp_path, "parallel.pipeline=2"), NODE)
     assert pipelined.seconds.update > plan.seconds.update  # the bubble
+
+
+def test_recompute_adds_a_forward_pass_or_that_of_the_mlps(tmp_path):
+    def update(*overrides: str) -> float:
+        uncut = ("parallel.tensor=1", "parallel.sequence=false")  # no messages
+        return make_plan(config_7b(tmp_path, *uncut, *overrides), NODE).seconds.update
+
+    for length in (4096, 32768):
+        none, selective, full = (
+            update(f"train.recompute={how}", f"sampling.max_new_tokens={length}")
+            for how in ("none", "selective", "full")
+        )
+        mlp, projections = 3 * 3584 * 18944, 2 * (3584 + 512) * 3584
+        scores = 2 * 3584 * (256 + length / 2) / 2
+        expected = mlp / (mlp + projections + scores)
+        assert (selective - none) / (full - none) == pytest.approx(expected)
+
+
+def test_offloaded_parts_are_copied_once_each_way_a_step(tmp_path):
+    def plan(*overrides: str) -> Plan:
+        return make_plan(config_7b(tmp_path, *overrides), NODE)
+
+    none = plan("memory.offload=[]")
+    assert none.seconds.offload == 0
+    held = {item.name: item.bytes for item in none.memory.components}
+    rate = 64e9 * 0.8
+    once = (held["teacher weights"] + held["reference weights"]) / rate
+    expected = {
+        "optimizer": 2 * held["Adam's state"] / rate,
+        "student": 2 * held["student weights"] / rate,
+        "frozen": once,
+        "gradients": held["gradients, fp32"] / (4800e9 * 0.8),
+    }
+    for part, seconds in expected.items():
+        assert plan(f"memory.offload=[{part}]").seconds.offload == pytest.approx(seconds)
+    assert plan().seconds.offload == pytest.approx(sum(expected.values()))
+    followed = plan("memory.offload=[frozen]", "reference.update=every", "reference.every=4")
+    assert followed.seconds.offload == pytest.approx(2.5 * once)
 
 
 def benchmarked_model(hidden: int, layers: int, heads: int) -> dict[str, object]:
@@ -43,7 +81,7 @@ def benchmarked_model(hidden: int, layers: int, heads: int) -> dict[str, object]
 def test_cpu_steps_reach_most_of_the_rate_of_their_products(response, score, update):
     """Against the steps of BENCHMARKS.md, with the matmul rate of its loss's four products."""
     products = 4 * 2 * 4096 * 512 * 32768 / 2.65e12  # TFLOP/s
-    cpu = Device("cpu", 24, 0, products, 20.0, 1, 1, matmul_share=1.0)
+    cpu = Device("cpu", 24, 0, products, 20.0, 1, 1, 1, matmul_share=1.0)
     values = {
         "run": {"name": "x"},
         "student": {"architecture": benchmarked_model(256, 4, 4)},
