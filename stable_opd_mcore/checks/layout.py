@@ -94,7 +94,8 @@ def facts(known: Known) -> list[str]:
 def memory(known: Known) -> Iterator[Finding]:
     """A step that exceeds the GPU's memory, by `stable-opd plan`.
 
-    An error where not even 1,024 tokens fit; else a warning, because the plan is an estimate.
+    An error where nothing mends it but other GPUs or another layout; else a warning, because the
+    plan is an estimate.
     """
     if known.place is None or not known.place.on_gpu:
         return
@@ -111,10 +112,10 @@ def memory(known: Known) -> Iterator[Finding]:
     plan = known.plan
     if plan is None or plan.memory.fits:
         return
-    budget = plan.largest_micro_batch
+    is_mendable = plan.largest_micro_batch or plan.choice.best.memory.fits
     needed, usable = plan.memory.peak_bytes / GIB, plan.memory.usable_bytes / GIB
     yield Finding(
-        "warning" if budget else "error",
+        "warning" if is_mendable else "error",
         "memory",
         "memory does not fit, by `stable-opd plan`",
         (
@@ -122,9 +123,7 @@ def memory(known: Known) -> Iterator[Finding]:
             (f"usable of a {plan.device.name}", f"{usable:.1f} GiB"),
         ),
         "the run ends when it is out of memory, at its first or second step",
-        f"train.micro_batch_tokens={budget}"
-        if budget
-        else "a larger parallel.tensor or parallel.pipeline, or more GPUs",
+        plan.remedy,
     )
 
 

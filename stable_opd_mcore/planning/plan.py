@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from rich.console import Console
@@ -19,6 +20,7 @@ from rich.table import Table
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import Architecture, read_architecture
+from stable_opd_mcore.planning.choice import Choice, choose
 from stable_opd_mcore.planning.hardware import GIB, Device, device_named
 from stable_opd_mcore.planning.known_models import model_source
 from stable_opd_mcore.planning.layout import Layout, layout_of, refusal, valid_layouts
@@ -57,7 +59,9 @@ class Cluster:
 @dataclass(frozen=True)
 class Plan:
     config: Config
+    models: Models
     cluster: Cluster
+    servers: Servers
     device: Device
     layout: Layout
     work: Work
@@ -73,6 +77,29 @@ class Plan:
     @property
     def gpu_hours(self) -> float:
         return self.config.train.steps * self.seconds.total * self.cluster.gpus / 3600
+
+    @cached_property
+    def choice(self) -> Choice:
+        """The fastest train.recompute and memory.offload that fit."""
+        return choose(
+            self.config,
+            self.models,
+            self.layout,
+            self.device,
+            self.work,
+            self.servers,
+            self.cluster.gpus_per_node,
+        )
+
+    @property
+    def remedy(self) -> str:
+        """What makes a run fit that does not."""
+        changes = [self.choice.remedy] if self.choice.best.memory.fits else []
+        if self.largest_micro_batch:
+            changes.insert(0, f"train.micro_batch_tokens={self.largest_micro_batch}")
+        return " or ".join(changes) or (
+            "a larger parallel.tensor, parallel.pipeline or parallel.context, or more GPUs"
+        )
 
     def as_json(self) -> str:
         values: dict[str, Any] = {
@@ -93,6 +120,7 @@ class Plan:
             },
             "fits": self.memory.fits,
             "largest_micro_batch_tokens": self.largest_micro_batch,
+            "choice": self.choice.as_values(),
             "seconds": asdict(self.seconds) | {"total": self.seconds.total},
             "tokens_per_gpu_second": self.tokens_per_gpu_second,
             "gpu_hours": self.gpu_hours,
@@ -112,16 +140,16 @@ class Plan:
         usable = f"{_gib(self.memory.usable_bytes)} GiB of a {self.device.name} are usable"
         verdict = "fits" if self.memory.fits else "DOES NOT FIT"
         budget = self.largest_micro_batch
-        advice = (
-            f"the largest train.micro_batch_tokens that fits is {budget}"
-            if budget
-            else "no micro-batch fits: raise parallel.tensor, parallel.pipeline or the GPUs"
-        )
+        advice = f"the largest train.micro_batch_tokens that fits is {budget}"
+        if not budget:
+            mends = self.choice.best.memory.fits
+            advice = "no train.micro_batch_tokens fits" if mends else f"take {self.remedy}"
         seconds = "  ".join(f"{k} {v:.1f}" for k, v in asdict(self.seconds).items())
         lines = [
             *self.topology.lines(),
             _render(memory),
             f"{verdict}: {usable}; {advice}",
+            self.choice.line(),
             f"seconds a step: {seconds}  total {self.seconds.total:.1f}",
             f"{self.tokens_per_gpu_second:.0f} tokens/GPU/s, {self.gpu_hours:.0f} GPU-hours for "
             f"{self.config.train.steps} steps",
@@ -251,7 +279,9 @@ def _plan(
         servers = Servers(len(topology.servers), topology.tensor, own_gpus)
     return Plan(
         config=config,
+        models=models,
         cluster=cluster,
+        servers=servers,
         device=device,
         layout=layout,
         work=work,

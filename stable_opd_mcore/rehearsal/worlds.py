@@ -234,15 +234,9 @@ def _require_fit(plan: Plan) -> None:
     if plan.memory.fits:
         return
     needed, usable = plan.memory.peak_bytes / GIB, plan.memory.usable_bytes / GIB
-    budget = plan.largest_micro_batch
-    remedy = (
-        f"set train.micro_batch_tokens={budget}"
-        if budget
-        else "raise parallel.tensor or parallel.pipeline, or take more GPUs"
-    )
     raise UserError(
         f"memory does not fit: {needed:.1f} GiB are needed in the {plan.memory.peak_phase} phase, "
-        f"{usable:.1f} GiB of a {plan.device.name} are usable: {remedy}"
+        f"{usable:.1f} GiB of a {plan.device.name} are usable: set {plan.remedy}"
     )
 
 

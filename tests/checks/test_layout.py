@@ -35,7 +35,9 @@ def test_memory_is_an_error_only_where_nothing_fits(tmp_path):
     assert finding.remedy.startswith("train.micro_batch_tokens=")
     one_gpu = config_7b(tmp_path, "parallel.tensor=1", "parallel.sequence=false")
     (finding,) = layout.memory(Known(one_gpu, Place(Cluster(1, 1), "h100")))
-    assert finding.severity == "error"
+    assert (finding.severity, finding.remedy[:24]) == ("error", "a larger parallel.tensor")
+    (finding,) = layout.memory(Known(one_gpu, Place(Cluster(1, 8), "h100")))
+    assert (finding.severity, finding.remedy[:16]) == ("warning", "train.recompute=")
     assert finding.values[1] == ("usable of a h100", "75.6 GiB")
     assert list(layout.memory(Known(one_gpu, Place(Cluster(1, 1), "cpu")))) == []
     other = Known(one_gpu, Place(Cluster(1, 1), "nvidia a100"))

@@ -42,6 +42,7 @@ def test_json_holds_the_table(tmp_path):
     values = json.loads(plan.as_json())
     assert values["fits"] is True
     assert values["layout"]["data"] == 2
+    assert values["choice"]["overrides"] == list(plan.choice.overrides)
     phases = values["memory_gib"]["phases"]
     assert max(phases, key=phases.get) == plan.memory.peak_phase == "rollout"  # the server's share
     assert all(f"{value:.1f}" in plan.table() for value in phases.values())

@@ -86,6 +86,7 @@ def test_a_run_that_does_not_fit_is_refused_with_its_numbers(tmp_path):
     refused, started, fits = told.split("code ")[1:]
     assert refused.startswith("1\n")
     assert "DOES NOT FIT: 135.0 GiB of a h200 are usable" in refused
+    assert "fastest that fits: train.recompute=" in refused
     assert started.strip() == "0"
     assert fits.startswith("0\n")
     assert "fits: 135.0 GiB" in fits

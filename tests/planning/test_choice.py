@@ -1,0 +1,101 @@
+"""The chosen train.recompute and memory.offload against every combination."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from itertools import chain, combinations, product
+from pathlib import Path
+
+import pytest
+
+from stable_opd_mcore.config.load import load_config
+from stable_opd_mcore.planning.choice import with_settings
+from stable_opd_mcore.planning.memory import memory_plan
+from stable_opd_mcore.planning.plan import Cluster, Plan, make_plan
+from stable_opd_mcore.planning.seconds import step_seconds
+from tests.planning.cases import CONFIGS, NODE, config_7b
+
+PARTS = ("optimizer", "gradients", "frozen")
+EMBEDDED = ("rollout.engine=embedded", "rollout.prompts_per_step=16")
+LONG = ("sampling.max_new_tokens=16384", "parallel.context=2", "parallel.tensor=2")
+UNCUT = ("parallel.tensor=1", "parallel.sequence=false")
+RUNS = {
+    "everything fits": (NODE, "h200", ()),
+    "long responses": (Cluster(2, 8, 1), "h100", LONG),
+    "one tensor rank": (NODE, "h100", UNCUT),
+    "no servers": (NODE, "h100", (*UNCUT, *EMBEDDED, "train.micro_batch_tokens=16384")),
+    "rollouts hide the update": (
+        Cluster(1, 8, 1),
+        "h200",
+        (
+            "rollout.async_steps=1",
+            "rollout.max_staleness=1",
+            "rollout.sglang.placement=disaggregated",
+        ),
+    ),
+    "nothing fits": (Cluster(1, 1), "h200", UNCUT),
+}
+
+
+def plan_of(name: str, directory: Path, *more: str) -> Plan:
+    cluster, gpu, overrides = RUNS[name]
+    return make_plan(config_7b(directory, *overrides, *more), cluster, gpu)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_choice_fits_and_every_faster_combination_does_not(name, tmp_path):
+    plan = plan_of(name, tmp_path)
+    choice, needed = plan.choice, []
+    subsets = chain.from_iterable(combinations(PARTS, n) for n in range(len(PARTS) + 1))
+    for recompute, subset in product(("none", "selective", "full"), subsets):
+        config = with_settings(plan.config, recompute, subset)
+        sizes = (plan.models, plan.layout, plan.device, plan.work)
+        memory = memory_plan(config, *sizes)
+        seconds = step_seconds(config, *sizes, plan.servers, plan.cluster.gpus_per_node)
+        needed.append(memory.peak_bytes)
+        assert not memory.fits or seconds.total > choice.best.seconds.total - 1e-5
+    assert choice.best.memory.fits == (min(needed) <= plan.device.usable_bytes)
+    assert choice.best.memory.fits == (name != "nothing fits")
+    if not choice.best.memory.fits:
+        assert choice.best.memory.peak_bytes == min(needed)
+        assert "needs least" in choice.line()
+
+
+@pytest.mark.parametrize("name", ["everything fits", "one tensor rank", "long responses"])
+def test_less_memory_never_makes_the_choice_faster(name, tmp_path):
+    plan = plan_of(name, tmp_path)
+    devices = [replace(plan.device, memory_gib=float(gib)) for gib in range(139, 20, -7)]
+    choices = [replace(plan, device=device).choice.best for device in devices]
+    fitting = [best.seconds.total for best in choices if best.memory.fits]
+    assert [best.memory.fits for best in choices] == [i < len(fitting) for i in range(len(choices))]
+    assert fitting == sorted(fitting)
+    assert fitting[0] < fitting[-1]
+
+
+def test_the_overrides_make_the_config_its_own_choice(tmp_path):
+    plan = plan_of("one tensor rank", tmp_path)
+    assert not plan.memory.fits
+    assert plan.choice.remedy in plan.table()
+    mended = plan_of("one tensor rank", tmp_path, *shlex.split(plan.choice.remedy))
+    assert mended.memory.fits
+    assert mended.choice.overrides == ()
+    assert mended.seconds == plan.choice.best.seconds
+    assert "fastest that fits: this config's" in mended.table()
+
+
+def test_equally_fast_settings_stay_as_they_are(tmp_path):
+    for recompute in ("none", "full"):
+        plan = plan_of("rollouts hide the update", tmp_path, f"train.recompute={recompute}")
+        assert plan.seconds.rollout > 0
+        assert plan.choice.overrides == ()
+
+
+def test_every_shipped_run_has_a_choice_that_its_config_may_name():
+    for path in sorted(CONFIGS.glob("*_*b*.yaml")):
+        nodes = 4 if "32b" in path.name or "a3b" in path.name else 2
+        config = load_config(path)
+        plan = make_plan(config, Cluster(nodes, 8, int(config.rollout.engine == "sglang")))
+        assert plan.choice.best.memory.fits
+        load_config(path, plan.choice.overrides)
+        assert plan.choice.best.seconds.total <= plan.seconds.total
