@@ -28,6 +28,7 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.parallel.world import gather_objects, start_world, stop_world
 from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.train import step
+from stable_opd_mcore.train.drawing import own_share
 from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.setup import build_run
 from stable_opd_mcore.train.state import TrainState
@@ -68,11 +69,11 @@ def config_of(directory: str, context: int) -> Config:
     return parse_config(values, origin="long_responses")
 
 
-def responses(_run: Run, prompts: Sequence[Prompt], version: int) -> list[Rollout]:
-    """The same on every rank and layout."""
-    draw = np.random.default_rng(version)
+def responses(run: Run, prompts: Sequence[Prompt], version: int) -> list[Rollout]:
+    """This rank's share; those of a prompt are the same on every layout."""
     rollouts: list[Rollout] = []
-    for prompt, length in zip(prompts, RESPONSES, strict=True):
+    for prompt, length in zip(prompts, own_share(run.world, RESPONSES), strict=True):
+        draw = np.random.default_rng((version, length))
         tokens = draw.integers(3, 30, length, dtype=np.int32)
         logprobs = (-3.4 + 0.1 * draw.standard_normal(length)).astype(np.float32)
         rollouts.append(Rollout(prompt, 0, tokens, logprobs, "length", version, reward=0.0))
