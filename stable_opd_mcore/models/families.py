@@ -7,8 +7,9 @@ table in tensors.py. Not here: weights, Megatron, transformers; a config is plai
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,49 +137,20 @@ def read_architecture(
     """
     origin, fields = read_fields(source)
     fields = _changed(fields, window, rope_theta)
-    model_type = fields.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise UserError(
-            f"{origin}: model_type {model_type!r} is not supported; "
-            f"known: {', '.join(sorted(FAMILIES))}"
-        )
-    for key, wanted in FAMILIES[model_type].supported.items():
-        if fields.get(key, wanted) != wanted:
-            raise UserError(
-                f"{origin}: {key}={fields[key]!r} is not supported for {model_type}; "
-                f"expected {wanted!r}"
-            )
-
-    def count(key: str, default: int | None = None) -> int:
-        value = fields.get(key, default)
-        if value is None:
-            raise UserError(f"{origin}: key {key} is missing; a {model_type} config needs it")
-        if type(value) is not int or value < 1:
-            raise UserError(f"{origin}: {key}={value!r} should be a positive whole number")
-        return value
-
-    heads, hidden = count("num_attention_heads"), count("hidden_size")
-    if fields.get("head_dim") is None and hidden % heads:
-        raise UserError(
-            f"{origin}: hidden_size={hidden} is no multiple of num_attention_heads={heads}: "
-            "set head_dim"
-        )
-    groups = count("num_key_value_heads", heads)
-    if heads % groups:
-        raise UserError(
-            f"{origin}: num_attention_heads={heads} is no multiple of num_key_value_heads={groups}"
-        )
+    model_type = _supported_type(origin, fields)
+    count = partial(_count, origin, fields)
+    heads, groups, head_dim = _heads(origin, fields)
     mixture = FAMILIES[model_type].experts
     theta, scaling = _rotary(origin, fields)
     return Architecture(
         model_type=model_type,
         num_layers=count("num_hidden_layers"),
-        hidden_size=hidden,
+        hidden_size=count("hidden_size"),
         num_attention_heads=heads,
         num_key_value_heads=groups,
-        head_dim=fields.get("head_dim") or hidden // heads,
+        head_dim=head_dim,
         ffn_hidden_size=count("moe_intermediate_size" if mixture else "intermediate_size"),
-        experts=_experts(origin, fields, count) if mixture else None,
+        experts=_experts(origin, fields) if mixture else None,
         vocab_size=count("vocab_size"),
         max_positions=count("max_position_embeddings"),
         rms_norm_eps=_number(origin, fields, "rms_norm_eps", 1e-6),
@@ -239,10 +211,45 @@ def layout_refusal(
     return None
 
 
-def _experts(origin: str, fields: Mapping[str, Any], count: Callable[[str], int]) -> Experts:
+def _supported_type(origin: str, fields: Mapping[str, Any]) -> str:
+    """The model_type, where the config switches nothing on that its family lacks."""
+    model_type = fields.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise UserError(
+            f"{origin}: model_type {model_type!r} is not supported; "
+            f"known: {', '.join(sorted(FAMILIES))}"
+        )
+    for key, wanted in FAMILIES[model_type].supported.items():
+        if fields.get(key, wanted) != wanted:
+            raise UserError(
+                f"{origin}: {key}={fields[key]!r} is not supported for {model_type}; "
+                f"expected {wanted!r}"
+            )
+    return model_type
+
+
+def _heads(origin: str, fields: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Attention heads, heads of keys and values, and the size of one."""
+    heads = _count(origin, fields, "num_attention_heads")
+    hidden = _count(origin, fields, "hidden_size")
+    if fields.get("head_dim") is None and hidden % heads:
+        raise UserError(
+            f"{origin}: hidden_size={hidden} is no multiple of num_attention_heads={heads}: "
+            "set head_dim"
+        )
+    groups = _count(origin, fields, "num_key_value_heads", heads)
+    if heads % groups:
+        raise UserError(
+            f"{origin}: num_attention_heads={heads} is no multiple of num_key_value_heads={groups}"
+        )
+    return heads, groups, fields.get("head_dim") or hidden // heads
+
+
+def _experts(origin: str, fields: Mapping[str, Any]) -> Experts:
     # transformers 5 writes num_local_experts; published files have num_experts.
-    number = count("num_local_experts" if "num_local_experts" in fields else "num_experts")
-    per_token = count("num_experts_per_tok")
+    key = "num_local_experts" if "num_local_experts" in fields else "num_experts"
+    number = _count(origin, fields, key)
+    per_token = _count(origin, fields, "num_experts_per_tok")
     if per_token > number:
         raise UserError(f"{origin}: num_experts_per_tok={per_token} exceeds num_experts={number}")
     return Experts(number, per_token, normalised=bool(fields.get("norm_topk_prob", False)))
@@ -300,6 +307,15 @@ def _changed(
         if "rope_theta" in changed or not holders:
             changed["rope_theta"] = rope_theta
     return changed
+
+
+def _count(origin: str, fields: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = fields.get(key, default)
+    if value is None:
+        raise UserError(f"{origin}: key {key} is missing; a {fields['model_type']} config needs it")
+    if type(value) is not int or value < 1:
+        raise UserError(f"{origin}: {key}={value!r} should be a positive whole number")
+    return value
 
 
 def _number(origin: str, fields: Mapping[str, Any], key: str, default: float) -> float:
