@@ -10,7 +10,7 @@ from stable_opd_mcore.config.schema import ModelConfig
 from stable_opd_mcore.config.training import Fp8Role
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import Architecture, layout_refusal
-from stable_opd_mcore.models.fp8 import fp8_refusal, precision_refusal
+from stable_opd_mcore.models.fp8 import refuse_fp8
 from stable_opd_mcore.planning.hardware import DEVICES, GIB
 from stable_opd_mcore.planning.layout import layout_of
 from stable_opd_mcore.planning.plan import plan_topology
@@ -57,12 +57,14 @@ def _refuse_fp8(known: Known, role: Fp8Role, model: Architecture | None) -> None
     config, fp8 = known.config, known.config.fp8.of(role)
     if fp8 is None or model is None:
         return
-    parallel = config.parallel
-    reason = fp8_refusal(model, fp8, tensor=parallel.tensor, pipeline=parallel.pipeline)
-    if reason is None and known.place is not None and known.place.on_gpu:
-        reason = precision_refusal(fp8, config.train.precision)
-    if reason:
-        raise UserError(reason)
+    on_gpu = known.place is not None and known.place.on_gpu
+    refuse_fp8(
+        model,
+        fp8,
+        tensor=config.parallel.tensor,
+        pipeline=config.parallel.pipeline,
+        precision=config.train.precision if on_gpu else None,
+    )
 
 
 def facts(known: Known) -> list[str]:

@@ -22,10 +22,9 @@ from stable_opd_mcore.models.attention import RotaryByPosition
 from stable_opd_mcore.models.families import Architecture, layout_refusal, rotary_frequencies
 from stable_opd_mcore.models.fp8 import (
     MULTIPLE,
-    device_refusal,
-    fp8_refusal,
     megatron_settings,
-    precision_refusal,
+    refuse_fp8,
+    refuse_fp8_on_device,
 )
 from stable_opd_mcore.models.fp8_emulation import emulated_layers, set_rounding
 from stable_opd_mcore.models.fp8_scales import DelayedScales
@@ -67,7 +66,16 @@ def build_model(
     check_layout(architecture, world)
     _check_attention(world, precision)
     if fp8 is not None:
-        _check_fp8(architecture, world, precision, fp8)
+        fused = transformer_engine_is_usable()
+        refuse_fp8(
+            architecture,
+            fp8,
+            tensor=world.tensor_size,
+            pipeline=world.pipeline_size,
+            precision=precision if fused else None,
+        )
+        if fused:
+            refuse_fp8_on_device(fp8)
     config = transformer_config(architecture, world, precision, recompute, fp8, trainable)
     # Under no_grad Transformer Engine keeps no second copy of weights in FP8, for gradients.
     with nullcontext() if trainable else torch.no_grad():
@@ -106,14 +114,6 @@ def _check_attention(world: World, precision: Precision) -> None:
         )
 
 
-def _check_fp8(architecture: Architecture, world: World, precision: Precision, fp8: Fp8) -> None:
-    reason = fp8_refusal(architecture, fp8, tensor=world.tensor_size, pipeline=world.pipeline_size)
-    if reason is None and transformer_engine_is_usable():
-        reason = precision_refusal(fp8, precision) or device_refusal(fp8)
-    if reason is not None:
-        raise UserError(reason)
-
-
 def transformer_config(
     architecture: Architecture,
     world: World,
@@ -125,7 +125,6 @@ def transformer_config(
     """Megatron's settings for an architecture on this layout."""
     dtype = _DTYPES[precision]
     fused = transformer_engine_is_usable()
-    interleaved = world.virtual_pipeline is not None
     return TransformerConfig(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
@@ -147,30 +146,11 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=precision == "bf16",
-        tensor_model_parallel_size=world.tensor_size,
-        sequence_parallel=world.sequence_parallel,
-        context_parallel_size=world.context_size,
-        pipeline_model_parallel_size=world.pipeline_size,
-        virtual_pipeline_model_parallel_size=world.virtual_pipeline,
+        **_layout_config(world),
         **_experts_config(architecture, world),
-        # Packed micro-batches differ in length. Megatron demands this dispatcher with that option,
-        # for dense models too.
-        variable_seq_lengths=world.pipeline_size > 1,
-        moe_token_dispatcher_type="alltoall",
-        # With two interleaved stages, a batch of both directions swaps their messages.
-        overlap_p2p_comm=interleaved,
-        batch_p2p_comm=not interleaved,
-        batch_p2p_sync=False,  # a device synchronisation per message, for old torch versions
+        **_recompute_config(architecture, recompute),
         deterministic_mode=torch.are_deterministic_algorithms_enabled(),
         calculate_per_token_loss=True,  # losses are sums: Megatron divides by nothing
-        recompute_granularity=None if recompute == "none" else recompute,
-        # Megatron's default, the attention, keeps nothing large when it is fused; norms are fused
-        # into Transformer Engine's linear layers. The MLP keeps most of a layer's activations.
-        recompute_modules=["moe" if architecture.experts else "mlp"]
-        if recompute == "selective"
-        else None,
-        recompute_method="uniform" if recompute == "full" else None,
-        recompute_num_layers=1 if recompute == "full" else None,
         gradient_accumulation_fusion=False,  # train/student.py does it without Apex
         masked_softmax_fusion=False,
         persist_layer_norm=fused,
@@ -183,6 +163,42 @@ def transformer_config(
         apply_rope_fusion=fused,
         **(megatron_settings(fp8, trainable=trainable) if fp8 and fused else {}),
     )
+
+
+def _layout_config(world: World) -> dict[str, Any]:
+    """Megatron's settings of the ranks and of the messages between pipeline stages."""
+    interleaved = world.virtual_pipeline is not None
+    return {
+        "tensor_model_parallel_size": world.tensor_size,
+        "sequence_parallel": world.sequence_parallel,
+        "context_parallel_size": world.context_size,
+        "pipeline_model_parallel_size": world.pipeline_size,
+        "virtual_pipeline_model_parallel_size": world.virtual_pipeline,
+        # Packed micro-batches differ in length. Megatron demands this dispatcher with that option,
+        # for dense models too.
+        "variable_seq_lengths": world.pipeline_size > 1,
+        "moe_token_dispatcher_type": "alltoall",
+        # With two interleaved stages, a batch of both directions swaps their messages.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "batch_p2p_sync": False,  # a device synchronisation per message, for old torch versions
+    }
+
+
+def _recompute_config(architecture: Architecture, recompute: Recompute) -> dict[str, Any]:
+    """Megatron's settings of what the backward pass computes again."""
+    if recompute == "none":
+        return {}
+    if recompute == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    # Megatron's default, the attention, keeps nothing large when it is fused; norms are fused into
+    # Transformer Engine's linear layers. The MLP keeps most of a layer's activations.
+    modules = ["moe" if architecture.experts else "mlp"]
+    return {"recompute_granularity": "selective", "recompute_modules": modules}
 
 
 def _experts_config(architecture: Architecture, world: World) -> dict[str, Any]:

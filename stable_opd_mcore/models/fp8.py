@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from stable_opd_mcore.config.training import Fp8
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import Architecture
 
 # Both widths of a matrix on one rank, and the tokens of a micro-batch, which are summed over in the
@@ -26,8 +27,27 @@ MULTIPLE = 16
 AMAX_HISTORY = 1024  # micro-batches of the delayed recipe: Transformer Engine's default
 
 
-def fp8_refusal(architecture: Architecture, fp8: Fp8, *, tensor: int, pipeline: int) -> str | None:
-    """Why a model on this layout cannot have this recipe; None where it can."""
+def refuse_fp8(
+    architecture: Architecture, fp8: Fp8, *, tensor: int, pipeline: int, precision: str | None
+) -> None:
+    """
+    Args:
+        precision: `train.precision` where Transformer Engine runs the products; None: emulated.
+
+    Raises:
+        UserError: the recipe does not suit the model's sizes on this layout, or the precision.
+    """
+    reason = _size_refusal(architecture, fp8, tensor, pipeline)
+    if reason is not None:
+        raise UserError(reason)
+    if precision not in (None, "bf16"):
+        raise UserError(
+            f"{fp8.setting} with train.precision={precision}: on a GPU the attention between the "
+            "FP8 products takes bf16; set train.precision=bf16"
+        )
+
+
+def _size_refusal(architecture: Architecture, fp8: Fp8, tensor: int, pipeline: int) -> str | None:
     for name, width in _widths(architecture, tensor).items():
         if width % MULTIPLE:
             return (
@@ -64,29 +84,21 @@ def _widths(architecture: Architecture, tensor: int) -> dict[str, int]:
     }
 
 
-def precision_refusal(fp8: Fp8, precision: str) -> str | None:
-    """Why Transformer Engine cannot run this recipe beside `train.precision`; None where it can."""
-    if precision == "bf16":
-        return None
-    return (
-        f"{fp8.setting} with train.precision={precision}: on a GPU the attention between the FP8 "
-        "products takes bf16; set train.precision=bf16"
-    )
-
-
-def device_refusal(fp8: Fp8) -> str | None:
-    """Why Transformer Engine cannot run this recipe on this process's GPU; None where it can."""
+def refuse_fp8_on_device(fp8: Fp8) -> None:
+    """
+    Raises:
+        UserError: Transformer Engine cannot run this recipe on this process's GPU.
+    """
     found = torch.cuda.get_device_capability()
     needed = (9, 0) if fp8.recipe == "blockwise" else (8, 9)
     if found < needed:
-        return (
+        raise UserError(
             f"{fp8.setting}: this GPU has compute capability {found[0]}.{found[1]}, and the recipe "
             f"needs {needed[0]}.{needed[1]}; set fp8.{fp8.role}=null"
         )
     cuda = torch.version.cuda or "0.0"
     if fp8.recipe == "blockwise" and tuple(map(int, cuda.split(".")[:2])) < (12, 9):
-        return f"{fp8.setting}: torch is built for CUDA {cuda}, and the recipe needs 12.9"
-    return None
+        raise UserError(f"{fp8.setting}: torch is built for CUDA {cuda}, and the recipe needs 12.9")
 
 
 def megatron_settings(fp8: Fp8, *, trainable: bool) -> dict[str, Any]:

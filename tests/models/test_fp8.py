@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,12 @@ from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.build import build_model
-from stable_opd_mcore.models.fp8 import device_refusal, fp8_refusal, is_in_fp8, megatron_settings
+from stable_opd_mcore.models.fp8 import (
+    is_in_fp8,
+    megatron_settings,
+    refuse_fp8,
+    refuse_fp8_on_device,
+)
 from stable_opd_mcore.models.hidden_states import forward_hidden
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from tests.models import tiny
@@ -40,12 +46,16 @@ EXPERTS = tiny.architecture("qwen3_moe", head_dim=16, moe_intermediate_size=32)
     ],
 )
 def test_what_cannot_work_is_refused(architecture, fp8, tensor, pipeline, message):
-    found = fp8_refusal(architecture, fp8, tensor=tensor, pipeline=pipeline)
-    if message is None:
-        assert found is None
-    else:
-        with pytest.raises(UserError, match=message):
-            raise UserError(found or "nothing")
+    layout = {"tensor": tensor, "pipeline": pipeline}
+    with pytest.raises(UserError, match=message) if message else nullcontext():
+        refuse_fp8(architecture, fp8, **layout, precision=None)
+
+
+def test_transformer_engine_has_fp8_beside_bf16_alone():
+    settings = (FITS, Fp8("teacher", "blockwise"))
+    refuse_fp8(*settings, tensor=1, pipeline=1, precision="bf16")
+    with pytest.raises(UserError, match=r"train.precision=fp32: .* set train.precision=bf16"):
+        refuse_fp8(*settings, tensor=1, pipeline=1, precision="fp32")
 
 
 @pytest.mark.parametrize(
@@ -61,8 +71,8 @@ def test_what_cannot_work_is_refused(architecture, fp8, tensor, pipeline, messag
 def test_gpus_without_the_recipe_are_refused(recipe, capability, cuda, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    found = device_refusal(Fp8("student", recipe))
-    assert found is None if message is None else message in found
+    with pytest.raises(UserError, match=message) if message else nullcontext():
+        refuse_fp8_on_device(Fp8("student", recipe))
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
