@@ -108,6 +108,7 @@ def train_step(run: Run, state: TrainState) -> StepResult:
             update(run, batches, lr, state.step + 1, values.of(part))
             for batches, part in zip(minibatches, parts, strict=True)
         ]
+    del minibatches  # a publish gathers whole tensors in the memory of the scores
 
     state = state.advance(num_prompts=len(rows), optimizer_steps=len(updates))
     if run.moving_reference is not None:
@@ -273,7 +274,8 @@ def loss_of(run: Run, batch: MicroBatch, hidden_TH: Tensor) -> tuple[Tensor, Los
         reference_head=run.reference.head if run.reference else None,
         context_group=run.world.context_group,
     )
-    return output.loss, output
+    # With its graph, the kept loss would hold a later stage's input and the gradient by it.
+    return output.loss, replace(output, loss=output.loss.detach())
 
 
 def require_finite(metrics: Metrics, grad_norm: float, step: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ from stable_opd_mcore.metrics import Mean, Metrics, Same, Sum
 from stable_opd_mcore.monitoring.health import sample_metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import start_world, stop_world
-from stable_opd_mcore.records import Prompt, Rollout, Scores
+from stable_opd_mcore.records import LossOutput, Prompt, Rollout, Scores
 from stable_opd_mcore.train import step
 from stable_opd_mcore.train.guard import GuardState
 from stable_opd_mcore.train.learning_rate import learning_rate
@@ -356,7 +356,9 @@ def test_the_loss_has_the_rows_and_heads_of_its_models(run):
 
     def objective(hidden, head, batch, **models):
         given.update(hidden=hidden, head=head, batch=batch, **models)
-        return SimpleNamespace(loss="loss")
+        no_rows = torch.empty(0)
+        losses = dict.fromkeys((field.name for field in fields(LossOutput)), no_rows)
+        return LossOutput(**losses | {"loss": torch.tensor(2.0, requires_grad=True)})
 
     parts = {
         "objective": objective,
@@ -368,7 +370,9 @@ def test_the_loss_has_the_rows_and_heads_of_its_models(run):
     batch = SimpleNamespace(rows_N=torch.tensor([2, 0]))
     hidden = torch.arange(6.0).view(3, 2)
     loss, output = step.loss_of(replace(run, **parts), batch, hidden)
-    assert (loss, output.loss) == ("loss", "loss")
+    assert loss.requires_grad
+    assert loss == output.loss == 2
+    assert not output.loss.requires_grad  # results are kept until the last micro-batch's end
     assert given.pop("hidden").tolist() == [[4, 5], [0, 1]]
     assert given == {
         "head": "student's",
