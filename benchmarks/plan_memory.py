@@ -27,8 +27,9 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.parallel.world import World, gather_objects, start_world, stop_world
 from stable_opd_mcore.planning.hardware import Device
 from stable_opd_mcore.planning.layout import layout_of
-from stable_opd_mcore.planning.memory import Work, stage_plan
+from stable_opd_mcore.planning.memory import stage_plan
 from stable_opd_mcore.planning.plan import read_models
+from stable_opd_mcore.planning.work import Work
 from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.train.setup import build_run
 from stable_opd_mcore.train.state import TrainState

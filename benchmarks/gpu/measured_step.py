@@ -25,9 +25,10 @@ from stable_opd_mcore.models.spec import transformer_engine_is_usable
 from stable_opd_mcore.parallel.world import start_world
 from stable_opd_mcore.planning.hardware import DEVICES, GIB, Device
 from stable_opd_mcore.planning.layout import Layout, layout_of
-from stable_opd_mcore.planning.memory import MemoryPlan, Work, memory_plan
+from stable_opd_mcore.planning.memory import MemoryPlan, memory_plan
 from stable_opd_mcore.planning.model_size import ModelSize
 from stable_opd_mcore.planning.plan import read_models
+from stable_opd_mcore.planning.work import Work
 from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.rollout.engine import NothingInFlight, Sampling
 from stable_opd_mcore.train.setup import build_run

@@ -18,8 +18,9 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.config.training import Offloadable
 from stable_opd_mcore.planning.hardware import GIB, Device
 from stable_opd_mcore.planning.layout import Layout
-from stable_opd_mcore.planning.memory import MemoryPlan, Models, Work, memory_plan
+from stable_opd_mcore.planning.memory import MemoryPlan, Models, memory_plan
 from stable_opd_mcore.planning.seconds import Servers, StepSeconds, step_seconds
+from stable_opd_mcore.planning.work import Work
 
 Recompute = Literal["none", "selective", "full"]
 

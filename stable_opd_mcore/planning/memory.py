@@ -7,7 +7,7 @@ Adam's state exists from the first update on. Not here: how long a phase takes (
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,32 +18,21 @@ from stable_opd_mcore.planning.hardware import GIB, Device
 from stable_opd_mcore.planning.layout import Layout
 from stable_opd_mcore.planning.model_size import Layers, ModelSize
 from stable_opd_mcore.planning.topology import MEMORY_SHARES
+from stable_opd_mcore.planning.work import (
+    Work,
+    largest_share,
+    micro_batch_tokens,
+    num_micro_batches,
+)
+from stable_opd_mcore.planning.workspace import (
+    backward_bytes,
+    forward_bytes,
+    gathered_input_bytes,
+)
 
 Phase = Literal["rollout", "score", "update"]
 PHASES: tuple[Phase, ...] = ("rollout", "score", "update")
-
-
-@dataclass(frozen=True)
-class Work:
-    """Lengths and counts of one step that the config does not fix."""
-
-    prompt_tokens: int = 256  # mean
-    response_tokens: int = 4096  # mean, of rollouts and golden solutions
-
-    def sequences(self, config: Config) -> int:
-        """Rollouts and golden solutions of one step, over all ranks."""
-        prompts = config.rollout.prompts_per_step
-        golden = prompts if config.largest_lambda > 0 or config.objective.name == "sft" else 0
-        drawn = 0 if config.objective.name == "sft" else prompts * config.rollout.samples_per_prompt
-        return drawn + golden
-
-    def trained_tokens(self, config: Config) -> int:
-        """Prompt and response tokens of one step, over all ranks."""
-        return self.sequences(config) * (self.prompt_tokens + self.response_tokens)
-
-    def scored_rows(self, config: Config) -> int:
-        """Response tokens of one step, over all ranks."""
-        return self.sequences(config) * self.response_tokens
+PRODUCT_COLUMNS = 2**14  # losses.output_head's, without torch
 
 
 @dataclass(frozen=True)
@@ -60,6 +49,7 @@ class Component:
     name: str
     bytes: float
     phases: tuple[Phase, ...] = PHASES
+    is_rehearsed: bool = True  # whether it is a tensor of the fake world (rehearsal/)
 
 
 @dataclass(frozen=True)
@@ -72,6 +62,12 @@ class MemoryPlan:
 
     def bytes_in(self, phase: Phase) -> float:
         return sum(item.bytes for item in self.components if phase in item.phases)
+
+    @property
+    def rehearsed_bytes(self) -> float:
+        """The peak of what the fake world of `stable-opd rehearse` has."""
+        rehearsed = tuple(item for item in self.components if item.is_rehearsed)
+        return MemoryPlan(self.stage, rehearsed, self.usable_bytes).peak_bytes
 
     @property
     def peak_phase(self) -> Phase:
@@ -115,33 +111,31 @@ def stage_plan(
     components = _components(config, models, layout, stage, work, layers)
     if config.is_colocated:
         server = device.memory_gib * GIB * MEMORY_SHARES["colocated"]
-        components.append(Component("colocated server: weights, KV cache", server, ("rollout",)))
+        name = "colocated server: weights, KV cache"
+        components.append(Component(name, server, ("rollout",), is_rehearsed=False))
     return MemoryPlan(stage, tuple(components), device.usable_bytes)
 
 
 def largest_micro_batch(
     config: Config, models: Models, layout: Layout, device: Device, work: Work
 ) -> int | None:
-    """The largest train.micro_batch_tokens that fits, in steps of 1,024; None: not even one."""
+    """The largest train.micro_batch_tokens that fits, in steps of 1,024; None: not even one.
+
+    At most `largest_share`, from which on a larger budget changes nothing.
+    """
 
     def fits(thousands: int) -> bool:
         train = config.train.model_copy(update={"micro_batch_tokens": 1024 * thousands})
         changed = config.model_copy(update={"train": train})
         return memory_plan(changed, models, layout, device, work).fits
 
-    low, high = 0, 1024
+    low, high = 0, largest_share(config, layout, work) // 1024
+    if fits(high):
+        return 1024 * high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return 1024 * low if low else None
-
-
-def micro_batch_tokens(config: Config, layout: Layout, work: Work) -> float:
-    """Tokens of the largest micro-batch: a sequence longer than the budget stands alone."""
-    longest = work.prompt_tokens + config.sampling.max_new_tokens
-    budget = max(config.train.micro_batch_tokens, longest)
-    sequences = math.ceil(work.sequences(config) / layout.data / config.train.minibatches)
-    return min(budget, sequences * (work.prompt_tokens + work.response_tokens))
 
 
 def _components(
@@ -167,41 +161,72 @@ def _components(
         frozen.append(("teacher", ModelSize(models.teacher, layout)))
     if models.reference:
         frozen.append(("reference", student))
-    for role, size in frozen:
-        held = element * size.stage_parameters(stage)
-        fp8 = config.fp8.of(role)
-        if fp8 is not None and layers == "transformer_engine":
-            held -= (element - 1) * size.fp8_parameters(stage, fp8)
-        parts.append(Component(f"{role} weights", held, phases["frozen"]))
-    if models.reference and config.reference.update == "ema" and element == 2:
-        average = 4 * student.stage_parameters(stage)
-        parts.append(Component("reference's average, fp32", average, phases["frozen"]))
-    elif models.reference and config.reference.update != "never" and config.fp8.reference:
-        kept = element * student.stage_parameters(stage)
-        parts.append(Component("reference without FP8", kept, phases["frozen"]))
-    parts += _rollout_components(config, student, work, element)
-    last = stage == layout.pipeline - 1
-    if last:
-        parts += _loss_components(config, models, student, work, element)
-
+    parts += _frozen_components(config, frozen, stage, layers, element)
+    parts += _rollout_components(config, student, stage, work, element)
     tokens = micro_batch_tokens(config, layout, work) / layout.context
-    scored = [size for _, size in frozen]
-    if scored:
-        widest = max(size.saved_bytes("none", layers, element) for size in scored)
-        parts.append(Component("one layer's activations", widest * tokens, ("score",)))
-    per_token = student.layers_per_stage * student.saved_bytes(
-        config.train.recompute, layers, element
-    )
-    per_token += student.saved_outside_layers(last, layers, element)
-    in_flight = min(_in_flight(layout, stage), num_micro_batches(config, layout, work))
-    parts.append(Component("activations", per_token * tokens * in_flight, ("update",)))
-    # Backward holds the gradients of one layer's activations, or the activations it recomputes. The
-    # loss's logits are freed before.
-    workspace = student.saved_bytes("none", layers, element) * tokens
-    if last:
-        workspace = max(workspace, _logits_bytes(config, models, student, tokens, element))
-    parts.append(Component("backward workspace or logits", workspace, ("update",)))
+    if frozen:
+        widest = max(forward_bytes(size, layers, element, tokens) for _, size in frozen)
+        parts.append(Component("one layer's activations", widest, ("score",)))
+    parts.append(_activations(config, student, stage, work, layers, element))
+    if gathered := gathered_input_bytes(student, layers, element, tokens):
+        parts.append(Component("gathered input of a layer", gathered))
+    moment = backward_bytes(student, config.train.recompute, layers, element, tokens)
+    if stage == layout.pipeline - 1:
+        parts += _loss_components(config, models, student, work, element)
+        moment = max(
+            moment - student.final_norm_bytes(layers, element) * tokens,  # freed before
+            student.final_norm_workspace(layers) * tokens,
+            _loss_bytes(config, models, student, work, layers, element),
+        )
+    parts.append(Component("loss, or backward of a layer", moment, ("update",)))
     return parts
+
+
+def _frozen_components(
+    config: Config,
+    frozen: Sequence[tuple[Fp8Role, ModelSize]],
+    stage: int,
+    layers: Layers,
+    element: int,
+) -> list[Component]:
+    """Weights of the scorers, and what a reference that moves keeps beside them."""
+    held, parts = _phases_held(config)["frozen"], list[Component]()
+    for role, size in frozen:
+        weights, fp8 = element * size.stage_parameters(stage), config.fp8.of(role)
+        if fp8 is not None and layers == "transformer_engine":
+            weights -= (element - 1) * size.fp8_parameters(stage, fp8)
+        parts.append(Component(f"{role} weights", weights, held))
+        if role == "teacher":
+            continue
+        update, parameters = config.reference.update, size.stage_parameters(stage)
+        if update == "ema" and element == 2:
+            parts.append(Component("reference's average, fp32", 4 * parameters, held))
+        elif update != "never" and config.fp8.reference:
+            parts.append(Component("reference without FP8", element * parameters, held))
+    return parts
+
+
+def _activations(
+    config: Config, student: ModelSize, stage: int, work: Work, layers: Layers, element: int
+) -> Component:
+    """What is saved for backward, of all micro-batches that the stage has in flight."""
+    layout, recompute = student.layout, config.train.recompute
+    last = stage == layout.pipeline - 1
+    per_token = student.layers_per_stage * student.saved_bytes(recompute, layers, element)
+    per_token += student.saved_outside_layers(last, layers, element)
+    # Each model chunk keeps what it sends, and what it receives: the saved input of its first
+    # layer, except that torch's norm saves another tensor in its place.
+    kept = layout.virtual - (1 if last else 0)
+    if layers == "torch" and recompute != "full":
+        kept += layout.virtual - (1 if stage == 0 else 0)
+    sent = element * student.architecture.hidden_size / student.norm_ranks
+    per_token += kept * sent
+    tokens = micro_batch_tokens(config, layout, work) / layout.context
+    number = num_micro_batches(config, layout, work)
+    saved = per_token * tokens * min(_in_flight(layout, stage), number)
+    # Megatron's schedule lets go of a received tensor and its gradient one micro-batch later.
+    before = 2 * sent * tokens if stage > 0 and number > 1 else 0
+    return Component("activations", saved + before, ("update",))
 
 
 def _fp8_copies(config: Config, student: ModelSize, stage: int, layers: Layers) -> list[Component]:
@@ -225,32 +250,46 @@ def _phases_held(config: Config) -> dict[str, tuple[Phase, ...]]:
 
 
 def _rollout_components(
-    config: Config, student: ModelSize, work: Work, element: int
+    config: Config, student: ModelSize, stage: int, work: Work, element: int
 ) -> list[Component]:
     layout = student.layout
     if config.objective.name == "sft":
         return []
     if config.rollout.engine == "sglang":
-        buckets = 2 * config.rollout.sglang.bucket_mib * 2**20
-        return [Component("weight sync buckets", buckets, ("rollout",))]
+        return _publish_components(config, student, stage, element)
     if config.rollout.engine == "replay":
         return []
     drawn = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     tokens = work.prompt_tokens + config.sampling.max_new_tokens
     per_token = student.kv_bytes(element) / (layout.tensor * layout.pipeline)
     cache = drawn / layout.gradient_ranks * tokens * per_token
-    return [Component("KV cache", cache, ("rollout",))]
+    return [Component("KV cache", cache, ("rollout",), is_rehearsed=False)]
+
+
+def _publish_components(
+    config: Config, student: ModelSize, stage: int, element: int
+) -> list[Component]:
+    """Buckets of a publish and the tensor that is gathered for one (rollout/sglang/sync.py)."""
+    layout = student.layout
+    largest = element * student.head_rows * layout.tensor * student.architecture.hidden_size
+    buckets = 2 * max(config.rollout.sglang.bucket_mib * 2**20, largest)
+    parts = [Component("weight sync buckets", buckets, ("rollout",), is_rehearsed=False)]
+    # Owners gather shards and join them; other stages receive the whole tensor.
+    is_cut = layout.tensor > 1 and stage in (0, layout.pipeline - 1)
+    copies = 2 if is_cut else min(1, layout.pipeline - 1)
+    if copies:
+        whole = Component("weight sync: embedding, whole", copies * largest, ("rollout",))
+        parts.append(whole)
+    return parts
 
 
 def _loss_components(
     config: Config, models: Models, student: ModelSize, work: Work, element: int
 ) -> list[Component]:
-    """What the last stage holds beside its layers, without the fused loss's logits."""
+    """What the last stage holds beside its layers, from before the loss on."""
     layout, needs = student.layout, _hidden_states_needed(config, models)
     rows = work.scored_rows(config) / layout.gradient_ranks
     kept = element * rows * sum(needs)
-    tokens = micro_batch_tokens(config, layout, work) / layout.context
-    hidden = 2 * element * tokens * models.student.hidden_size  # gathered, and its gradient
     heads = _aligned_heads(models, student, element)
     if "frozen" in config.offloaded:  # the loss multiplies their heads
         columns = element * student.head_rows * sum(needs)
@@ -258,7 +297,6 @@ def _loss_components(
     return [
         *heads,
         Component("hidden states of the scorers", kept, ("score", "update")),
-        Component("loss: hidden states, gradient", hidden, ("update",)),
     ]
 
 
@@ -269,21 +307,32 @@ def _aligned_heads(models: Models, student: ModelSize, element: int) -> list[Com
         return []
     if ModelSize(teacher, layout).head_rows == student.head_rows:
         return []
-    copy = element * student.head_rows * teacher.hidden_size
-    return [Component("teacher's head, cut as the student's", copy)]
+    # One for the scores, one for the overlap/* metrics (train/setup.py).
+    copies = 2 * element * student.head_rows * teacher.hidden_size
+    return [Component("teacher's head, cut as the student's", copies)]
 
 
-def _logits_bytes(
-    config: Config, models: Models, student: ModelSize, tokens: float, element: int
+def _loss_bytes(
+    config: Config, models: Models, student: ModelSize, work: Work, layers: Layers, element: int
 ) -> float:
-    """A block's logits of every model that the fused loss reads; `tokens` of a micro-batch."""
+    """What the fused loss holds: hidden states, and a block's logits of every model it reads."""
+    hidden, length = models.student.hidden_size, work.prompt_tokens + work.response_tokens
+    tokens = micro_batch_tokens(config, student.layout, work) / student.layout.context
+    responses = tokens * work.response_tokens / length
+    # All hidden states, gathered; those of the responses, and their gradient.
+    held = element * (tokens + 2 * responses) * hidden
     # losses/output_head.rows_per_block: as many rows as shards, so that the block's bytes stay.
-    rows = min(config.train.loss_block_tokens * student.layout.tensor, tokens)
+    rows = min(config.train.loss_block_tokens * student.layout.tensor, responses)
     # Another temperature than 1: a copy of the golden rows' logits, at most of the whole block.
     has_golden = config.largest_lambda > 0 or config.objective.name == "sft"
     copies = 1 if has_golden and config.sampling.temperature != 1 else 0
     blocks = 1 + len(_hidden_states_needed(config, models)) + copies
-    return element * rows * student.head_rows * blocks
+    held += element * rows * student.head_rows * blocks
+    if layers == "torch" and element == 2:  # a CPU multiplies slices of the gradient in fp32
+        columns = min(PRODUCT_COLUMNS, student.head_rows)
+        after = min(PRODUCT_COLUMNS, student.head_rows - columns)
+        held += 4 * rows * (columns + max(after, hidden))
+    return held
 
 
 def _hidden_states_needed(config: Config, models: Models) -> list[int]:
@@ -303,12 +352,6 @@ def _in_flight(layout: Layout, stage: int) -> float:
         return layout.pipeline - stage
     extra = (layout.pipeline - stage - 1) * 2 + (layout.virtual - 1) * layout.pipeline + 1
     return min(extra / layout.virtual, layout.pipeline * 2)
-
-
-def num_micro_batches(config: Config, layout: Layout, work: Work) -> int:
-    """Of one data-parallel rank and one optimizer step."""
-    tokens = work.trained_tokens(config) / layout.data / config.train.minibatches
-    return max(1, round(tokens / micro_batch_tokens(config, layout, work)))
 
 
 def with_layout(config: Config, layout: Layout) -> Config:

@@ -121,12 +121,12 @@ class ModelSize:
     def saved_bytes(self, recompute: str, layers: Layers, element_bytes: int) -> float:
         """Saved for backward by one layer, per token of this rank's slice of a micro-batch."""
         model, t = self.architecture, self.layout.tensor
-        hidden = model.hidden_size / self._norm_ranks
+        hidden = model.hidden_size / self.norm_ranks
         if recompute == "full":
             return element_bytes * hidden
         queries, keys = self.query_width / t, self.key_width / t
-        mlp = self._mlp_bytes(layers, element_bytes)
-        norms = 2 * self._norm_bytes(hidden, 1 / self._norm_ranks, layers, element_bytes)
+        mlp = self.mlp_bytes(layers, element_bytes)
+        norms = 2 * self._norm_bytes(hidden, 1 / self.norm_ranks, layers, element_bytes)
         if layers == "transformer_engine":
             # Rotated queries and keys, values, output.
             elements = 2 * queries + 2 * keys
@@ -137,36 +137,52 @@ class ModelSize:
         if recompute == "selective":  # the MLP, from the input of Transformer Engine's fused norm
             saved -= mlp
             if layers == "transformer_engine" and model.experts is None:
-                saved -= element_bytes * hidden + 4 / self._norm_ranks
+                saved -= element_bytes * hidden + 4 / self.norm_ranks
         if model.family.qk_norm:
             heads = (model.num_attention_heads + model.num_key_value_heads) / t
             saved += self._norm_bytes(queries + keys, heads, layers, element_bytes)
             saved -= element_bytes * (queries + keys)  # their outputs are not kept
         return saved + 4 * model.num_attention_heads / t  # log-sums of the attention
 
-    def _mlp_bytes(self, layers: Layers, element_bytes: int) -> float:
+    def mlp_bytes(self, layers: Layers, element_bytes: int) -> float:
         """Saved by one layer's MLP, or by its router and this rank's experts."""
-        model = self.architecture
+        model, is_torch = self.architecture, layers == "torch"
         # Gate and up, their product; torch's layers also keep the gate's activation and its input.
-        width = (3 if layers == "transformer_engine" else 5) * model.ffn_hidden_size
+        width = (5 if is_torch else 3) * model.ffn_hidden_size
         experts = model.experts
         if experts is None:
             return element_bytes * width / self.layout.tensor
-        # A token is copied to each of its experts. fp32: logits and probabilities of the router.
-        copies = experts.per_token * element_bytes * (width + 2 * model.hidden_size)
-        return (copies + 2 * 4 * experts.number) / self._norm_ranks
+        # Torch's experts keep the product also times its probability, and not their output.
+        kept = width + (
+            model.ffn_hidden_size + model.hidden_size if is_torch else 2 * model.hidden_size
+        )
+        # fp32: logits and probabilities of the router.
+        router = 2 * 4 * experts.number / self.norm_ranks
+        return element_bytes * self.expert_copies() * kept + router
+
+    def expert_copies(self) -> float:
+        """Tokens at this rank's experts, per token of a micro-batch; 0 in a dense model."""
+        experts = self.architecture.experts
+        return 0.0 if experts is None else experts.per_token / self.norm_ranks
 
     def saved_outside_layers(self, last: bool, layers: Layers, element_bytes: int) -> float:
         """As saved_bytes: the stage's ids and rotary angles, and the last stage's final norm."""
         inputs = 9 + element_bytes * self.architecture.head_dim
-        if not last:
-            return inputs
-        width = self.architecture.hidden_size / self._norm_ranks
-        norm = self._norm_bytes(width, 1 / self._norm_ranks, layers, element_bytes)
-        return inputs + norm - element_bytes * width  # the loss keeps the output instead
+        return inputs + self.final_norm_bytes(layers, element_bytes) if last else inputs
+
+    def final_norm_bytes(self, layers: Layers, element_bytes: int) -> float:
+        """Saved by the last stage's norm per token; its output is the loss's (memory.py)."""
+        width = self.architecture.hidden_size / self.norm_ranks
+        norm = self._norm_bytes(width, 1 / self.norm_ranks, layers, element_bytes)
+        return norm - element_bytes * width
+
+    def final_norm_workspace(self, layers: Layers) -> float:
+        """Of its backward pass per token, beside all that is saved: torch's computes in fp32."""
+        width = self.architecture.hidden_size / self.norm_ranks
+        return 4 * 4 * width if layers == "torch" else 0
 
     @property
-    def _norm_ranks(self) -> int:
+    def norm_ranks(self) -> int:
         """Ranks over which sequence parallelism cuts norms and the residual stream."""
         return self.layout.tensor if self.layout.sequence else 1
 

@@ -28,13 +28,13 @@ from stable_opd_mcore.planning.memory import (
     PHASES,
     MemoryPlan,
     Models,
-    Work,
     largest_micro_batch,
     memory_plan,
     with_layout,
 )
 from stable_opd_mcore.planning.seconds import Servers, StepSeconds, step_seconds
 from stable_opd_mcore.planning.topology import Topology, derive_topology
+from stable_opd_mcore.planning.work import Work, largest_share
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,12 @@ class Plan:
     seconds: StepSeconds
     largest_micro_batch: int | None
     topology: Topology
+
+    @property
+    def any_micro_batch_fits(self) -> bool:
+        """Whether a rank's share of a minibatch fits as one micro-batch."""
+        share = largest_share(self.config, self.layout, self.work)
+        return self.largest_micro_batch == share
 
     @property
     def tokens_per_gpu_second(self) -> float:
@@ -120,6 +126,7 @@ class Plan:
             },
             "fits": self.memory.fits,
             "largest_micro_batch_tokens": self.largest_micro_batch,
+            "any_micro_batch_fits": self.any_micro_batch_fits,
             "choice": self.choice.as_values(),
             "seconds": asdict(self.seconds) | {"total": self.seconds.total},
             "tokens_per_gpu_second": self.tokens_per_gpu_second,
@@ -140,7 +147,10 @@ class Plan:
         usable = f"{_gib(self.memory.usable_bytes)} GiB of a {self.device.name} are usable"
         verdict = "fits" if self.memory.fits else "DOES NOT FIT"
         budget = self.largest_micro_batch
-        advice = f"the largest train.micro_batch_tokens that fits is {budget}"
+        if self.any_micro_batch_fits:
+            advice = f"any train.micro_batch_tokens fits: a rank has {budget} tokens in a minibatch"
+        else:
+            advice = f"the largest train.micro_batch_tokens that fits is {budget}"
         if not budget:
             mends = self.choice.best.memory.fits
             advice = "no train.micro_batch_tokens fits" if mends else f"take {self.remedy}"
@@ -204,7 +214,7 @@ def layouts_table(plans: list[Plan], rows: int = 20) -> str:
             "yes" if plan.memory.fits else "no",
             f"{plan.seconds.total:.1f}",
             f"{plan.tokens_per_gpu_second:.0f}",
-            str(plan.largest_micro_batch or "-"),
+            "any" if plan.any_micro_batch_fits else str(plan.largest_micro_batch or "-"),
         )
     return _render(table)
 

@@ -15,8 +15,9 @@ from stable_opd_mcore.config.training import Offloadable
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.planning.hardware import DEVICES, Device
 from stable_opd_mcore.planning.layout import Layout, layout_of
-from stable_opd_mcore.planning.memory import Models, Work, num_micro_batches, stage_plan
+from stable_opd_mcore.planning.memory import Models, stage_plan
 from stable_opd_mcore.planning.model_size import ModelSize
+from stable_opd_mcore.planning.work import Work, num_micro_batches
 
 # Seconds of one decoding step beside its memory traffic and products.
 SGLANG_SECONDS = 0.002  # CUDA graphs

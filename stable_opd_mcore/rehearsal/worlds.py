@@ -21,8 +21,9 @@ from stable_opd_mcore.models.families import read_fields
 from stable_opd_mcore.planning.hardware import GIB
 from stable_opd_mcore.planning.known_models import model_source
 from stable_opd_mcore.planning.layout import Layout, layout_of
-from stable_opd_mcore.planning.memory import Models, Work, stage_plan
+from stable_opd_mcore.planning.memory import Models, stage_plan
 from stable_opd_mcore.planning.plan import Cluster, Plan, make_plan, read_models
+from stable_opd_mcore.planning.work import Work
 from stable_opd_mcore.rehearsal.rank import rehearse_rank
 
 PROMPT_TOKENS = 256  # of every prompt, fewer where the window leaves less
@@ -131,7 +132,7 @@ def rehearse_stage(
         layers=of_stage,
         seconds=report.seconds,
         fake_bytes=report.peak_bytes,
-        planned_bytes=max(planned.bytes_in("score"), planned.bytes_in("update")),  # no servers
+        planned_bytes=planned.rehearsed_bytes,
         gpu_bytes=plan.memory.peak_bytes,
         usable_bytes=plan.memory.usable_bytes,
     )
@@ -162,22 +163,27 @@ def longest_work(config: Config, models: Models) -> Work:
 
 
 def with_few_prompts(config: Config, layout: Layout, work: Work) -> Config:
-    """As many prompts as fill the pipeline once: later micro-batches take the same memory.
+    """One prompt a minibatch, with as many responses as fill the pipeline's micro-batches.
 
-    One more sequence would make one more micro-batch on every rank, and packing would balance them
-    to smaller ones than plan counts. So one prompt has fewer responses where its own are too many.
+    Later micro-batches take the same memory. A micro-batch that is not full would take less than
+    the plan counts. Supervised fine-tuning has one sequence a prompt, and so as many prompts.
 
     The budget becomes what whole sequences fill of it, which is what packing makes and plan counts.
     Nothing is offloaded: fake storages cannot move to the host.
     """
     length = work.prompt_tokens + work.response_tokens
     in_micro_batch = config.train.micro_batch_tokens // length
-    micro_batches = layout.pipeline * layout.virtual * config.train.minibatches
-    room = micro_batches * in_micro_batch * layout.data  # sequences
-    of_prompt = work.sequences(_with(config, 1))
-    prompts = min(config.rollout.prompts_per_step, max(1, room // of_prompt))
-    samples = config.rollout.samples_per_prompt - max(0, of_prompt - room)
-    config = _with(config, prompts, max(1, samples))
+    minibatches = config.train.minibatches
+    of_rank = work.sequences(config) // layout.data // minibatches
+    if of_rank > in_micro_batch:
+        micro_batches = min(of_rank // in_micro_batch, layout.pipeline * layout.virtual)
+        of_rank = micro_batches * in_micro_batch
+    sequences = max(1, of_rank) * layout.data  # of a minibatch
+    golden = work.sequences(_with(config, 1)) - config.rollout.samples_per_prompt
+    if config.objective.name == "sft":
+        config = _with(config, minibatches * sequences)
+    else:
+        config = _with(config, minibatches, max(1, sequences - golden))
     train = config.train.model_copy(update={"micro_batch_tokens": in_micro_batch * length})
     memory = config.memory.model_copy(update={"offload": ()})
     return config.model_copy(update={"train": train, "memory": memory})

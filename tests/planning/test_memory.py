@@ -40,13 +40,13 @@ def test_a_part_that_is_not_used_takes_nothing(tmp_path, override, gone):
     assert not components(plan).get(gone)
 
 
-def test_another_padded_vocabulary_of_the_teacher_costs_a_copy_of_its_head(tmp_path):
+def test_another_padded_vocabulary_of_the_teacher_costs_two_copies_of_its_head(tmp_path):
     name, smaller = "teacher's head, cut as the student's", tmp_path / "smaller"
     smaller.mkdir()
     (smaller / "config.json").write_text(json.dumps(QWEN_7B | {"vocab_size": 151936}))
     other = (f"student.path={smaller}",)
     held = components(make_plan(config_7b(tmp_path, *other), NODE))
-    assert held[name] == 2 * 151936 / 4 * 3584
+    assert held[name] == 2 * 2 * 151936 / 4 * 3584  # scores and overlap metrics
     assert name not in components(make_plan(config_7b(tmp_path), NODE))
     one_rank = (*other, "parallel.tensor=1", "parallel.sequence=false")
     assert name not in components(make_plan(config_7b(tmp_path, *one_rank), NODE))
@@ -101,6 +101,29 @@ def test_the_largest_budget_fits_and_the_next_does_not(tmp_path):
         assert make_plan(config, NODE, gpu="h100").memory.fits == fits
 
 
+def test_where_everything_fits_the_largest_budget_is_a_ranks_share(tmp_path):
+    few = config_7b(tmp_path, "rollout.prompts_per_step=2", "mixture.lambda=0")
+    plan = make_plan(few, NODE)  # two ranks, four sequences of 256 + 4,096 tokens each
+    assert plan.largest_micro_batch == 4 * 4352
+    assert "any train.micro_batch_tokens fits: a rank has 17408 tokens" in plan.table()
+    assert not make_plan(config_7b(tmp_path), NODE, gpu="h100").any_micro_batch_fits
+
+
+def test_a_publish_gathers_the_embedding_and_its_buckets_hold_it(tmp_path):
+    def held(*overrides: str) -> dict[str, float]:
+        config = config_7b(tmp_path, "rollout.engine=sglang", *overrides)
+        return components(make_plan(config, NODE))
+
+    embedding, name = 2 * 152064 * 3584, "weight sync: embedding, whole"
+    assert held()["weight sync buckets"] == 2 * embedding  # more than rollout.sglang.bucket_mib
+    assert held()[name] == 2 * embedding  # shards, and joined
+    one_rank = ("parallel.tensor=1", "parallel.sequence=false")
+    assert name not in held(*one_rank)
+    assert held(*one_rank, "parallel.pipeline=2")[name] == embedding  # of another stage
+    buckets = held("rollout.sglang.bucket_mib=2048")["weight sync buckets"]
+    assert buckets == 2 * 2048 * 2**20
+
+
 def test_one_gpu_does_not_hold_a_7b_run(tmp_path):
     config = config_7b(tmp_path, "parallel.tensor=1", "parallel.sequence=false")
     plan = make_plan(config, Cluster(nodes=1, gpus_per_node=1))
@@ -114,10 +137,11 @@ def test_another_temperature_keeps_a_copy_of_the_golden_logits(tmp_path):
         # More rows in a block, so that the logits need more than a layer's backward pass.
         options = ["train.loss_block_tokens=4096", *overrides]
         held = components(make_plan(config_7b(tmp_path, *options), NODE))
-        return held["backward workspace or logits"]
+        return held["loss, or backward of a layer"]
 
     copy = logits("sampling.temperature=0.8") - logits()
-    assert copy == 2 * 4 * 4096 * 152064 / 4  # bf16; four shards of as many times more rows
+    # bf16; four shards of as many times more rows
+    assert copy == pytest.approx(2 * 4 * 4096 * 152064 / 4)
     assert logits("sampling.temperature=0.8", "mixture.lambda=0") == logits("mixture.lambda=0")
 
 
@@ -128,7 +152,8 @@ def test_offloaded_parts_are_held_in_the_phases_that_need_them(tmp_path):
 
     colocated = ("rollout.engine=sglang", "rollout.sglang.placement=colocated")
     server = "colocated server: weights, KV cache"
-    assert held("rollout", *colocated) == {"student weights", "weight sync buckets", server}
+    publish = {"weight sync buckets", "weight sync: embedding, whole"}
+    assert held("rollout", *colocated) == {"student weights", server} | publish
     memory = make_plan(config_7b(tmp_path, *colocated), NODE).memory
     (share,) = (item.bytes for item in memory.components if item.name == server)
     assert share == 139 / 2 * 2**30  # SGLang's --mem-fraction-static when colocated

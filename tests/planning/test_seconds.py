@@ -7,9 +7,9 @@ import pytest
 from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.planning.hardware import Device
 from stable_opd_mcore.planning.layout import Layout
-from stable_opd_mcore.planning.memory import Work
 from stable_opd_mcore.planning.plan import Cluster, Plan, make_plan, read_models
 from stable_opd_mcore.planning.seconds import Servers, step_seconds
+from stable_opd_mcore.planning.work import Work
 from tests.planning.cases import NODE, config_7b
 
 

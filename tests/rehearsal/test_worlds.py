@@ -29,25 +29,43 @@ def rehearse(name: str, cluster: Cluster, *overrides: str, stage: int = 0) -> St
     return rehearse_stage(with_known_models(config)[0], cluster, "h200", stage)
 
 
-def test_the_plan_has_the_memory_of_the_fake_world(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("overrides", "stage"), [((), 0), (("parallel.pipeline=2", "train.recompute=selective"), 1)]
+)
+def test_the_plan_has_the_memory_of_the_fake_world(tmp_path, monkeypatch, overrides, stage):
     monkeypatch.setitem(cases.QWEN_7B, "num_hidden_layers", 4)
-    config = cases.config_7b(tmp_path, "train.micro_batch_tokens=8448")
-    report = rehearse_stage(config, Cluster(1, 8, 1), "h200", 0)
-    # a whole 7B: 1 %; with four layers, the one that is computed backward counts more
-    assert report.fake_bytes == pytest.approx(report.planned_bytes, rel=0.08)
+    config = cases.config_7b(tmp_path, "train.micro_batch_tokens=8448", *overrides)
+    report = rehearse_stage(config, Cluster(1, 8, 1), "h200", stage)
+    assert report.fake_bytes == pytest.approx(report.planned_bytes, rel=0.02)
     assert report.gpu_bytes < report.usable_bytes
 
 
-def test_one_prompt_has_as_many_responses_as_fill_a_micro_batch():
-    """Eight of 8,448 tokens on two ranks would be two micro-batches of two instead of three."""
-    config = load_config(CONFIGS / "recipes" / "dr_grpo_7b.yaml")
-    config, _ = with_known_models(config)
-    assert (config.rollout.samples_per_prompt, config.train.micro_batch_tokens) == (8, 32768)
-    few = with_few_prompts(
-        config, layout_of(config.parallel, 8), longest_work(config, read_models(config))
-    )
-    assert (few.rollout.prompts_per_step, few.rollout.samples_per_prompt) == (1, 6)
-    assert few.train.micro_batch_tokens == 3 * 8448
+@pytest.mark.parametrize(
+    ("name", "overrides", "prompts", "samples", "tokens"),
+    [
+        # Two ranks, one micro-batch of three sequences each; eight sequences would make two.
+        ("recipes/dr_grpo_7b", (), 1, 6, 3 * 8448),
+        # Two stages: twice as many, one of them golden.
+        ("stable_opd_7b", ("parallel.pipeline=2", "parallel.tensor=2"), 1, 11, 3 * 8448),
+        ("stable_opd_7b", ("train.minibatches=2",), 2, 5, 3 * 8448),
+        ("sft_7b", (), 6, 1, 3 * 8448),
+        ("recipes/dr_grpo_7b", ("train.micro_batch_tokens=65536",), 1, 14, 7 * 8448),
+        # A rank has four sequences, fewer than fit in a micro-batch.
+        (
+            "recipes/dr_grpo_7b",
+            ("rollout.prompts_per_step=1", "train.micro_batch_tokens=65536"),
+            *(1, 8, 7 * 8448),
+        ),
+    ],
+)
+def test_few_prompts_fill_the_micro_batches_of_the_pipeline(
+    name, overrides, prompts, samples, tokens
+):
+    config, _ = with_known_models(load_config(CONFIGS / f"{name}.yaml", overrides))
+    layout, work = layout_of(config.parallel, 8), longest_work(config, read_models(config))
+    few = with_few_prompts(config, layout, work)
+    assert few.train.micro_batch_tokens == tokens
+    assert (few.rollout.prompts_per_step, few.rollout.samples_per_prompt) == (prompts, samples)
 
 
 NO_SEQUENCE = "parallel.sequence=false"

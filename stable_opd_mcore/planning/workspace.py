@@ -1,0 +1,90 @@
+"""What a rank holds for a moment while it computes one layer, beside what is saved for backward.
+
+Forward passes of scorers save nothing, so a layer's tensors are freed as soon as they are read. In
+the backward pass gradients stand beside the saved tensors that they are computed from. Each
+function lists the moments in which most is held and returns the largest. The moments of torch's
+layers were read off the fake world of `stable-opd rehearse`; those of Transformer Engine's layers
+follow from what its operations read and write, without its own workspaces. Not here: saved tensors
+(model_size.py), the loss (memory.py).
+
+Per token, in elements: H hidden, h hidden over the sequence-parallel ranks, F feed-forward width
+over the tensor ranks, C copies of a token at this rank's experts.
+"""
+
+from __future__ import annotations
+
+from stable_opd_mcore.planning.model_size import Layers, ModelSize
+
+
+def forward_bytes(size: ModelSize, layers: Layers, element: int, tokens: float) -> float:
+    """Largest sum of one layer's tensors in a pass without gradients over `tokens` tokens."""
+    hidden, local = size.architecture.hidden_size, _local_hidden(size)
+    # The embeddings, which the model holds to its end, the layer's input and the attention's
+    # output. Transformer Engine's fused norm frees its output; torch's stays to the MLP's end.
+    streams = 3 * local + (local if layers == "torch" else 0)
+    if size.architecture.experts is not None:
+        return element * tokens * (streams + _dispatched(size) + size.expert_copies() * hidden)
+    ffn = size.architecture.ffn_hidden_size / size.layout.tensor
+    gathered = hidden if size.layout.sequence else 0
+    # Gate and up; then beside them the gate's activation, torch's copy of up, and their product.
+    moments = 2 * ffn + gathered, (5 if layers == "torch" else 3) * ffn
+    return element * tokens * (streams + max(moments))
+
+
+def backward_bytes(
+    size: ModelSize, recompute: str, layers: Layers, element: int, tokens: float
+) -> float:
+    """Largest sum of what the backward pass of the last layer holds beside all saved tensors."""
+    held = _recomputed_bytes(size, recompute, layers, element) + element * _local_hidden(size)
+    return tokens * held + max(_moments(size, layers, element, tokens))
+
+
+def gathered_input_bytes(size: ModelSize, layers: Layers, element: int, tokens: float) -> float:
+    """Megatron's buffer for a linear layer's input under sequence parallelism: kept for good.
+
+    Transformer Engine gathers into new memory and frees it.
+    """
+    if layers == "transformer_engine" or not size.layout.sequence:
+        return 0
+    return element * tokens * size.architecture.hidden_size
+
+
+def _recomputed_bytes(size: ModelSize, recompute: str, layers: Layers, element: int) -> float:
+    """Per token: what one layer saves when it is computed again, and that pass's output."""
+    if recompute == "none":
+        return 0
+    again = size.saved_bytes("none", layers, element) - size.saved_bytes(recompute, layers, element)
+    output = element * _local_hidden(size)
+    # Torch's norm saves its input in fp32, so the layer's saved input is not among its tensors.
+    own_input = output if recompute == "full" and layers == "torch" else 0
+    return again + output + own_input
+
+
+def _moments(size: ModelSize, layers: Layers, element: int, tokens: float) -> tuple[float, ...]:
+    """Bytes beside saved tensors and the gradient of the layer's output."""
+    hidden, local = size.architecture.hidden_size, _local_hidden(size)
+    if size.architecture.experts is not None:
+        # In the layer's own forward pass, when the experts' outputs are put in order: beside the
+        # saved inputs of the experts what was sent, received and computed. And the residual.
+        return (element * tokens * (_dispatched(size) + local),)
+    ffn = size.architecture.ffn_hidden_size / size.layout.tensor
+    gathered = hidden if size.layout.sequence else 0
+    # Torch makes the gradient of the down projection's weight before it adds it to the sum.
+    weight = element * ffn * hidden if layers == "torch" else 0
+    product = element * tokens * (ffn + gathered) + weight
+    # The product's gradient is read, those of gate and up are written; the product is freed.
+    gate_and_up = element * tokens * 2 * ffn
+    if layers == "transformer_engine":
+        return product, gate_and_up
+    # The norm before the MLP, in fp32, when all that the MLP saved is freed.
+    norm = tokens * (3.5 * 4 * local - size.mlp_bytes(layers, element))
+    return product, gate_and_up, norm
+
+
+def _dispatched(size: ModelSize) -> float:
+    """Elements per token of an experts' layer: copies sent, received, computed and in order."""
+    return 4 * size.expert_copies() * size.architecture.hidden_size
+
+
+def _local_hidden(size: ModelSize) -> float:
+    return size.architecture.hidden_size / size.norm_ranks
