@@ -70,6 +70,10 @@ def _torch_block_spec(
     )
     norm: Any = RMSNorm
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+    if config.num_moe_experts is not None:
+        # In checkpoints this norm has the name of a dense MLP's. Transformer Engine's experts have
+        # it under its own name, because they fuse no norm.
+        del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     layer.submodules.self_attention.module = TorchSelfAttention
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = IdentityOp  # TorchSelfAttention has it built in

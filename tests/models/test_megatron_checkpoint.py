@@ -121,6 +121,17 @@ def test_extra_state_is_neither_saved_nor_needed(
     assert all(bool((weight == 2).all()) for weight in with_state[0].parameters())
 
 
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("qwen3", "mlp.linear_fc1.layer_norm_weight"), ("qwen3_moe", "pre_mlp_layernorm.weight")],
+)
+def test_the_second_norm_has_the_name_of_transformer_engines_layers(family: str, name: str) -> None:
+    """Which fuse it into the MLP that follows, but not into experts."""
+    model = build_model(tiny.architecture(family), start_world(ParallelConfig(), 0), seed=None)
+    saved = {item.key for item in weights_of(model)["model0"].values()}
+    assert f"decoder.layers.{name}" in saved
+
+
 def test_a_weight_that_the_checkpoint_lacks_is_an_error(
     chunks: list[HiddenStatesGPTModel], tmp_path: Path
 ) -> None:
