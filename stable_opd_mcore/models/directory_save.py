@@ -16,6 +16,7 @@ import contextlib
 import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,21 @@ from stable_opd_mcore.parallel.save_helper import end_with_parent, start_save_he
 from stable_opd_mcore.parallel.world import gather_objects
 
 _BYTES_PER_TENSOR = 3 * 2**10  # of torch's zip format and of the metadata
-# RuntimeErrors of torch's and of Megatron's file writers.
-_WRITE_ERRORS = ("inline_container.cc", "PytorchStreamWriter", "Worker failure: [Errno")
+# RuntimeErrors of torch's and of Megatron's file writers. The last is of newer releases, which log
+# the reason and give its class alone.
+_WRITE_ERRORS = (
+    "inline_container.cc",
+    "PytorchStreamWriter",
+    "Worker failure: [Errno",
+    "Worker failure: An error is caught while starting worker",
+)
+
+# Newer releases of Megatron would take those of nvidia-resiliency-ext.
+_OWN_WRITERS: dict[str, Any] = (
+    {"async_strategy": "mcore"}
+    if "async_strategy" in signature(dist_checkpointing.save).parameters
+    else {}
+)
 
 
 def sharding() -> dict[str, Any]:
@@ -101,6 +115,7 @@ class DirectorySave:
                 FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), same_weights),
                 async_sharded_save=True,
                 content_metadata=sharding(),
+                **_OWN_WRITERS,
             )
 
         self._together(self._prepare, first_rank_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,9 +94,14 @@ def _torch_block_spec(
 def _emulated(layer: Any) -> Any:
     """A layer's spec with emulated FP8 in the matrices of attention, MLP and experts."""
     layer = deepcopy(layer)
-    attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+    attention, mlp = layer.submodules.self_attention.submodules, _submodules(layer.submodules.mlp)
     attention.linear_qkv, attention.linear_proj = EmulatedColumnLinear, EmulatedRowLinear
     if hasattr(mlp, "experts"):
-        mlp = mlp.experts.submodules
+        mlp = _submodules(mlp.experts)
     mlp.linear_fc1, mlp.linear_fc2 = EmulatedColumnLinear, EmulatedRowLinear
     return layer
+
+
+def _submodules(spec: Any) -> Any:
+    """Of an MLP or of experts, which newer releases of Megatron describe by a partial function."""
+    return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules

@@ -20,6 +20,7 @@ class FusedAdam(torch.optim.Optimizer):
     Args:
         params: parameters or groups.
         lr, betas, eps, weight_decay: as in torch.optim.AdamW.
+        capturable: given by newer releases of Megatron; False.
     """
 
     def __init__(
@@ -30,7 +31,9 @@ class FusedAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         adam_w_mode: bool = True,
         weight_decay: float = 0.0,
+        capturable: bool = False,
     ) -> None:
+        assert not capturable, "a CPU captures no CUDA graphs"
         self._decoupled = adam_w_mode
         super().__init__(
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}

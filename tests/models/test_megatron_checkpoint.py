@@ -63,8 +63,8 @@ def test_damage_to_each_file_is_found(directory: Path) -> None:
 
 def test_damaged_weights_are_refused(chunks: list[HiddenStatesGPTModel], directory: Path) -> None:
     load_weights(chunks, directory)
-    (directory / "common.pt").unlink()
-    with pytest.raises(UserError, match=r"model: damaged: common.pt is missing"):
+    (directory / "metadata.json").unlink()
+    with pytest.raises(UserError, match=r"model: damaged: metadata.json is missing"):
         load_weights(chunks, directory)
 
 

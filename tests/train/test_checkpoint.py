@@ -93,7 +93,6 @@ CASES = [
     for name in (
         "__0_0.distcp",
         ".metadata",
-        "common.pt",
         "metadata.json",
         "config.json",
         "rng_rank_00000.safetensors",
@@ -137,9 +136,9 @@ def test_changed_step_is_damage(checkpoints: Path) -> None:
 
 
 def test_error_names_the_damaged_file_of_every_checkpoint(checkpoints: Path) -> None:
-    flip(checkpoints / "step_000004" / "common.pt")
+    flip(checkpoints / "step_000004" / "metadata.json")
     flip(checkpoints / "step_000002" / "state.json")
-    with pytest.raises(UserError, match=r"(?s)step_000004: common.pt .*step_000002: state.json "):
+    with pytest.raises(UserError, match=r"(?s)_000004: metadata.json .*_000002: state.json "):
         newest_checkpoint(checkpoints)
     assert newest_checkpoint(checkpoints / "empty") is None
 
