@@ -59,7 +59,7 @@ def mark_shards(chunks: Sequence[Module]) -> None:
     optimizer of their own. Megatron itself does so only with several expert-parallel ranks; here
     one rank does too, and its checkpoints have the form of every layout.
     """
-    for _, weight, entry in _parameters(chunks):
+    for _, weight, entry in described_parameters(chunks):
         marked = hasattr(weight, "tensor_model_parallel")
         if entry.layout != "whole" and not marked:
             dimension = 1 if entry.layout == "columns" else 0
@@ -78,7 +78,7 @@ def iter_hf_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
     models = [unwrap(chunk) for chunk in chunks]
     architecture = architecture_of(chunks)
     groups = models[0].pg_collection
-    local = {entry.hf_names: weight for _, weight, entry in _parameters(chunks)}
+    local = {entry.hf_names: weight for _, weight, entry in described_parameters(chunks)}
     expert_ranks = _expert_ranks(list(local), groups.ep)
     owners = _owners(list(expert_ranks), groups.pp)
     for entry in tensors.canonical_parameters(architecture):
@@ -117,7 +117,9 @@ def copy_weights(from_chunks: Sequence[Module], to_chunks: Sequence[Module]) -> 
             f"cannot copy weights of {architecture_of(from_chunks)} "
             f"into {architecture_of(to_chunks)}"
         )
-    for source, target in zip(_parameters(from_chunks), _parameters(to_chunks), strict=True):
+    for source, target in zip(
+        described_parameters(from_chunks), described_parameters(to_chunks), strict=True
+    ):
         target[1].copy_(source[1])
 
 
@@ -129,7 +131,9 @@ def average_weights(
 
     Both have one architecture and layout; the second one is in fp32.
     """
-    for source, target in zip(_parameters(from_chunks), _parameters(to_chunks), strict=True):
+    for source, target in zip(
+        described_parameters(from_chunks), described_parameters(to_chunks), strict=True
+    ):
         assert target[1].dtype == torch.float32, "in bf16 a small change is rounded away"
         target[1].lerp_(source[1].to(torch.float32), 1 - decay)
 
@@ -140,7 +144,7 @@ def refuse_non_finite(chunks: Sequence[Module], origin: str) -> None:
     Raises:
         UserError: a weight of some rank is NaN or infinite; `origin` begins the message.
     """
-    parameters = [(weight.detach(), entry) for _, weight, entry in _parameters(chunks)]
+    parameters = [(weight.detach(), entry) for _, weight, entry in described_parameters(chunks)]
     bounds = torch.stack([_bounds(weight) for weight, _ in parameters])  # read from the GPU once
     finite = bounds.isfinite().all(dim=1).tolist()
     bad = None if all(finite) else ", ".join(parameters[finite.index(False)][1].hf_names)
@@ -164,7 +168,7 @@ def architecture_of(chunks: Sequence[Module]) -> Architecture:
     return unwrap(chunks[0]).architecture
 
 
-def _parameters(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor, Parameter]]:
+def described_parameters(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor, Parameter]]:
     """Name, weight and table entry of this rank's parameters; a tied head's copy comes last."""
     for model in map(unwrap, chunks):
         layers: Any = model.decoder.layers
@@ -189,7 +193,7 @@ def fill_weights(
     group = unwrap(chunks[0]).pg_collection.tp
     architecture = architecture_of(chunks)
     rank, size = group.rank(), group.size()
-    for _, weight, entry in _parameters(chunks):
+    for _, weight, entry in described_parameters(chunks):
         parts = [
             source(
                 name,

@@ -3,12 +3,11 @@
 A world that the layout does not divide is skipped and said. Refused are worlds whose memory, layout
 or servers do not fit, with the numbers and the remedy. The fake world has the torch layers of a
 CPU, so its memory is held against the plan for these; the plan for Transformer Engine's layers is
-held against the GPU. Not here: one rank (rank.py).
+held against the GPU. Not here: one rank (rank.py), Transformer Engine's own layers (te_layers.py).
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from stable_opd_mcore.planning.layout import Layout, layout_of
 from stable_opd_mcore.planning.memory import Models, stage_plan
 from stable_opd_mcore.planning.plan import Cluster, Plan, make_plan, read_models
 from stable_opd_mcore.planning.work import Work
+from stable_opd_mcore.rehearsal import te_layers
 from stable_opd_mcore.rehearsal.rank import rehearse_rank
 
 PROMPT_TOKENS = 256  # of every prompt, fewer where the window leaves less
@@ -86,6 +86,8 @@ def rehearse_worlds(
                 for stage in range(layout.pipeline):
                     report = rehearse_stage(config, cluster, gpu, stage, layers)
                     tell(f"{name}  {layout}  {report.line}{_idle(config, layout)}")
+                if te_layers.is_installed():
+                    tell(f"{name}  {layout}  {_compare_layers(config, cluster, layout, layers)}")
             except UserError as error:
                 passed = False
                 tell(f"{name}  {layout}  REFUSED: {error}")
@@ -136,6 +138,14 @@ def rehearse_stage(
         gpu_bytes=plan.memory.peak_bytes,
         usable_bytes=plan.memory.usable_bytes,
     )
+
+
+def _compare_layers(config: Config, cluster: Cluster, layout: Layout, layers: int | None) -> str:
+    """As te_layers.compare_layers, on the ranks and with the layers that are rehearsed."""
+    config, _ = with_few_layers(config, read_models(config), layout, layers)
+    gpus = cluster.trainer_gpus
+    ranks = [stage * (gpus // layout.pipeline) for stage in range(layout.pipeline)]
+    return te_layers.compare_layers(config, gpus, ranks)
 
 
 def longest_work(config: Config, models: Models) -> Work:
@@ -261,9 +271,10 @@ def _idle(config: Config, layout: Layout) -> str:
 
 
 def _layers() -> str:
-    installed = importlib.util.find_spec("transformer_engine") is not None
-    state = "installed, but computes on GPUs only" if installed else "not installed"
+    state = "not installed, so its layers are not built"
+    if te_layers.is_installed():
+        state = "installed, and its layers are built and compared with torch's"
     return (
-        f"Transformer Engine is {state}: the rehearsal builds torch's layers; the plan for the GPU "
-        "counts Transformer Engine's"
+        f"Transformer Engine is {state}. It computes on GPUs only: the rehearsed step has torch's "
+        "layers, and the plan for the GPU counts Transformer Engine's"
     )
