@@ -247,6 +247,7 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     chunk.architecture = architecture
+    leave_out_activations(chunk)
     chunk.to(config.params_dtype)
     frequencies = rotary_frequencies(architecture)
     if transformer_engine_is_usable():
@@ -257,6 +258,21 @@ def _build_chunk(
         chunk.token_multiple = MULTIPLE
         _set_rounding(chunk, fp8, world)
     return chunk.to(world.device)
+
+
+def leave_out_activations(chunk: torch.nn.Module) -> None:
+    """Let Megatron 0.16 save an MLP whose activation is a module, as Transformer Engine's is.
+
+    It asks every part of an MLP for its sharded tensors. This one has no weights, nor the method.
+    """
+    for module in chunk.modules():
+        activation: Any = getattr(module, "activation_func", None)
+        if isinstance(activation, torch.nn.Module):
+            activation.sharded_state_dict = _no_weights  # pyright: ignore
+
+
+def _no_weights(*unused: Any, **also_unused: Any) -> dict[str, Any]:
+    return {}
 
 
 def _set_rounding(chunk: HiddenStatesGPTModel, fp8: Fp8, world: World) -> None:

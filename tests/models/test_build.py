@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.models import build
 from stable_opd_mcore.models.build import build_model, check_layout
 from stable_opd_mcore.models.hidden_states import forward_hidden
+from stable_opd_mcore.models.megatron_checkpoint import weights_of
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from tests.models import tiny
 
@@ -48,3 +50,12 @@ def test_frozen_model_has_no_gradients(world: World) -> None:
     frozen = build_model(tiny.architecture("qwen3"), world, trainable=False)
     assert not forward_hidden(frozen[0], tiny.microbatch([4, 3])).requires_grad
     assert not frozen[0].training
+
+
+def test_an_activation_that_is_a_module_does_not_hinder_a_checkpoint(world: World) -> None:
+    chunks = build_model(tiny.architecture("qwen3"), world)
+    expected = set(weights_of(chunks)["model0"])
+    for layer in chunks[0].decoder.layers:
+        layer.mlp.activation_func = torch.nn.SiLU()
+    build.leave_out_activations(chunks[0])
+    assert set(weights_of(chunks)["model0"]) == expected
