@@ -100,9 +100,9 @@ def test_every_transport_reaches_a_release_without_sessions(tmp_path, world, ser
         assert client.weight_version() == str(version)
         drawn = client.generate(request())
         assert {completion.weight_versions for completion in drawn} == {(str(version),)}
-        scored = MegatronScorer(chunks, world, vocab_size=VOCABULARY).score(packed(drawn))
-        rollout = torch.tensor([value for completion in drawn for value in completion.logprobs])
-        torch.testing.assert_close(scored[0].logprob_N, rollout, atol=1e-4, rtol=0)
+        (batch,) = packed(drawn)
+        (scores,) = MegatronScorer(chunks, world, vocab_size=VOCABULARY).score([batch])
+        torch.testing.assert_close(scores.logprob_N, batch.rollout_logprob_N, atol=1e-4, rtol=0)
     by_group.leave()
 
     with FaultyProxy(server.url) as proxy:  # it says that the cache is flushed, and does nothing
@@ -134,9 +134,12 @@ def request() -> Generation:
 
 
 def packed(drawn: list[Completion]):
-    """One micro-batch of all responses."""
+    """One micro-batch of all responses; `pack` puts the longest first."""
     samples = []
     for completion in drawn:
         trained = (True,) * len(completion.token_ids)
-        samples.append(Sample("rollout", "old:0", PROMPT, completion.token_ids, trained))
+        tokens, logprobs = completion.token_ids, completion.logprobs
+        samples.append(
+            Sample("rollout", "old:0", PROMPT, tokens, trained, rollout_logprobs=logprobs)
+        )
     return pack(samples, weights_of(samples, 1, 1, 1), max_tokens=256)
