@@ -154,10 +154,11 @@ def write_model_config(architecture: Architecture, directory: Path) -> Path:
 def model_config(architecture: Architecture) -> dict[str, Any]:
     """config.json with the model class, which SGLang needs and an inline architecture may lack.
 
-    Without `eos_token_id`: SGLang would stop at it too, and only a request's stop ids may end one.
+    SGLang would stop at `eos_token_id` too, and only a request's stop ids may end one. So it is
+    null: where it is absent, Llama's is 2.
     """
-    fields = {key: value for key, value in architecture.source.items() if key != "eos_token_id"}
-    return {"architectures": [architecture.family.sglang_class]} | fields
+    own_class = {"architectures": [architecture.family.sglang_class]}
+    return own_class | architecture.source | {"eos_token_id": None}
 
 
 def _own_servers(

@@ -58,12 +58,13 @@ def test_a_model_directory_names_the_class_that_sglang_loads(tmp_path):
     path = write_model_config(read_architecture(fields), tmp_path / "new" / "model")
     assert [file.name for file in path.iterdir()] == ["config.json"]
     written = json.loads((path / "config.json").read_text())
-    assert written == {"architectures": ["Qwen2ForCausalLM"]} | fields
+    assert written == {"architectures": ["Qwen2ForCausalLM"], "eos_token_id": None} | fields
     named = read_architecture(fields | {"architectures": ["Qwen2Special"]})
     write_model_config(named, path)  # a second run of the same name
     assert json.loads((path / "config.json").read_text())["architectures"] == ["Qwen2Special"]
 
 
 def test_servers_know_no_stop_id_but_those_of_a_request():
+    """Absent, it would be 2 for a Llama, by transformers' default."""
     fields = tiny_architecture(32, 2, eos_token_id=20)
-    assert "eos_token_id" not in model_config(read_architecture(fields))
+    assert model_config(read_architecture(fields))["eos_token_id"] is None
