@@ -49,7 +49,7 @@ class Series:
     """What is remembered of one detector's metric."""
 
     recent: tuple[float, ...] = ()  # the last values, oldest first; at most `window`
-    learnt: int = 0  # values in the normal one, at most HORIZON * baseline
+    learnt: int = 0  # how many values `normal` has learnt from, at most HORIZON * baseline
     normal: float = 0.0  # running mean
     variance: float = 0.0  # of single values about it
 

@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from stable_opd_mcore.losses import output_head
+from stable_opd_mcore.planning import memory
 from stable_opd_mcore.planning.plan import Cluster, Plan, make_plan
 from tests.planning.cases import NODE, QWEN_7B, config_7b
 
@@ -161,3 +163,7 @@ def test_offloaded_parts_are_held_in_the_phases_that_need_them(tmp_path):
     assert "Adam's state" not in held("score", *colocated)
     assert "teacher weights" not in held("update", "memory.offload=[frozen]")
     assert "Adam's state" in held("score", "memory.offload=[frozen]")
+
+
+def test_the_plan_knows_the_slices_of_the_heads_gradient():
+    assert memory.PRODUCT_COLUMNS == output_head.PRODUCT_COLUMNS
