@@ -164,13 +164,21 @@ def refuse_unused_expert_ranks(config: Config, student: Architecture) -> None:
         )
 
 
-def refuse_replay_without_experts(config: Config, student: Architecture) -> None:
+def refuse_routing_without_experts(config: Config, student: Architecture) -> None:
     """
     Raises:
-        UserError: rollout.routing_replay is set, and the student has no experts.
+        UserError: rollout.routing_replay or train.moe_aux_loss_coeff is set, and the student has no
+            experts.
     """
-    if config.rollout.routing_replay and student.experts is None:
+    if student.experts is not None:
+        return
+    if config.rollout.routing_replay:
         raise UserError(
             f"rollout.routing_replay=true: the student ({student.model_type}) has no experts "
             "whose choice could be replayed; set it to false"
+        )
+    if config.train.moe_aux_loss_coeff:
+        raise UserError(
+            f"train.moe_aux_loss_coeff={config.train.moe_aux_loss_coeff:g}: the student "
+            f"({student.model_type}) has no experts whose load could be balanced; set it to 0"
         )

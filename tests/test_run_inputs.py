@@ -11,7 +11,7 @@ from stable_opd_mcore.run_inputs import (
     configured_architecture,
     load_teacher_tokenizer,
     load_tokenizer,
-    refuse_replay_without_experts,
+    refuse_routing_without_experts,
     refuse_small_vocabulary,
     refuse_unused_expert_ranks,
     teacher_stop_ids,
@@ -96,8 +96,14 @@ def test_expert_ranks_without_experts_are_refused(tmp_path):
     refuse_unused_expert_ranks(taught, configured_architecture(taught.student))
 
 
-def test_replay_of_a_routing_that_does_not_exist_is_refused(tmp_path):
-    replayed = {"engine": "sglang", "routing_replay": True}
-    config = tiny_config(tmp_path, "run", rollout=replayed)
-    with pytest.raises(UserError, match=r"the student \(qwen2\) has no experts"):
-        refuse_replay_without_experts(config, configured_architecture(config.student))
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"rollout": {"engine": "sglang", "routing_replay": True}}, r"rollout.routing_replay=true"),
+        ({"train": {"moe_aux_loss_coeff": 0.01}}, r"train.moe_aux_loss_coeff=0.01"),
+    ],
+)
+def test_settings_of_a_routing_that_does_not_exist_are_refused(tmp_path, sections, message):
+    config = tiny_config(tmp_path, "run", **sections)
+    with pytest.raises(UserError, match=message + r": the student \(qwen2\) has no experts"):
+        refuse_routing_without_experts(config, configured_architecture(config.student))

@@ -16,7 +16,7 @@ from stable_opd_mcore.planning.layout import layout_of
 from stable_opd_mcore.planning.plan import plan_topology
 from stable_opd_mcore.planning.topology import server_dtype
 from stable_opd_mcore.run_inputs import (
-    refuse_replay_without_experts,
+    refuse_routing_without_experts,
     refuse_unused_expert_ranks,
 )
 
@@ -44,7 +44,7 @@ def layout(known: Known) -> Iterator[Finding]:
         _refuse_fp8(known, name, model)
     _refuse_fp8(known, "reference", known.architecture)
     refuse_unused_expert_ranks(known.config, known.architecture)
-    refuse_replay_without_experts(known.config, known.architecture)
+    refuse_routing_without_experts(known.config, known.architecture)
     place = known.place
     if place is not None:
         layout_of(parallel, place.cluster.trainer_gpus)

@@ -99,6 +99,9 @@ class TrainConfig(Section):
     loss_block_tokens: PositiveInt = 1024
     """Tokens whose logits exist at once in the loss. More are taken where the vocabulary is small,
     fewer on a CPU where it is large."""
+    moe_aux_loss_coeff: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Of a student with experts: the coefficient of each layer's loss that balances their load,
+    docs/method.md §11. It costs one more forward pass of the student an optimizer step; 0: none."""
 
 
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise"]

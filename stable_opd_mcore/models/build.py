@@ -204,9 +204,9 @@ def _recompute_config(architecture: Architecture, recompute: Recompute) -> dict[
 def _experts_config(architecture: Architecture, world: World) -> dict[str, Any]:
     """Megatron's settings of the routers and experts; nothing for a dense model.
 
-    No token is dropped, no loss balances the experts, and probabilities are computed in fp32. An
-    expert is not cut over tensor ranks: its matrices are narrow, and expert-parallel ranks save the
-    same memory.
+    No token is dropped, and probabilities are computed in fp32. The loss that balances experts is
+    not Megatron's (load_balancing.py). An expert is not cut over tensor ranks: its matrices are
+    narrow, and expert-parallel ranks save the same memory.
     """
     experts = architecture.experts
     if experts is None:

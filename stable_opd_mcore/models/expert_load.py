@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from stable_opd_mcore.metrics import Mean, Metrics
-from stable_opd_mcore.models.hidden_states import unwrap
+from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, unwrap
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.records import MicroBatch
 
@@ -36,8 +36,7 @@ class ExpertLoad:
     def __init__(self, chunks: Sequence[Module]) -> None:
         architecture = architecture_of(chunks)
         experts = architecture.experts
-        self._group = unwrap(chunks[0]).pg_collection.tp
-        self._is_cut = unwrap(chunks[0]).config.sequence_parallel
+        self._chunk = unwrap(chunks[0])
         self._counted_T: Tensor | None = None  # bool: the positions of this rank's tokens
         self._counts_LE: Tensor | None = None  # int64, of all layers; other ranks' stay 0
         if experts is None:
@@ -57,11 +56,7 @@ class ExpertLoad:
         if self._counts_LE is None:
             yield
             return
-        counted_T = torch.zeros_like(batch.tokens_T, dtype=torch.bool)
-        counted_T[batch.rows_N] = True
-        if self._is_cut:
-            counted_T = counted_T.chunk(self._group.size())[self._group.rank()]
-        self._counted_T = counted_T
+        self._counted_T = trained_positions(batch, self._chunk)
         try:
             yield
         finally:
@@ -76,12 +71,27 @@ class ExpertLoad:
 
     def take(self) -> Metrics:
         """`moe/*` of all positions since the last call, the same on every rank. Collective."""
+        counts_LE = self.take_counts()
+        return Metrics() if counts_LE is None else load_metrics(counts_LE)
+
+    def take_counts(self) -> Tensor | None:
+        """The counts since the last call, over all ranks; None of a dense model. Collective."""
         if self._counts_LE is None:
-            return Metrics()
-        dist.all_reduce(self._counts_LE)
-        metrics = load_metrics(self._counts_LE)
+            return None
+        counts_LE = self._counts_LE.clone()
+        dist.all_reduce(counts_LE)
         self._counts_LE.zero_()
-        return metrics
+        return counts_LE
+
+
+def trained_positions(batch: MicroBatch, chunk: HiddenStatesGPTModel) -> Tensor:
+    """bool [T]: which of this rank's tokens of a micro-batch are loss rows."""
+    positions_T = torch.zeros_like(batch.tokens_T, dtype=torch.bool)
+    positions_T[batch.rows_N] = True
+    if not chunk.config.sequence_parallel:
+        return positions_T
+    group = chunk.pg_collection.tp
+    return positions_T.chunk(group.size())[group.rank()]
 
 
 def load_metrics(counts_LE: Tensor) -> Metrics:

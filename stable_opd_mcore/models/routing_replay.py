@@ -13,7 +13,6 @@ A dense model has no routers. Not here: what the engine sends (rollout/sglang/re
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +23,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from stable_opd_mcore.models.hidden_states import unwrap
+from stable_opd_mcore.models.recompute import OfMicrobatch
 from stable_opd_mcore.records import MicroBatch
 
 
@@ -48,7 +48,7 @@ class RoutingReplay:
 
         Args:
             trains: a backward pass follows. Where it runs layers again (recompute), it replays the
-                same choices: the micro-batches of a chunk are computed backward in their order.
+                same choices.
         """
         chosen_TLC = batch.routed_experts_TLC
         if chosen_TLC is None or not self._routers:
@@ -57,12 +57,12 @@ class RoutingReplay:
         if self._is_cut:
             chosen_TLC = chosen_TLC.chunk(self._group.size())[self._group.rank()]
         for router in self._routers:
-            router.begin(chosen_TLC[:, router.layer].long(), keeps=trains)
+            router.chosen_TC.begin(chosen_TLC[:, router.layer].long(), keeps=trains)
         try:
             yield
         finally:
             for router in self._routers:
-                router.end()
+                router.chosen_TC.end()
 
 
 class _ReplayedRouter:
@@ -70,15 +70,7 @@ class _ReplayedRouter:
 
     def __init__(self, layer: int) -> None:
         self.layer = layer
-        self._chosen_TC: Tensor | None = None
-        self._keeps = False
-        self._for_recompute: deque[Tensor] = deque()
-
-    def begin(self, chosen_TC: Tensor, *, keeps: bool) -> None:
-        self._chosen_TC, self._keeps = chosen_TC, keeps
-
-    def end(self) -> None:
-        self._chosen_TC = None
+        self.chosen_TC = OfMicrobatch[Tensor]()
 
     def get_replay_topk(
         self,
@@ -90,15 +82,8 @@ class _ReplayedRouter:
     ) -> tuple[Tensor, Tensor]:
         """Scores and indices of the chosen experts, both [T, topk]; Megatron's signature."""
         own: Any = choose(scores_TE, topk, num_groups=num_groups, group_topk=group_topk)
-        chosen_TC = self._current()
+        chosen_TC = self.chosen_TC.current()
         if chosen_TC is None:
             return own
         indices_TC = torch.where(chosen_TC >= 0, chosen_TC, own[1])
         return scores_TE.gather(1, indices_TC), indices_TC
-
-    def _current(self) -> Tensor | None:
-        if self._chosen_TC is None:  # outside the block: a layer that runs again, or another pass
-            return self._for_recompute.popleft() if self._for_recompute else None
-        if self._keeps and not torch.is_grad_enabled():  # recompute: the first pass records nothing
-            self._for_recompute.append(self._chosen_TC)
-        return self._chosen_TC

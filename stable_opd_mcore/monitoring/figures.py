@@ -89,6 +89,7 @@ FIGURES = (
             Panel("loss/pg", "Policy gradient", term=True),
             Panel("loss/kl", "KL to the reference", term=True),
             Panel("loss/sft", "Golden solutions", term=True),
+            Panel("loss/moe_aux", "Balance of experts", term=True),
             Panel("grad_norm", "Gradient norm"),
             Panel("optimizer/lr", "Learning rate"),
         ),

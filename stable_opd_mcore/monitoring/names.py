@@ -76,10 +76,11 @@ def _split_names(key: str, what: str, unit: str) -> list[Name]:
 
 
 _ALL = [
-    Name("loss/total", "loss whose gradient is applied: pg + kl + sft", "nats"),
+    Name("loss/total", "loss whose gradient is applied: the sum of its parts", "nats"),
     Name("loss/pg", "policy-gradient (or direct distillation) part of the loss", "nats"),
     Name("loss/kl", "beta x KL(student || reference)", "nats"),
     Name("loss/sft", "lambda x negative log-likelihood of golden solutions", "nats"),
+    Name("loss/moe_aux", "coefficient x loss that balances experts, sum of layers", ""),
     Name("grad_norm", "global gradient norm before clipping", ""),
     Name("optimizer/lr", "learning rate of the step", ""),
     *_response_names("rollout", "rollouts"),
@@ -145,6 +146,9 @@ _ALL = [
         "moe/unused_experts",
         "experts of a layer that no trained position chose; mean of layers",
         "experts",
+    ),
+    Name(
+        "moe/aux_loss", "E x sum of f_e P_e over a layer's experts, 1 if even; mean of layers", ""
     ),
     Name("ratio/clip_share", "share of rollout tokens at the clip bound", "share"),
     Name("importance/weight_mean", "mean trainer/engine probability ratio, as applied", ""),

@@ -77,8 +77,9 @@ def step_seconds(
     head = device.matmul_seconds(head_flops / (layout.gpus / layout.pipeline))
     optimizer = _optimizer_seconds(config, student, device, gpus_per_node)
     rollout = _rollout_seconds(config, student, device, work, servers)
+    counting = forward if config.train.moe_aux_loss_coeff else 0.0
     # Forward, two products backward, and what the backward pass computes again.
-    score, update = sum(scorers), 3 * forward + again + head + optimizer
+    score, update = sum(scorers), 3 * forward + again + counting + head + optimizer
     offload = _offload_seconds(config, models, layout, device, work)
     publish = 0.0
     if config.rollout.engine == "sglang":

@@ -35,7 +35,7 @@ from stable_opd_mcore.run_inputs import (
     load_held_out,
     load_prompts,
     load_tokenizer,
-    refuse_replay_without_experts,
+    refuse_routing_without_experts,
     refuse_small_vocabulary,
     refuse_unused_expert_ranks,
     teacher_stop_ids,
@@ -98,7 +98,7 @@ def build_run(
     objective = build_objective(config, tokenizer.stop_token_ids, teacher_stops)
     architecture = configured_architecture(config.student)
     refuse_unused_expert_ranks(config, architecture)
-    refuse_replay_without_experts(config, architecture)
+    refuse_routing_without_experts(config, architecture)
     # What the run may need later is loaded now: the guard may raise beta and lambda from 0.
     widest = objective.with_strengths(
         config.largest_beta, config.largest_lambda, config.objective.masks
@@ -110,7 +110,9 @@ def build_run(
     if config.fp8.is_on:
         tell(fp8_engine())
     models = _Models(config, world, widest, tokenizer.vocab_size, progress)
-    student = Student(models.student, config.optimizer, config.train.precision)
+    student = Student(
+        models.student, config.optimizer, config.train.precision, config.train.moe_aux_loss_coeff
+    )
     teacher, reference = models.teacher(), models.reference()
     overlap = models.overlap(tokenizer.stop_token_ids, teacher_stops)
     scorers = (teacher, reference, overlap and overlap.teacher.scorer)

@@ -240,6 +240,7 @@ def update(
             hidden_TH = forward_hidden(model_chunk, batch)
         return hidden_TH, lambda hidden_TH: loss_of(run, batch, hidden_TH)
 
+    run.student.measure_loads(batches, run.world)
     run.student.zero_grad()
     results = run_forward_backward(run.student.model, batches, forward_step, world=run.world)
     grad_norm = run.student.finish_grads()
@@ -250,7 +251,7 @@ def update(
         if results
         else Metrics()
     )
-    metrics = reduce_row_metrics(run.world, row_metrics) | run.student.expert_load.take()
+    metrics = reduce_row_metrics(run.world, row_metrics) | run.student.routing_metrics()
     require_finite(metrics, grad_norm, step)  # before any weight changes
     run.student.update(lr)
     refuse_non_finite(run.student.chunks, f"step {step}: nothing is saved or published")

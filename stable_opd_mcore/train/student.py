@@ -7,7 +7,7 @@ checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,11 +21,16 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
+from torch.nn import Module
 
 from stable_opd_mcore.config.schema import OptimizerConfig
+from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.models.expert_load import ExpertLoad
-from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
+from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, forward_hidden
+from stable_opd_mcore.models.load_balancing import LoadBalancing
 from stable_opd_mcore.models.routing_replay import RoutingReplay
+from stable_opd_mcore.parallel.pipeline import run_forward_backward
+from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import MicroBatch
 
 
@@ -36,10 +41,15 @@ class Student:
         chunks: this rank's pipeline chunks, without a gradient wrapper.
         config: Adam's settings.
         precision: "fp32" or "bf16"; gradients and main weights are fp32 either way.
+        moe_aux_loss_coeff: of the loss that balances experts; 0: there is none.
     """
 
     def __init__(
-        self, chunks: Sequence[HiddenStatesGPTModel], config: OptimizerConfig, precision: str
+        self,
+        chunks: Sequence[HiddenStatesGPTModel],
+        config: OptimizerConfig,
+        precision: str,
+        moe_aux_loss_coeff: float = 0.0,
     ):
         self.chunks = list(chunks)
         self.clip_grad = config.clip_grad
@@ -83,16 +93,41 @@ class Student:
         )
         self.expert_load = ExpertLoad(chunks)
         self.routing_replay = RoutingReplay(chunks)
+        self.load_balancing = LoadBalancing(chunks, moe_aux_loss_coeff)
         self._grad_norm = 0.0
         self._inner = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
+    def measure_loads(self, batches: Sequence[MicroBatch], world: World) -> None:
+        """Where experts are balanced: a forward pass that counts the choices of a minibatch, of
+        which every micro-batch's loss is a part. Collective.
+        """
+        if not self.load_balancing.is_on:
+            return
+
+        def count(chunk: Module, batch: MicroBatch) -> tuple[Tensor, Callable[[Tensor], None]]:
+            replaying = self.routing_replay.replaying(batch, trains=False)
+            with self.expert_load.counting(batch), replaying:
+                return forward_hidden(chunk, batch), lambda _: None
+
+        run_forward_backward(self.chunks, batches, count, world=world, forward_only=True)
+        counts_LE = self.expert_load.take_counts()
+        assert counts_LE is not None, "a dense student with a coefficient is refused"
+        self.load_balancing.weigh(counts_LE)
+
     @contextmanager
     def routing(self, batch: MicroBatch) -> Iterator[None]:
-        """Around the forward pass of a chunk: count the choices of experts, and replay a rollout's
-        where `batch` has them.
+        """Around the forward pass of a chunk: count the choices of experts, balance them where it
+        is asked, and replay a rollout's where `batch` has them.
         """
-        with self.expert_load.counting(batch), self.routing_replay.replaying(batch, trains=True):
+        replaying = self.routing_replay.replaying(batch, trains=True)
+        with self.expert_load.counting(batch), self.load_balancing.applying(batch), replaying:
             yield
+
+    def routing_metrics(self) -> Metrics:
+        """Of the choices inside `routing` since the last call, the same on every rank; none of a
+        dense student. Collective.
+        """
+        return self.expert_load.take() | self.load_balancing.take()
 
     def gradient_buffers(self) -> list[Tensor]:
         """Megatron's buffers of the gradients; every parameter's gradient is a view of one."""

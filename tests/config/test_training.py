@@ -21,6 +21,14 @@ LONGEST = COLLECTIVE_TIMEOUT_MINUTES / 4
             r"watchdog_minutes=361 .* time-out of 1440 minutes.* set at most 360, or null",
         ),
         ({"optimizer": {"beta2": 1}}, "optimizer.beta2: Input should be less than 1"),
+        (
+            {"train": {"moe_aux_loss_coeff": -0.1}},
+            "train.moe_aux_loss_coeff: Input should be greater than or equal to 0",
+        ),
+        (
+            {"train": {"moe_aux_loss_coeff": float("nan")}},
+            "train.moe_aux_loss_coeff: Input should be a finite number",
+        ),
         ({"cold_start": {"steps": 3}}, "cold_start.lr is required"),
         ({"fp8": {"teacher": "delayed"}}, "fp8.teacher=delayed: this recipe takes its scales from"),
         (
