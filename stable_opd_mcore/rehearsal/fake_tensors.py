@@ -16,8 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -116,5 +118,7 @@ def _makes_floats(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 def fake_tensors() -> Iterator[LiveBytes]:
     """Tensors made inside have no memory; yields what they would take."""
     live = LiveBytes()
-    with FakeTensorMode(allow_non_fake_inputs=True), _Mode(live):
+    # Megatron writes this process's scale of auxiliary losses into the first tensor that it took.
+    scale = patch.object(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
+    with scale, FakeTensorMode(allow_non_fake_inputs=True), _Mode(live):
         yield live

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from stable_opd_mcore.rehearsal.fake_tensors import fake_tensors
 
@@ -31,3 +32,12 @@ def test_whole_numbers_are_real_and_fractions_read_as_one():
         assert logits[lengths - 3].shape == (3, 10**12)
         assert float(logits.sum()) == 1.0
         assert bool(logits.isfinite().all())
+
+
+def test_megatrons_scale_of_auxiliary_losses_stays_this_process_own():
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
+    kept = MoEAuxLossAutoScaler.main_loss_backward_scale
+    with fake_tensors():
+        for _ in range(2):
+            MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
+    assert MoEAuxLossAutoScaler.main_loss_backward_scale is kept

@@ -18,7 +18,13 @@ LAYOUTS = [  # settings of the layout, rank of 8, its stage
 EXPERTS = {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 EXPERT_LAYOUTS = [  # settings of the layout, rank of 8
     (["parallel.expert=4", "parallel.tensor=2", "parallel.sequence=true"], 0),
-    (["parallel.expert=2", "parallel.pipeline=2", "train.recompute=full"], 4),
+    (
+        [
+            *("parallel.expert=2", "parallel.pipeline=2"),
+            *("train.recompute=full", "train.moe_aux_loss_coeff=0.01"),
+        ],
+        4,
+    ),
 ]
 
 
