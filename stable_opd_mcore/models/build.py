@@ -10,11 +10,15 @@ reduction of gradients and the optimizer (train/student.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.errors import UserError
@@ -248,6 +252,7 @@ def _build_chunk(
     )
     chunk.architecture = architecture
     leave_out_activations(chunk)
+    _forget_routing(chunk)
     chunk.to(config.params_dtype)
     frequencies = rotary_frequencies(architecture)
     if transformer_engine_is_usable():
@@ -273,6 +278,28 @@ def leave_out_activations(chunk: torch.nn.Module) -> None:
 
 def _no_weights(*unused: Any, **also_unused: Any) -> dict[str, Any]:
     return {}
+
+
+def _forget_routing(chunk: torch.nn.Module) -> None:
+    """Let Megatron's dispatchers of experts go of a micro-batch's routing after its last use.
+
+    The probabilities of a layer that recompute has run again hold what that run has saved, and the
+    dispatcher would keep them until the next micro-batch.
+    """
+    for module in chunk.modules():
+        if isinstance(module, MoELayer):
+            dispatcher: Any = module.token_dispatcher
+            combine = dispatcher.combine_postprocess
+            dispatcher.combine_postprocess = partial(_combine_and_forget, dispatcher, combine)
+
+
+def _combine_and_forget(
+    dispatcher: Any, combine: Callable[[Tensor], Tensor], outputs: Tensor
+) -> Tensor:
+    combined = combine(outputs)
+    dispatcher.probs = dispatcher.routing_map = None
+    dispatcher.reversed_local_input_permutation_mapping = None
+    return combined
 
 
 def _set_rounding(chunk: HiddenStatesGPTModel, fp8: Fp8, world: World) -> None:

@@ -59,3 +59,20 @@ def test_an_activation_that_is_a_module_does_not_hinder_a_checkpoint(world: Worl
         layer.mlp.activation_func = torch.nn.SiLU()
     build.leave_out_activations(chunks[0])
     assert set(weights_of(chunks)["model0"]) == expected
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_layer_of_experts_keeps_nothing_of_a_micro_batch(world: World, recompute) -> None:
+    (chunk,) = build_model(tiny.architecture("qwen3_moe"), world, recompute=recompute)
+    dispatchers = [layer.mlp.token_dispatcher for layer in chunk.decoder.layers]
+    constant = [_tensors(dispatcher) for dispatcher in dispatchers]
+    batch = tiny.microbatch([50, 60])
+    forward_hidden(chunk, batch).sum().backward()
+    for dispatcher, before in zip(dispatchers, constant, strict=True):
+        kept = {key: t for key, t in _tensors(dispatcher).items() if key not in before}
+        assert all(tensor.grad_fn is None for tensor in kept.values()), kept
+        assert sum(tensor.numel() for tensor in kept.values()) < batch.tokens_T.numel(), kept
+
+
+def _tensors(module: object) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in vars(module).items() if isinstance(value, torch.Tensor)}
