@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from torch.nn import Module
@@ -106,8 +105,7 @@ class LoadBalancing:
         if of_router.is_first_run:
             self._total += loss.detach()
         weights_TE, chosen_TE = routed
-        # Its scale is 1: Megatron sets it to that of the main loss, which is a sum here.
-        return MoEAuxLossAutoScaler.apply(weights_TE, self._coefficient * loss), chosen_TE
+        return _WithLoss.apply(weights_TE, self._coefficient * loss), chosen_TE
 
     def take(self) -> Metrics:
         """The loss of all positions since the last call, the same on every rank. Collective."""
@@ -124,3 +122,24 @@ class LoadBalancing:
                 "loss/total": weighted,  # added to the other parts
             }
         )
+
+
+class _WithLoss(torch.autograd.Function):
+    """A tensor through whose backward pass a scalar is descended, too.
+
+    Megatron's MoEAuxLossAutoScaler scales the scalar by a value of the process; here it is a part
+    of the loss as it is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, loss: Tensor) -> Tensor:  # noqa: ARG004
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # position-only `ctx`
+        ctx: Any,  # noqa: ARG004
+        *grad_outputs: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        (gradient,) = grad_outputs
+        return gradient, torch.ones((), device=gradient.device)
