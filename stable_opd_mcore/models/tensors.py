@@ -85,24 +85,30 @@ def _layer_entry(name: str, first_expert: int) -> Parameter:
 
 
 def describe(
-    name: str, layer_numbers: Sequence[int], tied: bool, first_expert: int = 0
+    name: str, layer_numbers: Sequence[int], architecture: Architecture, first_expert: int = 0
 ) -> Parameter:
     """The table's entry for a parameter of a model chunk.
 
     Args:
         name: as in `named_parameters` of the chunk.
         layer_numbers: the model-wide index, from 0, of each of the chunk's layers.
-        tied: the head is the embedding; the last stage's copy is filled from the embedding.
+        architecture: of the model. A tied head's copy on the last stage is the embedding.
         first_expert: the model-wide index of this expert-parallel rank's first expert.
     """
     match = _LAYER_NAME.fullmatch(name)
     if match is None:
-        if tied and name == "output_layer.weight":
+        if architecture.tied and name == "output_layer.weight":
             name = "embedding.word_embeddings.weight"
         return _TOP[name]
     entry = _layer_entry(match[2], first_expert)
-    prefix = f"model.layers.{layer_numbers[int(match[1])]}"
-    return Parameter(tuple(f"{prefix}.{hf}" for hf in entry.hf_names), entry.layout)
+    return _in_layer(entry, layer_numbers[int(match[1])], architecture)
+
+
+def _in_layer(entry: Parameter, number: int, architecture: Architecture) -> Parameter:
+    """The entry of a layer's table with the full names of its HF tensors."""
+    renamed = architecture.family.renamed
+    names = [".".join(renamed.get(p, p) for p in hf.split(".")) for hf in entry.hf_names]
+    return Parameter(tuple(f"model.layers.{number}.{name}" for name in names), entry.layout)
 
 
 def canonical_parameters(architecture: Architecture) -> list[Parameter]:
@@ -118,8 +124,8 @@ def canonical_parameters(architecture: Architecture) -> list[Parameter]:
         *_mlp(architecture),
     ]
     layers = [
-        Parameter(tuple(f"model.layers.{i}.{hf}" for hf in entry.hf_names), entry.layout)
-        for i in range(architecture.num_layers)
+        _in_layer(entry, number, architecture)
+        for number in range(architecture.num_layers)
         for entry in layer
     ]
     embedding, norm, head = _TOP.values()
@@ -139,6 +145,7 @@ def hf_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
     a = architecture
     query, group = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
     kind = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+    kind = {theirs: ours for ours, theirs in a.family.renamed.items()}.get(kind, kind)
     shapes: dict[str, tuple[int, ...]] = {
         "embed_tokens": (a.vocab_size, a.hidden_size),
         "lm_head": (a.vocab_size, a.hidden_size),

@@ -177,7 +177,7 @@ def described_parameters(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor
         num_experts = architecture.experts.number if architecture.experts else 0
         first_expert = ranks.rank() * (num_experts // ranks.size())
         for name, weight in model.named_parameters():
-            entry = tensors.describe(name, numbers, architecture.tied, first_expert)
+            entry = tensors.describe(name, numbers, architecture, first_expert)
             yield name, weight, entry
 
 

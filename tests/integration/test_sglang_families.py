@@ -56,6 +56,7 @@ FAMILIES = {
         moe_intermediate_size=64,  # SGLang's CPU engine pads experts to 32 columns of each rank
         norm_topk_prob=True,
     ),
+    "mixtral": architecture("mixtral", tied=False, num_local_experts=8, num_experts_per_tok=2),
 }
 METHODS = {
     "qwen2_tied": "distributed",
@@ -63,13 +64,16 @@ METHODS = {
     "qwen3": "distributed",
     "llama": "disk",
     "qwen3_moe": "distributed",
+    "mixtral": "disk",
 }
 DENSE = {"tensor": 2, "pipeline": 2}
 EXPERTS = {**DENSE, "expert": 2, "sequence": True}
 
 
 @pytest.mark.parametrize(
-    "names", [("qwen2_tied", "qwen2_untied"), ("qwen3", "llama"), ("qwen3_moe",)], ids="-".join
+    "names",
+    [("qwen2_tied", "qwen2_untied"), ("qwen3", "llama"), ("qwen3_moe", "mixtral")],
+    ids="-".join,
 )
 def test_families_arrive_bit_exactly(tmp_path, names):
     """Two publishes with different weights; one that is not bit-exact fails."""
@@ -93,7 +97,7 @@ def _server(directory: Path, fields: dict[str, Any]) -> SglangServer:
     model = write_model_config(read_architecture(fields), directory / "model")
     (directory / "key").write_text("secret\n")
     arguments = SERVER_ARGUMENTS
-    if "num_experts" in fields:
+    if "num_experts_per_tok" in fields:
         arguments += ("--enable-return-routed-experts",)
     options = ServerOptions(
         python=PYTHON, model=str(model), tensor=2, api_key="secret", arguments=arguments
@@ -109,7 +113,7 @@ def _publish_all(rank: int, world_size: int, directory: str, urls: dict[str, str
 
 
 def _layout(name: str) -> dict[str, Any]:
-    return EXPERTS if name == "qwen3_moe" else DENSE
+    return EXPERTS if "num_experts_per_tok" in FAMILIES[name] else DENSE
 
 
 def _publish(world: World, directory: str, name: str, url: str) -> None:
@@ -122,7 +126,7 @@ def _publish(world: World, directory: str, name: str, url: str) -> None:
             "parallel": _layout(name),
             "rollout": {
                 "engine": "sglang",
-                "routing_replay": "num_experts" in FAMILIES[name],
+                "routing_replay": "num_experts_per_tok" in FAMILIES[name],
                 "sglang": {
                     "placement": "external",
                     "urls": [url],

@@ -75,6 +75,14 @@ def test_missing_keys_mean_the_same_to_transformers(model_type: str) -> None:
                 read_architecture(fields)
 
 
+@pytest.mark.parametrize("key", ["rms_norm_eps", "num_key_value_heads"])
+def test_a_key_with_another_default_in_transformers_is_needed(key: str) -> None:
+    fields = {name: value for name, value in tiny.config("mixtral").items() if name != key}
+    assert getattr(AutoConfig.for_model("mixtral"), key) not in (1e-6, 4)  # ours: 1e-6, all heads
+    with pytest.raises(UserError, match=f"key {key} is missing; a mixtral config needs it"):
+        read_architecture(fields)
+
+
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[" * 100_000])
 def test_binary_or_deeply_nested_config_json_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)

@@ -45,6 +45,11 @@ def test_vocabulary_shards_are_padded_with_zeros() -> None:
 
 
 def test_tied_head_uses_the_embedding() -> None:
-    tied, untied = (tensors.describe("output_layer.weight", [], tied) for tied in (True, False))
+    tied, untied = (
+        tensors.describe(
+            "output_layer.weight", [], tiny.architecture("qwen3", tie_word_embeddings=tied)
+        )
+        for tied in (True, False)
+    )
     assert tied.hf_names == ("model.embed_tokens.weight",)
     assert untied.hf_names == ("lm_head.weight",)

@@ -52,6 +52,7 @@ MODELS = {
     "qwen2 tied": tiny.architecture("qwen2", tie_word_embeddings=True),
     "qwen3": tiny.architecture("qwen3"),
     "qwen3_moe": tiny.architecture("qwen3_moe"),
+    "mixtral": tiny.architecture("mixtral"),
 }
 LENGTHS = [[5, 9, 2], [7, 1, 3, 3], [13, 5], [3, 3, 3, 3], [11, 1], [9, 9], [15, 1], [2, 7, 5]]
 

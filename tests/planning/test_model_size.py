@@ -99,12 +99,19 @@ def test_sizes_are_those_of_the_built_model(
 
 
 @pytest.mark.parametrize(
-    ("tensor", "pipeline", "expert"), [(1, 1, 1), (1, 2, 8), (2, 1, 16), (4, 4, 2)]
+    ("family", "tensor", "pipeline", "expert"),
+    [
+        ("qwen3_moe", 1, 1, 1),
+        ("qwen3_moe", 1, 2, 8),
+        ("mixtral", 2, 1, 16),
+        ("qwen3_moe", 4, 4, 2),
+    ],
 )
-def test_every_expert_is_counted_on_the_ranks_that_hold_it(tensor, pipeline, expert):
+def test_every_expert_is_counted_on_the_ranks_that_hold_it(family, tensor, pipeline, expert):
     fields = {"vocab_size": 152065, "max_position_embeddings": TOKENS, "rope_theta": 1e4}
-    experts = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 700}
-    source = {"model_type": "qwen3_moe", "num_hidden_layers": 4, **fields, **SHAPES["qwen3"]}
+    experts = {"num_experts": 32, "num_experts_per_tok": 4, "rms_norm_eps": 1e-5}
+    experts |= {"moe_intermediate_size": 700, "intermediate_size": 700}
+    source = {"model_type": family, "num_hidden_layers": 4, **fields, **SHAPES["qwen3"]}
     architecture = read_architecture(source | experts)
     parallel = ParallelConfig(tensor=tensor, pipeline=pipeline, expert=expert, sequence=tensor > 1)
     size = ModelSize(architecture, layout_of(parallel, 64))

@@ -26,7 +26,8 @@ _FUSED = {  # part of our name -> (part of SGLang's name, the fused parts in ord
     "gate_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
     "up_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
 }
-_EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.weight")
+_OF_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _COLUMNS = ("o_proj.weight", "down_proj.weight")
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 _VOCABULARY_MULTIPLE = 64  # SGLang pads the vocabulary's rows with zeros to a multiple of this
@@ -50,7 +51,8 @@ class ExpectedChecksums:
         It must not change until its fused partners are added.
         """
         if expert := _EXPERT.fullmatch(name):
-            self._add_expert(expert[1], int(expert[2]), expert[3], tensor)
+            kind = _OF_MIXTRAL.get(expert[3], expert[3])
+            self._add_expert(expert[1], int(expert[2]), kind, tensor)
             return
         part = name.split(".")[-2] if "." in name else name
         if part not in _FUSED:
@@ -68,11 +70,11 @@ class ExpectedChecksums:
     def _add_expert(self, layer: str, index: int, kind: str, tensor: Tensor) -> None:
         """One matrix of an expert. A layer's experts come in order, gate and up before down."""
         assert self._architecture.experts is not None
-        stacked = f"{layer}.{'w2' if kind == 'down' else 'w13'}_weight"
+        is_down = kind == "down_proj"
+        stacked = f"{layer}.{'w2' if is_down else 'w13'}_weight"
         parts = self._parts.setdefault(stacked, {})
-        key = f"{kind}_proj.weight" if kind == "down" else f"{kind}_proj"
-        parts[f"{index}.{key}"] = tensor
-        if index + 1 == self._architecture.experts.number and kind != "gate":
+        parts[f"{index}.{kind}.weight" if is_down else f"{index}.{kind}"] = tensor
+        if index + 1 == self._architecture.experts.number and kind != "gate_proj":
             del self._parts[stacked]
             pieces = [
                 [self._shard(name.partition(".")[2], part, rank) for name, part in parts.items()]

@@ -80,22 +80,29 @@ def test_layout_over_more_ranks_than_key_value_groups():
     assert expected.per_rank[3].popitem()[1] == cpu_hash([last])
 
 
-def test_experts_of_a_layer_are_stacked_and_cut_within_each():
-    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
-    fields = read_architecture(architecture("qwen3_moe", head_dim=16, **experts))
+@pytest.mark.parametrize(
+    ("model_type", "experts", "layer", "names"),
+    [
+        ("qwen3_moe", {"num_experts": 2}, "mlp", ("gate_proj", "up_proj", "down_proj")),
+        ("mixtral", {"num_local_experts": 2}, "block_sparse_moe", ("w1", "w3", "w2")),
+    ],
+)
+def test_experts_of_a_layer_are_stacked_and_cut_within_each(model_type, experts, layer, names):
+    sizes = {"num_experts_per_tok": 1, "moe_intermediate_size": 8, "intermediate_size": 8}
+    fields = read_architecture(architecture(model_type, head_dim=16, **sizes, **experts))
     expected = ExpectedChecksums(fields, 2, cpu_hash)
     gate, up, down = torch.randn(2, 8, 64), torch.randn(2, 8, 64), torch.randn(2, 64, 8)
+    stacked = f"model.layers.0.{layer}.experts"
     for i in range(2):
-        for name, tensor in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+        for name, tensor in zip(names, (gate, up, down), strict=True):
             assert not expected.per_rank[0]
-            expected.add(f"model.layers.0.mlp.experts.{i}.{name}.weight", tensor[i])
-            if i == 1 and name == "up_proj":
-                first = expected.per_rank[0].pop("model.layers.0.mlp.experts.w13_weight")
+            expected.add(f"{stacked}.{i}.{name}.weight", tensor[i])
+            if i == 1 and tensor is up:
+                first = expected.per_rank[0].pop(f"{stacked}.w13_weight")
     assert first == cpu_hash([torch.cat([gate[:, :4], up[:, :4]], dim=1)])
     last = {"w13": torch.cat([gate[:, 4:], up[:, 4:]], dim=1), "w2": down[:, :, 4:]}
     assert expected.per_rank[1] == {
-        f"model.layers.0.mlp.experts.{name}_weight": cpu_hash([tensor])
-        for name, tensor in last.items()
+        f"{stacked}.{name}_weight": cpu_hash([tensor]) for name, tensor in last.items()
     }
 
 

@@ -1,8 +1,15 @@
 """The registry's entries; each class is SGLang's, unchanged."""
 
 from sglang.srt.models.llama import LlamaForCausalLM
+from sglang.srt.models.mixtral import MixtralForCausalLM
 from sglang.srt.models.qwen2 import Qwen2ForCausalLM
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 
-EntryClass = [Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, LlamaForCausalLM]
+EntryClass = [
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
+    LlamaForCausalLM,
+    MixtralForCausalLM,
+]
