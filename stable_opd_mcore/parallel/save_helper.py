@@ -31,7 +31,9 @@ def end_with_parent() -> None:
     """
     if not sys.platform.startswith("linux"):
         return
-    _kill_with(os.getppid())
+    parent = parent_process()
+    assert parent is not None and parent.pid is not None, "called in a child"
+    _kill_with(parent.pid)
     own_id = os.getpid()
     os.register_at_fork(after_in_child=lambda: _kill_with(own_id))
 

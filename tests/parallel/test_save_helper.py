@@ -58,3 +58,36 @@ def test_the_queue_passes_values_and_ends_with_its_process(tmp_path, end):
         time.sleep(0.01)
     os.kill(int(pid), signal.SIGKILL)
     pytest.fail("the helper outlived its process")
+
+
+ORPHAN = """
+import os, signal, sys, time
+from multiprocessing import get_context
+from pathlib import Path
+from stable_opd_mcore.parallel.save_helper import end_with_parent
+
+def outlive(parent_id):
+    while os.getppid() == parent_id:
+        time.sleep(0.01)
+    end_with_parent()
+    Path(sys.argv[1]).touch()
+
+writer = get_context("fork").Process(target=outlive, args=(os.getpid(),))
+writer.start()
+print(writer.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="uses prctl")
+def test_a_writer_ends_whose_parent_has_ended_before_it_asks(tmp_path):
+    command = [sys.executable, "-c", ORPHAN, str(tmp_path / "survived")]
+    killed = subprocess.run(
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=False, timeout=60
+    )
+    assert killed.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 60
+    while is_running(int(killed.stdout)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert not (tmp_path / "survived").exists()
