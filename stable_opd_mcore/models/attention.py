@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
+from stable_opd_mcore.models.rotary import rotate
 from stable_opd_mcore.parallel.context import token_indices
 
 _BUCKET_RATIO = 0.75  # the shortest sequence of a bucket, as a share of the longest, at least
@@ -35,47 +36,6 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps)
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore
-
-
-class RotaryByPosition(torch.nn.Module):
-    """Cosines and sines per token, in place of Megatron's RotaryEmbedding.
-
-    The model sets `positions` before each forward; the table grows as needed.
-    """
-
-    def __init__(self, frequencies: Tensor, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._frequencies = frequencies  # fp32 [D/2]; not a buffer, to stay out of checkpoints
-        self._dtype = dtype
-        self._table = torch.empty(0, frequencies.numel() * 2, dtype=dtype)
-        self.positions: Tensor | None = None  # [b, s]
-
-    def get_rotary_seq_len(self, *unused: Any, **also_unused: Any) -> int:
-        return 0  # Megatron passes it to forward, which ignores it
-
-    def forward(self, unused_length: int, **unused: Any) -> Tensor:
-        """[s, b, 1, D]: cosines in the first half, sines in the second."""
-        assert self.positions is not None
-        longest = int(self.positions.max()) + 1
-        if longest > self._table.shape[0] or self._table.device != self.positions.device:
-            self._grow(longest)
-        return self._table[self.positions.transpose(0, 1)].unsqueeze(2)
-
-    def _grow(self, length: int) -> None:
-        length = 1 << (length - 1).bit_length()
-        assert self.positions is not None
-        device = self.positions.device
-        angles = torch.outer(
-            torch.arange(length, dtype=torch.float32, device=device), self._frequencies.to(device)
-        )
-        self._table = torch.cat((angles.cos(), angles.sin()), dim=-1).to(self._dtype)
-
-
-def rotate(heads: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotate [s, b, heads, D] by [s, b, 1, D]: element i with element i + D/2, as transformers."""
-    cos, sin = cos_sin.chunk(2, dim=-1)
-    first, second = heads.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.attention import RotaryByPosition
 from stable_opd_mcore.models.families import Architecture, layout_refusal, rotary_frequencies
 from stable_opd_mcore.models.fp8 import (
     MULTIPLE,
@@ -33,6 +32,7 @@ from stable_opd_mcore.models.fp8 import (
 from stable_opd_mcore.models.fp8_emulation import emulated_layers, set_rounding
 from stable_opd_mcore.models.fp8_scales import DelayedScales
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
+from stable_opd_mcore.models.rotary import RotaryByPosition
 from stable_opd_mcore.models.spec import layer_spec, transformer_engine_is_usable
 from stable_opd_mcore.models.weights import mark_shards, random_weights
 from stable_opd_mcore.parallel.world import World

@@ -20,9 +20,10 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from stable_opd_mcore.losses.output_head import Head
-from stable_opd_mcore.models.attention import PackedSequences, RotaryByPosition
+from stable_opd_mcore.models.attention import PackedSequences
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.fp8_scales import DelayedScales
+from stable_opd_mcore.models.rotary import RotaryByPosition
 from stable_opd_mcore.records import MicroBatch
 
 

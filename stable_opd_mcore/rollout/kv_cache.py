@@ -7,7 +7,8 @@ no key is rotated twice. The capacity grows by half when it is full. Dropping fi
 drops slots that are padding for all remaining rows.
 
 Not a model and not a scheduler: embedded.py decides when rows enter and leave. No Megatron here.
-Letters: B rows, T new tokens per row, S slots, Q query heads, G key-value heads, D head size.
+Letters: B rows, T new tokens per row, S slots, Q query heads, G key-value heads, D head size,
+P positions, E = 2 D numbers of a rotation.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from stable_opd_mcore.models.rotary import rotate, rotations
 
 _SLOT_BLOCK = 128  # slots are allocated in multiples of this
 
@@ -33,10 +36,7 @@ class KVCache:
         device = angles_PD.device
         self.used = 0  # slots filled so far
         self.pad_B = longest - torch.tensor(prompt_lengths, dtype=torch.int64, device=device)
-        cosine_PD, sine_PD = angles_PD.cos(), angles_PD.sin()
-        self._cosine_PD = torch.cat((cosine_PD, cosine_PD), dim=1).to(dtype)
-        # With these signs the rotation is x * cos + x.roll(D/2) * sin.
-        self._signed_sine_PD = torch.cat((-sine_PD, sine_PD), dim=1).to(dtype)
+        self._rotations_PE = rotations(angles_PD, dtype)
         self._dtype = dtype
         # keys and values of each layer, [B, G, capacity, D]
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -52,8 +52,7 @@ class KVCache:
         self._reserve(stop)
         slots_T = torch.arange(self.used, stop, device=self.pad_B.device)
         positions_TB = (slots_T[:, None] - self.pad_B[None]).clamp_(min=0)
-        self._cosine_TB1D = self._cosine_PD[positions_TB][:, :, None]
-        self._signed_sine_TB1D = self._signed_sine_PD[positions_TB][:, :, None]
+        self._rotation_TB1E = self._rotations_PE[positions_TB][:, :, None]
         self._bias_B1TS = self._bias(slots_T, stop)
         self._stop = stop
         return positions_TB.t()
@@ -73,11 +72,11 @@ class KVCache:
             shape = (B, G, self._capacity, D)
             self._layers[layer] = (k_TBGD.new_empty(shape), v_TBGD.new_empty(shape))
         keys, values = self._layers[layer]
-        keys[:, :, self.used : self._stop] = self._rotate(k_TBGD).permute(1, 2, 0, 3)
+        keys[:, :, self.used : self._stop] = rotate(k_TBGD, self._rotation_TB1E).permute(1, 2, 0, 3)
         values[:, :, self.used : self._stop] = v_TBGD.permute(1, 2, 0, 3)
         # The query heads of a group are stacked as more queries, so keys are not repeated.
         repeats = Q // G
-        q = self._rotate(q_TBQD).view(T, B, G, repeats, D).permute(1, 2, 3, 0, 4)
+        q = rotate(q_TBQD, self._rotation_TB1E).view(T, B, G, repeats, D).permute(1, 2, 3, 0, 4)
         bias = self._bias_B1TS
         if bias is not None and repeats > 1 and T > 1:
             bias = bias.repeat(1, 1, repeats, 1)
@@ -100,10 +99,6 @@ class KVCache:
         self.used -= trim
         self._capacity -= trim
         self._padded = self._padded and bool(self.pad_B.any())
-
-    def _rotate(self, x_TBND: Tensor) -> Tensor:
-        rolled = x_TBND.roll(x_TBND.shape[-1] // 2, -1)
-        return torch.addcmul(x_TBND * self._cosine_TB1D, rolled, self._signed_sine_TB1D)
 
     def _reserve(self, num_slots: int) -> None:
         if num_slots <= self._capacity:

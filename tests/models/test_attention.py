@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from stable_opd_mcore.config.schema import ParallelConfig
-from stable_opd_mcore.models.attention import Buckets, RotaryByPosition, _packed, rotate
+from stable_opd_mcore.models.attention import Buckets, _packed
 from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
@@ -52,21 +52,6 @@ def test_less_than_a_quarter_of_the_buckets_is_padding() -> None:
     lengths = [20 + 7 * i % 400 for i in range(64)]
     slots = sum(sequences * longest for sequences, longest in Buckets.of(lengths, "cpu").shapes)
     assert sum(lengths) <= slots < sum(lengths) / 0.75
-
-
-def test_rotation_depends_on_distance_only() -> None:
-    """Dot products of rotated vectors are functions of the positions' difference."""
-    rotary = RotaryByPosition(torch.tensor([1.0, 0.1]), torch.float64)
-    torch.manual_seed(0)
-    a, b = torch.randn(2, 1, 1, 1, 4, dtype=torch.float64)
-
-    def dot(position_a: int, position_b: int) -> float:
-        rotary.positions = torch.tensor([[position_a, position_b]])
-        cos_sin = rotary(0)
-        return (rotate(a, cos_sin[:1]) * rotate(b, cos_sin[1:])).sum().item()
-
-    assert dot(3, 1) == pytest.approx(dot(12, 10), rel=1e-6)  # the table holds fp32 angles
-    assert dot(3, 1) != pytest.approx(dot(3, 2), rel=1e-2)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

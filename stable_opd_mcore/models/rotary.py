@@ -1,0 +1,58 @@
+"""Rotary positions of Megatron's layers in plain torch, for training and for decoding.
+
+Not used where Transformer Engine is available, except by the embedded engine (rollout/kv_cache.py).
+Shapes: s tokens of a sequence, b sequences, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def rotations(angles: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `rotate` takes, from angles [..., D/2]: [..., 2 D], cosines and then signed sines."""
+    cosines, sines = angles.cos(), angles.sin()
+    return torch.cat((cosines, cosines, -sines, sines), dim=-1).to(dtype)
+
+
+def rotate(heads: Tensor, rotation: Tensor) -> Tensor:
+    """Rotate [s, b, heads, D] by [s, b, 1, 2 D]: element i with i + D/2, as transformers does."""
+    cosines, signed_sines = rotation.chunk(2, dim=-1)
+    rolled = heads.roll(heads.shape[-1] // 2, -1)
+    return torch.addcmul(heads * cosines, rolled, signed_sines)
+
+
+class RotaryByPosition(torch.nn.Module):
+    """Rotations per token, in place of Megatron's RotaryEmbedding.
+
+    The model sets `positions` before each forward; the table grows as needed.
+    """
+
+    def __init__(self, frequencies: Tensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._frequencies = frequencies  # fp32 [D/2]; not a buffer, to stay out of checkpoints
+        self._dtype = dtype
+        self._table = torch.empty(0, frequencies.numel() * 4, dtype=dtype)
+        self.positions: Tensor | None = None  # [b, s]
+
+    def get_rotary_seq_len(self, *unused: Any, **also_unused: Any) -> int:
+        return 0  # Megatron passes it to forward, which ignores it
+
+    def forward(self, unused_length: int, **unused: Any) -> Tensor:
+        """[s, b, 1, 2 D], for `rotate`."""
+        assert self.positions is not None
+        longest = int(self.positions.max()) + 1
+        if longest > self._table.shape[0] or self._table.device != self.positions.device:
+            self._grow(longest)
+        return self._table[self.positions.transpose(0, 1)].unsqueeze(2)
+
+    def _grow(self, length: int) -> None:
+        length = 1 << (length - 1).bit_length()
+        assert self.positions is not None
+        device = self.positions.device
+        positions = torch.arange(length, dtype=torch.float32, device=device)
+        angles = torch.outer(positions, self._frequencies.to(device))
+        self._table = rotations(angles, self._dtype)
