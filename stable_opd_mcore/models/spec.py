@@ -29,6 +29,7 @@ from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.models.attention import RMSNorm, TorchSelfAttention
 from stable_opd_mcore.models.fp8 import is_in_fp8
 from stable_opd_mcore.models.fp8_emulation import EmulatedColumnLinear, EmulatedRowLinear
+from stable_opd_mcore.models.linear import TorchColumnLinear, TorchRowLinear
 
 
 def transformer_engine_is_usable() -> bool:
@@ -82,7 +83,8 @@ def _torch_block_spec(
         attention.q_layernorm = attention.k_layernorm = norm
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pipeline_rank)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pipeline_rank)
-    emulated = layer if fp8 is None else _emulated(layer)
+    layer = _with_linears(layer, TorchColumnLinear, TorchRowLinear)
+    emulated = _with_linears(layer, EmulatedColumnLinear, EmulatedRowLinear)
     layers = [
         emulated if fp8 and is_in_fp8(fp8, first + i, config.num_layers) else layer
         for i in range(num_layers)
@@ -91,14 +93,17 @@ def _torch_block_spec(
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def _emulated(layer: Any) -> Any:
-    """A layer's spec with emulated FP8 in the matrices of attention, MLP and experts."""
+def _with_linears(layer: Any, column: type, row: type) -> Any:
+    """A copy of a layer's spec with these classes for the matrices of attention, MLP and experts.
+
+    The first of a matrix and the next has its rows on the tensor ranks, the second its columns.
+    """
     layer = deepcopy(layer)
     attention, mlp = layer.submodules.self_attention.submodules, _submodules(layer.submodules.mlp)
-    attention.linear_qkv, attention.linear_proj = EmulatedColumnLinear, EmulatedRowLinear
+    attention.linear_qkv, attention.linear_proj = column, row
     if hasattr(mlp, "experts"):
         mlp = _submodules(mlp.experts)
-    mlp.linear_fc1, mlp.linear_fc2 = EmulatedColumnLinear, EmulatedRowLinear
+    mlp.linear_fc1, mlp.linear_fc2 = column, row
     return layer
 
 

@@ -139,6 +139,20 @@ def test_the_model_is_unchanged_afterwards(engine):
     assert all("forward" not in vars(module) for module in chunk.modules())
 
 
+def test_each_draw_reads_the_weights_of_its_time(tiny_path, world):
+    """No copy in another layout outlives a draw."""
+    prompts, sampling = make_prompts(3), Sampling(max_new_tokens=8)
+    used, unused = build_engine(tiny_path, world), build_engine(tiny_path, world)
+    before = used.generate(prompts, sampling, step=0)
+    with torch.no_grad():
+        for engine in (used, unused):
+            for parameter in engine._chunks[0].parameters():
+                parameter *= 0.7
+    after = used.generate(prompts, sampling, step=0)
+    assert after == unused.generate(prompts, sampling, step=0)
+    assert after != before
+
+
 def test_rollouts_carry_the_published_version(engine):
     engine.publish(7)
     assert engine.weight_version == 7

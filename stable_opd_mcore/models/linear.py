@@ -1,0 +1,105 @@
+"""The products of the torch layers, which oneDNN computes in fp32 on a CPU.
+
+torch gives them to MKL, which is slower on some CPUs (BENCHMARKS.md). Here outputs and gradients of
+inputs come from oneDNN. Gradients of weights, at which MKL is as fast, are added to Megatron's
+`main_grad` without a tensor in between. Without gradients, `linear` also takes weights in oneDNN's
+own layout: a copy for those that multiply few rows by the same weights often (rollout/embedded.py).
+
+Shapes: T tokens, H inputs, O outputs of this rank's part of a matrix. Not here: layers in emulated
+FP8 (fp8_emulation.py), the output head in training (losses/output_head.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor
+
+from stable_opd_mcore.losses.output_head import announce_main_grad
+
+# The operators that torch's Inductor calls in models which it has frozen.
+_onednn: Any = torch.ops.mkldnn
+
+
+def linear(input: Tensor, weight_OH: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """`F.linear` without gradients: input [..., H] to [..., O]. The weight may be `packed`."""
+    if weight_OH.is_mkldnn or (weight_OH.dtype == torch.float32 and _onednn_takes(weight_OH)):
+        return _onednn._linear_pointwise(input, weight_OH, bias_O, "none", [], "")
+    return F.linear(input, weight_OH, bias_O)
+
+
+def packed(weight_OH: Tensor) -> Tensor:
+    """A copy in oneDNN's layout, for `linear` alone. It does not follow changes of the weight.
+
+    The weight itself where oneDNN does not multiply it.
+    """
+    if not _onednn_takes(weight_OH):
+        return weight_OH
+    return _onednn._reorder_linear_weight(weight_OH.detach())
+
+
+def _onednn_takes(weight: Tensor) -> bool:
+    if not weight.is_cpu or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return _onednn._is_mkldnn_bf16_supported()
+    return weight.dtype == torch.float32
+
+
+class _Product(torch.autograd.Function):
+    """input [..., H] times weight [O, H] transposed, plus the bias."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight_OH: Tensor, bias_O: Tensor | None) -> Tensor:
+        ctx.save_for_backward(input, weight_OH)
+        return linear(input, weight_OH, bias_O)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        input, weight_OH = ctx.saved_tensors
+        gradient_TO = gradients[0].flatten(0, -2)
+        of_input, of_weight_OH, of_bias_O = None, None, None
+        if ctx.needs_input_grad[0]:
+            of_input = linear(gradients[0], weight_OH.t())
+        if ctx.needs_input_grad[1]:
+            of_weight_OH = _weight_gradient(weight_OH, gradient_TO, input.flatten(0, -2))
+        if ctx.needs_input_grad[2]:
+            of_bias_O = gradient_TO.sum(dim=0)
+        return of_input, of_weight_OH, of_bias_O
+
+
+def _weight_gradient(weight_OH: Tensor, gradient_TO: Tensor, input_TH: Tensor) -> Tensor | None:
+    """None where it has been added to a `main_grad` of its dtype."""
+    main_grad: Tensor | None = getattr(weight_OH, "main_grad", None)
+    if main_grad is None or main_grad.dtype != gradient_TO.dtype:
+        return gradient_TO.t() @ input_TH
+    main_grad.addmm_(gradient_TO.t(), input_TH)
+    announce_main_grad(weight_OH)
+    return None
+
+
+class _TorchLinear:
+    """What replaces the product in Megatron's linear layers.
+
+    A product that also sends messages over tensor ranks stays Megatron's.
+    """
+
+    def _forward_impl(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, **options: Any
+    ) -> Tensor:
+        if options["allreduce_dgrad"] or options["sequence_parallel"]:
+            megatron: Any = super()
+            return megatron._forward_impl(input, weight, bias, **options)
+        output: Any = _Product.apply(input, weight, bias)
+        return output
+
+
+class TorchColumnLinear(_TorchLinear, ColumnParallelLinear):
+    """Megatron's layer with rows of the matrix on each tensor rank."""
+
+
+class TorchRowLinear(_TorchLinear, RowParallelLinear):
+    """Megatron's layer with columns of the matrix on each tensor rank."""
