@@ -83,7 +83,7 @@ def test_smoke_config_writes_every_file_and_metric(tmp_path, monkeypatch, capsys
     assert [row["step"] for row in rows] == list(range(11))
     assert "eval/accuracy" in rows[0]
     written = {key for row in read_metrics(run / METRICS_FILE) for key in row}
-    others = ("engine/", "moe/")  # of rollout servers, of experts
+    others = ("engine/", "moe/", "loss/moe_aux")  # of rollout servers, of experts
     unwritten = {key for key in NAMES.keys() - written if not key.startswith(others)}
     assert unwritten == {"memory/left_gib"}  # of colocated servers
     assert rows[-1]["logprob/rollout_gap_max"] < 1e-4  # of engine and trainer
