@@ -307,9 +307,8 @@ def _aligned_heads(models: Models, student: ModelSize, element: int) -> list[Com
         return []
     if ModelSize(teacher, layout).head_rows == student.head_rows:
         return []
-    # One for the scores, one for the overlap/* metrics (train/setup.py).
-    copies = 2 * element * student.head_rows * teacher.hidden_size
-    return [Component("teacher's head, cut as the student's", copies)]
+    copy = element * student.head_rows * teacher.hidden_size
+    return [Component("teacher's head, cut as the student's", copy)]
 
 
 def _loss_bytes(

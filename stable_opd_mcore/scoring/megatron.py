@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.losses.output_head import Head, align_head, rows_per_block
+from stable_opd_mcore.losses.output_head import Head, rows_per_block
 from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
@@ -35,8 +35,8 @@ class MegatronScorer:
         top_k: also keep the K most probable tokens and their log-probabilities.
         merged_ids: stop ids that are one entry of this list (losses.coefficients.Terms.merged_ids).
         hidden_alone: return hidden_NH only, for losses over the full vocabulary.
-        like: the student's head. This model's head is cut over the tensor ranks at the same
-            vocabulary entries; with more padding rows Megatron would cut it elsewhere.
+        head: the model's head where its shards have been cut anew, at the student's vocabulary
+            entries (align_head); None: as Megatron cuts it.
         block_rows: rows whose logits exist at once, adjusted by output_head.rows_per_block.
         around: a context for the forward pass of each micro-batch.
 
@@ -55,7 +55,7 @@ class MegatronScorer:
         top_k: int | None = None,
         merged_ids: tuple[int, ...] = (),
         hidden_alone: bool = False,
-        like: Head | None = None,
+        head: Head | None = None,
         block_rows: int = 1024,
         around: Callable[[MicroBatch], AbstractContextManager[None]] = lambda _: nullcontext(),
     ):
@@ -74,8 +74,7 @@ class MegatronScorer:
         self._hidden_alone = hidden_alone
         self._block_rows = block_rows
         self._around = around
-        head = output_head(chunks, vocab_size)
-        self._head = head if head is None or like is None else align_head(head, like)
+        self._head = output_head(chunks, vocab_size) if head is None else head
 
     @property
     def head(self) -> Head | None:

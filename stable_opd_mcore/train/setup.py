@@ -18,6 +18,7 @@ from stable_opd_mcore.data.prompts import PromptOrder
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.losses.objectives import Objective, build_objective
+from stable_opd_mcore.losses.output_head import align_head
 from stable_opd_mcore.models.build import Precision, build_model
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
 from stable_opd_mcore.models.huggingface import load_hf
@@ -258,7 +259,6 @@ class _Models:
             world=world,
             vocab_size=vocab_size,
             temperature=objective.temperature,
-            like=self.head,
             block_rows=config.train.loss_block_tokens,
         )
 
@@ -270,8 +270,7 @@ class _Models:
         stop_ids, merged_ids = self.objective.stop_ids, self.objective.terms.merged_ids
         top_k = self.objective.top_k if needs == "topk" else None
         if self.config.teacher.engine == "megatron":
-            return self._megatron_scorer(
-                self._teacher_chunks,
+            return self._teacher_scorer(
                 stop_ids=stop_ids,
                 top_k=top_k,
                 merged_ids=merged_ids,
@@ -328,7 +327,7 @@ class _Models:
         if teacher.engine == "sglang":
             scorer: Scorer = self._served_teacher(teacher, others, top_k)
         else:
-            scorer = self._megatron_scorer(self._teacher_chunks, stop_ids=others, top_k=top_k)
+            scorer = self._teacher_scorer(stop_ids=others, top_k=top_k)
         return OverlapPair(
             student=OverlapModel(
                 self._megatron_scorer(self.student, stop_ids=own, top_k=top_k), own
@@ -347,9 +346,14 @@ class _Models:
         return chunks
 
     @cached_property
-    def _teacher_chunks(self) -> list[HiddenStatesGPTModel]:
+    def _teacher_scorer(self) -> Callable[..., MegatronScorer]:
+        """Builds scorers on the one teacher; all share its head, cut as the student's."""
         assert self.config.teacher is not None
-        return self._load(self.config.teacher, self.config.fp8.of("teacher"), trainable=False)
+        chunks = self._load(self.config.teacher, self.config.fp8.of("teacher"), trainable=False)
+        head = output_head(chunks, self.vocab_size)
+        if head is not None and self.head is not None:  # both on the last stage
+            head = align_head(head, like=self.head)
+        return partial(self._megatron_scorer, chunks, head=head)
 
     def _served_teacher(
         self,

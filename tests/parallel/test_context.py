@@ -165,7 +165,6 @@ def train_once(world: World, name: str, path: Path) -> dict[str, Tensor]:
             world,
             vocab_size=VOCAB,
             hidden_alone=needs == "hidden",
-            like=output_head(student.chunks, VOCAB),
         )
         for hidden, needs in ((48, objective.teacher_needs), (32, objective.reference_needs))
     )

@@ -42,13 +42,13 @@ def test_a_part_that_is_not_used_takes_nothing(tmp_path, override, gone):
     assert not components(plan).get(gone)
 
 
-def test_another_padded_vocabulary_of_the_teacher_costs_two_copies_of_its_head(tmp_path):
+def test_another_padded_vocabulary_of_the_teacher_costs_a_copy_of_its_head(tmp_path):
     name, smaller = "teacher's head, cut as the student's", tmp_path / "smaller"
     smaller.mkdir()
     (smaller / "config.json").write_text(json.dumps(QWEN_7B | {"vocab_size": 151936}))
     other = (f"student.path={smaller}",)
     held = components(make_plan(config_7b(tmp_path, *other), NODE))
-    assert held[name] == 2 * 2 * 151936 / 4 * 3584  # scores and overlap metrics
+    assert held[name] == 2 * 151936 / 4 * 3584
     assert name not in components(make_plan(config_7b(tmp_path), NODE))
     one_rank = (*other, "parallel.tensor=1", "parallel.sequence=false")
     assert name not in components(make_plan(config_7b(tmp_path, *one_rank), NODE))
