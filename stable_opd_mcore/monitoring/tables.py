@@ -275,7 +275,11 @@ def _flat_config(path: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        # A run writes no aliases. Nested ones would grow to any size when they are shown.
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+            raise ValueError("it holds aliases (*name), which no run writes")
+        values = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())  # of several lines, with a caret below one
         raise UserError(f"{path}: not readable as YAML: {reason}") from error

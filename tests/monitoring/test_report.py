@@ -240,6 +240,10 @@ def test_broken_runs_are_named_and_nothing_is_written(tmp_path):
     with pytest.raises(ValueError, match=r"config\.resolved\.yaml: not readable as YAML") as found:
         write_report([other], tmp_path / "r.html")
     assert len(str(found.value).splitlines()) == 1
+    nested = [f"a{i}: &a{i} [{', '.join(9 * [f'*a{i - 1}'])}]" for i in range(1, 12)]
+    (other / "config.resolved.yaml").write_text("\n".join(["a0: &a0 x", *nested]))
+    with pytest.raises(ValueError, match=r"config\.resolved\.yaml: .* it holds aliases"):
+        write_report([other], tmp_path / "r.html")
     (other / "config.resolved.yaml").unlink()
     (other / "rollouts" / "step_000001.jsonl").write_text("{}\n")
     with pytest.raises(
