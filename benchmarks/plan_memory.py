@@ -9,19 +9,19 @@ for that rank with torch's layers. Memory of libraries is subtracted: a tiny run
 
 from __future__ import annotations
 
+import gc
+import json
 import os
+import random
 import tempfile
-import threading
-import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
+from benchmarks.step import random_words, word_tokenizer
 from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.parallel.world import World, gather_objects, start_world, stop_world
@@ -36,7 +36,12 @@ from stable_opd_mcore.train.state import TrainState
 from stable_opd_mcore.train.step import train_step
 
 MIB = 2**20
-SIZES = ((512, 4, 2048), (768, 6, 2048), (1024, 8, 1024))  # hidden, layers, micro-batch tokens
+VOCABULARY = 8192
+WORDS = {"problem": 16, "solution": 128}
+RESPONSE_TOKENS = 128
+# 40 sequences of a step, 32 drawn and 8 golden, fill four micro-batches: two of each of two ranks.
+MICRO_BATCH_TOKENS = 10 * (16 + 128 + 1)
+SIZES = ((512, 4), (768, 6), (1024, 8))  # hidden size, layers
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {"ranks": 1},
     {"ranks": 2, "tensor": 2, "sequence": True},
@@ -46,38 +51,29 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 HOST = Device("cpu", 1024, 0, 1, 1, 1, 1, 1)  # its rates are not used
 
 
-@dataclass
-class Peak:
-    """The largest resident memory of this process since `restart`, sampled every 2 ms."""
-
-    bytes: int = 0
-    _process: psutil.Process = field(default_factory=psutil.Process)
-    _ended: threading.Event = field(default_factory=threading.Event)
-
-    def restart(self) -> None:
-        self.bytes = self.resident()
-
-    def resident(self) -> int:
-        return self._process.memory_info().rss
-
-    def __enter__(self) -> Peak:
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _sample(self) -> None:
-        while not self._ended.is_set():
-            self.bytes = max(self.bytes, self.resident())
-            time.sleep(0.002)
+def resident_bytes(field: str) -> int:
+    """This process's memory: "VmRSS" now, "VmHWM" at most since `restart_peak`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1024
 
 
-def config_of(
-    directory: str, parallel: dict[str, Any], hidden: int, layers: int, tokens: int
-) -> Config:
+def restart_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def write_inputs(directory: str) -> None:
+    """A tokenizer, and prompts of 16 words with golden solutions of 128."""
+    word_tokenizer(VOCABULARY).save_pretrained(directory)
+    draw = random.Random(0)
+    rows = [
+        {name: random_words(number, VOCABULARY, draw) for name, number in WORDS.items()}
+        for _ in range(64)
+    ]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (Path(directory) / "prompts.jsonl").write_text("".join(lines))
+
+
+def config_of(directory: str, parallel: dict[str, Any], hidden: int, layers: int) -> Config:
     architecture = {
         "model_type": "qwen2",
         "hidden_size": hidden,
@@ -86,33 +82,35 @@ def config_of(
         "num_attention_heads": hidden // 64,
         "num_key_value_heads": 2 * max(1, hidden // 512),
         "max_position_embeddings": 2048,
-        "vocab_size": 8192,
+        "vocab_size": VOCABULARY,
         "rope_theta": 1e4,
     }
     values: dict[str, Any] = {
         "run": {"name": "plan_memory", "directory": directory},
         "student": {"architecture": architecture},
         "teacher": {"architecture": architecture},
-        "tokenizer": {"path": "synthetic"},
-        "data": {"train": {"path": "synthetic:arithmetic", "options": {"rows": 64}}},
-        "sampling": {"max_new_tokens": 256},
+        "tokenizer": {"path": directory},
+        "data": {
+            "train": {"path": f"{directory}/prompts.jsonl", "columns": {"answer": None}},
+        },
+        "sampling": {"max_new_tokens": RESPONSE_TOKENS},
         "rollout": {"prompts_per_step": 8, "samples_per_prompt": 4},
         "kl": {"beta": 0.1},
         "mixture": {"lambda": 0.5},
-        "train": {"micro_batch_tokens": tokens},
+        "train": {"micro_batch_tokens": MICRO_BATCH_TOKENS},
         "monitoring": {"tensorboard": False},
         **parallel,
     }
     return parse_config(values, origin="plan_memory")
 
 
-def measure(config: Config, world: World, peak: Peak) -> Work:
-    """Three steps; `peak` then holds the last one's, and the result its mean lengths."""
+def measure(config: Config, world: World) -> Work:
+    """Three steps; the peak is then the last one's, and the result its mean lengths."""
     run, state = build_run(config, world), TrainState()
     engine: RolloutEngine = run.engine
     try:
         for _ in range(3):
-            peak.restart()
+            restart_peak()
             result = train_step(run, state)
             state = result.state
     finally:
@@ -125,7 +123,7 @@ def measure(config: Config, world: World, peak: Peak) -> Work:
     return Work(round(prompt_tokens), round(sum(lengths) / len(lengths)))
 
 
-def compare(rank: int, layout: dict[str, Any], store: str, size: tuple[int, int, int]) -> None:
+def compare(rank: int, layout: dict[str, Any], store: str, size: tuple[int, int]) -> None:
     """One rank of a row; rank 0 prints it.
 
     Needs processes of its own: freed memory is not returned to the system.
@@ -135,21 +133,23 @@ def compare(rank: int, layout: dict[str, Any], store: str, size: tuple[int, int,
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
-    with tempfile.TemporaryDirectory() as directory, Peak() as peak:
-        tiny = config_of(directory, parallel, 128, 2, 256)
+    with tempfile.TemporaryDirectory() as directory:
+        write_inputs(directory)
+        tiny = config_of(directory, parallel, 128, 2)
         world = start_world(tiny.parallel, 0)
-        measure(tiny, world, peak)
+        measure(tiny, world)
         config = config_of(directory, parallel, *size)
-        before = peak.resident()
-        work = measure(config, world, peak)
-        measured = peak.bytes - before
+        gc.collect()
+        before = resident_bytes("VmRSS")
+        work = measure(config, world)
+        measured = resident_bytes("VmHWM") - before
         models, stage = read_models(config), world.pipeline_rank
         made = layout_of(config.parallel, ranks)
         plan = stage_plan(config, models, made, stage, HOST, work, "torch")
         found = gather_objects((measured, plan.peak_bytes))
         fullest, predicted = max(found)
         if rank == 0:
-            hidden, layers, _ = size
+            hidden, layers = size
             print(
                 f"| {hidden:,}, {layers} | {made} | {predicted / MIB:,.0f} | {fullest / MIB:,.0f} |"
                 f" {predicted / fullest:.2f} |",
@@ -159,6 +159,8 @@ def compare(rank: int, layout: dict[str, Any], store: str, size: tuple[int, int,
 
 
 def main() -> None:
+    # Else glibc keeps freed blocks of up to 32 MiB, and fragmentation is measured, too.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)
     print("| hidden size, layers | layout | predicted MiB | measured MiB | ratio |", flush=True)
     for size in SIZES:
         for layout in LAYOUTS:

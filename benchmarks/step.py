@@ -55,21 +55,32 @@ def lengths_of(case: str) -> tuple[tuple[int, ...], int]:
     return tuple(lengths), LONGEST
 
 
-def write_inputs(directory: Path, num_prompts: int) -> None:
-    """Two Qwen2 models of random weights, their tokenizer of 2,048 words, prompts of 16 words."""
-    import torch
+def word_tokenizer(vocabulary: int) -> Any:
+    """A tokenizer of `vocabulary` words w3, w4, ..., whose only stop token is EOS."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-    from transformers.utils.logging import disable_progress_bar
+    from transformers import PreTrainedTokenizerFast
 
-    disable_progress_bar()
-    words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(3, VOCABULARY))]
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(3, vocabulary))]
     assert words[EOS] == "<eos>"
     raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )
+
+
+def random_words(number: int, vocabulary: int, draw: random.Random) -> str:
+    return " ".join(f"w{draw.randrange(3, vocabulary)}" for _ in range(number))
+
+
+def write_inputs(directory: Path, num_prompts: int) -> None:
+    """Two Qwen2 models of random weights, their tokenizer of 2,048 words, prompts of 16 words."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    tokenizer = word_tokenizer(VOCABULARY)
     torch.manual_seed(0)
     for name, sizes in (("student", STUDENT), ("teacher", TEACHER)):
         heads = sizes["heads"]
@@ -89,7 +100,7 @@ def write_inputs(directory: Path, num_prompts: int) -> None:
         Qwen2ForCausalLM(config).save_pretrained(directory / name)
         tokenizer.save_pretrained(directory / name)
     draw = random.Random(0)
-    rows = [" ".join(draw.choices(words[3:], k=PROMPT_TOKENS)) for _ in range(num_prompts)]
+    rows = [random_words(PROMPT_TOKENS, VOCABULARY, draw) for _ in range(num_prompts)]
     lines = [json.dumps({"problem": row}) + "\n" for row in rows]
     (directory / "prompts.jsonl").write_text("".join(lines))
 
