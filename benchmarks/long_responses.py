@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from benchmarks.plan_memory import MIB, Peak
+from benchmarks.plan_memory import MIB, resident_bytes, restart_peak
 from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.parallel.world import gather_objects, start_world, stop_world
@@ -85,18 +85,18 @@ def train(rank: int, context: int, store: str, results: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(context), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=context)
-    with tempfile.TemporaryDirectory() as directory, Peak() as peak:
+    with tempfile.TemporaryDirectory() as directory:
         config = config_of(directory, context)
         run, state = build_run(config, start_world(config.parallel, 0)), TrainState()
-        before, found = peak.resident(), []
-        peak.restart()
+        before, found = resident_bytes("VmRSS"), []
+        restart_peak()
         with patch.object(step, "draw_rollouts", responses):
             for _ in range(STEPS):
                 result = step.train_step(run, state)
                 state = result.state
                 values = result.metrics.values_by_key()
                 found.append([values["loss/total"], values["grad_norm"]])
-        peaks = gather_objects((peak.bytes - before) / MIB)
+        peaks = gather_objects((resident_bytes("VmHWM") - before) / MIB)
         if rank == 0:
             np.save(results, np.array(found))
             print(f"context {context}: loss, gradient norm of each step {found}")

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.inputs import PROMPT_WORDS, config_of, qwen2, write_inputs
-from benchmarks.plan_memory import HOST, Peak
+from benchmarks.plan_memory import HOST, resident_bytes, restart_peak
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.models.families import Architecture, read_architecture
 from stable_opd_mcore.models.spec import transformer_engine_is_usable
@@ -105,21 +105,24 @@ def measure_shape(shape: Shape, folder: Path, device: str, steps: int = 3) -> Me
     """Build the run and train it for some steps."""
     config = shape_config(shape, folder)
     write_inputs(folder, shape.vocab, shape.prompts, shape.response_tokens)
-    with Peak() as peak:
-        world = start_world(config.parallel, config.train.seed)
-        before = peak.resident()
-        with fast_random_weights():
-            run = build_run(config, world)
-        run = replace(run, engine=FixedLengthEngine(shape.vocab))
-        state, values = TrainState(), {}
-        with run.grader:
-            for _ in range(steps):
-                peak.restart()
-                if device == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
-                result = train_step(run, state)
-                state, values = result.state, result.metrics.values_by_key()
-        num_bytes = torch.cuda.max_memory_allocated() if device == "cuda" else peak.bytes - before
+    world = start_world(config.parallel, config.train.seed)
+    before = resident_bytes("VmRSS")
+    with fast_random_weights():
+        run = build_run(config, world)
+    run = replace(run, engine=FixedLengthEngine(shape.vocab))
+    state, values = TrainState(), {}
+    with run.grader:
+        for _ in range(steps):
+            if device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            else:
+                restart_peak()
+            result = train_step(run, state)
+            state, values = result.state, result.metrics.values_by_key()
+    if device == "cuda":
+        num_bytes = torch.cuda.max_memory_allocated()
+    else:
+        num_bytes = resident_bytes("VmHWM") - before
     seconds = {phase: values[f"time/{phase}"] or 0.0 for phase in ("score", "update")}
     return Measured(seconds, num_bytes / GIB, plan_of(shape, config, this_device(device)))
 
