@@ -167,7 +167,9 @@ class ModelSize:
 
     def saved_outside_layers(self, last: bool, layers: Layers, element_bytes: int) -> float:
         """As saved_bytes: the stage's ids and rotary angles, and the last stage's final norm."""
-        inputs = 9 + element_bytes * self.architecture.head_dim
+        # models/rotary.py keeps cosines and sines for both halves of a head.
+        angles = (2 if layers == "torch" else 1) * self.architecture.head_dim
+        inputs = 9 + element_bytes * angles
         return inputs + self.final_norm_bytes(layers, element_bytes) if last else inputs
 
     def final_norm_bytes(self, layers: Layers, element_bytes: int) -> float:
