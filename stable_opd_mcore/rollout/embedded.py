@@ -5,11 +5,10 @@ and all rows are decoded one token a step. Finished rows leave the batch. A toke
 only on seed, step, prompt, sample and position (noise.py), so batch size, other rows and the
 parallel layout do not change what is drawn.
 
-Megatron runs the chunks in its static inference mode, with three replacements. Attention keeps keys
-and values in KVCache: Megatron's own static cache rotates every cached key again at each step (2.4
+Megatron's layers run without its model around them (inference.py), and with their own cache of keys
+and values (kv_cache.py): Megatron's static cache rotates every cached key again at each step (2.4
 times the whole step's cost at 4 layers of 256), has no mask for padding after the prompt, and
-cannot drop rows. Linear layers skip their autograd wrappers, a fifth of a small model's step.
-Transformer layers skip dropout and checks that matter in training only, a twentieth.
+cannot drop rows.
 
 On a GPU there is no second copy of the weights. On a CPU there is one while `generate` runs, in
 oneDNN's layout, with which the products of a few rows take about half the time: 4 bytes a weight in
@@ -27,18 +26,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.inference.contexts import StaticInferenceContext
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-)
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.utils import unwrap_model
 from numpy.typing import NDArray
 from torch import Tensor
@@ -50,6 +41,7 @@ from stable_opd_mcore.models.linear import linear, packed
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import FinishReason, Prompt, Rollout
 from stable_opd_mcore.rollout.engine import NothingInFlight, Sampling, check_prompts
+from stable_opd_mcore.rollout.inference import inference_mode, run_layers
 from stable_opd_mcore.rollout.kv_cache import KVCache
 from stable_opd_mcore.rollout.noise import row_key, sample_tokens, uniforms
 
@@ -97,21 +89,11 @@ class EmbeddedEngine(NothingInFlight):
                 f"{vocab_size} of its tokenizer: it belongs to another tokenizer"
             )
         self._window = architecture.max_positions
-        self._attentions = [
-            module
-            for chunk in self._chunks
-            for module in chunk.modules()
-            if isinstance(module, SelfAttention)
-        ]
-        # Switches Megatron's model to inference; KVCache holds the keys and values. Its length
-        # sizes an unused rotary table, and must be even under context parallelism.
-        self._context = StaticInferenceContext(max_rows, max_sequence_length=2)
 
     def publish(self, weight_version: int) -> None:
         """Store the version of the following rollouts."""
         self.weight_version = weight_version
 
-    @torch.no_grad()
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int
     ) -> list[Rollout]:
@@ -119,7 +101,7 @@ class EmbeddedEngine(NothingInFlight):
         check_prompts(prompts, sampling, vocab_size=self._vocab_size, window=self._window)
         rows = [(prompt, sample) for prompt in prompts for sample in range(sampling.num_samples)]
         rollouts: list[Rollout] = []
-        with _inference_mode(self._chunks), self._packed_head():
+        with inference_mode(self._chunks), self._packed_head():
             for start in range(0, len(rows), self._max_rows):
                 rollouts += self._draw(rows[start : start + self._max_rows], sampling, step)
             while self._some_replica_runs(False):
@@ -212,15 +194,11 @@ class EmbeddedEngine(NothingInFlight):
         return tokens_RL, logprobs_RL
 
     def _new_cache(self, lengths: list[int], max_new_tokens: int) -> KVCache:
-        """An empty cache for prompts of these lengths, which every attention layer uses from now
-        on."""
+        """An empty cache for prompts of these lengths."""
         chunk = self._chunks[0]
         positions_P = torch.arange(max(lengths) + max_new_tokens, dtype=torch.float32)
         angles_PD = torch.outer(positions_P, rotary_frequencies(chunk.architecture))
-        cache = KVCache(lengths, angles_PD.to(self._world.device), chunk.config.params_dtype)
-        for attention in self._attentions:
-            vars(attention)["forward"] = partial(_attention_forward, attention, cache)
-        return cache
+        return KVCache(lengths, angles_PD.to(self._world.device), chunk.config.params_dtype)
 
     def _some_replica_runs(self, this_one: bool) -> bool:
         """Whether this replica or one that shares its experts runs a forward pass now. Collective
@@ -245,12 +223,13 @@ class EmbeddedEngine(NothingInFlight):
             dtype=config.params_dtype,
             device=tokens_BT.device,
         )
-        positions_BT = cache.begin(num_tokens)
+        cache.begin(num_tokens)
         for chunk in self._chunks:
-            if not chunk.pre_process:
+            if chunk.pre_process:
+                hidden_TBH = chunk.embedding(tokens_BT, None)
+            else:
                 _receive(hidden_TBH, self._world)
-                chunk.set_input_tensor(hidden_TBH)
-            hidden_TBH = chunk(tokens_BT, positions_BT, None, inference_context=self._context)
+            hidden_TBH = run_layers(chunk, hidden_TBH, cache)
             if not chunk.post_process:
                 _send(hidden_TBH, self._world)
         cache.end()
@@ -314,84 +293,6 @@ def _lengths(tokens_RL: Tensor, stop_ids: Sequence[int]) -> list[tuple[int, bool
         (first + 1, True) if stopped else (tokens_RL.shape[1], False)
         for first, stopped in zip(first_R.tolist(), is_stop_RL.any(dim=1).tolist(), strict=True)
     ]
-
-
-def _layer_forward(layer: Any, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
-    """Megatron's transformer layer without dropout and without biases after attention and MLP,
-    which no family has: the output, and no context.
-    """
-    mixed, _ = layer.self_attention(layer.input_layernorm(hidden_states))
-    hidden_states = hidden_states + mixed
-    output, _ = layer.mlp(layer.pre_mlp_layernorm(hidden_states))
-    return hidden_states + output, None
-
-
-def _attention_forward(
-    attention: SelfAttention, cache: KVCache, hidden_TBH: Tensor, **_: Any
-) -> tuple[Tensor, Any]:
-    """Megatron's attention while decoding, with `cache`: the output and its bias."""
-    heads: Any = attention.get_query_key_value_tensors(hidden_TBH)
-    q_TBQD, k_TBGD, v_TBGD = heads
-    mixed_TBE = cache.attend(
-        attention.layer_number, q_TBQD, k_TBGD, v_TBGD, attention.config.softmax_scale
-    )
-    return attention.linear_proj(mixed_TBE)
-
-
-def _linear_forward(layer: Any, weight: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Megatron's parallel linear without autograd functions: output, and the bias if skipped.
-
-    `weight` is the layer's, packed.
-    """
-    bias = layer.bias
-    output = linear(hidden, weight, None if layer.skip_bias_add else bias)
-    group = layer.tp_group
-    if isinstance(layer, RowParallelLinear) and group.size() > 1:
-        dist.all_reduce(output, group=group)
-    return output, bias if layer.skip_bias_add else None
-
-
-@contextmanager
-def _inference_mode(chunks: Sequence[HiddenStatesGPTModel]) -> Iterator[None]:
-    """Evaluation mode without sequence parallelism, which cannot cut one token, nor FP8, whose
-    products need 16: as servers do, the engine samples in the weights' own precision.
-
-    On exit, modes, flags and every replaced `forward` are restored.
-    """
-    training = [chunk.training for chunk in chunks]
-    fp8: list[Any] = [chunk.config.fp8 for chunk in chunks]
-    modules = [module for chunk in chunks for module in chunk.modules()]
-    flags: list[tuple[Any, str]] = []
-    for module in modules:
-        flags += _switched_off(module) + _switched_off(getattr(module, "config", None))
-    for chunk in chunks:
-        for layer in chunk.decoder.layers:
-            vars(layer)["forward"] = partial(_layer_forward, layer)
-        for module in chunk.decoder.modules():
-            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-                weight: Any = module.weight
-                vars(module)["forward"] = partial(_linear_forward, module, packed(weight))
-        chunk.eval()
-        chunk.config.fp8 = None
-    try:
-        yield
-    finally:
-        for module in modules:
-            vars(module).pop("forward", None)
-        for owner, name in flags:
-            setattr(owner, name, True)
-        for chunk, mode, recipe in zip(chunks, training, fp8, strict=True):
-            chunk.train(mode)
-            chunk.config.fp8 = recipe
-
-
-def _switched_off(owner: Any) -> list[tuple[Any, str]]:
-    """Set a module's or config's sequence-parallel flags to False; returns those that were True."""
-    names = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
-    flags = [(owner, name) for name in names if getattr(owner, name, False) is True]
-    for _, name in flags:
-        setattr(owner, name, False)
-    return flags
 
 
 def _send(hidden: Tensor, world: World) -> None:

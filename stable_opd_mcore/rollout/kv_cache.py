@@ -7,8 +7,8 @@ no key is rotated twice. The capacity grows by half when it is full. Dropping fi
 drops slots that are padding for all remaining rows.
 
 Not a model and not a scheduler: embedded.py decides when rows enter and leave. No Megatron here.
-Letters: B rows, T new tokens per row, S slots, Q query heads, G key-value heads, D head size,
-P positions, E = 2 D numbers of a rotation.
+Letters: B rows, T new tokens per row, S slots, G key-value groups with R query heads each, D head
+size, P positions, E = 2 D numbers of a rotation.
 """
 
 from __future__ import annotations
@@ -43,51 +43,49 @@ class KVCache:
         self._capacity = 0
         self._padded = min(prompt_lengths) != longest
 
-    def begin(self, num_tokens: int) -> Tensor:
-        """Prepare to run `num_tokens` more tokens per row: `attend` once per layer, then `end`.
-
-        Returns their positions [B, T], 0 on padding.
-        """
+    def begin(self, num_tokens: int) -> None:
+        """Prepare to run `num_tokens` more tokens per row: `attend` once per layer, then `end`."""
         stop = self.used + num_tokens
         self._reserve(stop)
         slots_T = torch.arange(self.used, stop, device=self.pad_B.device)
         positions_TB = (slots_T[:, None] - self.pad_B[None]).clamp_(min=0)
-        self._rotation_TB1E = self._rotations_PE[positions_TB][:, :, None]
+        self._rotation_TB11E = self._rotations_PE[positions_TB][:, :, None, None]
         self._bias_B1TS = self._bias(slots_T, stop)
         self._stop = stop
-        return positions_TB.t()
 
     def end(self) -> None:
         self.used = self._stop
 
     def attend(
-        self, layer: int, q_TBQD: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, scale: float | None
+        self, layer: int, queries_and_key: Tensor, value_TBGD: Tensor, scale: float | None
     ) -> Tensor:
-        """Rotate, store, and attend to everything stored; returns [T, B, Q*D].
+        """Rotate, store, and attend to everything stored; returns [T, B, G R D].
 
-        `scale` None is 1/sqrt(D).
+        Args:
+            queries_and_key: [T, B, G, R + 1, D]; a group's key comes after its queries.
+            scale: None is 1/sqrt(D).
         """
-        (T, B, Q, D), G = q_TBQD.shape, k_TBGD.shape[2]
+        T, B, G, heads, D = queries_and_key.shape
+        R = heads - 1
         if layer not in self._layers:
             shape = (B, G, self._capacity, D)
-            self._layers[layer] = (k_TBGD.new_empty(shape), v_TBGD.new_empty(shape))
+            self._layers[layer] = (value_TBGD.new_empty(shape), value_TBGD.new_empty(shape))
         keys, values = self._layers[layer]
-        keys[:, :, self.used : self._stop] = rotate(k_TBGD, self._rotation_TB1E).permute(1, 2, 0, 3)
-        values[:, :, self.used : self._stop] = v_TBGD.permute(1, 2, 0, 3)
-        # The query heads of a group are stacked as more queries, so keys are not repeated.
-        repeats = Q // G
-        q = rotate(q_TBQD, self._rotation_TB1E).view(T, B, G, repeats, D).permute(1, 2, 3, 0, 4)
+        rotated_BGHTD = rotate(queries_and_key, self._rotation_TB11E).permute(1, 2, 3, 0, 4)
+        keys[:, :, self.used : self._stop] = rotated_BGHTD[:, :, R]
+        values[:, :, self.used : self._stop] = value_TBGD.permute(1, 2, 0, 3)
         bias = self._bias_B1TS
-        if bias is not None and repeats > 1 and T > 1:
-            bias = bias.repeat(1, 1, repeats, 1)
+        if bias is not None and R > 1 and T > 1:
+            bias = bias.repeat(1, 1, R, 1)
+        # The query heads of a group are stacked as more queries, so keys are not repeated.
         out = F.scaled_dot_product_attention(
-            q.reshape(B, G, repeats * T, D),
+            rotated_BGHTD[:, :, :R].reshape(B, G, R * T, D),
             keys[:, :, : self._stop],
             values[:, :, : self._stop],
             attn_mask=bias,
             scale=scale,
         )
-        return out.view(B, G, repeats, T, D).permute(3, 0, 1, 2, 4).reshape(T, B, Q * D)
+        return out.view(B, G, R, T, D).permute(3, 0, 1, 2, 4).reshape(T, B, G * R * D)
 
     def select(self, index_B: Tensor) -> None:
         """Row i becomes the old row `index_B[i]`: repeats rows (samples of a prompt) or drops."""

@@ -1,0 +1,115 @@
+"""Megatron's layers without what only training needs, for the embedded engine.
+
+    with inference_mode(chunks):
+        hidden_TBH = run_layers(chunk, hidden_TBH, cache)
+
+A decoding step multiplies a few rows, so wrappers took half of a small model's time on a CPU.
+Hence layers run without those of Megatron's model and layers (dropout, biases, checks, inference
+context), and torch's linear layers without autograd functions and, on a CPU, with weights in
+oneDNN's layout.
+
+Shapes: T new tokens of B rows, H hidden size, G key-value groups of this tensor rank with R query
+heads each, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
+from torch import Tensor
+
+from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
+from stable_opd_mcore.models.linear import linear, packed
+from stable_opd_mcore.rollout.kv_cache import KVCache
+
+
+@contextmanager
+def inference_mode(chunks: Sequence[HiddenStatesGPTModel]) -> Iterator[None]:
+    """Torch's inference mode, and evaluation mode without sequence parallelism, which cannot cut
+    one token, nor FP8, whose products need 16: as servers do, the engine samples in the weights'
+    own precision.
+
+    On exit, modes, flags and every replaced `forward` are restored.
+    """
+    training = [chunk.training for chunk in chunks]
+    fp8: list[Any] = [chunk.config.fp8 for chunk in chunks]
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    flags: list[tuple[Any, str]] = []
+    for module in modules:
+        flags += _switched_off(module) + _switched_off(getattr(module, "config", None))
+    for chunk in chunks:
+        for module in chunk.decoder.modules():
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                weight: Any = module.weight
+                vars(module)["forward"] = partial(_linear_forward, module, packed(weight))
+        chunk.eval()
+        chunk.config.fp8 = None
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        for module in modules:
+            vars(module).pop("forward", None)
+        for owner, name in flags:
+            setattr(owner, name, True)
+        for chunk, mode, recipe in zip(chunks, training, fp8, strict=True):
+            chunk.train(mode)
+            chunk.config.fp8 = recipe
+
+
+def run_layers(chunk: HiddenStatesGPTModel, hidden_TBH: Tensor, cache: KVCache) -> Tensor:
+    """The chunk's layers and its final norm. No family has biases after attention and MLP."""
+    layers: Any = chunk.decoder.layers
+    for layer in layers:
+        attention = layer.self_attention
+        queries_and_keys, values = _heads(attention, layer.input_layernorm(hidden_TBH))
+        mixed_TBE = cache.attend(
+            layer.layer_number, queries_and_keys, values, attention.config.softmax_scale
+        )
+        hidden_TBH = hidden_TBH + attention.linear_proj.forward(mixed_TBE)[0]
+        hidden_TBH = hidden_TBH + layer.mlp.forward(layer.pre_mlp_layernorm(hidden_TBH))[0]
+    norm = chunk.decoder.final_layernorm
+    return hidden_TBH if norm is None else norm(hidden_TBH)
+
+
+def _heads(attention: SelfAttention, hidden_TBH: Tensor) -> tuple[Tensor, Tensor]:
+    """As KVCache takes them: queries and keys [T, B, G, R+1, D], and values [T, B, G, D]."""
+    G, D = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
+    groups_in_all: Any = attention.config.num_query_groups
+    if attention.config.qk_layernorm or groups_in_all < attention.world_size:
+        separate: Any = attention.get_query_key_value_tensors(hidden_TBH)
+        queries, keys, values_TBGD = separate
+        grouped = queries.unflatten(2, (G, -1))
+        return torch.cat((grouped, keys.unsqueeze(3)), dim=3), values_TBGD
+    heads, _ = attention.linear_qkv.forward(hidden_TBH)
+    heads = heads.view(*hidden_TBH.shape[:2], G, -1, D)
+    return heads[..., :-1, :], heads[..., -1, :]
+
+
+def _linear_forward(layer: Any, weight: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Megatron's parallel linear without autograd functions: output, and the bias if skipped.
+
+    `weight` is the layer's, packed.
+    """
+    bias = layer.bias
+    output = linear(hidden, weight, None if layer.skip_bias_add else bias)
+    group = layer.tp_group
+    if isinstance(layer, RowParallelLinear) and group.size() > 1:
+        dist.all_reduce(output, group=group)
+    return output, bias if layer.skip_bias_add else None
+
+
+def _switched_off(owner: Any) -> list[tuple[Any, str]]:
+    """Set a module's or config's sequence-parallel flags to False; returns those that were True."""
+    names = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
+    flags = [(owner, name) for name in names if getattr(owner, name, False) is True]
+    for _, name in flags:
+        setattr(owner, name, False)
+    return flags
