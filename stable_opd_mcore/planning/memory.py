@@ -142,7 +142,7 @@ def _components(
     config: Config, models: Models, layout: Layout, stage: int, work: Work, layers: Layers
 ) -> list[Component]:
     element = 2 if config.train.precision == "bf16" else 4
-    student = ModelSize(models.student, layout)
+    student = ModelSize(models.student, layout, config.train.moe_aux_loss_coeff > 0)
     parameters = student.stage_parameters(stage)
     # bf16: Adam keeps fp32 weights and two moments; fp32: the weights are the model's own.
     state = 12 if element == 2 else 8

@@ -29,6 +29,7 @@ class ModelSize:
 
     architecture: Architecture
     layout: Layout
+    balances_experts: bool = False  # trained with train.moe_aux_loss_coeff
 
     @property
     def layers_per_stage(self) -> int:
@@ -156,8 +157,8 @@ class ModelSize:
         kept = width + (
             model.ffn_hidden_size + model.hidden_size if is_torch else 2 * model.hidden_size
         )
-        # fp32: logits and probabilities of the router.
-        router = 2 * 4 * experts.number / self.norm_ranks
+        # fp32: logits and probabilities of the router; probabilities again in the balancing loss.
+        router = (3 if self.balances_experts else 2) * 4 * experts.number / self.norm_ranks
         return element_bytes * self.expert_copies() * kept + router
 
     def expert_copies(self) -> float:

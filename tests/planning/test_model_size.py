@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +16,7 @@ from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.fp8_emulation import emulated_layers
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, forward_hidden
+from stable_opd_mcore.models.load_balancing import LoadBalancing
 from stable_opd_mcore.planning.layout import layout_of
 from stable_opd_mcore.planning.model_size import ModelSize
 from stable_opd_mcore.records import Sample
@@ -127,6 +131,27 @@ def test_every_expert_is_counted_on_the_ranks_that_hold_it(family, tensor, pipel
     assert size.expert_parameters() * expert * pipeline == 4 * 32 * one_expert
 
 
+@pytest.mark.parametrize(("tensor", "recompute"), [(1, "none"), (2, "none"), (1, "selective")])
+def test_the_loss_that_balances_experts_keeps_their_probabilities_once_more(tensor, recompute):
+    fields = {"vocab_size": 152065, "max_position_embeddings": TOKENS, "rope_theta": 1e4}
+    experts = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
+    source = {"model_type": "qwen3_moe", "num_hidden_layers": 4, **fields, **SHAPES["qwen3"]}
+    architecture = read_architecture(source | experts)
+    parallel = ParallelConfig(tensor=tensor, sequence=tensor > 1)
+    planned, saved = [], []
+    for coefficient in (0.0, 0.1):
+        size = ModelSize(architecture, layout_of(parallel, 8), coefficient > 0)
+        planned.append(4 * TOKENS * size.saved_bytes(recompute, "torch", 2))
+        with fake_world(parallel, gpus=8, rank=0) as world, fake_tensors():
+            (chunk,) = build_model(
+                architecture, world, precision="bf16", seed=None, recompute=recompute
+            )
+            balancing = LoadBalancing([chunk], coefficient)
+            balancing.weigh(torch.ones(4, 64))
+            saved.append(saved_for_backward(chunk, TOKENS, balancing.applying))
+    assert saved[1] - saved[0] == pytest.approx(planned[1] - planned[0], rel=0.05, abs=100)
+
+
 @pytest.mark.parametrize(("family", "expert"), [("qwen2", 1), ("qwen3_moe", 2)])
 def test_matrices_in_fp8_are_those_that_the_built_model_rounds(family, expert):
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -146,8 +171,11 @@ def test_matrices_in_fp8_are_those_that_the_built_model_rounds(family, expert):
             )
 
 
-def saved_for_backward(chunk: HiddenStatesGPTModel, tokens: int) -> int:
-    """Bytes that one forward pass of a sequence of `tokens` keeps, parameters excluded."""
+def saved_for_backward(chunk: HiddenStatesGPTModel, tokens: int, around: Any = nullcontext) -> int:
+    """Bytes that one forward pass of a sequence of `tokens` keeps, parameters excluded.
+
+    It runs inside the context `around(batch)`.
+    """
     saved: dict[int, int] = {}
     kept: list[Tensor] = []  # or their memory would be used again, under the same address
 
@@ -161,6 +189,7 @@ def saved_for_backward(chunk: HiddenStatesGPTModel, tokens: int) -> int:
     sample = Sample("rollout", "p", (0,), response, (True,) * len(response))
     (batch,) = pack([sample], weights_of([sample]), max_tokens=tokens)
     parameters = {p.untyped_storage()._cdata for p in chunk.parameters()}
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+    with hooks, around(batch):
         forward_hidden(chunk, batch)
     return sum(size for storage, size in saved.items() if storage not in parameters)
