@@ -45,7 +45,14 @@ ROWS = {
     "megatron_import": 3,
 }
 THIRD_PARTIES = {
-    "megatron": {"parallel", "models", "rollout/embedded", "train", "rehearsal"},
+    "megatron": {
+        "parallel",
+        "models",
+        "rollout/embedded",
+        "rollout/inference",
+        "train",
+        "rehearsal",
+    },
     "triton": {"losses/triton_ops"},
     "transformers": {"models", "data/chat"},
     "math_verify": {"evaluation/grading_worker"},

@@ -132,13 +132,6 @@ def test_only_the_common_vocabulary_is_drawn(tiny_path, world):
             assert max(rollout.token_ids) < 5
 
 
-def test_the_model_is_unchanged_afterwards(engine):
-    chunk = engine._chunks[0]
-    engine.generate(make_prompts(2), Sampling(max_new_tokens=2), step=0)
-    assert all(module.training for module in chunk.modules())
-    assert all("forward" not in vars(module) for module in chunk.modules())
-
-
 def test_each_draw_reads_the_weights_of_its_time(tiny_path, world):
     """No copy in another layout outlives a draw."""
     prompts, sampling = make_prompts(3), Sampling(max_new_tokens=8)
