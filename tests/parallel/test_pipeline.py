@@ -54,6 +54,7 @@ MODELS = {
     "qwen3_moe": tiny.architecture("qwen3_moe"),
     "mixtral": tiny.architecture("mixtral"),
 }
+LAYOUTS_OF_MIXTRAL = ("PP2xVPP2", "EP2xTP2+SP")  # only its tensors' names are its own
 LENGTHS = [[5, 9, 2], [7, 1, 3, 3], [13, 5], [3, 3, 3, 3], [11, 1], [9, 9], [15, 1], [2, 7, 5]]
 
 
@@ -76,6 +77,8 @@ def _check_layouts(rank: int, world_size: int, path: Path) -> None:
         _check_collectives(world)
         for name, architecture in MODELS.items():
             if "expert" in sizes and not architecture.experts:
+                continue
+            if name == "mixtral" and layout not in LAYOUTS_OF_MIXTRAL:
                 continue
             if architecture.experts and layout == "TP2":
                 with pytest.raises(UserError, match=r"parallel.sequence=true"):

@@ -16,12 +16,9 @@ pytestmark = pytest.mark.slow
 # Layouts of four ranks; data parallelism takes the ranks that are left.
 LAYOUTS = {
     "dp4": {},
-    "tp2_dp2": {"tensor": 2},
     "tp2_sp_dp2": {"tensor": 2, "sequence": True},
-    "pp2_dp2": {"pipeline": 2},
     "pp2_vpp2_dp2": {"pipeline": 2, "virtual_pipeline": 2},
     "tp2_pp2": {"tensor": 2, "pipeline": 2},
-    "tp2_sp_pp2": {"tensor": 2, "pipeline": 2, "sequence": True},
     "cp2_dp2": {"context": 2},
     "tp2_sp_cp2": {"tensor": 2, "context": 2, "sequence": True},
     "pp2_cp2": {"pipeline": 2, "context": 2},
