@@ -39,7 +39,9 @@ from stable_opd_mcore.losses.objectives import build_objective
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.records import Prompt, Rollout, Sample, SampleFacts
 from stable_opd_mcore.rollout.engine import NothingInFlight
-from stable_opd_mcore.train import rollout_writer, sharing, step
+from stable_opd_mcore.train import step
+from stable_opd_mcore.train.persistence import rollout_writer
+from stable_opd_mcore.train.samples import sharing
 
 SAMPLES = 8  # rollouts of a prompt
 STEPS = 3

@@ -28,10 +28,10 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.parallel.world import gather_objects, start_world, stop_world
 from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.train import step
-from stable_opd_mcore.train.drawing import own_share
+from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
+from stable_opd_mcore.train.samples.drawing import own_share
 from stable_opd_mcore.train.setup import build_run
-from stable_opd_mcore.train.state import TrainState
 
 WINDOW = 32768
 RESPONSES = (32700, 5001)  # tokens

@@ -31,8 +31,8 @@ from stable_opd_mcore.planning.memory import stage_plan
 from stable_opd_mcore.planning.plan import read_models
 from stable_opd_mcore.planning.work import Work
 from stable_opd_mcore.rollout.engine import RolloutEngine
+from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.setup import build_run
-from stable_opd_mcore.train.state import TrainState
 from stable_opd_mcore.train.step import train_step
 
 MIB = 2**20

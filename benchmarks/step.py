@@ -133,8 +133,8 @@ def measure_ours(work: Work) -> Steps:
 
     from stable_opd_mcore.config.load import parse_config
     from stable_opd_mcore.parallel.world import start_world, stop_world
+    from stable_opd_mcore.train.persistence.state import TrainState
     from stable_opd_mcore.train.setup import build_run
-    from stable_opd_mcore.train.state import TrainState
     from stable_opd_mcore.train.step import train_step
 
     torch.set_num_threads(work.threads)

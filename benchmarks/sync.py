@@ -50,8 +50,8 @@ import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as multiprocessing  # noqa: E402
 
 from stable_opd_mcore.config.schema import ParallelConfig  # noqa: E402
-from stable_opd_mcore.models.build import build_model  # noqa: E402
 from stable_opd_mcore.models.families import read_architecture  # noqa: E402
+from stable_opd_mcore.models.gpt import build_model  # noqa: E402
 from stable_opd_mcore.parallel.world import start_world, stop_world  # noqa: E402
 from stable_opd_mcore.rollout.sglang.build import model_config, write_model_config  # noqa: E402
 from stable_opd_mcore.rollout.sglang.group import DistributedTransport  # noqa: E402

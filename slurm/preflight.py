@@ -322,7 +322,7 @@ def check_network(notes: Path, name: str, floor: float) -> int:
     import torch
     import torch.distributed as dist
 
-    from stable_opd_mcore.network import gloo_settings
+    from stable_opd_mcore.host.network import gloo_settings
 
     on_gpu = torch.cuda.is_available()
     if on_gpu:

@@ -196,8 +196,9 @@ def name_culprit(attempt: Attempt, exits: list[Exit]) -> Verdict:
 def describe_hang(attempt: Attempt) -> str:
     """What a hang looks like from the stacks that the watchdog wrote; "" when it wrote none.
 
-    Suspects are the ranks that stood still, as the others recorded them (train/watchdog.py). Where
-    none did, they are the ranks whose innermost frame is not in a collective.
+    Suspects are the ranks that stood still, as the others recorded them
+    (train/oversight/watchdog.py). Where none did, they are the ranks whose innermost frame is not
+    in a collective.
     """
     stacks = attempt.directory / "run" / "stacks"
     texts = {path.stem: text for path in sorted(stacks.glob(STACKS)) if (text := read(path))}

@@ -1,5 +1,5 @@
 """Stable on-policy distillation of large language models on Megatron-Core."""
 
-from stable_opd_mcore import megatron_import
+from stable_opd_mcore.parallel import megatron_import
 
 megatron_import.install()

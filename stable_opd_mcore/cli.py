@@ -16,8 +16,8 @@ from typing import Annotated
 
 import typer
 
-from stable_opd_mcore.closed_pipes import ignore_closed_pipes
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.closed_pipes import ignore_closed_pipes
 
 app = typer.Typer(
     help="Stable on-policy distillation of large language models on Megatron-Core.",
@@ -60,7 +60,7 @@ def train(
     from stable_opd_mcore.config.load import load_config
 
     settings = load_config(config, overrides or [])
-    from stable_opd_mcore.atomic_files import naming_disk_errors
+    from stable_opd_mcore.host.atomic_files import naming_disk_errors
     from stable_opd_mcore.run_inputs import with_downloads
     from stable_opd_mcore.train.loop import train as run_training
 
@@ -219,7 +219,7 @@ def convert(
     ] = None,
 ) -> None:
     """Convert a model from Hugging Face to Megatron or back, depending on what SOURCE holds."""
-    from stable_opd_mcore.hub import MODEL_FILES, download, is_hub_id
+    from stable_opd_mcore.host.hub import MODEL_FILES, download, is_hub_id
     from stable_opd_mcore.train.convert import convert as run_conversion
 
     if is_hub_id(str(source)):

@@ -16,7 +16,7 @@ from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.sources import load_rows
 from stable_opd_mcore.data.vocabulary import same_vocabulary
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.hub import MODEL_FILES, TOKENIZER_FILES, download, is_hub_id
+from stable_opd_mcore.host.hub import MODEL_FILES, TOKENIZER_FILES, download, is_hub_id
 from stable_opd_mcore.losses.objectives import Objective
 from stable_opd_mcore.models.families import Architecture, read_architecture
 

@@ -33,16 +33,8 @@ ROWS = {
     "config": 1,
     "records": 1,
     "metrics": 1,
-    "atomic_files": 0,
-    "closed_pipes": 0,
-    "network": 0,
-    "run_lock": 0,
-    "hub": 0,
-    "json_files": 0,
-    "printable_text": 0,
-    "worker_processes": 0,
+    "host": 0,
     "errors": -1,
-    "megatron_import": 3,
 }
 THIRD_PARTIES = {
     "megatron": {

@@ -23,7 +23,7 @@ NO_TEST = {
     "rehearsal/pretended_gpu": "changes its process for good; test_te_layers.py starts one",
     "rollout/sglang/records": "records",
     "train/run": "a record",
-    "train/state": "a record",
+    "train/persistence/state": "a record",
 }
 MODULES = sorted(
     path.relative_to(ROOT / "stable_opd_mcore").with_suffix("")

@@ -31,8 +31,8 @@ from stable_opd_mcore.planning.plan import read_models
 from stable_opd_mcore.planning.work import Work
 from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.rollout.engine import NothingInFlight, Sampling
+from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.setup import build_run
-from stable_opd_mcore.train.state import TrainState
 from stable_opd_mcore.train.step import train_step
 
 SHARE_OF_MEMORY = 0.85  # of the GPU, that a shape may take by the plan

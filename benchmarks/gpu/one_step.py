@@ -83,8 +83,8 @@ def take_step(file: Path) -> StepRecord:
     from stable_opd_mcore.data.rollout_files import rollout_path, write_rollouts
     from stable_opd_mcore.models.weights import iter_hf_tensors
     from stable_opd_mcore.parallel.world import start_world
+    from stable_opd_mcore.train.persistence.state import TrainState
     from stable_opd_mcore.train.setup import build_run
-    from stable_opd_mcore.train.state import TrainState
     from stable_opd_mcore.train.step import train_step
 
     config = load_config(file)
@@ -115,8 +115,8 @@ def take_step(file: Path) -> StepRecord:
 def first_logits(run: Any) -> Tensor:
     """The student's logits of the first rows of the first micro-batch that the step will train."""
     from stable_opd_mcore.models.hidden_states import forward_hidden
-    from stable_opd_mcore.train.drawing import draw_rollouts, next_rows, training_samples
-    from stable_opd_mcore.train.sharing import gather_facts
+    from stable_opd_mcore.train.samples.drawing import draw_rollouts, next_rows, training_samples
+    from stable_opd_mcore.train.samples.sharing import gather_facts
     from stable_opd_mcore.train.step import minibatches_of, pack_minibatch
 
     rows = next_rows(run, 0)

@@ -28,13 +28,13 @@ from stable_opd_mcore.checks import (
 from stable_opd_mcore.checks.finding import Finding, refused
 from stable_opd_mcore.checks.known import Known, Place
 from stable_opd_mcore.checks.pair import ModelFiles, Pair, read_model, read_pair
-from stable_opd_mcore.checks.report import Report, by_severity, finding_text
+from stable_opd_mcore.checks.printing import Report, by_severity, finding_text
 from stable_opd_mcore.checks.software import Software, installed
 from stable_opd_mcore.config.cold_start import cold_start_config
 from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError, UserError
-from stable_opd_mcore.printable_text import printable
+from stable_opd_mcore.host.printable_text import printable
 
 OF_A_PAIR: tuple[Callable[[Pair], Iterable[Finding]], ...] = (
     tokens.clashing_ids,

@@ -1,6 +1,6 @@
 """What a check found: how severe, the two values that do not go together, what follows, the remedy.
 
-Not here: how findings are shown (report.py).
+Not here: how findings are shown (printing.py).
 """
 
 from __future__ import annotations

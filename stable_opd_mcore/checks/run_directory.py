@@ -1,6 +1,6 @@
 """The run directory: locked by another run, trained with other settings, not writable, too small.
 
-`train` calls `settings_changes` too. Not here: the lock itself (run_lock.py).
+`train` calls `settings_changes` too. Not here: the lock itself (host/run_lock.py).
 """
 
 from __future__ import annotations
@@ -13,17 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stable_opd_mcore.atomic_files import naming_disk_errors
 from stable_opd_mcore.checks.finding import Finding
 from stable_opd_mcore.checks.known import Known
 from stable_opd_mcore.config.changes import changes, read_settings
 from stable_opd_mcore.config.cold_start import after_cold_start
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError
-from stable_opd_mcore.planning.hardware import GIB
-from stable_opd_mcore.planning.layout import Layout
-from stable_opd_mcore.planning.model_size import ModelSize
-from stable_opd_mcore.run_lock import (
+from stable_opd_mcore.host.atomic_files import naming_disk_errors
+from stable_opd_mcore.host.run_lock import (
     LOCK_FILE,
     STALE_SECONDS,
     describe,
@@ -32,6 +29,9 @@ from stable_opd_mcore.run_lock import (
     in_use,
     read_holder,
 )
+from stable_opd_mcore.planning.hardware import GIB
+from stable_opd_mcore.planning.layout import Layout
+from stable_opd_mcore.planning.model_size import ModelSize
 
 SUBJECT = "run directory"
 CHECKPOINTS = "checkpoints"

@@ -1,6 +1,6 @@
 """Settings of the collapse guard. Loads without torch.
 
-Not here: what a symptom is (monitoring/onset.py), what is done about it (train/guard.py).
+Not here: what a symptom is (monitoring/onset.py), what is done about it (train/oversight/guard.py).
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from yaml import YAMLError
 
-from stable_opd_mcore.atomic_files import write_atomically
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError
+from stable_opd_mcore.host.atomic_files import write_atomically
 
 BASE = "base"
 

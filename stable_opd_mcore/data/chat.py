@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 
 from stable_opd_mcore.data.synthetic import PAD, PROMPT_END, SECOND_STOP, STOP, VOCABULARY
 from stable_opd_mcore.errors import DataError
-from stable_opd_mcore.json_files import read_json_object, require_size
+from stable_opd_mcore.host.json_files import read_json_object, require_size
 
 SYNTHETIC = "synthetic"
 _THINK, _THINK_END = "<think>", "</think>"

@@ -9,7 +9,7 @@ Sequences lie end to end, and cu_seqlens holds their bounds. Tokens that fill a 
 multiple are a last sequence without loss rows. Context parallelism needs every sequence to be a
 multiple; its filling tokens stand at its end, where causal attention hides them from the others.
 
-Not here: how samples reach their rank (train/sharing.py), the slices of context parallelism
+Not here: how samples reach their rank (train/samples/sharing.py), the slices of context parallelism
 (parallel/context.py). Suffixes of names: records.py.
 """
 

@@ -3,7 +3,7 @@
 `rollouts/step_000012.jsonl` holds one object per rollout with every field of `Rollout` and
 `Prompt`. `read_rollouts` returns exactly what `write_rollouts` wrote. A file is written atomically.
 
-Not here: one file from the rollouts of many ranks (train/rollout_writer.py), metrics
+Not here: one file from the rollouts of many ranks (train/persistence/rollout_writer.py), metrics
 (monitoring/sinks.py), grading and decoding.
 """
 
@@ -19,9 +19,9 @@ from typing import Any, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from stable_opd_mcore.atomic_files import atomic_file
 from stable_opd_mcore.data.token_files import decode_line
 from stable_opd_mcore.errors import DataError
+from stable_opd_mcore.host.atomic_files import atomic_file
 from stable_opd_mcore.records import AnswerFormat, FinishReason, GradingFailure, Prompt, Rollout
 
 # Column -> the types of its JSON values; None: null is allowed.

@@ -22,7 +22,7 @@ from stable_opd_mcore.config.data import ColumnsConfig, SourceConfig
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.synthetic import ARITHMETIC, SYNTHETIC, arithmetic_rows
 from stable_opd_mcore.errors import DataError
-from stable_opd_mcore.json_files import object_in_line
+from stable_opd_mcore.host.json_files import object_in_line
 
 Record = Mapping[str, Any]
 

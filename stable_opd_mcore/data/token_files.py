@@ -4,7 +4,8 @@
 of the report and of the live view. Training and the replay engine do not read it. A file is written
 atomically; numbers have four digits.
 
-Not here: rollouts (rollout_files.py), and where the values come from (train/token_values.py).
+Not here: rollouts (rollout_files.py), and where the values come from
+(train/samples/token_values.py).
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from stable_opd_mcore.atomic_files import write_atomically
 from stable_opd_mcore.errors import DataError
+from stable_opd_mcore.host.atomic_files import write_atomically
 
 VALUES = ("advantage", "teacher_logprob", "kl_reference", "kl_teacher")
 

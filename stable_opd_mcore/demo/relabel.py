@@ -10,8 +10,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from stable_opd_mcore.atomic_files import atomic_directory
 from stable_opd_mcore.data.synthetic import SECOND_STOP, STOP, VOCABULARY
+from stable_opd_mcore.host.atomic_files import atomic_directory
 
 WEIGHTS = "model.safetensors"
 

@@ -30,7 +30,6 @@ from rich.progress import (
 )
 from rich.table import Column, Table
 
-from stable_opd_mcore.atomic_files import write_atomically
 from stable_opd_mcore.config.load import load_config, parse_config
 from stable_opd_mcore.demo.ablation import ablation_markdown, ablation_rows, ablation_table
 from stable_opd_mcore.demo.ablation_figure import ablation_figure
@@ -38,13 +37,16 @@ from stable_opd_mcore.demo.recipe import ACTS, SHOWN, Job, demo_jobs
 from stable_opd_mcore.demo.relabel import swap_stop_tokens
 from stable_opd_mcore.demo.summary import ArmSummary, summarise
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.atomic_files import write_atomically
+from stable_opd_mcore.host.worker_processes import end_with_parent
 from stable_opd_mcore.monitoring.report import ReportRun, write_report
-from stable_opd_mcore.worker_processes import end_with_parent
 
 WORKERS = 2
 POLL_SECONDS = 1.0
 NAME_WIDTH = 34  # seed0/stop_mismatch/opd_stop_class
-GUARD_LOGGER = "stable_opd_mcore.train.measures"  # by name: this process does not load torch
+GUARD_LOGGER = (
+    "stable_opd_mcore.train.oversight.measures"  # by name: this process does not load torch
+)
 
 
 def run_demo(directory: Path, num_seeds: int | None = None, act: str | None = None) -> None:

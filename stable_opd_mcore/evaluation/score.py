@@ -22,7 +22,6 @@ import xxhash
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from stable_opd_mcore.atomic_files import write_atomically
 from stable_opd_mcore.config.evaluation import MonitoringConfig
 from stable_opd_mcore.data.repetition import PAPER_TAIL_CHARACTERS
 from stable_opd_mcore.data.responses import CompressionLimits, compression_limits, measure
@@ -37,6 +36,7 @@ from stable_opd_mcore.evaluation.score_rows import (
     read_lines,
 )
 from stable_opd_mcore.evaluation.score_summary import ScoreSummary, summarise
+from stable_opd_mcore.host.atomic_files import write_atomically
 
 MAX_GROUPS = 1000
 _FIRST_BYTES = 2**20  # of the source, whose hash tells another file

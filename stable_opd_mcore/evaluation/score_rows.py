@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast, get_args
 
 from stable_opd_mcore.errors import DataError
-from stable_opd_mcore.printable_text import printable_line
+from stable_opd_mcore.host.printable_text import printable_line
 from stable_opd_mcore.records import AnswerFormat, FinishReason
 
 MAX_LINE_BYTES = 64 * 2**20

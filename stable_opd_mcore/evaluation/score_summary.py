@@ -13,7 +13,7 @@ from typing import Any
 
 from stable_opd_mcore.data.repetition import TailLoop
 from stable_opd_mcore.data.responses import MeasuredResponse, ResponseTotals
-from stable_opd_mcore.printable_text import printable_line
+from stable_opd_mcore.host.printable_text import printable_line
 
 NUM_LISTED = 20  # refused rows, and rows that differ from their label
 _AREA = "all"

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stable_opd_mcore.atomic_files import write_atomically
 from stable_opd_mcore.data.rollout_files import read_rollouts
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.records import Rollout
 
 IDENTITY = "identity.json"

@@ -7,7 +7,7 @@
 Each rank's writer is a process of Megatron's asynchronous strategy, forked with the tensors as they
 are. It also hashes the files. Ranks that hold the same weights write a share each. A crash before
 `finish` leaves the older directory and a `partial-` one, which the next save removes. Not here:
-what is saved (megatron_checkpoint.py, train/checkpoint.py).
+what is saved (megatron_checkpoint.py, train/persistence/checkpoint.py).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn import Module
 
-from stable_opd_mcore.atomic_files import describe_space
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.atomic_files import describe_space
 from stable_opd_mcore.models.hidden_states import unwrap
 from stable_opd_mcore.models.huggingface import write_config
 from stable_opd_mcore.models.manifest import (

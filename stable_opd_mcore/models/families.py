@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.json_files import read_json_object
+from stable_opd_mcore.host.json_files import read_json_object
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
     head = output_head(chunks)
 
 losses/ multiplies the two block by block, so logits of a whole micro-batch never exist. Not here:
-building a chunk (build.py), filling it (weights.py), running micro-batches (parallel/pipeline.py).
+building a chunk (gpt.py), filling it (weights.py), running micro-batches (parallel/pipeline.py).
 """
 
 from __future__ import annotations

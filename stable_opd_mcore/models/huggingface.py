@@ -25,8 +25,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Module
 
-from stable_opd_mcore.atomic_files import atomic_directory, describe_space
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.atomic_files import atomic_directory, describe_space
 from stable_opd_mcore.models import tensors
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.hidden_states import unwrap

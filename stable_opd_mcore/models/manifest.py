@@ -7,7 +7,7 @@
 
 A rank hashes the files that it wrote while they are in its page cache, and verifies an equal share
 of all files. xxh3 finds damaged storage and broken copies; it is no protection against forgery. Not
-here: which checkpoint a run resumes from (train/checkpoint.py).
+here: which checkpoint a run resumes from (train/persistence/checkpoint.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 import xxhash
 
-from stable_opd_mcore.atomic_files import write_atomically
+from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.parallel.world import broadcast_object, gather_objects
 
 MANIFEST = "manifest.json"

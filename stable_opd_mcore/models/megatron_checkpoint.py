@@ -1,8 +1,8 @@
 """Read and write weights in Megatron's distributed checkpoint form, on any TP x PP layout.
 
 A directory in this form holds config.json and can be used as a model directory. A run's checkpoint
-(train/checkpoint.py) is such a directory too, and also holds optimizer and counters. Not here:
-writing the files (directory_save.py), Hugging Face's form (huggingface.py).
+(train/persistence/checkpoint.py) is such a directory too, and also holds optimizer and counters.
+Not here: writing the files (directory_save.py), Hugging Face's form (huggingface.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The layers of a model: Transformer Engine's where it and CUDA are available, else torch's.
 
 Megatron maps the parameter names of both to the same names in checkpoints, so a checkpoint of one
-loads in the other. Not here: sizes and parallel layout (build.py), the torch attention
+loads in the other. Not here: sizes and parallel layout (gpt.py), the torch attention
 (attention.py).
 """
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stable_opd_mcore.printable_text import beginning, printable
+from stable_opd_mcore.host.printable_text import beginning, printable
 
 MAX_LINES = 12  # details of one event
 MAX_CHARACTERS = 200  # of one detail

@@ -7,7 +7,7 @@
 A metric is compared with its own past (docs/method.md §9): the mean of the last `window` values
 against a mean that follows slowly. Its excess must be larger than the detector's least change and
 than the metric's noise. All of it is pure functions of plain numbers. Not here: what is done about
-symptoms (train/guard.py).
+symptoms (train/oversight/guard.py).
 """
 
 from __future__ import annotations

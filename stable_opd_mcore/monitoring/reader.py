@@ -20,8 +20,8 @@ from typing import Any
 from stable_opd_mcore.data.repetition import ZLIB_LEVEL, tail_loop
 from stable_opd_mcore.data.rollout_files import read_rollouts, rollout_path
 from stable_opd_mcore.data.token_files import TokenText, read_tokens, token_path
+from stable_opd_mcore.host.printable_text import printable
 from stable_opd_mcore.monitoring.figures import Row
-from stable_opd_mcore.printable_text import printable
 from stable_opd_mcore.records import Rollout
 
 SNIPPET_CHARACTERS = 80

@@ -22,8 +22,9 @@ from typing import Any
 
 import jinja2
 
-from stable_opd_mcore.atomic_files import write_atomically
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.atomic_files import write_atomically
+from stable_opd_mcore.host.printable_text import beginning, printable
 from stable_opd_mcore.monitoring import tables
 from stable_opd_mcore.monitoring.events import marks
 from stable_opd_mcore.monitoring.figures import (
@@ -35,7 +36,6 @@ from stable_opd_mcore.monitoring.figures import (
 )
 from stable_opd_mcore.monitoring.reader import BUDGET_BYTES, embedded
 from stable_opd_mcore.monitoring.sinks import METRICS_FILE, read_events, read_metrics
-from stable_opd_mcore.printable_text import beginning, printable
 
 TEMPLATES = Path(__file__).with_name("templates")
 SCRIPTS = ("uplot.min.js", "figures.js", "reader.js", "watch.js")

@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from stable_opd_mcore.atomic_files import write_atomically
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.monitoring.names import require_known
 from stable_opd_mcore.monitoring.trackers import MlflowSink, TensorBoardSink, WandbSink

@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.printable_text import beginning, printable
 from stable_opd_mcore.monitoring.figures import WINDOW, Row, trailing_mean
-from stable_opd_mcore.printable_text import beginning, printable
 
 CONFIG_FILE = "config.resolved.yaml"
 EVALUATION_FILES = "evaluation/*/results.json"  # of a run's evaluated models

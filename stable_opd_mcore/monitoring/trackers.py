@@ -22,9 +22,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stable_opd_mcore.atomic_files import write_atomically
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.atomic_files import write_atomically
 
 WANDB_ID, MLFLOW_ID = "wandb_id", "mlflow_id"  # files of the run directory
 MLFLOW_BATCH = 100  # settings that one request may hold

@@ -7,7 +7,8 @@ becomes a facade whose device is the CPU, `"cuda"` constants become `"cpu"`, `te
 
 Not a monkeypatch: no attribute of torch changes, so transformers, dynamo and user code see the real
 torch. Not a second implementation: pipelining, layers, optimizer, checkpoints are Megatron's own.
-Streams, NCCL, CUDA graphs and fused kernels do not run here. megatron_import.py installs the hook.
+Streams, NCCL, CUDA graphs and fused kernels do not run here. parallel/megatron_import.py installs
+the hook.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.config.training import COLLECTIVE_TIMEOUT_MINUTES
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.network import gloo_settings
+from stable_opd_mcore.host.network import gloo_settings
 
 Object = TypeVar("Object")
 

@@ -2,7 +2,7 @@
 
 A part of a parquet file is a row group, read in batches of few rows and only in the columns that
 are needed. A part of a JSON Lines file is a range of bytes between two lines. Not here: the hub
-(hub.py), the rules for rows.
+(host/hub.py), the rules for rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pyarrow
 import pyarrow.parquet
 
 from stable_opd_mcore.errors import DataError
-from stable_opd_mcore.json_files import object_in_line
+from stable_opd_mcore.host.json_files import object_in_line
 from stable_opd_mcore.preparation.records import InputFile, Part
 
 _BATCH_ROWS = 64

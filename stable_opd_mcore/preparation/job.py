@@ -23,7 +23,7 @@ from stable_opd_mcore.data.decontamination import BenchmarkProblem
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.errors import DataError, UserError
 from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS, load_benchmark
-from stable_opd_mcore.hub import TOKENIZER_FILES, download, is_hub_id
+from stable_opd_mcore.host.hub import TOKENIZER_FILES, download, is_hub_id
 from stable_opd_mcore.preparation import openr1
 from stable_opd_mcore.preparation.inputs import find_files, open_input
 from stable_opd_mcore.preparation.recipes import BOTH, OPD, RECIPES, SFT, Recipe

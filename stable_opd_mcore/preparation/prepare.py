@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from stable_opd_mcore.atomic_files import describe_space
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.atomic_files import describe_space
+from stable_opd_mcore.host.run_lock import RunLock
 from stable_opd_mcore.preparation.job import Request, check, digest, facts_of
 from stable_opd_mcore.preparation.publish import is_published, publish
 from stable_opd_mcore.preparation.spool import run_parts
-from stable_opd_mcore.run_lock import RunLock
 
 
 def prepare_data(request: Request, tell: Callable[[str], None]) -> None:

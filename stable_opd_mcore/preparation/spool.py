@@ -20,13 +20,13 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from stable_opd_mcore.atomic_files import write_atomically
 from stable_opd_mcore.data.decontamination import problem_key
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.atomic_files import write_atomically
+from stable_opd_mcore.host.worker_processes import end_with_parent
 from stable_opd_mcore.preparation.inputs import read_part
 from stable_opd_mcore.preparation.records import Dropped, Kept, Part
 from stable_opd_mcore.preparation.rules import Rules, RuleSettings
-from stable_opd_mcore.worker_processes import end_with_parent
 
 _TELL_SECONDS = 5.0
 _DETAIL_CHARACTERS = 300

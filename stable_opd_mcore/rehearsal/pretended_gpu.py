@@ -1,7 +1,7 @@
 """A GPU that only answers questions, for the code that refuses to exist without one.
 
     pretend_gpu()                   # before the first import of Megatron
-    from stable_opd_mcore.models.build import build_model
+    from stable_opd_mcore.models.gpt import build_model
 
 Transformer Engine's layers can then be built on the CPU, by Megatron as it is. Nothing computes:
 their kernels need the GPU. torch is changed for good, so a process of its own does this. Not here:

@@ -35,10 +35,11 @@ from stable_opd_mcore.rehearsal.fake_world import fake_world
 from stable_opd_mcore.rollout.engine import NothingInFlight
 from stable_opd_mcore.rollout.sglang.sync import make_buckets
 from stable_opd_mcore.rollout.sglang.transports import Buffers
-from stable_opd_mcore.train import drawing, setup, sharing, step
-from stable_opd_mcore.train.drawing import Item
+from stable_opd_mcore.train import setup, step
+from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
-from stable_opd_mcore.train.state import TrainState
+from stable_opd_mcore.train.samples import drawing, sharing
+from stable_opd_mcore.train.samples.drawing import Item
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class _Inputs:
         ]
 
     def rollouts(self, run: Run, prompts: Sequence[Prompt], version: int) -> list[Rollout]:
-        """As train.drawing.draw_rollouts: all responses are truncated at the limit."""
+        """As train.samples.drawing.draw_rollouts: all responses are truncated at the limit."""
         if not run.objective.needs_rollouts:
             return []
         response = np.array(self._response(), np.int32)
@@ -134,7 +135,7 @@ class _Inputs:
         facts: SampleFacts,
         trainer_B: NDArray[np.int64],
     ) -> dict[int, Sample]:
-        """As train.sharing.collect: this rank holds the samples of all ranks."""
+        """As train.samples.sharing.collect: this rank holds the samples of all ranks."""
         mine = np.flatnonzero(trainer_B == world.batch_rank)
         return {
             place: samples[index]
@@ -156,7 +157,7 @@ class _Engine(NothingInFlight):
         self._buffers = Buffers()
 
     def generate(self, *unused: Any, **also_unused: Any) -> list[Rollout]:
-        raise AssertionError("train.drawing.draw_rollouts is replaced")
+        raise AssertionError("train.samples.drawing.draw_rollouts is replaced")
 
     def publish(self, weight_version: int) -> None:
         """Gather every tensor over this replica, and pack the buckets on the sending rank."""

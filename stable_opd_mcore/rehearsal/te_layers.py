@@ -27,7 +27,7 @@ from stable_opd_mcore.config.models import ModelConfig, TeacherConfig
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.config.training import Fp8Role
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models import build, spec
+from stable_opd_mcore.models import gpt, spec
 from stable_opd_mcore.models.megatron_checkpoint import weights_of
 from stable_opd_mcore.models.weights import described_parameters
 from stable_opd_mcore.parallel.world import World
@@ -107,14 +107,14 @@ def facts(config: Config, world: World, role: Fp8Role, fused: bool) -> Facts:
         found = transformer_config(*args, **options)
         return dataclasses.replace(found, use_cpu_initialization=True)
 
-    transformer_config, usable = build.transformer_config, spec.transformer_engine_is_usable
+    transformer_config, usable = gpt.transformer_config, spec.transformer_engine_is_usable
     choose = usable if fused else lambda: False
     with (
-        patch.object(build, "transformer_config", on_the_cpu),
-        patch.object(build, "transformer_engine_is_usable", choose),
+        patch.object(gpt, "transformer_config", on_the_cpu),
+        patch.object(gpt, "transformer_engine_is_usable", choose),
         patch.object(spec, "transformer_engine_is_usable", choose),
     ):
-        chunks = build.build_model(
+        chunks = gpt.build_model(
             configured_architecture(_models(config)[role]),
             world,
             precision=config.train.precision,

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.network import gloo_settings
+from stable_opd_mcore.host.network import gloo_settings
 from stable_opd_mcore.serving.client import RefusedRequest, ServerFailure, SglangClient
 
 PROGRAM = Path(__file__).parent / "sglang_cpu_stand_in"

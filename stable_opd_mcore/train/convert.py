@@ -11,8 +11,8 @@ from pathlib import Path
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.huggingface import copy_tokenizer, export_hf, load_hf
 from stable_opd_mcore.models.megatron_checkpoint import is_megatron, load_weights, save_weights
 from stable_opd_mcore.parallel.world import start_world, stop_world

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from stable_opd_mcore import evaluation
-from stable_opd_mcore.atomic_files import write_atomically
 from stable_opd_mcore.checks.run_directory import CHECKPOINTS, RESOLVED
 from stable_opd_mcore.config.changes import read_settings
 from stable_opd_mcore.config.cold_start import MODEL
@@ -26,8 +25,9 @@ from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.config.schema import Config, ModelConfig, RunConfig, TokenizerConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS
+from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.models.megatron_checkpoint import is_megatron
-from stable_opd_mcore.train.checkpoint import STATE_FILE, newest_checkpoint
+from stable_opd_mcore.train.persistence.checkpoint import STATE_FILE, newest_checkpoint
 
 TRAINED = "trained.json"  # in an exported model: the run and the step that it is from
 PAPER_SETTINGS = Path(evaluation.__path__[0]) / "paper.yaml"

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from stable_opd_mcore.atomic_files import naming_disk_errors, write_atomically
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.prompts import PromptSet
@@ -47,26 +46,22 @@ from stable_opd_mcore.evaluation.table import (
     plain_values,
     results_table,
 )
+from stable_opd_mcore.host.atomic_files import naming_disk_errors, write_atomically
+from stable_opd_mcore.host.run_lock import RunLock
 from stable_opd_mcore.metrics import Max, Metrics, reduce_over_ranks
 from stable_opd_mcore.models.weights import weights_hash
 from stable_opd_mcore.parallel.world import World, stop_world
 from stable_opd_mcore.records import Prompt
-from stable_opd_mcore.rollout.build import evaluation_engine
+from stable_opd_mcore.rollout.choice import evaluation_engine
 from stable_opd_mcore.rollout.engine import RolloutEngine, Sampling
 from stable_opd_mcore.run_inputs import (
     configured_architecture,
     held_out_prompts,
     load_tokenizer,
 )
-from stable_opd_mcore.run_lock import RunLock
 from stable_opd_mcore.train import phases
-from stable_opd_mcore.train.drawing import draw_graded, measured, own_share
 from stable_opd_mcore.train.evaluated_model import EvaluatedModel, evaluated_config, find_model
-from stable_opd_mcore.train.rollout_writer import write_together
-from stable_opd_mcore.train.run import Run
-from stable_opd_mcore.train.run_directory import on_first_rank
-from stable_opd_mcore.train.setup import load_model, start_configured_world
-from stable_opd_mcore.train.signals import (
+from stable_opd_mcore.train.oversight.signals import (
     DONE,
     REQUEUE,
     Stopped,
@@ -75,7 +70,12 @@ from stable_opd_mcore.train.signals import (
     clear_outcome,
     write_outcome,
 )
-from stable_opd_mcore.train.state import TrainState
+from stable_opd_mcore.train.persistence.rollout_writer import write_together
+from stable_opd_mcore.train.persistence.run_directory import on_first_rank
+from stable_opd_mcore.train.persistence.state import TrainState
+from stable_opd_mcore.train.run import Run
+from stable_opd_mcore.train.samples.drawing import draw_graded, measured, own_share
+from stable_opd_mcore.train.setup import load_model, start_configured_world
 
 RESULTS = "results"  # .json, .md and .tex
 

@@ -5,7 +5,7 @@ write the metrics row, roll back if the guard says so, save the checkpoint. A re
 rows after its checkpoint and writes them again, identical.
 
 Not here: what a step computes (step.py), how a run's parts are built (setup.py), the run
-directory's lock and configs (run_lock.py, run_directory.py).
+directory's lock and configs (host/run_lock.py, train/persistence/run_directory.py).
 """
 
 from __future__ import annotations
@@ -16,29 +16,28 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from stable_opd_mcore.atomic_files import naming_disk_errors, write_atomically
 from stable_opd_mcore.checks.checklist import check_config, refuse_errors
 from stable_opd_mcore.checks.run_directory import CHECKPOINTS, settings_changes
 from stable_opd_mcore.config.cold_start import MODEL, after_cold_start, cold_start_config
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.host.atomic_files import naming_disk_errors, write_atomically
+from stable_opd_mcore.host.run_lock import RunLock
 from stable_opd_mcore.models.huggingface import export_hf
 from stable_opd_mcore.monitoring.report import write_report
 from stable_opd_mcore.monitoring.sinks import METRICS_FILE, Sinks, read_metrics
 from stable_opd_mcore.parallel.world import World, stop_world
 from stable_opd_mcore.rollout.engine import EngineLost
-from stable_opd_mcore.run_lock import RunLock
 from stable_opd_mcore.scoring.served_teacher import TeacherLost
 from stable_opd_mcore.train import phases
-from stable_opd_mcore.train.checkpoint import CheckpointSaver, load_checkpoint, newest_checkpoint
 from stable_opd_mcore.train.evaluated_model import mark_trained
 from stable_opd_mcore.train.evaluation import evaluate_student
-from stable_opd_mcore.train.in_flight import restore_in_flight, save_in_flight
-from stable_opd_mcore.train.measures import is_collapsed, refuse_collapsed, roll_back, write_actions
-from stable_opd_mcore.train.rollout_writer import RolloutWriter
-from stable_opd_mcore.train.run import Run
-from stable_opd_mcore.train.run_directory import keep_resolved, on_first_rank
-from stable_opd_mcore.train.setup import build_run, place_of, start_configured_world
-from stable_opd_mcore.train.signals import (
+from stable_opd_mcore.train.oversight.measures import (
+    is_collapsed,
+    refuse_collapsed,
+    roll_back,
+    write_actions,
+)
+from stable_opd_mcore.train.oversight.signals import (
     DONE,
     REQUEUE,
     Stopped,
@@ -47,11 +46,21 @@ from stable_opd_mcore.train.signals import (
     clear_outcome,
     write_outcome,
 )
-from stable_opd_mcore.train.state import TrainState
+from stable_opd_mcore.train.oversight.terminal import Terminal, resume_text
+from stable_opd_mcore.train.oversight.watchdog import STACKS, Watchdog
+from stable_opd_mcore.train.persistence.checkpoint import (
+    CheckpointSaver,
+    load_checkpoint,
+    newest_checkpoint,
+)
+from stable_opd_mcore.train.persistence.in_flight import restore_in_flight, save_in_flight
+from stable_opd_mcore.train.persistence.rollout_writer import RolloutWriter
+from stable_opd_mcore.train.persistence.run_directory import keep_resolved, on_first_rank
+from stable_opd_mcore.train.persistence.state import TrainState
+from stable_opd_mcore.train.run import Run
+from stable_opd_mcore.train.samples.token_values import write_token_values
+from stable_opd_mcore.train.setup import build_run, place_of, start_configured_world
 from stable_opd_mcore.train.step import train_step
-from stable_opd_mcore.train.terminal import Terminal, resume_text
-from stable_opd_mcore.train.token_values import write_token_values
-from stable_opd_mcore.train.watchdog import STACKS, Watchdog
 
 
 @dataclass(frozen=True)

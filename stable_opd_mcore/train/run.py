@@ -17,8 +17,8 @@ from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.rollout.engine import RolloutEngine, Sampling
 from stable_opd_mcore.scoring.scorer import Scorer
-from stable_opd_mcore.train.overlap import OverlapPair
 from stable_opd_mcore.train.reference import MovingReference
+from stable_opd_mcore.train.samples.overlap import OverlapPair
 from stable_opd_mcore.train.student import Student
 
 

@@ -19,7 +19,7 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.losses.objectives import Objective, build_objective
 from stable_opd_mcore.losses.output_head import align_head
-from stable_opd_mcore.models.build import Precision, build_model
+from stable_opd_mcore.models.gpt import Precision, build_model
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
 from stable_opd_mcore.models.huggingface import load_hf
 from stable_opd_mcore.models.megatron_checkpoint import is_megatron, load_weights
@@ -29,7 +29,7 @@ from stable_opd_mcore.parallel.determinism import make_deterministic
 from stable_opd_mcore.parallel.world import World, ranks_on_this_machine, start_world
 from stable_opd_mcore.planning.hardware import DEVICES
 from stable_opd_mcore.planning.plan import Cluster
-from stable_opd_mcore.rollout.build import build_engine, embedded_engine, training_sampling
+from stable_opd_mcore.rollout.choice import build_engine, embedded_engine, training_sampling
 from stable_opd_mcore.rollout.sglang.group import prepare_nccl
 from stable_opd_mcore.run_inputs import (
     configured_architecture,
@@ -44,10 +44,10 @@ from stable_opd_mcore.run_inputs import (
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.scoring.scorer import Scorer
 from stable_opd_mcore.scoring.served_teacher import ServedTeacher
-from stable_opd_mcore.train.overlap import TOP_K, OverlapModel, OverlapPair
 from stable_opd_mcore.train.phases import device_memory
 from stable_opd_mcore.train.reference import MovingReference
 from stable_opd_mcore.train.run import Run
+from stable_opd_mcore.train.samples.overlap import TOP_K, OverlapModel, OverlapPair
 from stable_opd_mcore.train.student import Student
 
 

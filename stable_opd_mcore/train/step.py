@@ -3,12 +3,12 @@
 The student samples responses, teacher and reference score them, the student is updated, and the
 rollout engine receives its new weights. The code is the same for every parallel layout: each
 data-parallel rank samples for its share of the prompts. Then every rank knows lengths and rewards
-of all samples, but tokens only of those that it trains on (sharing.py). Token weights follow from
-these facts and contain the global normalisers, so the loss is a plain sum over tokens,
+of all samples, but tokens only of those that it trains on (train/samples/sharing.py). Token weights
+follow from these facts and contain the global normalisers, so the loss is a plain sum over tokens,
 micro-batches and ranks.
 
-Not here: how rollouts are drawn (drawing.py); the loop around the step, evaluation, checkpoints,
-files (loop.py).
+Not here: how rollouts are drawn (train/samples/drawing.py); the loop around the step, evaluation,
+checkpoints, files (loop.py).
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ from stable_opd_mcore.records import (
 )
 from stable_opd_mcore.scoring.scorer import with_scores
 from stable_opd_mcore.train import phases
-from stable_opd_mcore.train.drawing import (
+from stable_opd_mcore.train.learning_rate import learning_rate
+from stable_opd_mcore.train.oversight.guard import Action, decide
+from stable_opd_mcore.train.persistence.state import TrainState
+from stable_opd_mcore.train.run import Run
+from stable_opd_mcore.train.samples.drawing import (
     draw_rollouts,
     measured,
     next_rows,
@@ -54,14 +58,10 @@ from stable_opd_mcore.train.drawing import (
     prefetch_rollouts,
     training_samples,
 )
-from stable_opd_mcore.train.guard import Action, decide
-from stable_opd_mcore.train.learning_rate import learning_rate
-from stable_opd_mcore.train.overlap import overlap_metrics
-from stable_opd_mcore.train.run import Run
-from stable_opd_mcore.train.sharing import Minibatch, gather_facts, share_out
-from stable_opd_mcore.train.state import TrainState
+from stable_opd_mcore.train.samples.overlap import overlap_metrics
+from stable_opd_mcore.train.samples.sharing import Minibatch, gather_facts, share_out
+from stable_opd_mcore.train.samples.token_values import Record, RolloutValues, TokenRecorder
 from stable_opd_mcore.train.strengths import adapt, strengths_of
-from stable_opd_mcore.train.token_values import Record, RolloutValues, TokenRecorder
 
 
 @dataclass(frozen=True)

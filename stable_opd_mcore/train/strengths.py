@@ -2,7 +2,8 @@
 
 With `kl.target` or `mixture.target` the weight moves after each step so that its metric stays near
 the target (docs/method.md §10). All of it is pure functions; the adapted values are part of the
-checkpoint. Not here: what the guard decides (guard.py), how a step uses the values (step.py).
+checkpoint. Not here: what the guard decides (train/oversight/guard.py), how a step uses the values
+(step.py).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stable_opd_mcore.config.schema import AdaptiveSection, Config, TokenMasksConfig
-from stable_opd_mcore.train.guard import GuardState
+from stable_opd_mcore.train.oversight.guard import GuardState
 
 LARGEST_ERROR = 0.2  # relative distance from the target that one step answers to
 

@@ -19,7 +19,7 @@ from stable_opd_mcore.checks.checklist import (
 from stable_opd_mcore.checks.finding import Finding
 from stable_opd_mcore.checks.known import Place
 from stable_opd_mcore.checks.pair import ModelFiles, read_model
-from stable_opd_mcore.checks.report import Report
+from stable_opd_mcore.checks.printing import Report
 from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.planning.plan import Cluster

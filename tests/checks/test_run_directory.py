@@ -12,7 +12,7 @@ from stable_opd_mcore.checks import run_directory
 from stable_opd_mcore.checks.known import Known
 from stable_opd_mcore.config.load import save_config
 from stable_opd_mcore.errors import ConfigError, UserError
-from stable_opd_mcore.run_lock import LOCK_FILE, RunLock, this_process
+from stable_opd_mcore.host.run_lock import LOCK_FILE, RunLock, this_process
 from tests.train.runs import tiny_config
 
 

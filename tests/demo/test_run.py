@@ -16,7 +16,7 @@ from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.demo import run
 from stable_opd_mcore.demo.recipe import SHOWN, Job, demo_jobs
 from stable_opd_mcore.demo.summary import ArmSummary
-from stable_opd_mcore.train import measures
+from stable_opd_mcore.train.oversight import measures
 
 pytestmark = pytest.mark.slow
 

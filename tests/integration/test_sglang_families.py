@@ -19,8 +19,8 @@ from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.data.golden import rollout_samples
 from stable_opd_mcore.data.packing import pack
-from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.routing_replay import RoutingReplay
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.world import World, start_world, stop_world

@@ -11,8 +11,8 @@ import torch
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.data.packing import pack
-from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.records import Sample
 from stable_opd_mcore.rollout.sglang.build import model_config, write_model_config

@@ -18,8 +18,8 @@ from stable_opd_mcore.config.rollouts import SglangConfig
 from stable_opd_mcore.config.schema import TeacherConfig
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.packing import pack
-from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.huggingface import export_hf
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.records import Sample, SampleWeights

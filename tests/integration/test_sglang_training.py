@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from stable_opd_mcore.config.load import load_config
-from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.records import Prompt
 from stable_opd_mcore.rollout.engine import Sampling

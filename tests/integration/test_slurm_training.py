@@ -16,8 +16,8 @@ import pytest
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.data.chat import Tokenizer
-from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.huggingface import export_hf
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from tests.integration.sglang_tools import PYTHON, needs_sglang

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.models.attention import Buckets, _packed
-from stable_opd_mcore.models.build import build_model
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from tests.models import tiny

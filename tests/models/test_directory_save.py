@@ -17,8 +17,8 @@ from xxhash import xxh3_64_hexdigest
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.models import directory_save
-from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.directory_save import begin_save
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
 from stable_opd_mcore.models.manifest import Entries, find_damage, read_own_entries
 from stable_opd_mcore.models.megatron_checkpoint import load_weights, weights_of

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from stable_opd_mcore.config.schema import ParallelConfig
-from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.expert_load import ExpertLoad, load_metrics
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from tests.models import tiny

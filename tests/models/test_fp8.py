@@ -12,13 +12,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.fp8 import (
     is_in_fp8,
     megatron_settings,
     refuse_fp8,
     refuse_fp8_on_device,
 )
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from tests.models import tiny

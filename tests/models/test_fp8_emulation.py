@@ -10,7 +10,6 @@ from torch import Tensor
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.config.training import Fp8
-from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.fp8_emulation import (
     E4M3,
     E5M2,
@@ -20,6 +19,7 @@ from stable_opd_mcore.models.fp8_emulation import (
     fp8_linear,
 )
 from stable_opd_mcore.models.fp8_scales import scale_of
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from tests.models import tiny

@@ -8,7 +8,6 @@ from megatron.core import dist_checkpointing
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.config.training import Fp8
-from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.fp8 import AMAX_HISTORY
 from stable_opd_mcore.models.fp8_scales import (
     DelayedScales,
@@ -16,6 +15,7 @@ from stable_opd_mcore.models.fp8_scales import (
     set_scales,
     sharded_scales,
 )
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from tests.models import tiny

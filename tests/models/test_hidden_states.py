@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from stable_opd_mcore.config.schema import ParallelConfig
-from stable_opd_mcore.models.build import build_model
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden, output_head, unwrap
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from tests.models import tiny

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import FAMILIES, read_architecture
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
 from stable_opd_mcore.models.huggingface import export_hf, load_hf
 from stable_opd_mcore.parallel.world import World, start_world, stop_world

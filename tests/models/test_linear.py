@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.models import linear as module
-from stable_opd_mcore.models.build import build_model
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.linear import TorchColumnLinear, TorchRowLinear, linear, packed
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from tests.models import tiny

@@ -11,8 +11,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from stable_opd_mcore.config.schema import ParallelConfig
-from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.expert_load import ExpertLoad
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden
 from stable_opd_mcore.models.load_balancing import LoadBalancing
 from stable_opd_mcore.models.routing_replay import RoutingReplay

@@ -1,6 +1,6 @@
 """Weights in Megatron's form: damaged or malicious directories are refused with the file's name.
 
-Not the checkpoints of a run; those are in tests/train/test_checkpoint.py.
+Not the checkpoints of a run; those are in tests/train/persistence/test_checkpoint.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models import megatron_checkpoint
-from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.directory_save import begin_save
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
 from stable_opd_mcore.models.manifest import MANIFEST, find_damage
 from stable_opd_mcore.models.megatron_checkpoint import (

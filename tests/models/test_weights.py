@@ -7,7 +7,7 @@ import torch
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.build import build_model
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.weights import copy_weights, refuse_non_finite
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from tests.models import tiny

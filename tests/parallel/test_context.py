@@ -14,8 +14,8 @@ from torch import Tensor
 from stable_opd_mcore.config.schema import OptimizerConfig, ParallelConfig
 from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.losses.objectives import build_objective
-from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
 from stable_opd_mcore.models.weights import iter_hf_tensors
 from stable_opd_mcore.parallel.context import slice_microbatch, token_indices

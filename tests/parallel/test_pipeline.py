@@ -17,7 +17,7 @@ from torch import Tensor
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models import huggingface
-from stable_opd_mcore.models.build import build_model
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
 from stable_opd_mcore.models.huggingface import export_hf, load_hf
 from stable_opd_mcore.models.weights import copy_weights, iter_hf_tensors

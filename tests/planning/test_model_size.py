@@ -12,9 +12,9 @@ from torch import Tensor
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.data.packing import pack
-from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.fp8_emulation import emulated_layers
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, forward_hidden
 from stable_opd_mcore.models.load_balancing import LoadBalancing
 from stable_opd_mcore.planning.layout import layout_of

@@ -9,8 +9,8 @@ import torch
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.data.packing import pack
-from stable_opd_mcore.models.build import Recompute, build_model
 from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.gpt import Recompute, build_model
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, forward_hidden
 from stable_opd_mcore.planning.layout import layout_of
 from stable_opd_mcore.planning.model_size import ModelSize

@@ -16,8 +16,8 @@ from stable_opd_mcore.data.decontamination import problem_key
 from stable_opd_mcore.data.sources import load_rows
 from stable_opd_mcore.errors import DataError, UserError
 from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS, load_benchmark
+from stable_opd_mcore.host.run_lock import RunLock
 from stable_opd_mcore.preparation.prepare import prepare_data
-from stable_opd_mcore.run_lock import RunLock
 from tests.preparation.make_openr1 import benchmark_text
 from tests.preparation.runs import NUM_ROWS, make_inputs, request
 

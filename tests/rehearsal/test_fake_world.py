@@ -6,7 +6,7 @@ import pytest
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.build import build_model
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.tensors import hf_shape
 from stable_opd_mcore.models.weights import iter_hf_tensors
 from stable_opd_mcore.rehearsal.fake_tensors import fake_tensors

@@ -8,8 +8,8 @@ import torch
 from transformers import Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from stable_opd_mcore.data.packing import pack
-from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.huggingface import load_hf
 from stable_opd_mcore.records import Prompt, Sample
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine

@@ -10,8 +10,8 @@ import torch
 from megatron.core.models.common.embeddings import RotaryEmbedding
 
 from stable_opd_mcore.config.schema import ParallelConfig
-from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.huggingface import load_hf
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import rotary_frequencies
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, forward_hidden
 from stable_opd_mcore.rollout.inference import inference_mode, run_layers
 from stable_opd_mcore.rollout.kv_cache import KVCache

@@ -148,7 +148,7 @@ HANG = """
 import sys, time
 from pathlib import Path
 import torch.distributed as dist
-from stable_opd_mcore.train.watchdog import Watchdog
+from stable_opd_mcore.train.oversight.watchdog import Watchdog
 
 run, rank = Path(sys.argv[1]), int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{run}/store", rank=rank, world_size=2)

@@ -9,8 +9,8 @@ from transformers import AutoTokenizer
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.huggingface import export_hf
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.train.convert import convert

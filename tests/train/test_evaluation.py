@@ -11,7 +11,7 @@ from stable_opd_mcore.train import evaluation
 from stable_opd_mcore.train.evaluated_model import evaluation_config
 from stable_opd_mcore.train.evaluation import evaluate_config
 from stable_opd_mcore.train.loop import train
-from stable_opd_mcore.train.signals import Stopped
+from stable_opd_mcore.train.oversight.signals import Stopped
 from tests.parallel.launch import run_ranks
 from tests.train.runs import tiny_config
 

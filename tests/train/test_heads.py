@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.setup import build_run
-from stable_opd_mcore.train.state import TrainState
 from stable_opd_mcore.train.step import train_step
 from tests.parallel.launch import run_ranks
 from tests.train.runs import tiny_config

@@ -4,7 +4,7 @@ import pytest
 
 from stable_opd_mcore.config.schema import OptimizerConfig
 from stable_opd_mcore.train.learning_rate import learning_rate
-from stable_opd_mcore.train.state import TrainState
+from stable_opd_mcore.train.persistence.state import TrainState
 
 
 def curve(num_steps, **settings):

@@ -20,8 +20,8 @@ from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.rollout.engine import NothingInFlight, RolloutEngine
 from stable_opd_mcore.train import loop
-from stable_opd_mcore.train.checkpoint import CheckpointSaver
 from stable_opd_mcore.train.evaluation import evaluate_student
+from stable_opd_mcore.train.persistence.checkpoint import CheckpointSaver
 from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.setup import build_run
 from stable_opd_mcore.train.step import train_step

@@ -26,10 +26,10 @@ from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.records import LossOutput, Prompt, Rollout, Scores
 from stable_opd_mcore.train import step
-from stable_opd_mcore.train.guard import GuardState
 from stable_opd_mcore.train.learning_rate import learning_rate
-from stable_opd_mcore.train.sharing import Minibatch
-from stable_opd_mcore.train.state import TrainState
+from stable_opd_mcore.train.oversight.guard import GuardState
+from stable_opd_mcore.train.persistence.state import TrainState
+from stable_opd_mcore.train.samples.sharing import Minibatch
 from stable_opd_mcore.train.student import Student
 from tests.config.test_load import SMOKE
 from tests.parallel.launch import run_ranks

@@ -4,7 +4,7 @@ import pytest
 
 from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.errors import ConfigError
-from stable_opd_mcore.train.guard import GuardState
+from stable_opd_mcore.train.oversight.guard import GuardState
 from stable_opd_mcore.train.strengths import Adapted, adapt, strengths_of
 from tests.config.test_load import SMOKE
 

@@ -13,8 +13,8 @@ from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.losses.coefficients import Terms
 from stable_opd_mcore.losses.fused import fused_loss
-from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.world import World, start_world, stop_world

@@ -22,7 +22,6 @@ from benchmarks.gpu.record import Record
 from benchmarks.gpu.timing import seconds_of
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.config.training import Fp8, Fp8Recipe
-from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.fp8 import AMAX_HISTORY
 from stable_opd_mcore.models.fp8_emulation import (
@@ -33,6 +32,7 @@ from stable_opd_mcore.models.fp8_emulation import (
     fp8_linear,
 )
 from stable_opd_mcore.models.fp8_scales import DelayedScales
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden
 from stable_opd_mcore.models.spec import transformer_engine_is_usable
 from stable_opd_mcore.parallel.world import World, start_world, stop_world

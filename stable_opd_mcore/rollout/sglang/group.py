@@ -26,7 +26,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError
-from stable_opd_mcore.network import address_towards
+from stable_opd_mcore.host.network import address_towards
 from stable_opd_mcore.rollout.sglang.transports import (
     GROUP_LOST,
     Bucket,

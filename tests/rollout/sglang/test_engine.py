@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from stable_opd_mcore.config.schema import ParallelConfig
-from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.rollout.sglang.engine import SglangEngine

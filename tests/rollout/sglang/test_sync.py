@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.errors import ConfigError
-from stable_opd_mcore.models.build import build_model
 from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.weights import iter_hf_tensors
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.rollout.sglang import group

@@ -1,0 +1,97 @@
+"""Findings as text for a terminal and as JSON.
+
+Names and templates come from files of others, so control characters are shown as escapes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from stable_opd_mcore.checks.finding import SEVERITIES, Finding
+from stable_opd_mcore.host.printable_text import printable
+
+_WIDTH = 110
+_TEMPLATE_CHARACTERS = 1500
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found, and what was read."""
+
+    findings: tuple[Finding, ...]
+    facts: tuple[str, ...] = ()  # lines: models, stop class, software
+    prompts: tuple[tuple[str, str], ...] = ()  # (role, an example by its template), up to two
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.severity == "error")
+
+    def without_errors(self) -> str:
+        """Facts, warnings and notes, for a run whose errors are shown otherwise."""
+        shown = [finding for finding in by_severity(self.findings) if finding.severity != "error"]
+        return "\n".join([*map(printable, self.facts), *map(finding_text, shown)])
+
+    @property
+    def verdict(self) -> str:
+        counts = [
+            f"{number} {severity}{'' if number == 1 else 's'}"
+            for severity in SEVERITIES
+            if (number := sum(finding.severity == severity for finding in self.findings))
+        ]
+        return ", ".join(counts) or "no finding"
+
+    def as_json(self) -> str:
+        values: dict[str, Any] = {
+            "findings": [
+                asdict(finding) | {"values": [list(value) for value in finding.values]}
+                for finding in self.findings
+            ],
+            "errors": len(self.errors),
+            "facts": list(self.facts),
+            "prompts": dict(self.prompts),
+        }
+        return json.dumps(values, indent=1)
+
+    def text(self) -> str:
+        """Facts, both templates side by side, findings: errors first, the verdict last."""
+        parts = ["\n".join(map(printable, self.facts))] if self.facts else []
+        if self.prompts:
+            parts.append(_side_by_side(self.prompts))
+        parts += map(finding_text, by_severity(self.findings))
+        return "\n\n".join([*parts, self.verdict])
+
+
+def by_severity(findings: Sequence[Finding]) -> list[Finding]:
+    return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
+
+
+def finding_text(finding: Finding) -> str:
+    """One finding as lines."""
+    lines = [f"{finding.severity.upper()}  {finding.subject}: {finding.title}"]
+    lines += [f"    {label}: {value}" for label, value in finding.values]
+    lines += [f"    effect: {finding.consequence}"] if finding.consequence else []
+    lines += [f"    remedy: {finding.remedy}"] if finding.remedy else []
+    return "\n".join(map(printable, lines))
+
+
+def _side_by_side(prompts: Sequence[tuple[str, str]]) -> str:
+    table = Table(title="a question and an answer with a thought, by each template", width=_WIDTH)
+    for role, _ in prompts:
+        table.add_column(role, overflow="fold", ratio=1)
+    shown = [printable(text) for _, text in prompts]
+    cut = [
+        text if len(text) <= _TEMPLATE_CHARACTERS else f"{text[:_TEMPLATE_CHARACTERS]} ..."
+        for text in shown
+    ]
+    table.add_row(*(Text(text) for text in cut))
+    console = Console(width=_WIDTH, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get().rstrip()

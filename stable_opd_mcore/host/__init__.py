@@ -1,0 +1,1 @@
+"""What the machine gives: files, addresses, downloads, processes. Knows nothing of training."""

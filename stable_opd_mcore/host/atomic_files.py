@@ -1,0 +1,104 @@
+"""Write a file or a directory completely or not at all, even if the writer is killed.
+
+Not here: checkpoints, which all ranks write together (train/persistence/checkpoint.py).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from stable_opd_mcore.errors import UserError
+
+_DISK_ERRNOS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+}
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write `path`, and its parent directory if needed; replace an older file of that name."""
+    with atomic_file(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file for writing; it replaces `path` when the block ends without an error.
+
+    The parent directory is made if needed. After an error `path` is as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the umask
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+@contextmanager
+def naming_disk_errors(directory: Path) -> Iterator[None]:
+    """Turn the errors of a full, read-only or forbidden disk into a UserError naming it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DISK_ERRNOS:
+            raise
+        space = describe_space(directory, 0)
+        raise UserError(
+            f"{directory}: cannot be written: {error}; {space}. Checkpoints are intact: make room, "
+            "or change run.directory, and start the run again"
+        ) from error
+
+
+def describe_space(path: Path, needed_bytes: int) -> str:
+    """The free space at `path`, the space needed there and the space missing, for an error."""
+    while not path.exists():
+        path = path.parent
+    free_bytes = shutil.disk_usage(path).free
+    if not needed_bytes:
+        return f"free {free_bytes / 2**20:.1f} MiB"
+    missing_bytes = max(0, needed_bytes - free_bytes)
+    needed, free, missing = (
+        f"{n / 2**20:.1f} MiB" for n in (needed_bytes, free_bytes, missing_bytes)
+    )
+    return f"needed {needed}, free {free}, missing {missing}"
+
+
+@contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """Yield an empty directory beside `path`; rename it to `path` when the block ends well.
+
+    An older directory is replaced. That takes two renames. A process killed between them leaves the
+    older one as `.NAME.old`, and the next call renames it back first. One process at a time may
+    write a `path`.
+    """
+    new, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
+    if old.exists() and not path.exists():
+        old.rename(path)
+    for left in (new, old):
+        shutil.rmtree(left, ignore_errors=True)
+    new.mkdir(parents=True)
+    try:
+        yield new
+        if path.exists():
+            path.rename(old)
+        new.rename(path)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,180 @@
+"""The collapse guard's decision after a step: a pure function of its state and the step's metrics.
+
+    state, actions = decide(config.guard, state, step, values, saved)
+
+Metrics are global, so every rank decides the same; the state is part of the checkpoint, so a
+resumed run decides the same again. Measures come one after the other, each after the earlier one
+had `patience` steps to help: warn, raise beta and lambda, mask loops, roll back, stop.
+Not here: what a symptom is (monitoring/onset.py), how a measure is carried out (train/step.py,
+train/loop.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from stable_opd_mcore.config.guard import GuardConfig
+from stable_opd_mcore.monitoring.onset import Series, Symptom, learn, observe, symptoms
+
+ActionName = Literal["warned", "recovered", "raised", "masked", "rolled_back", "stopped"]
+Measure = Literal["none", "raised", "masked", "stopped"]
+FIRST_SHARE = 0.25  # of max_beta and max_lambda at the first raise; each further step doubles
+NEGLIGIBLE = 0.01  # of max_beta and max_lambda; what has decayed below is 0
+DRIFT_RATE = 0.5  # how much slower a normal value is learnt while its run drifts without damage
+
+
+@dataclass(frozen=True)
+class GuardState:
+    """What the guard remembers between steps."""
+
+    watched: dict[str, Series] = field(default_factory=dict[str, Series])  # by detector
+    measure: Measure = "none"  # in force
+    beta: float = 0.0  # least kl.beta of the next step
+    lambda_: float = 0.0  # least mixture.lambda of the next step
+    warned: bool = False  # there were symptoms less than `patience` steps ago
+    since_measure: int = 0  # steps with damage since the newest measure
+    quiet: int = 0  # steps in a row without symptoms
+    rollbacks: int = 0
+    must_roll_back: bool = False  # decided and not yet carried out
+    healthy_save: int | None = None  # step of the checkpoint to return to
+    recent_save: int | None = None  # becomes it if the run stays healthy
+
+    @property
+    def is_masking(self) -> bool:
+        """Whether repetitive tails and truncated rollouts are kept out of the policy term."""
+        return self.measure == "masked"
+
+    @property
+    def kept_saves(self) -> frozenset[int]:
+        """Steps whose checkpoints the run may return to."""
+        return frozenset({self.healthy_save, self.recent_save} - {None})  # pyright: ignore
+
+
+@dataclass(frozen=True)
+class Action:
+    """One event of metrics.jsonl."""
+
+    name: ActionName
+    details: dict[str, Any]  # evidence, and the values that hold from the next step on
+
+
+def decide(
+    config: GuardConfig,
+    state: GuardState,
+    step: int,
+    values: Mapping[str, float | None],
+    saved: bool,
+) -> tuple[GuardState, list[Action]]:
+    """The guard after `step`.
+
+    Args:
+        values: the step's metrics, the same on every rank.
+        saved: a checkpoint of `step` is saved by checkpoint.every. One that a signal causes does
+            not count: a run without the signal must decide the same.
+    """
+    if not config.acts:
+        state = GuardState(state.watched, warned=state.warned, quiet=state.quiet)
+    if config.policy == "off" or state.measure == "stopped":
+        return state, []
+    state = replace(state, watched=observe(state.watched, values, config.window))
+    found = symptoms(state.watched, config.window, config.baseline)
+    if found:
+        state, actions = _with_symptoms(config, state, found)
+    else:
+        state, actions = _without_symptoms(config, state, step, saved)
+    damaged = any(symptom.damage for symptom in found)
+    if not damaged and state.measure != "masked":
+        rate = DRIFT_RATE if found else 1.0
+        state = replace(state, watched=learn(state.watched, values, config.baseline, rate))
+    return state, actions
+
+
+def _with_symptoms(
+    config: GuardConfig, state: GuardState, found: list[Symptom]
+) -> tuple[GuardState, list[Action]]:
+    evidence = {
+        "evidence": {
+            symptom.metric: {
+                "recent": symptom.recent,
+                "normal": symptom.normal,
+                "bound": symptom.bound,
+            }
+            for symptom in found
+        }
+    }
+    actions: list[Action] = []
+    if not state.warned:
+        actions.append(Action("warned", evidence))
+    state = replace(state, warned=True, quiet=0, recent_save=None)
+    damaged = any(symptom.damage for symptom in found)
+    if config.policy != "act" or not (damaged or len(found) > 1):
+        return state, actions
+    waited = state.since_measure + damaged
+    state = replace(state, since_measure=waited, **_raised(config, state))
+    if state.measure == "none":
+        action, state = "raised", replace(state, measure="raised", since_measure=0)
+    elif waited < config.patience or not damaged:
+        return state, actions
+    else:
+        action, state = _next_measure(config, state)
+    held: dict[str, Any] = {"beta": state.beta, "lambda": state.lambda_}
+    if action == "rolled_back":
+        held |= {"to_step": state.healthy_save}
+    return state, [*actions, Action(action, evidence | held)]
+
+
+def _next_measure(config: GuardConfig, state: GuardState) -> tuple[ActionName, GuardState]:
+    """The measure after one that did not end the damage."""
+    if state.measure == "raised":
+        return "masked", replace(state, measure="masked", since_measure=0)
+    if state.healthy_save is None or state.rollbacks == config.max_rollbacks:
+        return "stopped", replace(state, measure="stopped")
+    forgotten = {name: replace(series, recent=()) for name, series in state.watched.items()}
+    return "rolled_back", replace(
+        state,
+        watched=forgotten,
+        since_measure=0,
+        rollbacks=state.rollbacks + 1,
+        must_roll_back=True,
+    )
+
+
+def _without_symptoms(
+    config: GuardConfig, state: GuardState, step: int, saved: bool
+) -> tuple[GuardState, list[Action]]:
+    state = replace(state, quiet=state.quiet + 1)
+    actions: list[Action] = []
+    if state.quiet > config.window:  # the recent means may have begun anew
+        state = replace(state, **_relaxed(config, state))
+    if state.quiet >= config.patience and (state.warned or state.measure != "none"):
+        actions.append(Action("recovered", {"beta": state.beta, "lambda": state.lambda_}))
+        state = replace(state, warned=False, measure="none", since_measure=0)
+    if state.recent_save is not None and step >= state.recent_save + config.patience:
+        state = replace(state, healthy_save=state.recent_save, recent_save=None)
+    if config.acts and saved and state.recent_save is None and not state.warned:
+        state = replace(state, recent_save=step)
+    return state, actions
+
+
+def _raised(config: GuardConfig, state: GuardState) -> dict[str, Any]:
+    def of(value: float, largest: float) -> float:
+        return min(largest, max(2 * value, FIRST_SHARE * largest))
+
+    return {
+        "beta": of(state.beta, config.max_beta),
+        "lambda_": of(state.lambda_, config.max_lambda),
+    }
+
+
+def _relaxed(config: GuardConfig, state: GuardState) -> dict[str, Any]:
+    factor = 0.5 ** (1 / config.relax_steps)
+
+    def of(value: float, largest: float) -> float:
+        return value * factor if value * factor >= NEGLIGIBLE * largest else 0.0
+
+    return {
+        "beta": of(state.beta, config.max_beta),
+        "lambda_": of(state.lambda_, config.max_lambda),
+    }

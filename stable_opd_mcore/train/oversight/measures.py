@@ -1,0 +1,108 @@
+"""Carry out the guard's decisions around the step: events, the return to a checkpoint, the stop.
+
+Not here: the decision (guard.py); beta, lambda and masks, which a step takes from the guard's state
+(train/step.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from stable_opd_mcore.checks.run_directory import CHECKPOINTS
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.monitoring.sinks import GUARD_EVENT, Sinks
+from stable_opd_mcore.train import phases
+from stable_opd_mcore.train.oversight.guard import Action
+from stable_opd_mcore.train.persistence.checkpoint import (
+    CheckpointSaver,
+    checkpoint_name,
+    find_fault,
+    load_checkpoint,
+)
+from stable_opd_mcore.train.persistence.run_directory import on_first_rank
+from stable_opd_mcore.train.persistence.state import TrainState
+from stable_opd_mcore.train.run import Run
+
+logger = logging.getLogger(__name__)
+
+
+class CollapsedError(UserError):
+    """The guard has stopped the run."""
+
+
+def write_actions(sinks: Sinks, step: int, actions: Sequence[Action]) -> None:
+    """An event in metrics.jsonl and a line of the log for each action after `step`."""
+    for action in actions:
+        sinks.write_event(GUARD_EVENT, step, {"action": action.name, **action.details})
+        found = ", ".join(
+            f"{metric} {seen['recent']:.3g} (normal {seen['normal']:.3g})"
+            for metric, seen in action.details.get("evidence", {}).items()
+        )
+        held = [f"{key} {action.details[key]:.3g}" for key in ("beta", "lambda", "to_step")
+                if key in action.details]  # fmt: skip
+        text = "; ".join(part for part in (found, ", ".join(held)) if part)
+        logger.warning("step %d: guard %s: %s", step, action.name.replace("_", " "), text)
+
+
+def is_collapsed(run: Run, state: TrainState) -> bool:
+    """Whether the guard has stopped the run."""
+    return run.config.guard.acts and state.guard.measure == "stopped"
+
+
+def roll_back(run: Run, state: TrainState, saver: CheckpointSaver) -> TrainState:
+    """If the guard decided so, take weights, optimizer and generators of its healthy checkpoint.
+
+    Step and cursor go on, so the next prompts and their sampling noise are fresh ones. Collective.
+
+    Raises:
+        UserError: that checkpoint is damaged or gone.
+    """
+    if not (run.config.guard.acts and state.guard.must_roll_back):
+        return state
+    assert state.guard.healthy_save is not None
+    saver.finish()
+    path = run.config.run.path / CHECKPOINTS / checkpoint_name(state.guard.healthy_save)
+    if fault := find_fault(path):
+        raise UserError(
+            f"step {state.step}: the guard would return to {path}, which cannot be used: {fault}. "
+            "Resume from an earlier checkpoint, or set guard.policy=warn with --accept-changes"
+        )
+    run.memory.hold(*phases.save_parts(run.config))
+    load_checkpoint(path, run.student, run.moving_reference)
+    state = replace(
+        state,
+        weight_version=state.weight_version + 1,
+        guard=replace(state.guard, must_roll_back=False),
+    )
+    run.engine.publish(state.weight_version)
+    return state
+
+
+def refuse_collapsed(
+    run: Run, state: TrainState, saver: CheckpointSaver, write_report: Callable[[Path], None]
+) -> None:
+    """End a run that the guard has stopped, with its checkpoint and its report. Collective.
+
+    Args:
+        write_report: writes the report of the run directory; called on rank 0.
+
+    Raises:
+        CollapsedError: it has.
+    """
+    if not is_collapsed(run, state):
+        return
+    directory = run.config.run.path
+    saver.finish()
+    on_first_rank(run.world, lambda: write_report(directory))
+    healthy = state.guard.healthy_save
+    place = "none" if healthy is None else directory / CHECKPOINTS / checkpoint_name(healthy)
+    raise CollapsedError(
+        f"{directory}: the guard stopped the run after step {state.step}: the rollouts stayed "
+        f"collapsed through {state.guard.rollbacks} returns to a healthy checkpoint. Evidence: the "
+        f"guard's events in metrics.jsonl, and report.html. Newest healthy checkpoint: {place}. "
+        "Start a new run with student.path set to it and other settings, or go on unguarded with "
+        "guard.policy=warn --accept-changes"
+    )

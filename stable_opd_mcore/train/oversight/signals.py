@@ -1,0 +1,147 @@
+"""Stop at the scheduler's or the user's request: all ranks after the same step, with a checkpoint.
+
+    with StopSignals(device) as stop:
+        stop.finish_step_first = True
+        for each step:
+            ...
+            if reason := stop.requested_on_any_rank():
+                ...save a checkpoint...
+                raise Stopped(state.step, reason, checkpoint)
+
+Slurm announces a time limit or a preemption with SIGUSR1 or SIGTERM: the run exits with code 0 and
+its caller writes REQUEUE. The user presses Ctrl-C (SIGINT): the run exits with code 130, and a
+second Ctrl-C ends it at once. A signal reaches each process at a slightly different time, so the
+ranks agree by one all-reduce a step. `srun` does not
+pass on the exit codes of its ranks, so a run reports its outcome in a file: REQUEUE or DONE.
+Not here: starting the run again (slurm/common.sh), and hangs (watchdog.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from multiprocessing import resource_tracker
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stable_opd_mcore.host.atomic_files import write_atomically
+
+# Files in the run directory; each holds {"step": N}.
+REQUEUE = "REQUEUE"  # stopped between two steps with a complete checkpoint; start it again
+DONE = "DONE"  # reached its end; all results are written
+
+
+class StopReason(IntEnum):
+    """Why to stop; the larger one wins where ranks received different signals."""
+
+    NONE = 0
+    REQUEUE = 1  # SIGUSR1 or SIGTERM
+    INTERRUPT = 2  # SIGINT
+
+
+class Stopped(SystemExit):
+    """Ends the program although steps remain; `checkpoint` holds `step`."""
+
+    def __init__(self, step: int, reason: StopReason, checkpoint: Path | None):
+        super().__init__(128 + signal.SIGINT if reason == StopReason.INTERRUPT else 0)
+        self.step = step
+        self.reason = reason
+        self.checkpoint = checkpoint
+
+
+class StopSignals:
+    """Records SIGUSR1, SIGTERM and SIGINT inside the block; then restores the earlier handlers.
+
+    SIGUSR1 is also blocked in this thread, and child processes inherit that. Slurm may signal every
+    process of a step, and a killed grading worker would change the rewards.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu"):
+        self._device = device  # of the default group's tensors
+        self._reason = StopReason.NONE
+        self._handlers: dict[signal.Signals, Any] = {}
+        self._mask: set[int] = set()
+        self.finish_step_first = False  # SIGINT waits for the step's end; else it interrupts
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            self._handlers[number] = signal.signal(number, self._record_requeue)
+        self._handlers[signal.SIGINT] = signal.signal(signal.SIGINT, self._record_interrupt)
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # Unblock first: a pending SIGUSR1 must reach our handler, because the default one kills.
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def requested(self) -> StopReason:
+        """Why this rank has been asked to stop; NONE (false) without a signal."""
+        pending = signal.SIGUSR1 in signal.sigpending()
+        return max(self._reason, StopReason.REQUEUE if pending else StopReason.NONE)
+
+    def requested_on_any_rank(self) -> StopReason:
+        """The largest reason of all ranks. A collective: the same answer on every rank."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return self.requested()
+        reason = torch.tensor([int(self.requested())], device=self._device)
+        dist.all_reduce(reason, op=dist.ReduceOp.MAX)
+        return StopReason(int(reason.item()))
+
+    def _record_requeue(self, _number: int, _frame: FrameType | None) -> None:
+        self._reason = max(self._reason, StopReason.REQUEUE)
+
+    def _record_interrupt(self, _number: int, _frame: FrameType | None) -> None:
+        if not self.finish_step_first or self._reason == StopReason.INTERRUPT:
+            raise KeyboardInterrupt
+        self._reason = StopReason.INTERRUPT
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            os.write(2, b"\nCtrl-C: finishing this step and saving; again: end at once\n")
+
+
+@contextmanager
+def shielded() -> Iterator[None]:
+    """Block SIGTERM and SIGINT until the end of the block; processes started inside never get them.
+
+    For checkpoints: the first one starts a helper process that later ones use. A signal to every
+    process of a step would end that helper, and Megatron could not save again.
+    """
+    resource_tracker.ensure_running()  # multiprocessing unblocks them when it starts the tracker
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def clear_outcome(run_directory: Path) -> None:
+    """Remove the outcome of an earlier start. Rank 0 calls it before the first step."""
+    for name in (REQUEUE, DONE):
+        (run_directory / name).unlink(missing_ok=True)
+
+
+def write_outcome(run_directory: Path, name: str, step: int | None) -> None:
+    """Rank 0 writes the file `name`, REQUEUE or DONE; no rank returns before it exists.
+
+    Args:
+        step: of the last checkpoint, which must be complete; None for an evaluation.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if rank == 0:
+        write_atomically(run_directory / name, json.dumps({"step": step}).encode())
+    if dist.is_initialized():
+        dist.barrier()

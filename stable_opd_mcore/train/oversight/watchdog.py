@@ -1,0 +1,128 @@
+"""End a run that hangs: after N minutes without a step, every rank writes its stacks and exits.
+
+    with Watchdog(minutes, run_directory / STACKS, rank) as watchdog:
+        for each step:
+            ...
+            watchdog.step_done()
+
+The timer is faulthandler's, a thread in C, so it also fires while a collective or a kernel holds
+the interpreter lock. A stack file is empty until the timer fires and is removed at the end, so a
+stack file with text means a hang. A thread updates the file's time stamp, the rank's sign of life.
+When a rank is stopped or its node is frozen, all other ranks wait for it and their stacks are
+alike. They therefore write the ranks without a sign of life to SILENT before the timer fires,
+because the end of the step lets a stopped process continue.
+A wait for rollouts is no hang while responses arrive: `progress`, called on any rank, restarts the
+timers of all ranks through the time stamp of the file PROGRESS.
+Not here: the time-outs of the collectives (config/schema.py), and the verdict (slurm/verdict.py).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+from stable_opd_mcore.host.atomic_files import write_atomically
+
+STACKS = "stacks"
+SILENT = "silent"  # file beside the stacks: ranks without a sign of life before a hang, one a line
+PROGRESS = "progress"  # file beside the stacks: its time stamp is that of the newest response
+_BEATS = 20  # signs of life within the time limit of a step
+_LOOK = 0.8  # share of the limit without a step after which the other ranks are checked
+_SILENCE = 0.5  # share of the limit without a sign of life after which a rank is silent
+
+
+class Watchdog:
+    """Armed inside the block.
+
+    Args:
+        minutes: longest time between two calls of `step_done`; None never fires.
+        directory: of the stack files rank_00003.txt; replaces those of an earlier attempt.
+    """
+
+    def __init__(self, minutes: float | None, directory: Path, rank: int):
+        self._seconds = None if minutes is None else 60.0 * minutes
+        self._path = directory / f"rank_{rank:05d}.txt"
+        self._silent = directory / SILENT
+        self._file: TextIO | None = None
+        self._progress = directory / PROGRESS
+        self._last_step = self._last_progress = 0.0
+        self._lock = threading.Lock()  # of the timer
+        self._ended = threading.Event()
+        self._heart: threading.Thread | None = None
+
+    def __enter__(self) -> Watchdog:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._silent.unlink(missing_ok=True)
+        self._file = self._path.open("w")
+        self.step_done()
+        if self._seconds is not None:
+            self._heart = threading.Thread(target=self._beat, args=(self._seconds,), daemon=True)
+            self._heart.start()
+        return self
+
+    def step_done(self) -> None:
+        """Restart the timer: after each step, and after other long work between steps."""
+        if self._seconds is not None:
+            assert self._file is not None, "used outside its with block"
+            with self._lock:
+                faulthandler.dump_traceback_later(self._seconds, exit=True, file=self._file)
+                self._last_step = time.monotonic()
+
+    def progress(self) -> None:
+        """Restart the timers of all ranks, within a few beats; may be called from any thread."""
+        now = time.monotonic()
+        if self._seconds is not None and now - self._last_progress > self._seconds / _BEATS:
+            self._last_progress = now
+            self._progress.touch()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        if self._heart is not None:
+            self._heart.join()
+        faulthandler.cancel_dump_traceback_later()
+        if self._file is not None:
+            self._file.close()
+            self._path.unlink()
+
+    def _beat(self, seconds: float) -> None:
+        """Give signs of life; check those of the other ranks once a step takes too long."""
+        reported, last_beat, last_stop = [], time.monotonic(), 0.0
+        newest = self._progress_time()
+        while not self._ended.wait(seconds / _BEATS):
+            os.utime(self._path)
+            now = time.monotonic()
+            if now - last_beat > _SILENCE * seconds:
+                last_stop = now
+            last_beat = now
+            if newest != (newest := self._progress_time()):
+                self.step_done()
+            # a rank that was itself stopped within this step sees the others' signs too late
+            if self._last_step < last_stop or now - self._last_step < _LOOK * seconds:
+                continue
+            silent = self._silent_ranks(_SILENCE * seconds)
+            write_atomically(self._silent, "".join(f"{name}\n" for name in silent).encode())
+            if silent and silent != reported:
+                minutes = _SILENCE * seconds / 60
+                print(f"no sign of life for {minutes:.2g} minutes: {' '.join(silent)}", flush=True)
+                reported = silent
+
+    def _progress_time(self) -> float:
+        return self._progress.stat().st_mtime if self._progress.exists() else 0.0
+
+    def _silent_ranks(self, seconds: float) -> list[str]:
+        """Ranks without a sign of life for that long, by the file system's clock. Ranks whose timer
+        has fired already are left out.
+        """
+        now = self._path.stat().st_mtime
+        stats = [(file.stem, file.stat()) for file in sorted(self._path.parent.glob("rank_*.txt"))]
+        return [name for name, s in stats if now - s.st_mtime > seconds and not s.st_size]

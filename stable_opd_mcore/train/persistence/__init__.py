@@ -1,0 +1,1 @@
+"""What survives a run: checkpoints, counters, rollouts, the run directory."""

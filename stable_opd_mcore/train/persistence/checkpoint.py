@@ -1,0 +1,344 @@
+"""Save and resume a run: weights, optimizer, random generators and counters.
+
+A checkpoint is a directory `step_000100` in Megatron's distributed form. Processes beside the ranks
+write it while the ranks train on. One rename makes it appear when every rank's part is written. Its
+manifest holds a checksum of every file; a run resumes from the newest checkpoint whose files all
+match. Any TP x PP x DP layout reads what another wrote. Not here: when to save, Hugging Face
+export.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from pydantic import TypeAdapter
+from safetensors.torch import load_file, save_file
+
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.models.directory_save import DirectorySave, begin_save
+from stable_opd_mcore.models.fp8_scales import scales_of, set_scales, sharded_scales
+from stable_opd_mcore.models.manifest import MANIFEST, find_damage, has_manifest
+from stable_opd_mcore.models.megatron_checkpoint import (
+    refuse_foreign_pickle,
+    set_weights,
+    weights_of,
+)
+from stable_opd_mcore.models.weights import architecture_of, refuse_non_finite
+from stable_opd_mcore.parallel.world import broadcast_object
+from stable_opd_mcore.train.oversight.signals import shielded
+from stable_opd_mcore.train.persistence.optimizer_state import set_state, sharded_state
+from stable_opd_mcore.train.persistence.state import TrainState
+from stable_opd_mcore.train.reference import MovingReference
+from stable_opd_mcore.train.student import Student
+
+FORMATS = (1, 2)  # 1: file sizes in state.json; 2: checksums in the manifest
+STATE_FILE = "state.json"
+_REFERENCE = "reference"
+_FP8 = "fp8_scales"
+_STATE = TypeAdapter(TrainState)
+logger = logging.getLogger(__name__)
+
+
+class CheckpointSaver:
+    """Saves a run's checkpoints, one at a time, in the background. All methods are collective.
+
+        saver = CheckpointSaver(directory, student, keep=2)
+        path = saver.begin(state)       # the tensors may change once it returns
+        saver.poll()                    # after each step: completes what has been written
+        saver.finish()                  # before the run ends
+
+    A checkpoint exists once `poll` or `finish` has completed it: its manifest is written last, then
+    one rename makes it appear. A run that is killed before resumes from the one before it.
+
+    Args:
+        directory: of the checkpoints `step_NNNNNN`.
+        keep: newest checkpoints to keep, beside those that their guards may return to. A later
+            step's checkpoint, from which the run could not resume, stays until it is overwritten.
+        reference: saved beside the student where it changes.
+        save_tokenizer: writes the tokenizer's files into the directory it is given.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        student: Student,
+        keep: int,
+        reference: MovingReference | None = None,
+        save_tokenizer: Callable[[Path], object] = lambda _: None,
+    ):
+        self._directory = directory
+        self._student = student
+        self._reference = reference
+        self._keep = keep
+        self._save_tokenizer = save_tokenizer
+        self._pending: tuple[Path, DirectorySave] | None = None
+
+    def begin(self, state: TrainState) -> Path:
+        """Complete the previous checkpoint, then begin to save `state`.
+
+        Returns:
+            The directory in which it will appear.
+
+        Raises:
+            UserError: a rank could not write; older checkpoints are untouched.
+        """
+        self.finish()
+        path = self._directory / checkpoint_name(state.step)
+        if dist.get_rank() == 0:
+            for left in self._directory.glob("partial-step_*"):
+                shutil.rmtree(left)  # by a run that was killed
+        with shielded():
+            self._pending = (
+                path,
+                _begin_save(path, state, self._student, self._reference, self._save_tokenizer),
+            )
+        return path
+
+    def poll(self) -> None:
+        """Complete the checkpoint if all ranks have written it; UserError if one could not."""
+        if self._pending is not None and self._pending[1].is_written():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint and complete it; UserError if a rank could not write."""
+        if self._pending is None:
+            return
+        (path, save), self._pending = self._pending, None
+        with shielded():
+            save.finish()
+        if dist.get_rank() == 0:
+            so_far = sorted(old for old in self._directory.glob("step_*") if old.name <= path.name)
+            kept = so_far[-self._keep :]
+            returned_to = {name for path in kept for name in _returns_to(path)}
+            for old in so_far[: -self._keep]:
+                if old.name not in returned_to:
+                    shutil.rmtree(old)
+        dist.barrier()
+
+
+def checkpoint_name(step: int) -> str:
+    """The directory of the checkpoint after `step`."""
+    return f"step_{step:06d}"
+
+
+def _returns_to(path: Path) -> set[str]:
+    """Checkpoints that the guard may need when a run resumes from `path`: their names."""
+    try:
+        guard = _state_of(_read_record(path)).guard
+    except (OSError, ValueError):
+        return set()  # damaged: no run resumes from it
+    return {checkpoint_name(step) for step in guard.kept_saves}
+
+
+def _begin_save(
+    path: Path,
+    state: TrainState,
+    student: Student,
+    reference: MovingReference | None,
+    save_tokenizer: Callable[[Path], object],
+) -> DirectorySave:
+    def describe(path: Path) -> None:
+        (path / STATE_FILE).write_text(json.dumps(record, indent=1))
+        save_tokenizer(path)
+
+    rank, scaled = dist.get_rank(), _has_scales(student)
+    record = {
+        "format": FORMATS[-1],
+        "state": asdict(state),
+        "architecture": _shape_of(student),
+        "distributed_optimizer": student.distributed,
+        "reference": reference is not None,
+        _FP8: scaled,
+        "versions": {name: version(name) for name in ("torch", "megatron-core")},
+    }
+    return begin_save(
+        _state_dict(student, reference, scaled, loading=False),
+        student.chunks,
+        path,
+        describe=describe,
+        add_own_files=lambda path: save_file(
+            _rng_state(), path / f"rng_rank_{rank:05d}.safetensors"
+        ),
+    )
+
+
+def newest_checkpoint(directory: Path) -> Path | None:
+    """The newest intact checkpoint, None if there is no checkpoint at all.
+
+    Collective: all ranks verify a share of each checkpoint and get the same answer. Rank 0 logs a
+    line with the damaged file for every checkpoint that it skips.
+
+    Raises:
+        UserError: there are checkpoints, but all are damaged.
+    """
+    damaged = []
+    for path in broadcast_object(sorted(directory.glob("step_*"), reverse=True)):
+        fault = find_fault(path)
+        if fault is None:
+            if dist.get_rank() == 0:
+                for line in damaged:
+                    logger.warning("skipping %s; resuming from %s", line, path)
+            return path
+        damaged.append(f"{path}: {fault}")
+    if damaged:
+        raise UserError(
+            "no complete checkpoint to resume from:\n  "
+            + "\n  ".join(damaged)
+            + f"\nremove {directory} to start the run from its first step"
+        )
+    return None
+
+
+def load_checkpoint(
+    path: Path, student: Student, reference: MovingReference | None = None
+) -> TrainState:
+    """Restore weights, optimizer and RNG of this rank in place.
+
+    A moving reference keeps its weights if the checkpoint has none: its run had
+    `reference.update: never`. So do the scales of the delayed FP8 recipe.
+
+    Raises:
+        UserError: another architecture or optimizer layout, or a file that is not ours.
+    """
+    record = _read_record(path)
+    found, wanted = record["architecture"], _shape_of(student)
+    # A key that one side lacks is None: earlier versions knew no experts.
+    names = sorted(k for k in found.keys() | wanted.keys() if found.get(k) != wanted.get(k))
+    if names:
+        raise UserError(
+            f"{path}: checkpoint of another architecture: "
+            + ", ".join(
+                f"{n}={found.get(n)!r} (the config's model has {wanted.get(n)!r})" for n in names
+            )
+            + "; use another run.name or the config it was written with"
+        )
+    if record["distributed_optimizer"] != student.distributed:
+        raise UserError(
+            f"{path}: written with optimizer.distributed={record['distributed_optimizer']}, "
+            f"resumed with {student.distributed}; set it back"
+        )
+    refuse_foreign_pickle(path)
+    moving = reference if record.get("reference") else None
+    scaled = _has_scales(student) and bool(record.get(_FP8))
+    wanted_state = _state_dict(student, moving, scaled, loading=True)
+    loaded: Any = dist_checkpointing.load(wanted_state, str(path))
+    if scaled:
+        set_scales(student.chunks, loaded.pop(_FP8))
+    if moving is not None:
+        set_weights(moving.kept, loaded.pop(_REFERENCE))
+        refuse_non_finite(moving.kept, f"{path}: the reference")
+        moving.restore()
+    set_weights(student.chunks, loaded)
+    refuse_non_finite(student.chunks, str(path))
+    set_state(student.optimizer, loaded["optimizer"])
+    rng = path / f"rng_rank_{dist.get_rank():05d}.safetensors"
+    if rng.exists():  # else a larger world's rank, which keeps its seeded state
+        _restore_rng(load_file(rng))
+    return _state_of(record)
+
+
+def _state_of(record: dict[str, Any]) -> TrainState:
+    """The state in a record; ValueError if it is not one."""
+    return _STATE.validate_json(json.dumps(record["state"]), strict=True)
+
+
+def _state_dict(
+    student: Student, reference: MovingReference | None, scaled: bool, loading: bool
+) -> dict[str, Any]:
+    tree = weights_of(student.chunks)
+    tree["optimizer"] = sharded_state(student.optimizer, tree, loading=loading)
+    if reference is not None:
+        kept = weights_of(reference.kept)
+        add_prefix_for_sharding(kept, f"{_REFERENCE}.")
+        tree[_REFERENCE] = kept
+    if scaled:
+        tree[_FP8] = sharded_scales(student.chunks)
+    return tree
+
+
+def _has_scales(student: Student) -> bool:
+    return any(scales_of(chunk) for chunk in student.chunks)
+
+
+def _shape_of(student: Student) -> dict[str, Any]:
+    """What must agree between a checkpoint and the model that reads it."""
+    values = asdict(architecture_of(student.chunks))
+    return {name: values[name] for name in values.keys() - {"source", "initializer_range"}}
+
+
+def find_fault(path: Path) -> str | None:
+    """Why a checkpoint cannot be used, None if it is complete. Collective."""
+    has_checksums = has_manifest(path)
+    fault = find_damage(path) if has_checksums else None
+    if fault is None and dist.get_rank() == 0:
+        try:
+            record = _read_record(path)
+            if not has_checksums:
+                _check_sizes(path, record)
+        except (OSError, ValueError, RecursionError) as error:
+            fault = str(error)
+    fault = broadcast_object(fault)
+    if fault is None and not has_checksums and dist.get_rank() == 0:
+        logger.warning("%s: not verified: an earlier version wrote it without checksums", path)
+    return fault
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """The content of state.json; ValueError if it is not what `_begin_save` writes."""
+    try:
+        record: Any = json.loads((path / STATE_FILE).read_bytes())
+        _state_of(record)
+        if not isinstance(record["architecture"], dict):
+            raise TypeError("architecture of another type")
+        record["distributed_optimizer"]
+    except FileNotFoundError:
+        raise ValueError(f"half-written ({STATE_FILE} is missing)") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{STATE_FILE} cannot be used ({error})") from None
+    if record.get("format") not in FORMATS:
+        raise ValueError(f"format {record.get('format')!r}, this version reads {FORMATS}")
+    return record
+
+
+def _check_sizes(path: Path, record: dict[str, Any]) -> None:
+    """Compare with the file sizes that format 1 recorded; check the metadata before unpickling."""
+    if record["format"] != 1 or not isinstance(record.get("files"), dict):
+        raise ValueError(f"half-written ({MANIFEST} is missing)")
+    for name, size in record["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise ValueError(f"half-written ({name} is missing)")
+        if file.stat().st_size != size:
+            raise ValueError(f"half-written ({name} has {file.stat().st_size} of {size} bytes)")
+    refuse_foreign_pickle(path)
+
+
+def _rng_state() -> dict[str, torch.Tensor]:
+    """The generators that dropout draws from: torch's own and Megatron's named ones."""
+    named = {f"tracker.{k}": v.cpu() for k, v in _tracker().get_states().items()}
+    return {"torch": torch.get_rng_state(), **named}
+
+
+def _tracker() -> Any:
+    tracker = get_cuda_rng_tracker()
+    assert tracker is not None, "start_world seeds it"
+    return tracker
+
+
+def _restore_rng(saved: dict[str, torch.Tensor]) -> None:
+    tracker = _tracker()
+    named = {k.removeprefix("tracker."): v for k, v in saved.items() if k != "torch"}
+    tracker.set_states({**tracker.get_states(), **named})
+    torch.set_rng_state(saved["torch"])

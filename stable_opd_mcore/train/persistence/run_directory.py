@@ -1,0 +1,46 @@
+"""The run directory's resolved configs: every config that a run was started with is kept.
+
+config.resolved.yaml holds the settings of the newest start; those of earlier starts that differ are
+kept as config.resolved.001.yaml and so on. Not here: the lock (host/run_lock.py), the
+refusal of changed settings (checks/run_directory.py), checkpoints, metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from stable_opd_mcore.checks.run_directory import RESOLVED
+from stable_opd_mcore.config.load import config_yaml
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.atomic_files import write_atomically
+from stable_opd_mcore.parallel.world import World, broadcast_object
+
+Result = TypeVar("Result")
+
+
+def on_first_rank(world: World, function: Callable[[], Result]) -> Result:
+    """Call `function` on rank 0 only; every rank returns its result or raises its UserError."""
+    outcome: Any = None
+    if world.rank == 0:
+        try:
+            outcome = function()
+        except UserError as error:
+            outcome = error
+    outcome = broadcast_object(outcome)
+    if isinstance(outcome, UserError):
+        raise outcome
+    return outcome
+
+
+def keep_resolved(config: Config) -> None:
+    """Write config.resolved.yaml; one with other contents is kept under the next number."""
+    path = config.run.path / RESOLVED
+    text = config_yaml(config)
+    before = path.read_bytes() if path.is_file() else text
+    if before != text:  # first, so that a kill in between loses neither
+        earlier = sorted(path.parent.glob("config.resolved.[0-9]*.yaml"))
+        number = int(earlier[-1].name.split(".")[2]) + 1 if earlier else 1
+        write_atomically(path.with_name(f"config.resolved.{number:03d}.yaml"), before)
+    write_atomically(path, text)

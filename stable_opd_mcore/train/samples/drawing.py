@@ -1,0 +1,107 @@
+"""Draw and grade the rollouts of this data-parallel rank's prompts, and make samples of them.
+
+Not here: the engines (rollout/), which rank trains on which sample (sharing.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from stable_opd_mcore.data.golden import (
+    golden_samples,
+    mark_off_policy,
+    off_policy_draws,
+    rollout_samples,
+)
+from stable_opd_mcore.data.responses import rollout_metrics
+from stable_opd_mcore.evaluation.grading import Grader
+from stable_opd_mcore.metrics import Metrics
+from stable_opd_mcore.parallel.world import World, broadcast_object
+from stable_opd_mcore.records import Prompt, Rollout, Sample
+from stable_opd_mcore.rollout.engine import RolloutEngine, Sampling
+from stable_opd_mcore.train.persistence.state import TrainState
+from stable_opd_mcore.train.run import Run
+
+Item = TypeVar("Item")
+
+
+def next_rows(run: Run, cursor: int) -> Sequence[int]:
+    """The rows of the prompts of the step that starts at `cursor`, of all ranks."""
+    return run.order.indices(cursor, run.config.rollout.prompts_per_step)
+
+
+def own_share(world: World, items: Sequence[Item]) -> Sequence[Item]:
+    """Of one item per prompt, those that this data-parallel rank works on: every n-th."""
+    return items[world.data_rank :: world.data_size]
+
+
+def draw_rollouts(run: Run, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
+    """Graded rollouts of this rank's prompts; none where the objective trains on golden solutions
+    only.
+    """
+    if not run.objective.needs_rollouts:
+        return []
+    return draw_graded(run.engine, run.grader, run.world, prompts, run.sampling, step)
+
+
+def draw_graded(
+    engine: RolloutEngine,
+    grader: Grader,
+    world: World,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    step: int,
+) -> list[Rollout]:
+    """Rollouts of this data-parallel rank's prompts with rewards, in the order of the prompts."""
+    rollouts = engine.generate(prompts, sampling, step=step)
+    # Grade on one rank and broadcast, so that a timeout cannot give ranks different rewards.
+    if dist.get_rank(world.model_group) == 0:
+        rollouts = grader.grade_rollouts(rollouts)
+    verdicts = broadcast_object(
+        [(rollout.reward, rollout.grading_failure) for rollout in rollouts], world.model_group
+    )
+    return [
+        replace(rollout, reward=reward, grading_failure=failure)
+        for rollout, (reward, failure) in zip(rollouts, verdicts, strict=True)
+    ]
+
+
+def prefetch_rollouts(run: Run, state: TrainState) -> None:
+    """With rollout.async_steps=1, start sampling for the next step from the current weights."""
+    config = run.config
+    if config.rollout.async_steps and state.step + 1 < config.train.steps:
+        rows = next_rows(run, state.cursor + config.rollout.prompts_per_step)
+        prompts = run.prompts.select(own_share(run.world, rows))
+        run.engine.prefetch(prompts, run.sampling, step=state.step + 1)
+
+
+def training_samples(
+    run: Run, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], cursor: int
+) -> list[Sample]:
+    """This rank's rollouts and, where the objective trains on them, golden solutions of its
+    prompts.
+    """
+    settings = run.config.objective
+    samples = rollout_samples(rollouts, run.objective.masks)
+    golden = golden_samples(prompts) if run.objective.needs_golden else []
+    if settings.on_policy_fraction < 1:
+        draws = run.config.rollout.prompts_per_step
+        off_policy = off_policy_draws(
+            cursor, draws, settings.on_policy_fraction, run.config.train.seed
+        )
+        off_policy = own_share(run.world, off_policy)
+        samples, golden = mark_off_policy(samples, off_policy), mark_off_policy(golden, off_policy)
+    return samples + golden
+
+
+def measured(
+    run: Run, rollouts: Sequence[Rollout], max_new_tokens: int, area: str = "rollout"
+) -> Metrics:
+    """`<area>/*` of this data-parallel rank's rollouts; one rank of each replica has them."""
+    if dist.get_rank(run.world.model_group):
+        return Metrics()
+    return rollout_metrics(rollouts, max_new_tokens, run.config.monitoring, area)

@@ -1,0 +1,155 @@
+"""The values of single tokens that a step computes, kept for readers of its first rollouts.
+
+Each minibatch's loss gives advantages, teacher log-probabilities and KLs of the tokens on this
+rank. `TokenRecorder` keeps those of the first rollouts, and rank 0 collects them from all ranks.
+Nothing of it enters the training.
+
+Not here: the files (data/token_files.py) and the page that shows them (monitoring/reader.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.data.token_files import (
+    VALUES,
+    Numbers,
+    TokenText,
+    token_path,
+    write_tokens,
+)
+from stable_opd_mcore.parallel.world import World, gather_on_first_rank
+from stable_opd_mcore.records import LossOutput, MicroBatch, Rollout, SampleFacts
+from stable_opd_mcore.train.samples.sharing import Minibatch
+
+Record = Callable[[Sequence[LossOutput], Sequence[MicroBatch]], None]
+
+
+@dataclass(frozen=True)
+class RolloutValues:
+    """A rollout and the values of its tokens."""
+
+    rollout: Rollout
+    values: Numbers
+
+
+class TokenRecorder:
+    """Keeps the token values of the first `monitoring.token_values` rollouts of a step.
+
+    Args:
+        config: `monitoring` and `rollout.save` are read.
+        facts: of all samples of the step; the rollouts stand first, in order.
+    """
+
+    def __init__(self, config: Config, facts: SampleFacts):
+        count = 0 if config.rollout.save == "none" else config.monitoring.token_values
+        self._kept = facts.select(~facts.golden_B).select(np.s_[:count])
+        self._rows: list[np.ndarray] = []  # of each micro-batch: rollout, token, then VALUES
+
+    def of(self, minibatch: Minibatch) -> Record:
+        """What to call with the loss's results of the micro-batches of `minibatch`."""
+
+        def record(results: Sequence[LossOutput], batches: Sequence[MicroBatch]) -> None:
+            if not len(self._kept) or not results:  # results are on the last pipeline stage only
+                return
+            for output, batch in zip(results, batches, strict=True):
+                rows = _rows(output, batch)
+                rows[0] = minibatch.places[rows[0].astype(np.int64)]
+                self._rows.append(rows[:, rows[0] < len(self._kept)])
+
+        return record
+
+    def gather(self, world: World, rollouts: Sequence[Rollout]) -> list[RolloutValues]:
+        """Each kept rollout and its values, on rank 0; empty on other ranks. Collective.
+
+        A value that is 0 everywhere was not computed and is left out: a run without reference has
+        no KL to it.
+
+        Args:
+            rollouts: of this data-parallel rank.
+        """
+        if not len(self._kept):
+            return []
+        # All tensor-parallel ranks hold the same rows, and all ranks of a replica its rollouts.
+        own_rows = self._rows if world.tensor_rank == 0 else []
+        here = self._kept.holder_B == world.data_rank
+        own = [] if dist.get_rank(world.model_group) else np.flatnonzero(here).tolist()
+        own_rollouts = {place: rollouts[self._kept.index_B[place]] for place in own}
+        everywhere = gather_on_first_rank((own_rows, own_rollouts))
+        if world.rank != 0:
+            return []
+        rows = np.concatenate([part for parts, _ in everywhere for part in parts], axis=1)
+        kept = {place: rollout for _, part in everywhere for place, rollout in part.items()}
+        computed = [key for key, values in zip(VALUES, rows[2:], strict=True) if values.any()]
+        return [
+            RolloutValues(
+                kept[place],
+                {
+                    key: _spread(rows, place, VALUES.index(key), len(kept[place].token_ids))
+                    for key in computed
+                },
+            )
+            for place in range(len(self._kept))
+        ]
+
+
+def write_token_values(
+    run_directory: Path, step: int, values: Sequence[RolloutValues], tokenizer: Tokenizer
+) -> None:
+    """Write the step's token file; nothing if there are no values."""
+    texts = [
+        TokenText(
+            prompt_id=of.rollout.prompt.prompt_id,
+            sample_index=of.rollout.sample_index,
+            pieces=tuple(tokenizer.pieces(of.rollout.token_ids.tolist())),
+            values=of.values,
+            golden=_golden(of.rollout, tokenizer),
+        )
+        for of in values
+    ]
+    if texts:
+        write_tokens(token_path(run_directory, step), texts)
+
+
+def _golden(rollout: Rollout, tokenizer: Tokenizer) -> str | None:
+    golden = rollout.prompt.golden_token_ids
+    return None if golden is None else tokenizer.decode(golden)
+
+
+def _rows(output: LossOutput, batch: MicroBatch) -> np.ndarray:
+    """Sample index, token index and VALUES of the micro-batch's tokens: [2 + values, N]."""
+    columns = (
+        batch.sample_index_N,
+        batch.token_index_N,
+        output.advantage_N,
+        output.teacher_logprob_N,
+        output.kl_reference_N,
+        output.kl_teacher_N,
+    )
+    return torch.stack([column.detach().double() for column in columns]).cpu().numpy()
+
+
+def _spread(rows: np.ndarray, rollout: int, value: int, length: int) -> list[float | None]:
+    """One value for each token of a rollout; None for tokens without one.
+
+    Args:
+        rows: [2 + values, tokens]: the token's rollout, its place there, and its values.
+        rollout: whose tokens.
+        value: which of the values.
+        length: tokens of the rollout.
+    """
+    mine = rows[:, rows[0] == rollout]
+    spread: list[float | None] = [None] * length
+    for token, number in zip(
+        mine[1].astype(np.int64).tolist(), mine[2 + value].tolist(), strict=True
+    ):
+        spread[token] = number
+    return spread

@@ -1,0 +1,38 @@
+"""JSON objects of others: bounded, and every fault one message with the file's name."""
+
+import pytest
+
+from stable_opd_mcore.errors import DataError
+from stable_opd_mcore.host.json_files import object_in_line, read_json_object
+
+
+def test_an_object_is_read(tmp_path):
+    (tmp_path / "a.json").write_text('{"a": [1, null]}')
+    assert read_json_object(tmp_path / "a.json") == {"a": [1, None]}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{]", "not valid JSON: .* line 1"),
+        (b"", "not valid JSON"),
+        (b"\xff\xfe\x00", "not valid JSON: 'utf-16"),
+        (b"[" * 10**5, "not valid JSON: "),
+        (b'"text"', "a JSON str, not an object"),
+        (b'{"a": 1' + b" " * 2**20 + b"}", r"1\.0 MiB, more than 1 MiB"),
+    ],
+)
+def test_a_broken_file_is_named(content, words, tmp_path):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(DataError, match=f"a.json: {words}"):
+        read_json_object(tmp_path / "a.json", 2**20)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [(b"{", "not a JSON value"), (b"\xff", "not a JSON value"), (b"[1]", "a JSON list, not an")],
+)
+def test_a_line_without_an_object_is_named(line, words):
+    assert object_in_line(b'{"a": 1}\n', "rows.jsonl:7") == {"a": 1}
+    with pytest.raises(DataError, match=f"rows.jsonl:7: {words}"):
+        object_in_line(line, "rows.jsonl:7")

@@ -1,0 +1,13 @@
+"""Control characters, direction overrides and lone surrogates become visible; lines are cut."""
+
+from stable_opd_mcore.host.printable_text import printable, printable_line
+
+
+def test_what_cannot_be_printed_is_made_visible():
+    assert printable("a\x00\x1b\u202e\ud83d\n\té\r\x85") == "a␀␛��\n\té␍�"
+
+
+def test_a_line_is_short_and_holds_no_line_end():
+    assert printable_line("a\x1b[2J\u202eb\n\t", 60) == "a␛[2J�b␤ "
+    assert printable_line("x" * 60, 60) == "x" * 60
+    assert printable_line("x" * 61, 60) == "x" * 59 + "…"

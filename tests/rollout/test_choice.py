@@ -1,0 +1,72 @@
+"""The engine that a config names."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from stable_opd_mcore.config.load import parse_config
+from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.gpt import build_model
+from stable_opd_mcore.records import Prompt
+from stable_opd_mcore.rollout.choice import build_engine, slow_engine, training_sampling
+from stable_opd_mcore.rollout.embedded import EmbeddedEngine
+from stable_opd_mcore.rollout.engine import Sampling
+from tests.planning.cases import QWEN_7B, config_7b
+
+
+def config(**rollout):
+    values = {
+        "run": {"name": "test"},
+        "student": {"architecture": {"model_type": "qwen2"}},
+        "tokenizer": {"path": "synthetic"},
+        "data": {"train": {"path": "synthetic:arithmetic"}},
+        "objective": {"name": "grpo"},
+        "sampling": {"temperature": 0.9, "top_p": 0.8, "max_new_tokens": 12},
+        "train": {"seed": 3},
+        "rollout": {"samples_per_prompt": 2} | rollout,
+    }
+    return parse_config(values, "test")
+
+
+def test_the_embedded_engine_uses_the_tokenizer(tiny_path, world):
+    tokenizer = Tokenizer.load("synthetic")
+    chunks = build_model(read_architecture(tiny_path), world)
+    settings = config()
+    engine = build_engine(settings, world, chunks, tokenizer)
+    assert isinstance(engine, EmbeddedEngine)
+    sampling = training_sampling(settings, (1,))
+    assert (sampling.temperature, sampling.top_p, sampling.max_new_tokens) == (0.9, 0.8, 12)
+    assert (sampling.num_samples, sampling.seed, sampling.stop_token_ids) == (2, 3, (1,))
+    prompt = Prompt("p", "1+2", tuple(tokenizer.encode("1+2")))
+    for rollout in engine.generate([prompt], sampling, step=0):
+        assert max(rollout.token_ids) < tokenizer.vocab_size
+        stopped = rollout.finish_reason == "stop"
+        ids = rollout.token_ids[:-1] if stopped else rollout.token_ids
+        assert rollout.text == tokenizer.decode(ids)
+
+
+def test_a_replay_needs_stored_rollouts(tmp_path, world):
+    settings = config(engine="replay", replay_from=str(tmp_path))
+    with pytest.raises(ValueError, match="no stored rollouts"):
+        build_engine(settings, world, [], Tokenizer.load("synthetic"))
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 5e-4])
+def test_temperatures_that_logits_cannot_be_divided_by_are_refused(temperature):
+    with pytest.raises(UserError, match=r"too small to divide logits by: at least 0.001, or 0 for"):
+        Sampling(temperature=temperature)
+    assert Sampling(temperature=0).temperature == 0
+
+
+def test_the_embedded_engine_warns_for_a_large_model_with_the_seconds(tmp_path):
+    large = config_7b(tmp_path, "rollout.engine=embedded")
+    warning = slow_engine(large, read_architecture(QWEN_7B), gpus=8)
+    assert warning is not None
+    seconds = re.search(r"about (\d+) s .*set rollout.engine=sglang", warning)
+    assert seconds is not None
+    assert 200 < int(seconds[1]) < 1000  # 8,192 tokens take 25 ms or more each
+    assert slow_engine(config(), read_architecture(QWEN_7B), gpus=8) is None  # 12 tokens

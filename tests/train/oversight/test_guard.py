@@ -1,0 +1,182 @@
+"""The guard's decisions over made series of metrics: order, bounds, healing, resume."""
+
+import json
+import random
+from dataclasses import asdict, replace
+
+import pytest
+from pydantic import TypeAdapter
+
+from stable_opd_mcore.config.guard import GuardConfig
+from stable_opd_mcore.train.oversight.guard import GuardState, decide
+
+ACT = GuardConfig(policy="act", max_beta=0.8, max_lambda=0.4, relax_steps=10)
+HEALTHY = {"rollout/truncation_rate": 0.1, "rollout/response_length_mean": 100.0, "kl/teacher": 0.1}
+DRIFT = HEALTHY | {"rollout/response_length_mean": 150.0, "kl/teacher": 0.4}
+DAMAGE = DRIFT | {"rollout/truncation_rate": 0.9, "tokens/repetitive_share": 0.5}
+
+
+def follow(rows, config=ACT, state=None, first=1, every=10):
+    """The state after each row, and (step, name of the action)."""
+    state, states, actions = state or GuardState(), [], []
+    for step, values in enumerate(rows, start=first):
+        state, taken = decide(config, state, step, values, saved=step % every == 0)
+        states.append(state)
+        actions += [(step, action) for action in taken]
+    return states, actions
+
+
+def names(actions):
+    return [(step, action.name) for step, action in actions]
+
+
+def test_measures_follow_one_another_while_damage_lasts():
+    states, actions = follow([HEALTHY] * 45 + [DAMAGE] * 60)
+    assert names(actions) == [
+        (46, "warned"),
+        (46, "raised"),
+        (56, "masked"),
+        (66, "rolled_back"),
+        (80, "rolled_back"),
+        (94, "stopped"),
+    ]
+    evidence = actions[0][1].details["evidence"]
+    (seen,) = evidence.values()
+    assert list(evidence) == ["rollout/truncation_rate"]
+    assert seen["recent"] == pytest.approx((4 * 0.1 + 0.9) / 5)
+    assert seen["recent"] > seen["bound"] > seen["normal"] == pytest.approx(0.1)
+    assert actions[3][1].details["to_step"] == 30  # the save of step 40 had not proved healthy
+    assert states[-1].measure == "stopped"
+    assert states[-1].rollbacks == ACT.max_rollbacks
+    assert decide(ACT, states[-1], 106, HEALTHY, True) == (states[-1], [])
+
+
+def test_beta_and_lambda_rise_to_their_bounds_and_decay_when_healthy():
+    states, actions = follow([HEALTHY] * 40 + [DRIFT] * 9 + [HEALTHY] * 100)
+    betas = [state.beta for state in states]
+    first = next(i for i, beta in enumerate(betas) if beta)
+    assert betas[first : first + 4] == [0.2, 0.4, 0.8, 0.8]
+    assert max(betas) == 0.8
+    assert max(state.lambda_ for state in states) == 0.4
+    assert states[first].lambda_ == 0.1
+    assert [name for _, name in names(actions)] == ["warned", "raised", "recovered"]
+    peak = len(betas) - betas[::-1].index(0.8)
+    later = betas[peak : peak + 10]
+    assert later == sorted(later, reverse=True)
+    assert betas[peak + 9] == pytest.approx(0.4)
+    last = max(i for i, state in enumerate(states) if state.warned and not state.quiet)
+    assert betas[last : last + 6] == [0.8] * 6  # the window of the recent means
+    assert betas[last + 6] < 0.8
+    assert betas[-1] == states[-1].lambda_ == 0
+    assert states[-1].measure == "none"
+
+
+def test_drift_alone_is_never_masked_and_becomes_normal():
+    states, actions = follow([HEALTHY] * 40 + [DRIFT] * 400)
+    assert {name for _, name in names(actions)} == {"warned", "raised", "recovered"}
+    assert states[-1].watched["length"].normal == pytest.approx(150, rel=0.05)
+    assert states[-1].beta == 0
+
+
+LONGER = HEALTHY | {"rollout/response_length_mean": 150.0}
+
+
+def test_one_drifting_metric_is_a_warning_only():
+    states, actions = follow([HEALTHY] * 40 + [LONGER] * 20)
+    assert names(actions) == [(43, "warned")]
+    assert all(state.beta == 0 for state in states)
+
+
+def test_normal_value_is_learnt_half_as_fast_while_it_drifts():
+    states, _ = follow([HEALTHY] * 40 + [LONGER] * 10)
+    normal = 100.0
+    for learnt in range(41, 51):
+        normal += (1 if learnt < 43 else 0.5) / learnt * (150 - normal)
+    assert states[-1].watched["length"].normal == pytest.approx(normal)
+
+
+def test_drift_does_not_count_as_time_for_a_measure_to_help():
+    rows = [HEALTHY] * 45 + [DAMAGE] * 2 + [DRIFT] * 25 + [DAMAGE] * 3
+    assert [name for _, name in names(follow(rows)[1])] == ["warned", "raised"]
+
+
+def test_save_soon_after_a_warning_is_not_a_healthy_one():
+    states, _ = follow([HEALTHY] * 40 + [LONGER] * 4 + [HEALTHY] * 20)
+    assert states[49].warned
+    assert states[49].quiet > 0
+    assert states[49].recent_save is None
+    assert states[59].recent_save == 60
+
+
+def test_warning_policy_changes_nothing_and_off_remembers_nothing():
+    rows = [HEALTHY] * 40 + [DAMAGE] * 80
+    states, actions = follow(rows, replace_policy("warn"))
+    assert [name for _, name in names(actions)] == ["warned"]
+    assert (states[-1].beta, states[-1].measure) == (0, "none")
+    assert follow(rows, replace_policy("off")) == ([GuardState()] * 120, [])
+
+
+def replace_policy(policy):
+    return ACT.model_copy(update={"policy": policy})
+
+
+def test_healthy_noise_causes_no_action():
+    noise = random.Random(1)
+
+    def row():
+        return {
+            "rollout/truncation_rate": sum(noise.random() < 0.3 for _ in range(64)) / 64,
+            "rollout/response_length_mean": noise.gauss(300, 30),
+            "kl/teacher": abs(noise.gauss(0.1, 0.04)),
+            "tokens/repetitive_share": max(0.0, noise.gauss(0.02, 0.02)),
+        }
+
+    _, actions = follow([row() for _ in range(2000)])
+    assert names(actions) == []
+
+
+def test_save_counts_as_healthy_only_after_patience_steps_without_symptoms():
+    states, _ = follow([HEALTHY] * 60)
+    assert [state.healthy_save for state in states[:40]] == [None] * 19 + [10] * 10 + [20] * 10 + [
+        30
+    ]
+    assert states[24].kept_saves == {10, 20}
+    late, _ = follow([HEALTHY] * 24 + [DAMAGE] * 20, every=8)
+    assert late[23].recent_save == 24  # that of step 16 came before step 8 had proved healthy
+    assert late[-1].healthy_save == 8
+    assert late[-1].recent_save is None
+
+
+def test_without_a_healthy_save_the_run_stops_instead_of_rolling_back():
+    _, actions = follow([HEALTHY] * 45 + [DAMAGE] * 40, every=1000)
+    assert [name for _, name in names(actions)][-1] == "stopped"
+    never = ACT.model_copy(update={"max_rollbacks": 0})
+    _, actions = follow([HEALTHY] * 45 + [DAMAGE] * 40, never)
+    assert [name for _, name in names(actions)] == ["warned", "raised", "masked", "stopped"]
+
+
+def test_damage_during_a_return_is_not_learnt_as_normal():
+    states, _ = follow([HEALTHY] * 45 + [DAMAGE] * 30)
+    assert states[70].watched["truncation"].normal == states[46].watched["truncation"].normal
+
+
+@pytest.mark.parametrize("cut", [20, 43, 47, 58, 66, 70, 81])
+def test_state_from_a_checkpoint_decides_the_same(cut):
+    rows = [HEALTHY] * 45 + [DAMAGE] * 45
+    states, actions = follow(rows)
+    text = json.dumps(asdict(states[cut - 1]))
+    restored = TypeAdapter(GuardState).validate_json(text, strict=True)
+    assert restored == states[cut - 1]
+    later, more = follow(rows[cut:], state=restored, first=cut + 1)
+    assert later == states[cut:]
+    assert more == [(step, action) for step, action in actions if step > cut]
+
+
+def test_measures_end_when_the_policy_is_weakened():
+    states, _ = follow([HEALTHY] * 45 + [DAMAGE] * 25)
+    assert states[-5].must_roll_back
+    state, _ = decide(replace_policy("warn"), states[-5], 71, DAMAGE, saved=False)
+    assert (state.measure, state.beta, state.lambda_) == ("none", 0, 0)
+    assert not state.must_roll_back
+    stopped = replace(states[-1], measure="stopped")
+    assert decide(replace_policy("warn"), stopped, 72, HEALTHY, False)[0].measure == "none"

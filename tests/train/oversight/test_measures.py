@@ -1,0 +1,165 @@
+"""The guard's measures in real runs: carried out, the same on every layout, identical after a kill.
+
+The learning rate of the warm-up, which rises by design, stands in for the metrics of a collapse.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from torch.multiprocessing import ProcessExitedException
+
+from stable_opd_mcore.monitoring import onset
+from stable_opd_mcore.monitoring.onset import Detector
+from stable_opd_mcore.parallel.world import stop_world
+from stable_opd_mcore.train import loop
+from stable_opd_mcore.train.loop import train
+from stable_opd_mcore.train.oversight.measures import CollapsedError
+from tests.parallel.launch import run_ranks
+from tests.train.runs import VOLATILE, tiny_architecture, tiny_config
+
+pytestmark = pytest.mark.slow
+
+GUARD = {"policy": "act", "window": 1, "baseline": 3, "patience": 2, "max_beta": 0.8}
+KILLED_AT = 8  # the step after which the run returns to a checkpoint
+LAYOUTS = {"tp2": {"tensor": 2}, "cp2": {"context": 2}}  # test_parity.py has all; two are 20 s
+
+
+def config_of(directory: Path, name: str, **sections):
+    sections = {"guard": GUARD, "checkpoint": {"every": 1, "keep": 1}, **sections}
+    return tiny_config(
+        directory,
+        name,
+        student={"architecture": tiny_architecture(16, 2)},
+        teacher={"architecture": tiny_architecture(32, 2)},
+        rollout={"prompts_per_step": 2, "samples_per_prompt": 2},
+        sampling={"max_new_tokens": 8},
+        optimizer={"lr": 2e-2, "warmup_steps": 20},
+        train={"steps": 14},
+        kl={"beta": 0.0},
+        mixture={"lambda": 0.0},
+        **sections,
+    )
+
+
+def watch_learning_rate() -> None:
+    onset.NOISE = 1.0  # the rise of the warm-up counts as noise of the rate
+    onset.DETECTORS.clear()
+    onset.DETECTORS["rate"] = Detector("optimizer/lr", "higher", 0.0, damage=True)
+
+
+def run_to_collapse(rank: int, world_size: int, directory: str, name: str, parallel: dict) -> None:
+    """Train until the guard stops the run; rank 0 leaves the message."""
+    watch_learning_rate()
+    with pytest.raises(CollapsedError) as stopped:
+        train(config_of(Path(directory), name, parallel=parallel), show_progress=False)
+    if rank == 0:
+        (Path(directory) / f"{name}.message").write_text(str(stopped.value))
+
+
+def run_layouts_to_collapse(rank: int, world_size: int, directory: str) -> None:
+    for name, parallel in LAYOUTS.items():
+        run_to_collapse(rank, world_size, directory, name, parallel)
+        stop_world()  # a run that the guard stops leaves it as it is
+
+
+def run_and_die(rank: int, world_size: int, directory: str) -> None:
+    """Train; end the process between the guard's decision to return and the return."""
+    watch_learning_rate()
+    write = loop.write_actions
+
+    def write_and_die(sinks, step, actions):
+        write(sinks, step, actions)
+        if step == KILLED_AT:
+            os._exit(9)
+
+    loop.write_actions = write_and_die
+    train(config_of(Path(directory), "killed"), show_progress=False)
+
+
+def lines_of(directory: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(VOLATILE)} for row in rows]
+
+
+def events_of(directory: Path) -> list[tuple[str, int]]:
+    rows = [row for row in lines_of(directory) if row.get("event") == "guard"]
+    return [(row["action"], row["after_step"]) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("runs")
+    run_ranks(1, run_to_collapse, str(directory), "whole", {})
+    return directory
+
+
+def test_measures_are_carried_out_in_order(runs):
+    assert events_of(runs / "whole") == [
+        ("warned", 4),
+        ("raised", 4),
+        ("masked", 6),
+        ("rolled_back", 8),
+        ("rolled_back", 10),
+        ("stopped", 12),
+    ]
+    rows = [row for row in lines_of(runs / "whole") if "event" not in row]
+    assert [row["step"] for row in rows] == list(range(1, 13))  # the count of steps goes on
+    assert [row["kl/beta"] for row in rows[:7]] == [0, 0, 0, 0, 0.2, 0.4, 0.8]
+    assert [row["mixture/lambda"] for row in rows[:7]] == [0, 0, 0, 0, 0.25, 0.5, 1]
+    shares = [row["tokens/golden_share"] for row in rows[:6]]
+    assert shares[:4] == [0] * 4
+    assert min(shares[4:]) > 0
+    assert [row["kl/reference"] for row in rows[:4]] == [None] * 4  # beta 0 scores no reference
+    cut = [row["rollout/truncation_rate"] for row in rows]
+    masked = [row["tokens/masked_share"] for row in rows]
+    assert max(masked[:6]) == 0
+    assert all(share > 0 for share, rate in zip(masked[6:], cut[6:], strict=True) if rate)
+    assert any(cut[6:])
+
+
+def test_a_return_restores_the_weights_of_the_healthy_checkpoint(runs):
+    """The distance to the reference, the student of step 0, is again that after one step."""
+    distance = [row.get("kl/reference") for row in lines_of(runs / "whole") if "event" not in row]
+    assert distance[7] > 4 * distance[8]
+    assert distance[9] > 4 * distance[10]
+
+
+def test_stopped_run_has_a_report_and_names_the_healthy_checkpoint(runs):
+    message = (runs / "whole.message").read_text()
+    healthy = runs / "whole" / "checkpoints" / "step_000001"
+    assert healthy.is_dir()  # kept although checkpoint.keep is 1
+    assert str(healthy) in message
+    assert "after step 12" in message
+    assert (runs / "whole" / "report.html").is_file()
+    assert not (runs / "whole" / "model").exists()
+    run_ranks(1, run_to_collapse, str(runs), "whole", {})  # resumed: it stays stopped
+    assert (runs / "whole.message").read_text() == message
+    assert len(lines_of(runs / "whole")) == 12 + 6
+
+
+def test_run_killed_between_decision_and_return_is_identical(runs):
+    with pytest.raises(ProcessExitedException):
+        run_ranks(1, run_and_die, str(runs))
+    assert lines_of(runs / "killed")[-1]["action"] == "rolled_back"
+    run_ranks(1, run_to_collapse, str(runs), "killed", {})
+    assert lines_of(runs / "killed") == lines_of(runs / "whole")
+
+
+@pytest.fixture(scope="module")
+def runs_on_layouts(runs) -> Path:
+    run_ranks(2, run_layouts_to_collapse, str(runs))
+    return runs
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_actions_and_strengths_are_the_same_on_every_layout(runs_on_layouts, layout):
+    one, other = (lines_of(runs_on_layouts / name) for name in ("whole", layout))
+    assert [row for row in other if "event" in row] == [row for row in one if "event" in row]
+    for key in ("kl/beta", "mixture/lambda", "tokens/masked_share"):
+        assert [row.get(key) for row in other] == pytest.approx([row.get(key) for row in one])
+    one, other = (
+        [row["kl/reference"] for row in rows if row.get("kl/reference")] for rows in (one, other)
+    )
+    assert other == pytest.approx(one, rel=1e-3)

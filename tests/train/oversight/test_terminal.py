@@ -1,0 +1,116 @@
+"""What a run says: at 80 columns, into a pipe, at a resume, and with hostile text."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from stable_opd_mcore.records import Prompt, Rollout
+from stable_opd_mcore.train.oversight.terminal import (
+    Terminal,
+    progress_line,
+    resume_text,
+    sample_text,
+    seconds_left,
+)
+from stable_opd_mcore.train.setup import models_text
+from tests.train.runs import tiny_config
+
+VALUES = {
+    "loss/total": 1.23456,
+    "rollout/accuracy": 0.5,
+    "rollout/truncation_rate": None,
+    "rollout/repetition_rate": 0.25,
+    "rollout/response_length_mean": 812.4,
+    "grad_norm": 3.0,
+    "time/total": 2.0,
+}
+
+
+def rollout(text="2;[2]", reward: float | None = 1.0) -> Rollout:
+    prompt = Prompt("train:0", "1+1", (1,), "2")
+    return Rollout(prompt, 0, (3, 4), (-0.1, -0.2), "stop", 1, text, reward)
+
+
+@pytest.mark.parametrize("width", [200, 80, 60, 40, 24])
+def test_count_and_time_left_are_kept_at_every_width(width):
+    line = progress_line("a-run-with-a-very-long-name", 12, 800, 3725, VALUES, width)
+    assert len(line) <= width
+    assert "12/800" in line
+    assert "1:02:05 left" in line
+    assert ("loss 1.23" in line) == (width >= 80)
+    assert ("gradient 3" in line) == (width == 200)
+    assert "truncated" not in line  # it has no value
+
+
+def test_the_bar_fills():
+    assert progress_line("r", 0, 4, None, {}, 80).count("━") == 0
+    assert progress_line("r", 3, 4, 1, {}, 80).count("━") == 7
+    assert progress_line("r", 4, 4, 0, {}, 80).endswith("4/4 0:00:00 left")
+
+
+def test_the_time_left_is_that_of_the_last_steps():
+    assert seconds_left([10.0], 5) is None
+    assert seconds_left([10.0, 12.0, 16.0], 5) == 15.0
+
+
+def test_a_pipe_gets_one_line_a_step_and_a_sample_now_and_then(tmp_path):
+    config = tiny_config(tmp_path, "a-run", train={"steps": 4}, monitoring={"sample_every": 2})
+    stream = io.StringIO()
+    with Terminal(config, True, Console(file=stream, width=80)) as terminal:
+        terminal.start(1)
+        for step in (2, 3, 4):
+            terminal.step_done(step, VALUES, [rollout()])
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 3 + 2 * 4
+    assert lines[0].startswith("--- a rollout of step 2, 2 tokens, stopped, right (gold answer 2)")
+    assert lines[4].startswith("a-run step 2/4  loss 1.23  accuracy 0.5  repetitive 0.25")
+    assert lines[4].endswith("2.0 s  0:00:00 left")
+    assert lines[5].startswith("a-run step 3/4")
+
+
+def test_a_terminal_keeps_its_line_of_80_columns(tmp_path):
+    config = tiny_config(tmp_path, "a-run", train={"steps": 4}, monitoring={"sample_every": 0})
+    stream = io.StringIO()
+    console = Console(file=stream, width=80, force_terminal=True, legacy_windows=False)
+    with Terminal(config, True, console) as terminal:
+        terminal.start(0)
+        terminal.step_done(1, VALUES, [rollout()])
+        terminal.say("a line above")
+    shown = stream.getvalue()
+    assert "0/4 -:--:-- left" in shown
+    assert "1/4 0:00:00 left" in shown
+    assert "a line above" in shown
+
+
+def test_nothing_is_said_where_nothing_is_shown(tmp_path):
+    stream = io.StringIO()
+    config = tiny_config(tmp_path, "a-run", train={"steps": 4})
+    with Terminal(config, False, Console(file=stream)) as terminal:
+        terminal.say("text")
+        terminal.start(0)
+        terminal.step_done(1, VALUES, [rollout()])
+    assert stream.getvalue() == ""
+
+
+def test_a_sample_is_short_and_its_text_is_harmless(tmp_path):
+    long = sample_text(3, rollout("head" + "x" * 10_000 + "tail", None))
+    assert "not graded" in long
+    assert "head" in long
+    assert "[... 9508 characters ...]" in long
+    assert "tail" in long
+    stream = io.StringIO()
+    config = tiny_config(tmp_path, "a-run", train={"steps": 4}, monitoring={"sample_every": 1})
+    hostile = "\x1b]0;title\x07\x1b[2J[bold]markup[/nothing] \ud83d \u202e"
+    with Terminal(config, True, Console(file=stream, width=80)) as terminal:
+        terminal.step_done(1, VALUES, [rollout(hostile)])
+    assert "\x1b" not in stream.getvalue()
+    assert "[bold]markup[/nothing]" in stream.getvalue()
+
+
+def test_a_run_says_what_it_loads_where_it_resumes_and_where_results_lie(tmp_path):
+    config = tiny_config(tmp_path, "a-run", teacher=None, train={"steps": 4})
+    assert resume_text(config, 0).startswith("starting at step 0 of 4; results in ")
+    assert resume_text(config, 3).startswith("resuming at step 3 of 4; results in ")
+    assert str(config.run.path) in resume_text(config, 0)
+    assert models_text(config) == "student (random weights)"

@@ -1,0 +1,239 @@
+"""Checkpoints: damage is reported with its file, and the newest undamaged checkpoint is used."""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from stable_opd_mcore.config.schema import OptimizerConfig, ParallelConfig
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.gpt import build_model
+from stable_opd_mcore.models.manifest import MANIFEST
+from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.train.persistence.checkpoint import (
+    CheckpointSaver,
+    load_checkpoint,
+    newest_checkpoint,
+)
+from stable_opd_mcore.train.persistence.state import TrainState
+from stable_opd_mcore.train.student import Student
+from tests.parallel.launch import run_ranks
+from tests.train.runs import tiny_architecture
+
+
+def make_student(tensor: int = 1) -> Student:
+    world = start_world(ParallelConfig(tensor=tensor), seed=0)
+    chunks = build_model(read_architecture(tiny_architecture(32, 2)), world)
+    student = Student(chunks, OptimizerConfig(), "fp32")
+    student.zero_grad()
+    student.finish_grads()
+    student.update(1e-3)  # creates the optimizer's state
+    return student
+
+
+def save(directory: Path, state: TrainState, student: Student, keep: int) -> Path:
+    saver = CheckpointSaver(directory, student, keep)
+    path = saver.begin(state)
+    saver.finish()
+    return path
+
+
+@pytest.fixture(scope="module")
+def student():
+    yield make_student()
+    stop_world()
+
+
+@pytest.fixture(scope="module")
+def saved(student: Student, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("saved")
+    for step in (2, 4):
+        save(directory, TrainState(step=step), student, keep=2)
+    return directory
+
+
+@pytest.fixture
+def checkpoints(saved: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(saved, tmp_path / "checkpoints")
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def replace_by_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def set_step(path: Path) -> None:
+    path.write_text(path.read_text().replace('"step": 4', '"step": 3'))
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "flipped": flip,
+    "truncated": truncate,
+    "missing": Path.unlink,
+    "empty": lambda path: path.write_bytes(b""),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "directory": replace_by_directory,
+}
+CASES = [
+    (name, damage)
+    for name in (
+        "__0_0.distcp",
+        ".metadata",
+        "metadata.json",
+        "config.json",
+        "rng_rank_00000.safetensors",
+        "state.json",
+        MANIFEST,
+    )
+    for damage in DAMAGES
+]
+UNEXPECTED_JSON = (
+    "[]",
+    "{}",
+    '{"files": 3}',
+    "[" * 100_000,
+    "\xff",
+    "null",
+    '{"files": {}, "xxh3": 1}',
+)
+
+
+@pytest.mark.parametrize(("name", "damage"), CASES)
+def test_damaged_checkpoint_is_reported_and_an_older_one_is_used(
+    checkpoints: Path, caplog: pytest.LogCaptureFixture, name: str, damage: str
+) -> None:
+    DAMAGES[damage](checkpoints / "step_000004" / name)
+    with caplog.at_level(logging.WARNING):
+        assert newest_checkpoint(checkpoints) == checkpoints / "step_000002"
+    (line,) = caplog.messages
+    assert name in line
+
+
+@pytest.mark.parametrize("text", UNEXPECTED_JSON)
+@pytest.mark.parametrize("name", ["state.json", MANIFEST])
+def test_unexpected_json_is_damage(checkpoints: Path, name: str, text: str) -> None:
+    (checkpoints / "step_000004" / name).write_text(text, encoding="latin-1")
+    assert newest_checkpoint(checkpoints) == checkpoints / "step_000002"
+
+
+def test_changed_step_is_damage(checkpoints: Path) -> None:
+    set_step(checkpoints / "step_000004" / "state.json")
+    assert newest_checkpoint(checkpoints) == checkpoints / "step_000002"
+
+
+def test_error_names_the_damaged_file_of_every_checkpoint(checkpoints: Path) -> None:
+    flip(checkpoints / "step_000004" / "metadata.json")
+    flip(checkpoints / "step_000002" / "state.json")
+    with pytest.raises(UserError, match=r"(?s)_000004: metadata.json .*_000002: state.json "):
+        newest_checkpoint(checkpoints)
+    assert newest_checkpoint(checkpoints / "empty") is None
+
+
+def write_as_format_1(path: Path) -> None:
+    """Turn a checkpoint into format 1: file sizes in state.json and no manifest."""
+    (path / MANIFEST).unlink()
+    record = json.loads((path / "state.json").read_text())
+    sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.name != "state.json"}
+    (path / "state.json").write_text(json.dumps(record | {"format": 1, "files": sizes}))
+
+
+def test_checkpoint_of_an_earlier_version_loads_unverified(
+    checkpoints: Path, student: Student, caplog: pytest.LogCaptureFixture
+) -> None:
+    newest = checkpoints / "step_000004"
+    write_as_format_1(newest)
+    assert newest_checkpoint(checkpoints) == newest
+    assert "not verified" in caplog.text
+    assert load_checkpoint(newest, student) == TrainState(step=4)
+    metadata = newest / ".metadata"
+    intact = metadata.read_bytes()
+    metadata.write_bytes(bytes(len(intact)))
+    assert newest_checkpoint(checkpoints) == checkpoints / "step_000002"
+    metadata.write_bytes(intact[:-1])
+    assert newest_checkpoint(checkpoints) == checkpoints / "step_000002"
+
+
+def test_new_checkpoints_are_kept_after_a_later_damaged_one(
+    checkpoints: Path, student: Student
+) -> None:
+    """Step 4 is damaged and the run resumes from step 2: step 3, saved with keep=1, must stay."""
+    flip(checkpoints / "step_000004" / "__0_0.distcp")
+    save(checkpoints, TrainState(step=3), student, keep=1)
+    assert newest_checkpoint(checkpoints) == checkpoints / "step_000003"
+    save(checkpoints, TrainState(step=4), student, keep=1)
+    assert [path.name for path in checkpoints.iterdir()] == ["step_000004"]
+    assert newest_checkpoint(checkpoints) == checkpoints / "step_000004"
+
+
+@pytest.mark.parametrize("max_file_bytes", [100, 100_000])
+def test_failed_save_keeps_older_checkpoints_and_reports_the_space(
+    checkpoints: Path, student: Student, max_file_bytes: int
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, before[1]))  # writes fail with EFBIG
+    try:
+        with pytest.raises(UserError, match=r"step_000006: cannot .* needed 0.\d MiB, free .*MiB"):
+            save(checkpoints, TrainState(step=6), student, keep=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step_000002", "step_000004"]
+    assert newest_checkpoint(checkpoints) == checkpoints / "step_000004"
+
+
+def test_save_below_a_regular_file_is_refused(student: Student, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(UserError, match=r"step_000002: cannot be written: .*Not a directory"):
+        save(tmp_path / "checkpoints", TrainState(step=2), student, keep=1)
+
+
+def test_non_finite_weights_are_not_loaded(student: Student, tmp_path: Path) -> None:
+    weight = student.chunks[0].decoder.final_layernorm.weight
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight[3] = torch.nan
+    path = save(tmp_path, TrainState(step=1), student, keep=1)
+    with pytest.raises(UserError, match=r"step_000001: tensor model.norm.weight holds NaN"):
+        load_checkpoint(path, student)
+    with torch.no_grad():
+        weight.copy_(before)
+
+
+def test_all_ranks_use_the_same_checkpoint(tmp_path: Path) -> None:
+    run_ranks(2, damage_and_resume, tmp_path)
+
+
+def damage_and_resume(rank: int, world_size: int, directory: Path) -> None:
+    student = make_student(tensor=2)
+    for step in (1, 2, 3):
+        save(directory, TrainState(step=step), student, keep=3)
+    if rank == 0:
+        flip(directory / "step_000003" / "__1_0.distcp")
+        flip(directory / "step_000002" / "rng_rank_00001.safetensors")
+    torch.distributed.barrier()
+    newest = newest_checkpoint(directory)
+    assert newest == directory / "step_000001"
+    assert load_checkpoint(newest, student) == TrainState(step=1)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    with pytest.raises(UserError, match="step_000004: cannot be written"):
+        save(directory, TrainState(step=4), student, keep=3)
+    assert newest_checkpoint(directory) == newest
+    stop_world()

@@ -1,0 +1,89 @@
+"""Prefetched rollouts beside their checkpoint: stored for all ranks, deleted with it, restored."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.records import Prompt, Rollout
+from stable_opd_mcore.rollout.engine import NothingInFlight
+from stable_opd_mcore.train.persistence.in_flight import restore_in_flight, save_in_flight
+from tests.parallel.launch import run_ranks
+
+
+def rollout(prompt: str, index: int = 0) -> Rollout:
+    return Rollout(Prompt(prompt, "2+1", (5, 6)), index, (7, 8), (-0.5, -1.5), "stop", 3, "=3")
+
+
+class Engine(NothingInFlight):
+    """Has drawn these rollouts ahead; records what it is given."""
+
+    def __init__(self, *drawn: Rollout) -> None:
+        self.drawn = list(drawn)
+        self.restored: list[tuple[int, list[Rollout]]] = []
+
+    def in_flight(self):
+        return (5, self.drawn) if self.drawn else None
+
+    def restore(self, step, rollouts):
+        self.restored.append((step, list(rollouts)))
+
+
+@pytest.fixture(scope="module")
+def world():
+    yield start_world(ParallelConfig(), seed=0)
+    stop_world()
+
+
+def make_checkpoint(directory: Path, step: int) -> None:
+    (directory / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+
+
+def stored(directory: Path) -> list[str]:
+    return sorted(path.name for path in (directory / "in_flight").iterdir())
+
+
+def test_rollouts_of_a_checkpoint_come_back(tmp_path, world):
+    drawn = [rollout("s:1"), rollout("s:1", 1), rollout("s:4")]
+    save_in_flight(tmp_path, 4, Engine(*drawn), world)
+    engine = Engine()
+    restore_in_flight(tmp_path, 4, engine)
+    assert engine.restored == [(4, drawn)]
+    restore_in_flight(tmp_path, 3, engine)  # a checkpoint without prefetched rollouts
+    assert len(engine.restored) == 1
+
+
+def test_files_of_deleted_checkpoints_are_deleted(tmp_path, world):
+    for step in (2, 4, 6):
+        save_in_flight(tmp_path, step, Engine(rollout("s:1")), world)
+        make_checkpoint(tmp_path, step)
+    (tmp_path / "checkpoints" / "step_000002").rmdir()
+    save_in_flight(tmp_path, 8, Engine(rollout("s:1")), world)  # before its checkpoint is written
+    assert stored(tmp_path) == [f"step_00000{step}.jsonl" for step in (4, 6, 8)]
+
+
+def test_an_engine_that_draws_nothing_ahead_stores_and_deletes_nothing(tmp_path, world):
+    save_in_flight(tmp_path, 2, Engine(), world)
+    assert not list(tmp_path.iterdir())
+    save_in_flight(tmp_path, 2, Engine(rollout("s:1")), world)
+    save_in_flight(tmp_path, 4, Engine(), world)
+    assert stored(tmp_path) == ["step_000002.jsonl"]
+
+
+def save_shares(rank: int, world_size: int, directory: str) -> None:
+    world = start_world(ParallelConfig(), seed=0)
+    share = [replace(rollout("s:1"), sample_index=10 * rank + i) for i in range(2)]
+    save_in_flight(Path(directory), 4, Engine(*share), world)
+    stop_world()
+
+
+def test_the_shares_of_all_ranks_are_in_one_file(tmp_path):
+    run_ranks(2, save_shares, str(tmp_path))
+    engine = Engine()
+    restore_in_flight(tmp_path, 4, engine)
+    ((_, rollouts),) = engine.restored
+    assert [rollout.sample_index for rollout in rollouts] == [0, 1, 10, 11]

@@ -1,0 +1,110 @@
+"""Which prompts, samples and rollouts a rank draws, and who grades them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+from stable_opd_mcore.config.schema import TokenMasksConfig
+from stable_opd_mcore.data.golden import off_policy_draws
+from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.records import Prompt, Rollout
+from stable_opd_mcore.train.persistence.state import TrainState
+from stable_opd_mcore.train.samples import drawing
+from tests.parallel.launch import run_ranks
+from tests.train.engine_recorder import Recorder
+from tests.train.runs import tiny_config
+
+
+def test_an_objective_without_rollouts_draws_none(run):
+    engine = Recorder(run.engine)
+    sft = replace(run, engine=engine, objective=SimpleNamespace(needs_rollouts=False))
+    prompts = run.prompts.select(drawing.next_rows(run, 0))
+    assert drawing.draw_rollouts(sft, prompts, 0) == []
+    assert engine.calls == []
+
+
+def test_prefetch_asks_for_the_next_steps_prompts_of_this_rank(run):
+    rollout = SimpleNamespace(async_steps=1, prompts_per_step=3)
+    config = SimpleNamespace(rollout=rollout, train=SimpleNamespace(steps=5))
+    world = SimpleNamespace(data_rank=1, data_size=2)
+    engine = Recorder(run.engine)
+    ahead = replace(run, config=config, world=world, engine=engine)
+    drawing.prefetch_rollouts(ahead, TrainState(step=3, cursor=6))
+    ids = [p.prompt_id for p in run.prompts.select(run.order.indices(9, 3))]
+    assert engine.calls == [("prefetch", [ids[1]], run.sampling, 4)]
+    drawing.prefetch_rollouts(ahead, TrainState(step=4, cursor=9))  # the last step
+    rollout.async_steps = 0
+    drawing.prefetch_rollouts(ahead, TrainState(step=3, cursor=6))
+    assert len(engine.calls) == 1
+
+
+def test_samples_have_the_masks_golden_solutions_and_off_policy_marks_of_the_objective(run):
+    prompts = run.prompts.select(run.order.indices(0, 8))
+    rollouts = [
+        Rollout(p, k, p.golden_token_ids, (0.0,) * len(p.golden_token_ids), "length", 0)
+        for p in prompts
+        for k in range(2)
+    ]
+    settings = SimpleNamespace(on_policy_fraction=0.5)
+    rollout = SimpleNamespace(prompts_per_step=8)
+    config = SimpleNamespace(objective=settings, train=SimpleNamespace(seed=3), rollout=rollout)
+    masks = TokenMasksConfig(truncated_rollouts=True)
+    objective = SimpleNamespace(needs_golden=True, masks=masks)
+    gkd = replace(run, config=config, objective=objective)
+    samples = drawing.training_samples(gkd, prompts, rollouts, 8)
+    assert [s.source for s in samples] == ["rollout"] * 16 + ["golden"] * 8
+    assert not any(any(s.trained) for s in samples[:16])
+    marks = off_policy_draws(8, 8, 0.5, 3)
+    assert marks != off_policy_draws(8, 8, 0.5, 0)
+    assert [s.off_policy for s in samples] == [m for m in marks for _ in range(2)] + marks
+    second = replace(gkd, world=SimpleNamespace(data_rank=1, data_size=2))
+    own = drawing.training_samples(second, prompts[1::2], [], 8)
+    assert [s.off_policy for s in own] == marks[1::2]
+    settings.on_policy_fraction = 1
+    assert not any(s.off_policy for s in drawing.training_samples(gkd, prompts, rollouts, 8))
+    objective.needs_golden = False
+    assert len(drawing.training_samples(gkd, prompts, rollouts, 8)) == 16
+
+
+class Grades:
+    """Grades with this rank's number."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+
+    def grade_rollouts(self, rollouts):
+        return [replace(rollout, reward=float(self.rank)) for rollout in rollouts]
+
+
+class Draws:
+    def __init__(self, rank: int):
+        self.rank = rank
+
+    def generate(self, prompts, sampling, *, step):
+        return [
+            Rollout(Prompt(p, "", ()), k, (step,), (0.0,), "stop", self.rank)
+            for p in prompts
+            for k in range(sampling.num_samples)
+        ]
+
+
+def draw_on_two_ranks(rank: int, _world_size: int, directory: Path) -> None:
+    """As two replicas: each grades its own. As one: rank 0 grades, others take its verdicts."""
+    sampling = SimpleNamespace(num_samples=2)
+    for tensor in (1, 2):
+        config = tiny_config(directory, "draw", parallel={"tensor": tensor})
+        world = start_world(config.parallel, 0)
+        share = drawing.own_share(world, "abc")
+        assert share == ("abc" if tensor == 2 else "ac" if rank == 0 else "b")
+        drawn = drawing.draw_graded(Draws(rank), Grades(rank), world, share, sampling, 5)
+        assert [(r.prompt.prompt_id, r.sample_index) for r in drawn] == [
+            (name, k) for name in share for k in range(2)
+        ]
+        assert {rollout.reward for rollout in drawn} == {rank if tensor == 1 else 0}
+        stop_world()
+
+
+def test_each_replica_draws_its_share_and_one_rank_of_it_grades(tmp_path):
+    run_ranks(2, draw_on_two_ranks, tmp_path)

@@ -1,0 +1,109 @@
+"""Overlap of student and teacher by hand: two responses, of which the second is golden."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from stable_opd_mcore.data.packing import pack
+from stable_opd_mcore.metrics import Mean, Metrics
+from stable_opd_mcore.records import MicroBatch, Sample, Scores
+from stable_opd_mcore.train.samples.overlap import OverlapModel, OverlapPair, overlap_metrics
+from tests.shares import weights_of
+
+STUDENT_STOPS, TEACHER_STOPS = (11, 12), (13,)
+SAMPLES = [
+    Sample("rollout", "s:0", (1, 2), (5, 6, 7), (True, False, True), (-1.0, -1.0, -1.0)),
+    Sample("golden", "s:0", (1, 2), (8, 11), (True, True)),
+    Sample("rollout", "s:1", (1, 2), (9, 10), (True, False), (-1.0, -1.0)),
+]
+
+
+class Listing:
+    """A scorer that returns one top-2 list on every row; target t has probability t / 100."""
+
+    head = None
+
+    def __init__(self, ids: Sequence[int], probabilities: Sequence[float]) -> None:
+        self.ids, self.probabilities = torch.tensor([ids]), torch.tensor([probabilities])
+        self.prompts: list[str] = []
+        self.batches: list[MicroBatch] = []
+
+    def about(self, prompt_ids):
+        self.prompts = list(prompt_ids)
+        return self
+
+    def score(self, microbatches):
+        self.batches = list(microbatches)
+        return [self._score(batch.targets_N) for batch in microbatches]
+
+    def _score(self, targets_N):
+        shape = len(targets_N), -1
+        return Scores(
+            logprob_N=(targets_N / 100).log(),
+            topk_ids_NK=self.ids.expand(shape),
+            topk_logprobs_NK=self.probabilities.log().expand(shape),
+        )
+
+
+def batches_of(max_tokens: int) -> list[MicroBatch]:
+    """Rows of masked and golden tokens have no weight."""
+    weights = weights_of(SAMPLES, pg=[sample.source == "rollout" for sample in SAMPLES])
+    return pack(SAMPLES, weights, max_tokens=max_tokens)
+
+
+def pair_of(student: Listing, teacher: Listing) -> OverlapPair:
+    return OverlapPair(OverlapModel(student, STUDENT_STOPS), OverlapModel(teacher, TEACHER_STOPS))
+
+
+@pytest.mark.parametrize("max_tokens", [64, 5])
+def test_metrics_are_means_over_trained_rows_of_all_micro_batches(max_tokens):
+    student, teacher = Listing([4, 7], [0.5, 0.3]), Listing([7, 9], [0.6, 0.2])
+    found = overlap_metrics(pair_of(student, teacher), batches_of(max_tokens), SAMPLES)
+    # Three rows are trained; one of them is a last one: token 7. Token 10 is masked.
+    assert found["overlap/ratio"] == Mean(1.5, 3)
+    for key, value in (("student_mass", 0.3), ("teacher_mass", 0.6), ("advantage", 0.0)):
+        mean = found[f"overlap/{key}"]
+        assert mean.count == 3
+        assert mean.total == pytest.approx(3 * value)
+    for key, stop in (("stop/student_mass", 11), ("stop/teacher_mass", 13)):
+        assert found[key].count == 1
+        assert found[key].total == pytest.approx(stop / 100)
+    assert student.prompts == teacher.prompts == ["s:0", "s:0", "s:1"]
+
+
+def test_the_target_of_a_trained_last_position_is_the_models_first_stop_id():
+    student, teacher = Listing([4, 7], [0.5, 0.3]), Listing([7, 9], [0.6, 0.2])
+    overlap_metrics(pair_of(student, teacher), batches_of(64), SAMPLES)
+    for model, stop in ((student, 11), (teacher, 13)):
+        (batch,) = model.batches
+        assert sorted(batch.targets_N.tolist()) == sorted([5, 6, stop, 8, 11, 9, 10])
+
+
+def test_the_advantage_is_over_the_shared_tokens():
+    found = overlap_metrics(
+        pair_of(Listing([4, 7], [0.6, 0.3]), Listing([7, 4], [0.4, 0.4])), batches_of(64), SAMPLES
+    )
+    expected = 2 / 3 * math.log(0.5 / (2 / 3)) + 1 / 3 * math.log(0.5 / (1 / 3))
+    assert found["overlap/advantage"].total == pytest.approx(3 * expected, rel=1e-5)
+
+
+def test_a_stage_without_scores_has_no_metrics():
+    class NoScores(Listing):
+        def score(self, microbatches):
+            return []
+
+    no_scores = NoScores([4, 7], [0.5, 0.3])
+    assert overlap_metrics(pair_of(no_scores, no_scores), batches_of(64), SAMPLES) == Metrics()
+
+
+def test_batches_without_trained_rows_count_nothing():
+    (batch,) = batches_of(64)
+    batch = replace(batch, pg_weight_N=torch.zeros_like(batch.pg_weight_N))
+    model = Listing([4, 7], [0.5, 0.3])
+    found = overlap_metrics(pair_of(model, model), [batch], SAMPLES)
+    assert {mean.count for mean in found.values()} == {0}

@@ -1,0 +1,91 @@
+"""What ranks know of all samples, and which samples they receive."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.data.packing import costs
+from stable_opd_mcore.parallel.world import World, start_world, stop_world
+from stable_opd_mcore.records import Sample
+from stable_opd_mcore.train.samples.sharing import Minibatch, gather_facts, share_out
+from tests.parallel.launch import run_ranks
+from tests.shares import weights_of
+
+ROWS = [4, 0, 7, 4, 2]  # one prompt twice
+
+
+def samples_of(places: list[int], with_rollouts: bool = True) -> list[Sample]:
+    """Two rollouts of each prompt, then the golden solutions."""
+    draw = {place: np.random.default_rng(place) for place in places}
+
+    def sample(source, place, reward=None):
+        length = int(draw[place].integers(1, 40))
+        ids = draw[place].integers(0, 99, length)
+        experts = np.full((length + 1, 1, 2), place, np.int16)
+        made = Sample(source, f"s:{ROWS[place]}", (place,), ids, ids % 3 > 0, reward=reward)
+        return made if source == "golden" else replace(made, routed_experts=experts)
+
+    rollouts = [sample("rollout", place, float(k)) for place in places for k in range(2)]
+    return rollouts * with_rollouts + [sample("golden", place) for place in places]
+
+
+def minibatches(world: World, with_rollouts: bool = True) -> list[Minibatch]:
+    own = samples_of([*range(5)][world.data_rank :: world.data_size], with_rollouts)
+    facts = gather_facts(world, own, ROWS)
+    return share_out(
+        world,
+        own,
+        facts,
+        2,
+        lambda part: weights_of(part, pg=part.trained_tokens_B, sft=part.reward_B),
+        lambda tokens_B: costs(tokens_B, 20.0),
+    )
+
+
+def test_facts_are_in_the_order_of_the_prompts():
+    world = start_world(ParallelConfig(), seed=0)
+    facts = gather_facts(world, samples_of([*range(5)]), ROWS)
+    assert facts.prompt_B.tolist() == [row for row in ROWS for _ in range(2)] + ROWS
+    assert facts.golden_B.tolist() == [False] * 10 + [True] * 5
+    assert facts.reward_B[:4].tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert np.isnan(facts.reward_B[10:]).all()
+    first, second = minibatches(world)
+    assert sorted(first.places.tolist()) == [0, 1, 4, 5, 6, 7, 10, 12, 13]  # of rows 4 and 7
+    assert len(second.samples) == 6
+    assert [len(each.samples) for each in minibatches(world, with_rollouts=False)] == [3, 2]
+    stop_world()
+
+
+def share_on_ranks(rank: int, world_size: int, directory: Path, context: int) -> None:
+    world = start_world(ParallelConfig(context=context), seed=0)
+    found = [minibatches(world), minibatches(world, with_rollouts=False)]
+    torch.save([[vars(each) for each in both] for both in found], directory / f"{rank}.pt")
+    stop_world()
+
+
+@pytest.mark.parametrize(("ranks", "context"), [(3, 1), (4, 2)])
+def test_every_sample_reaches_the_ranks_that_train_on_it(tmp_path, ranks, context):
+    """Of the same samples and weights as on one rank; ranks of one context group hold the same."""
+    run_ranks(ranks, share_on_ranks, tmp_path, context)
+    world = start_world(ParallelConfig(), seed=0)
+    expected = [minibatches(world), minibatches(world, with_rollouts=False)]
+    stop_world()
+    shares = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+    for kind in range(2):
+        for number, whole in enumerate(expected[kind]):
+            parts = [Minibatch(**share[kind][number]) for share in shares]
+            for rank, part in enumerate(parts):
+                same = parts[rank - rank % context]
+                assert part.samples == same.samples
+                for place, sample, pg in zip(
+                    part.places, part.samples, part.weights.pg_B, strict=True
+                ):
+                    at = whole.places.tolist().index(place)
+                    assert sample == whole.samples[at]
+                    assert pg == whole.weights.pg_B[at]
+            places = np.concatenate([part.places for part in parts[::context]])
+            assert sorted(places.tolist()) == sorted(whole.places.tolist())

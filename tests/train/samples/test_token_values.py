@@ -1,0 +1,117 @@
+"""Token values of known minibatches: each token gets its own, in order, of the kept rollouts."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.data.token_files import read_tokens, token_path
+from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.records import Prompt, Rollout, Sample
+from stable_opd_mcore.train.samples.sharing import Minibatch
+from stable_opd_mcore.train.samples.token_values import (
+    RolloutValues,
+    TokenRecorder,
+    write_token_values,
+)
+from tests.shares import facts_of, weights_of
+
+
+@pytest.fixture(scope="module")
+def world():
+    yield start_world(config().parallel, 0)
+    stop_world()
+
+
+def config(count: int = 2, save: str = "all") -> Config:
+    return Config.model_validate(
+        {
+            "run": {"name": "a-run"},
+            "student": {"path": "somewhere"},
+            "data": {"train": {"path": "synthetic:arithmetic"}},
+            "monitoring": {"token_values": count},
+            "rollout": {"save": save},
+        }
+    )
+
+
+def sample(length: int, source: Any = "rollout") -> Sample:
+    return Sample(source, "p", (1,), tuple(range(length)), (True,) * length)
+
+
+def rollout(length: int) -> Rollout:
+    return Rollout(Prompt("p", "", (1,)), 0, range(length), (0.0,) * length, "stop", 0)
+
+
+def minibatch(*places: int) -> Minibatch:
+    return Minibatch([], weights_of([]), np.array(places))
+
+
+def results_of(rows: list[tuple[int, int, float]]) -> tuple[list[Any], list[Any]]:
+    """One micro-batch with (sample, token, advantage) rows; only teacher values besides."""
+    samples, tokens, advantages = zip(*rows, strict=True)
+    advantage_N = torch.tensor(advantages)
+    output = SimpleNamespace(
+        advantage_N=advantage_N,
+        teacher_logprob_N=-advantage_N,
+        kl_reference_N=torch.zeros(len(rows)),
+        kl_teacher_N=advantage_N + 1,
+    )
+    batch = SimpleNamespace(
+        sample_index_N=torch.tensor(samples), token_index_N=torch.tensor(tokens)
+    )
+    return [output], [batch]
+
+
+def test_each_token_of_the_first_rollouts_has_its_value(world):
+    first, second, third, golden = sample(3), sample(2), sample(2), sample(2, "golden")
+    values = TokenRecorder(config(), facts_of([first, second, third, golden]))
+    # The minibatches hold the samples in another order, and their tokens too.
+    values.of(minibatch(2, 1))(*results_of([(1, 1, 0.5), (0, 0, 9.0), (1, 0, 0.25)]))
+    values.of(minibatch(3, 0))(*results_of([(1, 2, 3.0), (0, 0, 9.0), (1, 0, 1.0)]))
+    rollouts = [rollout(3), rollout(2), rollout(2)]
+    found = values.gather(world, rollouts)
+    assert [each.rollout for each in found] == rollouts[:2]
+    assert [each.values for each in found] == [
+        {
+            "advantage": [1.0, None, 3.0],
+            "teacher_logprob": [-1.0, None, -3.0],
+            "kl_teacher": [2.0, None, 4.0],
+        },
+        {"advantage": [0.25, 0.5], "teacher_logprob": [-0.25, -0.5], "kl_teacher": [1.25, 1.5]},
+    ]
+
+
+@pytest.mark.parametrize("settings", [config(0), config(save="none")])
+def test_nothing_is_kept_where_nothing_is_asked_for(world, settings):
+    values = TokenRecorder(settings, facts_of([sample(1)]))
+    values.of(minibatch(0))(*results_of([(0, 0, 1.0)]))
+    assert values.gather(world, [rollout(1)]) == []
+
+
+def test_supervised_steps_have_no_rollouts(world):
+    values = TokenRecorder(config(), facts_of([sample(1, "golden")]))
+    values.of(minibatch(0))(*results_of([(0, 0, 1.0)]))
+    assert values.gather(world, []) == []
+
+
+def test_a_file_has_the_tokens_text_and_the_golden_solution(tmp_path):
+    tokenizer = Tokenizer.load("synthetic")
+    golden = tuple(tokenizer.encode("1+1=2;[2]")) + tokenizer.stop_token_ids[:1]
+    prompt = Prompt("train:3", "1+1", (1,), "2", golden_token_ids=golden)
+    ids = tuple(tokenizer.encode("1+1=3;"))
+    rollouts = [Rollout(prompt, n, ids, (0.0,) * len(ids), "length", 1) for n in range(3)]
+    values = [{"advantage": [0.5] * len(ids)}, {"advantage": [None] * len(ids)}]
+    given = [RolloutValues(*pair) for pair in zip(rollouts, values, strict=False)]
+    write_token_values(tmp_path, 4, given, tokenizer)
+    first, second = read_tokens(token_path(tmp_path, 4))
+    assert "".join(first.pieces) == "1+1=3;"
+    assert (first.prompt_id, second.sample_index) == ("train:3", 1)
+    assert first.values == values[0]
+    assert first.golden == "1+1=2;[2]"
+    write_token_values(tmp_path, 5, [], tokenizer)
+    assert not token_path(tmp_path, 5).exists()
