@@ -28,7 +28,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -100,30 +100,47 @@ def mutants_of(path: Path) -> list[Mutant]:
     ]
 
 
-def install(mutant: Mutant) -> None:
-    """Replace the code, or the defaults, of the living function by the mutant's."""
+def installer(mutant: Mutant) -> Callable[[], None]:
+    """What replaces the code, or the defaults, of the living function by the mutant's.
+
+    Found and compiled before any fork, where an error ends the run. In the fork it would count as a
+    failed test.
+    """
     found: Any = importlib.import_module(mutant.module)
     for name in mutant.function:
         found = vars(found)[name]
     found = found.fget if isinstance(found, property) else found
+    found = found.func if isinstance(found, cached_property) else found
     found = found.__func__ if isinstance(found, (classmethod, staticmethod)) else found
     while hasattr(found, "__wrapped__"):
         found = found.__wrapped__
-    assert isinstance(found, FunctionType)
+    assert isinstance(found, FunctionType), f"{mutant.name}: no way to mutate a {type(found)}"
     source = mutant.render()
+    code = compile(source, str(mutant.path), "exec", dont_inherit=True)
+    changes: dict[str, Any] = {}
     if mutant.in_parameters:
         node: Any = ast.parse(source)
         for name in mutant.function:
             node = next(n for n in reversed(node.body) if getattr(n, "name", None) == name)
         given = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
-        found.__defaults__ = tuple(map(ast.literal_eval, node.args.defaults))
-        found.__kwdefaults__ = {a.arg: ast.literal_eval(d) for a, d in given if d is not None}
-        return
-    code = compile(source, str(mutant.path), "exec", dont_inherit=True)
-    for name in mutant.function:
-        inner = [c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name]
-        code = inner[-1]
-    found.__code__ = code
+        value = partial(_evaluated, names=found.__globals__)
+        changes["__defaults__"] = tuple(map(value, node.args.defaults))
+        changes["__kwdefaults__"] = {a.arg: value(d) for a, d in given if d is not None}
+    else:
+        for name in mutant.function:
+            inner = [c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name]
+            code = inner[-1]
+        changes["__code__"] = code
+
+    def install() -> None:
+        for name, change in changes.items():
+            setattr(found, name, change)
+
+    return install
+
+
+def _evaluated(node: ast.expr, names: dict[str, Any]) -> Any:
+    return eval(compile(ast.Expression(node), "<default>", "eval"), names)
 
 
 # ---- runs
@@ -255,9 +272,10 @@ class Runner:
     def _survives(self, mutant, by_name, tests, seconds, fame) -> bool:
         killer = self.state / "killer"
         killer.unlink(missing_ok=True)
+        install = installer(mutant)
 
         def work() -> bool:
-            install(mutant)
+            install()
             for test in tests:
                 if not self._run([by_name[test]]):
                     killer.write_text(test)
