@@ -48,6 +48,7 @@ THIRD_PARTIES = {
     "triton": {"losses/triton_ops"},
     "transformers": {"models", "data/chat"},
     "math_verify": {"evaluation/grading_worker"},
+    "pebble": {"evaluation/grading"},
     "sglang": {"serving/sglang_cpu_stand_in"},
     "httpcore": {"serving"},
     "tensorboard": {"monitoring"},
