@@ -96,6 +96,7 @@ def fused(point: Point, terms: Terms, pg_weight: float, kl_weight: float = 0.0) 
             targets_N=index,
             sample_index_N=index,
             token_index_N=index,
+            golden_N=zero.bool(),
             pg_weight_N=torch.full_like(zero, pg_weight),
             kl_weight_N=torch.full_like(zero, kl_weight),
             sft_weight_N=zero,

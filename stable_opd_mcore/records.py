@@ -197,7 +197,8 @@ class MicroBatch:
     targets_N: Tensor  # [N] int64, the response token
     sample_index_N: Tensor  # [N] int64, the token's sample in this rank's list, given to `pack`
     token_index_N: Tensor  # [N] int64, the token's place in its response
-    pg_weight_N: Tensor  # [N] fp32, 0 on golden and masked tokens
+    golden_N: Tensor  # [N] bool, of a golden solution, not of a rollout
+    pg_weight_N: Tensor  # [N] fp32, 0 on masked tokens, and on golden ones but for gkd's off-policy
     kl_weight_N: Tensor  # [N] fp32
     sft_weight_N: Tensor  # [N] fp32, 0 on rollouts
     rollout_logprob_N: Tensor  # [N] fp32, nats, as the engine sampled; 0 on golden tokens

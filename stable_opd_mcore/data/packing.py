@@ -229,6 +229,7 @@ def _build(
         _range(length) >= length - sample.loop_length
         for length, sample in zip(responses_S.tolist(), chosen, strict=True)
     ]
+    golden_S = np.array([sample.source == "golden" for sample in chosen], dtype=np.bool_)
     truncated_S = np.array([sample.truncated for sample in chosen], dtype=np.bool_)
 
     def tensor(array: NDArray[Any]) -> torch.Tensor:
@@ -252,6 +253,7 @@ def _build(
         targets_N=tensor(targets_N),
         sample_index_N=tensor(each(members_S)),
         token_index_N=tensor(token_index_N),
+        golden_N=tensor(each(golden_S)),
         pg_weight_N=weight(weights_S.pg_B, trained_N),
         kl_weight_N=weight(weights_S.kl_B),
         sft_weight_N=weight(weights_S.sft_B, trained_N),

@@ -55,9 +55,8 @@ def token_metrics(
 def _token_metrics(output: LossOutput, microbatch: MicroBatch, max_new_tokens: int) -> Metrics:
     import torch
 
-    pg_N = microbatch.pg_weight_N != 0
-    golden_N = microbatch.sft_weight_N != 0
-    trained_N = pg_N | golden_N | (microbatch.kl_weight_N != 0)
+    golden_N, trained_N = microbatch.golden_N, _trained(microbatch)
+    pg_N = (microbatch.pg_weight_N != 0) & ~golden_N
     means = _mean_terms(output, microbatch)
     parts = _parts(microbatch, max_new_tokens)
     for key in SPLIT_KEYS:
@@ -113,9 +112,8 @@ def _mean_terms(
 ) -> dict[str, tuple[Tensor | None, Tensor]]:
     """key -> (values_N, or None if not computed; mask_N of the tokens in the mean)."""
     teacher, reference = microbatch.teacher, microbatch.reference
-    pg_N = microbatch.pg_weight_N != 0
-    golden_N = microbatch.sft_weight_N != 0
-    trained_N = pg_N | golden_N | (microbatch.kl_weight_N != 0)
+    golden_N, trained_N = microbatch.golden_N, _trained(microbatch)
+    pg_N = (microbatch.pg_weight_N != 0) & ~golden_N
     repetitive_N = microbatch.repetitive_N
     student_N, token_N = output.student_logprob_N.detach(), output.token_logprob_N.detach()
     reference_N = None if reference is None else output.reference_logprob_N.detach()
@@ -150,6 +148,12 @@ def _mean_terms(
         ),
         "ratio/clip_share": (output.ratio_clipped_N, pg_N),
     }
+
+
+def _trained(microbatch: MicroBatch) -> Tensor:
+    """Rows [N] with a weight in any component of the loss."""
+    weights = (microbatch.pg_weight_N, microbatch.kl_weight_N, microbatch.sft_weight_N)
+    return (weights[0] != 0) | (weights[1] != 0) | (weights[2] != 0)
 
 
 def _parts(microbatch: MicroBatch, max_new_tokens: int) -> dict[str, Tensor]:

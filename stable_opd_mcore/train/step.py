@@ -216,7 +216,10 @@ def correct_mismatch(
     corrected, metrics = [], Metrics()
     for batches in minibatches:
         batches, batch_metrics = correct_importance(
-            batches, settings.importance_correction, settings.importance_threshold
+            batches,
+            settings.importance_correction,
+            settings.importance_threshold,
+            sampled_kl=run.config.kl.estimator != "exact",
         )
         corrected.append(batches)
         metrics = metrics | batch_metrics

@@ -69,6 +69,7 @@ def test_every_response_token_is_predicted_by_the_token_before_it(data_size, mul
                 assert int(batch.positions_T[place]) == here
                 assert int(batch.targets_N[row]) == whole[here + 1]
                 assert bool(batch.truncated_N[row]) == sample.truncated
+                assert bool(batch.golden_N[row]) == (sample.source == "golden")
                 for name in ("pg", "kl", "sft"):
                     packed = float(getattr(batch, f"{name}_weight_N")[row])
                     weight = getattr(weights, f"{name}_B")[index]
@@ -177,7 +178,8 @@ def test_types_and_device_are_the_models_also_without_samples(count):
     assert {value.device.type for value in tensors.values()} == {"meta"}
     kinds = {name: value.dtype for name, value in tensors.items()}
     assert kinds.pop("cu_seqlens") == torch.int32
-    assert kinds.pop("repetitive_N") == kinds.pop("truncated_N") == torch.bool
+    flags = {"golden_N", "repetitive_N", "truncated_N"}
+    assert {kinds.pop(name) for name in flags} == {torch.bool}
     floats = {"pg_weight_N", "kl_weight_N", "sft_weight_N", "rollout_logprob_N"}
     floats |= {"given_advantage_N"}
     assert {name for name, kind in kinds.items() if kind == torch.float32} == floats

@@ -104,6 +104,7 @@ def make_case(
         targets_N=targets,
         sample_index_N=torch.arange(rows) // 4,
         token_index_N=torch.arange(rows) % 4,
+        golden_N=golden,
         pg_weight_N=weight[0].masked_fill(golden | masked, 0),
         kl_weight_N=weight[1].masked_fill(golden, 0) * config.kl.beta,
         sft_weight_N=weight[2].masked_fill(~golden, 0),

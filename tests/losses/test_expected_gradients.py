@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.losses.definitions import kl_divergence, merge_ids
 from stable_opd_mcore.losses.objectives import Objective, build_objective
 from stable_opd_mcore.losses.output_head import Head
+from stable_opd_mcore.losses.token_weights import correct_importance
 from stable_opd_mcore.records import MicroBatch, Scores
 from tests.losses.cases import make_config, teacher_scores
 
@@ -73,6 +75,7 @@ class Policies:
             targets_N=target,
             sample_index_N=sample,
             token_index_N=token,
+            golden_N=zero.bool(),
             pg_weight_N=weight,
             kl_weight_N=zero,
             sft_weight_N=zero,
@@ -309,28 +312,35 @@ def test_any_stop_ids_have_the_gradient_of_the_merged_kl(control_variate):
         torch.testing.assert_close(found, merged_kl_gradient(policies, union), msg=str(stops))
 
 
-@pytest.mark.parametrize("off_policy", [False, True])
+@pytest.mark.parametrize("sampled_from", ["student", "old policy", "old policy, corrected"])
 @pytest.mark.parametrize("estimator", ["k3", "k3+"])
-def test_sampled_kls_have_the_gradient_of_their_divergence(estimator, off_policy):
-    """k3 has the gradient of KL(ref || pi), k3+ that of KL(pi || ref), on and off policy."""
+def test_sampled_kls_have_the_gradient_of_their_divergence(estimator, sampled_from):
+    """k3 has the gradient of KL(ref || pi), k3+ that of KL(pi || ref), on and off policy.
+
+    With a correction pi_old is the student before the update, here the present one.
+    """
     policies, reference = Policies.of(1), table(1, seed=7)
     objective = build_objective(make_config(kl__beta=1.0, kl__estimator=estimator), (0,), (0,))
     log_p, log_r, log_old = (
         x.log_softmax(1)[0] for x in (policies.student, reference, policies.teacher)
     )
-    log_sampled = log_old if off_policy else log_p
+    log_sampled = log_p if sampled_from == "student" else log_old
     batch = replace(
         policies.microbatch(objective),
         pg_weight_N=torch.zeros(VOCAB, dtype=torch.float64),
         kl_weight_N=log_sampled.exp(),
-        old_token_logprob_N=log_old if off_policy else None,
+        old_token_logprob_N=log_old if sampled_from == "old policy" else None,
         reference=Scores(log_r),
     )
+    if sampled_from == "old policy, corrected":
+        batch = replace(batch, rollout_logprob_N=log_old, old_token_logprob_N=log_p)
+        (batch,), _ = correct_importance([batch], "truncated", 1e9, sampled_kl=True)
     logits = policies.student.T.clone().requires_grad_()
     hidden = torch.ones(VOCAB, 1, dtype=torch.float64)
     out = objective(hidden, Head(logits, 0, VOCAB), batch)
     (found,) = torch.autograd.grad(out.loss, logits)
-    torch.testing.assert_close(out.kl, kl_divergence(log_p, log_r))
+    close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-6)  # the correction is fp32
+    close(out.kl, kl_divergence(log_p, log_r))
     p, r = log_p.exp(), log_r.exp()
     expected = p - r if estimator == "k3" else p * (log_p - log_r - kl_divergence(log_p, log_r))
-    torch.testing.assert_close(found[:, 0], expected)
+    close(found[:, 0], expected)

@@ -62,7 +62,7 @@ def test_only_trained_rollout_tokens_are_corrected_and_counted():
     trained = packed.pg_weight_N != 0
     old = torch.where(trained, packed.rollout_logprob_N + math.log(3.0), -1e4)
     (corrected,), metrics = correct_importance(
-        [replace(packed, old_token_logprob_N=old)], "truncated", 2.0
+        [replace(packed, old_token_logprob_N=old)], "truncated", 2.0, sampled_kl=False
     )
     assert torch.equal(corrected.pg_weight_N, packed.pg_weight_N * 2.0)
     assert torch.equal(corrected.sft_weight_N, packed.sft_weight_N)
@@ -70,9 +70,22 @@ def test_only_trained_rollout_tokens_are_corrected_and_counted():
     assert values == {"importance/weight_mean": 2.0, "importance/cut_share": 1.0}
 
 
+def test_off_policy_golden_tokens_keep_their_weights():
+    """gkd's policy term may be on golden tokens, which no engine sampled."""
+    packed = replace(batch(), pg_weight_N=torch.tensor([0.5, 0.5, 0, 2, 2]))
+    packed = replace(packed, kl_weight_N=torch.tensor([1.0, 1, 1, 0, 0]))
+    old = packed.rollout_logprob_N + torch.tensor([3.0, 0.25, 0.5, 1e4, 0.25]).log()
+    packed = replace(packed, old_token_logprob_N=old)
+    for sampled_kl, kl_weights in ((False, [1, 1, 1, 0, 0]), (True, [2, 0.25, 0.5, 0, 0])):
+        (found,), metrics = correct_importance([packed], "truncated", 2.0, sampled_kl=sampled_kl)
+        torch.testing.assert_close(found.pg_weight_N, torch.tensor([1, 0.125, 0, 2, 2]))
+        torch.testing.assert_close(found.kl_weight_N, torch.tensor(kl_weights).float())
+        assert metrics.values_by_key()["importance/cut_share"] == 0.5
+
+
 def test_equal_probabilities_leave_the_token_weights_bit_identical():
     packed = replace(batch(), old_token_logprob_N=batch().rollout_logprob_N)
-    (corrected,), _ = correct_importance([packed], "masked", 1.5)
+    (corrected,), _ = correct_importance([packed], "masked", 1.5, sampled_kl=True)
     assert torch.equal(corrected.pg_weight_N, packed.pg_weight_N)
 
 
@@ -100,7 +113,7 @@ def test_equal_engine_and_trainer_logprobs_are_not_corrected():
     scored_batch = replace(
         case.batch, old_logprob_N=scored.logprob_N, old_token_logprob_N=scored.token_logprob_N
     )
-    (corrected,), metrics = correct_importance([scored_batch], "masked", 1.00001)
+    (corrected,), metrics = correct_importance([scored_batch], "masked", 1.00001, sampled_kl=True)
     torch.testing.assert_close(corrected.pg_weight_N, scored_batch.pg_weight_N, rtol=1e-5, atol=0)
     assert metrics.values_by_key()["importance/cut_share"] == 0
     assert_same_loss(replace(case, batch=corrected), case)

@@ -72,7 +72,7 @@ def computed(config: Config) -> list[torch.Tensor]:
     moved = case.batch.rollout_logprob_N + torch.linspace(-0.1, 0.1, 13).double()
     kind, threshold = config.rollout.importance_correction, config.rollout.importance_threshold
     (corrected,), _ = correct_importance(
-        [replace(case.batch, old_token_logprob_N=moved)], kind, threshold
+        [replace(case.batch, old_token_logprob_N=moved)], kind, threshold, sampled_kl=False
     )
     return [*rows, corrected.pg_weight_N, fused.pg, fused.kl, fused.sft, fused.d_weight]
 

@@ -36,6 +36,7 @@ MICROBATCH = MicroBatch(
     targets_N=torch.arange(6),
     sample_index_N=torch.zeros(6, dtype=torch.int64),
     token_index_N=torch.arange(6),
+    golden_N=torch.tensor([False] * 4 + [True] * 2),
     pg_weight_N=torch.tensor([0.1, 0.2, 0.3, 0.0, 0.0, 0.0]),
     kl_weight_N=torch.tensor([0.5, 0.5, 0.0, 0.0, 0.0, 0.0]),
     sft_weight_N=torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0, 1.0]),
@@ -146,6 +147,17 @@ def test_non_finite_values_of_masked_tokens_are_ignored():
     }
     values = token_metrics([replace(OUTPUT, **spoiled)], [MICROBATCH], BUDGET)
     assert values.values_by_key() == EXPECTED
+
+
+@pytest.mark.parametrize(("pg", "sft"), [(0.0, 0.0), (0.7, 0.0), (0.7, 1.0)])
+def test_golden_tokens_are_told_by_their_source_not_by_their_weights(pg, sft):
+    """lambda 0, and off-policy prompts of gkd, whose policy term is on golden tokens."""
+    golden_N = MICROBATCH.golden_N
+    pg_N = MICROBATCH.pg_weight_N.masked_fill(golden_N, pg)
+    sft_N = MICROBATCH.sft_weight_N.masked_fill(golden_N, sft)
+    batch = replace(MICROBATCH, pg_weight_N=pg_N, sft_weight_N=sft_N)
+    counted = {"tokens/trained": 3.0, "tokens/golden_share": 0.0} if pg == 0 else {}
+    assert token_metrics([OUTPUT], [batch], BUDGET).values_by_key() == EXPECTED | counted
 
 
 def test_teacher_metrics_from_the_loss_when_scores_are_hidden_states():

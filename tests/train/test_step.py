@@ -270,7 +270,8 @@ def test_mismatch_is_corrected_as_configured(run):
     settings = SimpleNamespace(
         importance_correction="none", importance_threshold=2.0, async_steps=0
     )
-    one = replace(run, config=SimpleNamespace(rollout=settings))
+    kl = SimpleNamespace(estimator="exact")
+    one = replace(run, config=SimpleNamespace(rollout=settings, kl=kl))
     same, metrics = step.correct_mismatch(one, batches)
     assert same is batches
     assert not metrics
@@ -280,10 +281,12 @@ def test_mismatch_is_corrected_as_configured(run):
     for batch in [b for part in stale for b in part]:
         assert torch.equal(batch.old_token_logprob_N, batch.rollout_logprob_N)
     settings.importance_correction = "truncated"
-    corrected, metrics = step.correct_mismatch(one, batches)
-    for part, originals in zip(corrected, batches, strict=True):
-        for batch, original in zip(part, originals, strict=True):
-            torch.testing.assert_close(batch.pg_weight_N, 2 * original.pg_weight_N)
+    for kl.estimator, factor in (("exact", 1), ("k3", 2), ("k3+", 2)):
+        corrected, metrics = step.correct_mismatch(one, batches)
+        for part, originals in zip(corrected, batches, strict=True):
+            for batch, original in zip(part, originals, strict=True):
+                torch.testing.assert_close(batch.pg_weight_N, 2 * original.pg_weight_N)
+                torch.testing.assert_close(batch.kl_weight_N, factor * original.kl_weight_N)
     trained = sum(int((b.pg_weight_N != 0).sum()) for part in batches for b in part)
     assert metrics["importance/weight_mean"] == Mean(2.0 * trained, trained)
 
