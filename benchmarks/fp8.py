@@ -6,8 +6,7 @@ The emulation (docs/fp8.md) in the teacher alone, in the reference alone, and in
 Pairs of random weights have the architectures of real families at a tiny size; --demo adds the
 trained pair of `make demo`. Responses to arithmetic problems are sampled once, by the student
 without FP8. The student is its reference with noise of 5 % of the weights, or in the demo the
-model that the arm `stable_opd` wrote. `delayed` is the student's recipe alone, after three passes;
-teacher and reference are blockwise beside it.
+model that the arm `stable_opd` wrote.
 
 On stdout a Markdown table of means over the sampled tokens, in nats:
   log p       |log p - log p without FP8| of teacher, of reference, or of the student in "all three"
@@ -54,11 +53,6 @@ SETTINGS: dict[tuple[str, str], Setting] = {
     ("reference", "blockwise"): {"reference": "blockwise"},
     ("all three", "tensorwise"): dict.fromkeys(("student", "teacher", "reference"), "tensorwise"),
     ("all three", "blockwise"): dict.fromkeys(("student", "teacher", "reference"), "blockwise"),
-    ("all three", "delayed"): {
-        "student": "delayed",
-        "teacher": "blockwise",
-        "reference": "blockwise",
-    },
 }
 
 
@@ -190,13 +184,9 @@ def measure(trio: Trio, world: World) -> list[list[str]]:
     expected = score(plain, tokens_BT, sampled_BT)
     rows = []
     for (where, recipe), setting in SETTINGS.items():
-        if recipe == "delayed" and configured_architecture(trio.models["student"]).experts:
-            continue  # refused
         models = dict(plain)
         for role, chosen in setting.items():
             models[role] = load(trio, role, Fp8(role, chosen), tokenizer.vocab_size, world)
-            if chosen == "delayed":
-                set_scales(models[role], tokens_BT)
         found = score(models, tokens_BT, sampled_BT)
         rows.append([trio.name, where, recipe, *figures(found, expected, next(iter(setting)))])
     return rows
@@ -256,12 +246,6 @@ def score(
         hidden_NH = hidden_states(chunk, tokens_BT)[:, :-1][sampled_BT[:, 1:]]
         logprobs[role] = (hidden_NH @ head.weight_VH.t()).double().log_softmax(dim=1)
     return Scores(logprobs, tokens_BT[:, 1:][sampled_BT[:, 1:]])
-
-
-def set_scales(chunk: HiddenStatesGPTModel, tokens_BT: Tensor) -> None:
-    """Three passes of training without an update."""
-    for _ in range(3):
-        hidden_states(chunk, tokens_BT).square().mean().backward()
 
 
 def figures(found: Scores, expected: Scores, role: Fp8Role) -> Sequence[str]:

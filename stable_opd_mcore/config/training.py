@@ -104,7 +104,7 @@ class TrainConfig(Section):
     docs/method.md §11. It costs one more forward pass of the student an optimizer step; 0: none."""
 
 
-Fp8Recipe = Literal["delayed", "tensorwise", "blockwise"]
+Fp8Recipe = Literal["tensorwise", "blockwise"]
 Fp8Role = Literal["student", "teacher", "reference"]
 
 
@@ -131,15 +131,13 @@ class Fp8Config(Section):
     student: Fp8Recipe | None = None
     """Scales of weights, inputs and gradients. `tensorwise`: one per tensor, from its values.
     `blockwise`: one per 128 x 128 values of a weight and per 128 values of an input or gradient.
-    `delayed`: one per tensor, from its values in earlier micro-batches. `null`: no FP8."""
+    `null`: no FP8."""
     teacher: Fp8Recipe | None = None
-    """The same for a teacher in the trainer: `tensorwise` or `blockwise`. Its weights are held in
-    FP8."""
+    """The same for a teacher in the trainer. Its weights are held in FP8."""
     reference: Fp8Recipe | None = None
     """The same for the reference."""
     keep_first_layers: int = Field(default=0, ge=0)
-    """Layers at the start of each of these models that stay in `train.precision`; not with
-    `delayed`."""
+    """Layers at the start of each of these models that stay in `train.precision`."""
     keep_last_layers: int = Field(default=0, ge=0)
     """The same at the end."""
 
@@ -154,23 +152,6 @@ class Fp8Config(Section):
     def is_on(self) -> bool:
         """Whether any model has FP8."""
         return bool(self.student or self.teacher or self.reference)
-
-    @model_validator(mode="after")
-    def _delayed_learns(self) -> Self:
-        for role in ("teacher", "reference"):
-            if getattr(self, role) == "delayed":
-                raise ValueError(
-                    f"fp8.{role}=delayed: this recipe takes its scales from earlier training "
-                    f"passes, and the {role} has none: its scales would stay 1; set "
-                    f"fp8.{role}=tensorwise or blockwise"
-                )
-        if self.student == "delayed" and (self.keep_first_layers or self.keep_last_layers):
-            raise ValueError(
-                f"fp8.student=delayed with fp8.keep_first_layers={self.keep_first_layers} and "
-                f"fp8.keep_last_layers={self.keep_last_layers}: Megatron runs all layers in one "
-                "context of this recipe; set fp8.student=tensorwise or blockwise, or both to 0"
-            )
-        return self
 
 
 Offloadable = Literal["student", "optimizer", "gradients", "frozen"]

@@ -7,7 +7,7 @@ With Transformer Engine the products run in FP8, and a frozen model holds these 
 Elsewhere the torch layers round their operands to FP8 and back (fp8_emulation.py). Embedding,
 norms, attention scores, router, output head and loss keep the model's dtype with either. The rules
 on sizes are those of Transformer Engine's GEMMs with either, so that a laptop refuses what a
-cluster would. Not here: the scales of the delayed recipe (fp8_scales.py).
+cluster would.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from stable_opd_mcore.models.families import Architecture
 # product that gives the weight's gradient: transformer_engine/pytorch/utils.py
 # assert_dim_for_fp8_exec asks for 16 and 8; megatron/core/fp8_utils.py get_fp8_align_size for 16.
 MULTIPLE = 16
-AMAX_HISTORY = 1024  # micro-batches of the delayed recipe: Transformer Engine's default
 
 
 def refuse_fp8(
@@ -55,11 +54,6 @@ def _size_refusal(architecture: Architecture, fp8: Fp8, tensor: int, pipeline: i
                 f"FP8 product needs multiples of {MULTIPLE}: choose a smaller parallel.tensor, "
                 f"or fp8.{fp8.role}=null"
             )
-    if architecture.experts is not None and fp8.recipe == "delayed":
-        return (
-            f"{fp8.setting}: the experts of a rank share no history with those of another "
-            f"layout, so a run could not resume there; set fp8.{fp8.role}=tensorwise or blockwise"
-        )
     most = architecture.num_layers // pipeline
     kept = max(fp8.keep_first_layers, fp8.keep_last_layers)
     if kept > most:
@@ -110,8 +104,6 @@ def megatron_settings(fp8: Fp8, *, trainable: bool) -> dict[str, Any]:
         "fp8": "e4m3" if fp8.recipe == "blockwise" else "hybrid",
         "fp8_recipe": fp8.recipe,
         "fp8_param": not trainable,
-        "fp8_amax_history_len": AMAX_HISTORY,
-        "fp8_amax_compute_algo": "max",
         "first_last_layers_bf16": bool(kept),
         "num_layers_at_start_in_bf16": fp8.keep_first_layers,
         "num_layers_at_end_in_bf16": fp8.keep_last_layers,

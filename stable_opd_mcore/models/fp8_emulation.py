@@ -5,12 +5,11 @@ multiplied in fp32, as an FP8 GEMM accumulates. What FP8 does to a model can so 
 CPU. It is slower than the layers that it replaces. Recipes, as Transformer Engine defines them:
 
     tensorwise  one scale per tensor, from its own largest magnitude; gradients in e5m2
-    delayed     one scale per tensor, from earlier micro-batches; gradients in e5m2
     blockwise   e4m3 with powers of two as scales: weights in blocks of 128 x 128, inputs and
                 gradients in runs of 128 along the dimension that is summed over
 
 Shapes: T tokens, H inputs, O outputs of this rank's part of a matrix. Not here: which layers are in
-FP8 (fp8.py), the memory of the delayed recipe (fp8_scales.py).
+FP8 (fp8.py).
 """
 
 from __future__ import annotations
@@ -27,10 +26,21 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
-from stable_opd_mcore.models.fp8_scales import DelayedScales, scale_of
+from stable_opd_mcore.config.training import Fp8Recipe
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK = 128
+
+
+def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the largest magnitude is multiplied with to become the format's largest number.
+
+    1 where `amax` is 0 or not finite. Transformer Engine's compute_scale_from_amax
+    (common/recipe/recipe_common.cuh).
+    """
+    scale = torch.finfo(dtype).max / amax
+    scale = scale.clamp(max=torch.finfo(torch.float32).max)  # of an amax near 0
+    return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
 
 
 def block_scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
@@ -113,23 +123,7 @@ class Blockwise:
         return round_blocks(gradient_TO, 1, BLOCK), round_blocks(gradient_TO, BLOCK, 1)
 
 
-@dataclass(frozen=True)
-class Delayed:
-    """Delayed scaling; `scales` is shared by the layers of a chunk, of which this is one."""
-
-    scales: DelayedScales
-    layer: int
-
-    def operands(self, input_TH: Tensor, weight_OH: Tensor) -> Operands:
-        amaxes = torch.stack((amax_of(input_TH), amax_of(weight_OH)))
-        of_input, of_weight = self.scales.forward(self.layer, amaxes)
-        rounded_TH = round_trip(input_TH, of_input, E4M3)
-        return Operands(rounded_TH, rounded_TH, round_trip(weight_OH, of_weight, E4M3))
-
-    def gradients(self, gradient_TO: Tensor) -> tuple[Tensor, Tensor]:
-        scale = self.scales.backward(self.layer, amax_of(gradient_TO))
-        rounded_TO = round_trip(gradient_TO, scale, E5M2)
-        return rounded_TO, rounded_TO
+ROUNDINGS: dict[Fp8Recipe, Rounding] = {"tensorwise": Tensorwise(), "blockwise": Blockwise()}
 
 
 class _Product(torch.autograd.Function):
@@ -201,18 +195,8 @@ class EmulatedRowLinear(EmulatedLinear, RowParallelLinear):
     """Megatron's layer with columns of the matrix on each tensor rank."""
 
 
-def set_rounding(chunk: torch.nn.Module, recipe: str, scales: DelayedScales | None) -> None:
-    """Give the emulated layers of a chunk their recipe; `delayed` needs `scales`."""
-    for index, linear in enumerate(emulated_layers(chunk).values()):
-        if recipe == "delayed":
-            assert scales is not None
-            linear.rounding = Delayed(scales, index)
-        else:
-            linear.rounding = Tensorwise() if recipe == "tensorwise" else Blockwise()
-
-
-def emulated_layers(chunk: torch.nn.Module) -> dict[str, EmulatedLinear]:
-    """By module name, in the order of the forward pass."""
-    return {
-        name: module for name, module in chunk.named_modules() if isinstance(module, EmulatedLinear)
-    }
+def set_rounding(chunk: torch.nn.Module, recipe: Fp8Recipe) -> None:
+    """Give a chunk's emulated layers their recipe; with Transformer Engine there are none."""
+    for module in chunk.modules():
+        if isinstance(module, EmulatedLinear):
+            module.rounding = ROUNDINGS[recipe]

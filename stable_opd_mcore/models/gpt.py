@@ -29,8 +29,7 @@ from stable_opd_mcore.models.fp8 import (
     refuse_fp8,
     refuse_fp8_on_device,
 )
-from stable_opd_mcore.models.fp8_emulation import emulated_layers, set_rounding
-from stable_opd_mcore.models.fp8_scales import DelayedScales
+from stable_opd_mcore.models.fp8_emulation import set_rounding
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
 from stable_opd_mcore.models.rotary import RotaryByPosition
 from stable_opd_mcore.models.spec import layer_spec, transformer_engine_is_usable
@@ -261,7 +260,7 @@ def _build_chunk(
         chunk.rotary_pos_emb = RotaryByPosition(frequencies, config.params_dtype)
     if fp8 is not None:
         chunk.token_multiple = MULTIPLE
-        _set_rounding(chunk, fp8, world)
+        set_rounding(chunk, fp8.recipe)
     return chunk.to(world.device)
 
 
@@ -300,11 +299,3 @@ def _combine_and_forget(
     dispatcher.probs = dispatcher.routing_map = None
     dispatcher.reversed_local_input_permutation_mapping = None
     return combined
-
-
-def _set_rounding(chunk: HiddenStatesGPTModel, fp8: Fp8, world: World) -> None:
-    """Give emulated layers, which are absent with Transformer Engine, their recipe."""
-    num_layers = len(emulated_layers(chunk))
-    if fp8.recipe == "delayed" and num_layers:
-        chunk.fp8_scales = DelayedScales(num_layers, world.groups.tp_dp_cp, world.device)
-    set_rounding(chunk, fp8.recipe, chunk.fp8_scales)

@@ -22,7 +22,6 @@ from torch import Tensor
 from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.models.attention import PackedSequences
 from stable_opd_mcore.models.families import Architecture
-from stable_opd_mcore.models.fp8_scales import DelayedScales
 from stable_opd_mcore.models.rotary import RotaryByPosition
 from stable_opd_mcore.records import MicroBatch
 
@@ -38,7 +37,6 @@ class HiddenStatesGPTModel(GPTModel):
     architecture: Architecture
     rotary_pos_emb: Any  # RotaryByPosition, or Megatron's with Transformer Engine
     token_multiple: int = 1  # of each rank's tokens; 16 with layers in FP8
-    fp8_scales: DelayedScales | None = None  # of emulated layers with the delayed recipe
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, **options: Any
@@ -46,12 +44,7 @@ class HiddenStatesGPTModel(GPTModel):
         """[b, s] ids and positions in; other arguments are GPTModel's."""
         if isinstance(self.rotary_pos_emb, RotaryByPosition):
             self.rotary_pos_emb.positions = position_ids
-        if self.fp8_scales is not None:
-            self.fp8_scales.begin()
-        output: Tensor = super().forward(input_ids, position_ids, attention_mask, **options)  # pyright: ignore
-        if self.fp8_scales is not None and output.requires_grad:
-            output = self.fp8_scales.end(output)
-        return output
+        return super().forward(input_ids, position_ids, attention_mask, **options)  # pyright: ignore
 
     def _postprocess(self, hidden_states: Tensor, **unused: Any) -> Tensor:  # pyright: ignore
         if self.post_process and self.config.sequence_parallel:

@@ -45,8 +45,7 @@ def weights_of(chunks: Sequence[Module]) -> dict[str, Any]:
     """The sharded weights of this rank's chunks, as Megatron saves and loads them.
 
     Without `_extra_state`: Transformer Engine's layers have it where the torch layers have none, so
-    a checkpoint with it would load into the same kind of layers only. It holds scales of FP8, which
-    fp8_scales.py saves for the recipe that needs them.
+    a checkpoint with it would load into the same kind of layers only. The FP8 recipes need none.
     """
     return {
         f"model{index}": {

@@ -30,11 +30,6 @@ LONGEST = COLLECTIVE_TIMEOUT_MINUTES / 4
             "train.moe_aux_loss_coeff: Input should be a finite number",
         ),
         ({"cold_start": {"steps": 3}}, "cold_start.lr is required"),
-        ({"fp8": {"teacher": "delayed"}}, "fp8.teacher=delayed: this recipe takes its scales from"),
-        (
-            {"fp8": {"student": "delayed", "keep_last_layers": 1}},
-            "fp8.student=delayed with fp8.keep_first_layers=0 and fp8.keep_last_layers=1",
-        ),
         (
             {
                 "teacher": {"engine": "sglang", "urls": ["http://a"]},

@@ -41,7 +41,6 @@ EXPERTS = tiny.architecture("qwen3_moe", head_dim=16, moe_intermediate_size=32)
             1,
             "fp8.teacher=tensorwise: hidden_size is 40 .* multiples of 16",
         ),
-        (EXPERTS, Fp8("student", "delayed"), 1, 1, "fp8.student=delayed: the experts"),
         (FITS, Fp8("student", "tensorwise", 3, 0), 1, 2, "at most the 2 layers"),
     ],
 )
@@ -75,18 +74,17 @@ def test_gpus_without_the_recipe_are_refused(recipe, capability, cuda, message, 
         refuse_fp8_on_device(Fp8("student", recipe))
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
-def test_megatron_takes_the_settings(recipe):
+@pytest.mark.parametrize(("recipe", "kept"), [("tensorwise", 0), ("blockwise", 1)])
+def test_megatron_takes_the_settings(recipe, kept):
     """Its own checks pass, and every name exists."""
-    kept = 0 if recipe == "delayed" else 1
     config = TransformerConfig(
         num_layers=4,
         hidden_size=32,
         num_attention_heads=4,
-        **megatron_settings(Fp8("student", recipe, kept, 0), trainable=recipe == "delayed"),
+        **megatron_settings(Fp8("student", recipe, kept, 0), trainable=not kept),
     )
     assert config.fp8 == ("e4m3" if recipe == "blockwise" else "hybrid")
-    assert config.fp8_param == (recipe != "delayed")
+    assert config.fp8_param == bool(kept)
     assert config.first_last_layers_bf16 == bool(kept)
     layers = [is_in_fp8(Fp8("student", recipe, kept, 0), i, 4) for i in range(4)]
     assert layers == [not kept, True, True, True]

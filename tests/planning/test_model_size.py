@@ -13,7 +13,7 @@ from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.models.families import read_architecture
-from stable_opd_mcore.models.fp8_emulation import emulated_layers
+from stable_opd_mcore.models.fp8_emulation import EmulatedLinear
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, forward_hidden
 from stable_opd_mcore.models.load_balancing import LoadBalancing
@@ -165,7 +165,8 @@ def test_matrices_in_fp8_are_those_that_the_built_model_rounds(family, expert):
     for rank, stage in ((0, 0), (7, 1)):
         with fake_world(parallel, gpus=8, rank=rank) as world, fake_tensors():
             chunks = build_model(size.architecture, world, precision="bf16", fp8=fp8, seed=None)
-            linears = [module for chunk in chunks for module in emulated_layers(chunk).values()]
+            modules = [module for chunk in chunks for module in chunk.modules()]
+            linears = [m for m in modules if isinstance(m, EmulatedLinear)]
             assert sum(linear.weight.numel() for linear in linears) == size.fp8_parameters(
                 stage, fp8
             )

@@ -1,13 +1,13 @@
 """FP8: emulated products against Transformer Engine's, and a frozen model against bf16.
 
-Output and gradients of a linear layer are compared for each recipe, after three passes, so that the
-delayed recipe has set its scales. The model has four layers with the widths of Qwen2.5-7B. On a
-CPU the emulation alone is compared, with fp32, at a tiny size.
+Output and gradients of a linear layer are compared for each recipe. The model has four layers with
+the widths of Qwen2.5-7B. On a CPU the emulation alone is compared, with fp32, at a tiny size.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -23,15 +23,7 @@ from benchmarks.gpu.timing import seconds_of
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.config.training import Fp8, Fp8Recipe
 from stable_opd_mcore.models.families import read_architecture
-from stable_opd_mcore.models.fp8 import AMAX_HISTORY
-from stable_opd_mcore.models.fp8_emulation import (
-    Blockwise,
-    Delayed,
-    Rounding,
-    Tensorwise,
-    fp8_linear,
-)
-from stable_opd_mcore.models.fp8_scales import DelayedScales
+from stable_opd_mcore.models.fp8_emulation import ROUNDINGS, fp8_linear
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden
 from stable_opd_mcore.models.spec import transformer_engine_is_usable
@@ -44,7 +36,6 @@ TINY_SIZES = (32, 64, 48)
 SEVEN_B = qwen2(3584, 4, 28, 4, 18944, 53)  # widths of Qwen2.5-7B, four layers
 TINY = qwen2(64, 2, 4, 2, 128, 53)
 NAMES = ("output", "input's gradient", "weight's gradient")
-PASSES = 3
 ROUNDING_LIMIT = 0.1  # against fp32: an operand is rounded by up to 1/16, in e5m2 by 1/8
 # The same numbers are multiplied: the order of sums differs, and bf16 at the end.
 EMULATION_LIMIT = 0.01
@@ -58,14 +49,12 @@ def run(record: Record, options: Options) -> None:
     if not usable:
         record.skip("Transformer Engine's FP8", "needs the package and CUDA")
     for recipe in get_args(Fp8Recipe):
-        compare_products(record, recipe, world, options, usable)
+        compare_products(record, recipe, options, usable)
     compare_models(record, world, options)
     stop_world()
 
 
-def compare_products(
-    record: Record, recipe: Fp8Recipe, world: World, options: Options, usable: bool
-) -> None:
+def compare_products(record: Record, recipe: Fp8Recipe, options: Options, usable: bool) -> None:
     """A linear layer's output and gradients: the emulation's, Transformer Engine's, fp32's."""
     tokens, inputs, outputs = SIZES if options.on_gpu else TINY_SIZES
     generator = torch.Generator().manual_seed(0)
@@ -76,7 +65,7 @@ def compare_products(
 
     x, w, g = draw(tokens, inputs, 2), draw(outputs, inputs, 0.02), draw(tokens, outputs, 1e-4)
     exact = (x.float() @ w.float().t(), g.float() @ w.float(), g.float().t() @ x.float())
-    emulated = emulated_products(recipe, x, w, g, world)
+    emulated = products(x, w, g, lambda x, w: fp8_linear(x, w, ROUNDINGS[recipe]))
     for name, found, expected in zip(NAMES, emulated, exact, strict=True):
         error = relative_error(found, expected)
         record.check(f"{recipe}, emulated: {name}", error, ROUNDING_LIMIT, note="against fp32")
@@ -88,25 +77,13 @@ def compare_products(
         record.check(f"{recipe}: {name}", error, EMULATION_LIMIT, note="against the emulation")
 
 
-def emulated_products(
-    recipe: Fp8Recipe, x: Tensor, w: Tensor, g: Tensor, world: World
+def products(
+    x: Tensor, w: Tensor, g: Tensor, linear: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Tensor, ...]:
-    """Of the last of PASSES passes over the same values."""
-    scales = DelayedScales(1, world.groups.tp_dp_cp, x.device)
-    roundings: dict[Fp8Recipe, Rounding] = {
-        "delayed": Delayed(scales, 0),
-        "tensorwise": Tensorwise(),
-        "blockwise": Blockwise(),
-    }
+    """The output of `linear`, and the gradients of input and weight by output gradient g."""
     x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
-    y = x
-    for _ in range(PASSES):
-        x.grad = w.grad = None
-        scales.begin()
-        y = scales.end(fp8_linear(x, w, roundings[recipe]))
-        y.backward(g)
-    gradients: Any = x.grad, w.grad
-    return y.detach(), *gradients
+    y = linear(x, w)
+    return y.detach(), *torch.autograd.grad(y, (x, w), g)
 
 
 def transformer_engine_products(
@@ -115,23 +92,14 @@ def transformer_engine_products(
     """The same by Transformer Engine's linear layer."""
     engine: Any = importlib.import_module("transformer_engine.pytorch")
     recipes: Any = importlib.import_module("transformer_engine.common.recipe")
-    chosen = {
-        "delayed": lambda: recipes.DelayedScaling(amax_history_len=AMAX_HISTORY),
-        "tensorwise": recipes.Float8CurrentScaling,
-        "blockwise": recipes.Float8BlockScaling,
-    }[recipe]()
+    chosen = {"tensorwise": recipes.Float8CurrentScaling, "blockwise": recipes.Float8BlockScaling}
     linear = engine.Linear(w.shape[1], w.shape[0], bias=False, params_dtype=w.dtype)
     with torch.no_grad():
         linear.weight.copy_(w)
     x = x.detach().requires_grad_()
-    y: Tensor = x
-    for _ in range(PASSES):
-        x.grad = linear.weight.grad = None
-        with engine.fp8_autocast(enabled=True, fp8_recipe=chosen):
-            y = linear(x)
-        y.backward(g)
-    gradients: Any = x.grad, linear.weight.grad
-    return y.detach(), *gradients
+    with engine.fp8_autocast(enabled=True, fp8_recipe=chosen[recipe]()):
+        y: Tensor = linear(x)
+    return y.detach(), *torch.autograd.grad(y, (x, linear.weight), g)
 
 
 def compare_models(record: Record, world: World, options: Options) -> None:

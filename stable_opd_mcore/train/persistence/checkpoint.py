@@ -28,7 +28,6 @@ from safetensors.torch import load_file, save_file
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.directory_save import DirectorySave, begin_save
-from stable_opd_mcore.models.fp8_scales import scales_of, set_scales, sharded_scales
 from stable_opd_mcore.models.manifest import MANIFEST, find_damage, has_manifest
 from stable_opd_mcore.models.megatron_checkpoint import (
     refuse_foreign_pickle,
@@ -46,7 +45,6 @@ from stable_opd_mcore.train.student import Student
 FORMATS = (1, 2)  # 1: file sizes in state.json; 2: checksums in the manifest
 STATE_FILE = "state.json"
 _REFERENCE = "reference"
-_FP8 = "fp8_scales"
 _STATE = TypeAdapter(TrainState)
 logger = logging.getLogger(__name__)
 
@@ -153,18 +151,17 @@ def _begin_save(
         (path / STATE_FILE).write_text(json.dumps(record, indent=1))
         save_tokenizer(path)
 
-    rank, scaled = dist.get_rank(), _has_scales(student)
+    rank = dist.get_rank()
     record = {
         "format": FORMATS[-1],
         "state": asdict(state),
         "architecture": _shape_of(student),
         "distributed_optimizer": student.distributed,
         "reference": reference is not None,
-        _FP8: scaled,
         "versions": {name: version(name) for name in ("torch", "megatron-core")},
     }
     return begin_save(
-        _state_dict(student, reference, scaled, loading=False),
+        _state_dict(student, reference, loading=False),
         student.chunks,
         path,
         describe=describe,
@@ -207,7 +204,7 @@ def load_checkpoint(
     """Restore weights, optimizer and RNG of this rank in place.
 
     A moving reference keeps its weights if the checkpoint has none: its run had
-    `reference.update: never`. So do the scales of the delayed FP8 recipe.
+    `reference.update: never`.
 
     Raises:
         UserError: another architecture or optimizer layout, or a file that is not ours.
@@ -231,11 +228,8 @@ def load_checkpoint(
         )
     refuse_foreign_pickle(path)
     moving = reference if record.get("reference") else None
-    scaled = _has_scales(student) and bool(record.get(_FP8))
-    wanted_state = _state_dict(student, moving, scaled, loading=True)
+    wanted_state = _state_dict(student, moving, loading=True)
     loaded: Any = dist_checkpointing.load(wanted_state, str(path))
-    if scaled:
-        set_scales(student.chunks, loaded.pop(_FP8))
     if moving is not None:
         set_weights(moving.kept, loaded.pop(_REFERENCE))
         refuse_non_finite(moving.kept, f"{path}: the reference")
@@ -255,7 +249,7 @@ def _state_of(record: dict[str, Any]) -> TrainState:
 
 
 def _state_dict(
-    student: Student, reference: MovingReference | None, scaled: bool, loading: bool
+    student: Student, reference: MovingReference | None, loading: bool
 ) -> dict[str, Any]:
     tree = weights_of(student.chunks)
     tree["optimizer"] = sharded_state(student.optimizer, tree, loading=loading)
@@ -263,13 +257,7 @@ def _state_dict(
         kept = weights_of(reference.kept)
         add_prefix_for_sharding(kept, f"{_REFERENCE}.")
         tree[_REFERENCE] = kept
-    if scaled:
-        tree[_FP8] = sharded_scales(student.chunks)
     return tree
-
-
-def _has_scales(student: Student) -> bool:
-    return any(scales_of(chunk) for chunk in student.chunks)
 
 
 def _shape_of(student: Student) -> dict[str, Any]:
