@@ -71,12 +71,13 @@ mutants: $(INSTALLED)
 	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m tests.mutants $(OPTIONS) mutants $(MODULES) $(TESTS)
 
 sglang: .venv-sglang/.installed
-.venv-sglang/.installed: requirements/sglang-cpu.txt requirements/sglang-cpu-nodeps.txt
+.venv-sglang/.installed: requirements/sglang-cpu.txt requirements/sglang-cpu-nodeps.txt $(shell find tools/sglang_cpu/sglang_cpu -name '*.py')
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' || \
 		{ echo "SGLang has wheels for Python 3.11 and 3.12 alone. Try: make sglang PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv .venv-sglang
 	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --requirement requirements/sglang-cpu.txt
 	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --requirement requirements/sglang-cpu-nodeps.txt
+	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps ./tools/sglang_cpu
 	@touch $@
 
 # An old release, and the pins that it alone has, in front of the packages of .venv-sglang; with the newer one's stand-in

@@ -49,7 +49,7 @@ THIRD_PARTIES = {
     "transformers": {"models", "data/chat"},
     "math_verify": {"evaluation/grading_worker"},
     "pebble": {"evaluation/grading"},
-    "sglang": {"serving/sglang_cpu_stand_in"},
+    "sglang": {"serving/launch_server"},
     "httpcore": {"serving"},
     "tensorboard": {"monitoring"},
     "wandb": {"monitoring/trackers"},

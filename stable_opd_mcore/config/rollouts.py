@@ -58,7 +58,8 @@ class SglangConfig(Section):
     arguments: tuple[str, ...] = ()
     """More arguments of SGLang's command line."""
     startup_timeout_seconds: float = Field(default=600.0, gt=0)
-    """Longest time a server may take to start or, once lost, to come back."""
+    """Longest time a server may take to start or, once lost, to come back. While a server of this
+    run compiles kernels, the time does not count."""
     request_timeout_seconds: float = Field(default=1800.0, gt=0)
     """Longest time for all responses to one prompt."""
     health_interval_seconds: float = Field(default=10.0, gt=0)

@@ -6,8 +6,9 @@
     server.stop()
 
 The server leads a process group of its own, so ending the group ends its workers and nothing else.
-The server also ends when its owner dies, even by SIGKILL: sglang_cpu_stand_in/serve.py watches the
-owner. Not here: requests (client.py), restarts (rollout/sglang/fleet.py).
+The server also ends when its owner dies, even by SIGKILL: launch_server.py watches the owner. Not
+here: the command and its environment (command.py), requests (client.py), restarts
+(rollout/sglang/fleet.py).
 """
 
 from __future__ import annotations
@@ -22,21 +23,15 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.host.network import gloo_settings
 from stable_opd_mcore.serving.client import RefusedRequest, ServerFailure, SglangClient
+from stable_opd_mcore.serving.command import ServerOptions, launch_command, server_environment
+from stable_opd_mcore.serving.compiling import CompilerWatch
 
-PROGRAM = Path(__file__).parent / "sglang_cpu_stand_in"
-_KEY_VARIABLE = "STABLE_OPD_SGLANG_API_KEY"  # passes the key to the child; argv is public
 OLDEST_RELEASE = (0, 5, 13)  # the oldest in requirements/
-# SGLang's own defaults for its NCCL. All ranks of a group must agree, so a trainer that sends
-# weights through NCCL takes them too. It then goes without NVLink SHARP (NVLS), which needs cuMem.
-NCCL_SETTINGS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 _POLL_SECONDS = 0.3
 
 
@@ -76,46 +71,12 @@ def check_release(release: str, where: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class ServerOptions:
-    """How one server is started."""
-
-    python: str  # interpreter of the servers' venv
-    model: str  # directory with config.json, and with weights unless dummy_weights
-    device: str = "cpu"  # cpu | cuda
-    dtype: str = "float32"
-    host: str = "127.0.0.1"
-    port: int = 0  # 0: any free port
-    tensor: int = 1  # tensor-parallel ranks
-    api_key: str | None = None  # None: a random one
-    dummy_weights: bool = True  # random weights; the first publish sends the real ones
-    memory_saver: bool = False  # colocated on a GPU: weights and cache can be released
-    gpus: tuple[int, ...] = ()  # local ids, one per tensor rank; unused on a CPU
-    memory_share: float | None = None  # of the free GPU memory; None: SGLang's choice
-    max_running_requests: int | None = None
-    startup_timeout_seconds: float = 600.0
-    request_timeout_seconds: float = 600.0
-    arguments: tuple[str, ...] = ()  # further SGLang arguments
-
-
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach `host`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def device_names(gpus: Sequence[int]) -> list[str]:
-    """CUDA's names of a machine's GPUs, so that a server sees its own GPUs alone.
-
-    A launcher may name the job's GPUs in CUDA_VISIBLE_DEVICES; a local id counts those. A launcher
-    may also show each rank one GPU; a local id then counts the machine's GPUs.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if max(gpus) < len(visible) and all(visible):
-        return [visible[gpu] for gpu in gpus]
-    return [str(gpu) for gpu in gpus]
 
 
 def free_port(host: str) -> int:
@@ -174,86 +135,33 @@ class SglangServer:
             )
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
-            self._process = self._launch(log)
+            self._process = subprocess.Popen(
+                launch_command(self.options, self.port, os.getpid()),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=server_environment(self.options, self.api_key, os.environ),
+                start_new_session=True,
+            )
         atexit.register(self.stop)
-
-    def _launch(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
-        environment = os.environ | self._environment()
-        for name in (
-            "RANK",
-            "WORLD_SIZE",
-            "LOCAL_RANK",
-            "LOCAL_WORLD_SIZE",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-            "TORCHELASTIC_USE_AGENT_STORE",  # with it, torch waits for torchrun's store for ever
-        ):
-            environment.pop(name, None)  # the trainer's rendezvous
-        command = [self.options.python, str(PROGRAM / "serve.py"), "--owner-pid", str(os.getpid())]
-        return subprocess.Popen(
-            command + self.command_arguments(),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
-
-    def command_arguments(self) -> list[str]:
-        """SGLang's arguments. Requests hold token ids, so the server loads no tokenizer."""
-        options = self.options
-        arguments = [
-            *("--model-path", options.model),
-            *("--host", options.host),
-            *("--port", str(self.port)),
-            *("--dtype", options.dtype),
-            *("--tp-size", str(options.tensor)),
-            *("--device", options.device),
-            "--skip-tokenizer-init",
-            "--skip-server-warmup",
-        ]
-        if options.dummy_weights:
-            arguments += ["--load-format", "dummy"]
-        if options.max_running_requests is not None:
-            arguments += ["--max-running-requests", str(options.max_running_requests)]
-        if options.device == "cpu":
-            # without --sleep-on-idle an idle scheduler keeps a core busy
-            arguments += ["--attention-backend", "torch_native", "--sleep-on-idle"]
-        elif options.memory_share is not None:
-            arguments += ["--mem-fraction-static", str(options.memory_share)]
-        if options.memory_saver and options.device != "cpu":
-            arguments.append("--enable-memory-saver")
-        return arguments + list(options.arguments)
-
-    def _environment(self) -> dict[str, str]:
-        environment = gloo_settings(self.options.host) | {_KEY_VARIABLE: self.api_key}
-        if self.options.device == "cpu":
-            environment["PYTHONPATH"] = str(PROGRAM)  # its sgl_kernel and model families
-            environment["OMP_NUM_THREADS"] = "1"
-            # malloc keeps the memory that weights are received into: fresh pages cost ten times
-            environment["MALLOC_MMAP_MAX_"] = "0"
-            environment["MALLOC_TRIM_THRESHOLD_"] = "-1"
-            if self.options.tensor > 1:  # SGLang binds each rank to cores
-                cores = sorted(os.sched_getaffinity(0))
-                ranks = (str(cores[rank % len(cores)]) for rank in range(self.options.tensor))
-                environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(ranks)
-        else:
-            environment |= {k: v for k, v in NCCL_SETTINGS.items() if k not in os.environ}
-            if self.options.gpus:
-                environment["CUDA_VISIBLE_DEVICES"] = ",".join(device_names(self.options.gpus))
-        return environment
 
     def wait_until_healthy(self, give_up: Callable[[], bool] = lambda: False) -> float:
         """Block until the server answers; returns the seconds it took.
+
+        Time in which kernels are compiled does not count towards `startup_timeout_seconds`.
 
         Raises:
             ServerStartError: it ended, `startup_timeout_seconds` passed, or `give_up()` is true.
                 The server is then stopped.
         """
-        began = time.monotonic()
+        began = counted = time.monotonic()
+        waited = 0.0
+        compilers = CompilerWatch()
         with contextlib.closing(self.client()) as client:
             while not client.is_healthy(timeout_seconds=5.0):
-                waited = time.monotonic() - began
+                before, counted = counted, time.monotonic()
+                if not compilers.has_compiled():
+                    waited += counted - before
                 late = waited > self.options.startup_timeout_seconds
                 if not self.is_running or late or give_up():
                     ended = "ended" if not self.is_running else f"did not answer in {waited:.0f} s"

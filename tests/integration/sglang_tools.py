@@ -194,7 +194,7 @@ def servers_of(owner: int) -> list[int]:
             arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except OSError:
             continue  # it has ended meanwhile
-        if any(part.endswith(b"serve.py") for part in arguments):
+        if any(part.endswith(b"launch_server.py") for part in arguments):
             groups.append(pid)
     return sorted(groups)
 

@@ -115,7 +115,7 @@ class Run:
     def server_process(self, job: str) -> int:
         """Process id of an SGLang server of the job, not of the `stable-opd serve` above it."""
         for pid, command, environment in running():
-            serves = any(part.endswith("sglang_cpu_stand_in/serve.py") for part in command)
+            serves = any(part.endswith("launch_server.py") for part in command)
             if serves and environment.get("SLURM_JOB_ID") == job:
                 return pid
         raise AssertionError(f"job {job} has no server\n{self.text()}")

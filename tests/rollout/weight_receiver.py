@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import http.server
+import io
 import json
 import multiprocessing
 import pickle
@@ -153,8 +154,8 @@ class _State:
         return self._load((name, part.view(d).view(shape)) for (name, d, shape), part in parts)
 
     def update_weights_from_tensor(self, body: dict[str, Any]) -> dict[str, Any]:
-        (handles,) = body["serialized_named_tensors"]
-        return self._load(pickle.loads(base64.b64decode(handles)))
+        (handle,) = body["serialized_named_tensors"]
+        return self._load(read_handle(handle))
 
     def update_weights_from_disk(self, body: dict[str, Any]) -> dict[str, Any]:
         for file in sorted(Path(body["model_path"]).glob("*.safetensors")):
@@ -191,3 +192,24 @@ class _State:
         if self._device != "cpu":
             torch.cuda.synchronize()  # the sender overwrites the bucket after the reply
         return {"success": True}
+
+
+def read_handle(handle: str) -> list[tuple[str, Tensor]]:
+    """The tensors of a bucket, from memory that this process shares with the sender."""
+    return _HandleReader(io.BytesIO(base64.b64decode(handle))).load()
+
+
+class _HandleReader(pickle.Unpickler):
+    """Finds a GPU by the UUID that stands where torch has its index, as SGLang does."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        if name != "rebuild_cuda_tensor":
+            return found
+
+        def rebuild(*arguments: Any) -> Tensor:
+            gpus = range(torch.cuda.device_count())
+            indices = {str(torch.cuda.get_device_properties(gpu).uuid): gpu for gpu in gpus}
+            return found(*(indices.get(a, a) if isinstance(a, str) else a for a in arguments))
+
+        return rebuild

@@ -1,17 +1,26 @@
-"""How a server process is started, without SGLang."""
+"""How a server process is started and waited for, without SGLang."""
 
-import os
-import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from stable_opd_mcore.serving import process as process_module
 from stable_opd_mcore.serving.process import (
     ServerOptions,
     ServerStartError,
     SglangServer,
-    device_names,
     is_loopback,
 )
+
+
+def server_of(directory: Path, script: str, **changes) -> SglangServer:
+    """A server whose program is a shell script."""
+    program = directory / "python"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o700)
+    options = replace(ServerOptions(str(program), "model"), **changes)
+    return SglangServer(options, directory / "log")
 
 
 def test_a_server_without_an_interpreter_is_refused(tmp_path):
@@ -24,69 +33,36 @@ def test_a_server_without_an_interpreter_is_refused(tmp_path):
     ("host", "loopback"),
     [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("node7", False)],
 )
-def test_every_server_has_a_random_key(tmp_path, host, loopback):
+def test_which_hosts_only_this_machine_reaches(host, loopback):
     assert is_loopback(host) == loopback
-    server = SglangServer(ServerOptions("python", "model", host=host, port=1), tmp_path / "log")
-    assert len(server.api_key) >= 32
-    assert server.api_key not in server.command_arguments()
-    again = SglangServer(ServerOptions("python", "model", host=host, port=1), tmp_path / "log")
-    assert again.api_key != server.api_key
 
 
-def test_a_server_does_not_inherit_torchruns_rendezvous(tmp_path, monkeypatch):
-    names = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"}
-    for name in names:
-        monkeypatch.setenv(name, "1")
-    program = tmp_path / "python"
-    program.write_text("#!/bin/sh\nenv\n")
-    program.chmod(0o700)
-    server = SglangServer(ServerOptions(str(program), "model"), tmp_path / "log")
+def test_every_server_has_a_random_key(tmp_path):
+    keys = {server_of(tmp_path, "", port=1).api_key for _ in range(2)}
+    assert [len(key) >= 32 for key in keys] == [True, True]
+
+
+def test_a_server_that_ends_is_named_with_the_end_of_its_log(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    server = server_of(tmp_path, "echo rank=$RANK $@")
     server.start()
-    with pytest.raises(ServerStartError, match="ended"):
+    expected = r"ended; the end of .*log:\nrank= -P .*--device cpu"
+    with pytest.raises(ServerStartError, match=expected):
         server.wait_until_healthy()
-    inherited = {line.partition("=")[0] for line in (tmp_path / "log").read_text().splitlines()}
-    assert "PATH" in inherited
-    assert not inherited & names
 
 
-def test_a_gpu_servers_nccl_has_the_settings_of_the_trainers(tmp_path, monkeypatch):
-    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")  # the user's own, for both sides
-    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
-    on_gpu = SglangServer(ServerOptions("python", "model", device="cuda"), tmp_path / "log")
-    environment = os.environ | on_gpu._environment()
-    assert (environment["NCCL_CUMEM_ENABLE"], environment["NCCL_NVLS_ENABLE"]) == ("0", "1")
-    on_cpu = SglangServer(ServerOptions("python", "model"), tmp_path / "log")
-    assert "NCCL_CUMEM_ENABLE" not in on_cpu._environment()
+def test_time_in_which_kernels_are_compiled_does_not_count(tmp_path, monkeypatch):
+    """A server with a limit of 0.1 s is waited for until its compilers stand still."""
+    work = iter([True] * 5)
 
+    class Watch:
+        def has_compiled(self) -> bool:
+            return next(work, False)
 
-@pytest.mark.parametrize(
-    ("visible", "names"),
-    [
-        (None, ["2", "3"]),
-        ("4,5,6,7", ["6", "7"]),  # a job's share of the machine
-        ("GPU-a,GPU-b,GPU-c,GPU-d", ["GPU-c", "GPU-d"]),
-        ("0", ["2", "3"]),  # one GPU for each rank
-        ("", ["2", "3"]),
-    ],
-)
-def test_local_ids_become_the_names_of_the_jobs_gpus(monkeypatch, visible, names):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert device_names((2, 3)) == names
-
-
-def test_a_server_sees_its_own_gpus_alone(tmp_path):
-    program = tmp_path / "python"
-    program.write_text("#!/bin/sh\necho gpus=$CUDA_VISIBLE_DEVICES $@\n")
-    program.chmod(0o700)
-    options = ServerOptions(str(program), "model", device="cuda", gpus=(6, 7), memory_share=0.5)
-    server = SglangServer(options, tmp_path / "log")
+    monkeypatch.setattr(process_module, "CompilerWatch", Watch)
+    server = server_of(tmp_path, "exec sleep 600", startup_timeout_seconds=0.1)
     server.start()
-    while server.is_running:
-        time.sleep(0.01)
-    server.stop()
-    printed = server.log.read_text()
-    assert printed.startswith("gpus=6,7 ")
-    assert "--mem-fraction-static 0.5" in printed
-    assert "--base-gpu-id" not in printed
+    with pytest.raises(ServerStartError, match="did not answer in 0 s"):
+        server.wait_until_healthy()
+    assert next(work, None) is None
+    assert not server.is_running

@@ -28,6 +28,7 @@ from stable_opd_mcore.serving.client import (
     SglangClient,
     pause_seconds,
 )
+from stable_opd_mcore.serving.compiling import CompilerWatch
 from stable_opd_mcore.serving.process import (
     ServerStartError,
     SglangServer,
@@ -335,14 +336,21 @@ class Fleet:
         return min(ready, key=lambda member: member.in_flight, default=None)
 
     def _watch(self, done: threading.Event) -> None:
-        """Probe members while requests are in flight, and fail those that do not answer."""
+        """Probe members while requests are in flight, and fail those that do not answer.
+
+        A probe is not missed while servers of this machine compile kernels.
+        """
         interval = self._settings.health_interval_seconds
+        compilers = CompilerWatch()
         while not done.wait(interval):
+            compiled = compilers.has_compiled()
             for member in self.members:
                 if member.state != "ready":
                     continue
                 if member.client.is_healthy(timeout_seconds=interval):
                     member.missed_probes = 0
+                    continue
+                if member.server is not None and compiled:
                     continue
                 member.missed_probes += 1
                 if member.missed_probes >= _MAX_MISSED_PROBES and not done.is_set():

@@ -36,7 +36,8 @@ from stable_opd_mcore.rollout.sglang.transports import (
     description,
 )
 from stable_opd_mcore.serving.client import SglangClient
-from stable_opd_mcore.serving.process import NCCL_SETTINGS, is_loopback
+from stable_opd_mcore.serving.command import NCCL_SETTINGS
+from stable_opd_mcore.serving.process import is_loopback
 
 Result = TypeVar("Result")
 

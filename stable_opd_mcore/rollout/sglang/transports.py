@@ -241,8 +241,8 @@ def handle_of(bucket: Bucket) -> str:
     pickled = io.BytesIO()
     pickler = ForkingPickler(pickled)
     if bucket.flat.is_cuda:
-        reducers: Any = pickler.dispatch_table
-        pickler.dispatch_table = reducers.new_child({Tensor: _reduce_cuda_tensor})
+        reducers: Any = pickler.dispatch_table  # of this pickler alone
+        reducers[Tensor] = _reduce_cuda_tensor
     with _sharing_by_file_name():
         pickler.dump(list(bucket.tensors))
     return base64.b64encode(pickled.getvalue()).decode()
@@ -255,16 +255,12 @@ def _reduce_cuda_tensor(tensor: Tensor) -> tuple[Any, ...]:
     """torch's reduction with the GPU's UUID in place of its index.
 
     Trainer and server may count the GPUs they see in different ways. SGLang finds the UUID
-    (sglang/srt/utils/patch_torch.py). No GPU has run this yet.
+    (sglang/srt/utils/patch_torch.py).
     """
     rebuild, arguments = reductions.reduce_tensor(tensor)
-    return rebuild, name_device(arguments, torch.cuda.get_device_properties)
-
-
-def name_device(arguments: tuple[Any, ...], properties: Callable[[int], Any]) -> tuple[Any, ...]:
-    """The arguments of rebuild_cuda_tensor with a UUID in place of the device's index."""
     before, index = arguments[:_DEVICE_ARGUMENT], arguments[_DEVICE_ARGUMENT]
-    return *before, str(properties(index).uuid), *arguments[_DEVICE_ARGUMENT + 1 :]
+    uuid = str(torch.cuda.get_device_properties(index).uuid)
+    return rebuild, (*before, uuid, *arguments[_DEVICE_ARGUMENT + 1 :])
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import threading
 import time
 from pathlib import Path
 
@@ -136,3 +137,29 @@ def test_a_server_whose_replies_stay_broken_is_failed(tmp_path, monkeypatch):
         assert fleet.draw([request()], lambda *_: True) == [None]
     assert member.state == "restarting"
     assert "HTTP 502" in (tmp_path / "events.jsonl").read_text()
+
+
+def test_a_server_that_compiles_does_not_count_as_hung(tmp_path, monkeypatch):
+    """Its only answer comes when its compilers stand still; every probe before it is missed."""
+    work = iter([True] * 4)
+    answered = threading.Event()
+
+    class Watch:
+        def has_compiled(self) -> bool:
+            return next(work, None) or bool(answered.set())
+
+    class Compiling(Answering):
+        def generate(self, request: Generation) -> list[Completion]:
+            assert answered.wait(30)
+            return super().generate(request)
+
+        def is_healthy(self, timeout_seconds: float) -> bool:
+            return False
+
+    monkeypatch.setattr(fleet_module, "CompilerWatch", Watch)
+    member = silent_owned(tmp_path)
+    member.client, member.state = Compiling(), "ready"  # type: ignore[assignment]
+    settings = SglangConfig(health_interval_seconds=0.05)
+    fleet = Fleet([member], EventLog(tmp_path / "events.jsonl"), settings)
+    assert fleet.draw([request()], lambda *_: True) != [None]
+    assert member.state == "ready"

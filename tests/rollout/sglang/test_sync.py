@@ -7,7 +7,6 @@ import math
 import os
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,7 +31,6 @@ from stable_opd_mcore.rollout.sglang.transports import (
     DiskTransport,
     Target,
     TensorTransport,
-    name_device,
     write_safetensors,
 )
 from stable_opd_mcore.serving.client import SglangClient
@@ -135,12 +133,6 @@ def test_each_server_reads_the_memory_of_the_rank_on_its_gpu():
     """Rank 1 never talks to a server, but the second server reads its buckets."""
     with receiver(FIELDS) as first, receiver(FIELDS) as second:
         run_ranks(2, publish_from_two_ranks, [first, second])
-
-
-def test_a_handle_names_the_gpu_by_its_uuid():
-    arguments = tuple(range(14))
-    named = name_device(arguments, lambda index: SimpleNamespace(uuid=f"GPU-{index}"))
-    assert named == (*arguments[:6], "GPU-6", *arguments[7:])
 
 
 def test_a_missing_tensor_is_named(chunks, tmp_path):

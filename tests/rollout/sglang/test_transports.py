@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+from torch.multiprocessing import reductions
 
 from stable_opd_mcore.rollout.sglang.transports import (
     GROUP_LOST,
@@ -18,8 +22,10 @@ from stable_opd_mcore.rollout.sglang.transports import (
     Target,
     Transport,
     description,
+    handle_of,
 )
 from stable_opd_mcore.serving.client import SglangClient
+from tests.rollout.weight_receiver import read_handle
 from tests.serving.http_server import http_server
 
 CPU = torch.device("cpu")
@@ -134,6 +140,21 @@ def test_the_description_of_a_bucket():
         "flush_cache": False,
         "weight_version": INCOMPLETE,
     }
+
+
+def test_a_handle_names_the_gpu_by_its_uuid_and_the_receiver_finds_it(monkeypatch):
+    """Without a GPU: torch's reduction and rebuilding are replaced by their arguments."""
+    on_gpu: Any = SimpleNamespace(is_cuda=True)
+    arguments = tuple(range(14))
+    gpus = [SimpleNamespace(uuid=f"GPU-{gpu}") for gpu in range(8)]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
+    reduced = reductions.rebuild_cuda_tensor, arguments
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: reduced)
+    handle = handle_of(Bucket(on_gpu, (("weight", torch.zeros(1)),)))
+    assert b"GPU-6" in base64.b64decode(handle)
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *found: found)
+    assert read_handle(handle) == [("weight", arguments)]
 
 
 def test_servers_read_a_directory_when_all_its_files_are_written(tmp_path):

@@ -1,4 +1,4 @@
-"""The registry's entries; each class is SGLang's, unchanged."""
+"""What SGLang's model registry finds here: its own classes of the trainer's families."""
 
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.mixtral import MixtralForCausalLM

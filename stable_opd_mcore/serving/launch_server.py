@@ -1,9 +1,9 @@
-"""Run one SGLang server that ends when its owner does.
+"""Run one SGLang server that ends when its owner does. A program, not a module of the trainer.
 
-    python serve.py --owner-pid PID SGLANG_ARGUMENT...
+    python -P launch_server.py --owner-pid PID SGLANG_ARGUMENT...
 
-The CPU preparation must come before SGLang's import, so it stands at the top; with a GPU it is
-skipped. Not part of the trainer: the servers' venv has neither this package nor Megatron.
+It runs in the servers' own environment, which has neither this package nor Megatron. `-P` keeps
+this folder off Python's path, where requests.py would hide the package of that name.
 """
 
 import os
@@ -13,9 +13,9 @@ import threading
 import time
 
 if any(a == "--device" and b == "cpu" for a, b in zip(sys.argv, sys.argv[1:], strict=False)):
-    import cpu
+    import sglang_cpu  # tools/sglang_cpu, which `make sglang` installs
 
-    cpu.prepare()
+    sglang_cpu.prepare()  # before SGLang is imported
 
 
 class Unprinted(str):

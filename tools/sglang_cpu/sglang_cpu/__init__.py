@@ -2,9 +2,10 @@
 
 Five things prevent it otherwise: torchvision's wheel is built for CUDA and cannot register its
 operators, Triton is absent, 0.5.13 synchronises a GPU before it hashes weights, the buffer of
-chosen experts is pinned by CUDA, and the CPU engine imports sgl_kernel (the folder beside this
-file). Nothing in site-packages changes. Not fast: attention is torch's own, which is enough for
-tests and laptops. A server's workers are forked, so SGLang is imported once and not three times.
+chosen experts is pinned by CUDA, and the CPU engine imports sgl_kernel, which has no CPU wheel
+(sgl_kernel/ is used instead). SGLang's own files stay as they are. Not fast: attention is torch's
+own, which is enough for tests and laptops. A server's workers are forked, so SGLang is imported
+once and not three times.
 """
 
 import importlib.util
@@ -17,6 +18,8 @@ from types import ModuleType
 from unittest.mock import patch
 
 import torch
+
+from sglang_cpu import sgl_kernel
 
 _TORCHVISION_OPERATORS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -37,7 +40,8 @@ def prepare() -> None:
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     # Registers the trainer's families first, so SGLang does not import two hundred model
     # files for them. Other architectures still work, but load slowly.
-    os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "opd_families")
+    os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", __name__)  # it has families.py
+    sys.modules["sgl_kernel"] = sgl_kernel
     for operator in _TORCHVISION_OPERATORS:
         if not hasattr(torch.ops.torchvision, operator.partition("(")[0]):
             _library.define(operator)
