@@ -1,6 +1,13 @@
-"""The order of the tests."""
+"""The order of the tests, and the bytecode of the processes that they start."""
+
+import os
+import sys
 
 import pytest
+
+# Even where the user wants no bytecode: rewriting and compiling Megatron takes each process 2 s.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
