@@ -51,12 +51,12 @@ test-sglang: $(INSTALLED) sglang sglang-old
 # With server nodes, and with pipeline stages that one node does not hold.
 ON_MANY_NODES = $(addprefix configs/stable_opd_,32b.yaml 30b_a3b.yaml 8b_235b.yaml)
 rehearse: $(INSTALLED)
-	$(BIN)/stable-opd rehearse $(filter-out $(ON_MANY_NODES),$(wildcard configs/*.yaml))
-	$(BIN)/stable-opd rehearse $(ON_MANY_NODES) --nodes 2 --nodes 4 --nodes 16 --nodes 128 --server-nodes 2
+	$(BIN)/stable-opd rehearse $(wildcard configs/*.yaml)
+	$(BIN)/stable-opd rehearse $(ON_MANY_NODES) --nodes 4 --nodes 16 --nodes 128 --server-nodes 2 parallel.pipeline=2
 
 plans: $(INSTALLED)
 	{ printf '# The plans of the 7B and the 32B run\n\nWritten by `make plans`; [planning.md](planning.md) says what they mean.\n'; \
-	  for run in 'stable_opd_7b.yaml' 'stable_opd_32b.yaml --nodes 4 --server-nodes 2'; do \
+	  for run in 'stable_opd_7b.yaml' 'stable_opd_32b.yaml --nodes 2'; do \
 	    printf '\n`stable-opd plan configs/%s`\n```\n' "$$run"; \
 	    $(BIN)/stable-opd plan configs/$$run || exit; printf '```\n'; \
 	  done; } > docs/plans.md

@@ -25,6 +25,7 @@ from stable_opd_mcore.rehearsal.worlds import rehearse_stage, with_known_models
 CONFIGS = Path(__file__).parents[1] / "configs"
 LAYERS = 8  # of a model chunk; with more, both figures come closer to each other
 NO_TENSOR = "parallel.tensor=1 parallel.sequence=false"
+EXPERTS_OF_TWO_STAGES = f"parallel.pipeline=2 {NO_TENSOR} train.recompute=full"
 ROWS = (  # config, trainer nodes, server nodes, stage, settings
     ("stable_opd_1p5b", 1, 0, 0, ""),
     ("stable_opd_1p5b", 2, 1, 0, "parallel.tensor=2 parallel.sequence=true"),
@@ -45,13 +46,14 @@ ROWS = (  # config, trainer nodes, server nodes, stage, settings
     ("recipes/lsm_7b", 1, 0, 0, ""),
     ("sft_7b", 1, 0, 0, ""),
     ("recipes/qwen3_8b_32b", 1, 0, 0, ""),
-    ("stable_opd_32b", 4, 2, 0, ""),
-    ("stable_opd_32b", 4, 2, 1, ""),
+    ("stable_opd_32b", 4, 2, 0, "parallel.pipeline=2"),
+    ("stable_opd_32b", 4, 2, 1, "parallel.pipeline=2"),
     ("stable_opd_32b", 8, 2, 3, "parallel.pipeline=4"),
-    ("stable_opd_8b_235b", 2, 2, 0, ""),
-    ("stable_opd_8b_235b", 2, 2, 1, ""),
-    ("stable_opd_30b_a3b", 4, 2, 0, ""),
-    ("stable_opd_30b_a3b", 4, 2, 1, "parallel.expert=4 parallel.tensor=2 parallel.sequence=true"),
+    ("stable_opd_8b_235b", 2, 2, 0, EXPERTS_OF_TWO_STAGES),
+    ("stable_opd_8b_235b", 2, 2, 1, EXPERTS_OF_TWO_STAGES),
+    ("stable_opd_30b_a3b", 4, 2, 0, EXPERTS_OF_TWO_STAGES),
+    ("stable_opd_30b_a3b", 4, 2, 1, "parallel.pipeline=2 parallel.expert=4 parallel.tensor=2"),
+    ("stable_opd_30b_a3b", 2, 0, 0, ""),
 )
 
 

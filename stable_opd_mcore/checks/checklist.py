@@ -65,6 +65,7 @@ OF_A_RUN: tuple[Callable[[Known], Iterable[Finding]], ...] = (
     sampling.nucleus,
     layout.layout,
     layout.memory,
+    layout.deterministic_attention,
     layout.precision,
     data.usable_rows,
     data.golden_lengths,

@@ -129,6 +129,21 @@ def memory(known: Known) -> Iterator[Finding]:
     )
 
 
+def deterministic_attention(known: Known) -> Iterator[Finding]:
+    """Attention that Transformer Engine does not fuse under train.deterministic."""
+    attention = known.plan and known.plan.attention
+    if attention and not attention.is_fused:
+        yield Finding(
+            "warning",
+            "memory",
+            "train.deterministic takes attention without its fused kernel",
+            (("elements of attention", attention.sum), ("Transformer Engine's limit", "2^30")),
+            f"attention is slow, and its scores take {attention.layer_bytes / GIB:.1f} GiB a layer",
+            "train.deterministic=false, a smaller train.micro_batch_tokens or "
+            "sampling.max_new_tokens, or a larger parallel.tensor",
+        )
+
+
 def precision(known: Known) -> Iterator[Finding]:
     """Weights stored, trained, sampled and served in different precisions."""
     config = known.config

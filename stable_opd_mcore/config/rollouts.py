@@ -38,7 +38,8 @@ class SglangConfig(Section):
     they are `colocated`."""
     tensor: PositiveInt | None = None
     """Tensor-parallel ranks of one server. `null`: the smallest power of two that holds the student
-    beside as much KV cache; on a CPU 1."""
+    beside as much KV cache, and of `colocated` servers at least `parallel.tensor`, because a step
+    waits for its longest response; on a CPU 1."""
     first_gpu: int | None = Field(default=None, ge=0)
     """`disaggregated`: index of the first GPU for servers; `null`: after those of the trainer."""
     host: str = "127.0.0.1"

@@ -14,6 +14,7 @@ from typing import Literal
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.config.training import Fp8Role
 from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.planning.attention import deterministic_attention
 from stable_opd_mcore.planning.hardware import GIB, Device
 from stable_opd_mcore.planning.layout import Layout
 from stable_opd_mcore.planning.model_size import Layers, ModelSize
@@ -33,6 +34,9 @@ from stable_opd_mcore.planning.workspace import (
 Phase = Literal["rollout", "score", "update"]
 PHASES: tuple[Phase, ...] = ("rollout", "score", "update")
 PRODUCT_COLUMNS = 2**14  # losses.output_head's, without torch
+# What a colocated SGLang server keeps on each GPU while its weights and KV cache are released: its
+# CUDA context, kernels, workspaces and CUDA graphs. About 1 to 2 GiB.
+RELEASED_SERVER_BYTES = 2 * GIB
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,8 @@ def stage_plan(
         server = device.memory_gib * GIB * MEMORY_SHARES["colocated"]
         name = "colocated server: weights, KV cache"
         components.append(Component(name, server, ("rollout",), is_rehearsed=False))
+        name = "colocated server: what it keeps when released"
+        components.append(Component(name, RELEASED_SERVER_BYTES, is_rehearsed=False))
     return MemoryPlan(stage, tuple(components), device.usable_bytes)
 
 
@@ -168,6 +174,8 @@ def _components(
         widest = max(forward_bytes(size, layers, element, tokens) for _, size in frozen)
         parts.append(Component("one layer's activations", widest, ("score",)))
     parts.append(_activations(config, student, stage, work, layers, element))
+    if config.train.deterministic and layers == "transformer_engine":
+        parts += _attention_components(config, student, frozen, stage, work)
     if gathered := gathered_input_bytes(student, layers, element, tokens):
         parts.append(Component("gathered input of a layer", gathered))
     moment = backward_bytes(student, config.train.recompute, layers, element, tokens)
@@ -227,6 +235,26 @@ def _activations(
     # Megatron's schedule lets go of a received tensor and its gradient one micro-batch later.
     before = 2 * sent * tokens if stage > 0 and number > 1 else 0
     return Component("activations", saved + before, ("update",))
+
+
+def _attention_components(
+    config: Config,
+    student: ModelSize,
+    frozen: Sequence[tuple[Fp8Role, ModelSize]],
+    stage: int,
+    work: Work,
+) -> list[Component]:
+    """What train.deterministic costs Transformer Engine's attention (attention.py)."""
+    layers = 0.0  # whose scores wait for the backward pass
+    if config.train.recompute != "full":
+        number = num_micro_batches(config, student.layout, work)
+        layers = student.layers_per_stage * min(_in_flight(student.layout, stage), number)
+    trained = deterministic_attention(config, student, work)
+    parts = [Component(trained.name, trained.trained_bytes(layers), ("update",))]
+    scored = [deterministic_attention(config, size, work) for _, size in frozen]
+    if scored and (held := max(attention.scored_bytes for attention in scored)):
+        parts.append(Component("frozen attention's scores, unfused", held, ("score",)))
+    return parts
 
 
 def _fp8_copies(config: Config, student: ModelSize, stage: int, layers: Layers) -> list[Component]:

@@ -20,6 +20,7 @@ from rich.table import Table
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import Architecture, read_architecture
+from stable_opd_mcore.planning.attention import Attention, deterministic_attention
 from stable_opd_mcore.planning.choice import Choice, choose
 from stable_opd_mcore.planning.hardware import GIB, Device, device_named
 from stable_opd_mcore.planning.known_models import model_source
@@ -32,6 +33,7 @@ from stable_opd_mcore.planning.memory import (
     memory_plan,
     with_layout,
 )
+from stable_opd_mcore.planning.model_size import ModelSize
 from stable_opd_mcore.planning.seconds import Servers, StepSeconds, step_seconds
 from stable_opd_mcore.planning.topology import Topology, derive_topology
 from stable_opd_mcore.planning.work import Work, largest_share
@@ -69,6 +71,14 @@ class Plan:
     seconds: StepSeconds
     largest_micro_batch: int | None
     topology: Topology
+
+    @property
+    def attention(self) -> Attention | None:
+        """The student's under train.deterministic; None without, where it is always fused."""
+        if not self.config.train.deterministic:
+            return None
+        size = ModelSize(self.models.student, self.layout)
+        return deterministic_attention(self.config, size, self.work)
 
     @property
     def any_micro_batch_fits(self) -> bool:
@@ -160,6 +170,7 @@ class Plan:
             _render(memory),
             f"{verdict}: {usable}; {advice}",
             self.choice.line(),
+            *([self.attention.line()] if self.attention else []),
             f"seconds a step: {seconds}  total {self.seconds.total:.1f}",
             f"{self.tokens_per_gpu_second:.0f} tokens/GPU/s, {self.gpu_hours:.0f} GPU-hours for "
             f"{self.config.train.steps} steps",
@@ -281,13 +292,17 @@ def _topology(
 def _plan(
     config: Config, models: Models, layout: Layout, cluster: Cluster, device: Device, work: Work
 ) -> Plan:
+    """
+    Raises:
+        UserError: servers without a place; attention without a kernel.
+    """
     topology = _topology(config, models.student, cluster, device.memory_gib)
     if topology.placement is None:  # the embedded engine's replicas
         servers = Servers(layout.gradient_ranks, layout.tensor * layout.pipeline, own_gpus=False)
     else:
         own_gpus = topology.placement != "colocated"
         servers = Servers(len(topology.servers), topology.tensor, own_gpus)
-    return Plan(
+    plan = Plan(
         config=config,
         models=models,
         cluster=cluster,
@@ -300,6 +315,14 @@ def _plan(
         largest_micro_batch=largest_micro_batch(config, models, layout, device, work),
         topology=topology,
     )
+    if layout.context > 1 and plan.attention is not None and not plan.attention.is_fused:
+        raise UserError(
+            f"train.deterministic=true with parallel.context={layout.context}: attention of "
+            f"{plan.attention.sum}, and from 2^30 on Transformer Engine has no deterministic "
+            "kernel that is cut over context ranks: set parallel.context=1, "
+            "train.deterministic=false, or a smaller train.micro_batch_tokens"
+        )
+    return plan
 
 
 def _gib(num_bytes: float) -> str:

@@ -22,6 +22,7 @@ from stable_opd_mcore.planning.work import Work, num_micro_batches
 # Seconds of one decoding step beside its memory traffic and products.
 SGLANG_SECONDS = 0.002  # CUDA graphs
 IN_PROCESS_SECONDS = 0.025  # any other engine: Python
+ALL_REDUCE_SECONDS = 15e-6  # of one small message between a server's tensor ranks; two a layer
 PUBLISH_SECONDS = 0.5  # requests, cache flush and checksums of one weight update
 
 
@@ -214,8 +215,14 @@ def _rollout_seconds(
     flops = 2 * products * tokens / servers.tensor
     prompts = 2 * products * of_server * work.prompt_tokens / servers.tensor
     overhead = SGLANG_SECONDS if config.rollout.engine == "sglang" else IN_PROCESS_SECONDS
+    messages, sent = 0.0, 0.0
+    if servers.tensor > 1:
+        model, t = student.architecture, servers.tensor
+        messages = 2 * model.num_layers * ALL_REDUCE_SECONDS
+        sent = 2 * model.num_layers * tokens * 2 * model.hidden_size * 2 * (t - 1) / t
     return (
-        steps * (device.memory_seconds(weights) + overhead)
+        steps * (device.memory_seconds(weights) + overhead + messages)
         + device.memory_seconds(cache)
         + device.matmul_seconds(flops + prompts)
+        + device.link_seconds(sent, within_node=True)
     )

@@ -185,9 +185,13 @@ def machine_servers(
         return count or (1 if placement == "disaggregated" else max(1, gpus // tensor)), tensor
     if tensor is None and count is not None and gpus % count == 0:
         tensor = gpus // count
-    tensor = tensor or smallest_tensor(
-        architecture, server_dtype(config), gpus, memory_gib, placement
-    )
+    if tensor is None:
+        tensor = smallest_tensor(architecture, server_dtype(config), gpus, memory_gib, placement)
+        # A step waits for its longest response, which a server on more GPUs draws faster: beside
+        # the trainer it takes those of a tensor group.
+        group = config.parallel.tensor
+        if placement == "colocated" and group > tensor and gpus % group == 0:
+            tensor = tensor if _not_divided(architecture, group) else group
     count = count or gpus // tensor
     if gpus != count * tensor:
         given = f"{_count(count, 'server')} of {_count(tensor, 'GPU')}"
@@ -212,8 +216,6 @@ def smallest_tensor(
     architecture: Architecture, dtype: str, gpus: int, memory_gib: float, placement: Placement
 ) -> int:
     """The fewest GPUs, a power of two, that hold the student in `dtype` beside as much KV cache.
-
-    More and smaller servers draw more tokens a second than few large ones, as long as they fit.
 
     Raises:
         UserError: no power of two that divides `gpus` and the attention heads is enough.

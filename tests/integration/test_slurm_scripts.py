@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,7 +54,9 @@ def test_a_dry_run_prints_commands_with_a_config_that_loads(path):
 
 def test_server_nodes_come_from_the_same_allocation(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
-    script = REPOSITORY / "slurm" / "stable_opd_32b.sh"
+    script = tmp_path / "six_nodes.sh"
+    shipped = (REPOSITORY / "slurm" / "stable_opd_32b.sh").read_text()
+    script.write_text(re.sub(r"--nodes=2$", "--nodes=6", shipped, flags=re.MULTILINE))
     overrides = (f"student.path={tmp_path}", "parallel.tensor=4", "rollout.sglang.tensor=4")
     venv = str(Path(sys.executable).parents[1])
     printed = dry_run(script, *overrides, SERVER_NODES="2", VENV=venv)

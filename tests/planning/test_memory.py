@@ -155,7 +155,9 @@ def test_offloaded_parts_are_held_in_the_phases_that_need_them(tmp_path):
     colocated = ("rollout.engine=sglang", "rollout.sglang.placement=colocated")
     server = "colocated server: weights, KV cache"
     publish = {"weight sync buckets", "weight sync: embedding, whole"}
-    assert held("rollout", *colocated) == {"student weights", server} | publish
+    kept = "colocated server: what it keeps when released"
+    assert held("rollout", *colocated) == {"student weights", server, kept} | publish
+    assert kept in held("score", *colocated) & held("update", *colocated)
     memory = make_plan(config_7b(tmp_path, *colocated), NODE).memory
     (share,) = (item.bytes for item in memory.components if item.name == server)
     assert share == 139 / 2 * 2**30  # SGLang's --mem-fraction-static when colocated

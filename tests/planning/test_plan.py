@@ -24,15 +24,18 @@ def test_layouts_are_ranked_what_fits_first(tmp_path):
     assert "TP4 x PP1 x CP1 x DP2" in layouts_table(plans)
 
 
-LARGE_RUNS = [("32b", 4, 2), ("32b", 8, 4), ("8b_235b", 2, 2), ("8b_235b", 12, 4)]
-LARGE_RUNS += [("30b_a3b", 4, 2), ("30b_a3b", 12, 4)]
+# Trainer and server nodes; predicted tokens of a GPU and second, at least.
+LARGE_RUNS = [("32b", 2, 0, 590), ("32b", 4, 0, 430), ("32b", 4, 2, 180)]
+LARGE_RUNS += [("8b_235b", 2, 0, 1200), ("8b_235b", 12, 2, 130)]
+LARGE_RUNS += [("30b_a3b", 2, 0, 900), ("30b_a3b", 12, 2, 90)]
 
 
-@pytest.mark.parametrize(("name", "nodes", "server_nodes"), LARGE_RUNS)
-def test_the_shipped_runs_on_many_nodes_fit(name, nodes, server_nodes):
+@pytest.mark.parametrize(("name", "nodes", "server_nodes", "rate"), LARGE_RUNS)
+def test_the_shipped_runs_on_many_nodes_fit(name, nodes, server_nodes, rate):
     config = load_config(CONFIGS / f"stable_opd_{name}.yaml")
     plan = make_plan(config, Cluster(nodes, 8, server_nodes))
     assert plan.memory.fits
+    assert plan.tokens_per_gpu_second > rate
     assert plan.largest_micro_batch is not None
     largest = plan.largest_micro_batch
     assert plan.any_micro_batch_fits or largest >= config.train.micro_batch_tokens

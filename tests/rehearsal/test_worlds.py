@@ -76,7 +76,7 @@ MISTAKES = {  # config, trainer nodes, server nodes, settings -> what the refusa
         r"parallel.tensor=8 does not divide num_attention_heads=28",
     ),
     "the world is not divided": (
-        ("stable_opd_32b", 1, 2),
+        ("stable_opd_32b", 1, 2, "parallel.pipeline=2"),
         r"= 16 does not divide 8 trainer GPUs: take a multiple of 16",
     ),
     "stages do not divide layers": (
@@ -115,7 +115,7 @@ MISTAKES = {  # config, trainer nodes, server nodes, settings -> what the refusa
         "parallel.context=2 with teacher.engine=sglang.* set parallel.context=1 or",
     ),
     "expert ranks do not divide a stage": (
-        ("stable_opd_8b_235b", 3, 1),
+        ("stable_opd_8b_235b", 3, 1, "parallel.pipeline=2"),
         r"parallel.expert=8 does not divide the 12 GPUs of each of 2 pipeline stages",
     ),
     "expert ranks do not divide the experts": (
