@@ -304,7 +304,9 @@ def prepare(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories to compare.")],
+    runs: Annotated[
+        list[Path], typer.Argument(help="Run directories to compare, or folders of them.")
+    ],
     output: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
 ) -> None:
     """Write one self-contained HTML page with the curves of one run or several."""
@@ -316,7 +318,10 @@ def report(
 
 @app.command()
 def watch(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories; they need not exist yet.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="Run directories, or folders of them; they need not exist yet."),
+    ],
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="On 127.0.0.1; 0: any free one.")
     ] = 8642,

@@ -59,7 +59,8 @@ def write_tokens(path: str | Path, rollouts: Iterable[TokenText]) -> None:
 
 
 def read_tokens(path: str | Path) -> list[TokenText]:
-    """The rollouts of a file of `write_tokens`, in order; none if there is no file.
+    """The rollouts of a file of `write_tokens`, in order, without a last line that was cut; none if
+    there is no file.
 
     Raises:
         DataError: a malformed row; the message names the line.
@@ -68,7 +69,7 @@ def read_tokens(path: str | Path) -> list[TokenText]:
     if not path.is_file():
         return []
     found: list[TokenText] = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
             row = json.loads(decode_line(line))
         except (ValueError, RecursionError) as error:

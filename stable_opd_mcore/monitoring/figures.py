@@ -1,9 +1,9 @@
 """The figures of the report: the metrics of each figure, and the curves of each run.
 
-The first three are the paper's Figures 2-4: truncation, repetition and accuracy; log-probabilities
-and advantage; repetitive and regular tokens. Metrics of no figure are drawn in a last one. Curves
-are plain lists for JSON; the page's script smooths and draws them (templates/figures.js). Not here:
-reading files (page.py) and tables (tables.py).
+The page of `stable-opd report`, the live view and the demo's report draw these. Captions say what
+is drawn; what a run did is computed (outcomes.py). Metrics of no figure are drawn in a last one.
+Curves are plain lists for JSON, which the page's script smooths and draws (templates/figures.js).
+Not here: reading files (sinks.py), the page (report.py), tables (tables.py).
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from stable_opd_mcore.monitoring.names import NAMES
 WINDOW = 5  # steps of the trailing mean
 SMOOTH_FROM = 25  # rows from which curves are trailing means
 MAX_FAINT_RUNS = 6  # with more runs, single steps are not drawn behind the trailing means
+SCHEDULES = frozenset({"optimizer/lr", "kl/beta", "mixture/lambda"})  # drawn as they were set
 
-MAX_POINTS = 1000  # of one curve; longer ones are means over equal numbers of steps
+MAX_POINTS, LEAST_POINTS = 1000, 20  # of one curve; longer ones are means over equal numbers
+CURVE_BYTES = 1_000_000  # of all curves of a page
+BYTES_OF_A_POINT, BYTES_OF_A_CURVE = 9, 60  # as JSON
 OTHERS = "Other metrics"
 
-# The colours of labels are the style sheet's --run-0 to --run-7, which differ for the colour-blind.
-# Further labels repeat the colours with dashed lines.
-NUM_COLOURS = 8
-DASHES = ("solid", "dash", "dot", "dashdot")
+# Angle between the hues of two labels in a row, 360 / golden ratio^2: all hues of a page differ.
+HUE_STEP, FIRST_HUE = 137.508, 250
+DASHES = ("", "8 4", "2 3", "8 3 2 3")  # as in SVG; the next one after 8 labels
+LABELS_OF_A_DASH = 8
 
 Row = dict[str, Any]
 
@@ -41,6 +44,8 @@ class Panel:
 
 @dataclass(frozen=True)
 class Figure:
+    """Panels that stand together under one title."""
+
     title: str
     caption: str
     panels: tuple[Panel, ...]
@@ -49,8 +54,7 @@ class Figure:
 FIGURES = (
     Figure(
         "Truncation, repetition, accuracy",
-        "In a collapse truncation and repetition rise within tens of steps, and accuracy falls "
-        "(the paper's Figure 2).",
+        "Over the rollouts of a step and over held-out problems (the paper's Figure 2).",
         (
             Panel("rollout/truncation_rate", "Rollouts truncated", share=True),
             Panel("rollout/repetition_rate", "Rollouts repetitive", share=True),
@@ -62,8 +66,7 @@ FIGURES = (
     ),
     Figure(
         "Log-probabilities and advantage",
-        "All three rise when a collapse begins: the student moves to tokens that both models "
-        "find probable, not to better answers (the paper's Figure 3).",
+        "Means over the tokens of a step's rollouts (the paper's Figure 3).",
         (
             Panel("logprob/student", "Student log-probability"),
             Panel("logprob/teacher", "Teacher log-probability", term=True),
@@ -72,8 +75,8 @@ FIGURES = (
     ),
     Figure(
         "Repetitive and regular tokens",
-        "In a collapse the advantage is near zero inside repetitive tails and negative elsewhere, "
-        "so its mean rises with the share of repetitive tokens (the paper's Figure 4).",
+        "The advantage inside and outside the loops that responses end in, and how many tokens are "
+        "in loops (the paper's Figure 4).",
         (
             Panel("advantage/repetitive", "Advantage, repetitive tokens"),
             Panel("advantage/regular", "Advantage, regular tokens"),
@@ -82,8 +85,9 @@ FIGURES = (
         ),
     ),
     Figure(
-        "Loss and gradient",
-        "The loss is the sum of its parts, coefficients included.",
+        "Loss, gradient and schedules",
+        "The loss is the sum of its parts, coefficients included. Schedules are drawn as they were "
+        "set, without a mean.",
         (
             Panel("loss/total", "Total"),
             Panel("loss/pg", "Policy gradient", term=True),
@@ -92,6 +96,8 @@ FIGURES = (
             Panel("loss/moe_aux", "Balance of experts", term=True),
             Panel("grad_norm", "Gradient norm"),
             Panel("optimizer/lr", "Learning rate"),
+            Panel("kl/beta", "\u03b2, weight of the KL", term=True),
+            Panel("mixture/lambda", "\u03bb, weight of golden solutions", term=True),
         ),
     ),
     Figure(
@@ -117,9 +123,8 @@ FIGURES = (
     ),
     Figure(
         "Student and teacher",
-        "The 16 most probable tokens of each model; in a healthy run the shared ones hold nearly "
-        "all probability. If the teacher does not stop where the student stops, the student is "
-        "trained not to stop.",
+        "The 16 most probable tokens of each model, and the probability of stopping at the last "
+        "position of a response.",
         (
             Panel("overlap/ratio", "Shared top tokens", share=True),
             Panel("overlap/student_mass", "Student's mass on them", share=True),
@@ -145,92 +150,74 @@ FIGURES = (
 
 
 def style(index: int) -> dict[str, str]:
-    """Colour and dash of the index-th label; the first 32 differ."""
+    """Colour and dash of the index-th label. No two labels share a hue."""
+    hue = round((FIRST_HUE + HUE_STEP * index) % 360, 1)
     return {
-        "colour": f"--run-{index % NUM_COLOURS}",
-        "dash": DASHES[index // NUM_COLOURS % len(DASHES)],
+        "colour": f"light-dark(oklch(0.54 0.16 {hue}), oklch(0.76 0.14 {hue}))",
+        "dash": DASHES[index // LABELS_OF_A_DASH % len(DASHES)],
     }
 
 
-def draw_all(
-    runs: Sequence[tuple[str, Sequence[Row]]], points: int = MAX_POINTS, with_others: bool = True
-) -> list[dict[str, Any]]:
-    """All figures that have values, the metrics of no figure last if wanted."""
-    figures = (*FIGURES, _others(runs)) if with_others else FIGURES
-    drawn = (draw(figure, runs, points) for figure in figures)
-    return [figure for figure in drawn if figure is not None]
+def draw_all(runs: Sequence[Sequence[Row]], points: int = MAX_POINTS) -> list[dict[str, Any]]:
+    """The figures that have values, with the metrics of no figure last.
 
+    A figure has a title, a caption, `closed` and panels. A panel has key, title, meaning, unit,
+    `share` and a curve per run that has values. A curve has its run's place in `runs`, steps,
+    values, the `window` of the trailing mean to draw, 1 for none, and `faint`: single points are
+    drawn behind the mean.
 
-def points_of_curve(points: int, num_runs: int) -> int:
-    """The points that a curve of `num_runs` in a panel may have, of `points` for a single run."""
-    return max(points // 10, min(points, 4 * points // max(1, num_runs)))
-
-
-def draw(
-    figure: Figure, runs: Sequence[tuple[str, Sequence[Row]]], points: int = MAX_POINTS
-) -> dict[str, Any] | None:
-    """The figure's panels with a curve per (label, rows); None if no run has values for them.
-
-    A curve has its run's place in `runs`, steps and values. Its `window` is the number of points of
-    the trailing mean to draw, 1 for none. `faint` asks for the single points behind the mean,
-    `dots` for a dot at every point.
+    Args:
+        runs: the rows of each run.
+        points: of one curve, at most.
     """
-    panels = [
-        {
-            "title": panel.title,
-            "key": panel.key,
-            "meaning": NAMES[panel.key].meaning if panel.key in NAMES else "",
-            "unit": NAMES[panel.key].unit if panel.key in NAMES else "",
-            "share": panel.share,
-            "curves": curves,
-        }
-        for panel in figure.panels
-        if (curves := _curves(panel.key, runs, points)) and not (panel.term and _all_zero(curves))
-    ]
-    if not panels:
-        return None
-    return {
-        "title": figure.title,
-        "caption": figure.caption,
-        "panels": panels,
-        "columns": len(panels) if len(panels) in (2, 4) else 3,
-        "closed": figure.title == OTHERS,
-    }
+    figures: list[dict[str, Any]] = []
+    for figure in (*FIGURES, _others(runs)):
+        panels = [
+            {
+                "key": panel.key,
+                "title": panel.title,
+                "meaning": NAMES[panel.key].meaning if panel.key in NAMES else "",
+                "unit": NAMES[panel.key].unit if panel.key in NAMES else "",
+                "share": panel.share,
+                "curves": curves,
+            }
+            for panel in figure.panels
+            if (curves := _curves(panel.key, runs, points))
+            and not (panel.term and _all_zero(curves))
+        ]
+        if panels:
+            closed = figure.title == OTHERS
+            shown = {"title": figure.title, "caption": figure.caption, "closed": closed}
+            figures.append({**shown, "panels": panels})
+    return figures
 
 
-def trailing_mean(values: Sequence[float | None], window: int = WINDOW) -> list[float | None]:
-    """Mean of each value and the window - 1 before it, without None; None if all are None."""
-    means: list[float | None] = []
-    for end in range(1, len(values) + 1):
-        defined = [value for value in values[max(0, end - window) : end] if value is not None]
-        means.append(sum(defined) / len(defined) if defined else None)
-    return means
+def points_that_fit(runs: Sequence[Sequence[Row]]) -> int:
+    """The points of one curve with which all curves of `runs` have about CURVE_BYTES."""
+    curves = sum(len({key for row in rows for key in row}) for rows in runs)
+    room = CURVE_BYTES // max(1, curves) - BYTES_OF_A_CURVE
+    return max(LEAST_POINTS, min(MAX_POINTS, room // BYTES_OF_A_POINT))
 
 
-def _others(runs: Sequence[tuple[str, Sequence[Row]]]) -> Figure:
+def _others(runs: Sequence[Sequence[Row]]) -> Figure:
     """The metrics of `runs` that no figure shows, in the order of monitoring/names.py."""
     shown = {panel.key for figure in FIGURES for panel in figure.panels} | {"step", "non_finite"}
-    found = {key for _, rows in runs for row in rows for key in row} - shown
-    known = [key for key in NAMES if key in found]
-    panels = tuple(Panel(key, key, term=True) for key in (*known, *sorted(found - NAMES.keys())))
+    found = {key for rows in runs for row in rows for key in row} - shown
+    keys = [*(key for key in NAMES if key in found), *sorted(found - NAMES.keys())]
     return Figure(
-        OTHERS, "Every other metric that the runs wrote and that is not always 0.", panels
+        OTHERS,
+        "Every other metric that the runs wrote and that is not always 0.",
+        tuple(Panel(key, key, term=True) for key in keys),
     )
 
 
-def _curves(
-    key: str, runs: Sequence[tuple[str, Sequence[Row]]], points_of_one_run: int
-) -> list[dict[str, Any]]:
-    points_of_run = [
-        [(row["step"], row.get(key)) for row in rows if key in row] for _, rows in runs
-    ]
-    limit = points_of_curve(points_of_one_run, len(runs))
-    curves = []
-    for index, points in enumerate(points_of_run):
+def _curves(key: str, runs: Sequence[Sequence[Row]], limit: int) -> list[dict[str, Any]]:
+    curves: list[dict[str, Any]] = []
+    for index, rows in enumerate(runs):
+        points = [(row["step"], row[key]) for row in rows if key in row]
         if all(value is None for _, value in points):
             continue
-        # Evaluations are few: each is a dot.
-        smooth = len(points) >= SMOOTH_FROM and not key.startswith("eval")
+        smooth = len(points) >= SMOOTH_FROM and not key.startswith("eval") and key not in SCHEDULES
         steps, values = _thinned(points, limit)
         curves.append(
             {
@@ -239,7 +226,6 @@ def _curves(
                 "values": values,
                 "window": WINDOW if smooth else 1,
                 "faint": smooth and len(runs) <= MAX_FAINT_RUNS,
-                "dots": not smooth,
             }
         )
     return curves

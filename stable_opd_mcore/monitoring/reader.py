@@ -27,6 +27,7 @@ from stable_opd_mcore.records import Rollout
 SNIPPET_CHARACTERS = 80
 BUDGET_BYTES = 900_000  # of the static page's rollouts, as they stand in it
 MAX_STEPS = 40  # of one run in the static page
+BYTES_OF_A_STEP = 8  # its number in the list of steps
 ROLLOUTS_PER_STEP = 8  # in the static page
 TAIL_SHARE = 0.4  # of a long text: its end is kept too, because repetition is there
 
@@ -45,7 +46,8 @@ LIVE = Limits(tokens=20_000, characters=200_000)
 
 def stored_steps(directory: Path) -> list[int]:
     """The steps of which a run has stored rollouts, in order."""
-    found = (re.fullmatch(r"step_(\d{6,12})\.jsonl", p.name) for p in _files(directory))
+    files = rollout_path(directory, 0).parent.glob("step_*.jsonl")
+    found = (re.fullmatch(r"step_(\d{6,12})\.jsonl", path.name) for path in files)
     return sorted(int(match[1]) for match in found if match)
 
 
@@ -103,31 +105,36 @@ def tokens_of(rollout: Rollout, stored: Iterable[TokenText]) -> TokenText | None
 def embedded(runs: Sequence[tuple[str, Path, Sequence[Row]]], budget: int = BUDGET_BYTES) -> str:
     """The rollouts of the static page: gzipped JSON in base64, "" where none are stored.
 
-    Of each run first those of the last step, of the first and of the worst, then of steps between
-    them, until `budget` bytes are full. The text never has more.
+    Of each run (its name, directory, rows) first those of the last step, of the first and of the
+    worst, then of steps between them, until `budget` bytes are full.
 
     Raises:
         DataError: a malformed file of rollouts or tokens; the message names file and line.
     """
+    stored = [(name, len(stored_steps(directory))) for name, directory, _ in runs]
     queues = [_candidates(directory, rows) for _, directory, rows in runs]
     rollouts: list[dict[str, Any]] = []
-    size = 0
+    size = len(_packed(stored, [])) + BYTES_OF_A_STEP * MAX_STEPS * len(runs)
     for place in range(MAX_STEPS):
         for run, (_, directory, _) in enumerate(runs):
-            if place >= len(queues[run]) or size > budget:
+            if place >= len(queues[run]):
                 continue
             for record in _records(directory, run, queues[run][place]):
                 size += _size(record)
                 if size > budget:
-                    break
+                    return _packed(stored, rollouts) if rollouts else ""
                 rollouts.append(record)
-    stored = [(label, len(stored_steps(directory))) for label, directory, _ in runs]
-    while rollouts:
-        text = _packed(stored, rollouts)
-        if len(text) <= budget:
-            return text
-        rollouts = rollouts[: len(rollouts) * 9 // 10]  # records were counted one by one
-    return ""
+    return _packed(stored, rollouts) if rollouts else ""
+
+
+def complete_rollouts(path: Path, limit: int | None = None) -> list[Rollout]:
+    """The first rollouts of a step's file, without a last line that was cut.
+
+    Raises:
+        DataError: as `read_rollouts`.
+    """
+    lines = path.read_bytes().count(b"\n") if path.is_file() else 0
+    return read_rollouts(path, limit=lines if limit is None else min(limit, lines), strict=False)
 
 
 def compression(text: str) -> float:
@@ -136,15 +143,10 @@ def compression(text: str) -> float:
     return len(data) / len(zlib.compress(data, ZLIB_LEVEL)) if data else 0.0
 
 
-def _files(directory: Path) -> list[Path]:
-    folder = rollout_path(directory, 0).parent
-    return list(folder.iterdir()) if folder.is_dir() else []
-
-
 def _records(directory: Path, run: int, step: int) -> list[dict[str, Any]]:
     """The first rollouts of a step with their details."""
     stored = read_tokens(token_path(directory, step))
-    rollouts = read_rollouts(rollout_path(directory, step), limit=ROLLOUTS_PER_STEP, strict=False)
+    rollouts = complete_rollouts(rollout_path(directory, step), ROLLOUTS_PER_STEP)
     return [
         listed(rollout, run, step, index)
         | {"detail": detail(rollout, tokens_of(rollout, stored), PAGE)}
@@ -153,15 +155,15 @@ def _records(directory: Path, run: int, step: int) -> list[dict[str, Any]]:
 
 
 def _packed(stored: Sequence[tuple[str, int]], rollouts: Sequence[dict[str, Any]]) -> str:
-    """The reader's data: (label, number of stored steps) of each run, and the kept rollouts."""
+    """The reader's data: (name, number of stored steps) of each run, and the kept rollouts."""
     steps = [
         sorted({record["step"] for record in rollouts if record["run"] == run})
         for run in range(len(stored))
     ]
     found = {
         "runs": [
-            {"label": label, "steps": kept, "stored": count, "per_step": ROLLOUTS_PER_STEP}
-            for (label, count), kept in zip(stored, steps, strict=True)
+            {"label": name, "steps": kept, "stored": count, "per_step": ROLLOUTS_PER_STEP}
+            for (name, count), kept in zip(stored, steps, strict=True)
         ],
         "rollouts": sorted(rollouts, key=lambda r: (r["run"], r["step"], r["index"])),
     }

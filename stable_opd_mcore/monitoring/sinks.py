@@ -124,110 +124,91 @@ class JsonlSink:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl, in order, without events and without a half-written last line.
+    """The rows of a metrics.jsonl; see `read_run`."""
+    return read_run(path)[0]
+
+
+def read_run(path: str | Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The rows and the events of a metrics.jsonl, each in order. An event has "event", "after_step"
+    and its details. A last line that a kill cut, or that is being written, is left out.
 
     Raises:
-        UserError: the file is missing or empty, or a row is malformed or out of order; the message
-            names file and line.
+        UserError: the file is missing or empty, a row is malformed or out of order, or an event has
+            no name or no step; the message names file and line.
     """
     path = Path(path)
-    rows = _parse(path, _lines(path))
-    if not rows:
-        raise UserError(f"{path}: no rows; the run has not finished its first step")
-    return rows
-
-
-def read_events(path: str | Path) -> list[dict[str, Any]]:
-    """The events of a metrics.jsonl, in order: each has "event", "after_step" and its details.
-
-    Raises:
-        UserError: the file is missing, or an event has no name or no step.
-    """
-    path = Path(path)
-    events: list[dict[str, Any]] = []
-    for number, line in enumerate(_lines(path), start=1):
-        row = _parse_line(path, number, line)
-        if not isinstance(row, dict) or "event" not in row:
-            continue
-        name, step = row["event"], row.get("after_step")
-        if not isinstance(name, str) or type(step) is not int or not 0 <= step < 2**63:
-            raise UserError(
-                f"{path}, line {number}: an event needs a name and the integer after_step; "
-                f"it has {name!r:.60} and {step!r:.60}"
-            )
-        events.append(row)
-    return events
-
-
-def _lines(path: Path) -> list[bytes]:
-    """The lines of `path`, without a last one that was cut by a kill or is being written."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; give the directory of a run that has started")
-    data = path.read_bytes()
-    lines = data.splitlines()
-    if lines and not data.endswith(b"\n"):
-        try:
-            json.loads(lines[-1])
-        except (ValueError, RecursionError):
-            lines.pop()
-    return lines
-
-
-def _parse_line(path: Path, number: int, line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}, line {number}: not JSON ({error})") from error
+    lines = [row for _, row in _lines(path, path.read_bytes())]
+    rows = [row for row in lines if "event" not in row]
+    if not rows:
+        raise UserError(f"{path}: no rows; the run has not finished its first step")
+    return rows, [row for row in lines if "event" in row]
 
 
 def _drop_from(path: Path, first_step: int) -> list[dict[str, Any]]:
     """Rewrite `path` without the rows of step >= first_step; return the rows that are kept.
 
-    A last line without a newline was cut by a kill and is dropped too.
+    Decisions of the guard are dropped like rows, since a resumed run writes them again; other
+    events are kept.
     """
     data = path.read_bytes()
-    lines = data.split(b"\n")[:-1]
-    rows = [row for row in _parse(path, lines) if row["step"] < first_step]
-    kept = b"".join(line + b"\n" for line in lines if _is_before(json.loads(line), first_step))
-    if kept != data:
-        write_atomically(path, kept)
-    return rows
+    kept: list[tuple[bytes, dict[str, Any]]] = []
+    for line, row in _lines(path, data):
+        repeated = row.get("event", GUARD_EVENT) == GUARD_EVENT
+        if not repeated or row["after_step" if "event" in row else "step"] < first_step:
+            kept.append((line, row))
+    text = b"".join(line + b"\n" for line, _ in kept)
+    if text != data:
+        write_atomically(path, text)
+    return [row for _, row in kept if "event" not in row]
 
 
-def _is_before(row: dict[str, Any], first_step: int) -> bool:
-    """Whether a run that resumes at `first_step` keeps the line. It writes steps and decisions of
-    the guard again; other events are not repeated.
-    """
-    if "event" not in row:
-        return row["step"] < first_step
-    step = row.get("after_step")
-    if row["event"] != GUARD_EVENT or not isinstance(step, int):
-        return True
-    return step < first_step
-
-
-def _parse(path: Path, lines: list[bytes]) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+def _lines(path: Path, data: bytes) -> list[tuple[bytes, dict[str, Any]]]:
+    """The lines with their rows and events, without a last line that is no JSON."""
+    found: list[tuple[bytes, dict[str, Any]]] = []
+    lines, last_step = data.rstrip(b"\n").split(b"\n") if data.strip() else [], -1
     for number, line in enumerate(lines, start=1):
-        row = _parse_line(path, number, line)
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            if number == len(lines):
+                break
+            raise UserError(f"{where}: not JSON ({error})") from error
         if isinstance(row, dict) and "event" in row:
-            continue
-        step = row.get("step") if isinstance(row, dict) else None
-        if type(step) is not int or not 0 <= step < 2**63:
-            raise UserError(f"{path}, line {number}: not a metrics row: it has no integer step")
-        for key, value in row.items():
-            is_number = type(value) in (int, float) and abs(value) <= sys.float_info.max
-            if key != "non_finite" and value is not None and not is_number:
-                raise UserError(
-                    f"{path}, line {number}: {key} is {value!r:.60}, not a finite number"
-                )
-        if rows and row["step"] <= rows[-1]["step"]:
-            raise UserError(
-                f"{path}, line {number}: step {row['step']} after step {rows[-1]['step']}; steps "
-                "must increase"
-            )
-        rows.append(row)
-    return rows
+            _require_event(row, where)
+        else:
+            last_step = _require_row(row, last_step, where)
+        found.append((line, row))
+    return found
+
+
+def _require_event(row: dict[str, Any], where: str) -> None:
+    name, step = row["event"], row.get("after_step")
+    if not isinstance(name, str) or not _is_step(step):
+        raise UserError(
+            f"{where}: an event needs a name and the integer after_step; "
+            f"it has {name!r:.60} and {step!r:.60}"
+        )
+
+
+def _require_row(row: Any, last_step: int, where: str) -> int:
+    """The step of a row of metrics, which must be above `last_step`."""
+    if not isinstance(row, dict) or not _is_step(row.get("step")):
+        raise UserError(f"{where}: not a metrics row: it has no integer step")
+    step: int = row["step"]
+    for key, value in row.items():
+        is_number = type(value) in (int, float) and abs(value) <= sys.float_info.max
+        if key != "non_finite" and value is not None and not is_number:
+            raise UserError(f"{where}: {key} is {value!r:.60}, not a finite number")
+    if step <= last_step:
+        raise UserError(f"{where}: step {step} after step {last_step}; steps must increase")
+    return step
+
+
+def _is_step(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
 
 
 def _is_finite(value: float | None) -> bool:

@@ -1,86 +1,99 @@
 """The report's tables: outcomes of the runs, benchmark results, settings that differ.
 
 Text from a run's files is untrusted: it becomes plain strings with visible control characters, and
-the template escapes them. Not here: the curves (figures.py).
+the template escapes them. Not here: the numbers of a run (outcomes.py), the curves (figures.py).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from stable_opd_mcore.config.guard import GuardConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.printable_text import beginning, printable
-from stable_opd_mcore.monitoring.figures import WINDOW, Row, trailing_mean
+from stable_opd_mcore.monitoring.figures import WINDOW, Row
+from stable_opd_mcore.monitoring.outcomes import defined, first_symptoms, outcome
 
 CONFIG_FILE = "config.resolved.yaml"
 EVALUATION_FILES = "evaluation/*/results.json"  # of a run's evaluated models
 MISSING = "\N{EN DASH}"
-
 MAX_CELL = 200  # characters of a cell; of a longer one the beginning is kept
+MAX_ROWS = 100  # of a table
 
-# {"columns": [str], "rows": [[str]], "texts": number of leading columns that hold words}; a
-# shortened one also has "left_out", the number of rows that it lacks
-Table = dict[str, Any]
+
+@dataclass
+class Table:
+    """A table of texts. Rows beyond MAX_ROWS are counted and not kept."""
+
+    columns: list[str]
+    texts: int = 1  # number of leading columns that hold words
+    rows: list[list[str]] = field(default_factory=list)
+    left_out: int = 0
+
+    def add(self, cells: Sequence[Any]) -> None:
+        """One more row; numbers and texts become short printable texts."""
+        if len(self.rows) < MAX_ROWS:
+            self.rows.append([_cell(cell) for cell in cells])
+        else:
+            self.left_out += 1
 
 
 def outcome_table(runs: Sequence[tuple[str, Path, Sequence[Row]]]) -> Table:
-    """One row per run: accuracy at start, peak and end; highest and last truncation, repetition.
+    """One row per run (its name, directory, rows): its outcome, and the first symptoms.
 
     The gap recovered is (accuracy at end - at start) / (teacher's - at start), docs/method.md §5,
     if the run's settings hold the teacher's accuracy (`evaluation.teacher_accuracy`).
     """
-    columns = [
-        "run",
-        "directory",
-        "steps",
-        "accuracy at start",
-        "accuracy at peak",
-        "accuracy at end",
-        "gap recovered",
-        "truncated at worst",
-        "truncated at end",
-        "repetitive at worst",
-        "repetitive at end",
-        "length at end",
-        "tokens per second",
+    columns = ["run", "first symptoms of a collapse", "steps"]
+    columns += [f"accuracy at {when}" for when in ("start", "peak", "end")] + ["gap recovered"]
+    columns += [
+        f"{what} at {when}" for what in ("truncated", "repetitive") for when in ("worst", "end")
     ]
-    return {
-        "columns": columns,
-        "rows": [
-            [label, printable(directory.name), *_outcome(rows, _teacher_accuracy(directory))]
-            for label, directory, rows in runs
-        ],
-        "texts": 2,
-    }
+    table = Table([*columns, "length at end", "tokens per second"], texts=2)
+    for name, directory, rows in runs:
+        found = outcome(rows)
+        start, end = found.initial_accuracy, found.final_accuracy
+        distance = _teacher_accuracy(directory) - start
+        gap = (end - start) / distance if distance else math.nan
+        table.add(
+            [
+                *(name, verdict(rows), f"{rows[-1]['step']:,}"),
+                *(start, found.peak_accuracy, end, gap),
+                *(found.max_truncation_rate, found.final_truncation_rate),
+                *(found.max_repetition_rate, found.final_repetition_rate),
+                _mean(defined(rows, "rollout/response_length_mean")[-WINDOW:]),
+                _mean(defined(rows, "throughput/tokens_per_second")),
+            ]
+        )
+    return table
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """The first symptoms of a collapse in words; MISSING where there are too few rollouts."""
+    found = first_symptoms(rows)
+    if found is None:
+        watched = defined(rows, "rollout/truncation_rate")
+        return "none" if len(watched) > GuardConfig().baseline else MISSING
+    step, symptoms = found
+    return f"step {step:,}: " + ", ".join(symptom.metric for symptom in symptoms)
 
 
 def table_of_records(records: Sequence[Mapping[str, Any]]) -> Table:
     """Any list of flat records (a summary.json's `arms`), columns in order of appearance."""
-    columns = list(dict.fromkeys(key for record in records for key in record))
-    rows = [[_cell(record.get(key)) for key in columns] for record in records]
-    words = [any(isinstance(record.get(key), str) for record in records) for key in columns]
-    return {
-        "columns": [column.replace("_", " ") for column in columns],
-        "rows": rows,
-        "texts": (*words, False).index(False),
-    }
-
-
-def shortened(table: Table | None, rows: int) -> Table | None:
-    """The table with at most `rows` rows, and the beginning of long cells."""
-    if table is None:
-        return None
-    return table | {
-        "columns": [beginning(name, MAX_CELL) for name in table["columns"]],
-        "rows": [[beginning(cell, MAX_CELL) for cell in row] for row in table["rows"][:rows]],
-        "left_out": max(0, len(table["rows"]) - rows),
-    }
+    keys = list(dict.fromkeys(key for record in records for key in record))
+    words = [any(isinstance(record.get(key), str) for record in records) for key in keys]
+    table = Table([key.replace("_", " ") for key in keys], texts=(*words, False).index(False))
+    for record in records:
+        table.add([record.get(key) for key in keys])
+    return table
 
 
 def config_differences(runs: Sequence[tuple[str, Path]]) -> Table | None:
@@ -95,16 +108,15 @@ def config_differences(runs: Sequence[tuple[str, Path]]) -> Table | None:
     settings: dict[str, list[dict[str, str]]] = {label: [] for label in labels}
     for label, directory in runs:
         settings[label].append(_flat_config(directory / CONFIG_FILE))
-    keys = sorted({key for group in settings.values() for flat in group for key in flat})
-    rows = []
-    for key in keys:
+    table = Table(["setting", *(beginning(label, MAX_CELL) for label in labels)])
+    for key in sorted({key for group in settings.values() for flat in group for key in flat}):
         cells = [
             ", ".join(dict.fromkeys(flat.get(key, MISSING) for flat in settings[label]))
             for label in labels
         ]
         if len(set(cells)) > 1:
-            rows.append([key, *cells])
-    return {"columns": ["setting", *labels], "rows": rows, "texts": 1} if rows else None
+            table.add([key, *cells])
+    return table if table.rows else None
 
 
 def benchmark_table(runs: Sequence[tuple[str, Path]]) -> Table | None:
@@ -113,65 +125,52 @@ def benchmark_table(runs: Sequence[tuple[str, Path]]) -> Table | None:
     Raises:
         UserError: a results.json has no mapping of benchmarks; the message names the file.
     """
+    columns = ["benchmark", "run", "problems", "k", "accuracy", "95 % interval"]
+    table = Table([*columns, "truncated", "repetitive", "tokens"], texts=2)
     results = [
-        (f"{label}, {printable(path.parent.name)}", _evaluation(path))
-        for label, directory in runs
+        (f"{name}, {path.parent.name}", _evaluation(path))
+        for name, directory in runs
         for path in sorted(directory.glob(EVALUATION_FILES))
     ]
-    names = list(dict.fromkeys(name for _, values in results for name in values))
-    rows = []
-    for name in names:
-        for label, values in results:
-            if name not in values:
+    for benchmark in dict.fromkeys(name for _, found in results for name in found):
+        for name, found in results:
+            if (result := found.get(benchmark)) is None:
                 continue
-            result = values[name]
             low, high = result.get("accuracy_low"), result.get("accuracy_high")
-            rows.append(
+            interval = None if low is None or high is None else f"{low:.3f} to {high:.3f}"
+            table.add(
                 [
-                    printable(name),
-                    label,
-                    _count(result.get("num_problems")),
-                    _count(result.get("num_samples")),
-                    _cell(result.get("accuracy")),
-                    MISSING if low is None or high is None else f"{_cell(low)} to {_cell(high)}",
-                    _cell(result.get("truncation_rate")),
-                    _cell(result.get("repetition_rate")),
+                    *(benchmark, name),
+                    *(_count(result.get(key)) for key in ("num_problems", "num_samples")),
+                    *(result.get("accuracy"), interval),
+                    *(result.get("truncation_rate"), result.get("repetition_rate")),
                     _count(result.get("response_length_mean")),
                 ]
             )
-    columns = ["benchmark", "run", "problems", "k", "accuracy", "95 % interval"]
-    columns += ["truncated", "repetitive", "tokens"]
-    return {"columns": columns, "rows": rows, "texts": 2} if rows else None
+    return table if table.rows else None
 
 
 def tiles(directory: Path, rows: Sequence[Row]) -> list[dict[str, str]]:
     """The state of one run in a few numbers: each with a name, a value and a note, in order."""
-    total = planned_steps(directory)
-    shown = [_tile("Step", f"{rows[-1]['step']:,}", "" if total is None else f"of {total:,}")]
-    held_out = _defined(rows, "eval/accuracy")
-    accuracy = held_out or _defined(rows, "rollout/accuracy")
-    if accuracy:
-        step, peak = max(accuracy, key=lambda pair: pair[1])
-        name = "Held-out accuracy" if held_out else "Rollout accuracy"
-        note = f"from {_cell(accuracy[0][1])}, peak {_cell(peak)} at step {step:,}"
-        shown.append(_tile(name, _cell(accuracy[-1][1]), note))
-    for key, name in (
-        ("rollout/truncation_rate", "Truncated"),
-        ("rollout/repetition_rate", "Repetitive"),
-    ):
-        means = trailing_mean([value for _, value in _defined(rows, key)])
-        if means and means[-1] is not None:
-            worst = max(mean for mean in means if mean is not None)
-            shown.append(_tile(name, f"{means[-1]:.1%}", f"at worst {worst:.1%}"))
-    lengths = [value for _, value in _defined(rows, "rollout/response_length_mean")]
-    if lengths:
-        tail = lengths[-WINDOW:]
-        shown.append(_tile("Length", f"{sum(tail) / len(tail):,.0f}", "tokens a response"))
-    speeds = [value for _, value in _defined(rows, "throughput/tokens_per_second")]
-    if speeds:
-        mean = sum(speeds) / len(speeds)
-        shown.append(_tile("Throughput", f"{mean:,.0f}", "tokens a second"))
-    return shown
+    total, found = planned_steps(directory), outcome(rows)
+    held_out = "Held-out accuracy" if defined(rows, "eval/accuracy") else "Rollout accuracy"
+    accuracy = f"from {_cell(found.initial_accuracy)}, peak {_cell(found.peak_accuracy)}"
+    length = _mean(defined(rows, "rollout/response_length_mean")[-WINDOW:])
+    speed = _mean(defined(rows, "throughput/tokens_per_second"))
+    shown = [
+        ("Step", f"{rows[-1]['step']:,}", "" if total is None else f"of {total:,}"),
+        ("First symptoms", *_halves(verdict(rows))),
+        (held_out, found.final_accuracy, accuracy),
+        ("Truncated", found.final_truncation_rate, f"at worst {found.max_truncation_rate:.3f}"),
+        ("Repetitive", found.final_repetition_rate, f"at worst {found.max_repetition_rate:.3f}"),
+        ("Length", length, "tokens a response"),
+        ("Throughput", speed, "tokens a second"),
+    ]
+    return [
+        {"name": name, "value": _cell(value), "note": note}
+        for name, value, note in shown
+        if _cell(value) != MISSING
+    ]
 
 
 def planned_steps(directory: Path) -> int | None:
@@ -199,53 +198,31 @@ def described(directory: Path) -> str:
     return " \N{MIDDLE DOT} ".join(parts)
 
 
-def _tile(name: str, value: str, note: str) -> dict[str, str]:
-    return {"name": name, "value": value, "note": note}
+def _halves(text: str) -> tuple[str, str]:
+    """The value of a tile and its note: what stands before the colon and after it."""
+    value, _, note = text.partition(": ")
+    return value, note
 
 
-def _teacher_accuracy(directory: Path) -> float | None:
-    stated = _flat_config(directory / CONFIG_FILE).get("evaluation.teacher_accuracy")
+def _teacher_accuracy(directory: Path) -> float:
+    """NaN where the run's settings have none."""
+    stated = _flat_config(directory / CONFIG_FILE).get("evaluation.teacher_accuracy", "")
     try:
-        return None if stated is None else float(stated)
+        return float(stated)
     except ValueError:  # "None", or no number
-        return None
+        return math.nan
 
 
-def _gap_recovered(start: float, end: float, teacher: float | None) -> float | None:
-    return None if teacher is None or teacher == start else (end - start) / (teacher - start)
-
-
-def _outcome(rows: Sequence[Row], teacher_accuracy: float | None) -> list[str]:
-    accuracy = _defined(rows, "eval/accuracy") or _defined(rows, "rollout/accuracy")
-    cells = [str(rows[-1]["step"])]
-    if accuracy:
-        step, peak = max(accuracy, key=lambda pair: pair[1])
-        start, end = accuracy[0][1], accuracy[-1][1]
-        recovered = _gap_recovered(start, end, teacher_accuracy)
-        cells += [_cell(start), f"{_cell(peak)} @ {step}", _cell(end), _cell(recovered)]
-    else:
-        cells += [MISSING] * 4
-    for key in ("rollout/truncation_rate", "rollout/repetition_rate"):
-        means = trailing_mean([value for _, value in _defined(rows, key)])
-        worst = max((mean for mean in means if mean is not None), default=None)
-        cells += [_cell(worst), _cell(means[-1] if means else None)]
-    for key in ("rollout/response_length_mean", "throughput/tokens_per_second"):
-        values = [value for _, value in _defined(rows, key)]
-        tail = values[-WINDOW:] if key.startswith("rollout") else values
-        cells.append(f"{sum(tail) / len(tail):,.0f}" if tail else MISSING)
-    return cells
-
-
-def _defined(rows: Sequence[Row], key: str) -> list[tuple[int, float]]:
-    return [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+def _mean(numbers: Sequence[float]) -> str:
+    return _count(sum(numbers) / len(numbers)) if numbers else MISSING
 
 
 def _cell(value: Any) -> str:
-    if value is None:
+    if value is None or value != value:
         return MISSING
-    if isinstance(value, float):
-        return f"{value:.3f}"
-    return printable(str(value))
+    return (
+        f"{value:.3f}" if isinstance(value, float) else beginning(printable(str(value)), MAX_CELL)
+    )
 
 
 def _count(value: Any) -> str:

@@ -4,7 +4,8 @@
 
 The page asks every two seconds whether the runs' files have changed, and then takes its figures,
 tables and events again. Rollouts are read when the reader asks for them. A run may be stopped,
-resumed or started while it is watched; a half-written line is left for the next look.
+resumed or started while it is watched, also in a folder of runs; a half-written line is left for
+the next look.
 
 The server listens on 127.0.0.1 and answers requests that name this machine only, so that a page of
 another site cannot read it through a name of its own. No part of a request becomes part of a path.
@@ -25,11 +26,20 @@ from threading import Lock
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from stable_opd_mcore.data.rollout_files import read_rollouts, rollout_path
+from stable_opd_mcore.data.rollout_files import rollout_path
 from stable_opd_mcore.data.token_files import read_tokens, token_path
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.monitoring.reader import LIVE, detail, listed, stored_steps, tokens_of
-from stable_opd_mcore.monitoring.report import ReportRun, named_runs, render_page
+from stable_opd_mcore.monitoring.chosen_runs import ReportRun, named_runs
+from stable_opd_mcore.monitoring.outcomes import defined
+from stable_opd_mcore.monitoring.reader import (
+    LIVE,
+    complete_rollouts,
+    detail,
+    listed,
+    stored_steps,
+    tokens_of,
+)
+from stable_opd_mcore.monitoring.report import render_page
 from stable_opd_mcore.monitoring.sinks import METRICS_FILE, read_metrics
 from stable_opd_mcore.monitoring.tables import CONFIG_FILE, EVALUATION_FILES, planned_steps
 from stable_opd_mcore.records import Rollout
@@ -50,7 +60,7 @@ class WatchServer(ThreadingHTTPServer):
     """Serves the live view of `runs`; `url` is its address.
 
     Args:
-        runs: run directories, which need not exist yet.
+        runs: run directories, which need not exist yet, or folders of them.
         port: 0 takes any free one.
 
     Raises:
@@ -60,7 +70,7 @@ class WatchServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, runs: Sequence[str | Path | ReportRun], port: int):
-        self.runs = named_runs(runs)
+        self._given = runs
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
@@ -71,6 +81,11 @@ class WatchServer(ThreadingHTTPServer):
         self.hosts = {f"{name}:{self.server_port}" for name in (HOST, "localhost")}
         self._page: tuple[str, bytes] = ("", b"")  # the version of the files, and the page of it
         self._lock = Lock()
+
+    @property
+    def runs(self) -> list[ReportRun]:
+        """The runs that are there now."""
+        return named_runs(self._given)
 
     def page(self) -> bytes:
         """The page as the files are now; what is wrong with them stands in it."""
@@ -86,11 +101,15 @@ class WatchServer(ThreadingHTTPServer):
 
     def version(self) -> str:
         """Another text whenever a file that the page shows has changed."""
-        names = (METRICS_FILE, CONFIG_FILE)
-        paths = [run.directory / name for run in self.runs for name in names]
-        for run in self.runs:
-            paths += sorted(run.directory.glob(EVALUATION_FILES))
-        stamps = [(path, _stamp(path)) for path in paths]
+        stamps = [
+            (path, _stamp(path))
+            for run in self.runs
+            for path in (
+                run.directory / METRICS_FILE,
+                run.directory / CONFIG_FILE,
+                *sorted(run.directory.glob(EVALUATION_FILES)),
+            )
+        ]
         return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]
 
 
@@ -146,29 +165,30 @@ class _Handler(BaseHTTPRequestHandler):
         return {"version": self.server.version(), "runs": states}
 
     def _steps(self) -> list[dict[str, Any]]:
-        return [{"label": r.label, "steps": stored_steps(r.directory)} for r in self.server.runs]
+        return [
+            {"label": run.name, "steps": stored_steps(run.directory)} for run in self.server.runs
+        ]
 
     def _rollouts(self, values: Mapping[str, str]) -> list[dict[str, Any]]:
-        number, run, step = self._chosen(values)
         search = values.get("search", "").lower()
-        records = _listed_rollouts(run.directory, step, number)
-        rollouts = _stored_rollouts(run.directory, step)
         return [
             record
-            for record, rollout in zip(records, rollouts, strict=True)
+            for rollout, record in self._chosen(values)[1]
             if search in rollout.prompt.text.lower() or search in rollout.text.lower()
         ]
 
     def _rollout(self, values: Mapping[str, str]) -> dict[str, Any]:
-        _, run, step = self._chosen(values)
-        rollouts = _stored_rollouts(run.directory, step)
-        index = _number(values, "index", len(rollouts))
-        stored = read_tokens(token_path(run.directory, step))
-        return detail(rollouts[index], tokens_of(rollouts[index], stored), LIVE)
+        tokens, rollouts = self._chosen(values)
+        rollout, _ = rollouts[_number(values, "index", len(rollouts))]
+        return detail(rollout, tokens_of(rollout, read_tokens(tokens)), LIVE)
 
-    def _chosen(self, values: Mapping[str, str]) -> tuple[int, ReportRun, int]:
-        number = _number(values, "run", len(self.server.runs))
-        return number, self.server.runs[number], _number(values, "step", 10**MAX_DIGITS)
+    def _chosen(self, values: Mapping[str, str]) -> tuple[Path, list[tuple[Rollout, Any]]]:
+        """The file of tokens and the rollouts of the run and step of a request."""
+        runs = self.server.runs
+        number = _number(values, "run", len(runs))
+        directory, step = runs[number].directory, _number(values, "step", 10**MAX_DIGITS)
+        path = rollout_path(directory, step)
+        return token_path(directory, step), _listed(path, _stamp(path), number, step)
 
     def _json(self, status: HTTPStatus, found: Any) -> None:
         text = json.dumps(found, allow_nan=False)
@@ -190,16 +210,17 @@ def run_state(run: ReportRun) -> dict[str, Any]:
     A run without a finished step has `step` None. Nothing says whether a process still trains it.
     """
     path = run.directory / METRICS_FILE
-    total = planned_steps(run.directory)
+    state = {"label": run.name, "step": None, "total": planned_steps(run.directory)}
+    state |= {"age": None, "left": None}
     try:
         rows, age = read_metrics(path), time.time() - path.stat().st_mtime
     except (UserError, OSError):  # not started, or being replaced; the page says what is wrong
-        return {"label": run.label, "step": None, "total": total, "age": None, "left": None}
-    times = [row["time/total"] for row in rows[-RECENT_ROWS:] if row.get("time/total")]
-    step, left = rows[-1]["step"], None
-    if total is not None and times:
-        left = max(0, total - step) * sum(times) / len(times)
-    return {"label": run.label, "step": step, "total": total, "age": max(0.0, age), "left": left}
+        return state
+    state |= {"step": rows[-1]["step"], "age": max(0.0, age)}
+    times = defined(rows[-RECENT_ROWS:], "time/total")
+    if state["total"] is not None and times:
+        state["left"] = max(0, state["total"] - state["step"]) * sum(times) / len(times)
+    return state
 
 
 class _Refused(Exception):
@@ -232,23 +253,10 @@ def _stamp(path: Path) -> tuple[int, int] | None:
     return found.st_mtime_ns, found.st_size
 
 
-def _stored_rollouts(directory: Path, step: int) -> list[Rollout]:
-    path = rollout_path(directory, step)
-    return _read_rollouts(path, _stamp(path))
-
-
-def _listed_rollouts(directory: Path, step: int, run: int) -> list[dict[str, Any]]:
-    return _list_rollouts(directory, step, run, _stamp(rollout_path(directory, step)))
-
-
 @lru_cache(maxsize=2)  # a step may have hundreds of megabytes, and its reader asks for each rollout
-def _read_rollouts(path: Path, _stamped: tuple[int, int] | None) -> list[Rollout]:
-    return read_rollouts(path, strict=False)
-
-
-@lru_cache(maxsize=8)
-def _list_rollouts(
-    directory: Path, step: int, run: int, _stamped: tuple[int, int] | None
-) -> list[dict[str, Any]]:
-    rollouts = _stored_rollouts(directory, step)
-    return [listed(rollout, run, step, index) for index, rollout in enumerate(rollouts)]
+def _listed(
+    path: Path, _stamped: tuple[int, int] | None, run: int, step: int
+) -> list[tuple[Rollout, dict[str, Any]]]:
+    """The rollouts of a file, with what the list shows of each."""
+    rollouts = enumerate(complete_rollouts(path))
+    return [(rollout, listed(rollout, run, step, index)) for index, rollout in rollouts]

@@ -7,8 +7,9 @@ import pytest
 
 from stable_opd_mcore.data.rollout_files import read_rollouts, rollout_path, write_rollouts
 from stable_opd_mcore.data.token_files import TokenText, token_path, write_tokens
+from stable_opd_mcore.monitoring.chosen_runs import ReportRun
 from stable_opd_mcore.monitoring.figures import FIGURES
-from stable_opd_mcore.monitoring.report import ReportRun, write_report
+from stable_opd_mcore.monitoring.report import write_report
 from stable_opd_mcore.monitoring.sinks import JsonlSink
 from stable_opd_mcore.monitoring.watch import WatchServer
 from stable_opd_mcore.records import Prompt, Rollout
@@ -91,12 +92,11 @@ def test_a_small_learning_rate_has_ticks_and_events_are_told(browser, tmp_path):
     open_report(browser, write_report([run], tmp_path / "report.html"))
     browser.run("document.querySelector('[aria-label^=\"Learning rate\"]').focus()")
     browser.press("ArrowLeft")
-    tip = browser.run("document.querySelector('.tip').textContent")
-    assert "step 30" in tip
-    assert "1.000e-6" in tip
+    tip = browser.run("document.querySelector('.plot:focus .tip').innerText")
+    assert re.sub(r"\s+", " ", tip).startswith("step 30 run 1e-6")
     assert "guard: roll back (after step 30)" in tip
     browser.press("ArrowLeft", times=2)
-    assert "step 28" in browser.run("document.querySelector('.tip').textContent")
+    assert "28" in browser.run("document.querySelector('.plot:focus .u-value').textContent")
     assert browser.console == []
 
 

@@ -108,8 +108,8 @@ def test_a_page_holds_the_last_the_first_and_the_worst_step_first(tmp_path):
         (step, sample) for step in (2, 10, 100) for sample in (0, 1)
     ]
     assert found["rollouts"][0]["detail"]["values"]["advantage"] == [0.5, 0.5]
-    text = embedded([("a", tmp_path, rows)], budget=1000)
-    assert len(text) <= 1000
+    text = embedded([("a", tmp_path, rows)], budget=1300)
+    assert len(text) <= 1300
     small = unpacked(text)
     assert {r["step"] for r in small["rollouts"]} == {2, 100}
     assert (small["runs"][0]["steps"], small["runs"][0]["stored"]) == ([2, 100], 3)

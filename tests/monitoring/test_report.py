@@ -4,6 +4,7 @@ import base64
 import gzip
 import json
 import random
+import re
 from html.parser import HTMLParser
 
 import pytest
@@ -11,10 +12,11 @@ import pytest
 from stable_opd_mcore.data.rollout_files import rollout_path, write_rollouts
 from stable_opd_mcore.data.token_files import TokenText, token_path, write_tokens
 from stable_opd_mcore.monitoring import report as page_maker
+from stable_opd_mcore.monitoring.chosen_runs import ReportRun
 from stable_opd_mcore.monitoring.figures import FIGURES
 from stable_opd_mcore.monitoring.names import NAMES
 from stable_opd_mcore.monitoring.reader import BUDGET_BYTES, ROLLOUTS_PER_STEP
-from stable_opd_mcore.monitoring.report import MAX_BYTES, ReportRun, write_report
+from stable_opd_mcore.monitoring.report import MAX_BYTES, write_report
 from stable_opd_mcore.records import Prompt, Rollout
 from tests.monitoring.make_run import HOSTILE, make_run
 
@@ -69,7 +71,7 @@ def test_one_run(tmp_path):
     page = page_of(write_report([run], tmp_path / "out" / "report.html"))
     panels = sum(len(figure.panels) for figure in FIGURES) - 1  # kl/reference has no values
     assert page.count("div", **{"class": "plot"}) == panels
-    assert [len(figure) for figure in data_of(page)[0]["figures"]] == [6, 3, 4, 7, 3, 5, 6, 6]
+    assert [len(figure) for figure in data_of(page)[0]["figures"]] == [6, 3, 4, 9, 3, 5, 6, 6]
     assert page.count("div", **{"class": "legend"}) == 0
     assert page.elements.count(("h1", {})) == 1
     assert {"a-run", "Held-out accuracy", "aime24"} <= set(page.text)
@@ -93,7 +95,7 @@ def test_events_are_listed_and_marked(tmp_path):
     page = page_of(write_report(runs, tmp_path / "r.html"))
     mark = {"run": 1, "step": 2, "title": "guard: raise beta"}
     assert data_of(page)[0]["events"] == [mark]
-    assert {"after step 2", "guard: raise beta", "evidence.slope: 0.5"} <= set(page.text)
+    assert {"after step 2", "guard: raise beta", "slope: 0.5"} <= set(page.text)
 
 
 def test_eight_hundred_steps_fit_into_two_megabytes(tmp_path):
@@ -134,31 +136,19 @@ def test_the_largest_runs_fit_into_two_megabytes_and_the_page_says_what_is_left_
     assert report.stat().st_size <= MAX_BYTES
     page = page_of(report)
     text = " ".join(page.text)
-    shown = page_maker.DETAILS[2]
-    assert f"Curves have at most {shown.points} points" in text
     assert "200 more rows are left out" in text  # of 300 settings that differ
     assert "The first and the last 25 of a run are kept; 1,500 are left out" in text
     (section,) = data_of(page)
-    assert [max(map(len, section["steps"])), len(section["events"])] == [200, 100]
+    longest = max(map(len, section["steps"]))
+    assert 200 <= longest <= int(re.search(r"Curves have at most (\d+) points", text)[1])
+    assert len(section["events"]) == 100
     found = rollouts_of(page)
     assert found["rollouts"]
     assert {run["stored"] for run in found["runs"]} == {2}
 
 
-def test_metrics_of_no_figure_are_left_out_first_and_too_many_runs_are_refused(
-    tmp_path, monkeypatch
-):
-    runs = [make_run(tmp_path / name, 60) for name in ("a", "b")]
-    own = {f"own/metric_{number}": 0.5 for number in range(30)}
-    for run in runs:
-        rows = [json.loads(line) | own for line in (run / "metrics.jsonl").open()]
-        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    whole = write_report(runs, tmp_path / "r.html").stat().st_size
-    monkeypatch.setattr(page_maker, "LEAST_ROLLOUT_BYTES", 1_000)
-    monkeypatch.setattr(page_maker, "MAX_BYTES", whole - 30_000)
-    report = write_report(runs, tmp_path / "r.html")
-    assert report.stat().st_size <= whole - 30_000
-    assert "Metrics of no figure are left out" in " ".join(page_of(report).text)
+def test_too_many_runs_are_refused(tmp_path, monkeypatch):
+    runs = [make_run(tmp_path / name, 2) for name in ("a", "b")]
     monkeypatch.setattr(page_maker, "MAX_BYTES", 50_000)
     with pytest.raises(ValueError, match="2 runs do not fit into a page of 0 MB: give fewer"):
         write_report(runs, tmp_path / "r.html")
@@ -167,7 +157,11 @@ def test_metrics_of_no_figure_are_left_out_first_and_too_many_runs_are_refused(
 def test_the_page_refers_to_nothing_outside_itself(tmp_path):
     page = page_of(write_report([make_run(tmp_path / "a-run")], tmp_path / "report.html"))
     links = [a[key] for _, a in page.elements for key in ("src", "href") if key in a]
-    assert links == ["data:,", "#figures", "#rollouts"]
+    assert {link.partition("-")[0] for link in links} == {
+        "data:,", "#index", "#figure", "#rollouts",
+    }  # fmt: skip
+    targets = {a["id"] for _, a in page.elements if "id" in a}
+    assert {link[1:] for link in links if link[0] == "#"} <= targets
     (policy,) = [a["content"] for t, a in page.elements if a.get("http-equiv")]
     assert policy.startswith("default-src 'none'")
 
@@ -197,10 +191,18 @@ def test_a_label_has_one_colour_in_all_sections_and_seeds(tmp_path):
     assert "Other stops." in page.text
 
 
-def test_equal_directory_names_get_different_labels(tmp_path):
-    runs = [make_run(tmp_path / parent / "run", 2) for parent in ("x", "y")]
-    (section,) = data_of(page_of(write_report(runs, tmp_path / "r.html")))
+def test_a_folder_of_runs_whose_last_lines_are_cut(tmp_path):
+    for parent in ("x", "y"):
+        run = make_run(tmp_path / parent / "run", 2)
+        tokens = token_path(run, 2)
+        write_tokens(tokens, [TokenText("train:0", 0, ("a", "b"), {}, None)])
+        for path in (run / "metrics.jsonl", rollout_path(run, 2), tokens):
+            path.write_bytes(path.read_bytes() + b'{"cut": "of')
+    page = page_of(write_report([tmp_path], tmp_path / "r.html"))
+    (section,) = data_of(page)
     assert [label["name"] for label in section["labels"]] == ["x/run", "y/run"]
+    assert [run["label"] for run in rollouts_of(page)["runs"]] == ["x/run", "y/run"]
+    assert len(rollouts_of(page)["rollouts"]) == 8
 
 
 def test_hostile_text_stays_text(tmp_path):
@@ -232,7 +234,7 @@ def test_broken_runs_are_named_and_nothing_is_written(tmp_path):
     with pytest.raises(ValueError, match="loop"):
         write_report([tmp_path / "loop"], tmp_path / "r.html")
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "loss/total": NaNN}\n')
+        file.write('{"step": 4, "loss/total": NaNN}\n{"step": 5}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 5: not JSON"):
         write_report([run], tmp_path / "r.html")
     other = make_run(tmp_path / "other", 3)

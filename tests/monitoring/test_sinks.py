@@ -55,10 +55,12 @@ def test_resuming_rewrites_the_steps_after_the_checkpoint_only(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["m.jsonl"]
 
 
-def test_a_line_cut_by_a_kill_is_dropped_on_resume(tmp_path):
+@pytest.mark.parametrize("end", [b"", b"\n", b"\x00\x00\n\n"])
+def test_a_last_line_cut_by_a_kill_is_not_read_and_dropped_on_resume(tmp_path, end):
     path = tmp_path / "m.jsonl"
     write_steps(path, range(3))
-    path.write_bytes(path.read_bytes() + b'{"step": 3, "loss/to')
+    path.write_bytes(path.read_bytes() + b'{"step": 3, "loss/to' + end)
+    assert [row["step"] for row in read_metrics(path)] == [0, 1, 2]
     write_steps(path, [3], first_step=3)
     assert [row["step"] for row in read_metrics(path)] == [0, 1, 2, 3]
 

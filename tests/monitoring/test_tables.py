@@ -6,6 +6,7 @@ import pytest
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.monitoring.tables import (
+    MAX_ROWS,
     MISSING,
     benchmark_table,
     config_differences,
@@ -13,6 +14,7 @@ from stable_opd_mcore.monitoring.tables import (
     outcome_table,
     table_of_records,
     tiles,
+    verdict,
 )
 from tests.monitoring.make_run import make_run
 
@@ -23,12 +25,12 @@ def test_outcomes(tmp_path):
         for step, accuracy in enumerate([0.25, None, None, 0.75, None, None, 0.5])
     ]
     table = outcome_table([("run", tmp_path / "x", rows)])
-    assert dict(zip(table["columns"], table["rows"][0], strict=True)) == {
+    assert dict(zip(table.columns, table.rows[0], strict=True)) == {
         "run": "run",
-        "directory": "x",
+        "first symptoms of a collapse": MISSING,
         "steps": "6",
         "accuracy at start": "0.250",
-        "accuracy at peak": "0.750 @ 3",
+        "accuracy at peak": "0.750",
         "accuracy at end": "0.500",
         "gap recovered": MISSING,
         "truncated at worst": "0.200",
@@ -44,16 +46,29 @@ def test_the_gap_recovered_needs_the_teachers_accuracy(tmp_path):
     run = make_run(tmp_path / "run", 1, evaluation={"teacher_accuracy": 0.75})
     rows = [{"step": 0, "eval/accuracy": 0.25}, {"step": 1, "eval/accuracy": 0.5}]
     table = outcome_table([("run", run, rows)])
-    assert table["rows"][0][table["columns"].index("gap recovered")] == "0.500"
+    assert table.rows[0][table.columns.index("gap recovered")] == "0.500"
+
+
+def test_a_verdict_is_computed():
+    rows = [{"step": step, "rollout/truncation_rate": float(step > 30)} for step in range(40)]
+    assert verdict(rows[:20]) == MISSING
+    assert verdict(rows[:30]) == "none"
+    assert verdict(rows) == "step 31: rollout/truncation_rate"
 
 
 def test_records_become_a_table():
     table = table_of_records(
         [{"act": "a", "seed": 0, "peak_accuracy": 0.5}, {"act": "b", "x": None}]
     )
-    assert table["columns"] == ["act", "seed", "peak accuracy", "x"]
-    assert table["texts"] == 1
-    assert table["rows"] == [["a", "0", "0.500", MISSING], ["b", MISSING, MISSING, MISSING]]
+    assert table.columns == ["act", "seed", "peak accuracy", "x"]
+    assert table.texts == 1
+    assert table.rows == [["a", "0", "0.500", MISSING], ["b", MISSING, MISSING, MISSING]]
+
+
+def test_a_long_table_counts_what_it_leaves_out():
+    table = table_of_records([{"a": "x" * 300}] * (MAX_ROWS + 7))
+    assert (len(table.rows), table.left_out) == (MAX_ROWS, 7)
+    assert len(table.rows[0][0]) == 201
 
 
 def test_settings_that_differ_are_listed_by_label_without_run_names(tmp_path):
@@ -61,8 +76,8 @@ def test_settings_that_differ_are_listed_by_label_without_run_names(tmp_path):
     held = [make_run(tmp_path / f"kl-{seed}", 1, beta=0.5) for seed in range(2)]
     runs = [("opd", plain), ("kl", held[0]), ("kl", held[1])]
     table = config_differences(runs)
-    assert table["columns"] == ["setting", "opd", "kl"]
-    assert table["rows"] == [["kl.beta", "0.0", "0.5"]]
+    assert table.columns == ["setting", "opd", "kl"]
+    assert table.rows == [["kl.beta", "0.0", "0.5"]]
     assert config_differences(runs[1:]) is None
 
 
@@ -75,11 +90,11 @@ def test_benchmarks_of_several_runs_stand_side_by_side(tmp_path):
         file.write_text(json.dumps({"benchmarks": {"aime24": values}}))
     runs = [("run a", tmp_path / "a"), ("none", tmp_path / "c"), ("run b", tmp_path / "b")]
     table = benchmark_table(runs)
-    assert [row[:6] for row in table["rows"]] == [
+    assert [row[:6] for row in table.rows] == [
         ["aime24", "run a, step_000008", "30", "16", "0.250", "0.100 to 0.600"],
         ["aime24", "run b, step_000008", "30", "16", "0.500", "0.100 to 0.600"],
     ]
-    assert table["rows"][0][6:] == [MISSING, MISSING, "1,234"]
+    assert table.rows[0][6:] == [MISSING, MISSING, "1,234"]
     assert benchmark_table(runs[1:2]) is None
     file.write_text("[1]")
     with pytest.raises(UserError, match=r"b/evaluation/.*/results\.json: expected one mapping"):
@@ -94,8 +109,8 @@ def test_the_tiles_of_a_run_say_where_it_stands(tmp_path):
     ]
     tiles_of = {tile["name"]: (tile["value"], tile["note"]) for tile in tiles(run, rows)}
     assert tiles_of["Step"] == ("2", "of 800")
-    assert tiles_of["Held-out accuracy"] == ("0.500", "from 0.250, peak 0.750 at step 1")
-    assert tiles_of["Truncated"] == ("8.3%", "at worst 12.5%")
+    assert tiles_of["Held-out accuracy"] == ("0.500", "from 0.250, peak 0.750")
+    assert tiles_of["Truncated"] == ("0.083", "at worst 0.083")
     assert "Length" not in tiles_of
 
 

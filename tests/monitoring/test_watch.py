@@ -8,7 +8,7 @@ from threading import Thread
 import pytest
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.monitoring.report import ReportRun
+from stable_opd_mcore.monitoring.chosen_runs import ReportRun
 from stable_opd_mcore.monitoring.sinks import JsonlSink
 from stable_opd_mcore.monitoring.watch import WatchServer, run_state
 from tests.monitoring.make_run import HOSTILE, make_run
@@ -117,6 +117,18 @@ def test_a_run_is_watched_from_before_its_start_over_a_restart(tmp_path):
         assert b"line 1: not JSON" in ask(server, "/")[1]
 
 
+def test_a_folder_is_watched_with_the_runs_that_appear_in_it(tmp_path):
+    make_run(tmp_path / "a" / "opd", 2)
+    with served(tmp_path) as server:
+        assert [state["label"] for state in found(server, "/version")["runs"]] == ["opd"]
+        run = make_run(tmp_path / "b" / "opd", 3)
+        rollouts = run / "rollouts" / "step_000003.jsonl"
+        rollouts.write_bytes(rollouts.read_bytes() + b'{"prompt_id": "tra')  # being copied
+        assert [run["label"] for run in found(server, "/rollout-steps")] == ["a/opd", "b/opd"]
+        assert len(found(server, "/rollouts?run=1&step=3")) == 2
+        assert b"<h1>a/opd, b/opd</h1>" in ask(server, "/")[1]
+
+
 def test_one_run_that_cannot_be_read_does_not_hide_the_others(tmp_path):
     run = make_run(tmp_path / "good", 3)
     with served(run, tmp_path / "missing") as server:
@@ -133,7 +145,7 @@ def test_the_time_left_is_that_of_the_last_steps(tmp_path):
     for step in range(1, 41):
         sink.write(step, {"time/total": 100.0 if step <= 20 else 2.0})
     sink.close()
-    state = run_state(ReportRun(run, "run"))
+    state = run_state(ReportRun(run, "run", name="run"))
     assert (state["step"], state["total"], state["left"]) == (40, 800, 1520.0)
 
 

@@ -104,7 +104,8 @@
 
   function verdict(rollout) {
     if (rollout.reward === null) return badge("not graded", "");
-    return rollout.reward > 0 ? badge("right", "right") : badge("wrong", "wrong");
+    if (rollout.reward <= 0) return badge("wrong", "wrong");
+    return rollout.finish === "stop" ? badge("right", "right") : badge("right, not finished", "flag");
   }
 
   function listItem(rollout, index) {

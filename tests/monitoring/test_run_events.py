@@ -1,6 +1,6 @@
 """Events as the report shows them: titles, changed settings, evidence, hostile details."""
 
-from stable_opd_mcore.monitoring.events import MAX_CHARACTERS, MAX_LINES, marks
+from stable_opd_mcore.monitoring.run_events import MAX_CHARACTERS, MAX_LINES, marks
 
 
 def test_changed_settings_and_a_guards_action():
@@ -33,7 +33,7 @@ def test_changed_settings_and_a_guards_action():
             "run": 1,
             "step": 5,
             "title": "guard: raise beta",
-            "lines": ["evidence.rates: truncation 0.1235", "evidence.steps: [1, 2]"],
+            "lines": ["rates: truncation 0.1235", "steps: 1; 2"],
         },
         {
             "run": 1,
@@ -53,6 +53,6 @@ def test_long_deep_and_hostile_details_are_bounded_text():
         [{"event": "e\x00", "after_step": 0, "changes": {"k": "odd"}, "d": deep} | details], 0
     )
     assert mark["title"] == "e␀"
-    assert mark["lines"][:2] == ["k: odd", "d.in.in.in: 1 values"]
-    assert mark["lines"][2] == "key0: �" + "a" * (MAX_CHARACTERS - 1) + "…"
+    assert mark["lines"][:2] == ["k: odd", "in: in in in 1 values"]
+    assert mark["lines"][2] == "key0: �" + "a" * (MAX_CHARACTERS - 7) + "…"
     assert mark["lines"][MAX_LINES:] == [f"{32 - MAX_LINES} more"]

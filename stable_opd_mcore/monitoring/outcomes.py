@@ -1,0 +1,94 @@
+"""What came out of a run: accuracy, truncation, repetition, the first symptoms of a collapse.
+
+All of it is computed from the rows of metrics.jsonl, the same for the report, the live view and the
+demo's summary. Not here: how it is shown (tables.py, demo/run.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stable_opd_mcore.config.guard import GuardConfig
+from stable_opd_mcore.monitoring.figures import WINDOW, Row
+from stable_opd_mcore.monitoring.onset import Symptom, learn, observe, symptoms
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run in numbers; NaN where it has no value.
+
+    Accuracies are those of held-out evaluations (`greedy_`: greedy ones), or of rollouts in a run
+    without evaluations. Rates are 5-step means over rollouts, or single evaluations in a run
+    without rollouts.
+    """
+
+    initial_accuracy: float
+    peak_accuracy: float
+    lowest_accuracy_after_peak: float
+    final_accuracy: float
+    max_truncation_rate: float
+    final_truncation_rate: float
+    max_repetition_rate: float
+    final_repetition_rate: float
+    greedy_initial_accuracy: float
+    greedy_final_accuracy: float
+
+
+def outcome(rows: Sequence[Row]) -> Outcome:
+    """The outcome of a run with these rows."""
+    accuracy = defined(rows, "eval/accuracy") or defined(rows, "rollout/accuracy") or [math.nan]
+    greedy = defined(rows, "eval_greedy/accuracy") or [math.nan]
+    truncation, repetition = (
+        window_means(defined(rows, f"rollout/{rate}"))
+        or defined(rows, f"eval/{rate}")
+        or [math.nan]
+        for rate in ("truncation_rate", "repetition_rate")
+    )
+    peak = accuracy.index(max(accuracy))
+    return Outcome(
+        initial_accuracy=accuracy[0],
+        peak_accuracy=accuracy[peak],
+        lowest_accuracy_after_peak=min(accuracy[peak:]),
+        final_accuracy=accuracy[-1],
+        max_truncation_rate=max(truncation),
+        final_truncation_rate=truncation[-1],
+        max_repetition_rate=max(repetition),
+        final_repetition_rate=repetition[-1],
+        greedy_initial_accuracy=greedy[0],
+        greedy_final_accuracy=greedy[-1],
+    )
+
+
+def _rates(rows: Sequence[Row], rate: str) -> list[float]:
+    means = window_means(defined(rows, f"rollout/{rate}"))
+    return means or defined(rows, f"eval/{rate}") or [math.nan]
+
+
+def defined(rows: Sequence[Row], key: str) -> list[float]:
+    """The defined values of a metric, in order."""
+    return [row[key] for row in rows if row.get(key) is not None]
+
+
+def window_means(numbers: Sequence[float], window: int = WINDOW) -> list[float]:
+    """Means of every `window` consecutive numbers; of fewer numbers their mean, of none nothing."""
+    window = min(window, len(numbers))
+    ends = range(window, len(numbers) + 1) if numbers else ()
+    return [sum(numbers[end - window : end]) / window for end in ends]
+
+
+def first_symptoms(rows: Sequence[Row]) -> tuple[int, list[Symptom]] | None:
+    """The first step after which the guard's detectors find symptoms, and these; None if never.
+
+    The detectors (docs/guard.md) have the default window and baseline, whatever the run's guard
+    was set to. None within the first `guard.baseline` steps.
+    """
+    settings, watched = GuardConfig(), {}
+    for row in rows:
+        watched = observe(watched, row, settings.window)
+        found = symptoms(watched, settings.window, settings.baseline)
+        if found:
+            return row["step"], found
+        watched = learn(watched, row, settings.baseline)
+    return None

@@ -1,0 +1,65 @@
+"""The events of a run as the report shows them: a step, a title and a line for each detail.
+
+Any object with "event" and "after_step" in metrics.jsonl is one: changed settings, what the guard
+did. Its other keys are its details. Text from the file is untrusted; it becomes printable here and
+the page shows it as text. Not here: reading the file (sinks.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stable_opd_mcore.host.printable_text import beginning, printable
+
+MAX_LINES = 12  # details of one event
+MAX_CHARACTERS = 200  # of one detail
+MAX_DEPTH = 3  # of mappings and lists inside details
+ARROW = "\N{RIGHTWARDS ARROW}"
+
+
+def marks(events: Sequence[Mapping[str, Any]], run: int) -> list[dict[str, Any]]:
+    """One record per event of the `run`-th run of a section: run, step, title, lines.
+
+    The title is the event's name with its "action", if it has one.
+    """
+    return [
+        {"run": run, "step": event["after_step"], "title": _title(event), "lines": _lines(event)}
+        for event in events
+    ]
+
+
+def _title(event: Mapping[str, Any]) -> str:
+    name = _short(event["event"].replace("_", " "))
+    action = event.get("action")
+    return f"{name}: {_short(action)}" if isinstance(action, str) else name
+
+
+def _lines(event: Mapping[str, Any]) -> list[str]:
+    """A line per detail; of a mapping, such as changed settings or evidence, a line per entry."""
+    lines: list[str] = []
+    for key, value in event.items():
+        if key in ("event", "after_step", "action"):
+            continue
+        entries = value if isinstance(value, Mapping) else {key: value}
+        separator = f" {ARROW} " if key == "changes" else "; "  # the old and the new value
+        lines += [_short(f"{name}: {_text(entry, separator)}") for name, entry in entries.items()]
+    left_out = len(lines) - MAX_LINES
+    return [*lines[:MAX_LINES], f"{left_out} more"] if left_out > 0 else lines
+
+
+def _text(value: Any, separator: str = "; ", depth: int = 0) -> str:
+    """A detail in one line."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, (Mapping, list)) and depth == MAX_DEPTH:
+        return f"{len(value)} values"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_text(item, depth=depth + 1)}" for key, item in value.items())
+    if isinstance(value, list):
+        return separator.join(_text(item, depth=depth + 1) for item in value[:MAX_LINES])
+    return "none" if value is None else str(value)
+
+
+def _short(text: str) -> str:
+    return printable(beginning(text, MAX_CHARACTERS))
