@@ -21,12 +21,13 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.host.atomic_files import naming_disk_errors
 from stable_opd_mcore.host.run_lock import (
+    LOCK_FILE,
     STALE_SECONDS,
-    RunLock,
     describe,
+    has_ended,
     heartbeat,
     in_use,
-    is_here,
+    read_holder,
 )
 from stable_opd_mcore.planning.hardware import GIB
 from stable_opd_mcore.planning.layout import Layout
@@ -78,23 +79,26 @@ def other_run(known: Known) -> Iterator[Finding]:
     On another machine only the heartbeat shows whether the holder lives; `train` waits for it.
     """
     home = known.config.run.path
-    lock = RunLock(home)
-    holder, beat = lock.holder(), heartbeat(lock.path)
-    if holder is None or beat is None:
+    path = home / LOCK_FILE
+    if not home.is_dir():
         return
-    age = time.time() - beat
-    if is_here(holder):
+    holder = read_holder(path)
+    if holder is None:
+        return
+    ended = has_ended(holder)
+    if ended is False:
         raise in_use(home, holder)
-    if age < STALE_SECONDS:
+    beat = heartbeat(path)
+    if ended is None and beat is not None and time.time() - beat < STALE_SECONDS:
         yield Finding(
             "warning",
             SUBJECT,
             f"{home}: another run may be training here",
             (
                 ("its lock names", describe(holder)),
-                ("last heartbeat", f"{age:.0f} s ago"),
+                ("last heartbeat", f"{time.time() - beat:.0f} s ago"),
             ),
-            f"`train` waits {STALE_SECONDS:.0f} s for a heartbeat, and ends if one comes",
+            f"`train` waits until the heartbeat is {STALE_SECONDS:.0f} s old, and ends if it beats",
             "stop the other run, or choose another run.name",
         )
 

@@ -1,6 +1,6 @@
 """The ablation: every arm's accuracy over seeds, with bootstrap intervals, as a table.
 
-Not here: the runs (recipe.py, run.py), the figure (ablation_figure.py).
+Not here: the runs (recipe.py, run.py) and their curves (monitoring/report.py).
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich import box
-from rich.table import Table
-
 from stable_opd_mcore.demo.summary import ArmSummary
+from stable_opd_mcore.monitoring.outcomes import Outcome
 
 RESAMPLES = 10_000
 COVERAGE = 0.95
@@ -36,7 +34,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class AblationRow:
-    """One arm over all seeds. Accuracies are of held-out problems; rates as in ArmSummary."""
+    """One arm over all seeds. Accuracies are of held-out problems; rates as in Outcome."""
 
     arm: str
     seeds: int
@@ -68,52 +66,24 @@ def bootstrap(values: Sequence[float], seed: int = 0) -> Estimate:
 def ablation_rows(arms: Sequence[ArmSummary]) -> list[AblationRow]:
     """One row for each arm, in the order of their first summaries."""
     return [
-        _row(name, [arm for arm in arms if arm.arm == name])
+        _row(name, [arm.outcome for arm in arms if arm.arm == name])
         for name in dict.fromkeys(arm.arm for arm in arms)
     ]
 
 
-def _row(name: str, runs: Sequence[ArmSummary]) -> AblationRow:
-    gains = [
-        (
-            run.final_accuracy - run.initial_accuracy,
-            run.greedy_final_accuracy - run.greedy_initial_accuracy,
-        )
-        for run in runs
-    ]
+def _row(name: str, runs: Sequence[Outcome]) -> AblationRow:
+    sampled = [run.final_accuracy - run.initial_accuracy for run in runs]
+    greedy = [run.greedy_final_accuracy - run.greedy_initial_accuracy for run in runs]
     return AblationRow(
         arm=name,
         seeds=len(runs),
         sampled=bootstrap([run.final_accuracy for run in runs]),
-        sampled_gain=bootstrap([sampled for sampled, _ in gains]),
+        sampled_gain=bootstrap(sampled),
         greedy=bootstrap([run.greedy_final_accuracy for run in runs]),
-        greedy_gain=bootstrap([greedy for _, greedy in gains]),
-        seeds_above_start=sum(min(gain) > 0 for gain in gains),
+        greedy_gain=bootstrap(greedy),
+        seeds_above_start=sum(min(gains) > 0 for gains in zip(sampled, greedy, strict=True)),
         max_truncation_rate=sum(run.max_truncation_rate for run in runs) / len(runs),
     )
-
-
-def ablation_table(rows: Sequence[AblationRow]) -> Table:
-    """The table for a terminal of 80 columns, without the differences to the start."""
-    table = Table(
-        title=f"accuracy at the end: mean of {max(row.seeds for row in rows)} seeds and "
-        f"{COVERAGE:.0%} bootstrap interval",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-    )
-    table.add_column("arm", no_wrap=True)
-    for heading in ("sampled", "greedy", "seeds above\nstart", "trunc\nmax"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            row.arm,
-            str(row.sampled),
-            str(row.greedy),
-            f"{row.seeds_above_start} of {row.seeds}",
-            f"{row.max_truncation_rate:.2f}",
-        )
-    return table
 
 
 def ablation_markdown(rows: Sequence[AblationRow]) -> str:

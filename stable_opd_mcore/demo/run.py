@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import asdict
 from pathlib import Path
 
 from rich import box
@@ -31,15 +30,15 @@ from rich.progress import (
 from rich.table import Column, Table
 
 from stable_opd_mcore.config.load import load_config, parse_config
-from stable_opd_mcore.demo.ablation import ablation_markdown, ablation_rows, ablation_table
-from stable_opd_mcore.demo.ablation_figure import ablation_figure
+from stable_opd_mcore.demo.ablation import ablation_markdown, ablation_rows
 from stable_opd_mcore.demo.recipe import ACTS, SHOWN, Job, demo_jobs
 from stable_opd_mcore.demo.relabel import swap_stop_tokens
 from stable_opd_mcore.demo.summary import ArmSummary, summarise
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.host.worker_processes import end_with_parent
-from stable_opd_mcore.monitoring.report import ReportRun, write_report
+from stable_opd_mcore.monitoring.chosen_runs import ReportRun
+from stable_opd_mcore.monitoring.report import write_report
 
 WORKERS = 2
 POLL_SECONDS = 1.0
@@ -70,7 +69,7 @@ def run_demo(directory: Path, num_seeds: int | None = None, act: str | None = No
     arms = [summarise(job) for job in jobs if job.arm is not None]
     summary = directory / (f"{act}.json" if act else "summary.json")
     report = directory / (f"{act}.html" if act else "report.html")
-    records = [asdict(arm) for arm in arms]
+    records = [arm.record() for arm in arms]
     write_atomically(summary, json.dumps({"arms": records}, indent=1).encode())
     runs = [ReportRun(job.directory, job.arm, job.act) for job in jobs if job.arm and job.act]
     write_report(
@@ -85,7 +84,10 @@ def run_demo(directory: Path, num_seeds: int | None = None, act: str | None = No
         console.print()
         console.print(summary_table(name, [arm for arm in arms if arm.act == name]))
     if act == "ablation":
-        _write_ablation(directory, arms, console)
+        table = directory / "ablation.md"
+        text = ablation_markdown(ablation_rows(arms))
+        write_atomically(table, text.encode())
+        console.print(f"\n{text}\ntable    {table}", markup=False, highlight=False, soft_wrap=True)
     console.print(
         "Accuracy on 256 held-out problems, sampled at temperature 1; greedy: at the end.\n"
         "trunc, rep: shares of truncated and of repetitive rollouts, 5-step means.",
@@ -95,26 +97,19 @@ def run_demo(directory: Path, num_seeds: int | None = None, act: str | None = No
     console.print(f"curves   {report}\nnumbers  {summary}", highlight=False, soft_wrap=True)
 
 
-def _write_ablation(directory: Path, arms: Sequence[ArmSummary], console: Console) -> None:
-    """Print the table with intervals; write it as ablation.md, and the figure as ablation.svg."""
-    rows = ablation_rows(arms)
-    table, figure = directory / "ablation.md", directory / "ablation.svg"
-    write_atomically(table, ablation_markdown(rows).encode())
-    write_atomically(figure, ablation_figure(rows, arms).encode())
-    console.print()
-    console.print(ablation_table(rows))
-    console.print(f"table    {table}\nfigure   {figure}", highlight=False, soft_wrap=True)
-
-
 def run_jobs(jobs: Sequence[Job]) -> None:
     """Run jobs in two worker processes, each after the jobs that it needs.
 
     Raises:
         UserError: a run failed, or a finished run has other settings; the message names the run.
     """
-    for job in jobs:
-        _require_same_settings(job)
     finished = {job.name for job in jobs if job.model.is_dir()}
+    for job in jobs:
+        if job.name in finished and not _has_same_settings(job):
+            raise UserError(
+                f"{job.directory} was made with other settings than this version's demo: remove "
+                "it, or choose another --directory"
+            )
     waiting = [job for job in jobs if job.name not in finished]
     running: dict[Future, Job] = {}
     os.environ["OMP_NUM_THREADS"] = "1"  # for the workers: more threads would compete for cores
@@ -145,10 +140,11 @@ def run_jobs(jobs: Sequence[Job]) -> None:
 
 def _outcome(arm: ArmSummary, job: Job) -> str:
     """Accuracy at start, peak and end; the highest truncation rate."""
+    found = arm.outcome
     return (
-        f"{job.name:<{NAME_WIDTH}} accuracy {arm.initial_accuracy:.2f} → "
-        f"{arm.peak_accuracy:.2f} → {arm.final_accuracy:.2f}  "
-        f"truncation {arm.max_truncation_rate:.2f}"
+        f"{job.name:<{NAME_WIDTH}} accuracy {found.initial_accuracy:.2f} → "
+        f"{found.peak_accuracy:.2f} → {found.final_accuracy:.2f}  "
+        f"truncation {found.max_truncation_rate:.2f}"
     )
 
 
@@ -189,16 +185,22 @@ class _Bars:
         self._progress.console.print(text, highlight=False)
 
 
-def _require_same_settings(job: Job) -> None:
-    """Refuse a finished run whose settings are not the recipe's."""
-    if job.config is None or not job.model.is_dir():
-        return
-    settings = load_config(job.directory / "config.resolved.yaml")
-    if settings != parse_config(job.config, origin="the demo's recipe"):
-        raise UserError(
-            f"{job.directory} was made with other settings than this version's demo: remove it, "
-            "or choose another --directory"
-        )
+def _has_same_settings(job: Job) -> bool:
+    """Whether the run in the job's directory, if any, was made with the recipe's settings.
+
+    Settings hold the paths of a run's models. Those of a demo that was copied or moved name its old
+    directory, and are compared as if they named the new one.
+    """
+    file = job.directory / "config.resolved.yaml"
+    if job.config is None or not file.is_file():
+        return True
+    settings, wanted = load_config(file), parse_config(job.config, origin="the demo's recipe")
+    old, new = (
+        json.dumps(str(one.run.path).removesuffix(job.name)).strip('"')
+        for one in (settings, wanted)
+    )
+    text = json.dumps(settings.model_dump(mode="json", by_alias=True)).replace(old, new)
+    return parse_config(json.loads(text), origin=str(file)) == wanted
 
 
 def _work(job: Job) -> None:
@@ -212,7 +214,8 @@ def _work(job: Job) -> None:
         return
     from stable_opd_mcore.train.loop import train
 
-    train(parse_config(job.config, origin="the demo's recipe"), show_progress=False)
+    config = parse_config(job.config, origin="the demo's recipe")
+    train(config, show_progress=False, accept_changes=_has_same_settings(job))
 
 
 def summary_table(act: str, arms: Sequence[ArmSummary]) -> Table:
@@ -220,31 +223,22 @@ def summary_table(act: str, arms: Sequence[ArmSummary]) -> Table:
     table = Table(
         title=act, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0)
     )
+    headings = ("seed", "start", "peak", "low", "end", "greedy", "trunc\nmax", "\nend")
     table.add_column("arm", no_wrap=True)
-    for heading in (
-        "seed",
-        "start",
-        "peak",
-        "low",
-        "end",
-        "greedy",
-        "trunc\nmax",
-        "\nend",
-        "rep\nmax",
-        "\nend",
-    ):
+    for heading in (*headings, "rep\nmax", "\nend"):
         table.add_column(heading, justify="right", no_wrap=True)
     for arm in arms:
+        found = arm.outcome
         numbers = (
-            arm.initial_accuracy,
-            arm.peak_accuracy,
-            arm.lowest_accuracy_after_peak,
-            arm.final_accuracy,
-            arm.greedy_final_accuracy,
-            arm.max_truncation_rate,
-            arm.final_truncation_rate,
-            arm.max_repetition_rate,
-            arm.final_repetition_rate,
+            found.initial_accuracy,
+            found.peak_accuracy,
+            found.lowest_accuracy_after_peak,
+            found.final_accuracy,
+            found.greedy_final_accuracy,
+            found.max_truncation_rate,
+            found.final_truncation_rate,
+            found.max_repetition_rate,
+            found.final_repetition_rate,
         )
         table.add_row(arm.arm, str(arm.seed), *(f"{number:.2f}" for number in numbers))
     return table
