@@ -281,11 +281,11 @@ def prepare(
     solution: Annotated[str | None, typer.Option(help="rows: the solution's; '': none.")] = None,
 ) -> None:
     """Make training sets without benchmark problems, as files for nodes without internet."""
-    from stable_opd_mcore.preparation.job import request_of
+    from stable_opd_mcore.preparation.job import job_of
     from stable_opd_mcore.preparation.prepare import prepare_data
 
     columns = {"problem": problem, "answer": answer, "solution": solution}
-    request = request_of(
+    job = job_of(
         student=student,
         student_revision=student_revision,
         recipe=recipe,
@@ -299,7 +299,7 @@ def prepare(
         processes=processes,
         columns={role: name for role, name in columns.items() if name is not None},
     )
-    prepare_data(request, typer.echo)
+    prepare_data(job, typer.echo)
 
 
 @app.command()

@@ -30,15 +30,11 @@ def length_statistics(lengths: Sequence[int], bins: Sequence[int]) -> dict[str, 
     }
 
 
-def output_entry(
-    sha256: str, num_bytes: int, problem_tokens: Sequence[int], solution_tokens: Sequence[int]
-) -> dict[str, Any]:
-    """What the manifest says of one output file."""
+def lengths_entry(problem_tokens: Sequence[int], solution_tokens: Sequence[int]) -> dict[str, Any]:
+    """What the manifest says of the rows of one output; 0: the row has no solution."""
     with_solution = [length for length in solution_tokens if length]
     return {
         "rows": len(problem_tokens),
-        "bytes": num_bytes,
-        "sha256": sha256,
         "problem_tokens": length_statistics(problem_tokens, _PROBLEM_BINS),
         "solution_tokens": length_statistics(with_solution, _SOLUTION_BINS),
     }

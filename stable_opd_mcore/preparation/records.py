@@ -1,4 +1,4 @@
-"""Records of the preparation: what a row offers, why one is dropped, and where the input is."""
+"""Records of the preparation: what a row offers, why one is dropped, and which files are read."""
 
 from __future__ import annotations
 
@@ -42,14 +42,3 @@ class InputFile:
     name: str  # in row names and in the manifest: the path inside the source
     num_bytes: int
     sha256: str
-
-
-@dataclass(frozen=True)
-class Part:
-    """The piece of a file that one process reads at a time: a row group, or a range of bytes."""
-
-    file: InputFile
-    first_row: int  # parquet counts rows from 0, JSON Lines count lines from 1
-    num_rows: int  # for JSON Lines: lines, blank ones included
-    start: int  # a row group's number, or the first byte
-    stop: int  # for JSON Lines: the byte after the last

@@ -2,61 +2,40 @@
 
 The order is that of a hash of the seed and the normalised problem: a shuffle that depends on
 nothing else. Rows with the same normalised problem stay together, so that no distillation prompt is
-trained on in the supervised run. Not here: the texts, which stay in the parts' files (spool.py).
+trained on in the supervised run.
 """
 
 from __future__ import annotations
 
 import hashlib
-from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from itertools import groupby
 
+from stable_opd_mcore.data.decontamination import problem_key
 from stable_opd_mcore.errors import DataError
-from stable_opd_mcore.preparation.spool import KeptRow
 
 
-@dataclass
-class KeptTable:
-    """All kept rows in the order of the input, as columns: about 40 bytes a row."""
-
-    keys: array[int] = field(default_factory=lambda: array("Q"))
-    parts: array[int] = field(default_factory=lambda: array("L"))
-    offsets: array[int] = field(default_factory=lambda: array("Q"))
-    lengths: array[int] = field(default_factory=lambda: array("L"))
-    problem_tokens: array[int] = field(default_factory=lambda: array("L"))
-    solution_tokens: array[int] = field(default_factory=lambda: array("L"))
-
-    def extend(self, part: int, rows: Iterable[KeptRow]) -> None:
-        for row in rows:
-            self.keys.append(int(row.key, 16))
-            self.parts.append(part)
-            self.offsets.append(row.offset)
-            self.lengths.append(row.length)
-            self.problem_tokens.append(row.problem_tokens)
-            self.solution_tokens.append(row.solution_tokens)
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    @property
-    def num_repeated(self) -> int:
-        """Rows whose normalised problem stands in an earlier row."""
-        return len(self) - len(set(self.keys))
+def row_key(problem: str) -> str:
+    """16 hex digits, hashed from the normalised problem: near-duplicates share them."""
+    return hashlib.blake2b(problem_key(problem).encode(), digest_size=8).hexdigest()
 
 
-def shuffled(table: KeptTable, seed: int) -> list[int]:
-    """The rows' numbers in the order of the hash; rows of one problem in the input's order."""
+def shuffled(keys: Sequence[str], rows: Sequence[int], seed: int) -> list[int]:
+    """The rows in the order of the hash; rows of one problem in the input's order.
+
+    Args:
+        keys: `row_key` of every row of the input.
+        rows: numbers of those that are ordered.
+    """
 
     def rank(row: int) -> bytes:
-        text = f"{seed}/{table.keys[row]:016x}".encode()
-        return hashlib.blake2b(text, digest_size=8).digest()
+        return hashlib.blake2b(f"{seed}/{keys[row]}".encode(), digest_size=8).digest()
 
-    return sorted(range(len(table)), key=rank)
+    return sorted(rows, key=rank)
 
 
 def split_rows(
-    table: KeptTable, order: Sequence[int], num_first: int
+    keys: Sequence[str], order: Sequence[int], num_first: int
 ) -> tuple[list[int], list[int]]:
     """The first `num_first` rows of the order, and the others; rows of one problem stay together.
 
@@ -71,12 +50,7 @@ def split_rows(
         )
     first: list[int] = []
     second: list[int] = []
-    position = 0
-    while position < len(order):
-        end = position + 1
-        while end < len(order) and table.keys[order[end]] == table.keys[order[position]]:
-            end += 1
-        group = order[position:end]
-        (first if len(first) + len(group) <= num_first else second).extend(group)
-        position = end
+    for _, group in groupby(order, key=keys.__getitem__):
+        rows = list(group)
+        (first if len(first) + len(rows) <= num_first else second).extend(rows)
     return first, second

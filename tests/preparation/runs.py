@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from stable_opd_mcore.preparation.job import Request, request_of
+from stable_opd_mcore.preparation.job import Job, job_of
 from tests.preparation.make_openr1 import make_rows, write_benchmarks, write_shards
 from tests.preparation.tokenizers import word_tokenizer
 
@@ -21,7 +21,7 @@ def make_inputs(folder: Path) -> list[str]:
     return reasons
 
 
-def request(inputs: Path, directory: Path, **changes: Any) -> Request:
+def small_job(inputs: Path, directory: Path, **changes: Any) -> Job:
     options: dict[str, Any] = {
         "student": str(inputs / "student"),
         "student_revision": None,
@@ -36,4 +36,4 @@ def request(inputs: Path, directory: Path, **changes: Any) -> Request:
         "processes": 1,
         "columns": {},
     }
-    return request_of(**options | changes)
+    return job_of(**options | changes)

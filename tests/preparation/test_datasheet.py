@@ -1,6 +1,6 @@
 """Length statistics and the page for people."""
 
-from stable_opd_mcore.preparation.datasheet import datasheet, length_statistics, output_entry
+from stable_opd_mcore.preparation.datasheet import datasheet, length_statistics, lengths_entry
 
 
 def test_bins_end_with_their_number():
@@ -14,7 +14,7 @@ def test_bins_end_with_their_number():
 
 
 def test_rows_without_a_solution_are_no_solution_of_length_0():
-    entry = output_entry("abc", 9, problem_tokens=[5, 6], solution_tokens=[0, 300])
+    entry = lengths_entry(problem_tokens=[5, 6], solution_tokens=[0, 300])
     assert entry["rows"] == 2
     assert entry["solution_tokens"]["mean"] == 300
 
@@ -27,7 +27,7 @@ def test_the_page_shows_counts_and_bars():
             "settings": {"recipe": "openr1"},
             "counts": {"read": 9, "kept": 7, "repeated_problems": 1, "dropped": {"proof": 2}},
             "outputs": {
-                "a.jsonl": output_entry("x", 1, [30] * 4, [5000] * 4),
+                "a.jsonl": lengths_entry([30] * 4, [5000] * 4),
                 "b.md": {"bytes": 1},
             },
         }

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.preparation.job import check, digest, facts_of
+from stable_opd_mcore.preparation.job import digest
 from tests.hub_server import COMMIT, hub_server, use_hub
-from tests.preparation.runs import make_inputs, request
+from tests.preparation.runs import make_inputs, small_job
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def inputs(tmp_path_factory):
 )
 def test_options_that_do_not_fit(inputs, changes, message):
     with pytest.raises(UserError, match=message):
-        check(request(inputs, inputs / "data", **changes))
+        small_job(inputs, inputs / "data", **changes)
 
 
 def test_data_and_student_come_from_the_hub_at_a_commit(inputs, tmp_path, monkeypatch):
@@ -47,45 +47,41 @@ def test_data_and_student_come_from_the_hub_at_a_commit(inputs, tmp_path, monkey
     with hub_server(repositories) as (url, asked):
         use_hub(monkeypatch, url, tmp_path / "cache")
         options = {"source": None, "revision": COMMIT, "student": "me/student"}
-        job = check(request(inputs, tmp_path, **options))
-    assert facts_of(job)["origin"] == f"open-r1/OpenR1-Math-220k@{COMMIT}"
-    local = check(request(inputs, tmp_path))
-    assert [(f.sha256, f.num_bytes) for f in job.files] == [
-        (f.sha256, f.num_bytes) for f in local.files
-    ]
+        job = small_job(inputs, tmp_path, **options)
+    assert job.facts["origin"] == f"open-r1/OpenR1-Math-220k@{COMMIT}"
+    local = small_job(inputs, tmp_path)
+    assert [file.sha256 for file in job.files] == [file.sha256 for file in local.files]
     assert job.rules == local.rules
     assert not any("safetensors" in path or "all/" in path for path in asked)
 
 
 def test_benchmarks_and_columns_are_checked_first(inputs, tmp_path):
     with pytest.raises(UserError, match=r"neither aime24\.jsonl nor aime24\.parquet in it"):
-        request(inputs, tmp_path, benchmarks=inputs / "empty", source="/gone")
+        small_job(inputs, tmp_path, benchmarks=inputs / "empty", source="/gone")
     options = {"recipe": "openr1-46k-8192", "sft_rows": 33_000}
     with pytest.raises(UserError, match=r"00000.*: no column 'prompt\.1\.content'; it has problem"):
-        check(request(inputs, tmp_path, **options))
+        small_job(inputs, tmp_path, **options)
     options = {"recipe": "rows", "sft_rows": 33_000, "columns": {"problem": ""}}
     with pytest.raises(UserError, match="--problem '': every row needs a problem"):
-        request(inputs, tmp_path, **options)
+        small_job(inputs, tmp_path, **options)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_names_of_files_follow_from_the_recipe(inputs, tmp_path):
-    assert check(request(inputs, tmp_path)).outputs == (
-        "openr1_sft_33k",
-        "openr1_opd_13k",
-        "openr1_sft_46k",
-    )
+    outputs = small_job(inputs, tmp_path).outputs
+    assert outputs == ("openr1_sft_33k", "openr1_opd_13k", "openr1_sft_46k")
     source = {"source": str(inputs / "gsm8k"), "sft_rows": 33_000}
-    job = check(request(inputs, tmp_path, recipe="gsm8k", **source))
+    job = small_job(inputs, tmp_path, recipe="gsm8k", **source)
     assert (job.name, job.outputs) == ("gsm8k", ("gsm8k_train",))
     columns = {"problem": "question", "answer": "answer", "solution": "answer"}
-    job = check(request(inputs, tmp_path, recipe="rows", columns=columns, **source))
+    job = small_job(inputs, tmp_path, recipe="rows", columns=columns, **source)
     assert (job.name, job.outputs) == ("gsm8k", ("gsm8k",))
+    assert not small_job(inputs, inputs / "benchmarks").writes_benchmarks
 
 
 def test_the_filter_depends_on_all_that_decides_it_and_on_nothing_else(inputs, tmp_path):
     def key(**changes):
-        return digest(facts_of(check(request(inputs, tmp_path, **changes)))["filter"])
+        return digest(small_job(inputs, tmp_path, **changes).facts["filter"])
 
     assert key() == key(processes=7) == key(seed=4) == key(sft_rows=50)
     assert key() != key(max_tokens=61)
