@@ -252,7 +252,9 @@ check_nodes() {
   local -a all=("${TRAINER_NODES[@]}" "${SERVER_NODE_NAMES[@]}")
   local -a servers=()
   local notes=$ATTEMPT_DIR/preflight
-  if ((${#SERVER_NODE_NAMES[@]})) && [ -z "$SERVER_COMMAND" ]; then servers=(--servers); fi
+  if ((${#SERVER_NODE_NAMES[@]})) && [ -z "$SERVER_COMMAND" ]; then
+    servers=(--servers="$(joined "${SERVER_NODE_NAMES[@]}")")
+  fi
   echo "$SLURM_JOB_ID.$ATTEMPT" >"$notes/token"
   step preflight "$(joined "${all[@]}")" 1
   timeout "$PREFLIGHT_TIMEOUT" "${STEP[@]}" --output="$notes/node_%t.log" "${PYTHON[@]}" slurm/preflight.py node "$notes" \

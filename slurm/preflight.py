@@ -53,15 +53,16 @@ print("python", platform.python_version())
 for wanted in {PACKAGES}:
     print(wanted, next((found[name] for name in sorted(found) if fnmatch(name, wanted)), "absent"))
 """
-GPU_FIELDS = {  # nvidia-smi's name: the value of a healthy GPU; "[N/A]" passes
-    "ecc.errors.uncorrected.volatile.total": "0",
-    "retired_pages.pending": "No",
-    "remapped_rows.pending": "No",
-    "remapped_rows.failure": "No",
-    "clocks_event_reasons.hw_slowdown": "Not Active",
-    "clocks_event_reasons.hw_thermal_slowdown": "Not Active",
-    "clocks_event_reasons.hw_power_brake_slowdown": "Not Active",
-}
+GPU_FIELDS = (  # of nvidia-smi
+    "ecc.errors.uncorrected.volatile.total",
+    "retired_pages.pending",
+    "remapped_rows.pending",
+    "remapped_rows.failure",
+    "clocks_event_reasons.hw_slowdown",
+    "clocks_event_reasons.hw_thermal_slowdown",
+    "clocks_event_reasons.hw_power_brake_slowdown",
+)
+HEALTHY = ("0", "No", "Not Active", "[N/A]")  # drivers differ: no remapped row is "No" or "0"
 MIB = 2**20
 
 
@@ -89,7 +90,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     node.add_argument("--port", type=int, required=True)
     node.add_argument(
-        "--servers", action="store_true", help="the job starts SGLang servers on nodes of their own"
+        "--servers", default="", help="nodes of SGLang servers alone, with commas; default: none"
     )
     node.add_argument("--subcommand", default="train", help="of `stable-opd`; the job's own")
     node.add_argument(
@@ -123,9 +124,11 @@ def check_node(arguments: argparse.Namespace, name: str) -> int:
     if arguments.checks == "on":
         faults |= disk_faults(run_directory, arguments.min_free_gib, is_head)
         faults |= gpu_faults(arguments.gpus)
-        faults |= version_faults(
-            notes, name, arguments.head, servers_python(config, arguments.servers)
-        )
+        server_nodes = arguments.servers.split(",") if arguments.servers else []
+        python = servers_python(config, bool(server_nodes))
+        faults |= version_faults(notes, name, arguments.head, python)
+        if arguments.gpus and python is not None and name in (server_nodes or [name]):
+            faults |= compiler_faults(python)
         if is_head:
             faults |= port_faults(arguments.port)
     (notes / f"{name}.{'bad' if faults else 'good'}").write_text(json.dumps(faults))
@@ -201,7 +204,7 @@ def gpu_faults(required: int) -> dict[str, str]:
         faults[kind] = f"{len(gpus)} GPUs, RANKS_PER_NODE={required}"
     for gpu in gpus:
         for field, value in gpu.items():
-            if value not in (GPU_FIELDS.get(field, value), "[N/A]"):
+            if field in GPU_FIELDS and value not in HEALTHY:
                 faults[f"gpu {field}"] = f"GPU {gpu['index']}: {field} is {value}"
     return faults
 
@@ -256,6 +259,33 @@ def version_faults(notes: Path, name: str, head: str, servers_python: str | None
             return faults
         mine |= {f"{SERVERS}{package}": version for package, version in theirs.items()}
     return differences(notes, name, head, [f"{key} {version}" for key, version in mine.items()])
+
+
+def compiler_faults(python: str) -> dict[str, str]:
+    """What a node lacks to compile the kernels of its servers, which they do when they start.
+
+    SGLang looks for the CUDA toolkit at CUDA_HOME or CUDA_PATH, around the nvcc in PATH, or in
+    /usr/local/cuda; for ninja beside its interpreter (serving/command.py), then in PATH.
+    """
+    path = os.environ.get("PATH", os.defpath)
+    nvcc = shutil.which("nvcc", path=path)
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    home = Path(home or (Path(nvcc).parents[1] if nvcc else "/usr/local/cuda"))
+    compiler = os.environ.get("CXX", "c++")
+    own_folder = str(Path(python).absolute().parent)
+    toolkit = "install the CUDA toolkit there, or set CUDA_HOME to where it is"
+    found = {
+        f"nvcc in {home}/bin: {toolkit}": (home / "bin/nvcc").is_file(),
+        f"libcudart.so in {home}/lib64: {toolkit}": (home / "lib64/libcudart.so").exists(),
+        f"the C++ compiler {compiler}: install g++, or set CXX": shutil.which(compiler, path=path),
+        f"ninja: {python} -m pip install ninja": shutil.which("ninja", path=f"{own_folder}:{path}"),
+    }
+    missing = [what for what, is_there in found.items() if not is_there]
+    if not missing:
+        return {}
+    return {
+        "servers' compiler": f"servers compile kernels here, without {'; without '.join(missing)}"
+    }
 
 
 def versions_in(python: str) -> dict[str, str]:

@@ -10,11 +10,13 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from stable_opd_mcore.config.rollouts import SglangConfig
 from stable_opd_mcore.serving.process import OLDEST_RELEASE
 
 ROOT = Path(__file__).parents[1]
 STACK = tomllib.loads((ROOT / "requirements/cluster.toml").read_text())
 PACKAGES = STACK["packages"]
+DOCKERFILE = (ROOT / "docker/Dockerfile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -47,9 +49,8 @@ def test_sglangs_own_pins_are_in_the_stack() -> None:
 
 
 def test_the_image_installs_from_the_stack() -> None:
-    dockerfile = (ROOT / "docker/Dockerfile").read_text()
-    assert f"FROM {STACK['image']}\n" in dockerfile
-    assert not re.search(r"==\s*[\d\"$]", dockerfile), "a version beside cluster.toml"
+    assert f"FROM {STACK['image']}\n" in DOCKERFILE
+    assert not re.search(r"==\s*[\d\"$]", DOCKERFILE), "a version beside cluster.toml"
     printed = {
         part: subprocess.run(
             [sys.executable, ROOT / "requirements/cluster_stack.py", part],
@@ -61,6 +62,24 @@ def test_the_image_installs_from_the_stack() -> None:
     }
     assert printed["constraints"] == [f"{name}=={PACKAGES[name]}" for name in PACKAGES]
     assert "export NVTE_FRAMEWORK=pytorch" in printed["build-flags"]
+
+
+def test_the_documents_install_servers_where_the_default_looks_for_them() -> None:
+    default = SglangConfig().python
+    page = (ROOT / "docs/cluster.md").read_text()
+    (image,) = re.findall(r"-m venv (/opt/\w+) && \S+/pip install \"sglang", DOCKERFILE)
+    blocks = re.findall(r"^```\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    commands = [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
+    (venv,) = [line for line in commands if "install 'sglang" in line]
+    assert re.search(r"-m venv (\S+)", venv)[1] + "/bin/python" == default  # pyright: ignore
+    in_container = [line for line in commands if line.startswith("CONTAINER_IMAGE=")]
+    assert in_container
+    for line in in_container:
+        assert f"rollout.sglang.python={image}/bin/python" in line
+    makefile = (ROOT / "Makefile").read_text()
+    assert f"sglang: {default.split('/')[0]}/.installed" in makefile
+    named = set(re.findall(r"\.venv-s\w+", page + makefile + (ROOT / "README.md").read_text()))
+    assert named == {default.split("/")[0]}
 
 
 def test_one_range_of_sglang_releases() -> None:

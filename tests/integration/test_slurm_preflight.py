@@ -69,7 +69,7 @@ OLD_DRIVER = """#!/bin/bash
 for field in clocks_event_reasons.hw_slowdown clocks_event_reasons.hw_power_brake_slowdown; do
   case $1 in *$field*) echo "Field \\"$field\\" is not a valid field to query."; exit 2 ;; esac
 done
-echo "0, 0, No, No, $REMAPPING, Not Active"
+echo "0, 0, No, 0, $REMAPPING, Not Active"
 """
 
 
@@ -77,7 +77,8 @@ def test_a_field_that_an_old_driver_does_not_know_is_left_out(tmp_path):
     (tmp_path / "nvidia-smi").write_text(OLD_DRIVER)
     (tmp_path / "nvidia-smi").chmod(0o755)
     variables = {"PATH": f"{tmp_path}:/bin", "SLURM_GPUS_ON_NODE": "2"}
-    assert check_node(tmp_path, "--gpus=1", REMAPPING="No", **variables) == {}
+    for none in ("No", "0"):  # of remapped rows
+        assert check_node(tmp_path, "--gpus=1", REMAPPING=none, **variables) == {}
     faults = check_node(tmp_path, "--gpus=2", REMAPPING="Yes", **variables)
     assert faults == {
         "gpu lost": "1 GPUs, RANKS_PER_NODE=2",
@@ -137,8 +138,32 @@ def test_the_servers_environments_of_the_nodes_are_compared(tmp_path):
     faults = check_node(tmp_path, name="n2", settings=settings)
     message = "servers: torch 2.11.0, but servers: torch 2.14.1 on n1"
     assert faults == {"version of servers: torch": message}
-    missing = check_node(tmp_path, "--servers", settings=("rollout.sglang.python=/none",))
+    missing = check_node(tmp_path, "--servers=n3", settings=("rollout.sglang.python=/none",))
     assert "rollout.sglang.python=/none" in missing["servers' python"]
+
+
+def test_what_servers_compile_with_is_there_or_named_with_the_remedy(tmp_path):
+    settings = servers_environment(tmp_path)
+    toolkit = tmp_path / "cuda"
+    variables = {"PATH": str(tmp_path), "CUDA_HOME": str(toolkit), "REMAPPING": "No"}
+    variables["CXX"] = "no-compiler"
+    (tmp_path / "nvidia-smi").write_text(OLD_DRIVER)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    message = check_node(tmp_path, "--gpus=1", settings=settings, **variables)["servers' compiler"]
+    python = tmp_path / "python"
+    for words in (
+        f"without nvcc in {toolkit}/bin: install the CUDA toolkit",
+        f"without libcudart.so in {toolkit}/lib64",
+        "without the C++ compiler no-compiler: install g++",
+        f"without ninja: {python} -m pip install ninja",
+    ):
+        assert words in message
+    (tmp_path / "n1.bad").unlink()
+    assert not check_node(tmp_path, "--gpus=1", "--servers=n3", settings=settings, **variables)
+    for file in ("cuda/bin/nvcc", "cuda/lib64/libcudart.so", "ninja", "no-compiler"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch(0o755)
+    assert not check_node(tmp_path, "--gpus=1", "--servers=n1", settings=settings, **variables)
 
 
 def test_a_node_without_the_shared_file_system_leaves_no_note(tmp_path):
