@@ -154,7 +154,9 @@ def evaluate(
 
 @app.command()
 def score(
-    file: Annotated[Path, typer.Argument(help="JSON Lines, one response a row.")],
+    files: Annotated[
+        list[Path], typer.Argument(help="JSON Lines, one response a row; - is standard input.")
+    ],
     output: Annotated[
         Path | None, typer.Option(help="Directory of verdicts and summary; default: FILE.score")
     ] = None,
@@ -182,19 +184,20 @@ def score(
         int | None, typer.Option(min=1, help="Grading processes; default: one a core.")
     ] = None,
 ) -> None:
-    """Grade and measure the responses of a file: accuracy, truncation, repetition, lengths."""
-    from stable_opd_mcore.evaluation.score import ScoreSettings, score_file, shown_progress
+    """Grade and measure the responses of files: accuracy, truncation, repetition, lengths."""
+    from stable_opd_mcore.evaluation import score as scoring
     from stable_opd_mcore.evaluation.score_rows import Columns
+    from stable_opd_mcore.evaluation.score_summary import table
 
     columns = Columns(response, gold, row_id, finish, tokens, group, label)
-    settings = ScoreSettings(columns, tokenizer, limit, tail, ratio, timeout, workers)
-    directory = output or file.with_name(file.name + ".score")
+    settings = scoring.ScoreSettings(columns, tokenizer, limit, tail, ratio, timeout, workers)
+    directory = output or scoring.default_output(files)
     with (
         _interruptible("the same command goes on where it stopped"),
-        shown_progress(file) as progress,
+        scoring.shown_progress() as progress,
     ):
-        summary = score_file(file, directory, settings, progress)
-    typer.echo(summary.table())
+        summary = scoring.score_files(files, directory, settings, progress)
+    typer.echo(table(summary))
     typer.echo(f"wrote {directory}")
 
 

@@ -87,7 +87,7 @@ def tail_loop_of_text(text: str) -> TailLoop:
 def compression_ratio(text: str, tail_characters: int) -> float | None:
     """UTF-8 bytes over zlib bytes of the last `tail_characters` characters of `text`.
 
-    None for a text of up to `tail_characters` characters, which the paper's rate does not judge.
+    None for a text of up to `tail_characters` characters.
     """
     if len(text) <= tail_characters:
         return None
@@ -95,7 +95,10 @@ def compression_ratio(text: str, tail_characters: int) -> float | None:
     return len(tail) / len(zlib.compress(tail, ZLIB_LEVEL))
 
 
-def is_repetitive(text: str, tail_characters: int, ratio: float) -> bool:
-    """Whether the last `tail_characters` of `text` compress by more than `ratio`."""
+def is_repetitive(text: str, tail_characters: int, ratio: float) -> bool | None:
+    """Whether the last `tail_characters` of `text` compress by more than `ratio`.
+
+    None for a text of up to `tail_characters` characters, which the paper's rate counts as no.
+    """
     compressed = compression_ratio(text, tail_characters)
-    return compressed is not None and compressed > ratio
+    return None if compressed is None else compressed > ratio

@@ -70,8 +70,8 @@ class MeasuredResponse:
     reward: float | None  # 1.0 right, 0.0 wrong, None not graded
     grading_failure: GradingFailure | None
     loop: TailLoop
-    repetitive: bool  # by the compression of its tail
-    repetitive_10k: bool  # the same for the paper's tail of 10,000 characters
+    repetitive: bool | None  # by the compression of its tail; None: shorter than the tail
+    repetitive_10k: bool | None  # the same for the paper's tail of 10,000 characters
 
 
 def compression_limits(config: MonitoringConfig, max_new_tokens: int) -> CompressionLimits:
@@ -205,8 +205,8 @@ def _terms(
         yield name, value, 1
         if part is not None:
             yield f"{name}_{part}", value, 1
-    yield "repetition_rate", response.repetitive, 1
-    yield "repetition_rate_10k", response.repetitive_10k, 1
+    yield "repetition_rate", bool(response.repetitive), 1
+    yield "repetition_rate_10k", bool(response.repetitive_10k), 1
     yield "loop_token_share", loop, length
     if loop:
         yield "loop_onset_mean", onset, 1

@@ -1,8 +1,8 @@
-"""`stable-opd score`: grade and measure a file of generations, with the code of a run.
+"""`stable-opd score`: grade and measure files of generations, with the code of a run.
 
 Rows stream through grading workers; one verdict per row is appended to a file, in the order of the
 rows. The summary is computed from that file alone, so a run that was killed and started again gives
-what an uninterrupted one gives. Memory does not grow with the file. Not here: reading rows
+what an uninterrupted one gives. Memory does not grow with the files. Not here: reading rows
 (score_rows.py), the numbers (data/responses.py).
 """
 
@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -29,24 +32,24 @@ from stable_opd_mcore.errors import DataError, UserError
 from stable_opd_mcore.evaluation.grading import Grader, GradingItem, Verdict
 from stable_opd_mcore.evaluation.score_rows import (
     Columns,
-    RefusedRow,
+    RowError,
     ScoreRow,
     find_columns,
     parse_row,
     read_lines,
 )
-from stable_opd_mcore.evaluation.score_summary import ScoreSummary, summarise
-from stable_opd_mcore.host.atomic_files import write_atomically
+from stable_opd_mcore.evaluation.score_summary import summarise
+from stable_opd_mcore.host.atomic_files import describe_space, write_atomically
 
 MAX_GROUPS = 1000
-_FIRST_BYTES = 2**20  # of the source, whose hash tells another file
-_SECONDS_BETWEEN_LINES = 30.0
+STANDARD_INPUT = Path("-")
+_FIRST_BYTES = 2**20  # of a source, whose hash tells another file
 _Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class ScoreSettings:
-    """How to score a file."""
+    """How to score files."""
 
     columns: Columns = field(default_factory=Columns)  # None where the usual names are looked for
     tokenizer: str | None = None  # model directory; makes the token ids of rows that have none
@@ -56,186 +59,247 @@ class ScoreSettings:
     timeout_seconds: float = 10.0
     workers: int | None = None  # None: one for each core
 
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.ratio) and self.ratio > 0):
+            raise UserError(f"--ratio {self.ratio}: expected a number above 0; 10 is the paper's")
 
-def score_file(
-    path: Path,
+    @property
+    def unit(self) -> str:
+        """Of lengths."""
+        has_tokens = self.columns.tokens is not None or self.tokenizer is not None
+        return "tokens" if has_tokens else "characters"
+
+
+def default_output(paths: Sequence[Path]) -> Path:
+    """`FILE.score`, or stdin.score.
+
+    Raises:
+        UserError: several files.
+    """
+    if len(paths) > 1:
+        raise UserError(f"{len(paths)} files: say with --output DIR where their verdicts go")
+    name = "stdin" if paths[0] == STANDARD_INPUT else paths[0].name
+    return paths[0].with_name(f"{name}.score")
+
+
+def score_files(
+    paths: Sequence[Path],
     output: Path,
     settings: ScoreSettings,
-    progress: Callable[[int, int], None] | None = None,
-) -> ScoreSummary:
-    """Score `path`; write `output`/verdicts.jsonl and `output`/summary.json.
+    progress: Callable[[int, float], None] = lambda *_: None,
+) -> _Record:
+    """Score the rows of `paths`; write `output`/verdicts.jsonl and `output`/summary.json.
 
-    Continues where an earlier call was interrupted.
+    Continues where an earlier call was interrupted. Of several files each is a group, unless the
+    settings name a column of groups.
 
     Args:
-        progress: called with the number of rows read and the bytes they take.
+        paths: files of JSON Lines with the same columns; STANDARD_INPUT reads that.
+        progress: called with the number of rows read and the share of the bytes.
 
     Raises:
         UserError: no such file, no column for the response, more than 1,000 groups, an `output`
-            of another file, of other settings, or in use.
+            of other files, of other settings, or in use, or no room there.
+
+    Returns:
+        What summary.json holds: `settings`, and the numbers of `summarise`.
     """
-    if not path.is_file():
-        found = "a directory" if path.is_dir() else "no such file"
-        raise DataError(f"{path}: {found}; give a file of JSON Lines")
-    settings = replace(settings, columns=find_columns(path, settings.columns))
-    header = _header(path, settings)
-    output.mkdir(parents=True, exist_ok=True)
-    verdicts = output / "verdicts.jsonl"
-    with verdicts.open("a+b") as file:
-        _lock(file, verdicts)
-        done = _resume(file, header, verdicts)
-        writer = _OrderedWriter(file, done + 1)
-        workers = settings.workers or len(os.sched_getaffinity(0))
-        with path.open("rb") as source, Grader(settings.timeout_seconds, workers) as grader:
-            scorer = _Scorer(settings, writer, progress)
-            for index, verdict in grader.grade_stream(scorer.items(source, done)):
-                scorer.finish(index, verdict)
-        summary = _summary(file, header["unit"], settings.max_length, verdicts)
-    write_atomically(output / "summary.json", summary.as_json().encode())
-    return summary
+    with ExitStack() as stack:
+        sources = [_open(path, stack) for path in paths]
+        first = sources[0]
+        columns = find_columns(first.file, first.name, settings.columns)
+        settings = replace(settings, columns=columns)
+        output.mkdir(parents=True, exist_ok=True)
+        try:
+            return _score(sources, output, settings, progress)
+        except OSError as error:
+            if error.filename is not None:
+                raise
+            raise UserError(
+                f"{output}: cannot be written: {error.strerror}; {describe_space(output, 0)}. Make "
+                "room; the same command goes on where it stopped"
+            ) from error
 
 
 @contextmanager
-def shown_progress(path: Path) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal's standard error; elsewhere a line every 30 seconds."""
-    total = path.stat().st_size if path.is_file() else 0
-    console = Console(stderr=True)
-    began = told = time.monotonic()
-    first = 0  # row of this call; a continued one begins later
+def shown_progress() -> Iterator[Callable[[int, float], None]]:
+    """A bar on a terminal's standard error, for `score_files`."""
     columns = BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
+    console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("0 rows", total=total)
+        task = bar.add_task("0 rows", total=1.0)
+        yield lambda rows, share: bar.update(task, completed=share, description=f"{rows:,} rows")
 
-        def progress(rows: int, position: int) -> None:
-            nonlocal told, first
-            first = first or rows
-            now = time.monotonic()
-            if console.is_terminal:
-                bar.update(task, completed=position, description=f"{rows:,} rows")
-            elif now - told > _SECONDS_BETWEEN_LINES:
-                told = now
-                rate = (rows - first) / (now - began)
-                console.print(f"{rows:,} rows, {position / total:.0%}, {rate:.0f} rows/s")
 
-        yield progress
+@dataclass(frozen=True)
+class _Source:
+    name: str
+    file: BinaryIO
+    num_bytes: int
+
+
+def _open(path: Path, stack: ExitStack) -> _Source:
+    """The file; standard input is copied to a temporary one, which the settings' hash needs."""
+    if path == STANDARD_INPUT:
+        file = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        shutil.copyfileobj(sys.stdin.buffer, file)
+        num_bytes = file.tell()
+        file.seek(0)
+        return _Source("standard input", file, num_bytes)
+    if not path.is_file():
+        found = "a directory" if path.is_dir() else "no such file"
+        raise DataError(f"{path}: {found}; give a file of JSON Lines, or - for standard input")
+    return _Source(str(path), stack.enter_context(path.open("rb")), path.stat().st_size)
+
+
+def _score(
+    sources: Sequence[_Source],
+    output: Path,
+    settings: ScoreSettings,
+    progress: Callable[[int, float], None],
+) -> _Record:
+    plain = _plain(sources, settings)
+    verdicts, numbers = output / "verdicts.jsonl", output / "summary.json"
+    with verdicts.open("a+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{verdicts}: another score command is writing it; wait for its end"
+            ) from None
+        done = _resume(file, verdicts, numbers, plain)
+        scorer = _Scorer(settings, file, done, progress)
+        workers = settings.workers or len(os.sched_getaffinity(0))
+        with Grader(settings.timeout_seconds, workers) as grader:
+            for index, verdict in grader.grade_stream(scorer.items(sources)):
+                scorer.finish(index, verdict)
+        file.seek(0)
+        try:
+            found = summarise(map(json.loads, file), settings.unit, settings.max_length)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{verdicts}: holds a row that this command did not write ({error!r}); remove the "
+                "file and score again"
+            ) from error
+    summary = {"settings": plain, **found}
+    _write_summary(numbers, summary)
+    return summary
 
 
 class _Scorer:
-    """Gives rows to the grader and their records to the writer; holds the rows being graded."""
+    """Gives rows to the grader; writes their records in the order of the rows.
+
+    Holds the rows that are being graded, and those that were graded before their turn.
+    """
 
     def __init__(
         self,
         settings: ScoreSettings,
-        writer: _OrderedWriter,
-        progress: Callable[[int, int], None] | None,
+        file: BinaryIO,
+        done: int,
+        progress: Callable[[int, float], None],
     ):
-        self._columns, self._max_length = settings.columns, settings.max_length
+        """done: rows that an earlier start has written to `file`."""
+        self._settings, self._file, self._done = settings, file, done
+        self._progress = progress
         self._limits = _limits(settings)
         self._encode = _encoder(settings)
-        self._writer, self._progress = writer, progress
-        self._num_items = 0
         self._groups: set[str] = set()
-        self._in_grading: dict[int, _Record] = {}  # item's index -> its record, without verdict
+        self._num_items = 0
+        self._in_grading: dict[int, tuple[int, _Record]] = {}  # item -> number and record
+        self._graded: dict[int, _Record] = {}  # number of the row -> its record
 
-    def items(self, source: BinaryIO, done: int) -> Iterator[GradingItem]:
-        """The rows that have a gold answer, for the graders. Other rows go to the writer.
-
-        The first `done` rows are skipped: an earlier start has written them.
-        """
-        for number, position, line in read_lines(source):
-            if number <= done:
-                continue
-            if self._progress is not None:
-                self._progress(number, position)
-            row = parse_row(number, line, self._columns)
-            if isinstance(row, RefusedRow):
-                self._writer.put(number, {"row": number, "refused": row.reason})
-                continue
-            record = self._measured(row)
-            if row.gold is None:
-                self._writer.put(number, record)
-                continue
-            self._in_grading[self._num_items] = record
-            self._num_items += 1
-            yield GradingItem(
-                row.response,
-                row.gold,
-                row.answer_format,
-                row.opens_thinking,
-                stopped=record["finish_reason"] in ("stop", None),
-            )
+    def items(self, sources: Sequence[_Source]) -> Iterator[GradingItem]:
+        """The rows that have a gold answer, for the graders. Other rows are written."""
+        total, number, position = sum(source.num_bytes for source in sources), 0, 0
+        for source in sources:
+            source.file.seek(0)
+            group = source.name if len(sources) > 1 else None
+            for row, (size, line) in enumerate(read_lines(source.file), start=1):
+                number += 1
+                position += size
+                if number <= self._done:
+                    continue
+                self._progress(number, position / total)
+                place = {"row": row} if group is None else {"file": group, "row": row}
+                try:
+                    parsed = parse_row(line, self._settings.columns)
+                except RowError as error:
+                    self._put(number, place | {"refused": str(error)})
+                    continue
+                record = place | self._measured(parsed, group, f"row {row}")
+                if parsed.gold is None:
+                    self._put(number, record)
+                else:
+                    self._in_grading[self._num_items] = number, record
+                    self._num_items += 1
+                    yield GradingItem(
+                        parsed.response,
+                        parsed.gold,
+                        parsed.answer_format,
+                        parsed.opens_thinking,
+                        stopped=record["finish_reason"] in ("stop", None),
+                    )
 
     def finish(self, index: int, verdict: Verdict) -> None:
         """Write the record of a graded row."""
-        record = self._in_grading.pop(index)
-        record |= {"reward": float(verdict.is_right), "grading_failure": verdict.failure}
-        self._writer.put(record["row"], record)
+        number, record = self._in_grading.pop(index)
+        truncated_loop = record["finish_reason"] == "length" and record["loop"]["length"] > 0
+        record["reward"], record["grading_failure"] = float(verdict.is_right), verdict.failure
+        record["right_in_loop"] = verdict.is_right and truncated_loop
+        self._put(number, record)
 
-    def _measured(self, row: ScoreRow) -> _Record:
-        token_ids, finish, limit = row.token_ids, row.finish_reason, self._max_length
+    def _put(self, number: int, record: _Record) -> None:
+        self._graded[number] = record
+        while (ready := self._graded.pop(self._done + 1, None)) is not None:
+            self._file.write(json.dumps(ready).encode() + b"\n")
+            self._done += 1
+        self._file.flush()
+
+    def _measured(self, row: ScoreRow, file: str | None, place: str) -> _Record:
+        token_ids, finish, limit = row.tokens, row.finish, self._settings.max_length
         if token_ids is None and self._encode is not None:
             token_ids = self._encode(row.response)
         length = len(row.response if token_ids is None else token_ids)
         if finish is None and limit is not None:
             finish = "length" if length >= limit else "stop"
         response = measure(row.response, token_ids, self._limits, finish_reason=finish, reward=None)
-        if row.group is not None:
-            self._groups.add(row.group)
-            if len(self._groups) > MAX_GROUPS:
-                raise UserError(
-                    f"row {row.number}: more than {MAX_GROUPS:,} groups; --group "
-                    f"{self._columns.group} names a column with few values"
-                )
-        return {
-            "row": row.number,
-            "id": row.row_id,
-            "group": row.group,
-            "label": row.label,
-            **asdict(response),
-        }
+        column = self._settings.columns.group
+        group = file if column is None else row.group
+        if group is not None:
+            self._groups.add(group)
+        if len(self._groups) > MAX_GROUPS:
+            raise UserError(
+                f"{place}: more than {MAX_GROUPS:,} groups; --group {column} names a column with "
+                "few values"
+            )
+        named = {"id": row.id, "group": group, "label": row.label, "right_in_loop": False}
+        return named | asdict(response)
 
 
-class _OrderedWriter:
-    """Appends records in the order of their rows; holds those that came before their turn."""
-
-    def __init__(self, file: BinaryIO, next_row: int):
-        self._file, self._next = file, next_row
-        self._early: dict[int, _Record] = {}
-
-    def put(self, row: int, record: _Record) -> None:
-        self._early[row] = record
-        while self._next in self._early:
-            line = json.dumps(self._early.pop(self._next)) + "\n"
-            self._file.write(line.encode())
-            self._next += 1
-        self._file.flush()
-
-
-def _header(path: Path, settings: ScoreSettings) -> _Record:
-    """What a continued run must share with the one that began the file."""
-    with path.open("rb") as file:
-        digest = xxhash.xxh3_128_hexdigest(file.read(_FIRST_BYTES))
+def _plain(sources: Sequence[_Source], settings: ScoreSettings) -> _Record:
+    """What a continued call must share with the one that began."""
+    files = []
+    for source in sources:
+        source.file.seek(0)
+        digest = xxhash.xxh3_128_hexdigest(source.file.read(_FIRST_BYTES))
+        files.append({"name": source.name, "bytes": source.num_bytes, "hash": digest})
     return {
-        "source_bytes": path.stat().st_size,
-        "source_hash": digest,
+        "files": files,
         **{f"column_{role}": name for role, name in asdict(settings.columns).items()},
         **asdict(_limits(settings)),
-        "unit": "tokens" if _in_tokens(settings) else "characters",
+        "unit": settings.unit,
         "max_length": settings.max_length,
         "tokenizer": settings.tokenizer,
         "timeout_seconds": settings.timeout_seconds,
     }
 
 
-def _in_tokens(settings: ScoreSettings) -> bool:
-    return settings.columns.tokens is not None or settings.tokenizer is not None
-
-
 def _limits(settings: ScoreSettings) -> CompressionLimits:
     config = MonitoringConfig(
         repetition_tail_characters=settings.tail_characters, repetition_ratio=settings.ratio
     )
-    budget = settings.max_length if _in_tokens(settings) else None
+    budget = settings.max_length if settings.unit == "tokens" else None
     return compression_limits(config, PAPER_TAIL_CHARACTERS if budget is None else budget)
 
 
@@ -247,51 +311,36 @@ def _encoder(settings: ScoreSettings) -> Callable[[str], list[int]] | None:
     return Tokenizer.load(settings.tokenizer).encode
 
 
-def _lock(file: BinaryIO, path: Path) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise UserError(f"{path}: another score command is writing it; wait for its end") from error
+def _resume(file: BinaryIO, verdicts: Path, numbers: Path, settings: _Record) -> int:
+    """Drop an incomplete last line and check the settings, or write them; the rows done.
 
-
-def _resume(file: BinaryIO, header: _Record, path: Path) -> int:
-    """Drop an incomplete last line, check the header or write it; the number of rows done."""
+    Raises:
+        UserError: verdicts without settings, or of others.
+    """
+    num_rows = end = 0
     file.seek(0)
-    num_lines, end, first = 0, 0, b""
     for line in file:
-        if not line.endswith(b"\n"):
-            break
-        first = first or line
-        num_lines += 1
-        end += len(line)
-    file.truncate(end)
-    file.seek(end)
-    if not num_lines:
-        file.write(json.dumps(header).encode() + b"\n")
-        return 0
+        if line.endswith(b"\n"):
+            num_rows, end = num_rows + 1, end + len(line)
+    if not numbers.is_file() and not end:
+        _write_summary(numbers, {"settings": settings})
     try:
-        earlier = cast("Any", json.loads(first))
-    except ValueError:
-        earlier = None
-    if not isinstance(earlier, dict) or earlier.keys() != header.keys():
-        raise UserError(f"{path}: not written by this command; give another --output")
-    for name, value in header.items():
-        if earlier[name] != value:
-            raise UserError(
-                f"{path}: begun with {name} {earlier[name]!r}, now {value!r}; give another "
-                "--output, or remove it to score again"
-            )
-    return num_lines - 1
-
-
-def _summary(file: BinaryIO, unit: str, max_length: int | None, path: Path) -> ScoreSummary:
-    file.seek(0)
-    lines = iter(file)
-    next(lines)  # the header
-    try:
-        return summarise((json.loads(line) for line in lines), unit, max_length)
-    except (ValueError, KeyError, TypeError) as error:
+        earlier = cast("Any", json.loads(numbers.read_bytes()))["settings"]
+        different = [name for name in settings if earlier[name] != settings[name]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise UserError(
-            f"{path}: holds a row that this command did not write ({error!r}); remove the file "
-            "and score again"
-        ) from error
+            f"{verdicts}: there is no {numbers.name} of this command beside it; give another "
+            "--output"
+        ) from None
+    if different:
+        name = different[0]
+        raise UserError(
+            f"{verdicts}: begun with {name} {earlier[name]!r}, now {settings[name]!r}; give "
+            "another --output, or remove that directory to score again"
+        )
+    file.truncate(end)
+    return num_rows
+
+
+def _write_summary(path: Path, values: _Record) -> None:
+    write_atomically(path, (json.dumps(values, indent=1) + "\n").encode())

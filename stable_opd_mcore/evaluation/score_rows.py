@@ -1,8 +1,7 @@
 """Rows of a file of generations: which column holds what, and rows that cannot be used.
 
 A file may come from anywhere. A row that is no JSON object, lacks its response, or is too long is
-refused: it is counted under its number and scoring goes on. Not here: grading and counting
-(score.py).
+refused with a reason. Not here: grading and counting (score.py).
 """
 
 from __future__ import annotations
@@ -10,9 +9,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, BinaryIO, cast, get_args
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, BinaryIO, cast
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.host.printable_text import printable_line
@@ -20,43 +20,32 @@ from stable_opd_mcore.records import AnswerFormat, FinishReason
 
 MAX_LINE_BYTES = 64 * 2**20
 NO_COLUMN = "none"  # as a column's name: do not look for one
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # The names that are looked for in the first row; a dotted name reaches into nested objects.
-_USUAL_NAMES: dict[str, tuple[str, ...]] = {
-    "response": (
-        "response",
-        "completion",
-        "generation",
-        "generated_text",
-        "model_output",
-        "output",
-        "text",
-    ),
-    "gold": (
-        "gold",
-        "answer",
-        "gold_answer",
-        "ground_truth",
-        "expected_answer",
-        "target",
-        "reward_model.ground_truth",
-    ),
-    "id": ("id", "prompt_id", "problem_id", "uuid", "uid"),
-    "finish": ("finish_reason", "stop_reason", "truncated"),
-    "tokens": ("response_token_ids", "output_token_ids", "output_ids", "token_ids"),
+_USUAL_NAMES = {
+    "response": "response completion generation generated_text model_output output text",
+    "gold": "gold answer gold_answer ground_truth expected_answer target reward_model.ground_truth",
+    "id": "id prompt_id problem_id uuid uid",
+    "finish": "finish_reason stop_reason truncated",
+    "tokens": "response_token_ids output_token_ids output_ids token_ids",
 }
-_FINISH_REASONS: dict[str, FinishReason] = {
-    "stop": "stop",
-    "eos": "stop",
-    "eos_token": "stop",
-    "end_turn": "stop",
-    "stop_sequence": "stop",
-    "length": "length",
-    "max_tokens": "length",
-    "max_length": "length",
-    "truncated": "length",
-    "abort": "abort",
-    "cancelled": "abort",
-    "error": "abort",
+_FINISH_REASONS: dict[FinishReason, tuple[str, ...]] = {
+    "stop": ("stop", "eos", "eos_token", "end_turn", "stop_sequence"),
+    "length": ("length", "max_tokens", "max_length", "truncated"),
+    "abort": ("abort", "cancelled", "error"),
+}
+_EXPECTED = {
+    "response": "text",
+    "gold": "text, a number or null",
+    "id": "text or a number",
+    "group": "text or a number",
+    "finish": "true, false, null or one of "
+    f"{', '.join(name for names in _FINISH_REASONS.values() for name in names)}; --finish none "
+    "ignores it",
+    "tokens": "a list of token ids",
+    "label": "true, false, 0, 1 or null",
+    "answer_format": "one of boxed, bracket",
+    "opens_thinking": "one of False, True",
 }
 
 
@@ -73,97 +62,142 @@ class Columns:
     label: str | None = None  # somebody else's verdict, to compare with
 
 
-@dataclass(frozen=True)
-class ScoreRow:
-    """One response to score."""
-
-    number: int  # line of the file, from 1
-    response: str
-    gold: str | None  # None: not graded
-    row_id: str | None
-    group: str | None
-    finish_reason: FinishReason | None
-    token_ids: list[int] | None
-    label: bool | None
-    answer_format: AnswerFormat
-    opens_thinking: bool
-
-
-@dataclass(frozen=True)
-class RefusedRow:
-    """A row that cannot be scored."""
-
-    number: int
-    reason: str
-
-
 class RowError(Exception):
     """Why a row is refused."""
 
 
-def find_columns(path: Path, given: Columns) -> Columns:
-    """The given columns, and usual names that the first readable row of `path` has.
+def _gold(value: Any) -> str | None:
+    parts = cast("list[Any]", value if isinstance(value, list) else [value])
+    if value is None or not parts:
+        return None
+    for part in parts:
+        number = isinstance(part, int | float) and not isinstance(part, bool)
+        if not (isinstance(part, str) or (number and math.isfinite(part))):
+            raise ValueError
+    return ", ".join(str(part) for part in parts).strip() or None
+
+
+def _name(value: Any) -> str | None:
+    if not isinstance(value, str | int | float | None):
+        raise ValueError
+    return None if value is None else str(value)[:200]
+
+
+def _finish_reason(value: Any) -> FinishReason | None:
+    if isinstance(value, dict):  # SGLang's form
+        value = cast("dict[str, Any]", value).get("type")
+    if isinstance(value, bool):
+        return "length" if value else "stop"
+    if value is None:
+        return None
+    for reason, names in _FINISH_REASONS.items():
+        if isinstance(value, str) and value.lower() in names:
+            return reason
+    raise ValueError
+
+
+def _label(value: Any) -> bool | None:
+    if value is not None and value not in (0, 1):
+        raise ValueError
+    return None if value is None else bool(value)
+
+
+def _given(value: Any) -> Any:
+    if value is None:
+        raise ValueError
+    return value
+
+
+_Name = Annotated[str | None, BeforeValidator(_name)]
+_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class ScoreRow(BaseModel):
+    """One response to score. Except for the last two, the fields are those of `Columns`."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    response: str
+    gold: Annotated[str | None, BeforeValidator(_gold)] = None  # None: not graded
+    id: _Name = None
+    finish: Annotated[FinishReason | None, BeforeValidator(_finish_reason)] = None
+    tokens: Annotated[list[_TokenId] | None, BeforeValidator(_given)] = None
+    group: _Name = None
+    label: Annotated[bool | None, BeforeValidator(_label)] = None
+    # The columns of a run's rollouts and evaluations.
+    answer_format: AnswerFormat = "boxed"
+    opens_thinking: bool = False
+
+
+def find_columns(file: BinaryIO, name: str, given: Columns) -> Columns:
+    """The given columns, and usual names that the first readable row of the file has.
 
     Raises:
         DataError: no row is a JSON object, a given column is not in the first that is one, or none
             of the usual names is there for the response.
     """
-    with path.open("rb") as file:
-        for _, _, line in read_lines(file):
-            try:
-                record = _parse(line)
-            except RowError:
-                continue
-            found: dict[str, str | None] = {}
-            for role, name in asdict(given).items():
-                found[role] = _column(role, name, record)
-                if name not in (None, NO_COLUMN) and _look_up(record, name) is _MISSING:
-                    raise DataError(f"{path}: no column {name} (--{role}) among {_names(record)}")
-            if found["response"] is None:
-                raise DataError(
-                    f"{path}: no column for the response among {_names(record)}; "
-                    "name it with --response"
-                )
-            return replace(given, **found)
-    raise DataError(f"{path}: no row is a JSON object; score reads JSON Lines")
+    for _, line in read_lines(file):
+        try:
+            record = _parse(line)
+        except RowError:
+            continue
+        found: dict[str, str | None] = {}
+        for role, column in asdict(given).items():
+            usual = _USUAL_NAMES.get(role, "").split()
+            there = [each for each in usual if _look_up(record, each) is not _MISSING]
+            found[role] = next(iter(there), None) if column is None else column
+            if column == NO_COLUMN:
+                found[role] = None
+            elif column is not None and _look_up(record, column) is _MISSING:
+                raise DataError(f"{name}: no column {column} (--{role}) among {_names(record)}")
+        if found["response"] is None:
+            raise DataError(
+                f"{name}: no column for the response among {_names(record)}; name it with "
+                "--response"
+            )
+        return Columns(**found)
+    raise DataError(f"{name}: no row is a JSON object; score reads JSON Lines")
 
 
-def read_lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes | None]]:
-    """(number from 1, bytes read so far, line) of each line; None for one above MAX_LINE_BYTES.
+def read_lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
+    """(its bytes in the file, the line) of each line; None for one above MAX_LINE_BYTES.
 
-    Empty lines count, and are given. Memory stays at one line.
+    Empty lines count, and are given. A byte order mark is dropped. Memory stays at one line.
     """
-    number = position = 0
+    mark = _BYTE_ORDER_MARK
     while line := file.readline(MAX_LINE_BYTES):
-        number += 1
-        position += len(line)
-        too_long = len(line) == MAX_LINE_BYTES and not line.endswith(b"\n")
+        size = len(line)
+        too_long = size == MAX_LINE_BYTES and not line.endswith(b"\n")
         rest = line
         while too_long and rest and not rest.endswith(b"\n"):
             rest = file.readline(MAX_LINE_BYTES)
-            position += len(rest)
-        yield number, position, None if too_long else line
+            size += len(rest)
+        yield size, None if too_long else line.removeprefix(mark)
+        mark = b""
 
 
-def parse_row(number: int, line: bytes | None, columns: Columns) -> ScoreRow | RefusedRow:
-    """The row of a line, or why it is refused."""
+def parse_row(line: bytes | None, columns: Columns) -> ScoreRow:
+    """The row of a line.
+
+    Raises:
+        RowError: the row is refused; the message is printable and says why.
+    """
+    record = _parse(line)
+    names: dict[str, str] = {role: name for role, name in asdict(columns).items() if name}
+    values = {role: _look_up(record, name) for role, name in names.items()}
+    for role, value in values.items():
+        if value is _MISSING:
+            raise RowError(f"no column {names[role]} among {_names(record)}")
+    settings = {
+        name: record[name] for name in ("answer_format", "opens_thinking") if name in record
+    }
     try:
-        record = _parse(line)
-        return ScoreRow(
-            number=number,
-            response=_response(record, columns),
-            gold=_gold(record, columns),
-            row_id=_name(record, columns.id),
-            group=_name(record, columns.group),
-            finish_reason=_finish_reason(record, columns),
-            token_ids=_token_ids(record, columns),
-            label=_label(record, columns),
-            # The columns of a run's rollouts and evaluations.
-            answer_format=_one_of(record, "answer_format", get_args(AnswerFormat), "boxed"),
-            opens_thinking=_one_of(record, "opens_thinking", (False, True), False),
-        )
-    except RowError as error:
-        return RefusedRow(number, str(error))
+        return ScoreRow(**values, **settings)
+    except ValidationError as error:
+        role = str(error.errors()[0]["loc"][0])
+        value = printable_line(repr((values | settings)[role]), 60)
+        name = names.get(role, role)
+        raise RowError(f"column {name} is {value}; expected {_EXPECTED[role]}") from None
 
 
 def _parse(line: bytes | None) -> dict[str, Any]:
@@ -172,7 +206,7 @@ def _parse(line: bytes | None) -> dict[str, Any]:
     if not line.strip():
         raise RowError("an empty line")
     try:
-        record = json.loads(line.decode("utf-8", "surrogatepass"))
+        record = json.loads(line.decode("utf-8", "surrogatepass"))  # orjson refuses half an emoji
     except UnicodeDecodeError as error:
         raise RowError(f"not UTF-8 at byte {error.start}") from error
     except (ValueError, RecursionError) as error:
@@ -180,13 +214,6 @@ def _parse(line: bytes | None) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise RowError(f"not a JSON object but {type(record).__name__}")
     return cast("dict[str, Any]", record)
-
-
-def _column(role: str, given: str | None, record: dict[str, Any]) -> str | None:
-    if given is not None:
-        return None if given == NO_COLUMN else given
-    usual = _USUAL_NAMES.get(role, ())
-    return next((name for name in usual if _look_up(record, name) is not _MISSING), None)
 
 
 _MISSING = object()
@@ -203,90 +230,5 @@ def _look_up(record: Any, column: str) -> Any:
     return _look_up(values.get(first), rest) if rest else _MISSING
 
 
-def _value(record: dict[str, Any], column: str) -> Any:
-    value = _look_up(record, column)
-    if value is _MISSING:
-        raise RowError(f"no column {column} among {_names(record)}")
-    return value
-
-
-def _wrong(column: str, value: Any, expected: str) -> RowError:
-    return RowError(f"column {column} is {printable_line(repr(value), 60)}; expected {expected}")
-
-
 def _names(record: dict[str, Any]) -> str:
     return printable_line(", ".join(sorted(record)) or "none", 200)
-
-
-def _response(record: dict[str, Any], columns: Columns) -> str:
-    assert columns.response is not None
-    value = _value(record, columns.response)
-    if not isinstance(value, str):
-        raise _wrong(columns.response, value, "text")
-    return value
-
-
-def _gold(record: dict[str, Any], columns: Columns) -> str | None:
-    if columns.gold is None:
-        return None
-    value = _value(record, columns.gold)
-    parts = cast("list[Any]", value if isinstance(value, list) else [value])
-    if value is None or not parts:
-        return None
-    for part in parts:
-        number = isinstance(part, int | float) and not isinstance(part, bool)
-        if not (isinstance(part, str) or (number and math.isfinite(part))):
-            raise _wrong(columns.gold, value, "text, a number or null")
-    return ", ".join(str(part) for part in parts).strip() or None
-
-
-def _name(record: dict[str, Any], column: str | None) -> str | None:
-    if column is None:
-        return None
-    value = _value(record, column)
-    if not isinstance(value, str | int | float | None):
-        raise _wrong(column, value, "text or a number")
-    return None if value is None else str(value)[:200]
-
-
-def _finish_reason(record: dict[str, Any], columns: Columns) -> FinishReason | None:
-    if columns.finish is None:
-        return None
-    given = value = _value(record, columns.finish)
-    if isinstance(value, dict):  # SGLang's form
-        value = cast("dict[str, Any]", value).get("type")
-    if isinstance(value, bool):
-        return "length" if value else "stop"
-    if value is None:
-        return None
-    if not isinstance(value, str) or value.lower() not in _FINISH_REASONS:
-        expected = f"true, false, null or one of {', '.join(_FINISH_REASONS)}; --finish none"
-        raise _wrong(columns.finish, given, f"{expected} ignores it")
-    return _FINISH_REASONS[value.lower()]
-
-
-def _token_ids(record: dict[str, Any], columns: Columns) -> list[int] | None:
-    if columns.tokens is None:
-        return None
-    value = _value(record, columns.tokens)
-    if not isinstance(value, list) or not all(
-        type(token) is int and 0 <= token < 2**31 for token in cast("list[Any]", value)
-    ):
-        raise _wrong(columns.tokens, value, "a list of token ids")
-    return cast("list[int]", value)
-
-
-def _label(record: dict[str, Any], columns: Columns) -> bool | None:
-    if columns.label is None:
-        return None
-    value = _value(record, columns.label)
-    if value is not None and value not in (0, 1):
-        raise _wrong(columns.label, value, "true, false, 0, 1 or null")
-    return None if value is None else bool(value)
-
-
-def _one_of(record: dict[str, Any], column: str, values: tuple[Any, ...], default: Any) -> Any:
-    value = record.get(column, default)
-    if value not in values:
-        raise _wrong(column, value, f"one of {', '.join(map(str, values))}")
-    return value

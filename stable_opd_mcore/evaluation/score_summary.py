@@ -1,21 +1,25 @@
-"""The summary of a file of verdicts: numbers of all rows and of each group, as JSON and as a table.
+"""The summary of a file of verdicts: numbers of all rows and of each group, and their table.
 
 Not here: the verdicts themselves (score.py) and the numbers of responses (data/responses.py).
 """
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 from typing import Any
 
-from stable_opd_mcore.data.repetition import TailLoop
+from pydantic import TypeAdapter
+
 from stable_opd_mcore.data.responses import MeasuredResponse, ResponseTotals
 from stable_opd_mcore.host.printable_text import printable_line
 
-NUM_LISTED = 20  # refused rows, and rows that differ from their label
+NUM_LISTED = 20  # of the rows of each of these kinds
+_LISTED = {
+    "differing": "{} of {num_labelled} verdicts differ from labels",
+    "right_in_loop": "{} right responses hold the gold answer, but loop until their budget ends",
+    "refused": "{} of {num_rows} rows refused",
+}
 _AREA = "all"
 _TABLE = {  # heading -> name of the number, decimals
     "accuracy": ("accuracy", 3),
@@ -28,119 +32,96 @@ _TABLE = {  # heading -> name of the number, decimals
     "time-outs": ("grading_timeouts", 0),
     "crashes": ("grading_crashes", 0),
 }
+_NO_NUMBER = "\N{EN DASH}"
+_RESPONSE = TypeAdapter(MeasuredResponse)
 
 
-@dataclass(frozen=True)
-class SetNumbers:
-    """Numbers of all responses or of one group."""
+class _Totals(ResponseTotals):
+    """Numbers of one set of responses, with the rate of a detector that could judge none."""
 
-    num_responses: int
-    numbers: dict[str, float | None]  # name as in monitoring/names.py, without its area -> value
+    def __init__(self, max_length: int | None):
+        super().__init__(max_length)
+        self._undefined = {"repetition_rate", "repetition_rate_10k"}
 
+    def add(self, response: MeasuredResponse) -> None:
+        super().add(response)
+        judged = {"repetition_rate": response.repetitive}
+        judged["repetition_rate_10k"] = response.repetitive_10k
+        self._undefined -= {name for name, value in judged.items() if value is not None}
 
-@dataclass(frozen=True)
-class ScoreSummary:
-    """What `summary.json` holds."""
-
-    num_rows: int
-    unit: str  # of lengths: "tokens" or "characters"
-    all: SetNumbers
-    groups: dict[str, SetNumbers]
-    num_refused: int
-    refused: dict[int, str]  # the first of them: row -> why
-    num_labelled: int  # graded rows with a label
-    num_differing: int
-    differing: dict[int, str | None]  # the first rows whose verdict is not their label -> id
-
-    def as_json(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
-
-    def table(self) -> str:
-        """One line for all responses and one for each group, then what needs attention."""
-        sets = [self.all, *self.groups.values()]
-        names = ["all", *(printable_line(name, 40) for name in self.groups)]
-        width = max(map(len, names))
-        lines = [f"{'':{width}}  responses  " + "  ".join(f"{head:>9}" for head in _TABLE)]
-        for name, numbers in zip(names, sets, strict=True):
-            cells = [_cell(numbers.numbers.get(key), digits) for key, digits in _TABLE.values()]
-            lines.append(f"{name:{width}}  {numbers.num_responses:9}  " + "  ".join(cells))
-        lines.append(f"lengths in {self.unit}")
-        if self.num_labelled:
-            lines.append(f"{self.num_differing} of {self.num_labelled} verdicts differ from labels")
-            lines += [
-                f"  row {row}: {printable_line(str(name), 60)}"
-                for row, name in self.differing.items()
-            ]
-            lines += _more(self.num_differing)
-        if self.num_refused:
-            lines.append(f"{self.num_refused} of {self.num_rows} rows refused")
-            lines += [f"  row {row}: {reason}" for row, reason in self.refused.items()]
-            lines += _more(self.num_refused)
-        return "\n".join(lines)
+    def plain(self) -> dict[str, Any]:
+        """Names as in monitoring/names.py, without their area; None where nothing defines it."""
+        values = self.metrics(_AREA).values_by_key()
+        numbers = {key.removeprefix(f"{_AREA}/"): value for key, value in values.items()}
+        numbers |= dict.fromkeys(self._undefined)
+        return {"num_responses": self.num_responses, "numbers": numbers}
 
 
-def summarise(records: Iterable[dict[str, Any]], unit: str, max_length: int | None) -> ScoreSummary:
-    """The summary of the records of a file of verdicts, in one pass.
+def summarise(
+    records: Iterable[dict[str, Any]], unit: str, max_length: int | None
+) -> dict[str, Any]:
+    """What `summary.json` says of the records of a file of verdicts, in one pass.
+
+    `num_rows`, `num_labelled` (graded rows with a label), `unit` of lengths, `all` and `groups`;
+    then of three kinds of rows how many there are (`num_refused`) and the first ones (`refused`:
+    the row's number, after its file's name if there are several, and its id or the reason):
+    `refused`; `differing` from their label; `right_in_loop`.
 
     Raises:
-        KeyError, TypeError: a record that score.py did not write.
+        KeyError, TypeError, ValueError: a record that score.py did not write.
     """
-    totals = ResponseTotals(max_length)
-    by_group: defaultdict[str, ResponseTotals] = defaultdict(lambda: ResponseTotals(max_length))
-    refused: dict[int, str] = {}
-    differing: dict[int, str | None] = {}
-    num_rows = num_refused = num_labelled = num_differing = 0
+    totals = _Totals(max_length)
+    by_group: defaultdict[str, _Totals] = defaultdict(lambda: _Totals(max_length))
+    listed: dict[str, dict[str, str | None]] = {kind: {} for kind in _LISTED}
+    counts = dict.fromkeys(("num_rows", "num_labelled", *(f"num_{kind}" for kind in _LISTED)), 0)
+
+    def add(kind: str, record: dict[str, Any], text: str | None) -> None:
+        counts[f"num_{kind}"] += 1
+        if len(listed[kind]) < NUM_LISTED:
+            file = f"{record['file']}:" if "file" in record else ""
+            listed[kind][f"{file}{record['row']}"] = text
+
     for record in records:
-        num_rows += 1
+        counts["num_rows"] += 1
         if "refused" in record:
-            num_refused += 1
-            if len(refused) < NUM_LISTED:
-                refused[record["row"]] = record["refused"]
+            add("refused", record, record["refused"])
             continue
-        response = _measured(record)
+        response = _RESPONSE.validate_python(record)
         totals.add(response)
         if record["group"] is not None:
             by_group[record["group"]].add(response)
+        if record["right_in_loop"]:
+            add("right_in_loop", record, record["id"])
         if record["label"] is not None and response.reward is not None:
-            num_labelled += 1
+            counts["num_labelled"] += 1
             if bool(response.reward) != record["label"]:
-                num_differing += 1
-                if len(differing) < NUM_LISTED:
-                    differing[record["row"]] = record["id"]
-    return ScoreSummary(
-        num_rows=num_rows,
-        unit=unit,
-        all=_numbers(totals),
-        groups={name: _numbers(by_group[name]) for name in sorted(by_group)},
-        num_refused=num_refused,
-        refused=refused,
-        num_labelled=num_labelled,
-        num_differing=num_differing,
-        differing=differing,
-    )
+                add("differing", record, record["id"])
+    groups = {name: by_group[name].plain() for name in sorted(by_group)}
+    return {"unit": unit, "all": totals.plain(), "groups": groups, **counts, **listed}
 
 
-def _measured(record: dict[str, Any]) -> MeasuredResponse:
-    return MeasuredResponse(
-        length=record["length"],
-        finish_reason=record["finish_reason"],
-        reward=record["reward"],
-        grading_failure=record["grading_failure"],
-        loop=TailLoop(record["loop"]["length"], record["loop"]["period"]),
-        repetitive=record["repetitive"],
-        repetitive_10k=record["repetitive_10k"],
-    )
-
-
-def _numbers(totals: ResponseTotals) -> SetNumbers:
-    values = totals.metrics(_AREA).values_by_key()
-    numbers = {key.removeprefix(f"{_AREA}/"): value for key, value in values.items()}
-    return SetNumbers(totals.num_responses, numbers)
+def table(summary: dict[str, Any]) -> str:
+    """One line for all responses and one for each group, then what needs attention."""
+    sets = [("all", summary["all"]), *summary["groups"].items()]
+    sets = [(printable_line(name, 40), numbers) for name, numbers in sets]
+    width = max(len(name) for name, _ in sets)
+    lines = [f"{'':{width}}  responses  " + "  ".join(f"{head:>9}" for head in _TABLE)]
+    for name, numbers in sets:
+        cells = (_cell(numbers["numbers"].get(key), digits) for key, digits in _TABLE.values())
+        lines.append(f"{name:{width}}  {numbers['num_responses']:9}  " + "  ".join(cells))
+    lines.append(f"lengths in {summary['unit']}")
+    for kind, heading in _LISTED.items():
+        count, rows = summary[f"num_{kind}"], summary[kind]
+        if count or (kind == "differing" and summary["num_labelled"]):
+            lines.append(heading.format(count, **summary))
+        lines += [
+            f"  row {printable_line(place, 100)}: {printable_line(str(text), 300)}"
+            for place, text in rows.items()
+        ]
+        if count > len(rows):
+            lines.append(f"  … and {count - len(rows)} more in verdicts.jsonl")
+    return "\n".join(lines)
 
 
 def _cell(value: float | None, digits: int) -> str:
-    return f"{'-':>9}" if value is None else f"{value:9.{digits}f}"
-
-
-def _more(count: int) -> list[str]:
-    return [f"  … and {count - NUM_LISTED} more in verdicts.jsonl"] if count > NUM_LISTED else []
+    return f"{_NO_NUMBER if value is None else format(value, f'.{digits}f'):>9}"

@@ -1,9 +1,12 @@
 """Scoring files: a run's numbers, interruptions, hanging rows, settings, real generations."""
 
 import fcntl
+import io
 import json
+import resource
 import sys
 import tracemalloc
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,11 +17,12 @@ from stable_opd_mcore.data.rollout_files import write_rollouts
 from stable_opd_mcore.errors import DataError, UserError
 from stable_opd_mcore.evaluation import score
 from stable_opd_mcore.evaluation.grading import Grader
-from stable_opd_mcore.evaluation.score import ScoreSettings, score_file
+from stable_opd_mcore.evaluation.score import ScoreSettings, default_output, score_files
 from stable_opd_mcore.evaluation.score_rows import Columns
 from stable_opd_mcore.records import Prompt, Rollout
 from tests.real_data import real_data
 
+DASH = "\N{EN DASH}"
 BRACKET = {"answer_format": "bracket", "gold": "3"}
 
 
@@ -28,7 +32,15 @@ def write(path, rows):
 
 
 def records(output):
-    return [json.loads(line) for line in (output / "verdicts.jsonl").read_text().splitlines()][1:]
+    return [json.loads(line) for line in (output / "verdicts.jsonl").read_text().splitlines()]
+
+
+def score_file(path, output, settings, *args):
+    return score_files([path], output, settings, *args)
+
+
+def settings_of(output):
+    return json.loads((output / "summary.json").read_text())["settings"]
 
 
 def run_rollouts():
@@ -50,11 +62,12 @@ def test_the_numbers_of_a_run_s_rollouts_are_the_run_s(tmp_path):
     expected = rollout_metrics(rollouts, 48, config, "all").values_by_key()
     settings = ScoreSettings(max_length=48, tail_characters=100, ratio=3)
     summary = score_file(tmp_path / "rollouts.jsonl", tmp_path / "out", settings)
-    numbers = {f"all/{name}": value for name, value in summary.all.numbers.items()}
-    assert numbers == expected
+    numbers = {f"all/{name}": value for name, value in summary["all"]["numbers"].items()}
+    undefined = {"all/repetition_rate_10k": None}  # each response is shorter; a run counts "no"
+    assert numbers == expected | undefined
     assert expected["all/accuracy"] == 0.2
     assert expected["all/loop_rate"] == expected["all/repetition_rate"] == 0.2
-    assert summary.unit == "tokens"
+    assert summary["unit"] == "tokens"
     assert json.loads((tmp_path / "out/summary.json").read_text())["all"]["num_responses"] == 5
     assert [record["reward"] for record in records(tmp_path / "out")] == [1, 0, 0, 0, 0]
 
@@ -62,31 +75,26 @@ def test_the_numbers_of_a_run_s_rollouts_are_the_run_s(tmp_path):
 def test_a_budget_of_tokens_sets_the_tail_as_in_a_run(tmp_path):
     path = write(tmp_path / "rows.jsonl", [{"text": "ab" * 60, "token_ids": [1, 2] * 20}])
     score_file(path, tmp_path / "out", ScoreSettings(max_length=40))
-    header = json.loads((tmp_path / "out/verdicts.jsonl").read_text().splitlines()[0])
+    header = settings_of(tmp_path / "out")
     assert (header["tail_characters"], header["ratio"], header["unit"]) == (100, 10.0, "tokens")
     (record,) = records(tmp_path / "out")
     assert record["finish_reason"] == "length"
     assert record["loop"] == {"length": 40, "period": 2}
     characters = score_file(path, tmp_path / "c", ScoreSettings(Columns(tokens="none"), None, 200))
-    assert (characters.unit, characters.all.numbers["truncation_rate"]) == ("characters", 0.0)
-    assert characters.all.numbers["response_length_mean"] == 120
-    header = json.loads((tmp_path / "c/verdicts.jsonl").read_text().splitlines()[0])
-    assert header["tail_characters"] == 10_000  # a budget in characters says nothing of tokens
+    assert (characters["unit"], characters["all"]["numbers"]["truncation_rate"]) == (
+        "characters",
+        0.0,
+    )
+    assert characters["all"]["numbers"]["response_length_mean"] == 120
+    assert (
+        settings_of(tmp_path / "c")["tail_characters"] == 10_000
+    )  # a budget in characters says nothing of tokens
 
 
 def test_a_tokenizer_measures_rows_without_token_ids(tmp_path):
     path = write(tmp_path / "rows.jsonl", [{"text": "1+2=3;"}])
     summary = score_file(path, tmp_path / "out", ScoreSettings(tokenizer="synthetic"))
-    assert (summary.unit, summary.all.numbers["response_length_mean"]) == ("tokens", 6)
-
-
-def test_verdicts_that_come_early_wait_for_the_rows_before_them(tmp_path):
-    path = tmp_path / "verdicts.jsonl"
-    with path.open("a+b") as file:
-        writer = score._OrderedWriter(file, next_row=4)
-        for row, expected in ((6, []), (5, []), (4, [4, 5, 6]), (7, [4, 5, 6, 7])):
-            writer.put(row, {"row": row})
-            assert [json.loads(line)["row"] for line in path.read_text().splitlines()] == expected
+    assert (summary["unit"], summary["all"]["numbers"]["response_length_mean"]) == ("tokens", 6)
 
 
 def rows_to_interrupt():
@@ -116,9 +124,12 @@ def test_an_interrupted_run_continued_gives_the_bytes_of_an_uninterrupted_one(tm
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert score_file(path, tmp_path / "cut", settings, read.append) == whole
     assert len(read) == 12
-    assert (whole.num_rows, whole.num_refused, whole.refused.keys()) == (41, 1, {21})
-    assert whole.all.numbers["accuracy"] == 0.2
-    assert {name: group.num_responses for name, group in whole.groups.items()} == {"0": 20, "1": 20}
+    assert (whole["num_rows"], whole["num_refused"], whole["refused"].keys()) == (41, 1, {"21"})
+    assert whole["all"]["numbers"]["accuracy"] == 0.2
+    assert {name: group["num_responses"] for name, group in whole["groups"].items()} == {
+        "0": 20,
+        "1": 20,
+    }
 
 
 def test_an_output_of_other_settings_or_another_file_or_in_use_is_refused(tmp_path):
@@ -129,26 +140,73 @@ def test_an_output_of_other_settings_or_another_file_or_in_use_is_refused(tmp_pa
     with pytest.raises(UserError, match=r"begun with unit 'characters', now 'tokens'"):
         score_file(path, tmp_path / "out", ScoreSettings(tokenizer="synthetic"))
     write(path, [{"response": "y"}])
-    with pytest.raises(UserError, match="begun with source_hash"):
+    with pytest.raises(UserError, match="begun with files"):
         score_file(path, tmp_path / "out", ScoreSettings())
     verdicts = tmp_path / "out/verdicts.jsonl"
     with verdicts.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="another score command is writing it"):
             score_file(path, tmp_path / "out", ScoreSettings())
+    write(path, [{"response": "x"}])
+    verdicts.write_text(verdicts.read_text().replace('"length"', '"size"'))
+    with pytest.raises(UserError, match=r"verdicts\.jsonl: holds a row that this command did not"):
+        score_file(path, tmp_path / "out", ScoreSettings())
+    (tmp_path / "out/summary.json").unlink()
     verdicts.write_text("not ours\n")
-    with pytest.raises(UserError, match="not written by this command"):
+    with pytest.raises(UserError, match=r"no summary\.json of this command beside it"):
         score_file(path, tmp_path / "out", ScoreSettings())
     assert verdicts.read_text() == "not ours\n"
 
 
-def test_a_file_of_verdicts_that_was_edited_is_named(tmp_path):
-    path = write(tmp_path / "rows.jsonl", [{"response": "x"}])
-    score_file(path, tmp_path / "out", ScoreSettings())
-    verdicts = tmp_path / "out/verdicts.jsonl"
-    verdicts.write_text(verdicts.read_text().replace('"length"', '"size"'))
-    with pytest.raises(UserError, match=r"verdicts\.jsonl: holds a row that this command did not"):
-        score_file(path, tmp_path / "out", ScoreSettings())
+def test_a_full_disk_is_one_message_and_the_command_goes_on_after_it(tmp_path):
+    path = write(tmp_path / "rows.jsonl", rows_to_interrupt())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"out: cannot be written: File too large; free .* MiB"):
+            score_file(path, tmp_path / "out", ScoreSettings())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    continued = score_file(path, tmp_path / "out", ScoreSettings())
+    assert continued == score_file(path, tmp_path / "whole", ScoreSettings())
+
+
+def test_several_files_and_standard_input_are_scored_together(tmp_path, monkeypatch):
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    write(paths[0], [{"response": "is [3]", **BRACKET}] * 2)
+    piped = b"\xef\xbb\xbf" + json.dumps({"response": "is [4]", **BRACKET}).encode() + b"\n[]\n"
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(piped)))
+    summary = score_files([score.STANDARD_INPUT, paths[0]], tmp_path / "out", ScoreSettings())
+    accuracy = {name: one["numbers"]["accuracy"] for name, one in summary["groups"].items()}
+    assert accuracy == {str(paths[0]): 1, "standard input": 0}
+    assert summary["refused"] == {"standard input:2": "not a JSON object but list"}
+    assert [r["row"] for r in records(tmp_path / "out")] == [1, 2, 1, 2]
+    assert default_output([score.STANDARD_INPUT]).name == "stdin.score"
+    with pytest.raises(UserError, match="2 files: say with --output"):
+        default_output(paths)
+
+
+def test_a_loop_that_its_budget_cuts_is_not_right_without_a_word(tmp_path):
+    rows = [
+        {"response": text, "finish_reason": reason, **BRACKET}
+        for text, reason in (("[3]" * 40, "stop"), ("[3]" * 40, "length"), ("so [3]", "length"))
+    ]
+    for row in rows[1:]:
+        row["answer_format"], row["response"] = "boxed", row["response"].replace("[3]", "is $3$ ")
+    path = write(tmp_path / "rows.jsonl", rows)
+    summary = score_file(path, tmp_path / "out", ScoreSettings())
+    assert [(r["reward"], r["right_in_loop"]) for r in records(tmp_path / "out")] == [
+        (1.0, False),
+        (1.0, True),
+        (1.0, False),
+    ]
+    assert summary["right_in_loop"] == {"2": None}
+
+
+@pytest.mark.parametrize("ratio", [float("nan"), 0.0, -1.0])
+def test_a_ratio_that_is_none_is_refused(ratio):
+    with pytest.raises(UserError, match=r"--ratio .*: expected a number above 0"):
+        ScoreSettings(ratio=ratio)
 
 
 def test_more_groups_than_the_limit_are_refused(tmp_path, monkeypatch):
@@ -173,7 +231,10 @@ def test_a_hanging_expression_and_a_megabyte_cost_one_row_each(tmp_path):
     failures = [record["grading_failure"] for record in records(tmp_path / "out")]
     assert failures[0] is None
     assert failures[1] in ("timeout", "crash")  # by what the machine runs out of first
-    assert summary.all.numbers["grading_timeouts"] + summary.all.numbers["grading_crashes"] >= 1
+    assert (
+        summary["all"]["numbers"]["grading_timeouts"] + summary["all"]["numbers"]["grading_crashes"]
+        >= 1
+    )
     assert records(tmp_path / "out")[2]["loop"] == {"length": 2**20, "period": 1}
 
 
@@ -191,13 +252,13 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
 
 def test_the_command_prints_a_table_and_says_where_the_verdicts_are(tmp_path, monkeypatch, capsys):
     rows = [{"answer_format": "bracket", "answer": "2", "output": f"[{k}]"} for k in range(4)]
-    path = write(tmp_path / "rows.jsonl", [*rows, {"output": None}])
+    path = write(tmp_path / "rows.jsonl", [*rows, {"output": None, "answer": "2"}])
     monkeypatch.setattr(sys, "argv", ["stable-opd", "score", str(path), "--gold", "answer"])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[1].split()[:4] == ["all", "4", "0.250", "-"]
+    assert out[1].split()[:7] == ["all", "4", "0.250", DASH, "0.000", "0.000", DASH]
     assert out[-3:] == [
         "1 of 5 rows refused",
         "  row 5: column output is None; expected text",
@@ -231,6 +292,6 @@ def test_real_generations_get_the_upstream_labels_but_for_known_rows(tmp_path):
         (row for k, row in enumerate(rows) if k % 4 == 0 or row["id"] in DIFFERING),
     )
     summary = score_file(path, tmp_path / "out", ScoreSettings(Columns(label="correct")))
-    assert set(summary.differing.values()) == DIFFERING
-    assert summary.num_labelled > 80
-    assert (summary.all.numbers["grading_timeouts"], summary.num_refused) == (0, 0)
+    assert set(summary["differing"].values()) == DIFFERING
+    assert summary["num_labelled"] > 80
+    assert (summary["all"]["numbers"]["grading_timeouts"], summary["num_refused"]) == (0, 0)

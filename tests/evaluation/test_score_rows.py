@@ -9,7 +9,7 @@ from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.evaluation import score_rows
 from stable_opd_mcore.evaluation.score_rows import (
     Columns,
-    RefusedRow,
+    RowError,
     ScoreRow,
     find_columns,
     parse_row,
@@ -20,8 +20,18 @@ ALL = Columns("r", "g", "i", "f", "t", "c", "l")
 ROW = {"r": "x", "g": "2", "i": 7, "f": "eos", "t": [1, 2], "c": "easy", "l": 1}
 
 
+READ = ScoreRow(
+    response="x", gold="2", id="7", group="easy", finish="stop", tokens=[1, 2], label=True
+)
+
+
 def parsed(columns=ALL, **changes):
-    return parse_row(3, json.dumps(ROW | changes).encode(), columns)
+    return parse_row(json.dumps(ROW | changes).encode(), columns)
+
+
+def found_in(path, columns):
+    with path.open("rb") as file:
+        return find_columns(file, path.name, columns)
 
 
 def test_usual_names_are_found_in_the_first_readable_row(tmp_path):
@@ -29,15 +39,15 @@ def test_usual_names_are_found_in_the_first_readable_row(tmp_path):
     row = {"id": 1, "completion": "x", "reward_model": {"ground_truth": "2"}, "truncated": True}
     rows = [row | {"right": None}]
     path.write_text("[]\nno json\n" + "".join(json.dumps(row) + "\n" for row in rows))
-    found = find_columns(path, Columns(label="right"))
+    found = found_in(path, Columns(label="right"))
     expected = Columns("completion", "reward_model.ground_truth", "id", "truncated", label="right")
     assert found == expected
-    row = parse_row(1, json.dumps(rows[0]).encode(), found)
-    assert row == ScoreRow(1, "x", "2", "1", None, "length", None, None, "boxed", False)
-    nested = find_columns(path, Columns(response="reward_model.ground_truth", gold="none"))
+    row = parse_row(json.dumps(rows[0]).encode(), found)
+    assert row == ScoreRow(response="x", gold="2", id="1", finish="length")
+    nested = found_in(path, Columns(response="reward_model.ground_truth", gold="none"))
     assert (nested.response, nested.gold) == ("reward_model.ground_truth", None)
     with pytest.raises(DataError, match=r"no column a\.b \(--group\) among completion, id, reward"):
-        find_columns(path, Columns(group="a.b"))
+        found_in(path, Columns(group="a.b"))
 
 
 @pytest.mark.parametrize(
@@ -52,14 +62,14 @@ def test_a_file_without_responses_is_refused(tmp_path, text, message):
     path = tmp_path / "rows.jsonl"
     path.write_text(text)
     with pytest.raises(DataError, match=message):
-        find_columns(path, Columns())
+        found_in(path, Columns())
 
 
 def test_every_column_is_read():
-    assert parsed() == ScoreRow(3, "x", "2", "7", "easy", "stop", [1, 2], True, "boxed", False)
-    assert parsed(answer_format="bracket", opens_thinking=True, c=None, l=None) == ScoreRow(
-        3, "x", "2", "7", None, "stop", [1, 2], None, "bracket", True
-    )
+    assert parsed() == READ
+    others = {"answer_format": "bracket", "opens_thinking": True}
+    changed = READ.model_copy(update=others | {"group": None, "label": None})
+    assert parsed(**others, c=None, l=None) == changed
 
 
 @pytest.mark.parametrize(
@@ -74,7 +84,7 @@ def test_every_column_is_read():
     ],
 )
 def test_finish_reasons_of_several_engines(value, reason):
-    assert parsed(f=value).finish_reason == reason
+    assert parsed(f=value).finish == reason
 
 
 @pytest.mark.parametrize(
@@ -104,15 +114,16 @@ def test_golds_are_text_numbers_or_lists(value, gold):
     ],
 )
 def test_values_of_another_type_are_refused(changes, reason):
-    assert parsed(**changes) == RefusedRow(3, reason)
+    with pytest.raises(RowError) as refused:
+        parsed(**changes)
+    assert str(refused.value) == reason
 
 
 @pytest.mark.parametrize("value", ["bored", {"type": 3}, [], 2])
 def test_an_unknown_finish_reason_is_refused_with_the_way_out(value):
-    refused = parsed(f=value)
-    assert isinstance(refused, RefusedRow)
-    assert "--finish none ignores it" in refused.reason
-    assert parsed(Columns("r"), f=value).finish_reason is None
+    with pytest.raises(RowError, match="--finish none ignores it"):
+        parsed(f=value)
+    assert parsed(Columns("r"), f=value).finish is None
 
 
 @pytest.mark.parametrize(
@@ -130,17 +141,14 @@ def test_an_unknown_finish_reason_is_refused_with_the_way_out(value):
     ],
 )
 def test_lines_that_are_no_row_are_refused(line, reason):
-    refused = parse_row(9, line, Columns("r"))
-    assert isinstance(refused, RefusedRow)
-    assert refused.number == 9
-    assert refused.reason.startswith(reason)
-    assert refused.reason.isprintable()
+    with pytest.raises(RowError) as refused:
+        parse_row(line, Columns("r"))
+    assert str(refused.value).startswith(reason)
+    assert str(refused.value).isprintable()
 
 
 def test_half_an_emoji_is_text():
-    row = parse_row(1, b'{"r": "\\ud83d"}', Columns("r"))
-    assert isinstance(row, ScoreRow)
-    assert row.response == "\ud83d"
+    assert parse_row(b'{"r": "\\ud83d"}', Columns("r")).response == "\ud83d"
 
 
 @pytest.mark.parametrize("size", [4, 8, 100])
@@ -148,7 +156,6 @@ def test_lines_are_read_with_bounded_memory(monkeypatch, size):
     monkeypatch.setattr(score_rows, "MAX_LINE_BYTES", size)
     text = b"abc\n" + b"x" * 30 + b"\n\nab\n" + b"y" * size
     lines = list(read_lines(io.BytesIO(text)))
-    assert [number for number, _, _ in lines] == [1, 2, 3, 4, 5]
-    assert [position for _, position, _ in lines] == [4, 35, 36, 39, 39 + size]
+    assert [num_bytes for num_bytes, _ in lines] == [4, 31, 1, 3, size]
     long = None if size <= 30 else b"x" * 30 + b"\n"
-    assert [line for _, _, line in lines] == [b"abc\n", long, b"\n", b"ab\n", None]
+    assert [line for _, line in lines] == [b"abc\n", long, b"\n", b"ab\n", None]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from stable_opd_mcore.evaluation.score_summary import NUM_LISTED, summarise
+from stable_opd_mcore.evaluation.score_summary import NUM_LISTED, summarise, table
 
 
 def verdict(row, length=10, reward=None, group=None, label=None, loop=0):
@@ -18,8 +18,9 @@ def verdict(row, length=10, reward=None, group=None, label=None, loop=0):
         "reward": reward,
         "grading_failure": "timeout" if reward == 0.0 else None,
         "loop": {"length": loop, "period": min(loop, 2)},
-        "repetitive": False,
+        "repetitive": None,
         "repetitive_10k": False,
+        "right_in_loop": False,
     }
 
 
@@ -33,31 +34,33 @@ RECORDS = [
 
 def test_numbers_of_all_rows_and_of_each_group():
     summary = summarise(RECORDS, "tokens", max_length=50)
-    assert (summary.num_rows, summary.all.num_responses) == (4, 3)
-    assert summary.all.numbers["accuracy"] == 0.5
-    assert summary.all.numbers["loop_token_share"] == pytest.approx(40 / 70)
-    assert summary.all.numbers["loop_onset_mean"] == 10
-    assert summary.all.numbers["grading_timeouts"] == 1
-    assert {name: group.numbers["accuracy"] for name, group in summary.groups.items()} == {
-        "a": 1.0,
-        "b": 0.0,
-    }
-    assert (summary.refused, summary.num_refused) == ({3: "not JSON"}, 1)
-    assert (summary.num_labelled, summary.num_differing, summary.differing) == (2, 1, {2: "r2"})
-    plain = json.loads(summary.as_json())
-    assert plain["groups"]["b"]["num_responses"] == 1
-    assert plain["refused"] == {"3": "not JSON"}
+    numbers = summary["all"]["numbers"]
+    assert (summary["num_rows"], summary["all"]["num_responses"]) == (4, 3)
+    assert numbers["accuracy"] == 0.5
+    assert numbers["loop_token_share"] == pytest.approx(40 / 70)
+    assert numbers["loop_onset_mean"] == 10
+    assert numbers["grading_timeouts"] == 1
+    assert (numbers["repetition_rate"], numbers["repetition_rate_10k"]) == (None, 0.0)
+    groups = {name: one["numbers"]["accuracy"] for name, one in summary["groups"].items()}
+    assert groups == {"a": 1.0, "b": 0.0}
+    assert (summary["refused"], summary["num_refused"]) == ({"3": "not JSON"}, 1)
+    assert (summary["num_labelled"], summary["num_differing"]) == (2, 1)
+    assert summary["differing"] == {"2": "r2"}
+    assert json.loads(json.dumps(summary)) == summary
 
 
 def test_the_table_names_groups_and_what_needs_attention():
-    lines = summarise(RECORDS, "tokens", None).table().splitlines()
-    assert [line.split()[:2] for line in lines[1:4]] == [["all", "3"], ["a", "2"], ["b", "1"]]
+    looping = verdict(5, reward=1.0, loop=9) | {"right_in_loop": True, "file": "a.jsonl"}
+    lines = table(summarise([*RECORDS, looping], "tokens", None)).splitlines()
+    assert [line.split()[:2] for line in lines[1:4]] == [["all", "4"], ["a", "2"], ["b", "1"]]
     assert len({len(line) for line in lines[:4]}) == 1
     assert lines[4:] == [
         "lengths in tokens",
         "1 of 2 verdicts differ from labels",
         "  row 2: r2",
-        "1 of 4 rows refused",
+        "1 right responses hold the gold answer, but loop until their budget ends",
+        "  row a.jsonl:5: r5",
+        "1 of 5 rows refused",
         "  row 3: not JSON",
     ]
 
@@ -65,8 +68,8 @@ def test_the_table_names_groups_and_what_needs_attention():
 def test_a_group_called_all_and_control_characters_do_no_harm():
     records = [verdict(1, group="all"), verdict(2, group="\x1b[2J")]
     summary = summarise(records, "tokens", None)
-    assert summary.all.num_responses == 2
-    lines = summary.table().splitlines()
+    assert summary["all"]["num_responses"] == 2
+    lines = table(summary).splitlines()
     assert [line.split()[:2] for line in lines[1:4]] == [["all", "2"], ["␛[2J", "1"], ["all", "1"]]
 
 
@@ -74,11 +77,11 @@ def test_long_lists_are_cut_and_counted():
     refused = [{"row": k, "refused": "x"} for k in range(NUM_LISTED + 5)]
     differing = [verdict(100 + k, reward=1.0, label=False) for k in range(NUM_LISTED + 3)]
     summary = summarise(refused + differing, "characters", None)
-    assert len(summary.refused) == len(summary.differing) == NUM_LISTED
-    assert "  … and 5 more in verdicts.jsonl" in summary.table()
-    assert "  … and 3 more in verdicts.jsonl" in summary.table()
+    assert len(summary["refused"]) == len(summary["differing"]) == NUM_LISTED
+    assert "  … and 5 more in verdicts.jsonl" in table(summary)
+    assert "  … and 3 more in verdicts.jsonl" in table(summary)
 
 
 def test_no_rows_leave_dashes():
-    cells = summarise([], "tokens", None).table().splitlines()[1].split()
-    assert cells[1:] == ["0", *["-"] * 9]
+    cells = table(summarise([], "tokens", None)).splitlines()[1].split()
+    assert cells[1:] == ["0", *["\N{EN DASH}"] * 9]
