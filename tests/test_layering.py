@@ -50,7 +50,7 @@ THIRD_PARTIES = {
     "math_verify": {"evaluation/grading_worker"},
     "pebble": {"evaluation/grading"},
     "sglang": {"serving/launch_server"},
-    "httpcore": {"serving"},
+    "httpx": {"serving/connection"},
     "tensorboard": {"monitoring"},
     "wandb": {"monitoring/trackers"},
     "mlflow": {"monitoring/trackers"},

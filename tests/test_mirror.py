@@ -22,6 +22,7 @@ NO_TEST = {
     "records": "records",
     "rehearsal/pretended_gpu": "changes its process for good; test_te_layers.py starts one",
     "rollout/sglang/records": "records",
+    "serving/timeouts": "numbers",
     "train/run": "a record",
     "train/persistence/state": "a record",
 }

@@ -12,15 +12,15 @@ import json
 import logging
 import math
 import random
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import httpcore
+import orjson
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.serving.connection import TCP_KEEPALIVE, Connection, TooLargeError
+from stable_opd_mcore.serving import timeouts
+from stable_opd_mcore.serving.connection import Connections, ServerFailure
 from stable_opd_mcore.serving.requests import (
     MAX_REPLY_BYTES,
     Completion,
@@ -42,20 +42,6 @@ def pause_seconds(attempt: int) -> float:
     return min(_MAX_PAUSE_SECONDS, 0.1 * 2**attempt) * random.uniform(0.5, 1.0)
 
 
-class ServerFailure(RuntimeError):
-    """A request failed. `kind`: unreachable, timeout, status, garbage or aborted.
-
-    `transient`: the server may fulfil the same request when it is repeated.
-    """
-
-    def __init__(self, url: str, kind: str, detail: str, *, transient: bool = False) -> None:
-        super().__init__(f"{url}: {kind}: {detail}")
-        self.url = url
-        self.kind = kind
-        self.detail = detail
-        self.transient = transient
-
-
 class RefusedRequest(UserError):
     """The server refuses the request (HTTP 4xx); repeating it cannot help."""
 
@@ -65,64 +51,52 @@ class RefusedRequest(UserError):
 
 
 class SglangClient:
-    """Requests to one server, each over a connection of its own.
-
-    SGLang closes idle connections after 5 s, and a request sent at that moment is lost, so none is
-    kept. A machine that sends no packet for SILENCE_SECONDS is unreachable, whatever the request's
-    own time-out.
-    """
+    """Requests to one server. Safe to use from many threads."""
 
     def __init__(
         self, url: str, *, api_key: str | None = None, request_timeout_seconds: float = 600.0
     ) -> None:
         self.url = url.rstrip("/")
         self.api_key = api_key
-        self.is_closed = False
         self._timeout = request_timeout_seconds
-        self._headers = {
-            "Content-Type": "application/json",
-            "Accept-Encoding": "identity",  # a compressed reply could be of any size
-            "Connection": "close",
-        }
-        if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
-        self._connections: set[Connection] = set()
-        self._lock = threading.Lock()
+        self._connections = Connections(self.url, api_key)
 
     def copy(self) -> SglangClient:
         """A new client of the same server."""
         return SglangClient(self.url, api_key=self.api_key, request_timeout_seconds=self._timeout)
 
+    @property
+    def is_closed(self) -> bool:
+        return self._connections.is_closed
+
     def close(self) -> None:
         """Send no more requests; those in flight fail at once as unreachable."""
-        with self._lock:
-            self.is_closed = True
-            for connection in self._connections:
-                connection.shutdown()
+        self._connections.close()
 
-    def is_healthy(self, timeout_seconds: float = 20.0) -> bool:
+    def is_healthy(self, timeout_seconds: float = timeouts.PROBE) -> bool:
         """Whether the server's scheduler answers; SGLang draws one token for it, in a second."""
         try:
-            return self._send("GET", "/health", None, timeout_seconds, MAX_REPLY_BYTES)[0] == 200
+            seconds, limit = timeout_seconds, MAX_REPLY_BYTES
+            return self._connections.send("GET", "/health", None, seconds, limit)[0] == 200
         except ServerFailure:
             return False
 
     def weight_version(self) -> str:
         """The version of the last publish; "default" before the first."""
-        return str(self.call("GET", "/model_info", attempts=ATTEMPTS).get("weight_version"))
+        return str(self._stated("/model_info", "weight_version"))
 
     def release(self) -> str:
         """SGLang's version, e.g. "0.5.23"."""
-        return str(self._server_info("version"))
+        return str(self._stated("/server_info", "version"))
 
     def tensor_ranks(self) -> int:
         """The number of the server's tensor-parallel ranks."""
-        return int(self._server_info("tp_size"))
+        return int(self._stated("/server_info", "tp_size"))
 
-    def _server_info(self, key: str) -> Any:
-        reply = self.call("GET", "/server_info", timeout_seconds=30.0, attempts=ATTEMPTS)
+    def _stated(self, path: str, key: str) -> str | int:
+        reply = self.call("GET", path, None, timeouts.QUESTION, attempts=ATTEMPTS)
         if not isinstance(reply, dict) or not isinstance(reply.get(key), str | int):
-            raise self._garbage(f"/server_info states no {key}")
+            raise self._garbage(f"{path} states no {key}")
         return reply[key]
 
     def generate(self, request: Generation) -> list[Completion]:
@@ -143,7 +117,7 @@ class SglangClient:
         """How many of a prompt's tokens the prefix cache holds; afterwards it holds them all."""
         sampling = {"max_new_tokens": 0, "temperature": 0.0}
         body = {"input_ids": list(token_ids), "sampling_params": sampling}
-        reply = self.call("POST", "/generate", body, 60.0, attempts=ATTEMPTS)
+        reply = self.call("POST", "/generate", body, timeouts.QUESTION, attempts=ATTEMPTS)
         try:
             return _whole_number(reply["meta_info"]["cached_tokens"])
         except (KeyError, TypeError, ValueError) as error:
@@ -160,37 +134,27 @@ class SglangClient:
         reply = self.call("POST", "/generate", body, max_bytes=max_bytes)
         try:
             meta = reply["meta_info"]
-            entries = meta["input_token_logprobs"][1:]
-            logprobs = tuple(float(value) for value, _, _ in entries)
-            ids = tuple(token for _, token, _ in entries)
-            tops = meta["input_top_logprobs"][1:] if request.top_k else []
-            top_ids = tuple(tuple(_whole_number(token) for _, token, _ in row) for row in tops)
-            top_logprobs = tuple(tuple(float(value) for value, _, _ in row) for row in tops)
+            logprobs, ids = _scored(meta["input_token_logprobs"][1:])
+            top = [_scored(row) for row in meta["input_top_logprobs"][1:]] if request.top_k else []
             extra = meta["input_token_ids_logprobs"][1:] if request.extra_ids else []
-            extra_logprobs = tuple(tuple(float(value) for value, _, _ in row) for row in extra)
+            extra_logprobs = tuple(_scored(row)[0] for row in extra)
         except (KeyError, TypeError, ValueError) as error:
             raise self._garbage(f"not scores: {error!r}") from error
-        sent_ids = request.token_ids[request.start :]
+        top_logprobs, top_ids = tuple(row for row, _ in top), tuple(row for _, row in top)
+        sent = request.token_ids[request.start :]
         last = request.vocab_size - 1  # SGLang reports the last id of its vocabulary as 0
-        if len(ids) != len(sent_ids) or any(
-            scored != sent and not (scored == 0 and sent == last)
-            for scored, sent in zip(ids, sent_ids, strict=True)
-        ):
+        if ids != sent and ids != tuple(0 if token == last else token for token in sent):
             raise self._garbage(
                 f"scores of {len(ids)} tokens {ids[:8]}..., "
-                f"requested of {len(sent_ids)} tokens {sent_ids[:8]}..."
+                f"requested of {len(sent)} tokens {sent[:8]}..."
             )
-        for rows, width in (
-            (top_logprobs, request.top_k),
-            (extra_logprobs, len(request.extra_ids)),
-        ):
-            if width and [len(row) for row in rows] != [width] * len(sent_ids):
-                raise self._garbage(f"not {len(sent_ids)} lists of {width} entries")
+        lists = ((top_logprobs, request.top_k), (extra_logprobs, len(request.extra_ids)))
+        for rows, width in lists:
+            if width and [len(row) for row in rows] != [width] * len(sent):
+                raise self._garbage(f"not {len(sent)} lists of {width} entries")
         highest = math.inf if request.any_top_id else last
         if not all(0 <= token <= highest for token in itertools.chain(*top_ids)):
             raise self._garbage(f"a top token is outside the vocabulary of {request.vocab_size}")
-        if not _are_logprobs([*logprobs, *itertools.chain(*top_logprobs, *extra_logprobs)]):
-            raise self._garbage("a score is not a log-probability")
         return SequenceScores(logprobs, top_ids, top_logprobs, extra_logprobs)
 
     def call(
@@ -215,25 +179,21 @@ class SglangClient:
             ServerFailure: unreachable, too late, 5xx, 408 or 429, too long, or not JSON.
             RefusedRequest: any other 4xx.
         """
-        for attempt in range(1, attempts):
+        body = None if payload is None else json.dumps(payload, allow_nan=False)
+        seconds = timeout_seconds or self._timeout
+        for attempt in itertools.count(1):
             try:
-                return self._call(method, path, payload, timeout_seconds, max_bytes)
+                status, content = self._connections.send(method, path, body, seconds, max_bytes)
+                return self._content(path, status, content)
             except ServerFailure as failure:
-                if not failure.transient:
+                if not failure.transient or attempt == attempts:
                     raise
                 _log.warning("%s; attempt %d of %d", failure, attempt, attempts)
                 time.sleep(pause_seconds(attempt))
-        return self._call(method, path, payload, timeout_seconds, max_bytes)
+        raise AssertionError("unreachable")
 
-    def _call(
-        self,
-        method: str,
-        path: str,
-        payload: Mapping[str, Any] | None,
-        timeout_seconds: float | None,
-        max_bytes: int,
-    ) -> Any:
-        status, content = self._send(method, path, payload, timeout_seconds, max_bytes)
+    def _content(self, path: str, status: int, content: bytes) -> Any:
+        """What a reply says, if it says that the request was fulfilled."""
         if status >= 500 or status in _RETRYABLE_STATUSES:
             raise ServerFailure(self.url, "status", f"{path}: HTTP {status}", transient=True)
         if status >= 400:
@@ -244,45 +204,9 @@ class SglangClient:
         if not content:
             return None
         try:
-            return json.loads(content, parse_constant=_finite, parse_float=_finite)
-        except (ValueError, RecursionError) as error:
-            detail = f"{path}: not JSON ({type(error).__name__}): {content[:80]!r}"
-            raise self._garbage(detail) from error
-
-    def _send(
-        self,
-        method: str,
-        path: str,
-        payload: Mapping[str, Any] | None,
-        timeout_seconds: float | None,
-        max_bytes: int,
-    ) -> tuple[int, bytes]:
-        """Status and content of the reply."""
-        connection = Connection(timeout_seconds or self._timeout, max_bytes)
-        with self._lock:
-            if self.is_closed:
-                raise ServerFailure(self.url, "unreachable", f"{path}: the client is closed")
-            self._connections.add(connection)
-        try:
-            content = None if payload is None else json.dumps(payload, allow_nan=False).encode()
-            url, headers = httpcore.URL(self.url + path), list(self._headers.items())
-            with httpcore.HTTPConnection(
-                url.origin, network_backend=connection, socket_options=TCP_KEEPALIVE
-            ) as http:
-                response = http.request(method, url, headers=headers, content=content)
-            return response.status, response.content
-        except httpcore.TimeoutException as error:
-            raise ServerFailure(self.url, "timeout", f"{path}: {type(error).__name__}") from error
-        except TooLargeError as error:
-            detail = f"{path}: more than {max_bytes} bytes"
-            raise ServerFailure(self.url, "garbage", detail) from error
-        except (httpcore.NetworkError, httpcore.ProtocolError) as error:
-            broken = not isinstance(error, httpcore.ConnectError) and not self.is_closed
-            detail = f"{path}: {error!r}"
-            raise ServerFailure(self.url, "unreachable", detail, transient=broken) from error
-        finally:
-            with self._lock:
-                self._connections.discard(connection)
+            return orjson.loads(content)  # refuses NaN, Infinity and what overflows to it
+        except ValueError as error:
+            raise self._garbage(f"{path}: not JSON: {content[:80]!r}") from error
 
     def _completion(self, response: Any, request: Generation) -> Completion:
         try:
@@ -291,9 +215,7 @@ class SglangClient:
             if finish == "abort":
                 raise ServerFailure(self.url, "aborted", str(meta["finish_reason"].get("message")))
             ids = tuple(_whole_number(token) for token in response["output_ids"])
-            drawn = meta["output_token_logprobs"]
-            logprobs = tuple(float(value) for value, _, _ in drawn)
-            scored_ids = tuple(token for _, token, _ in drawn)
+            logprobs, scored_ids = _scored(meta["output_token_logprobs"])
             spans = meta.get("weight_versions") or [{"version": meta["weight_version"]}]
             versions = tuple(str(span["version"]) for span in spans)
             cached = _whole_number(meta.get("cached_tokens") or 0)
@@ -305,7 +227,7 @@ class SglangClient:
                 routed_experts = request.routing.parse(meta["routed_experts"], positions)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise self._garbage(f"not a response: {error!r}") from error
-        defect = _defect(ids, scored_ids, logprobs, finish, request)
+        defect = _defect(ids, scored_ids, finish, request)
         if defect is not None:
             raise self._garbage(defect)
         return Completion(ids, logprobs, finish, versions, cached, routed_experts)
@@ -317,7 +239,6 @@ class SglangClient:
 def _defect(
     ids: tuple[int, ...],
     scored_ids: tuple[int, ...],
-    logprobs: tuple[float, ...],
     finish: str,
     request: Generation,
 ) -> str | None:
@@ -328,8 +249,6 @@ def _defect(
         return f"{len(ids)} tokens, requested 1 to {request.max_new_tokens}"
     if not all(0 <= token < request.vocab_size for token in ids):
         return f"a token outside the vocabulary of {request.vocab_size}"
-    if not _are_logprobs(logprobs):
-        return "a log-probability is positive or not finite"
     if finish not in ("stop", "length"):
         return f"finish reason {finish!r}"
     if (finish == "stop") != (ids[-1] in request.stop_token_ids):
@@ -339,19 +258,20 @@ def _defect(
     return None
 
 
-def _are_logprobs(values: Sequence[float]) -> bool:
-    return all(math.isfinite(value) and value <= _ROUNDING for value in values)
+def _scored(entries: Sequence[Any]) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """The log-probabilities and the ids of SGLang's [log-probability, id, text].
+
+    Raises:
+        TypeError, ValueError: an entry of another kind, or a value that is no log-probability.
+    """
+    logprobs = tuple(float(value) for value, _, _ in entries)
+    wrong = [value for value in logprobs if not (math.isfinite(value) and value <= _ROUNDING)]
+    if wrong:
+        raise ValueError(f"{wrong[0]} is not a log-probability")
+    return logprobs, tuple(_whole_number(token) for _, token, _ in entries)
 
 
 def _whole_number(value: Any) -> int:
     if type(value) is not int:
         raise ValueError(f"{value!r} is not a whole number")
-    return value
-
-
-def _finite(text: str) -> float:
-    """A number of a JSON text; refuses NaN, Infinity and what overflows to it."""
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text} is not a finite number")
     return value

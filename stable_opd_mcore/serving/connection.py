@@ -1,102 +1,140 @@
-"""A TCP connection for one HTTP request, with a deadline for all of it and a limit of its reply.
+"""HTTP to one server: a request over a connection of its own, with a deadline for all of it.
 
-httpcore's own time-outs are per read, so a server that sends a byte now and then outlives them. Not
-here: requests and replies (client.py).
+Not here: what SGLang is asked and what it replies (client.py).
 """
 
 from __future__ import annotations
 
+import logging
 import socket
-import ssl
-import time
-from collections.abc import Iterable
+import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-import httpcore
+import httpx
 
-_BACKEND = httpcore.SyncBackend()
-_CONNECT_SECONDS = 10.0
-_WRITE_BYTES = 64 * 1024
-SILENCE_SECONDS = 30  # until a machine whose kernel sends no TCP packets counts as unreachable
-TCP_KEEPALIVE = (
+from stable_opd_mcore.serving import timeouts
+
+_TCP_KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_SECONDS // 3),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE_SECONDS // 6),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_SECONDS * 1000),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, timeouts.SILENCE // 3),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, timeouts.SILENCE // 6),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeouts.SILENCE * 1000),
 )
+logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every request
 
 
-class TooLargeError(Exception):
-    """A reply has more bytes than allowed."""
+class ServerFailure(RuntimeError):
+    """A request failed. `kind`: unreachable, timeout, status, garbage or aborted.
 
-
-class Connection(httpcore.NetworkBackend, httpcore.NetworkStream):
-    """httpcore's backend and its one stream.
-
-    Args:
-        timeout_seconds: of connecting, sending and reading together.
-        max_bytes: of the reply with its headers; `read` raises TooLargeError beyond it.
+    `transient`: the server may fulfil the same request when it is repeated.
     """
 
-    def __init__(self, timeout_seconds: float, max_bytes: int) -> None:
-        self._deadline = time.monotonic() + timeout_seconds
-        self._bytes_left = max_bytes
-        self._stream: httpcore.NetworkStream | None = None
+    def __init__(self, url: str, kind: str, detail: str, *, transient: bool = False) -> None:
+        super().__init__(f"{url}: {kind}: {detail}")
+        self.url = url
+        self.kind = kind
+        self.detail = detail
+        self.transient = transient
 
-    def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,  # noqa: ARG002
-        local_address: str | None = None,
-        socket_options: Iterable[Any] | None = None,
-    ) -> httpcore.NetworkStream:
-        seconds = min(_CONNECT_SECONDS, self._seconds_left(httpcore.ConnectTimeout))
-        self._stream = _BACKEND.connect_tcp(host, port, seconds, local_address, socket_options)
-        return self
 
-    def start_tls(
-        self,
-        ssl_context: ssl.SSLContext,
-        server_hostname: str | None = None,
-        timeout: float | None = None,  # noqa: ARG002
-    ) -> httpcore.NetworkStream:
-        seconds = self._seconds_left(httpcore.ConnectTimeout)
-        self._stream = self._open().start_tls(ssl_context, server_hostname, seconds)
-        return self
+class Connections:
+    """Sends requests to `url`. Safe to use from many threads.
 
-    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:  # noqa: ARG002
-        data = self._open().read(max_bytes, self._seconds_left(httpcore.ReadTimeout))
-        self._bytes_left -= len(data)
-        if self._bytes_left < 0:
-            raise TooLargeError
-        return data
+    SGLang closes idle connections after 5 s, and a request sent at that moment is lost, so none is
+    kept. A machine that sends no packet for timeouts.SILENCE is unreachable, whatever the request's
+    own time-out.
+    """
 
-    def write(self, buffer: bytes, timeout: float | None = None) -> None:  # noqa: ARG002
-        for start in range(0, len(buffer), _WRITE_BYTES):
-            seconds = self._seconds_left(httpcore.WriteTimeout)
-            self._open().write(buffer[start : start + _WRITE_BYTES], seconds)
+    def __init__(self, url: str, api_key: str | None) -> None:
+        self.is_closed = False
+        headers = {
+            "Content-Type": "application/json",
+            "Accept-Encoding": "identity",  # a compressed reply could be of any size
+            "Connection": "close",
+        }
+        if api_key is not None:
+            headers["Authorization"] = f"Bearer {api_key}"
+        self._url = url
+        self._http = httpx.Client(
+            headers=headers,
+            timeout=httpx.Timeout(None, connect=timeouts.CONNECT),  # `send` has the deadline
+            transport=httpx.HTTPTransport(
+                verify=url.startswith("https:"),  # else no certificates are read
+                limits=httpx.Limits(max_keepalive_connections=0),
+                socket_options=_TCP_KEEPALIVE,
+            ),
+        )
+        self._exchanges: set[_Exchange] = set()
+        self._lock = threading.Lock()
 
     def close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
+        """Send no more requests; those in flight fail at once as unreachable."""
+        with self._lock:
+            self.is_closed = True
+            for exchange in self._exchanges:
+                exchange.end("closed")
 
-    def get_extra_info(self, info: str) -> Any:
-        return self._open().get_extra_info(info)
+    def send(
+        self, method: str, path: str, body: str | None, timeout_seconds: float, max_bytes: int
+    ) -> tuple[int, bytes]:
+        """Status and content of the reply.
 
-    def shutdown(self) -> None:
-        """Make a read or write in another thread fail at once."""
-        if self._stream is not None:
+        Raises:
+            ServerFailure: unreachable, too late, or more than `max_bytes`.
+        """
+        exchange = _Exchange()
+        with self._lock:
+            if self.is_closed:
+                raise ServerFailure(self._url, "unreachable", f"{path}: the client is closed")
+            self._exchanges.add(exchange)
+        deadline = threading.Timer(timeout_seconds, exchange.end, ["late"])
+        deadline.daemon = True
+        deadline.start()
+        try:
+            trace, content = {"trace": exchange.trace}, bytearray()
+            url = self._url + path
+            with self._http.stream(method, url, content=body, extensions=trace) as reply:
+                for piece in reply.iter_raw():
+                    content += piece
+                    if len(content) > max_bytes:
+                        detail = f"{path}: more than {max_bytes} bytes"
+                        raise ServerFailure(self._url, "garbage", detail)
+            if exchange.ended is not None:  # a reply that states no length looks complete
+                raise httpx.ReadError("the request was ended")
+            return reply.status_code, bytes(content)
+        except httpx.TransportError as error:
+            is_late = exchange.ended == "late" or isinstance(error, httpx.TimeoutException)
+            broken = not (is_late or self.is_closed or isinstance(error, httpx.ConnectError))
+            kind = "timeout" if is_late else "unreachable"
+            raise ServerFailure(self._url, kind, f"{path}: {error!r}", transient=broken) from error
+        finally:
+            deadline.cancel()
+            with self._lock:
+                self._exchanges.discard(exchange)
+
+
+class _Exchange:
+    """One request and its reply, which another thread can end.
+
+    httpx's own time-outs are per read, so a server that sends a byte now and then outlives them.
+    """
+
+    def __init__(self) -> None:
+        self.ended: str | None = None  # why
+        self._socket: socket.socket | None = None
+
+    def trace(self, event: str, info: Mapping[str, Any]) -> None:
+        """httpx calls it with each event of the connection."""
+        if event.endswith(("connect_tcp.complete", "start_tls.complete")):
+            self._socket = info["return_value"].get_extra_info("socket")
+            if self.ended is not None:
+                self.end(self.ended)
+
+    def end(self, why: str) -> None:
+        """Make the read or write that a thread waits in fail at once."""
+        self.ended = why
+        if self._socket is not None:
             with suppress(OSError):  # already closed
-                self._stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
-
-    def _open(self) -> httpcore.NetworkStream:
-        assert self._stream is not None, "httpcore connects first"
-        return self._stream
-
-    def _seconds_left(self, late: type[httpcore.TimeoutException]) -> float:
-        seconds = self._deadline - time.monotonic()
-        if seconds <= 0:
-            raise late("the request's deadline has passed")
-        return seconds
+                self._socket.shutdown(socket.SHUT_RDWR)

@@ -89,6 +89,32 @@ def free_port(host: str) -> int:
             return port
 
 
+def await_answer(
+    client: SglangClient,
+    limit_seconds: float,
+    give_up: Callable[[], bool],
+    is_running: Callable[[], bool] = lambda: True,
+) -> str | None:
+    """Block until a server answers. Returns None, or why it is waited for no longer.
+
+    Time in which servers of this machine compile kernels does not count.
+    """
+    compilers = CompilerWatch()
+    waited, counted = 0.0, time.monotonic()
+    while not client.is_healthy():
+        before, counted = counted, time.monotonic()
+        if not compilers.has_compiled():
+            waited += counted - before
+        if not is_running():
+            return "ended"
+        if give_up():
+            return "did not answer yet, and a stop was requested"
+        if waited > limit_seconds:
+            return f"did not answer in {limit_seconds:g} s"
+        time.sleep(_POLL_SECONDS)
+    return None
+
+
 class SglangServer:
     """A server this process starts. `start` may be called again after the server has ended."""
 
@@ -148,40 +174,28 @@ class SglangServer:
     def wait_until_healthy(self, give_up: Callable[[], bool] = lambda: False) -> float:
         """Block until the server answers; returns the seconds it took.
 
-        Time in which kernels are compiled does not count towards `startup_timeout_seconds`.
-
         Raises:
             ServerStartError: it ended, `startup_timeout_seconds` passed, or `give_up()` is true.
                 The server is then stopped.
         """
-        began = counted = time.monotonic()
-        waited = 0.0
-        compilers = CompilerWatch()
+        began, limit = time.monotonic(), self.options.startup_timeout_seconds
         with contextlib.closing(self.client()) as client:
-            while not client.is_healthy(timeout_seconds=5.0):
-                before, counted = counted, time.monotonic()
-                if not compilers.has_compiled():
-                    waited += counted - before
-                late = waited > self.options.startup_timeout_seconds
-                if not self.is_running or late or give_up():
-                    ended = "ended" if not self.is_running else f"did not answer in {waited:.0f} s"
-                    self.stop()
-                    raise ServerStartError(
-                        f"SGLang server {self.url} {ended}; {self._end_of_log()}"
-                    )
-                time.sleep(_POLL_SECONDS)
-            self._freeze_garbage(client)
+            defect = await_answer(client, limit, give_up, lambda: self.is_running)
+            if defect is None:
+                defect = self._freeze_garbage(client)
+        if defect is not None:
+            self.stop()
+            raise ServerStartError(f"SGLang server {self.url} {defect}; {self._end_of_log()}")
         return time.monotonic() - began
 
-    def _freeze_garbage(self, client: SglangClient) -> None:
+    @staticmethod
+    def _freeze_garbage(client: SglangClient) -> str | None:
         """Exclude what SGLang's imports created from garbage collection: /flush_cache collects."""
         try:
             client.call("POST", "/freeze_gc")
         except (ServerFailure, RefusedRequest) as failure:
-            self.stop()
-            raise ServerStartError(
-                f"SGLang server {self.url} ended: {failure}; {self._end_of_log()}"
-            ) from failure
+            return f"ended: {failure}"
+        return None
 
     def stop(self) -> None:
         """End the process and its workers with SIGKILL. Does nothing if none runs.

@@ -24,7 +24,7 @@ def test_a_compressed_reply_is_not_decompressed():
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b"[" * 100_000, "not JSON .RecursionError"),
+        (b"[" * 100_000, "not JSON"),
         (b'{"a": 1e999}', "not JSON"),
         (b'{"a": NaN}', "not JSON"),
         (b" " * (33 * 1024**2), "more than 33554432 bytes"),

@@ -55,12 +55,13 @@ def test_every_request_has_a_connection_of_its_own():
             assert client.call("POST", "/generate", {}) == {}
 
 
-def test_a_reset_is_repeated_on_a_new_connection():
-    resets = iter([True, False])
-
-    def reply(connection: socket.socket) -> None:
-        if not next(resets):
-            connection.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: 18\r\n\r\n{"version": "0.6"}')
-
-    with raw_server(reply) as url:
-        assert SglangClient(url).release() == "0.6"
+@pytest.mark.parametrize("sent", [0, 10, 45])
+def test_a_reset_and_a_reply_cut_short_are_repeated_on_a_new_connection(sent, caplog):
+    """Cut before the reply, in its headers and in its body. No log holds the key."""
+    reply = b'HTTP/1.1 200 OK\r\nContent-Length: 18\r\n\r\n{"version": "0.6"}'
+    lengths = iter([sent, len(reply)])
+    caplog.set_level("DEBUG")
+    with raw_server(lambda connection: connection.sendall(reply[: next(lengths)])) as url:
+        assert SglangClient(url, api_key="a key").release() == "0.6"
+    assert "attempt 1 of 6" in caplog.text
+    assert "a key" not in caplog.text
