@@ -119,7 +119,7 @@ def test_a_cable_pulled_out(tmp_path, network):
         _cable(network.servers[1], "down")
         assert process.wait() == 2, process.text[-3000:]
     assert "server_1 failure: weights did not arrive: " in process.text
-    assert f"server_1 does not start: no answer from {network.urls[1]} in 4 s" in process.text
+    assert f"server_1 does not start: {network.urls[1]} did not answer in 4 s" in process.text
     assert "Traceback" not in process.text
     done = rows(run)
     assert 2 <= len(done) < STEPS

@@ -24,7 +24,7 @@ from stable_opd_mcore.rollout.sglang.transports import (
     TensorTransport,
 )
 from stable_opd_mcore.scoring.megatron import MegatronScorer
-from stable_opd_mcore.serving.client import RefusedRequest, SglangClient
+from stable_opd_mcore.serving.client import RefusedRequest
 from stable_opd_mcore.serving.process import (
     OLDEST_RELEASE,
     ServerOptions,
@@ -36,7 +36,6 @@ from tests.integration.sglang_tools import (
     ROOT,
     SERVER_ARGUMENTS,
     VOCABULARY,
-    FaultyProxy,
     architecture,
 )
 from tests.shares import weights_of
@@ -104,21 +103,6 @@ def test_every_transport_reaches_a_release_without_sessions(tmp_path, world, ser
         (scores,) = MegatronScorer(chunks, world, vocab_size=VOCABULARY).score([batch])
         torch.testing.assert_close(scores.logprob_N, batch.rollout_logprob_N, atol=1e-4, rtol=0)
     by_group.leave()
-
-    with FaultyProxy(server.url) as proxy:  # it says that the cache is flushed, and does nothing
-        flushed = (200, b"Cache flushed.\n")
-        proxy.fault = lambda path: flushed if path.startswith("/flush_cache") else None
-        behind_proxy = SglangClient(proxy.url, api_key=server.api_key)
-        outcome = publish_weights(
-            chunks,
-            [Target("old", behind_proxy, 2)],
-            files,
-            version=9,
-            label="9",
-            dtype=torch.float32,
-            bucket_bytes=100_000,
-        )
-    assert "tokens of the probe are cached after /flush_cache" in outcome.failed["old"]
 
 
 def request() -> Generation:

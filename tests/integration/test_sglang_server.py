@@ -1,4 +1,4 @@
-"""One real server: its start, replies and end, and faults that a proxy injects before it."""
+"""One real server: its start, replies and end, alone and as a teacher."""
 
 import json
 import math
@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -14,7 +14,6 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from stable_opd_mcore.config.rollouts import SglangConfig
 from stable_opd_mcore.config.schema import TeacherConfig
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.packing import pack
@@ -24,11 +23,9 @@ from stable_opd_mcore.models.huggingface import export_hf
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.records import Sample, SampleWeights
 from stable_opd_mcore.rollout.sglang.build import model_config
-from stable_opd_mcore.rollout.sglang.events import EventLog
-from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.scoring.served_teacher import ServedTeacher, TeacherLost
-from stable_opd_mcore.serving.client import RefusedRequest, SglangClient
+from stable_opd_mcore.serving.client import RefusedRequest
 from stable_opd_mcore.serving.process import ServerOptions, SglangServer
 from stable_opd_mcore.serving.requests import Generation, Scoring
 from tests.integration.sglang_tools import (
@@ -274,90 +271,6 @@ def _samples() -> tuple[list[Sample], SampleWeights]:
             Sample("rollout", f"math:{index}", tuple(ids[:12]), response, (True,) * length)
         )
     return samples, weights_of(samples, 1, 1, 1)
-
-
-# ---- faults between client and server
-
-
-def _once(answer: tuple[int, bytes]) -> Callable[[str], tuple[int, bytes] | None]:
-    left = [answer]
-    return lambda path: left.pop() if path == "/generate" and left else None
-
-
-def _replace_first(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
-    left = [old]
-    return lambda body: body.replace(left.pop(), new, 1) if left else body
-
-
-def _fleet(path: Path, *urls: str, timeout_seconds: float = 30.0) -> tuple[Fleet, Path]:
-    members = [
-        Member(
-            f"server_{number}",
-            SglangClient(url, api_key="secret", request_timeout_seconds=timeout_seconds),
-            None,
-            state="ready",
-        )
-        for number, url in enumerate(urls)
-    ]
-    file = path / "events.jsonl"
-    settings = SglangConfig(max_restarts=0, health_interval_seconds=60, startup_timeout_seconds=60)
-    return Fleet(members, EventLog(file), settings), file
-
-
-@pytest.mark.parametrize(
-    "fault", ["5xx", "busy", "not json", "foreign token", "no logprobs", "short"]
-)
-def test_a_request_is_repeated_after_a_transient_fault(server, tmp_path, fault):
-    with FaultyProxy(server.url) as proxy:
-        if fault == "5xx":
-            proxy.fault = _once((500, b"internal error"))
-        elif fault == "busy":
-            proxy.fault = _once((429, b"too many requests"))
-        elif fault == "not json":
-            proxy.fault = _once((200, b"<html>garbage"))
-        elif fault == "foreign token":
-            proxy.change = _replace_first(b'"output_ids":[', b'"output_ids":[4096,')
-        elif fault == "no logprobs":
-            proxy.change = _replace_first(b'"output_token_logprobs"', b'"nothing"')
-        else:
-            proxy.fault = _once((200, b"[]"))
-        fleet, _ = _fleet(tmp_path, proxy.url)
-        answers = fleet.draw([generation(3), generation(9)], lambda member, answer: True)
-        assert [len(answer) for answer in answers] == [3, 3]
-        assert proxy.requests == 3
-
-
-def test_a_failing_servers_requests_go_to_the_other_server(server, tmp_path):
-    with FaultyProxy(server.url) as proxy:
-        proxy.fault = lambda path: (502, b"") if path == "/generate" else None
-        fleet, file = _fleet(tmp_path, proxy.url, server.url)
-        answers = fleet.draw([generation(first) for first in range(3, 13)], lambda m, a: True)
-        assert all(len(answer) == 3 for answer in answers)
-        kinds = [json.loads(line)["event"] for line in file.read_text().splitlines()]
-        assert kinds.index("retried") < kinds.index("failure") < kinds.index("redrawn")
-        assert fleet.members[0].state == "restarting"
-
-
-def test_too_old_a_release_is_refused_before_any_weights(server, tmp_path):
-    reply = (200, b'{"version": "0.5.12.post1", "tp_size": 1}')
-    with FaultyProxy(server.url) as proxy:
-        proxy.fault = lambda path: reply if path == "/server_info" else None
-        fleet, _ = _fleet(tmp_path, proxy.url)
-        fleet.fail(fleet.members[0], "for the test")
-        fleet.await_restarts()
-    assert "runs SGLang 0.5.12.post1; 0.5.13 or later is needed" in str(fleet.lost)
-    assert "install it where rollout.sglang.python points" in str(fleet.lost)
-
-
-def test_responses_from_old_weights_are_dropped_and_the_server_needs_weights(server, tmp_path):
-    fleet, _ = _fleet(tmp_path, server.url)
-
-    def refuse(member, answer) -> bool:
-        fleet.weights_outdated(member)
-        return False
-
-    assert fleet.draw([generation()], refuse) == [None]
-    assert fleet.members[0].state == "needs_weights"
 
 
 def test_a_server_ends_with_its_owner(tmp_path, server):

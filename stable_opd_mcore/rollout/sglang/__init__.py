@@ -8,7 +8,7 @@ sync        one publish: send the weights, verify them, stamp the version
 transports  what all transfers of weights share, and the transfer by shared memory and by files
 group       the transfer over a process group of trainer and servers
 checksums   what the servers' weights must hash to
-events      the log of what happened to the servers
+event_log   the log of what happened to the servers
 serve       `stable-opd serve`: servers without a trainer
 
 Not here: HTTP requests and server processes (serving/).

@@ -30,7 +30,7 @@ from stable_opd_mcore.planning.topology import (
     server_dtype,
 )
 from stable_opd_mcore.rollout.sglang.engine import SglangEngine, is_leader
-from stable_opd_mcore.rollout.sglang.events import EventLog
+from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
 from stable_opd_mcore.rollout.sglang.group import DistributedTransport
 from stable_opd_mcore.rollout.sglang.records import Decode
@@ -71,17 +71,14 @@ def build_sglang_engine(
     architecture = architecture_of(chunks)
     topology = run_topology(config, architecture, world)
     memory = memory or DeviceMemory()
-    fleet = None
     own = _own_servers(config, architecture, world, folder, topology)
     started = [(name, server.url, server.api_key) for name, server in own.items()]
     started = [each for of_rank in gather_objects(started) for each in of_rank]
-    if is_leader(world):
-        members = _members(config, world, topology, own, started)
-        fleet = Fleet(members, events, config.rollout.sglang, stop_requested, progress)
+    members = _members(config, world, topology, own, started) if is_leader(world) else []
+    fleet = Fleet(members, events, config.rollout.sglang, stop_requested, progress)
     if config.is_colocated:
-        memory.lend(fleet.release_memory if fleet is not None else lambda: None)
-    if fleet is not None:
-        fleet.start()
+        memory.lend(fleet.release_memory)
+    fleet.start()
     transport = _transport(config, architecture, world, folder, topology)
     return SglangEngine(config, world, chunks, fleet, transport, events, decode, vocab_size, memory)
 

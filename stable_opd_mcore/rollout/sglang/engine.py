@@ -36,7 +36,7 @@ from stable_opd_mcore.parallel.world import World, broadcast_object, gather_obje
 from stable_opd_mcore.planning.topology import server_dtype
 from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.rollout.engine import EngineLost, Sampling, check_prompts
-from stable_opd_mcore.rollout.sglang.events import EventLog
+from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
 from stable_opd_mcore.rollout.sglang.records import (
     Decode,
@@ -62,7 +62,7 @@ class SglangEngine:
 
     Args:
         chunks: this rank's model chunks of the student.
-        fleet: this rank's servers; None on ranks that are not leaders.
+        fleet: this rank's servers; on ranks that are not leaders it has no members.
         transport: how weights travel; None on ranks that send nothing.
         vocab_size: of the tokenizer; larger ids are never drawn.
         memory: the trainer's parts on this rank's device, which colocated servers need.
@@ -73,7 +73,7 @@ class SglangEngine:
         config: Config,
         world: World,
         chunks: Sequence[Module],
-        fleet: Fleet | None,
+        fleet: Fleet,
         transport: Transport | None,
         events: EventLog,
         decode: Decode,
@@ -86,6 +86,7 @@ class SglangEngine:
         self._chunks = chunks
         self._architecture = architecture_of(chunks)
         self._fleet = fleet
+        self._is_leader = is_leader(world)
         self._transport = transport
         self._events = events
         self._decode = decode
@@ -101,8 +102,7 @@ class SglangEngine:
 
     def close(self) -> None:
         """End the servers that this run started."""
-        if self._fleet is not None:
-            self._fleet.stop()
+        self._fleet.stop()
 
     # ---- drawing
 
@@ -123,10 +123,13 @@ class SglangEngine:
             self._take_gpu()
         held = self._held.pop(step, {})
         answers = self._take_ahead(prompts, sampling, step)
-        drawn_here = [i for i, prompt in enumerate(prompts) if (prompt.prompt_id, 0) not in held]
+        if self._is_leader:
+            drawn_here = [i for i, p in enumerate(prompts) if (p.prompt_id, 0) not in held]
+        else:
+            drawn_here = []
         self._draw_missing(requests, answers, drawn_here)
         rollouts: list[Rollout] = []  # only leaders have any
-        if self._fleet is not None:
+        if self._is_leader:
             rollouts = [
                 rollout
                 for prompt, answer in zip(prompts, answers, strict=True)
@@ -138,10 +141,8 @@ class SglangEngine:
     def _take_gpu(self) -> None:
         """Colocated: give the servers the GPU and the weights that they lack. Collective."""
         if not self._memory.is_lent:
-            release = self._fleet.release_memory if self._fleet is not None else lambda: None
-            self._memory.lend(release, keep=("student",))
-            if self._fleet is not None:
-                self._fleet.resume_memory()
+            self._memory.lend(self._fleet.release_memory, keep=("student",))
+            self._fleet.resume_memory()
         self._send_weights(resent=False)
         self._raise_if_lost()
         left = Metrics({"memory/left_gib": Max(self._memory.bytes_left() / 2**30)})
@@ -161,15 +162,15 @@ class SglangEngine:
         rounds = 0  # without a usable response although no server is being restarted
         while True:
             missing = [i for i in drawn_here if answers[i] is None]
-            if self._fleet is not None and missing:
+            if missing:
                 accept = self._accept(self._config.rollout.max_staleness)
                 drawn = self._fleet.draw([requests[i] for i in missing], accept)
                 for i, answer in zip(missing, drawn, strict=True):
                     answers[i] = answer
                 missing = [i for i in missing if answers[i] is None]
-            if not any(gather_objects(bool(missing) and self._fleet is not None)):
+            if not any(gather_objects(bool(missing))):
                 return
-            if self._fleet is not None and missing and not self._fleet.is_restarting:
+            if missing and not self._fleet.is_restarting:
                 rounds += 1
                 if rounds == _MAX_ROUNDS:
                     self._fleet.lose(f"no usable rollouts after {rounds} rounds")
@@ -192,8 +193,7 @@ class SglangEngine:
 
         def work() -> None:
             try:
-                if self._fleet is not None:
-                    ahead.answers = self._fleet.draw(requests, accept)
+                ahead.answers = self._fleet.draw(requests, accept)
             except BaseException as error:  # raised in the thread that collects
                 ahead.error = error
 
@@ -208,14 +208,12 @@ class SglangEngine:
         if ahead is None:
             return None
         self._join(ahead)
-        rollouts: list[Rollout] = []  # only leaders have any
-        if self._fleet is not None:
-            rollouts = [
-                rollout
-                for prompt, answer in zip(ahead.prompts, ahead.answers, strict=True)
-                if answer is not None
-                for rollout in rollouts_of(prompt, answer, {}, len(answer), self._decode)
-            ]
+        rollouts = [  # only leaders have any
+            rollout
+            for prompt, answer in zip(ahead.prompts, ahead.answers, strict=True)
+            if answer is not None
+            for rollout in rollouts_of(prompt, answer, {}, len(answer), self._decode)
+        ]
         return ahead.step, broadcast_object(rollouts, self._world.model_group)
 
     def restore(self, step: int, rollouts: Sequence[Rollout]) -> None:
@@ -225,7 +223,7 @@ class SglangEngine:
     def take_metrics(self) -> Metrics:
         """See `RolloutEngine.take_metrics`."""
         metrics, self._metrics = self._metrics, Metrics()
-        return metrics | self._events.take_metrics() if self._fleet is not None else metrics
+        return metrics | self._events.take_metrics() if self._is_leader else metrics
 
     def _requests(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Generation]:
         window, rows = self._architecture.max_positions, self._architecture.vocab_size
@@ -241,7 +239,6 @@ class SglangEngine:
             versions = {version for completion in answer for version in completion.weight_versions}
             if all(v.isdecimal() and 0 <= current - int(v) <= max_age for v in versions):
                 return True
-            assert self._fleet is not None
             self._fleet.weights_outdated(member)
             detail = f"weights {sorted(versions)}, expected {current}"
             self._events.add("stale", member.name, detail, count=len(answer))
@@ -278,9 +275,8 @@ class SglangEngine:
         if self._ahead is not None:
             self._join(self._ahead)
         self.weight_version = weight_version
-        if self._fleet is not None:
-            for member in self._fleet.members:
-                self._fleet.weights_outdated(member)
+        for member in self._fleet.members:
+            self._fleet.weights_outdated(member)
         if not self._is_colocated:
             self._send_weights(resent=False)
 
@@ -288,21 +284,22 @@ class SglangEngine:
         """Send until every server has the weights or some fleet is lost. Collective."""
         attempt = 0  # only those that no restart of this run's servers pays for
         while True:
-            if self._fleet is not None:
-                self._fleet.await_restarts()
+            self._fleet.await_restarts()
             targets = [s for s in self._statuses() if s.state == "needs_weights"]
             if self._lost is not None or not targets:
                 break
-            self._outdate({status.name for status in targets})
+            for member in self._fleet.members:  # another leader may have seen that it lacks them
+                if member.name in {status.name for status in targets}:
+                    self._fleet.weights_outdated(member)
             self._num_publishes += 1
             outcome = self._send_to(targets)
             failures = [reason for reason in outcome.values() if reason is not None]
-            if self._fleet is not None and failures and attempt == _MAX_ATTEMPTS:
+            if failures and attempt == _MAX_ATTEMPTS and self._is_leader:
                 self._fleet.lose(f"weights did not arrive {attempt + 1} times: {failures[0]}")
-            elif self._fleet is not None:
-                self._apply(self._fleet, outcome, resent, attempt < _MAX_ROUNDS)
+            else:
+                self._apply(outcome, resent, attempt < _MAX_ROUNDS)
             resent = True
-            attempt += not any(gather_objects(self._fleet and self._fleet.is_restarting))
+            attempt += not any(gather_objects(self._fleet.is_restarting))
         if self._is_colocated:
             if self._transport is not None:
                 self._transport.buffers.free()
@@ -333,16 +330,7 @@ class SglangEngine:
                 self._metrics = self._metrics | sent
         return {name: why for each in gather_objects(outcome) for name, why in each.items()}
 
-    def _outdate(self, names: set[str]) -> None:
-        """Send the named servers no request: another leader saw that they lack the weights."""
-        if self._fleet is not None:
-            for member in self._fleet.members:
-                if member.name in names:
-                    self._fleet.weights_outdated(member)
-
-    def _apply(
-        self, fleet: Fleet, outcome: dict[str, str | None], resent: bool, spare_healthy: bool
-    ) -> None:
+    def _apply(self, outcome: dict[str, str | None], resent: bool, spare_healthy: bool) -> None:
         """Update the fleet's members after sending.
 
         Args:
@@ -350,19 +338,19 @@ class SglangEngine:
                 be another server's or the network's; else restart it.
         """
         version = f"version {self.weight_version}"
-        for member in fleet.members:
+        for member in self._fleet.members:
             if member.name not in outcome:
                 continue
             reason = outcome[member.name]
             if reason is None:
-                fleet.weights_arrived(member)
+                self._fleet.weights_arrived(member)
                 self._events.add("published", member.name, version)
                 if resent:
                     self._events.add("resent", member.name, version)
-            elif spare_healthy and any(member.client.is_healthy(15.0) for _ in range(2)):
+            elif spare_healthy and any(member.client.is_healthy() for _ in range(2)):
                 self._events.add("failure", member.name, f"weights did not arrive: {reason}")
             else:
-                fleet.fail(member, f"weights did not arrive: {reason}")
+                self._fleet.fail(member, f"weights did not arrive: {reason}")
 
     def _client(self, address: tuple[str, str | None, int]) -> SglangClient:
         """Rank 0's own client of a server; a new one after each failure of the server."""
@@ -373,12 +361,8 @@ class SglangEngine:
 
     def _statuses(self) -> list[ServerStatus]:
         """All servers of all fleets; also sets `_lost`. Collective."""
-        mine: list[ServerStatus] = []
-        lost = None
-        if self._fleet is not None:
-            lost = self._fleet.lost
-            mine = [self._status(member) for member in self._fleet.members]
-        gathered = gather_objects((mine, lost))
+        mine = [self._status(member) for member in self._fleet.members]
+        gathered = gather_objects((mine, self._fleet.lost))
         self._lost = next((lost for _, lost in gathered if lost is not None), None)
         return one_per_server([status for statuses, _ in gathered for status in statuses])
 

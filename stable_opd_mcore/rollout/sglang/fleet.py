@@ -5,7 +5,8 @@ more requests; this run's own servers are killed and restarted at once, while th
 The failed server's requests go to the others; a request without any server left returns None.
 
 States of a member: restarting -> needs_weights -> ready -> failed -> restarting ... Only
-`weights_arrived` makes a member ready. Not here: sending weights (sync.py), agreement between ranks
+`weights_arrived` makes a member ready. Colocated ones are `released` while the trainer has the GPU,
+and need weights afterwards. Not here: sending weights (sync.py), agreement between ranks
 (engine.py).
 """
 
@@ -20,7 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from stable_opd_mcore.config.rollouts import SglangConfig
-from stable_opd_mcore.rollout.sglang.events import EventLog
+from stable_opd_mcore.rollout.sglang.event_log import EventLog
+from stable_opd_mcore.serving import timeouts
 from stable_opd_mcore.serving.client import (
     ATTEMPTS,
     RefusedRequest,
@@ -33,6 +35,7 @@ from stable_opd_mcore.serving.process import (
     ServerStartError,
     SglangServer,
     UnsupportedRelease,
+    await_answer,
     require_release,
 )
 from stable_opd_mcore.serving.requests import Completion, Generation
@@ -49,18 +52,16 @@ class Member:
     client: SglangClient
     server: SglangServer | None  # None: external, so this run cannot restart it
     tensor: int = 1  # tensor-parallel ranks; an external server states its own
-    state: str = "restarting"  # restarting | needs_weights | ready | failed
+    state: str = "restarting"  # restarting | released | needs_weights | ready | failed
     in_flight: int = 0
     missed_probes: int = 0
     life: int = 0  # the number of failures so far; each ends the server's process groups
-    released: bool = False  # its GPU memory is released to the trainer
 
     def reconnect(self) -> None:
         """Fail the requests in flight; later requests use new connections."""
         self.client.close()
         self.client = self.client.copy()
         self.life += 1
-        self.released = False
 
 
 class Fleet:
@@ -201,34 +202,27 @@ class Fleet:
         """
         if self._watcher is not None:
             self._watcher.join()  # a server with a queued health probe crashes on release
-        while True:
+        done, tags = ("released", "failed"), ["kv_cache", "weights"]
+        while self.lost is None and any(member.state not in done for member in self.members):
             self.await_restarts()
-            self._release_ready()
-            if self.lost is not None or all(m.state != "restarting" for m in self.members):
-                return
-
-    def _release_ready(self) -> None:
-        for member in self.members:
-            if member.state in ("ready", "needs_weights") and not member.released:
-                self.weights_outdated(member)
-                if self._memory(member, "release_memory_occupation", ["kv_cache", "weights"]):
-                    member.released = True
+            for member in self.members:
+                if member.state in ("ready", "needs_weights"):
+                    self._move_memory(member, "/release_memory_occupation", tags, "released")
 
     def resume_memory(self) -> None:
         """Allocate again what was released."""
+        tags = ["weights", "kv_cache"]
         for member in self.members:
-            if member.released:
-                member.released = False
-                self._memory(member, "resume_memory_occupation", ["weights", "kv_cache"])
+            if member.state == "released":
+                self._move_memory(member, "/resume_memory_occupation", tags, "needs_weights")
 
-    def _memory(self, member: Member, route: str, tags: list[str]) -> bool:
-        """Whether the member did as asked; else it has failed."""
+    def _move_memory(self, member: Member, path: str, tags: list[str], state: str) -> None:
+        """Let the member do as asked, and set its new state; else it has failed."""
         try:
-            member.client.call("POST", f"/{route}", {"tags": tags}, timeout_seconds=120.0)
+            member.client.call("POST", path, {"tags": tags}, timeouts.UPDATE)
+            member.state = state
         except (ServerFailure, RefusedRequest) as error:
             self.fail(member, str(error))
-            return False
-        return True
 
     def _await(self, member: Member) -> None:
         """Wait for one start; after a failed one restart the server or lose the fleet."""
@@ -236,7 +230,10 @@ class Fleet:
             if member.server is not None:
                 member.server.wait_until_healthy(self._stop_requested)
             else:
-                self._await_external(member)
+                limit = self._settings.startup_timeout_seconds
+                defect = await_answer(member.client, limit, self._stop_requested)
+                if defect is not None:
+                    raise ServerStartError(f"{member.client.url} {defect}")
             require_release(member.client)
             if member.server is None:
                 member.tensor = member.client.tensor_ranks()  # may differ after each start
@@ -251,17 +248,6 @@ class Fleet:
             return
         with self._lock:
             member.state, member.missed_probes = "needs_weights", 0
-
-    def _await_external(self, member: Member) -> None:
-        timeout = self._settings.startup_timeout_seconds
-        deadline = time.monotonic() + timeout
-        url = member.client.url
-        while not member.client.is_healthy(timeout_seconds=10.0):
-            if self._stop_requested():
-                raise ServerStartError(f"a stop was requested while {url} did not answer")
-            if time.monotonic() > deadline:
-                raise ServerStartError(f"no answer from {url} in {timeout:.0f} s")
-            time.sleep(1.0)
 
     def _may_restart(self) -> bool:
         """Whether fewer than max_restarts restarts lie in the window that ends now."""

@@ -1,4 +1,4 @@
-"""What the leaders of data-parallel ranks tell all ranks of their servers. Not here: servers."""
+"""The state of a server as the leaders of data-parallel ranks tell it to all ranks."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """A server as one leader sees it."""
+    """A server, as one leader knows it or as all of them together."""
 
     name: str
     state: str  # of Member
     tensor: int
-    address: tuple[str, str | None, int]  # URL, key, and the sum of its members' lives
+    address: tuple[str, str | None, int]  # URL, API key, and how often leaders saw it fail
     sender: int | None  # the data-parallel rank that sends it the weights; None: another knows
 
 
 def one_per_server(statuses: Sequence[ServerStatus]) -> list[ServerStatus]:
-    """What the leaders that share a server say of it, as one status, in the order of the names.
+    """One status per server, from those of all leaders that share it.
 
-    It lacks the weights if any of them says so. The sum of its lives changes whenever a leader has
-    seen it fail.
+    A server needs weights if any leader says so. Failures are added up, so the address differs
+    after each one that any leader has seen.
     """
     by_name: dict[str, list[ServerStatus]] = {}
     for status in statuses:

@@ -33,6 +33,7 @@ from stable_opd_mcore.rollout.sglang.checksums import (
     gpu_hash,
 )
 from stable_opd_mcore.rollout.sglang.transports import Bucket, Buffers, Target, Transport
+from stable_opd_mcore.serving import timeouts
 from stable_opd_mcore.serving.client import ATTEMPTS, RefusedRequest, ServerFailure, SglangClient
 
 _PROBE_TOKENS = 160  # more than a page of any cache
@@ -68,17 +69,14 @@ def publish_weights(
         label: unique to this publish.
         dtype: of the servers' weights.
     """
-    if transport is None:
-        for _ in range(2):  # one pass to send, one to hash
-            for _ in iter_hf_tensors(chunks):
-                pass
-        return Outcome((), {}, 0)
-    if not transport.is_sender:
-        transport.open(targets, label)
-        for bucket in make_buckets(chunks, dtype, bucket_bytes, transport.buffers):
-            transport.send(bucket)
-        for _ in iter_hf_tensors(chunks):
-            pass
+    if transport is None or not transport.is_sender:  # one pass to send, one to hash
+        if transport is None:
+            _gather(chunks)
+        else:
+            transport.open(targets, label)
+            for bucket in make_buckets(chunks, dtype, bucket_bytes, transport.buffers):
+                transport.send(bucket)
+        _gather(chunks)
         return Outcome((), {}, 0)
     window = architecture_of(chunks).max_positions
     sessions = begin_all(transport, targets, label, [0] * min(_PROBE_TOKENS, window - 1))
@@ -91,6 +89,12 @@ def publish_weights(
     transport.clean_up()
     verified = tuple(target.name for target in transport.alive)
     return Outcome(verified, dict(transport.failed), num_bytes)
+
+
+def _gather(chunks: Sequence[Module]) -> None:
+    """Take part in gathering all tensors on the ranks that need them."""
+    for _ in iter_hf_tensors(chunks):
+        pass
 
 
 def make_buckets(
@@ -186,12 +190,12 @@ class _Session:
         self._client = client
         self._probe = probe
         abort = {"rid": "", "abort_all": True}
-        client.call("POST", "/abort_request", abort, 30.0, attempts=ATTEMPTS)
+        client.call("POST", "/abort_request", abort, timeouts.QUESTION, attempts=ATTEMPTS)
         client.cached_tokens(probe)
         try:
             self._has_sessions = self._begin()
         except RefusedRequest:  # a failed publish left its session open
-            client.call("POST", "/end_weight_update", {}, 60.0)
+            client.call("POST", "/end_weight_update", {}, timeouts.UPDATE)
             self._has_sessions = self._begin()
 
     def finish(self) -> Any:
@@ -201,10 +205,12 @@ class _Session:
             ServerFailure, RefusedRequest: a request failed.
         """
         if self._has_sessions:
-            self._client.call("POST", "/end_weight_update", {}, 120.0)
+            self._client.call("POST", "/end_weight_update", {}, timeouts.UPDATE)
         self._flush_cache()
         body = {"action": "checksum"}
-        return self._client.call("POST", "/weights_checker", body, 600.0, attempts=ATTEMPTS)
+        return self._client.call(
+            "POST", "/weights_checker", body, timeouts.CHECKSUMS, attempts=ATTEMPTS
+        )
 
     def stamp(self, answer: Any, expected: Sequence[dict[str, str]], version: int) -> None:
         """Stamp the version on the server if its checksums are the expected ones.
@@ -214,11 +220,13 @@ class _Session:
         """
         self._verify(answer, expected)
         stamp = {"new_version": str(version), "abort_all_requests": False}
-        self._client.call("POST", "/update_weight_version", stamp, 60.0, attempts=ATTEMPTS)
+        self._client.call(
+            "POST", "/update_weight_version", stamp, timeouts.QUESTION, attempts=ATTEMPTS
+        )
 
     def _begin(self) -> bool:
         try:
-            self._client.call("POST", "/begin_weight_update", {}, 120.0)
+            self._client.call("POST", "/begin_weight_update", {}, timeouts.UPDATE)
         except RefusedRequest as refusal:
             if refusal.status not in (404, 405):
                 raise
@@ -229,7 +237,7 @@ class _Session:
         """Flush and verify that no keys and values of the old weights are left."""
         # the server waits for up to 5 s until the aborted requests have ended
         path = "/flush_cache?timeout=5"
-        reply = self._client.call("POST", path, {}, 60.0, attempts=ATTEMPTS)
+        reply = self._client.call("POST", path, {}, timeouts.QUESTION, attempts=ATTEMPTS)
         if not str(reply).startswith("Cache flushed"):
             raise ServerFailure(self._client.url, "garbage", f"/flush_cache: {reply!r}")
         if cached := self._client.cached_tokens(self._probe):

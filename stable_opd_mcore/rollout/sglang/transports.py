@@ -16,7 +16,6 @@ import contextlib
 import io
 import json
 import shutil
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.multiprocessing import reductions
 
@@ -324,24 +324,6 @@ class DiskTransport(Transport):
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
-_SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
-
-
 def write_safetensors(file: Path, bucket: Bucket) -> None:
-    """Write a header and the bucket's memory (huggingface/safetensors, "Format").
-
-    safetensors' own `save_file` refuses tensors that share a buffer, and copies every tensor.
-    """
-    header, start = {}, 0
-    for name, tensor in bucket.tensors:
-        header[name] = {
-            "dtype": _SAFETENSORS_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, start + tensor.nbytes],
-        }
-        start += tensor.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # aligns the data
-    with file.open("wb") as out:
-        out.write(struct.pack("<Q", len(text)) + text)
-        out.write(bucket.flat.cpu().numpy().data)
+    """Each tensor is copied: safetensors refuses those that share a buffer."""
+    save_file({name: tensor.cpu().clone() for name, tensor in bucket.tensors}, file)

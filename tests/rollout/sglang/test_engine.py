@@ -12,7 +12,7 @@ from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.rollout.sglang.engine import SglangEngine
-from stable_opd_mcore.rollout.sglang.events import EventLog
+from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
 from stable_opd_mcore.rollout.sglang.group import DistributedTransport
 from stable_opd_mcore.rollout.sglang.transports import TensorTransport

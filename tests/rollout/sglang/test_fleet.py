@@ -10,7 +10,7 @@ import pytest
 
 import stable_opd_mcore.rollout.sglang.fleet as fleet_module
 from stable_opd_mcore.config.rollouts import SglangConfig
-from stable_opd_mcore.rollout.sglang.events import EventLog
+from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
 from stable_opd_mcore.serving.client import SglangClient
 from stable_opd_mcore.serving.process import ServerOptions, SglangServer, free_port
@@ -110,33 +110,98 @@ def request() -> Generation:
     return Generation((1, 2), 1, 1.0, 1.0, 1, (2,), 5)
 
 
-def test_broken_replies_are_repeated_and_counted(tmp_path):
-    """A third of the replies is broken in some way; every request is answered once."""
-    broken = itertools.cycle([(500, b""), (200, b"<html>"), (200, b'{"output_ids": [1e999]}')])
-    number = itertools.count()
+def fleet_of(path: Path, *urls: str) -> Fleet:
+    """External servers that are ready."""
+    members = [
+        Member(f"server_{n}", SglangClient(u), None, state="ready") for n, u in enumerate(urls)
+    ]
+    settings = SglangConfig(max_restarts=0, startup_timeout_seconds=0.1)
+    return Fleet(members, EventLog(path / "events.jsonl"), settings)
+
+
+def happened(path: Path) -> list[str]:
+    return [json.loads(line)["event"] for line in (path / "events.jsonl").read_text().splitlines()]
+
+
+BROKEN = [
+    (500, b""),
+    (429, b"too many requests"),
+    (200, b"<html>"),
+    (200, b"[]"),
+    (200, b'{"output_ids": [1e999]}'),
+    (200, json.dumps(RESPONSE | {"output_ids": [4096]}).encode()),
+    (200, json.dumps({"output_ids": [2], "meta_info": {}}).encode()),
+]
+GOOD = (200, json.dumps(RESPONSE).encode())
+
+
+def test_broken_replies_are_repeated_and_counted(tmp_path, monkeypatch):
+    """Half of the replies are broken in some way; every request is answered once."""
+    monkeypatch.setattr(fleet_module, "pause_seconds", lambda attempt: 0.0)
+    replies = itertools.chain.from_iterable((reply, GOOD) for reply in BROKEN)
+    with http_server(lambda path: next(replies, GOOD)) as url:
+        fleet = fleet_of(tmp_path, url)
+        for _ in BROKEN:
+            (answer,) = fleet.draw([request()], lambda *_: True)
+            assert [completion.token_ids for completion in answer or ()] == [(2,)]
+    assert next(replies, None) is None
+    assert fleet.members[0].state == "ready"
+    assert happened(tmp_path) == ["retried"] * len(BROKEN)
+
+
+def test_a_failing_servers_requests_go_to_the_other_server(tmp_path, monkeypatch):
+    monkeypatch.setattr(fleet_module, "pause_seconds", lambda attempt: 0.0)
+    with http_server(lambda path: (502, b"")) as fails, http_server(lambda path: GOOD) as answers:
+        fleet = fleet_of(tmp_path, fails, answers)
+        assert None not in fleet.draw([request()] * 10, lambda *_: True)
+    assert [member.state for member in fleet.members] == ["restarting", "ready"]
+    kinds = happened(tmp_path)
+    assert kinds.index("retried") < kinds.index("failure") < kinds.index("redrawn")
+    assert "HTTP 502" in (tmp_path / "events.jsonl").read_text()
+
+
+def test_without_a_server_a_request_has_no_answer(tmp_path):
+    """Its only server's responses come from old weights, and are dropped."""
+    with http_server(lambda path: GOOD) as url:
+        fleet = fleet_of(tmp_path, url)
+
+        def refuse(member: Member, answer: object) -> bool:
+            fleet.weights_outdated(member)
+            return False
+
+        assert fleet.draw([request()], refuse) == [None]
+    assert fleet.members[0].state == "needs_weights"
+
+
+def test_too_old_a_release_is_refused_before_any_weights(tmp_path):
+    reply = (200, b'{"version": "0.5.12.post1", "tp_size": 1}')
+    with http_server(lambda path: reply) as url:
+        fleet = fleet_of(tmp_path, url)
+        fleet.fail(fleet.members[0], "for the test")
+        fleet.await_restarts()
+    assert "runs SGLang 0.5.12.post1; 0.5.13 or later is needed" in str(fleet.lost)
+    assert "install it where rollout.sglang.python points" in str(fleet.lost)
+
+
+def test_the_gpu_is_given_to_the_trainer_and_back(tmp_path):
+    """Weights are sent again afterwards. A server that does not release its memory has failed."""
+    paths: list[str] = []
 
     def reply(path: str) -> tuple[int, bytes]:
-        return next(broken) if next(number) % 3 == 0 else (200, json.dumps(RESPONSE).encode())
+        paths.append(path)
+        return 200, b"{}"
 
-    events = EventLog(tmp_path / "events.jsonl")
-    with http_server(reply) as url:
-        member = Member("server_0", SglangClient(url), None, state="ready")
-        fleet = Fleet([member], events, SglangConfig(max_restarts=0))
-        answers = fleet.draw([request()] * 6, lambda *_: True)
-    assert [completion.token_ids for answer in answers for completion in answer or ()] == [(2,)] * 6
-    assert member.state == "ready"
-    assert events.take_metrics()["engine/retried"].value() >= 2
-
-
-def test_a_server_whose_replies_stay_broken_is_failed(tmp_path, monkeypatch):
-    monkeypatch.setattr(fleet_module, "pause_seconds", lambda attempt: 0.0)
-    events = EventLog(tmp_path / "events.jsonl")
-    with http_server(lambda path: (502, b"")) as url:
-        member = Member("server_0", SglangClient(url), None, state="ready")
-        fleet = Fleet([member], events, SglangConfig(max_restarts=0))
-        assert fleet.draw([request()], lambda *_: True) == [None]
-    assert member.state == "restarting"
-    assert "HTTP 502" in (tmp_path / "events.jsonl").read_text()
+    with http_server(reply) as url, http_server(lambda path: (500, b"")) as refuses:
+        fleet = fleet_of(tmp_path, url)
+        fleet.release_memory()
+        fleet.weights_outdated(fleet.members[0])
+        assert fleet.members[0].state == "released"
+        fleet.resume_memory()
+        assert fleet.members[0].state == "needs_weights"
+        other = fleet_of(tmp_path, refuses)
+        other.release_memory()
+    assert paths == ["/release_memory_occupation", "/resume_memory_occupation"]
+    assert other.lost is not None
 
 
 def test_a_server_that_compiles_does_not_count_as_hung(tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 import json
 
 from stable_opd_mcore.monitoring.names import require_known
-from stable_opd_mcore.rollout.sglang.events import EventLog
+from stable_opd_mcore.rollout.sglang.event_log import EventLog
 
 
 def test_events_are_written_at_once_and_counted_since_the_last_call(tmp_path):
