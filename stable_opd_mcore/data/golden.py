@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stable_opd_mcore.config.schema import TokenMasksConfig
-from stable_opd_mcore.data.repetition import tail_loop
+from stable_opd_mcore.data.repetition import min_loop_tokens, tail_loop
 from stable_opd_mcore.records import Prompt, Rollout, Sample
 
 _NO_MASKS = TokenMasksConfig()
@@ -43,12 +43,19 @@ def mark_off_policy(samples: Sequence[Sample], off_policy: Sequence[bool]) -> li
 
 
 def rollout_samples(
-    rollouts: Sequence[Rollout], masks: TokenMasksConfig = _NO_MASKS
+    rollouts: Sequence[Rollout],
+    masks: TokenMasksConfig = _NO_MASKS,
+    max_new_tokens: int | None = None,
 ) -> list[Sample]:
-    """One sample per rollout; masked tokens have trained=False."""
+    """One sample per rollout; masked tokens have trained=False.
+
+    Args:
+        max_new_tokens: the length budget, which says how long a loop must be.
+    """
+    least = min_loop_tokens(max_new_tokens)
     samples: list[Sample] = []
     for rollout in rollouts:
-        loop_length = tail_loop(rollout.token_ids).length
+        loop_length = tail_loop(rollout.token_ids, min_length=least).length
         samples.append(
             Sample(
                 source="rollout",

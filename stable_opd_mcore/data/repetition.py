@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 MIN_LOOP_TOKENS = 32  # no healthy text cut anywhere ends in a longer run (docs/method.md §5)
+LEAST_LOOP_TOKENS = 8  # with any budget
 MAX_PERIOD_TOKENS = 1024
 # The same limits for a text without token ids.
 MIN_LOOP_CHARACTERS = 64
@@ -32,6 +33,16 @@ class TailLoop:
 
     length: int = 0  # tokens (or characters) of the loop, its incomplete last repeat included
     period: int = 0  # tokens (or characters) of one repeat
+
+
+def min_loop_tokens(max_new_tokens: int | None) -> int:
+    """The least tokens of a loop in responses of at most `max_new_tokens` tokens; None: no budget.
+
+    A quarter of a small budget: a loop that the budget cuts cannot grow to 32 tokens.
+    """
+    if max_new_tokens is None:
+        return MIN_LOOP_TOKENS
+    return max(LEAST_LOOP_TOKENS, min(MIN_LOOP_TOKENS, max_new_tokens // 4))
 
 
 def tail_loop(

@@ -19,9 +19,11 @@ from numpy.typing import NDArray
 
 from stable_opd_mcore.config.evaluation import MonitoringConfig
 from stable_opd_mcore.data.repetition import (
+    MIN_LOOP_TOKENS,
     PAPER_TAIL_CHARACTERS,
     TailLoop,
     is_repetitive,
+    min_loop_tokens,
     tail_loop,
     tail_loop_of_text,
 )
@@ -52,10 +54,11 @@ _MEANS = (
 
 @dataclass(frozen=True)
 class CompressionLimits:
-    """When the paper's detector calls a text repetitive."""
+    """When the detectors call a response repetitive."""
 
     tail_characters: int
     ratio: float  # UTF-8 bytes over zlib bytes of the tail
+    min_loop_tokens: int = MIN_LOOP_TOKENS  # of a tail loop, the other detector
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def compression_limits(config: MonitoringConfig, max_new_tokens: int) -> Compres
     characters = config.repetition_tail_characters
     if characters is None:
         characters = max(1, min(PAPER_TAIL_CHARACTERS, int(CHARACTERS_PER_TOKEN * max_new_tokens)))
-    return CompressionLimits(characters, config.repetition_ratio)
+    return CompressionLimits(characters, config.repetition_ratio, min_loop_tokens(max_new_tokens))
 
 
 def measure(
@@ -104,7 +107,9 @@ def measure(
         finish_reason=finish_reason,
         reward=reward,
         grading_failure=grading_failure,
-        loop=tail_loop_of_text(text) if token_ids is None else tail_loop(token_ids),
+        loop=tail_loop_of_text(text)
+        if token_ids is None
+        else tail_loop(token_ids, min_length=limits.min_loop_tokens),
         repetitive=repetitive,
         repetitive_10k=repetitive
         if same_tail

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stable_opd_mcore.data.repetition import ZLIB_LEVEL, tail_loop
+from stable_opd_mcore.data.repetition import ZLIB_LEVEL, min_loop_tokens, tail_loop
 from stable_opd_mcore.data.rollout_files import read_rollouts, rollout_path
 from stable_opd_mcore.data.token_files import TokenText, read_tokens, token_path
 from stable_opd_mcore.host.printable_text import printable
 from stable_opd_mcore.monitoring.figures import Row
+from stable_opd_mcore.monitoring.tables import length_budget
 from stable_opd_mcore.records import Rollout
 
 SNIPPET_CHARACTERS = 80
@@ -51,8 +52,8 @@ def stored_steps(directory: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def listed(rollout: Rollout, run: int, step: int, index: int) -> dict[str, Any]:
-    """What the list shows of the `index`-th rollout of a step's file."""
+def listed(rollout: Rollout, run: int, step: int, index: int, budget: int | None) -> dict[str, Any]:
+    """What the list shows of the `index`-th rollout of a step's file; `budget` is its length's."""
     return {
         "run": run,
         "step": step,
@@ -63,13 +64,15 @@ def listed(rollout: Rollout, run: int, step: int, index: int) -> dict[str, Any]:
         "finish": rollout.finish_reason,
         "reward": rollout.reward,
         "version": rollout.weight_version,
-        "repeats": tail_loop(rollout.token_ids).length,
+        "repeats": _loop_length(rollout, budget),
         "compression": round(compression(rollout.text), 2),
         "snippet": printable(rollout.prompt.text[:SNIPPET_CHARACTERS]).replace("\n", " "),
     }
 
 
-def detail(rollout: Rollout, tokens: TokenText | None, limits: Limits) -> dict[str, Any]:
+def detail(
+    rollout: Rollout, tokens: TokenText | None, limits: Limits, budget: int | None
+) -> dict[str, Any]:
     """The texts of a rollout and, if its tokens are stored, their pieces and values."""
     shown: dict[str, Any] = {
         "prompt": _cut(rollout.prompt.text, limits.characters),
@@ -85,7 +88,7 @@ def detail(rollout: Rollout, tokens: TokenText | None, limits: Limits) -> dict[s
     kept, gap = _kept_tokens(len(tokens.pieces), limits.tokens)
     values = {key: [numbers[at] for at in kept] for key, numbers in tokens.values.items()}
     values["rollout_logprob"] = [float(f"{rollout.rollout_logprobs[at]:.4g}") for at in kept]
-    if repeats := tail_loop(rollout.token_ids).length:
+    if repeats := _loop_length(rollout, budget):
         begin = len(tokens.pieces) - repeats
         values["repetition"] = [float(at >= begin) for at in kept]
     return shown | {
@@ -143,13 +146,17 @@ def compression(text: str) -> float:
     return len(data) / len(zlib.compress(data, ZLIB_LEVEL)) if data else 0.0
 
 
+def _loop_length(rollout: Rollout, budget: int | None) -> int:
+    return tail_loop(rollout.token_ids, min_length=min_loop_tokens(budget)).length
+
+
 def _records(directory: Path, run: int, step: int) -> list[dict[str, Any]]:
     """The first rollouts of a step with their details."""
-    stored = read_tokens(token_path(directory, step))
+    stored, budget = read_tokens(token_path(directory, step)), length_budget(directory)
     rollouts = complete_rollouts(rollout_path(directory, step), ROLLOUTS_PER_STEP)
     return [
-        listed(rollout, run, step, index)
-        | {"detail": detail(rollout, tokens_of(rollout, stored), PAGE)}
+        listed(rollout, run, step, index, budget)
+        | {"detail": detail(rollout, tokens_of(rollout, stored), PAGE, budget)}
         for index, rollout in enumerate(rollouts)
     ]
 

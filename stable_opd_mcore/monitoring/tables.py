@@ -175,11 +175,12 @@ def tiles(directory: Path, rows: Sequence[Row]) -> list[dict[str, str]]:
 
 def planned_steps(directory: Path) -> int | None:
     """The run's last step by its settings; None where they are not written or readable."""
-    try:
-        text = _flat_config(directory / CONFIG_FILE).get("train.steps", "")
-    except (UserError, OSError):
-        return None
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < 16 else None
+    return _whole_setting(directory, "train.steps")
+
+
+def length_budget(directory: Path) -> int | None:
+    """`sampling.max_new_tokens` of the run; None where it is not written or readable."""
+    return _whole_setting(directory, "sampling.max_new_tokens")
 
 
 def described(directory: Path) -> str:
@@ -196,6 +197,14 @@ def described(directory: Path) -> str:
         if config.get(key, "None") != "None":
             parts.append(f"{key.partition('.')[0]} {config[key]}")
     return " \N{MIDDLE DOT} ".join(parts)
+
+
+def _whole_setting(directory: Path, key: str) -> int | None:
+    try:
+        text = _flat_config(directory / CONFIG_FILE).get(key, "")
+    except (UserError, OSError):
+        return None
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 16 else None
 
 
 def _halves(text: str) -> tuple[str, str]:

@@ -18,6 +18,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -41,7 +42,12 @@ from stable_opd_mcore.monitoring.reader import (
 )
 from stable_opd_mcore.monitoring.report import render_page
 from stable_opd_mcore.monitoring.sinks import METRICS_FILE, read_metrics
-from stable_opd_mcore.monitoring.tables import CONFIG_FILE, EVALUATION_FILES, planned_steps
+from stable_opd_mcore.monitoring.tables import (
+    CONFIG_FILE,
+    EVALUATION_FILES,
+    length_budget,
+    planned_steps,
+)
 from stable_opd_mcore.records import Rollout
 
 HOST = "127.0.0.1"
@@ -170,25 +176,25 @@ class _Handler(BaseHTTPRequestHandler):
         ]
 
     def _rollouts(self, values: Mapping[str, str]) -> list[dict[str, Any]]:
-        search = values.get("search", "").lower()
+        search, chosen = values.get("search", "").lower(), self._chosen(values)
         return [
             record
-            for rollout, record in self._chosen(values)[1]
+            for rollout, record in zip(chosen.rollouts, chosen.records, strict=True)
             if search in rollout.prompt.text.lower() or search in rollout.text.lower()
         ]
 
     def _rollout(self, values: Mapping[str, str]) -> dict[str, Any]:
-        tokens, rollouts = self._chosen(values)
-        rollout, _ = rollouts[_number(values, "index", len(rollouts))]
-        return detail(rollout, tokens_of(rollout, read_tokens(tokens)), LIVE)
+        chosen = self._chosen(values)
+        rollout = chosen.rollouts[_number(values, "index", len(chosen.rollouts))]
+        tokens = tokens_of(rollout, read_tokens(chosen.tokens))
+        return detail(rollout, tokens, LIVE, chosen.budget)
 
-    def _chosen(self, values: Mapping[str, str]) -> tuple[Path, list[tuple[Rollout, Any]]]:
-        """The file of tokens and the rollouts of the run and step of a request."""
+    def _chosen(self, values: Mapping[str, str]) -> _Step:
+        """The run and step of a request."""
         runs = self.server.runs
         number = _number(values, "run", len(runs))
         directory, step = runs[number].directory, _number(values, "step", 10**MAX_DIGITS)
-        path = rollout_path(directory, step)
-        return token_path(directory, step), _listed(path, _stamp(path), number, step)
+        return _read_step(directory, _stamp(rollout_path(directory, step)), number, step)
 
     def _json(self, status: HTTPStatus, found: Any) -> None:
         text = json.dumps(found, allow_nan=False)
@@ -253,10 +259,19 @@ def _stamp(path: Path) -> tuple[int, int] | None:
     return found.st_mtime_ns, found.st_size
 
 
+@dataclass(frozen=True)
+class _Step:
+    """The rollouts of one step of a run, with what the list shows of each."""
+
+    rollouts: list[Rollout]
+    records: list[dict[str, Any]]
+    tokens: Path
+    budget: int | None
+
+
 @lru_cache(maxsize=2)  # a step may have hundreds of megabytes, and its reader asks for each rollout
-def _listed(
-    path: Path, _stamped: tuple[int, int] | None, run: int, step: int
-) -> list[tuple[Rollout, dict[str, Any]]]:
-    """The rollouts of a file, with what the list shows of each."""
-    rollouts = enumerate(complete_rollouts(path))
-    return [(rollout, listed(rollout, run, step, index)) for index, rollout in rollouts]
+def _read_step(directory: Path, _stamped: tuple[int, int] | None, run: int, step: int) -> _Step:
+    budget = length_budget(directory)
+    rollouts = complete_rollouts(rollout_path(directory, step))
+    records = [listed(one, run, step, index, budget) for index, one in enumerate(rollouts)]
+    return _Step(rollouts, records, token_path(directory, step), budget)

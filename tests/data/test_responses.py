@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from stable_opd_mcore.config.evaluation import MonitoringConfig
+from stable_opd_mcore.data.golden import rollout_samples
 from stable_opd_mcore.data.repetition import TailLoop
 from stable_opd_mcore.data.responses import (
     CompressionLimits,
@@ -30,7 +31,16 @@ LIMITS = CompressionLimits(64, 2.0)
 )
 def test_the_tail_must_be_reachable_within_the_budget(configured, max_new_tokens, expected):
     config = MonitoringConfig(repetition_tail_characters=configured, repetition_ratio=3)
-    assert compression_limits(config, max_new_tokens) == CompressionLimits(expected, 3)
+    limits = compression_limits(config, max_new_tokens)
+    assert (limits.tail_characters, limits.ratio) == (expected, 3)
+
+
+@pytest.mark.parametrize(("budget", "loops"), [(48, 1.0), (56, 1.0), (64, 0.0), (2048, 0.0)])
+def test_a_loop_is_a_quarter_of_a_small_budget(budget, loops):
+    cut = rollout([*range(10, 44), *[1, 2] * 7], "length")
+    values = rollout_metrics([cut], budget, MonitoringConfig()).values_by_key()
+    assert values["rollout/loop_rate"] == loops
+    assert rollout_samples([cut], max_new_tokens=budget)[0].loop_length == 14 * loops
 
 
 def rollout(ids, finish, reward=None, text="", failure=None) -> Rollout:

@@ -31,7 +31,7 @@ def tokens(pieces, **values) -> TokenText:
 
 def test_the_list_says_what_happened():
     loop = rollout("x" * 60, ids=(1, 2) + (9,) * 58, index=3, finish="length")
-    record = listed(loop, run=1, step=12, index=4)
+    record = listed(loop, run=1, step=12, index=4, budget=None)
     assert record | {"compression": 0, "snippet": ""} == {
         "run": 1,
         "step": 12,
@@ -50,28 +50,28 @@ def test_the_list_says_what_happened():
 
 
 def test_tokens_have_their_text_and_values():
-    shown = detail(rollout(), tokens("ab", advantage=(0.5, None)), WIDE)
+    shown = detail(rollout(), tokens("ab", advantage=(0.5, None)), WIDE, None)
     assert shown["pieces"] == ["a", "b"]
     assert shown["values"] == {"advantage": [0.5, None], "rollout_logprob": [-0.25, -0.25]}
     assert shown["golden"] == "a golden solution"
     assert shown["gap"] is None
     loop = rollout(ids=(1, *[9] * 32))
-    repetition = detail(loop, tokens("a" + "b" * 32), WIDE)["values"]["repetition"]
+    repetition = detail(loop, tokens("a" + "b" * 32), WIDE, 2048)["values"]["repetition"]
     assert repetition == [0] + [1] * 32
 
 
 def test_without_fitting_tokens_the_text_is_shown():
     for stored in (None, tokens("abc")):
-        shown = detail(rollout(), stored, WIDE)
+        shown = detail(rollout(), stored, WIDE, None)
         assert (shown["text"], shown["pieces"]) == ("ab", None)
 
 
 def test_long_responses_keep_their_beginning_and_end():
     ids = tuple(range(50))
-    shown = detail(rollout(ids=ids), tokens([f"<{i}>" for i in ids]), Limits(10, 1000))
+    shown = detail(rollout(ids=ids), tokens([f"<{i}>" for i in ids]), Limits(10, 1000), None)
     assert shown["pieces"] == [f"<{i}>" for i in (*range(6), *range(46, 50))]
     assert shown["gap"] == {"at": 6, "tokens": 40}
-    text = detail(rollout("head" + "x" * 1_000_000 + "tail"), None, Limits(10, 100))["text"]
+    text = detail(rollout("head" + "x" * 1_000_000 + "tail"), None, Limits(10, 100), None)["text"]
     assert text.startswith("head")
     assert text.endswith("tail")
     assert "999,908 characters are left out" in text

@@ -86,7 +86,8 @@ def training_samples(
     prompts.
     """
     settings = run.config.objective
-    samples = rollout_samples(rollouts, run.objective.masks)
+    budget = run.config.sampling.max_new_tokens
+    samples = rollout_samples(rollouts, run.objective.masks, budget)
     golden = golden_samples(prompts) if run.objective.needs_golden else []
     if settings.on_policy_fraction < 1:
         draws = run.config.rollout.prompts_per_step
