@@ -30,7 +30,7 @@ class Detector:
     absolute: float  # least change that counts, in the metric's unit
     relative: float = 0.0  # and as a share of the normal value; the larger one holds
     damage: bool = False  # responses are broken already, not only drifting
-    rare: bool = False  # measured every monitoring.overlap_every steps: one value is enough
+    rare: bool = False  # written every monitoring.overlap_every steps: one value is enough
 
 
 DETECTORS: dict[str, Detector] = {
@@ -72,7 +72,7 @@ def observe(
     as it was.
     """
     after = dict(watched)
-    for name, value in _measured(values).items():
+    for name, value in _finite(values).items():
         detector = DETECTORS[name]
         series = after.get(name, Series())
         kept = 1 if detector.rare else window
@@ -83,7 +83,7 @@ def observe(
 def symptoms(watched: Mapping[str, Series], window: int, baseline: int) -> list[Symptom]:
     """The detectors whose recent mean is beyond its bound, in the order of DETECTORS.
 
-    None before `baseline` steps. A metric that is measured rarely needs two values then.
+    None before `baseline` steps. A metric that is written rarely needs two values then.
     """
     found: list[Symptom] = []
     if max((series.learnt for series in watched.values()), default=0) < baseline:
@@ -117,7 +117,7 @@ def learn(
         rate: share of its usual weight that a value has, once `baseline` values are learnt.
     """
     after = dict(watched)
-    for name, value in _measured(values).items():
+    for name, value in _finite(values).items():
         series = after.get(name, Series())
         learnt = min(series.learnt + 1, HORIZON * baseline)
         weight = (rate if series.learnt >= baseline else 1.0) / learnt
@@ -131,7 +131,7 @@ def learn(
     return after
 
 
-def _measured(values: Mapping[str, float | None]) -> dict[str, float]:
+def _finite(values: Mapping[str, float | None]) -> dict[str, float]:
     """The finite values of the detectors' metrics, by detector."""
     found = {name: values.get(detector.metric) for name, detector in DETECTORS.items()}
     return {n: value for n, value in found.items() if value is not None and math.isfinite(value)}

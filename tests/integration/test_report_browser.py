@@ -28,6 +28,13 @@ DRAWN = """
   return false;
 }).length
 """
+# The places of the plots' left and lower axes inside their panels, each once.
+AXES = """
+[...new Set([...document.querySelectorAll('.u-over')].map((over) => {
+  const inside = over.getBoundingClientRect(), plot = over.closest('.plot').getBoundingClientRect();
+  return `${inside.left - plot.left} ${plot.bottom - inside.bottom}`;
+}))]
+"""
 WIDER_THAN_THE_WINDOW = "document.documentElement.scrollWidth > innerWidth"
 
 
@@ -74,6 +81,7 @@ def test_every_panel_is_drawn_without_a_message_or_a_request(browser, tmp_path, 
     panels = sum(len(figure.panels) for figure in FIGURES) - 1  # kl/reference has no values
     assert browser.run("document.querySelectorAll('.plot canvas').length") == 2 * panels
     assert browser.run(DRAWN) == 2 * panels
+    assert len(browser.run(AXES)) == 1
     assert not browser.run(WIDER_THAN_THE_WINDOW)
     light = browser.run("getComputedStyle(document.body).color")
     browser.run("document.getElementById('theme').click()")
