@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -34,6 +35,21 @@ Overrides = Annotated[
 TrainerNodes = Annotated[int, typer.Option(min=1, help="Trainer nodes.")]
 GpusPerNode = Annotated[int, typer.Option(min=1)]
 ServerNodes = Annotated[int, typer.Option(min=0, help="Nodes of SGLang servers.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"stable-opd {version('stable-opd-mcore')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Stable on-policy distillation of large language models on Megatron-Core."""
 
 
 @contextmanager
@@ -67,6 +83,9 @@ def train(
             "--accept-changes", help="Resume with other settings than the run was trained with."
         ),
     ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Print only warnings, errors and why the run stopped.")
+    ] = False,
 ) -> None:
     """Train; resumes by itself when the run directory holds a checkpoint."""
     from stable_opd_mcore.config.load import load_config
@@ -80,7 +99,7 @@ def train(
     settings = with_downloads(settings)
     said = "nothing was saved since the newest checkpoint"
     with _interruptible(said), naming_disk_errors(settings.run.path):
-        run_training(settings, accept_changes=accept_changes)
+        run_training(settings, show_progress=not quiet, accept_changes=accept_changes)
 
 
 @app.command()

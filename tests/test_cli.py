@@ -1,6 +1,8 @@
 """The command: what it prints and how it exits."""
 
 import json
+import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -60,6 +62,19 @@ def test_a_second_ctrl_c_exits_with_130(monkeypatch, capsys):
         main()
     assert ended.value.code == 130
     assert "nothing was saved since the newest checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("arguments")
+def test_quiet_and_version(monkeypatch, capsys):
+    given = {}
+    monkeypatch.setattr("stable_opd_mcore.train.loop.train", lambda _, **kw: given.update(kw))
+    for arguments in (["train", sys.argv[2], "--quiet"], ["--version"]):
+        monkeypatch.setattr("sys.argv", ["stable-opd", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0
+    assert given["show_progress"] is False
+    assert capsys.readouterr().out == f"stable-opd {version('stable-opd-mcore')}\n"
 
 
 def checked(monkeypatch, capsys, *arguments):

@@ -52,14 +52,14 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def naming_disk_errors(directory: Path) -> Iterator[None]:
+def naming_disk_errors(directory: Path, needed_bytes: int = 0) -> Iterator[None]:
     """Turn the errors of a full, read-only or forbidden disk into a UserError naming it."""
     try:
         yield
     except OSError as error:
         if error.errno not in _DISK_ERRNOS:
             raise
-        space = describe_space(directory, 0)
+        space = describe_space(directory, needed_bytes)
         raise UserError(
             f"{directory}: cannot be written: {error}; {space}. Checkpoints are intact: make room, "
             "or change run.directory, and start the run again"

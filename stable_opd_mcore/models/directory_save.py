@@ -157,6 +157,16 @@ class DirectorySave:
         gathered = gather_objects(entries)
         self._together(complete, first_rank_only=True)
 
+    def abort(self) -> int:
+        """Stop this rank's writer and remove what is written; not collective.
+
+        Returns:
+            The bytes that the directory needs.
+        """
+        self._writer.close(abort=True)
+        shutil.rmtree(self._partial, ignore_errors=True)
+        return self._needed_bytes
+
     def _prepare(self) -> None:
         shutil.rmtree(self._partial, ignore_errors=True)
         self._partial.mkdir(parents=True)

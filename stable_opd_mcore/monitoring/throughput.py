@@ -8,7 +8,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -26,16 +26,25 @@ class PhaseTimer:
     The step starts when the timer is created and ends with `metrics`. The times of a phase that is
     entered twice add up. On a CUDA device a phase ends when its kernels have ended. Reduced over
     ranks, times are those of the slowest rank.
+
+    Args:
+        tell: gets the name of each phase that begins.
     """
 
-    def __init__(self, device: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        tell: Callable[[str], object] = lambda _: None,
+    ):
         self._device = torch.device(device)
+        self._tell = tell
         self._seconds: dict[str, float] = {}
         self._start = self._now()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time of the block to `time/<name>`, also if it raises."""
+        self._tell(name)
         start = self._now()
         try:
             yield

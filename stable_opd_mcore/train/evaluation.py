@@ -65,7 +65,6 @@ from stable_opd_mcore.train.oversight.signals import (
     DONE,
     REQUEUE,
     Stopped,
-    StopReason,
     StopSignals,
     clear_outcome,
     write_outcome,
@@ -139,7 +138,7 @@ def evaluate_config(
             for name, problems in evaluation.problems.items():
                 _draw(evaluation, name, problems, stop, show_progress)
         except Stopped as stopped:
-            if stopped.reason == StopReason.REQUEUE:
+            if stopped.reason.requeues:
                 write_outcome(home, REQUEUE, None)
             stop_world()
             raise

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stable_opd_mcore.checks.checklist import check_config, refuse_errors
@@ -61,6 +61,7 @@ from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.samples.token_values import write_token_values
 from stable_opd_mcore.train.setup import build_run, place_of, start_configured_world
 from stable_opd_mcore.train.step import train_step
+from stable_opd_mcore.train.strengths import strengths_of
 
 
 @dataclass(frozen=True)
@@ -108,14 +109,10 @@ def train(config: Config, show_progress: bool = True, accept_changes: bool = Fal
                 config = _after_cold_start(config, session)
             _train_phase(config, session)
         except Stopped as stopped:
-            if stopped.reason == StopReason.REQUEUE:
+            if world.rank == 0:
+                print(stopped.text(), file=sys.stderr, flush=True)
+            if stopped.reason.requeues:
                 write_outcome(home, REQUEUE, stopped.step)
-            elif world.rank == 0:
-                print(
-                    f"stopped by Ctrl-C after step {stopped.step}; checkpoint: "
-                    f"{stopped.checkpoint}. The same command resumes there.",
-                    file=sys.stderr,
-                )
             stop_world()
             raise
         write_outcome(home, DONE, config.train.steps)
@@ -181,13 +178,22 @@ def _train_phase(config: Config, session: Session) -> None:
             keep_resolved(config)
         terminal.say(resume_text(config, state.step))
         stack.enter_context(terminal)
+        run = replace(run, phase=terminal.phase)
         terminal.start(state.step)
         if state.step == 0 and config.evaluation.every and run.held_out is not None:
             metrics = evaluate_student(run, state)
             if sinks is not None:
                 sinks.write(0, metrics)
+        saver = CheckpointSaver(
+            directory / CHECKPOINTS,
+            run.student,
+            config.checkpoint.keep,
+            run.moving_reference,
+            run.tokenizer.save,
+        )
+        stack.enter_context(saver)
         session.stop.finish_step_first = True
-        _train_steps(run, state, session, sinks, terminal)
+        _train_steps(run, state, saver, session, sinks, terminal)
         session.stop.finish_step_first = False
         run.memory.hold(*phases.EXPORT)  # while there are servers that may have the device
 
@@ -206,6 +212,7 @@ def _train_phase(config: Config, session: Session) -> None:
 def _train_steps(
     run: Run,
     state: TrainState,
+    saver: CheckpointSaver,
     session: Session,
     sinks: Sinks | None,
     terminal: Terminal,
@@ -218,13 +225,6 @@ def _train_steps(
     """
     config = run.config
     writer = RolloutWriter(config.run.path, run.world, config.rollout.save)
-    saver = CheckpointSaver(
-        config.run.path / CHECKPOINTS,
-        run.student,
-        config.checkpoint.keep,
-        run.moving_reference,
-        run.tokenizer.save,
-    )
     refuse_collapsed(run, state, saver, _report)
     state = roll_back(run, state, saver)
     while state.step < config.train.steps:
@@ -236,6 +236,7 @@ def _train_steps(
         state, metrics = result.state, result.metrics
         failed = None
         if run.held_out is not None and _due(state.step, config.evaluation.every, config):
+            run.phase("evaluation")
             try:
                 metrics = metrics | evaluate_student(run, state)
             except EngineLost as error:
@@ -244,7 +245,8 @@ def _train_steps(
         if sinks is not None:
             write_token_values(config.run.path, state.step, result.token_values, run.tokenizer)
             sinks.write(state.step, metrics)
-            write_actions(sinks, state.step, result.actions)
+            now = strengths_of(config, state.adapted, state.guard)
+            write_actions(sinks, state.step, result.actions, now)
         if failed is not None:  # the step itself is finished; a resumed run continues after it
             _save_without_servers(run, state, saver, session.stop, failed)
             raise failed
@@ -310,6 +312,7 @@ def _save(run: Run, state: TrainState, saver: CheckpointSaver) -> Path:
     """Begin to save a checkpoint of `state`; returns its directory."""
     saver.finish()  # before the rollouts of deleted checkpoints are looked for
     save_in_flight(run.config.run.path, state.step, run.engine, run.world)
+    run.phase("save")
     run.memory.hold(*phases.save_parts(run.config))
     return saver.begin(state)
 

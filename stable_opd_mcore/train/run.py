@@ -5,6 +5,7 @@ Not here: how they are built (setup.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from stable_opd_mcore.config.schema import Config
@@ -45,3 +46,4 @@ class Run:
     held_out: PromptSet | None
     order: PromptOrder
     grader: Grader
+    phase: Callable[[str], object] = lambda _: None  # is told what the run does now

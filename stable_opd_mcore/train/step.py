@@ -81,7 +81,7 @@ def train_step(run: Run, state: TrainState) -> StepResult:
         UserError: the loss or the gradient norm is not finite.
         EngineLost, TeacherLost: no server answers; no weight has changed.
     """
-    config, timer = run.config, PhaseTimer(run.world.device)
+    config, timer = run.config, PhaseTimer(run.world.device, run.phase)
     run = with_strengths(run, state)
     rows = next_rows(run, state.cursor)
     prompts = run.prompts.select(own_share(run.world, rows))

@@ -70,11 +70,12 @@ def test_run_completes_every_step_after_a_signal_and_a_killed_rank(tmp_path):
 
     running = launch.start()
     launch.wait_until(lambda: 1 in launch.steps(), running)
-    running.send_signal(signal.SIGUSR1)
+    running.send_signal(signal.SIGTERM)
     assert running.wait(timeout=120) != 0  # not zero, so that a chain of stages does not continue
-    assert "stopped by SIGUSR1" in launch.errors.read_text()
+    assert "stopped by SIGTERM; the same command resumes" in launch.errors.read_text()
     stopped_after = json.loads((launch.home / "REQUEUE").read_text())["step"]
     assert launch.steps()[-1] == stopped_after < STEPS
+    assert f"stopped by SIGTERM after step {stopped_after}; ch" in launch.errors.read_text()
     assert (launch.home / "checkpoints" / f"step_{stopped_after:06d}" / "state.json").is_file()
 
     running = launch.start()

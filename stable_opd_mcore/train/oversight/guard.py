@@ -57,7 +57,7 @@ class Action:
     """One event of metrics.jsonl."""
 
     name: ActionName
-    details: dict[str, Any]  # evidence, and the values that hold from the next step on
+    details: dict[str, Any]  # evidence, and the least beta and lambda from the next step on
 
 
 def decide(

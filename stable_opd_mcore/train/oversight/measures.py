@@ -25,6 +25,7 @@ from stable_opd_mcore.train.persistence.checkpoint import (
 from stable_opd_mcore.train.persistence.run_directory import on_first_rank
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
+from stable_opd_mcore.train.strengths import Strengths
 
 logger = logging.getLogger(__name__)
 
@@ -33,16 +34,24 @@ class CollapsedError(UserError):
     """The guard has stopped the run."""
 
 
-def write_actions(sinks: Sinks, step: int, actions: Sequence[Action]) -> None:
-    """An event in metrics.jsonl and a line of the log for each action after `step`."""
+def write_actions(sinks: Sinks, step: int, actions: Sequence[Action], now: Strengths) -> None:
+    """An event in metrics.jsonl and a line of the log for each action after `step`.
+
+    Args:
+        now: what the next step uses: where the guard's beta and lambda are the smaller ones, the
+            config's are in force.
+    """
     for action in actions:
-        sinks.write_event(GUARD_EVENT, step, {"action": action.name, **action.details})
+        details = dict(action.details)
+        if "beta" in details:
+            details |= {"beta": now.beta, "lambda": now.lambda_}
+        sinks.write_event(GUARD_EVENT, step, {"action": action.name, **details})
         found = ", ".join(
             f"{metric} {seen['recent']:.3g} (normal {seen['normal']:.3g})"
-            for metric, seen in action.details.get("evidence", {}).items()
+            for metric, seen in details.get("evidence", {}).items()
         )
-        held = [f"{key} {action.details[key]:.3g}" for key in ("beta", "lambda", "to_step")
-                if key in action.details]  # fmt: skip
+        names = {"beta": "beta now", "lambda": "lambda now", "to_step": "to step"}
+        held = [f"{name} {details[key]:.3g}" for key, name in names.items() if key in details]
         text = "; ".join(part for part in (found, ", ".join(held)) if part)
         logger.warning("step %d: guard %s: %s", step, action.name.replace("_", " "), text)
 

@@ -8,10 +8,10 @@
                 ...save a checkpoint...
                 raise Stopped(state.step, reason, checkpoint)
 
-Slurm announces a time limit or a preemption with SIGUSR1 or SIGTERM: the run exits with code 0 and
-its caller writes REQUEUE. The user presses Ctrl-C (SIGINT): the run exits with code 130, and a
-second Ctrl-C ends it at once. A signal reaches each process at a slightly different time, so the
-ranks agree by one all-reduce a step. `srun` does not
+slurm/ announces the end of a job with SIGUSR1: the run exits with code 0. Slurm itself and others
+end it with SIGTERM: code 143. In both cases its caller writes REQUEUE. The user presses Ctrl-C
+(SIGINT): the run exits with code 130, and a second Ctrl-C ends it at once. A signal reaches each
+process at a slightly different time, so the ranks agree by one all-reduce a step. `srun` does not
 pass on the exit codes of its ranks, so a run reports its outcome in a file: REQUEUE or DONE.
 Not here: starting the run again (slurm/common.sh), and hangs (watchdog.py).
 """
@@ -43,18 +43,39 @@ class StopReason(IntEnum):
     """Why to stop; the larger one wins where ranks received different signals."""
 
     NONE = 0
-    REQUEUE = 1  # SIGUSR1 or SIGTERM
-    INTERRUPT = 2  # SIGINT
+    REQUEUE = 1  # SIGUSR1
+    TERMINATE = 2  # SIGTERM
+    INTERRUPT = 3  # SIGINT
+
+    @property
+    def requeues(self) -> bool:
+        """Whether a batch job that was stopped so is started again."""
+        return self in (StopReason.REQUEUE, StopReason.TERMINATE)
 
 
 class Stopped(SystemExit):
     """Ends the program although steps remain; `checkpoint` holds `step`."""
 
     def __init__(self, step: int, reason: StopReason, checkpoint: Path | None):
-        super().__init__(128 + signal.SIGINT if reason == StopReason.INTERRUPT else 0)
+        super().__init__(_EXIT_CODES[reason])
         self.step = step
         self.reason = reason
         self.checkpoint = checkpoint
+
+    def text(self) -> str:
+        """What stopped the run, what is saved, and how it goes on."""
+        by = {StopReason.REQUEUE: "SIGUSR1", StopReason.TERMINATE: "SIGTERM"}
+        return (
+            f"stopped by {by.get(self.reason, 'Ctrl-C')} after step {self.step}; checkpoint: "
+            f"{self.checkpoint}. The same command resumes there."
+        )
+
+
+_EXIT_CODES = {
+    StopReason.REQUEUE: 0,
+    StopReason.TERMINATE: 128 + signal.SIGTERM,
+    StopReason.INTERRUPT: 128 + signal.SIGINT,
+}
 
 
 class StopSignals:
@@ -73,7 +94,7 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         for number in (signal.SIGUSR1, signal.SIGTERM):
-            self._handlers[number] = signal.signal(number, self._record_requeue)
+            self._handlers[number] = signal.signal(number, self._record)
         self._handlers[signal.SIGINT] = signal.signal(signal.SIGINT, self._record_interrupt)
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         return self
@@ -102,8 +123,10 @@ class StopSignals:
         dist.all_reduce(reason, op=dist.ReduceOp.MAX)
         return StopReason(int(reason.item()))
 
-    def _record_requeue(self, _number: int, _frame: FrameType | None) -> None:
-        self._reason = max(self._reason, StopReason.REQUEUE)
+    def _record(self, number: int, _frame: FrameType | None) -> None:
+        by_term = number == signal.SIGTERM
+        reason = StopReason.TERMINATE if by_term else StopReason.REQUEUE
+        self._reason = max(self._reason, reason)
 
     def _record_interrupt(self, _number: int, _frame: FrameType | None) -> None:
         if not self.finish_step_first or self._reason == StopReason.INTERRUPT:

@@ -1,8 +1,9 @@
 """What a training run says on the terminal: what it loads, where it resumes, its steps, its end.
 
-On a terminal the steps are one line that keeps its place: name, count, bar, time left and, as far
-as the width allows, numbers. Into a pipe or a file each step is a line. Now and then a rollout is
-shown. Everything goes to stderr, from rank 0 alone.
+On a terminal the steps are one line that keeps its place: name, bar, count, time to the end, the
+phase of the step and, as far as the width allows, numbers. Into a pipe or a file, and with
+NO_COLOR, each step is a plain line. Now and then a rollout is shown. Everything goes to stderr,
+from rank 0 alone.
 
 Not here: metrics in files (monitoring/sinks.py) and what the guard says, which is logged.
 """
@@ -16,7 +17,8 @@ from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
-from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 from stable_opd_mcore.config.schema import Config
@@ -24,16 +26,18 @@ from stable_opd_mcore.host.printable_text import printable
 from stable_opd_mcore.records import Rollout
 
 RECENT_STEPS = 20  # whose mean time gives the time left
-BAR_WIDTH = 10
-NAME_WIDTH = 20
+WIDTH_OF_NAME_AND_BAR = 72  # a narrower terminal has neither
 SAMPLE_HEAD, SAMPLE_TAIL = 300, 200  # characters of a response that is shown
-NUMBERS = (  # key, name; the first ones are the last to be left out
-    ("loss/total", "loss"),
-    ("rollout/accuracy", "accuracy"),
-    ("rollout/truncation_rate", "truncated"),
-    ("rollout/repetition_rate", "repetitive"),
-    ("rollout/response_length_mean", "length"),
-    ("grad_norm", "gradient"),
+HELD_OUT = "eval/accuracy"
+NUMBERS = (  # key and form; the last ones are the first to be cut off
+    ("loss/total", "loss {:.3g}"),
+    ("throughput/tokens_per_second", "{:,.0f} tokens/s"),
+    ("rollout/accuracy", "accuracy {:.3g}"),
+    (HELD_OUT, "held-out {:.3g}"),
+    ("rollout/truncation_rate", "truncated {:.3g}"),
+    ("rollout/repetition_rate", "repetitive {:.3g}"),
+    ("rollout/response_length_mean", "length {:.3g}"),
+    ("grad_norm", "gradient {:.3g}"),
 )
 
 
@@ -48,9 +52,12 @@ class Terminal:
 
     def __init__(self, config: Config, shown: bool, console: Console | None = None):
         self._config = config
-        self._console = console or Console(stderr=True, soft_wrap=True)
+        self._console = console or Console(stderr=True)
         self._shown = shown
-        self._live: Live | None = None
+        self._name = config.run.name
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        self._numbers: dict[str, str] = {}
         self._ends: deque[float] = deque(maxlen=RECENT_STEPS + 1)
 
     def say(self, text: str) -> None:
@@ -60,13 +67,27 @@ class Terminal:
 
     def start(self, step: int) -> None:
         """The run stands after `step` and begins to train."""
-        if not self._shown:
-            return
         self._ends.append(time.monotonic())
-        if self._console.is_terminal:
-            self._live = Live(console=self._console, auto_refresh=False, transient=False)
-            self._live.start()
-            self._show(step, {})
+        lives = self._console.is_terminal and not self._console.is_dumb_terminal
+        if self._shown and lives and not self._console.no_color:
+            # no thread that refreshes it: a checkpoint's writer is forked and may hold its lock
+            self._bar = Progress(
+                *self._columns(), console=self._console, auto_refresh=False, expand=True
+            )
+            self._task = self._bar.add_task(
+                self._name,
+                total=self._config.train.steps,
+                completed=step,
+                left=_time_left(None),
+                phase="",
+                numbers="",
+            )
+            self._bar.start()
+
+    def phase(self, name: str) -> None:
+        """The run begins this phase of a step, an evaluation or a save."""
+        if self._bar is not None:
+            self._bar.update(self._task, phase=name, refresh=True)
 
     def step_done(
         self, step: int, values: Mapping[str, float | None], rollouts: Sequence[Rollout]
@@ -75,10 +96,22 @@ class Terminal:
         if not self._shown:
             return
         self._ends.append(time.monotonic())
-        every = self._config.monitoring.sample_every
+        total, every = self._config.train.steps, self._config.monitoring.sample_every
+        left = _time_left(seconds_left(list(self._ends), total - step))
         if every and step % every == 0 and rollouts:
             self.say(sample_text(step, rollouts[0]))
-        self._show(step, values)
+        new = _numbers(values)
+        if self._bar is None:
+            seconds = values.get("time/total")
+            timing = [] if seconds is None else [f"{seconds:.1f} s"]
+            texts = [f"{self._name} step {step}/{total}", *new.values(), *timing, left]
+            self.say("  ".join(texts))
+        else:  # where it keeps its place, the newest evaluation stays beside the newest step
+            self._numbers = {key: self._numbers[key] for key in self._numbers if key == HELD_OUT}
+            self._numbers |= new
+            numbers = [self._numbers[key] for key, _ in NUMBERS if key in self._numbers]
+            line = {"left": left, "numbers": "  ".join(numbers)}
+            self._bar.update(self._task, completed=step, **line, refresh=True)
 
     def __enter__(self) -> Terminal:
         return self
@@ -89,48 +122,26 @@ class Terminal:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        if self._bar is not None:
+            self._bar.update(self._task, phase="")
+            self._bar.stop()
+            self._bar = None
 
-    def _show(self, step: int, values: Mapping[str, float | None]) -> None:
-        total = self._config.train.steps
-        left = seconds_left(list(self._ends), total - step)
-        name = printable(self._config.run.name)
-        if self._live is not None:
-            line = progress_line(name, step, total, left, values, self._console.width)
-            self._live.update(Text(line, no_wrap=True, overflow="crop"), refresh=True)
-        elif values:
-            seconds = values.get("time/total")
-            timing = "" if seconds is None else f"  {seconds:.1f} s"
-            numbers = "  ".join(_numbers(values))
-            self.say(f"{name} step {step}/{total}  {numbers}{timing}  {_time_left(left)}")
+    def _columns(self) -> list[TextColumn | BarColumn | MofNCompleteColumn]:
+        """Of the line that keeps its place."""
 
+        def text(field: str, **width: int) -> TextColumn:
+            column = Column(no_wrap=True, overflow="ellipsis", **width)
+            return TextColumn(f"{{task.{field}}}", table_column=column)
 
-def progress_line(
-    name: str,
-    step: int,
-    total: int,
-    left: float | None,
-    values: Mapping[str, float | None],
-    width: int,
-) -> str:
-    """At most `width` characters. Numbers are left out first, then the bar, then the name."""
-    if len(name) > NAME_WIDTH:
-        name = name[: NAME_WIDTH - 1] + "\N{HORIZONTAL ELLIPSIS}"
-    filled = BAR_WIDTH * step // max(1, total)
-    bar = "\N{BOX DRAWINGS HEAVY HORIZONTAL}" * filled
-    bar += "\N{BOX DRAWINGS LIGHT HORIZONTAL}" * (BAR_WIDTH - filled)
-    count, timing = f"{step}/{total}", _time_left(left)
-    for parts in ((name, bar, count, timing), (name, count, timing), (count, timing)):
-        line = " ".join(parts)
-        if len(line) <= width:
-            break
-    for number in _numbers(values):
-        if len(line) + 2 + len(number) > width:
-            break
-        line += f"  {number}"
-    return line[:width]
+        is_wide = self._console.width >= WIDTH_OF_NAME_AND_BAR
+        return [
+            *([text("description", max_width=20), BarColumn(10)] if is_wide else []),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            text("fields[left]"),
+            text("fields[phase]"),
+            text("fields[numbers]", ratio=1),
+        ]
 
 
 def seconds_left(ends: Sequence[float], steps: int) -> float | None:
@@ -167,9 +178,9 @@ def _shortened(text: str) -> str:
     return f"{text[:SAMPLE_HEAD]} [... {left_out} characters ...] {text[-SAMPLE_TAIL:]}"
 
 
-def _numbers(values: Mapping[str, float | None]) -> list[str]:
-    found = ((name, values.get(key)) for key, name in NUMBERS)
-    return [f"{name} {value:.3g}" for name, value in found if value is not None]
+def _numbers(values: Mapping[str, float | None]) -> dict[str, str]:
+    found = ((key, values.get(key), form) for key, form in NUMBERS)
+    return {key: form.format(value) for key, value, form in found if value is not None}
 
 
 def _time_left(seconds: float | None) -> str:

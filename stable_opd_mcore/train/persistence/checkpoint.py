@@ -13,22 +13,24 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import load_file, save_file
 
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.atomic_files import naming_disk_errors
 from stable_opd_mcore.models.directory_save import DirectorySave, begin_save
-from stable_opd_mcore.models.manifest import MANIFEST, find_damage, has_manifest
+from stable_opd_mcore.models.manifest import find_damage
 from stable_opd_mcore.models.megatron_checkpoint import (
     refuse_foreign_pickle,
     set_weights,
@@ -42,23 +44,38 @@ from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.reference import MovingReference
 from stable_opd_mcore.train.student import Student
 
-FORMATS = (1, 2)  # 1: file sizes in state.json; 2: checksums in the manifest
 STATE_FILE = "state.json"
 _REFERENCE = "reference"
-_STATE = TypeAdapter(TrainState)
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Record:
+    """The content of state.json."""
+
+    state: TrainState
+    architecture: dict[str, Any]
+    distributed_optimizer: bool
+    reference: bool  # whether the weights of a moving reference are saved too
+    versions: dict[str, str]
+    format: Literal[2] = 2
+
+
+_RECORD = TypeAdapter(Record)
 
 
 class CheckpointSaver:
     """Saves a run's checkpoints, one at a time, in the background. All methods are collective.
 
-        saver = CheckpointSaver(directory, student, keep=2)
-        path = saver.begin(state)       # the tensors may change once it returns
-        saver.poll()                    # after each step: completes what has been written
-        saver.finish()                  # before the run ends
+        with CheckpointSaver(directory, student, keep=2) as saver:
+            path = saver.begin(state)       # the tensors may change once it returns
+            saver.poll()                    # after each step: completes what has been written
+            saver.finish()                  # before the run ends
 
     A checkpoint exists once `poll` or `finish` has completed it: its manifest is written last, then
-    one rename makes it appear. A run that is killed before resumes from the one before it.
+    one rename makes it appear. A run that is killed before resumes from the one before it. After an
+    error inside the block, what is written of a checkpoint is removed; where the disk is full, the
+    UserError says how much the checkpoint needs.
 
     Args:
         directory: of the checkpoints `step_NNNNNN`.
@@ -82,6 +99,23 @@ class CheckpointSaver:
         self._keep = keep
         self._save_tokenizer = save_tokenizer
         self._pending: tuple[Path, DirectorySave] | None = None
+
+    def __enter__(self) -> CheckpointSaver:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None or self._pending is None:
+            return
+        (path, save), self._pending = self._pending, None
+        needed_bytes = save.abort()
+        if isinstance(error, OSError):
+            with naming_disk_errors(path, needed_bytes):
+                raise error
 
     def begin(self, state: TrainState) -> Path:
         """Complete the previous checkpoint, then begin to save `state`.
@@ -134,7 +168,7 @@ def checkpoint_name(step: int) -> str:
 def _returns_to(path: Path) -> set[str]:
     """Checkpoints that the guard may need when a run resumes from `path`: their names."""
     try:
-        guard = _state_of(_read_record(path)).guard
+        guard = _read_record(path).state.guard
     except (OSError, ValueError):
         return set()  # damaged: no run resumes from it
     return {checkpoint_name(step) for step in guard.kept_saves}
@@ -148,18 +182,17 @@ def _begin_save(
     save_tokenizer: Callable[[Path], object],
 ) -> DirectorySave:
     def describe(path: Path) -> None:
-        (path / STATE_FILE).write_text(json.dumps(record, indent=1))
+        (path / STATE_FILE).write_text(json.dumps(asdict(record), indent=1))
         save_tokenizer(path)
 
     rank = dist.get_rank()
-    record = {
-        "format": FORMATS[-1],
-        "state": asdict(state),
-        "architecture": _shape_of(student),
-        "distributed_optimizer": student.distributed,
-        "reference": reference is not None,
-        "versions": {name: version(name) for name in ("torch", "megatron-core")},
-    }
+    record = Record(
+        state,
+        _shape_of(student),
+        student.distributed,
+        reference is not None,
+        {name: version(name) for name in ("torch", "megatron-core")},
+    )
     return begin_save(
         _state_dict(student, reference, loading=False),
         student.chunks,
@@ -210,9 +243,8 @@ def load_checkpoint(
         UserError: another architecture or optimizer layout, or a file that is not ours.
     """
     record = _read_record(path)
-    found, wanted = record["architecture"], _shape_of(student)
-    # A key that one side lacks is None: earlier versions knew no experts.
-    names = sorted(k for k in found.keys() | wanted.keys() if found.get(k) != wanted.get(k))
+    found, wanted = record.architecture, _shape_of(student)
+    names = sorted(name for name in wanted if found.get(name) != wanted[name])
     if names:
         raise UserError(
             f"{path}: checkpoint of another architecture: "
@@ -221,13 +253,13 @@ def load_checkpoint(
             )
             + "; use another run.name or the config it was written with"
         )
-    if record["distributed_optimizer"] != student.distributed:
+    if record.distributed_optimizer != student.distributed:
         raise UserError(
-            f"{path}: written with optimizer.distributed={record['distributed_optimizer']}, "
+            f"{path}: written with optimizer.distributed={record.distributed_optimizer}, "
             f"resumed with {student.distributed}; set it back"
         )
     refuse_foreign_pickle(path)
-    moving = reference if record.get("reference") else None
+    moving = reference if record.reference else None
     wanted_state = _state_dict(student, moving, loading=True)
     loaded: Any = dist_checkpointing.load(wanted_state, str(path))
     if moving is not None:
@@ -240,12 +272,7 @@ def load_checkpoint(
     rng = path / f"rng_rank_{dist.get_rank():05d}.safetensors"
     if rng.exists():  # else a larger world's rank, which keeps its seeded state
         _restore_rng(load_file(rng))
-    return _state_of(record)
-
-
-def _state_of(record: dict[str, Any]) -> TrainState:
-    """The state in a record; ValueError if it is not one."""
-    return _STATE.validate_json(json.dumps(record["state"]), strict=True)
+    return record.state
 
 
 def _state_dict(
@@ -268,49 +295,22 @@ def _shape_of(student: Student) -> dict[str, Any]:
 
 def find_fault(path: Path) -> str | None:
     """Why a checkpoint cannot be used, None if it is complete. Collective."""
-    has_checksums = has_manifest(path)
-    fault = find_damage(path) if has_checksums else None
+    fault = find_damage(path)
     if fault is None and dist.get_rank() == 0:
         try:
-            record = _read_record(path)
-            if not has_checksums:
-                _check_sizes(path, record)
-        except (OSError, ValueError, RecursionError) as error:
-            fault = str(error)
-    fault = broadcast_object(fault)
-    if fault is None and not has_checksums and dist.get_rank() == 0:
-        logger.warning("%s: not verified: an earlier version wrote it without checksums", path)
-    return fault
+            _read_record(path)
+        except (OSError, ValueError) as error:
+            fault = f"{STATE_FILE} cannot be used ({error})"
+    return broadcast_object(fault)
 
 
-def _read_record(path: Path) -> dict[str, Any]:
+def _read_record(path: Path) -> Record:
     """The content of state.json; ValueError if it is not what `_begin_save` writes."""
     try:
-        record: Any = json.loads((path / STATE_FILE).read_bytes())
-        _state_of(record)
-        if not isinstance(record["architecture"], dict):
-            raise TypeError("architecture of another type")
-        record["distributed_optimizer"]
-    except FileNotFoundError:
-        raise ValueError(f"half-written ({STATE_FILE} is missing)") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{STATE_FILE} cannot be used ({error})") from None
-    if record.get("format") not in FORMATS:
-        raise ValueError(f"format {record.get('format')!r}, this version reads {FORMATS}")
-    return record
-
-
-def _check_sizes(path: Path, record: dict[str, Any]) -> None:
-    """Compare with the file sizes that format 1 recorded; check the metadata before unpickling."""
-    if record["format"] != 1 or not isinstance(record.get("files"), dict):
-        raise ValueError(f"half-written ({MANIFEST} is missing)")
-    for name, size in record["files"].items():
-        file = path / name
-        if not file.is_file():
-            raise ValueError(f"half-written ({name} is missing)")
-        if file.stat().st_size != size:
-            raise ValueError(f"half-written ({name} has {file.stat().st_size} of {size} bytes)")
-    refuse_foreign_pickle(path)
+        return _RECORD.validate_json((path / STATE_FILE).read_bytes(), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
 def _rng_state() -> dict[str, torch.Tensor]:

@@ -10,12 +10,16 @@ from pathlib import Path
 import pytest
 from torch.multiprocessing import ProcessExitedException
 
+from stable_opd_mcore.config.schema import KLConfig
 from stable_opd_mcore.monitoring import onset
 from stable_opd_mcore.monitoring.onset import Detector
+from stable_opd_mcore.monitoring.sinks import Sinks
 from stable_opd_mcore.parallel.world import stop_world
 from stable_opd_mcore.train import loop
 from stable_opd_mcore.train.loop import train
-from stable_opd_mcore.train.oversight.measures import CollapsedError
+from stable_opd_mcore.train.oversight.guard import Action, GuardState
+from stable_opd_mcore.train.oversight.measures import CollapsedError, write_actions
+from stable_opd_mcore.train.strengths import Adapted, strengths_of
 from tests.parallel.launch import run_ranks
 from tests.train.runs import VOLATILE, tiny_architecture, tiny_config
 
@@ -69,13 +73,23 @@ def run_and_die(rank: int, world_size: int, directory: str) -> None:
     watch_learning_rate()
     write = loop.write_actions
 
-    def write_and_die(sinks, step, actions):
-        write(sinks, step, actions)
+    def write_and_die(sinks, step, actions, now):
+        write(sinks, step, actions, now)
         if step == KILLED_AT:
             os._exit(9)
 
     loop.write_actions = write_and_die
     train(config_of(Path(directory), "killed"), show_progress=False)
+
+
+def test_a_recovered_run_says_what_is_in_force(tmp_path, caplog):
+    config = config_of(tmp_path, "run").model_copy(update={"kl": KLConfig(beta=0.1)})
+    recovered = Action("recovered", {"beta": 0.0, "lambda": 0.0})  # the guard's own part has ended
+    with Sinks(config.run.path, config, 0) as sinks:
+        write_actions(sinks, 9, [recovered], strengths_of(config, Adapted(), GuardState()))
+    assert caplog.messages == ["step 9: guard recovered: beta now 0.1, lambda now 0"]
+    (event,) = lines_of(config.run.path)
+    assert (event["beta"], event["lambda"]) == (0.1, 0.0)
 
 
 def lines_of(directory: Path) -> list[dict]:

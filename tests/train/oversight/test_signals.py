@@ -56,7 +56,7 @@ def test_sigterm_is_recorded_without_a_process_group():
     with StopSignals() as stop:
         assert not stop.requested_on_any_rank()
         signal.raise_signal(signal.SIGTERM)
-        assert stop.requested_on_any_rank()
+        assert stop.requested_on_any_rank() == StopReason.TERMINATE
 
 
 def test_child_processes_survive_sigusr1():
@@ -128,5 +128,13 @@ def test_first_ctrl_c_finishes_the_step_and_the_second_interrupts():
         assert stop.requested_on_any_rank() == StopReason.INTERRUPT
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    assert Stopped(3, StopReason.INTERRUPT, None).code == 130
-    assert Stopped(3, StopReason.REQUEUE, None).code == 0
+
+
+def test_a_stopped_run_says_what_it_saved_and_its_code_names_the_signal():
+    reasons = (StopReason.REQUEUE, StopReason.TERMINATE, StopReason.INTERRUPT)
+    stopped = [Stopped(3, reason, Path("run/step_000003")) for reason in reasons]
+    assert [each.code for each in stopped] == [0, 143, 130]
+    assert stopped[1].text() == (
+        "stopped by SIGTERM after step 3; checkpoint: run/step_000003. "
+        "The same command resumes there."
+    )

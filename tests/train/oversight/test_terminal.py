@@ -1,14 +1,15 @@
-"""What a run says: at 80 columns, into a pipe, at a resume, and with hostile text."""
+"""What a run says: on terminals, into a pipe, at a resume, and with hostile text."""
 
 import io
+import re
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.train.oversight.terminal import (
     Terminal,
-    progress_line,
     resume_text,
     sample_text,
     seconds_left,
@@ -23,6 +24,7 @@ VALUES = {
     "rollout/repetition_rate": 0.25,
     "rollout/response_length_mean": 812.4,
     "grad_norm": 3.0,
+    "throughput/tokens_per_second": 1234.6,
     "time/total": 2.0,
 }
 
@@ -32,21 +34,32 @@ def rollout(text="2;[2]", reward: float | None = 1.0) -> Rollout:
     return Rollout(prompt, 0, (3, 4), (-0.1, -0.2), "stop", 1, text, reward)
 
 
-@pytest.mark.parametrize("width", [200, 80, 60, 40, 24])
-def test_count_and_time_left_are_kept_at_every_width(width):
-    line = progress_line("a-run-with-a-very-long-name", 12, 800, 3725, VALUES, width)
-    assert len(line) <= width
-    assert "12/800" in line
-    assert "1:02:05 left" in line
-    assert ("loss 1.23" in line) == (width >= 80)
-    assert ("gradient 3" in line) == (width == 200)
-    assert "truncated" not in line  # it has no value
+@pytest.mark.parametrize("width", [200, 80, 60, 40])
+def test_count_time_left_and_phase_are_kept_at_every_width(tmp_path, width):
+    long = tiny_config(tmp_path, "a-run-with-a-very-long-name", train={"steps": 800})
+    lines = live_lines(long, width, 412, {**VALUES, "eval/accuracy": 0.25}, VALUES)
+    assert all(cell_len(line) <= width for line in lines)
+    for part in ("413/800", " left", "rollout", "loss 1.2"):
+        assert part in lines[-1]
+    assert "truncated" not in lines[-1]  # it has no value
+    assert ("\N{BOX DRAWINGS HEAVY HORIZONTAL}" in lines[-1]) == (width >= 72)
+    for part in ("1,235 tokens/s", "held-out 0.25", "gradient 3"):  # held-out: of the step before
+        assert (part in lines[-1]) == (width == 200)
 
 
-def test_the_bar_fills():
-    assert progress_line("r", 0, 4, None, {}, 80).count("━") == 0
-    assert progress_line("r", 3, 4, 1, {}, 80).count("━") == 7
-    assert progress_line("r", 4, 4, 0, {}, 80).endswith("4/4 0:00:00 left")
+def live_lines(config, width, step, *steps):
+    """The states of the line that keeps its place."""
+    stream = io.StringIO()
+    console = Console(file=stream, width=width, force_terminal=True, color_system=None)
+    with Terminal(config, True, console) as terminal:
+        terminal.start(step - 1)
+        for number, values in enumerate(steps, start=step):
+            terminal.step_done(number, values, [])
+        terminal.phase("rollout")
+        terminal.say("a line above")
+        shown = stream.getvalue()
+    assert "a line above" in shown
+    return [line for line in re.split(r"\x1b\[[\d;?]*\w|[\r\n]", shown) if "/800" in line]
 
 
 def test_the_time_left_is_that_of_the_last_steps():
@@ -54,33 +67,28 @@ def test_the_time_left_is_that_of_the_last_steps():
     assert seconds_left([10.0, 12.0, 16.0], 5) == 15.0
 
 
-def test_a_pipe_gets_one_line_a_step_and_a_sample_now_and_then(tmp_path):
+@pytest.mark.parametrize("no_color", [False, True])
+def test_a_pipe_or_no_color_gets_one_line_a_step_and_a_sample_now_and_then(
+    tmp_path, monkeypatch, no_color
+):
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
     config = tiny_config(tmp_path, "a-run", train={"steps": 4}, monitoring={"sample_every": 2})
     stream = io.StringIO()
-    with Terminal(config, True, Console(file=stream, width=80)) as terminal:
+    with Terminal(
+        config, True, Console(file=stream, width=80, force_terminal=no_color)
+    ) as terminal:
         terminal.start(1)
+        terminal.phase("rollout")
         for step in (2, 3, 4):
             terminal.step_done(step, VALUES, [rollout()])
     lines = stream.getvalue().splitlines()
     assert len(lines) == 3 + 2 * 4
     assert lines[0].startswith("--- a rollout of step 2, 2 tokens, stopped, right (gold answer 2)")
-    assert lines[4].startswith("a-run step 2/4  loss 1.23  accuracy 0.5  repetitive 0.25")
+    begin = "a-run step 2/4  loss 1.23  1,235 tokens/s  accuracy 0.5  repetitive 0.25"
+    assert lines[4].startswith(begin)
     assert lines[4].endswith("2.0 s  0:00:00 left")
     assert lines[5].startswith("a-run step 3/4")
-
-
-def test_a_terminal_keeps_its_line_of_80_columns(tmp_path):
-    config = tiny_config(tmp_path, "a-run", train={"steps": 4}, monitoring={"sample_every": 0})
-    stream = io.StringIO()
-    console = Console(file=stream, width=80, force_terminal=True, legacy_windows=False)
-    with Terminal(config, True, console) as terminal:
-        terminal.start(0)
-        terminal.step_done(1, VALUES, [rollout()])
-        terminal.say("a line above")
-    shown = stream.getvalue()
-    assert "0/4 -:--:-- left" in shown
-    assert "1/4 0:00:00 left" in shown
-    assert "a line above" in shown
 
 
 def test_nothing_is_said_where_nothing_is_shown(tmp_path):

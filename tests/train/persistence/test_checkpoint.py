@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import errno
 import logging
 import resource
 import shutil
@@ -147,30 +147,6 @@ def test_error_names_the_damaged_file_of_every_checkpoint(checkpoints: Path) -> 
     assert newest_checkpoint(checkpoints / "empty") is None
 
 
-def write_as_format_1(path: Path) -> None:
-    """Turn a checkpoint into format 1: file sizes in state.json and no manifest."""
-    (path / MANIFEST).unlink()
-    record = json.loads((path / "state.json").read_text())
-    sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.name != "state.json"}
-    (path / "state.json").write_text(json.dumps(record | {"format": 1, "files": sizes}))
-
-
-def test_checkpoint_of_an_earlier_version_loads_unverified(
-    checkpoints: Path, student: Student, caplog: pytest.LogCaptureFixture
-) -> None:
-    newest = checkpoints / "step_000004"
-    write_as_format_1(newest)
-    assert newest_checkpoint(checkpoints) == newest
-    assert "not verified" in caplog.text
-    assert load_checkpoint(newest, student) == TrainState(step=4)
-    metadata = newest / ".metadata"
-    intact = metadata.read_bytes()
-    metadata.write_bytes(bytes(len(intact)))
-    assert newest_checkpoint(checkpoints) == checkpoints / "step_000002"
-    metadata.write_bytes(intact[:-1])
-    assert newest_checkpoint(checkpoints) == checkpoints / "step_000002"
-
-
 def test_new_checkpoints_are_kept_after_a_later_damaged_one(
     checkpoints: Path, student: Student
 ) -> None:
@@ -196,6 +172,19 @@ def test_failed_save_keeps_older_checkpoints_and_reports_the_space(
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step_000002", "step_000004"]
     assert newest_checkpoint(checkpoints) == checkpoints / "step_000004"
+
+
+def test_a_disk_that_fills_beside_a_save_leaves_no_part_and_says_what_is_needed(
+    student: Student, tmp_path: Path
+) -> None:
+    def fill_while_saving() -> None:
+        with CheckpointSaver(tmp_path, student, keep=1) as saver:
+            saver.begin(TrainState(step=6))
+            raise OSError(errno.ENOSPC, "No space left on device")  # for the metrics, for example
+
+    with pytest.raises(UserError, match=r"step_000006: cannot be .*needed 0.\d MiB, free .*MiB"):
+        fill_while_saving()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_save_below_a_regular_file_is_refused(student: Student, tmp_path: Path) -> None:
