@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from stable_opd_mcore.config.models import TeacherConfig
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.data.chat import Tokenizer, resolve_stop_ids
 from stable_opd_mcore.data.prompts import PromptSet
@@ -25,11 +26,16 @@ def with_downloads(config: Config) -> Config:
     """The config with the downloaded directories in place of hub ids of student and teacher.
 
     Raises:
-        UserError: a hub id without the commit to download, or a failed download.
+        UserError: a path that is no model directory, a hub id without the commit to download, or a
+            failed download.
     """
     changes: dict[str, ModelConfig] = {}
     for name, model in (("student", config.student), ("teacher", config.teacher)):
-        if model is None or model.path is None or not is_hub_id(model.path):
+        if model is None or model.path is None:
+            continue
+        if not is_hub_id(model.path):
+            if not (isinstance(model, TeacherConfig) and model.engine == "sglang"):
+                _require_model_directory(f"{name}.path", Path(model.path))
             continue
         if model.revision is None:
             raise UserError(
@@ -40,6 +46,16 @@ def with_downloads(config: Config) -> Config:
         folder, _ = download(model.path, "model", files, model.revision)
         changes[name] = model.model_copy(update={"path": str(folder)})
     return config.model_copy(update=changes)
+
+
+def _require_model_directory(key: str, path: Path) -> None:
+    if (path / "config.json").is_file():
+        return
+    what = "has no config.json" if path.is_dir() else "is a file" if path.exists() else "is absent"
+    raise UserError(
+        f"{key}={path} {what}; expected a model directory (config.json and safetensors), or a hub "
+        f"id owner/name with {key.removesuffix('path')}revision"
+    )
 
 
 def load_tokenizer(config: Config) -> Tokenizer:

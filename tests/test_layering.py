@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 ROWS = {
     "__main__": 11,
     "cli": 10,
+    "cli_files": 9,
     "demo": 9,
     "rehearsal": 9,
     "train": 8,

@@ -70,6 +70,16 @@ def test_hub_ids_are_downloaded_at_their_commit_without_code(tmp_path, monkeypat
     assert with_downloads(local) == local
 
 
+def test_a_path_that_is_no_model_directory_is_refused_with_what_is_expected(tmp_path):
+    (tmp_path / "file").write_text("")
+    wrong = {"file": "is a file", "absent": "is absent", ".": "has no config.json"}
+    for name, what in wrong.items():
+        teacher = {"path": f"{tmp_path}/{name}", "architecture": None}
+        expected = rf"teacher\.path=\S+ {what}; expected a model directory .*teacher\.revision"
+        with pytest.raises(UserError, match=expected):
+            with_downloads(tiny_config(tmp_path, "run", teacher=teacher))
+
+
 def test_a_hub_id_needs_its_commit(tmp_path):
     student = {"path": "me/model", "architecture": None}
     with pytest.raises(UserError, match=r"student\.path=me/model: .*needs student\.revision"):
