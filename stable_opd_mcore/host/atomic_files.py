@@ -16,15 +16,8 @@ from typing import BinaryIO
 
 from stable_opd_mcore.errors import UserError
 
-_DISK_ERRNOS = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.ENOTDIR,
-}
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NOT_WRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR}
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -57,13 +50,16 @@ def naming_disk_errors(directory: Path, needed_bytes: int = 0) -> Iterator[None]
     try:
         yield
     except OSError as error:
-        if error.errno not in _DISK_ERRNOS:
+        if error.errno in _FULL:
+            remedy = (
+                f"{describe_space(directory, needed_bytes)}. Checkpoints are intact: make room, or "
+                "change run.directory, and start the run again"
+            )
+        elif error.errno in _NOT_WRITABLE:
+            remedy = "set run.directory to a directory that this user may write"
+        else:
             raise
-        space = describe_space(directory, needed_bytes)
-        raise UserError(
-            f"{directory}: cannot be written: {error}; {space}. Checkpoints are intact: make room, "
-            "or change run.directory, and start the run again"
-        ) from error
+        raise UserError(f"{directory}: cannot be written: {error}; {remedy}") from error
 
 
 def describe_space(path: Path, needed_bytes: int) -> str:

@@ -85,11 +85,11 @@ def test_missing_data_file_is_named(capsys, monkeypatch, tmp_path):
     assert path in refusal_message(capsys, monkeypatch, tmp_path, data={"train": {"path": path}})
 
 
-def test_unwritable_run_directory_is_named_with_the_free_space(capsys, monkeypatch, tmp_path):
+def test_unwritable_run_directory_is_named_with_the_remedy(capsys, monkeypatch, tmp_path):
     (tmp_path / "runs").write_text("")
     message = refusal_message(capsys, monkeypatch, tmp_path)
     assert f"{tmp_path / 'runs' / 'bad'}: cannot be written: [Errno 20] Not a directory" in message
-    assert "free" in message
+    assert "set run.directory to a directory that this user may write" in message
 
 
 def test_layout_that_does_not_fit_the_ranks_is_refused(capsys, monkeypatch, tmp_path):
