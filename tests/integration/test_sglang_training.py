@@ -328,19 +328,6 @@ def _mixed_once():
     return change
 
 
-def test_ids_outside_the_vocabulary_reach_no_server(tmp_path, world, pair):
-    with FaultyProxy(pair.urls[0]) as proxy:
-        engine = _engine(
-            tmp_path, world, pair, proxy.url, "rollout.max_staleness=1", "rollout.async_steps=1"
-        )
-        foreign = [*PROMPTS, Prompt("test:bad", "", (5, VOCABULARY))]
-        before = proxy.requests
-        for ask in (engine.generate, engine.prefetch):
-            with pytest.raises(ValueError, match=r"test:bad: token id 32 .* vocabulary of 32"):
-                ask(foreign, SAMPLING, step=1)
-        assert proxy.requests == before
-
-
 # ---- access to the servers; the last test ends them
 
 
