@@ -69,14 +69,13 @@ def run_demo(directory: Path, num_seeds: int | None = None, act: str | None = No
     arms = [summarise(job) for job in jobs if job.arm is not None]
     summary = directory / (f"{act}.json" if act else "summary.json")
     report = directory / (f"{act}.html" if act else "report.html")
-    records = [arm.record() for arm in arms]
-    write_atomically(summary, json.dumps({"arms": records}, indent=1).encode())
+    records = {"arms": [arm.record() for arm in arms]}
+    write_atomically(summary, json.dumps(records, indent=1).encode())
     runs = [ReportRun(job.directory, job.arm, job.act) for job in jobs if job.arm and job.act]
     write_report(
         runs,
         report,
         title="On-policy distillation, collapsed and cured",
-        summary=records,
         captions={name: ACTS[name].caption for name in acts},
     )
     console = Console()

@@ -54,7 +54,6 @@ def write_report(
     output: str | Path,
     *,
     title: str | None = None,
-    summary: Sequence[Mapping[str, Any]] = (),
     captions: Mapping[str, str] | None = None,
 ) -> Path:
     """Write the report of `runs` to `output` atomically and return its path.
@@ -63,7 +62,6 @@ def write_report(
         runs: run directories, folders of runs, or `ReportRun`s.
         output: the HTML file; its directory is created.
         title: the page's heading; None: the names of the runs.
-        summary: flat records for a table at the top, e.g. `arms` of the demo's summary.json.
         captions: section -> a sentence under its heading.
 
     Raises:
@@ -73,7 +71,7 @@ def write_report(
     named = named_runs(runs)
     if not named:
         raise UserError("no runs to report on: give at least one run directory")
-    page = render_page(named, title=title, summary=summary, captions=captions)
+    page = render_page(named, title=title, captions=captions)
     write_atomically(Path(output), page)
     return Path(output)
 
@@ -82,7 +80,6 @@ def render_page(
     runs: Sequence[ReportRun],
     *,
     title: str | None = None,
-    summary: Sequence[Mapping[str, Any]] = (),
     captions: Mapping[str, str] | None = None,
     live: bool = False,
     problem: str | None = None,
@@ -114,7 +111,6 @@ def render_page(
         "captions": {printable(key): text for key, text in (captions or {}).items()},
         "sections": sections,
         "data": _json_script([section.pop("drawn") for section in sections]),
-        "summary": tables.table_of_records(summary) if summary else None,
         "points": points,
     }
     page = _rendered(values, rollouts="", has_reader=True)

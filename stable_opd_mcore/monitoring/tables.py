@@ -52,28 +52,37 @@ def outcome_table(runs: Sequence[tuple[str, Path, Sequence[Row]]]) -> Table:
     The gap recovered is (accuracy at end - at start) / (teacher's - at start), docs/method.md §5,
     if the run's settings hold the teacher's accuracy (`evaluation.teacher_accuracy`).
     """
-    columns = ["run", "first symptoms of a collapse", "steps"]
-    columns += [f"accuracy at {when}" for when in ("start", "peak", "end")] + ["gap recovered"]
-    columns += [
-        f"{what} at {when}" for what in ("truncated", "repetitive") for when in ("worst", "end")
-    ]
-    table = Table([*columns, "length at end", "tokens per second"], texts=2)
-    for name, directory, rows in runs:
-        found = outcome(rows)
-        start, end = found.initial_accuracy, found.final_accuracy
-        distance = _teacher_accuracy(directory) - start
-        gap = (end - start) / distance if distance else math.nan
-        table.add(
-            [
-                *(name, verdict(rows), f"{rows[-1]['step']:,}"),
-                *(start, found.peak_accuracy, end, gap),
-                *(found.max_truncation_rate, found.final_truncation_rate),
-                *(found.max_repetition_rate, found.final_repetition_rate),
-                _mean(defined(rows, "rollout/response_length_mean")[-WINDOW:]),
-                _mean(defined(rows, "throughput/tokens_per_second")),
-            ]
-        )
+    return _table([_outcome_cells(*run) for run in runs])
+
+
+def _table(records: Sequence[Mapping[str, Any]]) -> Table:
+    """Records of the same keys as rows; the first two columns hold words."""
+    table = Table(list(records[0]), texts=2)
+    for record in records:
+        table.add(list(record.values()))
     return table
+
+
+def _outcome_cells(name: str, directory: Path, rows: Sequence[Row]) -> dict[str, Any]:
+    found = outcome(rows)
+    start, end = found.initial_accuracy, found.final_accuracy
+    distance = _teacher_accuracy(directory) - start
+    return {
+        "run": name,
+        "first symptoms of a collapse": verdict(rows),
+        "steps": f"{rows[-1]['step']:,}",
+        "accuracy at start": start,
+        "accuracy at peak": found.peak_accuracy,
+        "accuracy at end": end,
+        "greedy at end": found.greedy_final_accuracy,
+        "gap recovered": (end - start) / distance if distance else math.nan,
+        "truncated at worst": found.max_truncation_rate,
+        "truncated at end": found.final_truncation_rate,
+        "repetitive at worst": found.max_repetition_rate,
+        "repetitive at end": found.final_repetition_rate,
+        "length at end": _mean(defined(rows, "rollout/response_length_mean")[-WINDOW:]),
+        "tokens per second": _mean(defined(rows, "throughput/tokens_per_second")),
+    }
 
 
 def verdict(rows: Sequence[Row]) -> str:
@@ -84,16 +93,6 @@ def verdict(rows: Sequence[Row]) -> str:
         return "none" if len(watched) > GuardConfig().baseline else MISSING
     step, symptoms = found
     return f"step {step:,}: " + ", ".join(symptom.metric for symptom in symptoms)
-
-
-def table_of_records(records: Sequence[Mapping[str, Any]]) -> Table:
-    """Any list of flat records (a summary.json's `arms`), columns in order of appearance."""
-    keys = list(dict.fromkeys(key for record in records for key in record))
-    words = [any(isinstance(record.get(key), str) for record in records) for key in keys]
-    table = Table([key.replace("_", " ") for key in keys], texts=(*words, False).index(False))
-    for record in records:
-        table.add([record.get(key) for key in keys])
-    return table
 
 
 def config_differences(runs: Sequence[tuple[str, Path]]) -> Table | None:
@@ -125,29 +124,34 @@ def benchmark_table(runs: Sequence[tuple[str, Path]]) -> Table | None:
     Raises:
         UserError: a results.json has no mapping of benchmarks; the message names the file.
     """
-    columns = ["benchmark", "run", "problems", "k", "accuracy", "95 % interval"]
-    table = Table([*columns, "truncated", "repetitive", "tokens"], texts=2)
     results = [
         (f"{name}, {path.parent.name}", _evaluation(path))
         for name, directory in runs
         for path in sorted(directory.glob(EVALUATION_FILES))
     ]
-    for benchmark in dict.fromkeys(name for _, found in results for name in found):
-        for name, found in results:
-            if (result := found.get(benchmark)) is None:
-                continue
-            low, high = result.get("accuracy_low"), result.get("accuracy_high")
-            interval = None if low is None or high is None else f"{low:.3f} to {high:.3f}"
-            table.add(
-                [
-                    *(benchmark, name),
-                    *(_count(result.get(key)) for key in ("num_problems", "num_samples")),
-                    *(result.get("accuracy"), interval),
-                    *(result.get("truncation_rate"), result.get("repetition_rate")),
-                    _count(result.get("response_length_mean")),
-                ]
-            )
-    return table if table.rows else None
+    records = [
+        {
+            "benchmark": benchmark,
+            "run": name,
+            "problems": _count(result.get("num_problems")),
+            "k": _count(result.get("num_samples")),
+            "accuracy": result.get("accuracy"),
+            "95 % interval": _interval(result),
+            "truncated": result.get("truncation_rate"),
+            "repetitive": result.get("repetition_rate"),
+            "tokens": _count(result.get("response_length_mean")),
+        }
+        for benchmark in dict.fromkeys(name for _, found in results for name in found)
+        for name, found in results
+        if (result := found.get(benchmark)) is not None
+    ]
+    return _table(records) if records else None
+
+
+def _interval(result: Mapping[str, float]) -> str | None:
+    if not {"accuracy_low", "accuracy_high"} <= result.keys():
+        return None
+    return f"{result['accuracy_low']:.3f} to {result['accuracy_high']:.3f}"
 
 
 def tiles(directory: Path, rows: Sequence[Row]) -> list[dict[str, str]]:

@@ -18,7 +18,6 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -51,6 +50,7 @@ from stable_opd_mcore.monitoring.tables import (
 from stable_opd_mcore.records import Rollout
 
 HOST = "127.0.0.1"
+_Listed = list[tuple[Rollout, dict[str, Any]]]
 RECENT_ROWS = 20  # whose mean step time gives the time left
 MAX_DIGITS = 12  # of a number in a request
 HEADERS = {
@@ -176,25 +176,26 @@ class _Handler(BaseHTTPRequestHandler):
         ]
 
     def _rollouts(self, values: Mapping[str, str]) -> list[dict[str, Any]]:
-        search, chosen = values.get("search", "").lower(), self._chosen(values)
+        search, (_, _, rollouts) = values.get("search", "").lower(), self._chosen(values)
         return [
             record
-            for rollout, record in zip(chosen.rollouts, chosen.records, strict=True)
+            for rollout, record in rollouts
             if search in rollout.prompt.text.lower() or search in rollout.text.lower()
         ]
 
     def _rollout(self, values: Mapping[str, str]) -> dict[str, Any]:
-        chosen = self._chosen(values)
-        rollout = chosen.rollouts[_number(values, "index", len(chosen.rollouts))]
-        tokens = tokens_of(rollout, read_tokens(chosen.tokens))
-        return detail(rollout, tokens, LIVE, chosen.budget)
+        directory, step, rollouts = self._chosen(values)
+        rollout, _ = rollouts[_number(values, "index", len(rollouts))]
+        tokens = tokens_of(rollout, read_tokens(token_path(directory, step)))
+        return detail(rollout, tokens, LIVE, length_budget(directory))
 
-    def _chosen(self, values: Mapping[str, str]) -> _Step:
-        """The run and step of a request."""
+    def _chosen(self, values: Mapping[str, str]) -> tuple[Path, int, _Listed]:
+        """The directory, the step and the rollouts of a request."""
         runs = self.server.runs
         number = _number(values, "run", len(runs))
         directory, step = runs[number].directory, _number(values, "step", 10**MAX_DIGITS)
-        return _read_step(directory, _stamp(rollout_path(directory, step)), number, step)
+        stamp = _stamp(rollout_path(directory, step))
+        return directory, step, _read_step(directory, stamp, number, step)
 
     def _json(self, status: HTTPStatus, found: Any) -> None:
         text = json.dumps(found, allow_nan=False)
@@ -259,19 +260,9 @@ def _stamp(path: Path) -> tuple[int, int] | None:
     return found.st_mtime_ns, found.st_size
 
 
-@dataclass(frozen=True)
-class _Step:
-    """The rollouts of one step of a run, with what the list shows of each."""
-
-    rollouts: list[Rollout]
-    records: list[dict[str, Any]]
-    tokens: Path
-    budget: int | None
-
-
 @lru_cache(maxsize=2)  # a step may have hundreds of megabytes, and its reader asks for each rollout
-def _read_step(directory: Path, _stamped: tuple[int, int] | None, run: int, step: int) -> _Step:
+def _read_step(directory: Path, _stamped: tuple[int, int] | None, run: int, step: int) -> _Listed:
+    """The rollouts of a step, each with what the list shows of it."""
     budget = length_budget(directory)
-    rollouts = complete_rollouts(rollout_path(directory, step))
-    records = [listed(one, run, step, index, budget) for index, one in enumerate(rollouts)]
-    return _Step(rollouts, records, token_path(directory, step), budget)
+    rollouts = enumerate(complete_rollouts(rollout_path(directory, step)))
+    return [(rollout, listed(rollout, run, step, index, budget)) for index, rollout in rollouts]
