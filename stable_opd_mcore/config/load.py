@@ -43,12 +43,12 @@ def load_config(
         tree = OmegaConf.merge(
             _with_bases(path),
             OmegaConf.create(dict(changes or {})),
-            _parse_overrides(overrides, path),
+            *map(_parse_override, overrides),
         )
         values = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: not readable as YAML settings: {error}") from error
-    return parse_config(values, origin=str(path))
+    return parse_config(values, str(path), overrides)
 
 
 def _with_bases(path: Path, within: tuple[Path, ...] = ()) -> DictConfig:
@@ -67,11 +67,11 @@ def _with_bases(path: Path, within: tuple[Path, ...] = ()) -> DictConfig:
     return cast("DictConfig", OmegaConf.merge(_with_bases(path.parent / base, chain), tree))
 
 
-def _parse_overrides(overrides: Sequence[str], path: Path) -> DictConfig:
+def _parse_override(override: str) -> DictConfig:
     try:
-        return OmegaConf.from_dotlist(list(overrides))
+        return OmegaConf.from_dotlist([override])
     except (YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path}: an override is not readable as YAML: {error}") from error
+        raise ConfigError(f"override {override!r:.200}: not readable as YAML: {error}") from error
 
 
 def read_mapping(path: Path) -> DictConfig:
@@ -99,12 +99,13 @@ def read_mapping(path: Path) -> DictConfig:
     return tree
 
 
-def parse_config(values: Any, origin: str) -> Config:
-    """Validate plain values; `origin` is named in errors."""
+def parse_config(values: Any, origin: str, overrides: Sequence[str] = ()) -> Config:
+    """Validate plain values; errors name the override that set a wrong one, else `origin`."""
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(item, origin) for item in error.errors())) from None
+        found = [_explain(item, origin, overrides) for item in error.errors()]
+        raise ConfigError("\n".join(found)) from None
 
 
 def save_config(config: Config, path: Path) -> None:
@@ -118,19 +119,36 @@ def config_yaml(config: Config) -> bytes:
     return OmegaConf.to_yaml(OmegaConf.create(values)).encode()
 
 
-def _explain(item: Any, origin: str) -> str:
+def _explain(item: Any, origin: str, overrides: Sequence[str]) -> str:
     key = ".".join(str(part) for part in item["loc"])
-    if item["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, _known_keys(Config), n=1, cutoff=0.5)
-        known = (
-            f"did you mean {near[0]}?" if near else f"sections: {', '.join(Config.model_fields)}"
-        )
-        return f"{origin}: unknown key {key}; {known}"
+    unknown = item["type"] == "extra_forbidden"
+    for override in overrides:
+        name = override.partition("=")[0]
+        if f"{key}.".startswith(f"{name}.") or (unknown and name.startswith(f"{key}.")):
+            origin = f"override {override!r:.200}"
+    if unknown:
+        return f"{origin}: unknown key {key}; {_advice(key)}"
     if item["type"] == "missing":
         return f"{origin}: {key} is required"
-    given = "" if item["type"] == "value_error" else f" (given {item['input']!r})"
+    given = "" if item["type"] == "value_error" else f" (given {item['input']!r:.200})"
     where = f"{key}: " if key else ""
     return f"{origin}: {where}{item['msg'].removeprefix('Value error, ')}{given}"
+
+
+def _advice(unknown: str) -> str:
+    """What an unknown key may have meant: a key of its section, or one of that name elsewhere."""
+    known = _known_keys(Config)
+    section, _, name = unknown.rpartition(".")
+    while section and section not in known:  # the section is unknown too
+        section, _, name = section.rpartition(".")
+    prefix = f"{section}." if section else ""
+    siblings = [k.removeprefix(prefix) for k in known if k.startswith(prefix)]
+    siblings = [sibling for sibling in siblings if "." not in sibling]
+    near = [prefix + sibling for sibling in difflib.get_close_matches(name, siblings, n=1)]
+    near += [key for key in known if key.endswith(f".{unknown.rpartition('.')[2]}")][:3]
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return f"{f'keys of {section}' if section else 'sections'}: {', '.join(siblings)}"
 
 
 def _known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:

@@ -5,7 +5,12 @@ The text under a field is its description; docs/configuration.md is generated fr
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+_LARGEST = 10**9
+_LARGEST_SEED = 2**63 - 1
 
 
 class Section(BaseModel):
@@ -17,3 +22,14 @@ class Section(BaseModel):
         protected_namespaces=(),
         use_attribute_docstrings=True,
     )
+
+    @field_validator("*")
+    @classmethod
+    def _not_absurd(cls, value: Any, info: ValidationInfo) -> Any:
+        """A number that no run can mean is refused here, not as memory that is not there."""
+        name = info.field_name or ""
+        largest = _LARGEST_SEED if name == "seed" else _LARGEST
+        counts = type(value) is int or name.endswith(("_seconds", "_minutes"))
+        if counts and value is not None and value > largest:
+            raise ValueError(f"{value:.6g} is too large; at most {largest:.6g}")
+        return value

@@ -2,7 +2,8 @@
 
 `PromptSet` holds rows as prompts. `PromptOrder` is a function of (seed, cursor): each epoch is a
 permutation of all rows, and the cursor counts the prompts drawn since the start, so a checkpoint
-stores the cursor alone. Not here: reading rows (data/sources.py), the chat template (data/chat.py).
+stores the cursor alone. No step draws a row twice. Not here: reading rows (data/sources.py), the
+chat template (data/chat.py).
 """
 
 from __future__ import annotations
@@ -24,13 +25,23 @@ _LOG = logging.getLogger(__name__)
 
 
 class PromptOrder:
-    """An endless, seeded order of rows; it holds no position."""
+    """An endless, seeded order of rows, of which a step takes `per_step`; it holds no position.
 
-    def __init__(self, num_rows: int, seed: int):
+    Each epoch is a permutation. A step that crosses into an epoch draws no row twice: rows that it
+    drew in the epoch before come later in the new one.
+
+    Args:
+        per_step: draws of a step, at most num_rows.
+    """
+
+    def __init__(self, num_rows: int, seed: int, per_step: int = 1):
         if num_rows < 1:
             raise ValueError("no rows to draw from")
+        assert 1 <= per_step <= num_rows
         self.num_rows = num_rows
         self.seed = seed
+        self.per_step = per_step
+        self._newest: tuple[int, list[int]] = (-1, [])  # the epoch drawn last and its rows
 
     def indices(self, cursor: int, count: int) -> list[int]:
         """Rows of draws cursor .. cursor + count - 1, however that range is split into calls."""
@@ -38,12 +49,23 @@ class PromptOrder:
         drawn: list[int] = []
         while len(drawn) < count:
             epoch, offset = divmod(cursor + len(drawn), self.num_rows)
-            drawn.extend(self._permutation(epoch)[offset : offset + count - len(drawn)])
+            drawn.extend(self._rows(epoch)[offset : offset + count - len(drawn)])
         return drawn
 
-    def _permutation(self, epoch: int) -> list[int]:
-        generator = np.random.default_rng([self.seed, epoch])
-        return generator.permutation(self.num_rows).tolist()
+    def _rows(self, epoch: int) -> list[int]:
+        """The rows of an epoch, which follow from those of the epochs before."""
+        number, rows = self._newest if self._newest[0] <= epoch else (-1, [])
+        while number < epoch:
+            number += 1
+            crossing = number * self.num_rows % self.per_step  # draws of that step before `number`
+            drawn = set(rows[len(rows) - crossing :])
+            rows = np.random.default_rng([self.seed, number]).permutation(self.num_rows).tolist()
+            if drawn:
+                first = [row for row in rows if row not in drawn][: self.per_step - crossing]
+                later = set(rows).difference(first)
+                rows = first + [row for row in rows if row in later]
+        self._newest = (number, rows)
+        return rows
 
 
 class PromptSet:

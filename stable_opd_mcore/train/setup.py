@@ -143,7 +143,7 @@ def build_run(
         objective=objective,
         prompts=prompts,
         held_out=held_out,
-        order=PromptOrder(len(prompts), config.train.seed),
+        order=PromptOrder(len(prompts), config.train.seed, config.rollout.prompts_per_step),
         grader=Grader(config.evaluation.grading_timeout_seconds),
     )
 

@@ -69,6 +69,19 @@ def test_any_split_of_the_range_into_calls_draws_the_same_rows():
     assert PromptOrder(num_rows=7, seed=1).indices(20, 20) == whole[20:]
 
 
+@pytest.mark.parametrize(("num_rows", "per_step"), [(7, 5), (10, 4), (5, 5), (23, 9)])
+def test_a_step_that_crosses_an_epoch_draws_no_row_twice(num_rows, per_step):
+    order = PromptOrder(num_rows, seed=0, per_step=per_step)
+    steps = [order.indices(step * per_step, per_step) for step in range(60)]
+    assert all(len(set(step)) == per_step for step in steps)
+    drawn = [row for step in steps for row in step]
+    for epoch in range(60 * per_step // num_rows):
+        rows = drawn[epoch * num_rows : (epoch + 1) * num_rows]
+        assert sorted(rows) == list(range(num_rows))
+    resumed = PromptOrder(num_rows, seed=0, per_step=per_step)
+    assert resumed.indices(41 * per_step, per_step) == steps[41]
+
+
 def test_every_epoch_draws_every_row_once_in_its_own_order():
     order = PromptOrder(num_rows=50, seed=0)
     epochs = [order.indices(50 * epoch, 50) for epoch in range(3)]
