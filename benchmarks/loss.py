@@ -34,9 +34,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from stable_opd_mcore.losses.coefficients import Terms, teacher_over_student
 from stable_opd_mcore.losses.fused import fused_loss
 from stable_opd_mcore.losses.output_head import Head
+from stable_opd_mcore.losses.token_losses import Terms, divergence_from_teacher, opd
 from stable_opd_mcore.records import MicroBatch, Scores
 
 CPU_POINT = (4096, 512, 32768)  # T, H, V
@@ -73,11 +73,12 @@ Step = Callable[[Inputs], Tensor]
 
 
 def ours(point: Point) -> Step:
-    return fused(point, Terms(divergence="reverse"), pg_weight=1 / point.tokens)
+    terms = Terms(policy=divergence_from_teacher, divergence="reverse")
+    return fused(point, terms, pg_weight=1 / point.tokens)
 
 
 def ours_opd(point: Point) -> Step:
-    terms = Terms(advantage=teacher_over_student, reference="exact")
+    terms = Terms(policy=opd, reference="exact")
     return fused(point, terms, pg_weight=1 / point.tokens, kl_weight=1 / point.tokens)
 
 

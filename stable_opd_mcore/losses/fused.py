@@ -1,15 +1,13 @@
 """From hidden states and output heads to a loss and its gradients, never holding [N, V].
 
-The N scored rows go through in blocks: one GEMM per model gives logits, one pass their sums; the
-sums give per-token coefficients; one pass writes the gradient over the student's logits, and two
-GEMMs carry it to hidden states and head. Every term is linear in its coefficients, which may depend
-on the block's sums (docs/method.md §2). What is not needed for the gradient is computed once, after
-the last block, from the sums of all rows. Extra memory, whatever N: one block of logits per model,
-and the gradients. docs/loss.md counts bytes, launches and copies. Not here: the passes
-(torch_ops.py), and which objective has which terms (objectives.py).
+The N scored rows go through in blocks. Of a block one GEMM per model gives logits; leaves.py turns
+them into the loss of its rows and the gradient by the student's logits, written over them; two
+GEMMs carry that to hidden states and head. Extra memory, whatever N: one block of logits per model,
+and the gradients. docs/loss.md counts bytes, launches and copies. Not here: the loss itself
+(token_losses.py), and which objective has which terms (objectives.py).
 
 N scored rows, C rows of a block, V columns of this rank's vocabulary shard, J looked-up columns of
-a row (the target first, then stop ids), K columns of a support, H hidden size.
+a row (the target first, then stop ids), H hidden size.
 """
 
 # torch types `split` and `tolist` only in part; the results in use are cast.
@@ -17,47 +15,29 @@ a row (the target first, then stop ids), K columns of a support, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.losses.coefficients import (
-    NO_SCORES,
-    RowLosses,
-    RowSums,
-    Terms,
-    needed_heads,
-    token_advantage,
-)
+from stable_opd_mcore.losses.leaves import Block
 from stable_opd_mcore.losses.output_head import (
     Head,
     WithGradients,
     accumulation_dtype,
     add_product_,
     gradient_sum,
+    require_same_columns,
 )
-from stable_opd_mcore.losses.stop_tokens import (
-    MergedStops,
-    TargetColumns,
-    compared_sums,
-    merge_stops_,
-)
+from stable_opd_mcore.losses.stop_tokens import looked_up_ids
+from stable_opd_mcore.losses.token_losses import NO_SCORES, Rows, Terms
 from stable_opd_mcore.losses.token_weights import return_to_go
-from stable_opd_mcore.losses.torch_ops import DenseTerm, ShardSums
-from stable_opd_mcore.losses.vocabulary_sums import (
-    GoldenLikelihood,
-    PairStatistics,
-    Statistics,
-    divergence_sums,
-    merge_shards,
-    operations,
-)
+from stable_opd_mcore.losses.vocabulary_sums import GoldenLikelihood
 from stable_opd_mcore.records import LossOutput, MicroBatch, split_rows
 
 
@@ -90,19 +70,20 @@ def fused_loss(
     grad = torch.is_grad_enabled()
     wants = grad and hidden_NH.requires_grad, grad and head.weight_VH.requires_grad
     with torch.no_grad():
-        evaluation = _Evaluation(batch, terms, heads, block_rows)
-        rows, *gradients = evaluation.run(hidden_NH, *wants, context_group)
+        evaluation = _Evaluation(hidden_NH, batch, terms, heads, block_rows)
+        rows, *gradients = evaluation.run(*wants, context_group)
     require_finite_scores(batch, rows)
     inputs = (hidden_NH, head.weight_VH, rows.loss.sum())
     loss = cast(Tensor, WithGradients.apply(*inputs, *gradients))  # pyright: ignore[reportUnknownMemberType]
     sums = {"pg": rows.pg.sum(), "kl": rows.kl.sum(), "sft": rows.sft.sum()}
-    return replace(rows, loss=loss, **sums, ratio_clipped_N=rows.ratio_clipped_N.bool())
+    return replace(rows, loss=loss, **sums)
 
 
 @dataclass(frozen=True)
 class _Evaluation:
     """One evaluation of the loss, over all blocks of a micro-batch."""
 
+    hidden_NH: Tensor
     batch: MicroBatch
     terms: Terms
     heads: Mapping[str, Head]  # of "student", and of those others whose logits the terms need
@@ -110,38 +91,29 @@ class _Evaluation:
     buffers: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # block logits per model
 
     @cached_property
-    def columns(self) -> TargetColumns:
-        """Of all rows; they hold every constant that a block needs on the device."""
-        return TargetColumns.of(self.batch.targets_N, self.terms.stop_ids, self.heads["student"])
-
-    @cached_property
-    def golden_rows(self) -> tuple[Tensor, list[Tensor]] | None:
-        """Golden rows, all and per block, where the temperature of their likelihood is another."""
+    def golden_rows(self) -> list[Tensor] | None:
+        """Golden rows of each block, where the temperature of their likelihood is another."""
         if self.terms.temperature == 1:
             return None
-        return GoldenLikelihood.rows_of_blocks(self.batch.sft_weight_N, self.block_rows)
+        return GoldenLikelihood.rows_of_blocks(self.batch.golden_N, self.block_rows)
 
     def run(
-        self,
-        hidden_NH: Tensor,
-        wants_hidden: bool,
-        wants_weight: bool,
-        context_group: dist.ProcessGroup | None,
+        self, wants_hidden: bool, wants_weight: bool, context_group: dist.ProcessGroup | None
     ) -> tuple[LossOutput, Tensor | None, Tensor | None]:
         """Results of all rows, of which none is summed yet, and those gradients that are wanted."""
-        head, batch = self.heads["student"], self.batch
-        if self.terms.advantage is not None and self.terms.discount > 0:
-            returns_N = self._returns(hidden_NH, context_group)
-            batch = replace(batch, given_advantage_N=returns_N)
+        head, hidden_NH = self.heads["student"], self.hidden_NH
         weight_VH = head.weight_VH[: head.num_columns]
         d_hidden = hidden_NH.new_zeros(hidden_NH.shape, dtype=weight_VH.dtype)
         d_weight = gradient_sum(head) if wants_weight else None
-        sums: list[RowSums] = []
-        for rows, block in self._blocks(hidden_NH, batch):
-            sums.append(block.rows.sums)
+        returns_N = self._returns(context_group)
+        empty = hidden_NH.new_zeros(0, dtype=accumulation_dtype(hidden_NH))
+        outputs = [LossOutput(*[empty] * len(fields(LossOutput)))]
+        for rows, block in self._blocks():
+            output, by_leaf = block.differentiate(None if returns_N is None else returns_N[rows])
+            outputs.append(output)
             if head.num_columns == 0 or not (wants_hidden or wants_weight):
                 continue
-            gradient_CV = block.write_gradient_()
+            gradient_CV = block.write_gradient_(by_leaf)
             if wants_hidden:
                 torch.mm(gradient_CV, weight_VH, out=d_hidden[rows])
             if d_weight is not None:
@@ -151,47 +123,43 @@ class _Evaluation:
             head.reduce_(d_hidden)
         if d_weight is not None and not hasattr(head.weight_VH, "main_grad"):
             d_weight = d_weight.to(head.weight_VH.dtype)
-        results = self._results(hidden_NH, batch, sums)
+        names = [item.name for item in fields(LossOutput)]
+        whole = {name: torch.cat([getattr(x, name) for x in outputs]) for name in names}
+        is_clipped_N = whole.pop("ratio_clipped_N").bool()
+        results = LossOutput(**whole, ratio_clipped_N=is_clipped_N)
         return results, d_hidden.to(hidden_NH.dtype) if wants_hidden else None, d_weight
 
-    def _results(self, hidden_NH: Tensor, batch: MicroBatch, sums: list[RowSums]) -> LossOutput:
-        if not sums:
-            empty_N = hidden_NH.new_zeros(0, dtype=accumulation_dtype(hidden_NH))
-            return LossOutput(*[empty_N] * len(fields(LossOutput)))
-        golden_rows = None if self.golden_rows is None else self.golden_rows[0]
-        return RowLosses(self.terms, batch, self.columns, _joined(sums)).results(golden_rows)
-
-    def _returns(self, hidden_NH: Tensor, context_group: dist.ProcessGroup | None) -> Tensor:
+    def _returns(self, context_group: dist.ProcessGroup | None) -> Tensor | None:
         """Discounted returns of the whole micro-batch, to which masked tokens add nothing.
 
         A first, forward-only pass computes the advantages unless both log-probabilities are given.
         """
-        batch, teacher = self.batch, self.batch.teacher or NO_SCORES
+        batch, terms, teacher = self.batch, self.terms, self.batch.teacher or NO_SCORES
+        if terms.discounted is None or terms.settings.discount == 0:
+            return None
         if batch.old_logprob_N is not None and teacher.logprob_N is not None:
-            values_N = token_advantage(self.terms, batch, batch.old_logprob_N, teacher.logprob_N)
+            given = batch.old_logprob_N
+            rows = [Rows.of(batch, given, given, teacher_logprob=teacher.logprob_N)]
         else:
-            sums = [block.rows.sums for _, block in self._blocks(hidden_NH, batch)]
-            values_N = hidden_NH.new_zeros(0, dtype=accumulation_dtype(hidden_NH))
-            if sums:
-                values_N = RowLosses(self.terms, batch, self.columns, _joined(sums)).advantage()
-        values_N = values_N.masked_fill(batch.pg_weight_N == 0, 0)
+            rows = [block.rows(block.leaves) for _, block in self._blocks()]
+        advantages = [terms.discounted(each, terms.settings.advantage) for each in rows]
+        empty = self.hidden_NH.new_zeros(0, dtype=accumulation_dtype(self.hidden_NH))
+        values_N = torch.cat([empty, *advantages]).masked_fill(batch.pg_weight_N == 0, 0)
         tokens = (batch.sample_index_N, batch.token_index_N)
-        return return_to_go(values_N, *tokens, self.terms.discount, context_group)
+        return return_to_go(values_N, *tokens, terms.settings.discount, context_group)
 
-    def _blocks(self, hidden_NH: Tensor, batch: MicroBatch) -> Iterator[tuple[slice, _Block]]:
+    def _blocks(self) -> Iterator[tuple[slice, Block]]:
         """Rows and sums of each block. Its logits are valid until the next one is taken."""
-        count = len(hidden_NH)
+        count, head = len(self.hidden_NH), self.heads["student"]
+        ids_NJ = looked_up_ids(self.batch.targets_N, self.terms.stop_ids, head.vocab_size)
         if count == 0:
             return
-        starts = range(0, count, self.block_rows)
-        golden = [None] * len(starts) if self.golden_rows is None else self.golden_rows[1]
-        hidden = cast("Sequence[Tensor]", hidden_NH.split(self.block_rows))
-        batches = split_rows(batch, self.block_rows)
-        columns = split_rows(self.columns, self.block_rows)
-        for index, start in enumerate(starts):
+        for index, batch in enumerate(split_rows(self.batch, self.block_rows)):
+            start = index * self.block_rows
             rows = slice(start, min(start + self.block_rows, count))
-            part = (hidden[index], batches[index], columns[index], golden[index])
-            yield rows, self._block(*part)
+            golden_rows = None if self.golden_rows is None else self.golden_rows[index]
+            logits = self._logits(self.hidden_NH[rows], batch)
+            yield rows, Block.of(self.terms, batch, head, logits, ids_NJ[rows], golden_rows)
 
     def _logits(self, hidden_CH: Tensor, batch: MicroBatch) -> dict[str, Tensor]:
         """Logits of a block, per model of `heads`.
@@ -209,153 +177,42 @@ class _Evaluation:
             logits[name] = head.logits(hidden[name], out=self.buffers[name][: len(hidden_CH)])
         return logits
 
-    def _support_ids(self, student_CV: Tensor, batch: MicroBatch) -> Tensor | None:
-        if self.terms.divergence == "teacher_support" and batch.teacher is not None:
-            return batch.teacher.topk_ids_NK
-        if self.terms.divergence == "student_support":
-            return self.heads["student"].top_k(student_CV, self.terms.top_k)[1]
-        return None
 
-    def _block(
-        self,
-        hidden_CH: Tensor,
-        batch: MicroBatch,
-        columns: TargetColumns,
-        golden_rows: Tensor | None,
-    ) -> _Block:
-        """Logits of a block and their sums over the vocabulary."""
-        terms, head, scale = self.terms, self.heads["student"], 1.0 / self.terms.temperature
-        logits = self._logits(hidden_CH, batch)
-        student_CV = logits["student"]
-        looked_up = {name: columns.gather(x) for name, x in logits.items()}
-        alone = []
-        if "teacher" in logits:
-            alone = [operations(student_CV).shard_sums(logits["teacher"], None, scale)]
-        golden = None
-        if golden_rows is not None and len(golden_rows):
-            golden = GoldenLikelihood.of(student_CV, golden_rows, batch.targets_N, head)
-        # From here on the stop ids are one outcome in all logits, where the terms merge them.
-        merged = None
-        if terms.merged_ids:
-            merged = merge_stops_(logits, terms.merged_ids, scale, head)
-        support_ids_CK = self._support_ids(student_CV, batch)
-        if support_ids_CK is not None:
-            for name in ("student", "teacher"):
-                if name in logits:
-                    looked_up[f"{name} support"] = head.gather_columns(logits[name], support_ids_CK)
-        others = terms.compared_models
-        pairs = compared_sums(logits, others, merged, head, scale)
-        statistics, whole = merge_shards([*pairs, *alone], list(looked_up.values()), head)
-        compared = dict(zip(others or ("",), statistics, strict=False))
-        logprob_G = student_CV.new_empty(0, dtype=accumulation_dtype(student_CV))
-        sums = RowSums(
-            compared=compared,
-            teacher=statistics[-1] if alone else None,
-            at={
-                name: x if scale == 1 else x * scale
-                for name, x in zip(looked_up, whole, strict=True)
-            },
-            support_ids_CK=support_ids_CK,
-            merged=merged,
-            divergence_C2=self._second_pass(logits, compared.get("teacher"), merged),
-            golden_logprob_G=logprob_G if golden is None else golden.logprob_G,
+def needed_heads(
+    hidden_NH: Tensor,
+    batch: MicroBatch,
+    terms: Terms,
+    student: Head,
+    teacher: Head | None,
+    reference: Head | None,
+) -> dict[str, Head]:
+    """Heads of the models whose logits the terms need; refuses missing scores and unfit heads."""
+    count, heads = batch.targets_N.shape[0], {"student": student}
+    if hidden_NH.shape[0] != count:
+        raise ValueError(
+            f"{hidden_NH.shape[0]} hidden states for {count} scored rows: "
+            "select them with hidden_TH.index_select(0, microbatch.rows_N)"
         )
-        return _Block(head, RowLosses(terms, batch, columns, sums), logits, golden)
-
-    def _second_pass(
-        self, logits: Mapping[str, Tensor], pair: Statistics | None, merged: MergedStops | None
-    ) -> Tensor | None:
-        """Sums of a divergence from the teacher that need both normalisers, if there is one."""
-        kind = self.terms.divergence
-        if kind is None or not isinstance(pair, PairStatistics):
-            return None
-        models = (logits["student"], logits["teacher"])
-        options = (self.terms.jsd_beta, 1.0 / self.terms.temperature, self.heads["student"])
-        outcome = merged.outcome_here("teacher") if merged else None
-        return divergence_sums(kind, pair, *models, *options, outcome)
-
-
-@dataclass(frozen=True)
-class _Block:
-    """A block of rows and its logits [C, V] of all models, undivided by the temperature."""
-
-    head: Head
-    rows: RowLosses
-    logits: Mapping[str, Tensor]
-    golden: GoldenLikelihood | None  # of the block's golden rows, where the temperature is not 1
-
-    def write_gradient_(self) -> Tensor:
-        """d loss / d student logits, written over them."""
-        rows, head, logits_CV = self.rows, self.head, self.logits["student"]
-        batch, target, student = rows.batch, rows.target, rows.student.normaliser
-        columns, support, merged = rows.columns, rows.support, rows.sums.merged
-        scale = 1.0 / rows.terms.temperature
-        # Golden tokens of another temperature have a gradient of their own, added at the end.
-        token_C = -batch.sft_weight_N if rows.terms.temperature == 1 else None
-        if rows.pair("reference") is None and rows.kl is not None:
-            kl_C = rows.kl.logprob_gradient_C
-            token_C = kl_C if token_C is None else kl_C + token_C
-        logprob_gradient_C = torch.zeros_like(target.logprob_C) if token_C is None else token_C
-        at_target_CJ = torch.zeros_like(target.share_CJ)
-        if rows.terms.advantage is not None and rows.policy is not None:
-            policy_C = rows.policy.logprob_gradient_C
-            at_target_CJ = target.share_CJ * policy_C[:, None]
-            logprob_gradient_C = logprob_gradient_C + policy_C
-        if token_C is not None:
-            at_target_CJ.select(1, 0).add_(token_C)
-        dense = self._dense_terms()
-        sparse = columns.sparse(at_target_CJ)
-        write_gradient_ = operations(logits_CV).write_gradient_
-        write_gradient_(logits_CV, student, logprob_gradient_C, sparse, list(dense.values()), scale)
-        values_CK = None
-        if support is not None:
-            values_CK = support.gradient_CK * batch.pg_weight_N[:, None]
-            head.scatter_add_(logits_CV, support.ids_CK, values_CK * scale)
-        if merged is not None:
-            at_outcome_C1 = torch.zeros_like(at_target_CJ[:, :1])
-            if support is not None and values_CK is not None:
-                is_outcome_CK = support.ids_CK == merged.ids[0]
-                at_outcome_C1 = (values_CK * is_outcome_CK).sum(1, keepdim=True)
-            at_ids_CJ = columns.at_stop_ids(at_target_CJ) * scale
-            outcome = (student, logprob_gradient_C, at_outcome_C1, at_ids_CJ, dense, scale, head)
-            merged.write_gradient_(logits_CV, *outcome)
-        if self.golden is not None:
-            self.golden.add_gradient_(logits_CV, batch.sft_weight_N, head)
-        return logits_CV
-
-    def _dense_terms(self) -> dict[str, DenseTerm]:
-        """The full-vocabulary parts of the gradient, per model; at most one is not "reverse"."""
-        terms, rows, found = self.rows.terms, self.rows, dict[str, DenseTerm]()
-        reference, teacher = rows.pair("reference"), rows.pair("teacher")
-        if reference is not None:
-            weighted = (self.logits["reference"], rows.batch.kl_weight_N)
-            found["reference"] = reference.term("reverse", *weighted, None, 0.5)
-        if teacher is not None and terms.divergence is not None and rows.support is None:
-            weighted = (self.logits["teacher"], rows.batch.pg_weight_N)
-            sums_C2 = rows.sums.divergence_C2
-            found["teacher"] = teacher.term(terms.divergence, *weighted, sums_C2, terms.jsd_beta)
-        return found
-
-
-def _joined(records: Sequence[Any]) -> Any:
-    """One record of all rows from those of the blocks; what is no tensor is the same in each."""
-    first: Any = records[0]
-    if isinstance(first, Tensor):
-        return torch.cat(list(records))
-    if isinstance(first, dict):
-        names = list(cast("dict[str, Any]", first))
-        return {name: _joined([record[name] for record in records]) for name in names}
-    if isinstance(first, ShardSums):
-        return ShardSums(*map(_joined, zip(*records, strict=True)))
-    if is_dataclass(first):
-        names = [item.name for item in fields(first)]
-        parts = {name: _joined([getattr(record, name) for record in records]) for name in names}
-        return replace(cast(Any, first), **parts)
-    return first
+    for name, needed, head, scores in (
+        ("teacher", terms.teacher_logits, teacher, batch.teacher),
+        ("reference", terms.reference == "exact", reference, batch.reference),
+    ):
+        if not needed:
+            continue
+        if head is None or scores is None or scores.hidden_NH is None:
+            raise ValueError(f"the loss needs the {name}'s hidden states and output head")
+        require_same_columns(student, head, name)
+        heads[name] = head
+    sampled = terms.reference in ("k3", "k3+")
+    if sampled and (batch.reference or NO_SCORES).logprob_N is None:
+        raise ValueError(f"kl.estimator={terms.reference} needs the reference's log-probabilities")
+    if terms.divergence == "teacher_support" and (batch.teacher or NO_SCORES).topk_ids_NK is None:
+        raise ValueError("the loss needs the teacher's top-k ids and log-probabilities")
+    return heads
 
 
 def require_finite_scores(batch: MicroBatch, rows: LossOutput) -> None:
-    """Refuse scores that are not finite, before any gradient reaches a model.
+    """Refuse scores that are not finite, before any weight changes.
 
     A weight of zero does not help against them: 0 * NaN is NaN in the head's gradient. One
     reduction per tensor, and one copy to the host.

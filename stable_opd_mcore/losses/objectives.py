@@ -1,8 +1,8 @@
-"""Every objective by name: its definition, the terms of its loss, and the scores it needs.
+"""Every objective by name: its function, the leaves and scores it needs, and its settings.
 
-To add an objective: write its per-token definition in definitions.py, and add a line to OBJECTIVES
-with the terms that compute it. The tests compare every line with its definition. Not here: how
-terms are computed (fused.py).
+To add an objective: write it as a function in token_losses.py, and add a line to OBJECTIVES. The
+tests compare the fused path of every line with the loss on whole distributions. Not here: how terms
+are computed (fused.py).
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from stable_opd_mcore.config.schema import Config, TokenMasksConfig
-from stable_opd_mcore.errors import ConfigError
-from stable_opd_mcore.losses import definitions, token_weights
-from stable_opd_mcore.losses.coefficients import (
-    Terms,
-    given_and_teacher,
-    given_with_sample,
-    teacher_over_student,
+from stable_opd_mcore.config.schema import (
+    AdvantageConfig,
+    Config,
+    ObjectiveConfig,
+    TokenMasksConfig,
 )
+from stable_opd_mcore.errors import ConfigError
+from stable_opd_mcore.losses import token_losses, token_weights
 from stable_opd_mcore.losses.fused import fused_loss
 from stable_opd_mcore.losses.output_head import Head, rows_per_block
 from stable_opd_mcore.losses.stop_tokens import shared_stop_ids
+from stable_opd_mcore.losses.token_losses import PolicyLoss, Rows, Terms
 from stable_opd_mcore.records import LossOutput, MicroBatch, SampleFacts, SampleWeights
 
 # "topk" includes "sampled"; "hidden" is hidden states only, and the loss computes the rest.
@@ -36,25 +36,24 @@ ScoresNeeded = Literal["none", "sampled", "topk", "hidden"]
 class ObjectiveSpec:
     """One line of OBJECTIVES."""
 
-    definition: definitions.PolicyTerm | None  # None: no policy term
-    terms: Callable[[Config], Terms]
+    policy: Callable[[Rows, ObjectiveConfig], PolicyLoss] | None  # None: no policy term
     teacher: ScoresNeeded
     settings: tuple[str, ...] = ()  # keys of `objective` that it has a use for, besides `masks`
+    divergence: Callable[[ObjectiveConfig], str] | None = None  # Terms.divergence
+    discounted: Callable[[Rows, AdvantageConfig], Tensor] | None = None  # Terms.discounted
     rewards: bool = False  # advantages come from graded rollouts
 
 
 OBJECTIVES: dict[str, ObjectiveSpec] = {
-    "sft": ObjectiveSpec(None, lambda config: Terms(), "none"),
+    "sft": ObjectiveSpec(None, "none"),
     "grpo": ObjectiveSpec(
-        definitions.grpo,
-        lambda config: Terms(advantage=given_with_sample),
+        token_losses.grpo,
         "none",
         settings=("clip", "std_normalise", "advantage.clamp"),
         rewards=True,
     ),
     "opd": ObjectiveSpec(
-        definitions.opd,
-        lambda config: Terms(advantage=teacher_over_student),
+        token_losses.opd,
         "sampled",
         settings=(
             "clip",
@@ -64,10 +63,10 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
             "advantage.power",
             "advantage.clamp",
         ),
+        discounted=token_losses.from_teacher,
     ),
     "grpo_opd": ObjectiveSpec(
-        definitions.grpo_opd,
-        lambda config: Terms(advantage=given_and_teacher),
+        token_losses.grpo_opd,
         "sampled",
         settings=(
             "clip",
@@ -79,22 +78,22 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
         rewards=True,
     ),
     "lsm": ObjectiveSpec(
-        definitions.lsm,
-        lambda config: Terms(divergence="teacher_support"),
+        token_losses.divergence_from_teacher,
         "topk",
         settings=("stop_class", "top_k"),
+        divergence=lambda settings: "teacher_support",
     ),
     "student_topk": ObjectiveSpec(
-        definitions.student_topk,
-        lambda config: Terms(divergence="student_support"),
+        token_losses.divergence_from_teacher,
         "hidden",
         settings=("stop_class", "top_k"),
+        divergence=lambda settings: "student_support",
     ),
     "gkd": ObjectiveSpec(
-        definitions.gkd,
-        lambda config: Terms(divergence=config.objective.divergence),
+        token_losses.divergence_from_teacher,
         "hidden",
         settings=("stop_class", "divergence", "jsd_beta", "on_policy_fraction"),
+        divergence=lambda settings: settings.divergence,
     ),
 }
 
@@ -231,13 +230,11 @@ def build_objective(
     stop_ids: tuple[int, ...] = ()
     if settings.stop_class and spec.teacher != "none" and teacher_stop_ids is not None:
         stop_ids = shared_stop_ids(student_stop_ids, teacher_stop_ids)
-    terms = replace(
-        spec.terms(config),
-        settings=settings.advantage,
-        clip=settings.clip,
-        discount=settings.discount,
-        jsd_beta=settings.jsd_beta,
-        top_k=settings.top_k,
+    terms = Terms(
+        policy=spec.policy,
+        discounted=spec.discounted,
+        divergence=None if spec.divergence is None else spec.divergence(settings),
+        settings=settings,
         temperature=config.sampling.temperature,
         stop_ids=stop_ids,
     )

@@ -1,11 +1,11 @@
 """Stop tokens of a student and a teacher that end differently (docs/method.md §4).
 
 The stop ids of both models are one outcome, for both models. Where only sampled tokens are
-compared, a sampled stop id counts with the probability of that outcome (`TargetColumns`). Where
+compared, a sampled stop id counts with the probability of that outcome (`target_logprobs`). Where
 whole distributions are compared, the ids are merged in every model's logits (`merge_stops_`): the
 first id takes the logsumexp of all, the others take NEVER.
 Shapes and ids stay as they are. The gradient of that outcome is then spread over its ids by the
-student's softmax among them. Not here: which losses merge (fused.Terms.merged_ids).
+student's softmax among them. Not here: which losses merge (token_losses.Terms.merged_ids).
 
 C rows of a block, V columns of this rank's shard, J looked-up columns of a row, M models.
 """
@@ -17,18 +17,12 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.losses.output_head import Head, accumulation_dtype
 from stable_opd_mcore.losses.torch_ops import DenseTerm, Normaliser, ShardSums, SparseColumns
-from stable_opd_mcore.losses.vocabulary_sums import (
-    Statistics,
-    SupportDivergence,
-    add_sums,
-    operations,
-)
+from stable_opd_mcore.losses.vocabulary_sums import Statistics, add_sums, operations
 
 # A logit far below any other, and finite: a probability of 0 times it must be 0 in every sum.
 NEVER = -1e9
@@ -55,72 +49,33 @@ def shared_stop_ids(
     return union if len(union) > 1 else ()
 
 
-@dataclass(frozen=True)
-class TargetLogprobs:
-    """Log-probability of every row's target token, or of stopping."""
+def looked_up_ids(targets_N: Tensor, stop_ids: tuple[int, ...], vocab_size: int) -> Tensor:
+    """The ids to look up in every row, [N, J]: the target, then all stop ids.
 
-    ids_CJ: Tensor
-    logprob_C: Tensor  # of all stop ids together where the target is one, else of the token
-    token_logprob_C: Tensor  # always of the token itself
-    share_CJ: Tensor  # pi(column) / pi(outcome): d logprob / d logits at ids, without its -p
-
-
-@dataclass(frozen=True)
-class TargetColumns:
-    """The columns to look up in every row: the target's, then those of all stop ids.
-
-    Made once for all N rows and cut with them (records.split_rows), so that no block needs
-    constants or copies to the device.
+    Raises:
+        UserError: a stop id outside the common vocabulary.
     """
+    _require_stop_ids(stop_ids, vocab_size)
+    target_N1 = targets_N[:, None]
+    # Filled on the device: a list of numbers would be copied to it.
+    return torch.cat([target_N1, *(torch.full_like(target_N1, i) for i in stop_ids)], dim=1)
 
-    ids_NJ: Tensor
-    columns_NJ: Tensor  # in this shard, 0 where the id is in another
-    absent_NJ: Tensor  # bool, the id is in another shard
-    same_NJ: Tensor  # bool, the target is this stop id; one column less
-    outcome_NJ: Tensor  # 1 on the ids that the target's outcome consists of, else 0
 
-    @classmethod
-    def of(cls, targets_N: Tensor, stop_ids: tuple[int, ...], head: Head) -> TargetColumns:
-        """
-        Raises:
-            UserError: a stop id outside the common vocabulary.
-        """
-        _require_stop_ids(stop_ids, head.vocab_size)
-        target_N1 = targets_N[:, None]
-        # Filled on the device: a list of numbers would be copied to it.
-        ids_NJ = torch.cat([target_N1, *(torch.full_like(target_N1, i) for i in stop_ids)], dim=1)
-        columns_NJ, here_NJ = head.local_columns(ids_NJ)
-        same_NJ = ids_NJ[:, 1:] == target_N1
-        is_stop_N1 = same_NJ.any(1, keepdim=True)
-        outcome_NJ = torch.cat([~is_stop_N1, is_stop_N1.expand(-1, len(stop_ids))], dim=1)
-        dtype = accumulation_dtype(head.weight_VH)
-        return cls(ids_NJ, columns_NJ, ~here_NJ, same_NJ, outcome_NJ.to(dtype))
-
-    def gather(self, logits_CV: Tensor) -> Tensor:
-        """This shard's part of the logits at ids [C, J], fp32 or fp64; the shards add up."""
-        dtype = accumulation_dtype(logits_CV)
-        if logits_CV.shape[1] == 0:
-            return torch.zeros_like(self.ids_NJ, dtype=dtype)
-        return logits_CV.gather(1, self.columns_NJ).to(dtype).masked_fill_(self.absent_NJ, 0)
-
-    def sparse(self, values_CJ: Tensor) -> SparseColumns:
-        """Numbers for the gradient pass to add at these columns."""
-        return SparseColumns(self.columns_NJ.masked_fill(self.absent_NJ, -1), values_CJ)
-
-    def logprobs(self, logits_CJ: Tensor, normaliser: Normaliser) -> TargetLogprobs:
-        """From the logits at ids, summed over the shards and divided by the temperature."""
-        logprob_CJ = normaliser.log_softmax(logits_CJ)
-        token_logprob_C, stop_logprob_CJ = logprob_CJ[:, 0], logprob_CJ[:, 1:]
-        if stop_logprob_CJ.shape[1] == 0:
-            return TargetLogprobs(self.ids_NJ, token_logprob_C, token_logprob_C, self.outcome_NJ)
-        share_CJ = F.pad(stop_logprob_CJ.softmax(1), (1, 0), value=1.0) * self.outcome_NJ
-        is_token_C = self.outcome_NJ[:, 0] != 0
-        logprob_C = torch.where(is_token_C, token_logprob_C, stop_logprob_CJ.logsumexp(1))
-        return TargetLogprobs(self.ids_NJ, logprob_C, token_logprob_C, share_CJ)
-
-    def at_stop_ids(self, values_CJ: Tensor) -> Tensor:
-        """Values at ids, summed per stop id: the target may be one of them."""
-        return values_CJ[:, 1:] + values_CJ[:, :1] * self.same_NJ
+def target_logprobs(
+    logits_CJ: Tensor, normaliser: Normaliser, ids_CJ: Tensor
+) -> tuple[Tensor, Tensor]:
+    """log p [C] of the target, or of all stop ids together where it is one; and of the target
+    itself. Differentiable in the divided logits at `looked_up_ids` and in the normaliser.
+    """
+    token_C = (logits_CJ[:, 0] - normaliser.maximum_C) - normaliser.log_sum_C
+    if ids_CJ.shape[1] == 1:
+        return token_C, token_C
+    is_stop_C, stop_CJ = (ids_CJ[:, 1:] == ids_CJ[:, :1]).any(1), logits_CJ[:, 1:]
+    # Relative to their own maximum: autograd would round the shares of large logits.
+    highest_C = stop_CJ.detach().amax(1)
+    outcome_C = (stop_CJ - highest_C[:, None]).logsumexp(1)
+    stop_C = outcome_C + (highest_C - normaliser.maximum_C) - normaliser.log_sum_C
+    return torch.where(is_stop_C, stop_C, token_C), token_C
 
 
 @dataclass(frozen=True)
@@ -274,25 +229,3 @@ def compared_sums(
         sums = operations(student_CV).shard_sums(student_CV, other_CV, scale)
         pairs.append(sums if merged is None else merged.add_to(sums, name, scale))
     return pairs
-
-
-def support_divergence(
-    ids_CK: Tensor | None,
-    looked_up: Mapping[str, Tensor],
-    merged: MergedStops | None,
-    topk_logprobs_CK: Tensor | None,
-    scale: float,
-) -> SupportDivergence | None:
-    """KL on the support from "student support" and "teacher support"; None without a support.
-
-    The teacher's own top-K log-probabilities stand in where its logits are not here.
-    """
-    if ids_CK is None:
-        return None
-    values = {"teacher": topk_logprobs_CK}
-    for name in ("student", "teacher"):
-        if f"{name} support" in looked_up:
-            x = looked_up[f"{name} support"]
-            values[name] = merged.exact(ids_CK, x, name, scale) if merged else x
-    assert values["student"] is not None and values["teacher"] is not None
-    return SupportDivergence.of(ids_CK, values["student"], values["teacher"])

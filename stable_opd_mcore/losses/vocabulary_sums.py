@@ -30,7 +30,7 @@ from stable_opd_mcore.losses.torch_ops import DenseTerm, Normaliser, ShardSums, 
 
 
 def operations(logits_CV: Tensor) -> ModuleType:
-    """The module whose shard_sums, divergence_sums and write_gradient_ work on these logits."""
+    """The module whose shard_sums, jsd_sums and write_gradient_ work on these logits."""
     if not logits_CV.is_cuda:
         return torch_ops
     from stable_opd_mcore.losses import triton_ops
@@ -91,13 +91,13 @@ class PairStatistics(Statistics):
         return gap_C + self.normaliser.log_sum_C - self.other.log_sum_C
 
     def divergence(self, kind: str, sums_C2: Tensor | None, beta: float) -> Tensor:
-        """The divergence [C]; sums_C2: of `divergence_sums`."""
+        """The divergence [C]; sums_C2: of `jsd_sums_of`."""
         if kind == "reverse":
             return self.reverse_kl_C
         if kind == "forward":
             return self.forward_kl_C
         assert sums_C2 is not None, f"{kind} needs a second pass"
-        return torch_ops.divergence_value(kind, sums_C2, beta)
+        return beta * sums_C2[:, 0] + (1 - beta) * sums_C2[:, 1]
 
     def term(
         self, kind: str, other_CV: Tensor, weight_C: Tensor, sums_C2: Tensor | None, beta: float
@@ -118,7 +118,7 @@ class PairStatistics(Statistics):
 def merge_shards(
     pairs: Sequence[ShardSums], looked_up: Sequence[Tensor], head: Head
 ) -> tuple[list[Statistics], list[Tensor]]:
-    """Merge the shards' sums and looked-up logits: one gather of maxima, one packed all-reduce.
+    """Merge the shards' sums and looked-up logits: one gather and one all-reduce.
 
     Args:
         pairs: this shard's sums of each pair of models.
@@ -127,96 +127,68 @@ def merge_shards(
     """
     if head.group is None or head.group.size() == 1:  # the algebra below would change no bit
         return [_statistics(pair) for pair in pairs], list(looked_up)
-    maxima_CP3 = _whole_maxima(pairs, head)
-    packed: list[Tensor] = []
-    for index, pair in enumerate(pairs):
-        packed += _sums_relative_to(pair, *maxima_CP3[:, index].unbind(1))
-    whole = torch.cat([torch.stack(packed, dim=1), *looked_up], dim=1)
-    head.reduce_(whole)
-    widths = [len(packed), *(part.shape[1] for part in looked_up)]
-    sums_CS, *whole_looked_up = torch.split(whole, widths, dim=1)
-    sums = iter(sums_CS.unbind(1))
-    statistics: list[Statistics] = []
-    for index, pair in enumerate(pairs):
-        max_z, max_o, anchor = maxima_CP3[:, index].unbind(1)
-        merged = ShardSums(max_z, next(sums), next(sums))
-        if pair.other_max is not None:
-            merged = ShardSums(*merged[:3], max_o, next(sums), next(sums), next(sums), anchor)
-        statistics.append(_statistics(merged))
-    return statistics, whole_looked_up
+    tables = [_table(pair) for pair in pairs]
+    shards_RCS = head.gather(torch.cat(tables, dim=1))
+    of_pairs = torch.split(shards_RCS, [table.shape[1] for table in tables], dim=2)
+    whole = head.reduce_(torch.cat(list(looked_up), dim=1))
+    whole_looked_up = torch.split(whole, [part.shape[1] for part in looked_up], dim=1)
+    return [_statistics(_sum_over_shards(x)) for x in of_pairs], list(whole_looked_up)
 
 
 def add_sums(first: ShardSums, second: ShardSums) -> ShardSums:
     """Sums over two sets of columns together; both or neither have another model."""
-    student_max = torch.maximum(first.student_max, second.student_max)
-    other_max = anchor = None
-    if first.other_max is not None and second.other_max is not None:
-        assert first.anchor is not None and second.anchor is not None
-        other_max = torch.maximum(first.other_max, second.other_max)
-        wins = first.student_max >= second.student_max
-        anchor = torch.where(wins, first.anchor, second.anchor)
-    parts = [_sums_relative_to(x, student_max, other_max, anchor) for x in (first, second)]
-    sums = [x + y for x, y in zip(*parts, strict=True)]
-    if other_max is None:
-        return ShardSums(student_max, *sums)
-    student_sum, student_dot, other_sum, student_gap, other_gap = sums
+    return _sum_over_shards(torch.stack([_table(first), _table(second)]))
+
+
+def _sum_over_shards(shards_RCS: Tensor) -> ShardSums:
+    """Sums over several sets of columns together, from theirs in the order of ShardSums.
+
+    When a maximum grows by -shift, sums of e^z' shrink by e^shift and their dots gain sum * shift.
+    """
+    x = ShardSums(*shards_RCS.unbind(2))  # [R, C] each
+    student_max, shift_z = _highest(x.student_max)
+    scale_z = shift_z.exp()
+    sums = [x.student_sum * scale_z, (x.student_dot + x.student_sum * shift_z) * scale_z]
+    if x.other_max is None:
+        return ShardSums(student_max, *(each.sum(0) for each in sums))
+    assert x.other_sum is not None and x.other_gap is not None
+    assert x.student_gap is not None and x.anchor is not None
+    other_max, shift_o = _highest(x.other_max)
+    # The anchor of the shard where the student's maximum lies: moving it there would cost digits.
+    anchor = x.anchor.gather(0, x.student_max.argmax(0, keepdim=True))[0]
+    anchored, apart = shift_z + (anchor - x.anchor), shift_z - shift_o
+    student_sum, student_dot, other_sum, student_gap, other_gap = (
+        each.sum(0)
+        for each in (
+            *sums,
+            x.other_sum * shift_o.exp(),
+            (x.student_gap + x.student_sum * anchored) * scale_z,
+            (x.other_gap - x.other_sum * apart) * shift_o.exp(),
+        )
+    )
     return ShardSums(
         student_max, student_sum, student_dot, other_max, other_sum, student_gap, other_gap, anchor
     )
 
 
-def _sums_relative_to(
-    pair: ShardSums, max_z: Tensor, max_o: Tensor | None, anchor: Tensor | None
-) -> list[Tensor]:
-    """student_sum, student_dot, and where there is another model other_sum, student_gap and
-    other_gap, relative to larger maxima and another anchor.
+def _highest(maxima_RC: Tensor) -> tuple[Tensor, Tensor]:
+    """The maximum over shards, and each shard's distance from it, <= 0.
+
+    0 for an empty shard, whose sums are 0 anyway.
     """
-    shift_z = _shift(pair.student_max, max_z)
-    scale_z = shift_z.exp()
-    sums = [
-        pair.student_sum * scale_z,
-        (pair.student_dot + pair.student_sum * shift_z) * scale_z,
-    ]
-    if pair.other_max is None or max_o is None or anchor is None:
-        return sums
-    assert pair.other_sum is not None and pair.other_gap is not None
-    assert pair.student_gap is not None and pair.anchor is not None
-    shift_o = _shift(pair.other_max, max_o)
-    scale_o, apart = shift_o.exp(), shift_z - shift_o
-    anchored = shift_z + (anchor - pair.anchor)
-    return [
-        *sums,
-        pair.other_sum * scale_o,
-        (pair.student_gap + pair.student_sum * anchored) * scale_z,
-        (pair.other_gap - pair.other_sum * apart) * scale_o,
-    ]
+    whole_C = maxima_RC.amax(0)
+    return whole_C, (maxima_RC - whole_C).masked_fill(maxima_RC == -torch.inf, 0)
 
 
-def _whole_maxima(pairs: Sequence[ShardSums], head: Head) -> Tensor:
-    """Maxima of student and other over all shards, and one anchor, [C, P, 3]."""
-    parts: list[Tensor] = []
-    for pair in pairs:
-        others = (pair.student_max if x is None else x for x in (pair.other_max, pair.anchor))
-        parts.append(torch.stack([pair.student_max, *others], dim=1))
-    ranks_RCP3 = head.gather(torch.stack(parts, dim=1))
-    maxima_CP3 = ranks_RCP3.amax(0)
-    # The anchor of the shard where the student's maximum lies: moving it there would cost digits.
-    winner_1CP1 = ranks_RCP3[..., :1].argmax(0, keepdim=True)
-    maxima_CP3[..., 2:] = ranks_RCP3[..., 2:].gather(0, winner_1CP1)[0]
-    return maxima_CP3
-
-
-def _shift(local_C: Tensor, whole_C: Tensor) -> Tensor:
-    """local - whole maximum, <= 0; 0 for an empty shard, whose sums are 0 anyway."""
-    return (local_C - whole_C).masked_fill(local_C == -torch.inf, 0)
+def _table(sums: ShardSums) -> Tensor:
+    return torch.stack([x for x in sums if x is not None], dim=1)
 
 
 def _statistics(sums: ShardSums) -> Statistics:
     return Statistics(sums) if sums.other_max is None else PairStatistics(sums)
 
 
-def divergence_sums(
-    kind: str,
+def jsd_sums_of(
     pair: PairStatistics,
     logits_CV: Tensor,
     other_CV: Tensor,
@@ -224,37 +196,17 @@ def divergence_sums(
     scale: float,
     head: Head,
     outcome: tuple[Tensor, Tensor] | None = None,
-) -> Tensor | None:
-    """Sums [C, 2] of a second pass over both models' logits; None where the pair's sums suffice.
+) -> Tensor:
+    """`jsd_sums` [C, 2] over all shards: a second pass over both models' logits, one all-reduce.
 
-    One all-reduce. `outcome`: [C, 1] logits of both models of one more column.
+    outcome: [C, 1] logits of both models of one more column.
     """
-    if kind in ("reverse", "forward"):
-        return None
-    second_pass = operations(logits_CV).divergence_sums
-    normalisers = (pair.normaliser, pair.other)
-    sums_C2 = second_pass(kind, logits_CV, other_CV, *normalisers, beta, scale)
+    second_pass = operations(logits_CV).jsd_sums
+    options = (pair.normaliser, pair.other, beta, scale)
+    sums_C2 = second_pass(logits_CV, other_CV, *options)
     if outcome is not None:
-        sums_C2 += second_pass(kind, *outcome, *normalisers, beta, scale)
+        sums_C2 += second_pass(*outcome, *options)
     return head.reduce_(sums_C2)
-
-
-@dataclass(frozen=True)
-class SupportDivergence:
-    """KL(p || q) with both renormalised over K columns (docs/method.md §3, lsm, student_topk)."""
-
-    ids_CK: Tensor
-    value_C: Tensor
-    gradient_CK: Tensor  # d value / d student logits at ids: p (log p/q - KL)
-
-    @classmethod
-    def of(cls, ids_CK: Tensor, student_CK: Tensor, teacher_CK: Tensor) -> SupportDivergence:
-        """From logits or log-probabilities of both models at the same ids; constants cancel."""
-        log_p = student_CK.log_softmax(1)
-        gap_CK = log_p - teacher_CK.to(log_p.dtype).log_softmax(1)
-        p = log_p.exp()
-        value_C = (p * gap_CK).sum(1)
-        return cls(ids_CK, value_C, p * (gap_CK - value_C[:, None]))
 
 
 @dataclass(frozen=True)
@@ -285,23 +237,22 @@ class GoldenLikelihood:
         return cls(rows_G, ids_G1, logits_GV, statistics.normaliser, logprob_G)
 
     @staticmethod
-    def rows_of_blocks(sft_weight_N: Tensor, block_rows: int) -> tuple[Tensor, list[Tensor]]:
-        """All rows with a weight, and per block its own, counted from the block's start.
+    def rows_of_blocks(golden_N: Tensor, block_rows: int) -> list[Tensor]:
+        """The golden rows of each block, counted from its start.
 
         Two copies to the host, before the loop over blocks.
         """
-        rows_N = sft_weight_N.nonzero()[:, 0]
-        starts = torch.arange(0, len(sft_weight_N), block_rows, device=rows_N.device)
+        rows_N = golden_N.nonzero()[:, 0]
+        starts = torch.arange(0, len(golden_N), block_rows, device=rows_N.device)
         edges = cast("list[int]", torch.searchsorted(rows_N, starts).tolist())
         sizes = [stop - start for start, stop in pairwise([*edges, len(rows_N)])]
-        return rows_N, list(cast("Sequence[Tensor]", (rows_N % block_rows).split(sizes)))
+        return list(cast("Sequence[Tensor]", (rows_N % block_rows).split(sizes)))
 
-    def add_gradient_(self, gradient_CV: Tensor, sft_weight_C: Tensor, head: Head) -> None:
-        """Add d(-weight log p) / d logits. Consumes the copied logits."""
-        weight_G = sft_weight_C[self.rows_G]
+    def add_gradient_(self, gradient_CV: Tensor, by_logprob_G: Tensor, head: Head) -> None:
+        """Add the gradient by the logits, from that by logprob_G. Consumes the copied logits."""
         columns_G1, here_G1 = head.local_columns(self.ids_G1)
-        target = SparseColumns(columns_G1.masked_fill(~here_G1, -1), -weight_G[:, None])
+        target = SparseColumns(columns_G1.masked_fill(~here_G1, -1), by_logprob_G[:, None])
         operations(self.logits_GV).write_gradient_(
-            self.logits_GV, self.normaliser, -weight_G, target, [], 1.0
+            self.logits_GV, self.normaliser, by_logprob_G, target, [], 1.0
         )
         gradient_CV.index_add_(0, self.rows_G, self.logits_GV)

@@ -191,7 +191,7 @@ def _absent(inputs: _Inputs) -> Iterator[None]:
         "shard_sums": lambda logits_CV, other_CV, *unused: torch_ops.ShardSums.zeros(
             logits_CV, other_CV
         )[0],
-        "divergence_sums": _divergence_sums,
+        "jsd_sums": _jsd_sums,
         "write_gradient_": lambda *unused: None,
     }
     with (
@@ -218,5 +218,5 @@ def _row_metrics(world: World, metrics: Metrics) -> Metrics:  # noqa: ARG001
     return metrics or Metrics({"loss/total": Sum(1.0)})
 
 
-def _divergence_sums(_kind: str, logits_CV: Tensor, *unused: Any) -> Tensor:
+def _jsd_sums(logits_CV: Tensor, *unused: Any) -> Tensor:
     return logits_CV.new_zeros(len(logits_CV), 2, dtype=accumulation_dtype(logits_CV))

@@ -33,7 +33,7 @@ class MegatronScorer:
         temperature: of the rollouts, so that all log-probabilities are comparable.
         stop_ids: ids scored together, as one outcome (docs/method.md §4); empty: none.
         top_k: also keep the K most probable tokens and their log-probabilities.
-        merged_ids: stop ids that are one entry of this list (losses.coefficients.Terms.merged_ids).
+        merged_ids: stop ids that are one entry of this list (losses.token_losses.Terms.merged_ids).
         hidden_alone: return hidden_NH only, for losses over the full vocabulary.
         head: the model's head where its shards have been cut anew, at the student's vocabulary
             entries (align_head); None: as Megatron cuts it.

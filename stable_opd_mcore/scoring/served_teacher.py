@@ -52,7 +52,7 @@ class ServedTeacher:
         temperature: of the rollouts; must be 1.
         stop_ids: ids scored together, as one outcome (docs/method.md §4); empty: none.
         top_k: also score the K most probable tokens.
-        merged_ids: stop ids that are one entry of this list (losses.coefficients.Terms.merged_ids).
+        merged_ids: stop ids that are one entry of this list (losses.token_losses.Terms.merged_ids).
         patience_seconds: for how long requests are repeated when no replica answers.
         progress: called from worker threads after each answer.
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from stable_opd_mcore.losses.output_head import Head, accumulation_dtype
-from stable_opd_mcore.losses.stop_tokens import TargetColumns, merge_stops_
+from stable_opd_mcore.losses.stop_tokens import looked_up_ids, merge_stops_, target_logprobs
 from stable_opd_mcore.losses.vocabulary_sums import merge_shards, operations
-from stable_opd_mcore.records import Scores, split_rows
+from stable_opd_mcore.records import Scores
 
 
 @torch.no_grad()
@@ -57,15 +57,16 @@ def score(
         logprobs_NK = hidden_NH.new_empty(count, top_k, dtype=dtype)
     scale = 1.0 / temperature
     buffer_CV = head.logits_buffer(min(count, block_rows))
-    blocks = split_rows(TargetColumns.of(targets_N, stop_ids, head), block_rows)
-    for start, columns in zip(range(0, count, block_rows), blocks, strict=False):
+    ids_NJ = looked_up_ids(targets_N, stop_ids, head.vocab_size)
+    for start in range(0, count, block_rows):
         rows = slice(start, min(start + block_rows, count))
         logits_CV = head.logits(hidden_NH[rows], out=buffer_CV[: rows.stop - start])
-        looked_up = [columns.gather(logits_CV)]
+        looked_up = [head.gather_columns(logits_CV, ids_NJ[rows])]
         sums = operations(logits_CV).shard_sums(logits_CV, None, scale)
         (statistics,), (target_CJ,) = merge_shards([sums], looked_up, head)
-        target = columns.logprobs(target_CJ * scale, statistics.normaliser)
-        logprob_N[rows], token_logprob_N[rows] = target.logprob_C, target.token_logprob_C
+        logprob_N[rows], token_logprob_N[rows] = target_logprobs(
+            target_CJ * scale, statistics.normaliser, ids_NJ[rows]
+        )
         entropy_N[rows] = statistics.entropy_C
         if ids_NK is not None and logprobs_NK is not None:
             merged = None

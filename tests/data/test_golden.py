@@ -63,8 +63,10 @@ def test_special_tokens_are_masked_at_their_first_occurrence_only():
 
 
 def test_truncated_rollouts_are_masked_whole():
-    samples = rollout_samples(ROLLOUTS, TokenMasksConfig(truncated_rollouts=True))
-    assert [any(s.trained) for s in samples] == [True, False, True, True]
+    rollouts = [*ROLLOUTS, rollout(PROMPTS[0], (5, 4), "abort", index=2)]
+    samples = rollout_samples(rollouts, TokenMasksConfig(truncated_rollouts=True))
+    assert [any(s.trained) for s in samples] == [True, False, True, True, False]
+    assert [s.truncated for s in samples] == [False, True, False, False, True]
 
 
 def test_a_prompt_without_golden_solution_is_named():

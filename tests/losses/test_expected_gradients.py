@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.losses.definitions import kl_divergence, merge_ids
 from stable_opd_mcore.losses.objectives import Objective, build_objective
 from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.losses.token_weights import correct_importance
 from stable_opd_mcore.records import MicroBatch, Scores
 from tests.losses.cases import make_config, teacher_scores
+from tests.losses.definitions import kl_divergence, merge_ids
 
 VOCAB = 5
 

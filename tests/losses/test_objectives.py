@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.config.schema import Config, ObjectiveConfig
 from stable_opd_mcore.data.golden import (
     golden_samples,
     mark_off_policy,
@@ -16,9 +16,8 @@ from stable_opd_mcore.data.golden import (
     rollout_samples,
 )
 from stable_opd_mcore.errors import ConfigError
-from stable_opd_mcore.losses.coefficients import Terms
-from stable_opd_mcore.losses.definitions import PolicyInputs, kl_divergence
 from stable_opd_mcore.losses.objectives import OBJECTIVES, ObjectiveSpec, build_objective
+from stable_opd_mcore.losses.token_losses import PolicyLoss, Rows
 from stable_opd_mcore.losses.token_weights import correct_importance
 from stable_opd_mcore.records import Prompt, Rollout
 from tests.losses.cases import assert_close, make_case, make_config, run_definition, run_fused
@@ -178,19 +177,23 @@ def test_golden_solutions_are_needed_where_they_are_trained_on(changes, golden):
     assert objective.needs_rollouts is (objective.name != "sft")
 
 
-def test_new_objective_needs_a_definition_and_one_entry(monkeypatch):
+def test_new_objective_is_a_function_and_one_entry(monkeypatch):
     """The steps of CONTRIBUTING, "Add an objective"."""
 
-    def forward_kl(inputs: PolicyInputs) -> torch.Tensor:
-        assert inputs.log_q_NV is not None
-        return kl_divergence(inputs.log_q_NV, inputs.log_p_NV)
+    def entropy_weighted(rows: Rows, settings: ObjectiveConfig) -> PolicyLoss:
+        """The forward KL, twice as much where the student is uncertain."""
+        assert rows.divergence is not None
+        assert rows.entropy is not None
+        return PolicyLoss((1 + (rows.entropy > settings.clip)) * rows.divergence)
 
-    spec = ObjectiveSpec(forward_kl, lambda config: Terms(divergence="forward"), "hidden")
-    monkeypatch.setitem(OBJECTIVES, "forward_kl", spec)
-    case = make_case(make_config(objective__name="forward_kl", kl__beta=0.1), 17, 31, old=True)
+    spec = ObjectiveSpec(entropy_weighted, "hidden", ("clip",), lambda settings: "forward")
+    monkeypatch.setitem(OBJECTIVES, "entropy_weighted", spec)
+    case = make_case(make_config(objective__name="entropy_weighted", kl__beta=0.1), 17, 31)
     assert_close(run_fused(case, padding=3), run_definition(case), 1e-10)
     with pytest.raises(ConfigError, match=r"objective\.top_k=3 would have no effect"):
-        build_objective(make_config(objective__name="forward_kl", objective__top_k=3), (1,), (1,))
+        build_objective(
+            make_config(objective__name="entropy_weighted", objective__top_k=3), (1,), (1,)
+        )
 
 
 def test_scores_that_each_objective_needs():

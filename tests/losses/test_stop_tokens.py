@@ -9,19 +9,26 @@ import pytest
 import torch
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.losses.definitions import merge_ids
 from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.losses.stop_tokens import (
     NEVER,
-    TargetColumns,
     compared_sums,
+    looked_up_ids,
     merge_stops_,
     shared_stop_ids,
-    support_divergence,
+    target_logprobs,
 )
 from stable_opd_mcore.losses.torch_ops import Normaliser
 from stable_opd_mcore.losses.vocabulary_sums import PairStatistics, merge_shards
-from tests.losses.cases import assert_close, make_case, make_config, run_definition, run_fused
+from tests.losses.cases import (
+    assert_close,
+    make_case,
+    make_config,
+    run_definition,
+    run_fused,
+    teacher_scores,
+)
+from tests.losses.definitions import merge_ids
 
 close = torch.testing.assert_close
 STUDENT = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]]).log()
@@ -43,45 +50,32 @@ def test_one_shared_stop_id_is_not_merged():
         shared_stop_ids((3,), ())
 
 
-def test_stop_targets_have_the_probability_of_all_stop_ids():
-    targets = TargetColumns.of(torch.tensor([3, 2]), (1, 3), HEAD)
-    assert targets.ids_NJ.tolist() == [[3, 1, 3], [2, 1, 3]]
-    found = targets.logprobs(STUDENT.gather(1, targets.ids_NJ), ONE)
-    close(found.token_logprob_C.exp(), torch.tensor([0.4, 0.2]))
-    close(found.logprob_C.exp(), torch.tensor([0.2 + 0.4, 0.2]))
-    close(found.share_CJ, torch.tensor([[0.0, 1 / 3, 2 / 3], [1.0, 0.0, 0.0]]))
+@pytest.mark.parametrize("shift", [0.0, 1e4])
+def test_stop_targets_have_the_probability_of_all_stop_ids(shift):
+    """Their gradient is the share of each id, which large logits do not round."""
+    ids = looked_up_ids(torch.tensor([3, 2]), (1, 3), 4)
+    assert ids.tolist() == [[3, 1, 3], [2, 1, 3]]
+    logits = torch.tensor([[0.5, 2.0, 0.5], [0.25, 2.0, 0.5]]) - shift
+    logits.requires_grad_()
+    outcome, token = target_logprobs(logits, ONE, ids)
+    stop = torch.tensor([2.0, 0.5])
+    close(outcome + shift, torch.tensor([stop.logsumexp(0), 0.25]), rtol=1e-6, atol=shift * 1e-7)
+    close(token + shift, torch.tensor([0.5, 0.25]))
+    (gradient,) = torch.autograd.grad(outcome.sum(), logits)
+    close(gradient, torch.tensor([[0, *stop.softmax(0)], [1, 0, 0]]))
 
 
 def test_without_stop_ids_a_target_has_its_own_probability():
-    targets = TargetColumns.of(torch.tensor([3, 2]), (), HEAD)
-    found = targets.logprobs(STUDENT.gather(1, targets.ids_NJ), ONE)
-    assert found.logprob_C is found.token_logprob_C
-    assert found.share_CJ.tolist() == [[1], [1]]
-
-
-def test_columns_of_other_shards_are_looked_up_as_zero():
-    """Two shards of two columns, and a third without any."""
-    shards = [Head(torch.empty(2, 1), start, 4) for start in (0, 2, 4)]
-    columns = [TargetColumns.of(torch.tensor([3, 0]), (0, 3), head) for head in shards]
-    parts = [
-        each.gather(STUDENT[:, start : start + 2])
-        for each, start in zip(columns, (0, 2, 4), strict=True)
-    ]
-    close(sum(parts), STUDENT.gather(1, torch.tensor([[3, 0, 3], [0, 0, 3]])))
-    values = torch.arange(6.0).view(2, 3)
-    assert [each.sparse(values).columns_CJ.tolist() for each in columns] == [
-        [[-1, 0, -1], [0, 0, -1]],
-        [[1, -1, 1], [-1, -1, 1]],
-        [[-1] * 3] * 2,
-    ]
-    # What the target adds is added to its stop id.
-    assert columns[0].at_stop_ids(values).tolist() == [[1, 0 + 2], [3 + 4, 5]]
+    ids = looked_up_ids(torch.tensor([3, 2]), (), 4)
+    outcome, token = target_logprobs(STUDENT.gather(1, ids), ONE, ids)
+    assert outcome is token
+    close(outcome.exp(), torch.tensor([0.4, 0.2]))
 
 
 def test_stop_ids_outside_the_common_vocabulary_are_refused():
     message = r"stop ids \[4, -1\] lie outside the common vocabulary of 4"
     with pytest.raises(UserError, match=message):
-        TargetColumns.of(torch.tensor([0]), (3, 4, -1), HEAD)
+        looked_up_ids(torch.tensor([0]), (3, 4, -1), 4)
     with pytest.raises(UserError, match=message):
         merge_stops_({"student": STUDENT.clone()}, (3, 4, -1), 1.0, HEAD)
 
@@ -115,92 +109,53 @@ def test_sums_with_merged_stop_ids_are_those_of_the_merged_distributions():
     close(merged.token_entropy(statistics, 1.0), -(STUDENT.exp() * STUDENT).sum(1))
 
 
-def test_support_divergence_takes_the_exact_logit_of_the_outcome():
-    """The column of the outcome may be rounded; its logit in fp32 replaces it."""
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_the_exact_logit_of_the_outcome_replaces_its_rounded_column(scale):
     logits = {"student": STUDENT.clone(), "teacher": TEACHER.clone()}
-    merged = merge_stops_(logits, (1, 3), 1.0, HEAD)
-    ids = torch.tensor([[1, 2], [1, 0]])
-    rounded = {f"{name} support": x.gather(1, ids) + (ids == 1) for name, x in logits.items()}
-    found = support_divergence(ids, rounded, merged, None, 1.0)
-    assert found is not None
-    p, q = (
-        torch.tensor([[2 / 3, 1 / 3], [1 / 2, 1 / 2]]),
-        torch.tensor([[0.5, 0.5], [8 / 9, 1 / 9]]),
-    )
-    close(found.value_C, (p * (p / q).log()).sum(1))
-    assert support_divergence(None, {}, merged, None, 1.0) is None
+    merged = merge_stops_(logits, (1, 3), scale, HEAD)
+    ids = torch.tensor([[1, 2], [3, 1]])
+    for name, x in logits.items():
+        exact = x.gather(1, ids) * scale
+        close(merged.exact(ids, exact + (ids == 1), name, scale), exact)
 
 
-def test_support_divergence_without_the_teachers_logits_takes_its_top_k():
-    ids, served = torch.tensor([[3, 2], [3, 0]]), torch.tensor([[0.3, 0.1], [0.2, 0.2]]).log()
-    looked_up = {"student support": STUDENT.gather(1, ids)}
-    found = support_divergence(ids, looked_up, None, served, 1.0)
-    assert found is not None
-    p, q = (
-        torch.tensor([[4 / 7, 3 / 7], [1 / 5, 4 / 5]]),
-        torch.tensor([[3 / 4, 1 / 4], [0.5, 0.5]]),
-    )
-    close(found.value_C, (p * (p / q).log()).sum(1))
-
-
-def test_merged_stop_ids_are_not_rounded_to_bf16():
+@pytest.mark.parametrize("name", ["gkd", "lsm"])
+def test_merged_stop_ids_are_not_rounded_to_bf16(name):
     """Stop logits 40 and 39.75 merge to 40.576. In bf16 this would be 40.5 and the NLL .14 less."""
-    config = make_config(objective__name="gkd", mixture={"lambda": 1.0})
+    top_k = {"objective__top_k": 2} if name == "lsm" else {}
+    config = make_config(objective__name=name, mixture={"lambda": 1.0}, **top_k)
     case = make_case(config, 3, 5, stop_ids=((1, 2), (2, 3)))
     student = torch.tensor([[40, 40, 39.75, -40, 0]]).expand(3, -1)
-    teacher = torch.tensor([[39.75, 20, 40, 39.75, 0]]).expand(3, -1)
+    teacher = torch.tensor([[39.75, 20, 40, 39.75, 0]]).expand(3, -1).double()
+    scores = teacher_scores(
+        case.objective, teacher.log_softmax(1), torch.tensor([0, 1, 4]), teacher
+    )
     case = replace(
         case,
         hidden_NH=student.double(),
         weight_VH=torch.eye(5).double(),
-        teacher_hidden_NH=teacher.double(),
+        teacher_hidden_NH=teacher,
         teacher_weight_VH=torch.eye(5).double(),
         batch=replace(
             case.batch,
             targets_N=torch.tensor([0, 1, 4]),
             pg_weight_N=torch.ones(3),
             sft_weight_N=torch.ones(3),
-            teacher=replace(case.batch.teacher, hidden_NH=teacher),
+            teacher=scores,
         ),
     )
     found, expected = run_fused(case, torch.bfloat16), run_definition(case)
-    for name in ("pg", "sft"):
-        torch.testing.assert_close(
-            getattr(found, name), getattr(expected, name), rtol=1e-6, atol=1e-6
-        )
+    for part in ("pg", "sft"):
+        close(getattr(found, part), getattr(expected, part), rtol=1e-6, atol=1e-6)
     assert_close(found, expected, 5e-3)
 
 
-MERGING = [
-    {"objective__name": "gkd"},
-    {"objective__name": "gkd", "objective__divergence": "jsd"},
-    {"objective__name": "lsm", "objective__top_k": 4},
-    {"objective__name": "student_topk", "objective__top_k": 4},
-    {"objective__advantage__control_variate": True},
-]
-
-
-@pytest.mark.parametrize("changes", MERGING)
 @pytest.mark.parametrize("stop_ids", [((0,), (30,)), ((29, 30), (0, 1))])
-def test_stop_ids_at_the_first_and_the_last_column(changes, stop_ids):
-    case = make_case(make_config(**changes, kl__beta=0.2), stop_ids=stop_ids)
-    assert_close(run_fused(case, padding=3), run_definition(case), 1e-10)
-
-
-@pytest.mark.parametrize("changes", MERGING)
-@pytest.mark.parametrize("temperature", [1.0, 2.0, 0.5])
-def test_the_reported_entropy_is_that_of_tokens(changes, temperature):
-    case = make_case(make_config(**changes, sampling__temperature=temperature))
-    hidden = case.hidden_NH.clone().requires_grad_()
-    heads = [
-        Head(weight, 0, 31)
-        for weight in (case.weight_VH, case.teacher_weight_VH, case.reference_weight_VH)
-    ]
-    found = case.objective(
-        hidden, heads[0], case.batch, teacher_head=heads[1], reference_head=heads[2]
-    )
-    log_p = (case.hidden_NH @ case.weight_VH.T / temperature).log_softmax(-1)
-    torch.testing.assert_close(found.entropy_N, -(log_p.exp() * log_p).sum(1))
-    tokens = log_p.gather(1, case.batch.targets_N[:, None])[:, 0]
-    rollouts = case.batch.sft_weight_N == 0
-    torch.testing.assert_close(found.token_logprob_N[rollouts], tokens[rollouts])
+def test_stop_ids_at_the_first_and_the_last_column(stop_ids):
+    for changes in (
+        {"objective__name": "gkd", "objective__divergence": "jsd"},
+        {"objective__name": "lsm", "objective__top_k": 4},
+        {"objective__advantage__control_variate": True},
+    ):
+        case = make_case(make_config(**changes, kl__beta=0.2), stop_ids=stop_ids)
+        assert_close(run_fused(case, padding=3), run_definition(case), 1e-10)

@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from stable_opd_mcore.losses.objectives import build_objective
+from stable_opd_mcore.losses.token_weights import return_to_go
 from stable_opd_mcore.records import Sample
 from tests.losses.cases import make_config
+from tests.parallel.launch import run_ranks
 from tests.shares import facts_of
 
 
@@ -99,6 +103,14 @@ def test_gkd_trains_off_policy_prompts_on_golden_solutions():
     assert 2 * pg.sum() == pytest.approx(1)  # of two tokens each
 
 
+def test_token_mean_counts_the_golden_tokens_of_off_policy_prompts():
+    batch = [sample("a", 3), sample("a", 5, "golden"), sample("b", 7), sample("b", 2, "golden")]
+    batch = [replace(s, off_policy=s.prompt_id == "b") for s in batch]
+    settings = {"objective__name": "gkd", "objective__on_policy_fraction": 0.5}
+    found = weights(batch, aggregation="token_mean", **settings)
+    assert found.pg_B.tolist() == [1 / 5, 0, 0, 1 / 5]
+
+
 def test_gkd_adds_the_golden_solutions_with_weight_lambda():
     """The golden solutions of on- and off-policy prompts are an SFT term of weight lambda."""
     batch = [sample(f"p{i}", 2, source) for i in range(2) for source in ("rollout", "golden")]
@@ -116,3 +128,36 @@ def test_gkd_adds_the_golden_solutions_with_weight_lambda():
 def test_a_group_of_one_rollout_has_no_advantage():
     alone = [sample("a", 2, reward=1.0), sample("a", 1, source="golden", reward=1.0)]
     assert weights(alone, objective__name="grpo").advantage_B.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("discount", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("length", [1, 2, 5, 8])
+def test_returns_are_discounted_sums_in_any_order(discount, length):
+    draw = torch.Generator().manual_seed(length)
+    order = torch.randperm(2 * length, generator=draw)
+    sample, token = (order // length) * 3 + 1, order % length
+    values = torch.randn(2 * length, generator=draw, dtype=torch.float64)
+    found = return_to_go(values, sample, token, discount)
+    expected = [
+        sum(
+            float(values[j]) * discount ** int(token[j] - token[i])
+            for j in range(2 * length)
+            if sample[j] == sample[i] and token[j] >= token[i]
+        )
+        for i in range(2 * length)
+    ]
+    torch.testing.assert_close(found, torch.tensor(expected).double())
+    assert return_to_go(values[:0], sample[:0], token[:0], discount).shape == (0,)
+
+
+def check_returns(rank: int, world_size: int) -> None:
+    values, sample, token = torch.tensor([4.0, 16, 1, 8, 2]), [3, 7, 3, 7, 3], [2, 3, 0, 0, 1]
+    mine = (slice(0, 3), slice(3, 3), slice(3, 5))[rank]
+    sample_N, token_N = torch.tensor(sample)[mine], torch.tensor(token)[mine]
+    found = return_to_go(values[mine], sample_N, token_N, 0.5, dist.group.WORLD)
+    torch.testing.assert_close(found, torch.tensor([4.0, 16, 1 + 1 + 1, 8 + 2, 2 + 2])[mine])
+
+
+def test_returns_of_samples_that_ranks_share():
+    """Ranks 0 and 2 hold rows of the same samples, rank 1 holds none."""
+    run_ranks(3, check_returns)

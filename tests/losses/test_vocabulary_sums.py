@@ -6,7 +6,6 @@ vocabulary.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -14,20 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stable_opd_mcore.losses.definitions import merge_ids
 from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.losses.torch_ops import SparseColumns, shard_sums, write_gradient_
 from stable_opd_mcore.losses.vocabulary_sums import (
     GoldenLikelihood,
     PairStatistics,
     Statistics,
-    SupportDivergence,
     add_sums,
-    divergence_sums,
+    jsd_sums_of,
     merge_shards,
 )
 from stable_opd_mcore.scoring.token_scores import score
 from tests.losses.cases import assert_close, run_definition, run_fused
+from tests.losses.definitions import merge_ids
 from tests.losses.test_fused import VARIANTS, case_of, select
 from tests.parallel.launch import run_ranks
 
@@ -74,6 +72,21 @@ def test_sums_over_two_sets_of_columns_add_up(cut):
                 close(a, b)
 
 
+@pytest.mark.parametrize("first", [slice(0, 4), slice(4, None)])
+def test_the_anchor_is_that_of_the_columns_with_the_students_maximum(first):
+    """Models 2,000 apart, in fp32: another anchor would cost the divergence its digits."""
+    z, o = (x.float() for x in two_models())
+    z[:, 5] += 1000
+    o[:, 2] += 1000
+    second = slice(4, None) if first.start == 0 else slice(0, 4)
+    both = add_sums(*(shard_sums(z[:, part], o[:, part], 1.0) for part in (first, second)))
+    (found,), _ = merge_shards([both], [z[:, :0]], whole_head(9))
+    assert isinstance(found, PairStatistics)
+    log_p, log_o = (x.double().log_softmax(1) for x in (z, o))
+    close(found.centre_C.double(), (log_p.exp() * (log_p - (o - both.anchor[:, None]))).sum(1))
+    close(found.reverse_kl_C.double(), kl(log_p, log_o), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("scale", [1.0, 1.6])
 def test_statistics_of_whole_rows(scale):
     z, o = two_models()
@@ -106,24 +119,12 @@ def test_dense_divergence_and_its_gradient(kind):
     z = z.detach()
     pair = statistics_of(z, o)
     assert isinstance(pair, PairStatistics)
-    sums = divergence_sums(kind, pair, z, o, 0.3, 1.0, whole_head(9))
-    assert (sums is None) == (kind != "jsd")
+    sums = jsd_sums_of(pair, z, o, 0.3, 1.0, whole_head(9)) if kind == "jsd" else None
     close(pair.divergence(kind, sums, 0.3), expected.detach())
     term = pair.term(kind, o, weight, sums, 0.3)
     nowhere = SparseColumns(torch.full((5, 1), -1), torch.zeros(5, 1).double())
     write_gradient_(z, pair.normaliser, torch.zeros(5).double(), nowhere, [term], 1.0)
     close(z, gradient)
-
-
-def test_divergence_on_a_support():
-    """p = (2/3, 1/3) and q = (1/3, 2/3) there. Constants added to the logits cancel."""
-    student, teacher = torch.tensor([[0.4, 0.2]]).log(), torch.tensor([[0.1, 0.2]]).log()
-    for shift in (0.0, 7.0):
-        found = SupportDivergence.of(torch.tensor([[5, 3]]), student + shift, teacher - shift)
-        kl = math.log(2) / 3
-        close(found.value_C, torch.tensor([kl]))
-        gap = math.log(2)
-        close(found.gradient_CK, torch.tensor([[2 / 3 * (gap - kl), 1 / 3 * (-gap - kl)]]))
 
 
 def test_golden_tokens_keep_their_likelihood_at_temperature_1():
@@ -135,17 +136,16 @@ def test_golden_tokens_keep_their_likelihood_at_temperature_1():
     log_p = logits.log_softmax(1)
     close(golden.logprob_G, log_p[[1, 4], [1, 4]])
     gradient = torch.ones_like(logits)
-    golden.add_gradient_(gradient, weight, head)
+    golden.add_gradient_(gradient, -weight[[1, 4]], head)
     one_hot = torch.nn.functional.one_hot(targets, 9)
     close(gradient, 1 + weight[:, None] * (log_p.exp() - one_hot))
 
 
 def test_golden_rows_are_numbered_from_the_start_of_their_block():
-    weight = torch.tensor([0.0, 1.0, 0.0, 0.5, 2.0, 0.0, 0.0, 0.0, 3.0])
-    rows, of_blocks = GoldenLikelihood.rows_of_blocks(weight, 3)
-    assert rows.tolist() == [1, 3, 4, 8]
+    golden = torch.tensor([False, True, False, True, True, False, False, False, True])
+    of_blocks = GoldenLikelihood.rows_of_blocks(golden, 3)
     assert [x.tolist() for x in of_blocks] == [[1], [0, 1], [2]]
-    _, of_blocks = GoldenLikelihood.rows_of_blocks(weight[:3] * 0, 2)
+    of_blocks = GoldenLikelihood.rows_of_blocks(golden[5:8], 2)
     assert [x.tolist() for x in of_blocks] == [[], []]
 
 

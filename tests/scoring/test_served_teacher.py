@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from stable_opd_mcore.config.schema import ParallelConfig, TeacherConfig
-from stable_opd_mcore.losses.definitions import merge_ids
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.scoring.served_teacher import ServedTeacher, TeacherLost, merge_entries
 from stable_opd_mcore.serving.process import free_port
+from tests.losses.definitions import merge_ids
 from tests.models.tiny import microbatch
 from tests.parallel.launch import run_ranks
 

@@ -11,8 +11,8 @@ import torch
 from stable_opd_mcore.config.schema import OptimizerConfig, ParallelConfig
 from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.losses.coefficients import Terms
 from stable_opd_mcore.losses.fused import fused_loss
+from stable_opd_mcore.losses.token_losses import Terms
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden, output_head

@@ -18,7 +18,7 @@ import torch
 from benchmarks.gpu.part import Options
 from benchmarks.gpu.record import Record
 from benchmarks.loss import Point, fused, make_inputs
-from stable_opd_mcore.losses.coefficients import Terms, teacher_over_student
+from stable_opd_mcore.losses.token_losses import Terms, divergence_from_teacher, opd
 from tests.losses.cases import assert_close, run_definition, run_fused
 from tests.losses.test_fused import VARIANTS, case_of
 
@@ -30,11 +30,9 @@ DEFINITION_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 PASS_SIZES = ((1, 1), (3, 2053), (2, 152064))
 PASS_DTYPES = (torch.float32, torch.bfloat16)
 SYNC_TERMS = {
-    "opd with exact KL": Terms(advantage=teacher_over_student, reference="exact"),
-    "opd with exact KL, temperature 0.7": Terms(
-        advantage=teacher_over_student, reference="exact", temperature=0.7
-    ),
-    "gkd, jsd": Terms(divergence="jsd"),
+    "opd with exact KL": Terms(policy=opd, reference="exact"),
+    "opd with exact KL, temperature 0.7": Terms(policy=opd, reference="exact", temperature=0.7),
+    "gkd, jsd": Terms(policy=divergence_from_teacher, divergence="jsd"),
 }
 
 
