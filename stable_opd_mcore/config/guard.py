@@ -17,8 +17,8 @@ class GuardConfig(Section):
 
     policy: Literal["off", "warn", "act"] = "warn"
     """`warn`: symptoms of a collapse are logged and written to metrics.jsonl as events. `act`: the
-    guard also raises beta and lambda, masks loops, returns to a healthy checkpoint and, if nothing
-    helps, stops the run. Objective `sft` has no rollouts, so nothing is watched."""
+    guard also raises beta and lambda, returns to a healthy checkpoint and, if nothing helps, stops
+    the run. Objective `sft` has no rollouts, so nothing is watched."""
     window: PositiveInt = 5
     """Steps in the recent mean of a metric."""
     baseline: PositiveInt = 20

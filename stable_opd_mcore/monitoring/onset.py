@@ -2,23 +2,28 @@
 
     watched = observe(watched, values, window)      # one step's metrics
     found = symptoms(watched, window, baseline)
-    watched = learn(watched, values, baseline)      # while the run is healthy
+    damaged = is_damage(found, watched)
+    watched = learn(watched, values, window, baseline)    # while the run is not damaged
 
 A metric is compared with its own past (docs/method.md §9): the mean of the last `window` values
 against a mean that follows slowly. Its excess must be larger than the detector's least change and
-than the metric's noise. All of it is pure functions of plain numbers. Not here: what is done about
-symptoms (train/oversight/guard.py).
+than the metric's noise. Symptoms alone are drift: truncation rises to .4 to .8 in healthy runs,
+too, and falls again. Damage is truncation near its ceiling, or its rise together with loops or with
+worse answers. All of it is pure functions of plain numbers. Not here: what is done about symptoms
+(train/oversight/guard.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 NOISE = 4.0  # standard errors of the recent mean that a change must exceed
 HORIZON = 3  # a normal value forgets after this many times `baseline` values
+CEILING = 0.9  # truncation rate above which few responses end by themselves
+SMALL_BUDGET = 0.5  # a run whose truncation rate starts above it has a small budget by design
 
 
 @dataclass(frozen=True)
@@ -29,14 +34,16 @@ class Detector:
     worse: Literal["higher", "lower"]
     absolute: float  # least change that counts, in the metric's unit
     relative: float = 0.0  # and as a share of the normal value; the larger one holds
-    damage: bool = False  # responses are broken already, not only drifting
+    broken: bool = False  # with rising truncation: responses do not only grow, they break
     rare: bool = False  # written every monitoring.overlap_every steps: one value is enough
 
 
+TRUNCATION = "truncation"
 DETECTORS: dict[str, Detector] = {
-    "truncation": Detector("rollout/truncation_rate", "higher", 0.1, damage=True),
-    "repetition": Detector("tokens/repetitive_share", "higher", 0.1, damage=True),
-    "loop_advantage": Detector("advantage/abs_share_repetitive", "higher", 0.05, damage=True),
+    TRUNCATION: Detector("rollout/truncation_rate", "higher", 0.1),
+    "repetition": Detector("tokens/repetitive_share", "higher", 0.1, broken=True),
+    "loop_advantage": Detector("advantage/abs_share_repetitive", "higher", 0.05, broken=True),
+    "accuracy": Detector("rollout/accuracy_finished", "lower", 0.1, broken=True),
     "length": Detector("rollout/response_length_mean", "higher", 0.0, relative=0.25),
     "teacher": Detector("kl/teacher", "higher", 0.05, relative=1.0),
     "stop": Detector("stop/student_mass", "lower", 0.2, rare=True),
@@ -50,6 +57,7 @@ class Series:
 
     recent: tuple[float, ...] = ()  # the last values, oldest first; at most `window`
     learnt: int = 0  # how many values `normal` has learnt from, at most HORIZON * baseline
+    start: float = 0.0  # mean of the first `baseline` values
     normal: float = 0.0  # running mean
     variance: float = 0.0  # of single values about it
 
@@ -58,11 +66,10 @@ class Series:
 class Symptom:
     """A detector whose metric is beyond its bound."""
 
-    metric: str
+    name: str  # in DETECTORS
     recent: float
     normal: float
     bound: float
-    damage: bool
 
 
 def observe(
@@ -73,62 +80,74 @@ def observe(
     """
     after = dict(watched)
     for name, value in _finite(values).items():
-        detector = DETECTORS[name]
         series = after.get(name, Series())
-        kept = 1 if detector.rare else window
-        after[name] = replace(series, recent=(*series.recent, value)[-kept:])
+        after[name] = replace(series, recent=(*series.recent, value)[-_window(name, window) :])
     return after
 
 
 def symptoms(watched: Mapping[str, Series], window: int, baseline: int) -> list[Symptom]:
     """The detectors whose recent mean is beyond its bound, in the order of DETECTORS.
 
-    None before `baseline` steps. A metric that is written rarely needs two values then.
+    None before `baseline` steps. A metric that is written rarely needs two values then. CEILING
+    bounds truncation, whatever is normal, unless the budget is small by design.
     """
     found: list[Symptom] = []
     if max((series.learnt for series in watched.values()), default=0) < baseline:
         return found
     for name, detector in DETECTORS.items():
         series = watched.get(name, Series())
-        needed, wanted = (1, 2) if detector.rare else (window, baseline)
-        if len(series.recent) < needed or series.learnt < wanted:
+        wanted = 2 if detector.rare else baseline
+        if len(series.recent) < _window(name, window) or series.learnt < wanted:
             continue
         recent = math.fsum(series.recent) / len(series.recent)
         least = max(detector.absolute, detector.relative * abs(series.normal))
         noise = NOISE * math.sqrt(series.variance / len(series.recent))
         change = max(least, noise)
         bound = series.normal + (change if detector.worse == "higher" else -change)
+        if name == TRUNCATION and series.start <= SMALL_BUDGET:
+            bound = min(bound, CEILING)
         if recent > bound if detector.worse == "higher" else recent < bound:
-            found.append(Symptom(detector.metric, recent, series.normal, bound, detector.damage))
+            found.append(Symptom(name, recent, series.normal, bound))
     return found
 
 
+def is_damage(found: Sequence[Symptom], watched: Mapping[str, Series]) -> bool:
+    """Whether the symptoms are those of a collapse, and not of growth."""
+    cut = next((symptom for symptom in found if symptom.name == TRUNCATION), None)
+    if cut is None:
+        return False
+    capped = cut.recent > CEILING and watched[TRUNCATION].start <= SMALL_BUDGET
+    return capped or any(DETECTORS[symptom.name].broken for symptom in found)
+
+
 def learn(
-    watched: Mapping[str, Series],
-    values: Mapping[str, float | None],
-    baseline: int,
-    rate: float = 1.0,
+    watched: Mapping[str, Series], values: Mapping[str, float | None], window: int, baseline: int
 ) -> dict[str, Series]:
     """The series with one step's metrics in the normal values.
 
     The normal value is the plain mean of the first HORIZON * baseline values; then it forgets.
-
-    Args:
-        rate: share of its usual weight that a value has, once `baseline` values are learnt.
+    After a return to a checkpoint nothing is learnt until the recent mean can judge the run again.
     """
     after = dict(watched)
     for name, value in _finite(values).items():
         series = after.get(name, Series())
+        if len(series.recent) < min(_window(name, window), series.learnt):
+            continue
         learnt = min(series.learnt + 1, HORIZON * baseline)
-        weight = (rate if series.learnt >= baseline else 1.0) / learnt
         change = value - series.normal
+        normal = series.normal + change / learnt
         after[name] = replace(
             series,
             learnt=learnt,
-            normal=series.normal + weight * change,
-            variance=(1 - weight) * (series.variance + weight * change * change),
+            start=normal if learnt <= baseline else series.start,
+            normal=normal,
+            variance=(1 - 1 / learnt) * (series.variance + change * change / learnt),
         )
     return after
+
+
+def _window(name: str, window: int) -> int:
+    return 1 if DETECTORS[name].rare else window
 
 
 def _finite(values: Mapping[str, float | None]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What came out of a run: accuracy, truncation, repetition, the first symptoms of a collapse.
+"""What came out of a run: accuracy, truncation, repetition, the first damage.
 
 All of it is computed from the rows of metrics.jsonl, the same for the report, the live view and the
 demo's summary. Not here: how it is shown (tables.py, demo/run.py).
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from stable_opd_mcore.config.guard import GuardConfig
 from stable_opd_mcore.monitoring.figures import WINDOW, Row
-from stable_opd_mcore.monitoring.onset import Symptom, learn, observe, symptoms
+from stable_opd_mcore.monitoring.onset import Symptom, is_damage, learn, observe, symptoms
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ def window_means(numbers: Sequence[float], window: int = WINDOW) -> list[float]:
     return [sum(numbers[end - window : end]) / window for end in ends]
 
 
-def first_symptoms(rows: Sequence[Row]) -> tuple[int, list[Symptom]] | None:
-    """The first step after which the guard's detectors find symptoms, and these; None if never.
+def first_damage(rows: Sequence[Row]) -> tuple[int, list[Symptom]] | None:
+    """The first step after which the guard finds damage, and its symptoms; None if never.
 
     The detectors (docs/guard.md) have the default window and baseline, whatever the run's guard
     was set to. None within the first `guard.baseline` steps.
@@ -88,7 +88,7 @@ def first_symptoms(rows: Sequence[Row]) -> tuple[int, list[Symptom]] | None:
     for row in rows:
         watched = observe(watched, row, settings.window)
         found = symptoms(watched, settings.window, settings.baseline)
-        if found:
+        if is_damage(found, watched):
             return row["step"], found
-        watched = learn(watched, row, settings.baseline)
+        watched = learn(watched, row, settings.window, settings.baseline)
     return None

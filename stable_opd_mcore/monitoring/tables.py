@@ -20,7 +20,8 @@ from stable_opd_mcore.config.guard import GuardConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.printable_text import beginning, printable
 from stable_opd_mcore.monitoring.figures import WINDOW, Row
-from stable_opd_mcore.monitoring.outcomes import defined, first_symptoms, outcome
+from stable_opd_mcore.monitoring.onset import DETECTORS
+from stable_opd_mcore.monitoring.outcomes import defined, first_damage, outcome
 
 CONFIG_FILE = "config.resolved.yaml"
 EVALUATION_FILES = "evaluation/*/results.json"  # of a run's evaluated models
@@ -47,7 +48,7 @@ class Table:
 
 
 def outcome_table(runs: Sequence[tuple[str, Path, Sequence[Row]]]) -> Table:
-    """One row per run (its name, directory, rows): its outcome, and the first symptoms.
+    """One row per run (its name, directory, rows): its outcome, and the first damage.
 
     The gap recovered is (accuracy at end - at start) / (teacher's - at start), docs/method.md §5,
     if the run's settings hold the teacher's accuracy (`evaluation.teacher_accuracy`).
@@ -69,7 +70,7 @@ def _outcome_cells(name: str, directory: Path, rows: Sequence[Row]) -> dict[str,
     distance = _teacher_accuracy(directory) - start
     return {
         "run": name,
-        "first symptoms of a collapse": verdict(rows),
+        "first damage": verdict(rows),
         "steps": f"{rows[-1]['step']:,}",
         "accuracy at start": start,
         "accuracy at peak": found.peak_accuracy,
@@ -86,13 +87,13 @@ def _outcome_cells(name: str, directory: Path, rows: Sequence[Row]) -> dict[str,
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """The first symptoms of a collapse in words; MISSING where there are too few rollouts."""
-    found = first_symptoms(rows)
+    """The first damage by a collapse in words; MISSING where there are too few rollouts."""
+    found = first_damage(rows)
     if found is None:
         watched = defined(rows, "rollout/truncation_rate")
         return "none" if len(watched) > GuardConfig().baseline else MISSING
     step, symptoms = found
-    return f"step {step:,}: " + ", ".join(symptom.metric for symptom in symptoms)
+    return f"step {step:,}: " + ", ".join(DETECTORS[symptom.name].metric for symptom in symptoms)
 
 
 def config_differences(runs: Sequence[tuple[str, Path]]) -> Table | None:
@@ -163,7 +164,7 @@ def tiles(directory: Path, rows: Sequence[Row]) -> list[dict[str, str]]:
     speed = _mean(defined(rows, "throughput/tokens_per_second"))
     shown = [
         ("Step", f"{rows[-1]['step']:,}", "" if total is None else f"of {total:,}"),
-        ("First symptoms", *_halves(verdict(rows))),
+        ("First damage", *_halves(verdict(rows))),
         (held_out, found.final_accuracy, accuracy),
         ("Truncated", found.final_truncation_rate, f"at worst {found.max_truncation_rate:.3f}"),
         ("Repetitive", found.final_repetition_rate, f"at worst {found.max_repetition_rate:.3f}"),

@@ -1,4 +1,4 @@
-"""Beta, lambda and masks of a step: the config's, adapted to targets, or the guard's if stronger.
+"""Beta and lambda of a step: the config's, adapted to targets, or the guard's if stronger.
 
 With `kl.target` or `mixture.target` the weight moves after each step so that its metric stays near
 the target (docs/method.md §10). All of it is pure functions; the adapted values are part of the
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stable_opd_mcore.config.schema import AdaptiveSection, Config, TokenMasksConfig
+from stable_opd_mcore.config.schema import AdaptiveSection, Config
 from stable_opd_mcore.train.oversight.guard import GuardState
 
 LARGEST_ERROR = 0.2  # relative distance from the target that one step answers to
@@ -31,19 +31,15 @@ class Strengths:
 
     beta: float
     lambda_: float
-    masks: TokenMasksConfig
 
 
 def strengths_of(config: Config, adapted: Adapted, guard: GuardState) -> Strengths:
     """The step's values from the state before it."""
     beta = _start(config.kl, config.kl.beta, adapted.beta)
     lambda_ = _start(config.mixture, config.mixture.lambda_, adapted.lambda_)
-    masks = config.objective.masks
     if config.guard.acts:
         beta, lambda_ = max(beta, guard.beta), max(lambda_, guard.lambda_)
-        if guard.is_masking:
-            masks = masks.model_copy(update={"truncated_rollouts": True, "repetitive_tail": True})
-    return Strengths(beta, lambda_, masks)
+    return Strengths(beta, lambda_)
 
 
 def adapt(config: Config, adapted: Adapted, values: Mapping[str, float | None]) -> Adapted:

@@ -15,7 +15,7 @@ def after(rows, watched=None):
     """What the detectors have learnt after these rows, none of which had a symptom."""
     watched = watched or {}
     for values in rows:
-        watched = learn(observe(watched, values, WINDOW), values, BASELINE)
+        watched = learn(observe(watched, values, WINDOW), values, WINDOW, BASELINE)
     return watched
 
 
@@ -23,7 +23,7 @@ def found_in(rows, watched):
     """The metrics of the symptoms after more rows, from which nothing is learnt."""
     for values in rows:
         watched = observe(watched, values, WINDOW)
-    return [symptom.metric for symptom in symptoms(watched, WINDOW, BASELINE)]
+    return [DETECTORS[s.name].metric for s in symptoms(watched, WINDOW, BASELINE)]
 
 
 def test_every_detector_reads_a_metric_that_runs_write():
@@ -91,20 +91,20 @@ def test_noise_of_a_metric_widens_its_bound():
     assert symptom.recent == pytest.approx((sum(values[-4:]) + 50) / 5)
 
 
-def test_learnt_mean_forgets_and_follows_slower_at_a_lower_rate():
-    def then(count, rate):
+def test_learnt_mean_forgets_and_the_start_is_kept():
+    def then(count):
         watched = after([{"kl/teacher": 1.0}] * count)
-        return learn(watched, {"kl/teacher": 2.0}, BASELINE, rate)["teacher"].normal
+        return learn(watched, {"kl/teacher": 2.0}, WINDOW, BASELINE)["teacher"]
 
-    assert then(9, 0.5) == pytest.approx(1.1)  # too few values for a rate to count
-    assert then(24, 1.0) == pytest.approx(1.04)
-    assert then(24, 0.5) == pytest.approx(1.02)
-    assert then(90, 1.0) == pytest.approx(1 + 1 / 60)
+    assert then(9).normal == then(9).start == pytest.approx(1.1)
+    assert then(24).normal == pytest.approx(1.04)
+    assert then(24).start == 1
+    assert then(90).normal == pytest.approx(1 + 1 / 60)
 
 
 @pytest.mark.parametrize("value", [None, math.nan, math.inf])
 def test_undefined_values_leave_a_series_as_it_was(value):
     watched = after([{"kl/teacher": 0.1}] * 3)
     values = {"kl/teacher": value}
-    assert learn(observe(watched, values, WINDOW), values, BASELINE) == watched
-    assert learn(observe(watched, {}, WINDOW), {}, BASELINE) == watched
+    assert learn(observe(watched, values, WINDOW), values, WINDOW, BASELINE) == watched
+    assert learn(observe(watched, {}, WINDOW), {}, WINDOW, BASELINE) == watched

@@ -1,11 +1,11 @@
-"""What is computed of known rows: accuracies, window means, the first symptoms of a collapse."""
+"""What is computed of known rows: accuracies, window means, the first damage."""
 
 import math
 from dataclasses import asdict
 
 import pytest
 
-from stable_opd_mcore.monitoring.outcomes import first_symptoms, outcome, window_means
+from stable_opd_mcore.monitoring.outcomes import first_damage, outcome, window_means
 
 
 def evaluated(accuracy: float, greedy: float) -> dict:
@@ -71,13 +71,15 @@ def test_means_of_windows():
     assert window_means([]) == []
 
 
-def test_first_symptoms_are_those_of_the_first_step_that_has_any():
-    healthy = [{"step": step, "rollout/truncation_rate": 0.0} for step in range(25)]
-    assert first_symptoms(healthy) is None
-    broken = [{"step": step, "rollout/truncation_rate": 0.3} for step in range(25, 40)]
-    found = first_symptoms(healthy + broken)
+def test_first_damage_is_truncation_near_its_ceiling_and_not_its_rise():
+    def rows(start, end, rate):
+        return [{"step": step, "rollout/truncation_rate": rate} for step in range(start, end)]
+
+    healthy = rows(0, 25, 0.0)
+    assert first_damage(healthy + rows(25, 40, 0.8)) is None
+    found = first_damage(healthy + rows(25, 40, 1.0))
     assert found is not None
     step, (symptom,) = found
-    assert step == 26  # the mean of five steps: 0.06, then 0.12 > 0.1
-    assert (symptom.metric, symptom.recent) == ("rollout/truncation_rate", pytest.approx(0.12))
-    assert first_symptoms(broken) is None  # a run that begins broken has no other normal value
+    assert step == 29  # the mean of five steps: 0.8, then 1
+    assert (symptom.name, symptom.recent) == ("truncation", 1)
+    assert first_damage(rows(0, 40, 1.0)) is None  # a run that begins broken

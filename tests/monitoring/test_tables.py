@@ -27,7 +27,7 @@ def test_outcomes(tmp_path):
     table = outcome_table([("run", tmp_path / "x", rows)])
     assert dict(zip(table.columns, table.rows[0], strict=True)) == {
         "run": "run",
-        "first symptoms of a collapse": MISSING,
+        "first damage": MISSING,
         "steps": "6",
         "accuracy at start": "0.250",
         "accuracy at peak": "0.750",
@@ -54,7 +54,7 @@ def test_a_verdict_is_computed():
     rows = [{"step": step, "rollout/truncation_rate": float(step > 30)} for step in range(40)]
     assert verdict(rows[:20]) == MISSING
     assert verdict(rows[:30]) == "none"
-    assert verdict(rows) == "step 31: rollout/truncation_rate"
+    assert verdict(rows) == "step 35: rollout/truncation_rate"
 
 
 def test_a_long_table_counts_what_it_leaves_out():

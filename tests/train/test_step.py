@@ -116,7 +116,7 @@ def test_a_step_without_rollouts_measures_none(run):
 
 def test_a_step_takes_the_larger_of_the_configs_and_the_guards_strengths(run):
     assert (run.config.kl.beta, run.config.mixture.lambda_) == (0.1, 0.5)
-    strong = GuardState(measure="masked", beta=0.4, lambda_=0.2)
+    strong = GuardState(measure="raised", beta=0.4, lambda_=0.2)
 
     def strengths(guard, policy="act", **changes):
         config = run.config.model_copy(update={"guard": GuardConfig(policy=policy), **changes})
@@ -124,11 +124,9 @@ def test_a_step_takes_the_larger_of_the_configs_and_the_guards_strengths(run):
 
     objective = strengths(strong).objective
     assert (objective.beta, objective.golden_weight) == (0.4, 0.5)
-    assert (objective.masks.repetitive_tail, objective.masks.truncated_rollouts) == (True, True)
     assert strengths(strong, policy="warn").objective == run.objective
-    objective = strengths(replace(strong, measure="raised", beta=0.0, lambda_=0.9)).objective
+    objective = strengths(replace(strong, beta=0.0, lambda_=0.9)).objective
     assert (objective.beta, objective.golden_weight) == (0.1, 0.9)
-    assert objective.masks == run.config.objective.masks
     plain = {"kl": KLConfig(), "mixture": MixtureConfig()}
     without = strengths(GuardState(), **plain)
     assert without.reference is None

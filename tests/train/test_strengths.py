@@ -62,11 +62,10 @@ def test_a_loop_whose_kl_falls_with_beta_reaches_its_target():
 
 def test_the_guard_only_strengthens():
     acting = ["guard.policy=act", "checkpoint.every=5", "kl.target=0.2"]
-    guard = GuardState(measure="masked", beta=0.15, lambda_=0.3)
+    guard = GuardState(measure="raised", beta=0.15, lambda_=0.3)
     now = strengths_of(config_of(*acting), Adapted(beta=0.12), guard)
-    assert (now.beta, now.lambda_, now.masks.repetitive_tail) == (0.15, 0.5, True)
-    now = strengths_of(config_of(*acting), Adapted(beta=0.2), GuardState(beta=0.15))
-    assert (now.beta, now.masks.truncated_rollouts) == (0.2, False)
+    assert (now.beta, now.lambda_) == (0.15, 0.5)
+    assert strengths_of(config_of(*acting), Adapted(beta=0.2), GuardState(beta=0.15)).beta == 0.2
     assert strengths_of(config_of(), Adapted(), guard).beta == 0.1
 
 

@@ -3,8 +3,9 @@
     state, actions = decide(config.guard, state, step, values, saved)
 
 Metrics are global, so every rank decides the same; the state is part of the checkpoint, so a
-resumed run decides the same again. Measures come one after the other, each after the earlier one
-had `patience` steps to help: warn, raise beta and lambda, mask loops, roll back, stop.
+resumed run decides the same again. Symptoms are a warning. Damage starts measures, one after the
+other, each after the earlier one had `patience` steps to help: raise beta and lambda, roll back,
+stop.
 Not here: what a symptom is (monitoring/onset.py), how a measure is carried out (train/step.py,
 train/loop.py).
 """
@@ -16,13 +17,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from stable_opd_mcore.config.guard import GuardConfig
-from stable_opd_mcore.monitoring.onset import Series, Symptom, learn, observe, symptoms
+from stable_opd_mcore.monitoring.onset import (
+    DETECTORS,
+    Series,
+    Symptom,
+    is_damage,
+    learn,
+    observe,
+    symptoms,
+)
 
-ActionName = Literal["warned", "recovered", "raised", "masked", "rolled_back", "stopped"]
-Measure = Literal["none", "raised", "masked", "stopped"]
+ActionName = Literal["warned", "recovered", "raised", "rolled_back", "stopped"]
+Measure = Literal["none", "raised", "stopped"]
 FIRST_SHARE = 0.25  # of max_beta and max_lambda at the first raise; each further step doubles
 NEGLIGIBLE = 0.01  # of max_beta and max_lambda; what has decayed below is 0
-DRIFT_RATE = 0.5  # how much slower a normal value is learnt while its run drifts without damage
 
 
 @dataclass(frozen=True)
@@ -40,11 +48,6 @@ class GuardState:
     must_roll_back: bool = False  # decided and not yet carried out
     healthy_save: int | None = None  # step of the checkpoint to return to
     recent_save: int | None = None  # becomes it if the run stays healthy
-
-    @property
-    def is_masking(self) -> bool:
-        """Whether repetitive tails and truncated rollouts are kept out of the policy term."""
-        return self.measure == "masked"
 
     @property
     def kept_saves(self) -> frozenset[int]:
@@ -80,23 +83,22 @@ def decide(
         return state, []
     state = replace(state, watched=observe(state.watched, values, config.window))
     found = symptoms(state.watched, config.window, config.baseline)
+    damaged = is_damage(found, state.watched)
     if found:
-        state, actions = _with_symptoms(config, state, found)
+        state, actions = _with_symptoms(config, state, found, damaged)
     else:
         state, actions = _without_symptoms(config, state, step, saved)
-    damaged = any(symptom.damage for symptom in found)
-    if not damaged and state.measure != "masked":
-        rate = DRIFT_RATE if found else 1.0
-        state = replace(state, watched=learn(state.watched, values, config.baseline, rate))
+    if not damaged:
+        state = replace(state, watched=learn(state.watched, values, config.window, config.baseline))
     return state, actions
 
 
 def _with_symptoms(
-    config: GuardConfig, state: GuardState, found: list[Symptom]
+    config: GuardConfig, state: GuardState, found: list[Symptom], damaged: bool
 ) -> tuple[GuardState, list[Action]]:
     evidence = {
         "evidence": {
-            symptom.metric: {
+            DETECTORS[symptom.name].metric: {
                 "recent": symptom.recent,
                 "normal": symptom.normal,
                 "bound": symptom.bound,
@@ -104,18 +106,14 @@ def _with_symptoms(
             for symptom in found
         }
     }
-    actions: list[Action] = []
-    if not state.warned:
-        actions.append(Action("warned", evidence))
+    actions = [] if state.warned else [Action("warned", evidence)]
     state = replace(state, warned=True, quiet=0, recent_save=None)
-    damaged = any(symptom.damage for symptom in found)
-    if config.policy != "act" or not (damaged or len(found) > 1):
+    if not (config.acts and damaged):
         return state, actions
-    waited = state.since_measure + damaged
-    state = replace(state, since_measure=waited, **_raised(config, state))
+    state = replace(state, since_measure=state.since_measure + 1, **_raised(config, state))
     if state.measure == "none":
         action, state = "raised", replace(state, measure="raised", since_measure=0)
-    elif waited < config.patience or not damaged:
+    elif state.since_measure < config.patience:
         return state, actions
     else:
         action, state = _next_measure(config, state)
@@ -127,8 +125,6 @@ def _with_symptoms(
 
 def _next_measure(config: GuardConfig, state: GuardState) -> tuple[ActionName, GuardState]:
     """The measure after one that did not end the damage."""
-    if state.measure == "raised":
-        return "masked", replace(state, measure="masked", since_measure=0)
     if state.healthy_save is None or state.rollbacks == config.max_rollbacks:
         return "stopped", replace(state, measure="stopped")
     forgotten = {name: replace(series, recent=()) for name, series in state.watched.items()}

@@ -1,6 +1,6 @@
 """Carry out the guard's decisions around the step: events, the return to a checkpoint, the stop.
 
-Not here: the decision (guard.py); beta, lambda and masks, which a step takes from the guard's state
+Not here: the decision (guard.py); beta and lambda, which a step takes from the guard's state
 (train/step.py).
 """
 

@@ -11,9 +11,15 @@ from stable_opd_mcore.config.guard import GuardConfig
 from stable_opd_mcore.train.oversight.guard import GuardState, decide
 
 ACT = GuardConfig(policy="act", max_beta=0.8, max_lambda=0.4, relax_steps=10)
-HEALTHY = {"rollout/truncation_rate": 0.1, "rollout/response_length_mean": 100.0, "kl/teacher": 0.1}
-DRIFT = HEALTHY | {"rollout/response_length_mean": 150.0, "kl/teacher": 0.4}
-DAMAGE = DRIFT | {"rollout/truncation_rate": 0.9, "tokens/repetitive_share": 0.5}
+HEALTHY = {
+    "rollout/truncation_rate": 0.1,
+    "rollout/response_length_mean": 100.0,
+    "kl/teacher": 0.1,
+    "tokens/repetitive_share": 0.0,
+}
+LONGER = HEALTHY | {"rollout/response_length_mean": 150.0}
+HUMP = LONGER | {"rollout/truncation_rate": 0.8, "kl/teacher": 0.4}
+DAMAGE = HUMP | {"tokens/repetitive_share": 0.5}
 
 
 def follow(rows, config=ACT, state=None, first=1, every=10):
@@ -34,25 +40,22 @@ def test_measures_follow_one_another_while_damage_lasts():
     states, actions = follow([HEALTHY] * 45 + [DAMAGE] * 60)
     assert names(actions) == [
         (46, "warned"),
-        (46, "raised"),
-        (56, "masked"),
-        (66, "rolled_back"),
-        (80, "rolled_back"),
-        (94, "stopped"),
+        (47, "raised"),
+        (57, "rolled_back"),
+        (71, "rolled_back"),
+        (85, "stopped"),
     ]
-    evidence = actions[0][1].details["evidence"]
-    (seen,) = evidence.values()
-    assert list(evidence) == ["rollout/truncation_rate"]
-    assert seen["recent"] == pytest.approx((4 * 0.1 + 0.9) / 5)
+    seen = actions[0][1].details["evidence"]["rollout/truncation_rate"]
+    assert seen["recent"] == pytest.approx((4 * 0.1 + 0.8) / 5)
     assert seen["recent"] > seen["bound"] > seen["normal"] == pytest.approx(0.1)
-    assert actions[3][1].details["to_step"] == 30  # the save of step 40 had not proved healthy
+    assert actions[2][1].details["to_step"] == 30  # the save of step 40 had not proved healthy
     assert states[-1].measure == "stopped"
     assert states[-1].rollbacks == ACT.max_rollbacks
     assert decide(ACT, states[-1], 106, HEALTHY, True) == (states[-1], [])
 
 
 def test_beta_and_lambda_rise_to_their_bounds_and_decay_when_healthy():
-    states, actions = follow([HEALTHY] * 40 + [DRIFT] * 9 + [HEALTHY] * 100)
+    states, actions = follow([HEALTHY] * 40 + [DAMAGE] * 6 + [HEALTHY] * 100)
     betas = [state.beta for state in states]
     first = next(i for i, beta in enumerate(betas) if beta)
     assert betas[first : first + 4] == [0.2, 0.4, 0.8, 0.8]
@@ -71,32 +74,50 @@ def test_beta_and_lambda_rise_to_their_bounds_and_decay_when_healthy():
     assert states[-1].measure == "none"
 
 
-def test_drift_alone_is_never_masked_and_becomes_normal():
-    states, actions = follow([HEALTHY] * 40 + [DRIFT] * 400)
-    assert {name for _, name in names(actions)} == {"warned", "raised", "recovered"}
-    assert states[-1].watched["length"].normal == pytest.approx(150, rel=0.05)
-    assert states[-1].beta == 0
-
-
-LONGER = HEALTHY | {"rollout/response_length_mean": 150.0}
-
-
-def test_one_drifting_metric_is_a_warning_only():
-    states, actions = follow([HEALTHY] * 40 + [LONGER] * 20)
-    assert names(actions) == [(43, "warned")]
+def test_a_hump_of_truncation_is_a_warning_only():
+    hump = [HEALTHY | {"rollout/truncation_rate": 0.1 + 0.07 * n} for n in range(11)]
+    rows = [HEALTHY] * 40 + hump + [HUMP] * 30 + hump[::-1] + [HEALTHY] * 40
+    states, actions = follow(rows)
+    assert {name for _, name in names(actions)} == {"warned", "recovered"}
     assert all(state.beta == 0 for state in states)
 
 
-def test_normal_value_is_learnt_half_as_fast_while_it_drifts():
-    states, _ = follow([HEALTHY] * 40 + [LONGER] * 10)
-    normal = 100.0
-    for learnt in range(41, 51):
-        normal += (1 if learnt < 43 else 0.5) / learnt * (150 - normal)
-    assert states[-1].watched["length"].normal == pytest.approx(normal)
+@pytest.mark.parametrize(
+    ("rows", "start", "acts"),
+    [
+        ([HUMP | {"rollout/truncation_rate": 0.95}] * 10, 0.1, True),
+        ([HUMP | {"rollout/truncation_rate": 0.95}] * 10, 0.6, False),  # a small budget by design
+        ([HUMP | {"advantage/abs_share_repetitive": 0.4}] * 10, 0.1, True),
+        ([HUMP | {"rollout/accuracy_finished": 0.2}] * 10, 0.1, True),
+        ([HUMP | {"rollout/accuracy_finished": 0.9}] * 10, 0.1, False),
+        ([LONGER | {"tokens/repetitive_share": 0.5}] * 10, 0.1, False),  # none is cut
+    ],
+)
+def test_truncation_near_its_ceiling_or_with_broken_answers_starts_measures(rows, start, acts):
+    known = {
+        "rollout/truncation_rate": start,
+        "advantage/abs_share_repetitive": 0.0,
+        "rollout/accuracy_finished": 0.5,
+    }
+    _, actions = follow([HEALTHY | known] * 40 + rows)
+    assert ("raised" in [name for _, name in names(actions)]) is acts
 
 
-def test_drift_does_not_count_as_time_for_a_measure_to_help():
-    rows = [HEALTHY] * 45 + [DAMAGE] * 2 + [DRIFT] * 25 + [DAMAGE] * 3
+def test_the_ceiling_holds_also_where_truncation_rose_slowly():
+    rates = [min(0.1 + 0.004 * step, 0.97) for step in range(300)]
+    _, actions = follow([{"rollout/truncation_rate": rate} for rate in rates])
+    first = next(step for step, name in names(actions) if name == "raised")
+    assert rates[first - 1] == pytest.approx(0.9, abs=0.02)
+
+
+def test_growth_becomes_normal():
+    states, _ = follow([HEALTHY] * 40 + [HUMP] * 400)
+    assert states[-1].watched["length"].normal == pytest.approx(150, rel=0.05)
+    assert not states[-1].warned
+
+
+def test_growth_does_not_count_as_time_for_a_measure_to_help():
+    rows = [HEALTHY] * 45 + [DAMAGE] * 2 + [HUMP] * 8 + [DAMAGE] * 3
     assert [name for _, name in names(follow(rows)[1])] == ["warned", "raised"]
 
 
@@ -152,7 +173,7 @@ def test_without_a_healthy_save_the_run_stops_instead_of_rolling_back():
     assert [name for _, name in names(actions)][-1] == "stopped"
     never = ACT.model_copy(update={"max_rollbacks": 0})
     _, actions = follow([HEALTHY] * 45 + [DAMAGE] * 40, never)
-    assert [name for _, name in names(actions)] == ["warned", "raised", "masked", "stopped"]
+    assert [name for _, name in names(actions)] == ["warned", "raised", "stopped"]
 
 
 def test_damage_during_a_return_is_not_learnt_as_normal():

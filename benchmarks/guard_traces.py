@@ -1,0 +1,144 @@
+"""Replay the collapse guard over metrics that other runs have published.
+
+    python -m benchmarks.guard_traces FILE.csv [--json FILE]
+
+FILE.csv has a row per step: `wave,arm,seed,step` and any of the columns in COLUMNS. An empty cell
+is a metric that the run did not publish; it is absent, not zero. A replay shows when the guard
+would have warned, taken its first measure and stopped the run. The trace goes on as it was, so a
+measure that would have helped is followed by those that would not have been needed.
+
+Prints a line per run and, by how the runs ended, the share with a measure. Not here: the guard.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from stable_opd_mcore.config.guard import GuardConfig
+from stable_opd_mcore.errors import DataError
+from stable_opd_mcore.host.atomic_files import write_atomically
+from stable_opd_mcore.monitoring.onset import CEILING, SMALL_BUDGET
+from stable_opd_mcore.train.oversight.guard import GuardState, decide
+
+COLUMNS = {
+    "truncation_rate": "rollout/truncation_rate",
+    "response_length_mean": "rollout/response_length_mean",
+    "overlap_student_mass": "overlap/student_mass",
+    "accuracy_finished": "rollout/accuracy_finished",
+    "repetitive_share": "tokens/repetitive_share",
+    "kl_teacher": "kl/teacher",
+}
+SAVED_EVERY = 10  # steps between the checkpoints that the guard may return to
+HEALED = 0.3  # mean truncation of the last ten steps below which a run has healed
+WINDOW, START, END = 5, 20, 10  # steps of the recent mean, of a run's start and of its end
+
+Row = dict[str, float | None]
+Key = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What the guard would have done in one run, in steps; None: never."""
+
+    wave: str
+    arm: str
+    seed: str  # as in the file
+    first_warning: int | None
+    first_measure: int | None
+    stopped: int | None
+
+
+def read_traces(file: Path) -> dict[Key, list[tuple[int, Row]]]:
+    """(wave, arm, seed) -> its steps in the order of the file.
+
+    Raises:
+        DataError: a column is missing, or a cell is not a number; the message names the line.
+    """
+    runs: dict[Key, list[tuple[int, Row]]] = {}
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.DictReader(lines)
+        missing = {"wave", "arm", "seed", "step", "truncation_rate"} - set(reader.fieldnames or ())
+        if missing:
+            raise DataError(f"{file}: no column {', '.join(sorted(missing))}")
+        for row in reader:
+            try:
+                step = int(row["step"])
+                values = {m: _number(row.get(column)) for column, m in COLUMNS.items()}
+            except (TypeError, ValueError) as error:
+                raise DataError(f"{file}:{reader.line_num}: {error}") from error
+            runs.setdefault((row["wave"], row["arm"], row["seed"]), []).append((step, values))
+    return runs
+
+
+def _number(cell: str | None) -> float | None:
+    """None where a run did not publish the value, or published none that is finite."""
+    value = float(cell) if cell else None
+    return value if value is not None and math.isfinite(value) else None
+
+
+def replay(key: Key, rows: Sequence[tuple[int, Row]], config: GuardConfig) -> Replay:
+    """The guard's decisions over one trace."""
+    state, first = GuardState(), dict[str, int]()
+    for step, values in rows:
+        state, actions = decide(config, state, step, values, saved=step % SAVED_EVERY == 0)
+        for action in actions:
+            first.setdefault(action.name, step)
+    wave, arm, seed = key
+    stopped = first.get("stopped")
+    return Replay(wave, arm, seed, first.get("warned"), first.get("raised"), stopped)
+
+
+def ending(rates: Sequence[float]) -> str:
+    """How a run ended, by its truncation rates: small budget, healed, capped or between."""
+    start, end = rates[:START], rates[-END:]
+    if sum(start) / len(start) > SMALL_BUDGET:
+        return "small budget"
+    mean = sum(end) / len(end)
+    return "healed" if mean < HEALED else "capped" if mean >= CEILING else "between"
+
+
+def first_capped(rows: Sequence[tuple[int, Row]]) -> int | None:
+    """The first step whose mean truncation of WINDOW steps is above CEILING."""
+    cut = [(step, row["rollout/truncation_rate"]) for step, row in rows]
+    cut = [(step, rate) for step, rate in cut if rate is not None]
+    for last in range(WINDOW, len(cut) + 1):
+        if sum(rate for _, rate in cut[last - WINDOW : last]) / WINDOW > CEILING:
+            return cut[last - 1][0]
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--json", type=Path, help="write the runs as a list of objects")
+    options = parser.parse_args()
+    config = GuardConfig(policy="act")
+    runs = read_traces(options.file)
+    replays = {key: replay(key, rows, config) for key, rows in runs.items()}
+    ended: dict[str, list[Key]] = {}
+    print(f"{'run':<36} {'warning':>8} {'measure':>8} {'stop':>6} {'capped':>7}  end")
+    for key, found in replays.items():
+        rates = [row["rollout/truncation_rate"] for _, row in runs[key]]
+        how = ending([rate for rate in rates if rate is not None])
+        ended.setdefault(how, []).append(key)
+        numbers = (found.first_warning, found.first_measure, found.stopped, first_capped(runs[key]))
+        warning, measure, stop, capped = ("-" if step is None else step for step in numbers)
+        name = " ".join(part for part in key if part)
+        print(f"{name:<36} {warning:>8} {measure:>8} {stop:>6} {capped:>7}  {how}")
+    for how, keys in sorted(ended.items()):
+        measured = sum(replays[key].first_measure is not None for key in keys)
+        stopped = sum(replays[key].stopped is not None for key in keys)
+        print(f"{how}: a measure in {measured} of {len(keys)} runs, a stop in {stopped}")
+    if options.json:
+        text = json.dumps([asdict(found) for found in replays.values()], indent=1)
+        write_atomically(options.json, text.encode())
+
+
+if __name__ == "__main__":
+    main()
