@@ -62,7 +62,7 @@ def load_tokenizer(config: Config) -> Tokenizer:
     """The student's tokenizer, with the student's stop ids."""
     path = config.tokenizer.path or config.student.path
     assert path is not None, "the schema asks for one of the two"
-    return Tokenizer.load(path, config.student.stop_token_ids)
+    return Tokenizer.load(path, config.student.stop_token_ids, config.student.chat_template_kwargs)
 
 
 def load_teacher_tokenizer(config: Config) -> Tokenizer | None:
@@ -71,7 +71,7 @@ def load_teacher_tokenizer(config: Config) -> Tokenizer | None:
     if path is None or not (Path(path) / "tokenizer.json").is_file():
         return None
     assert config.teacher is not None
-    return Tokenizer.load(path, config.teacher.stop_token_ids)
+    return Tokenizer.load(path, config.teacher.stop_token_ids, config.teacher.chat_template_kwargs)
 
 
 def teacher_stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...] | None:
@@ -133,7 +133,7 @@ def held_out_prompts(
     """Rows as prompts that leave room for an evaluation's response."""
     return PromptSet(
         rows,
-        tokenizer,
+        tokenizer.with_template_kwargs(config.evaluation.chat_template_kwargs),
         config.data,
         window=architecture.max_positions,
         max_new_tokens=config.evaluation.max_new_tokens or config.sampling.max_new_tokens,

@@ -5,6 +5,8 @@ Not here: the held-out problems themselves (data.py, `data.eval`).
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field, PositiveInt
 
 from stable_opd_mcore.config.section import Section
@@ -31,6 +33,8 @@ class EvaluationConfig(Section):
     """Of held-out responses; 0: greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling of held-out responses."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Arguments of the chat template for held-out prompts. `null`: the student's."""
     max_new_tokens: PositiveInt | None = None
     """Longest held-out response; `null`: `sampling.max_new_tokens`."""
     also_greedy: bool = False

@@ -36,6 +36,10 @@ class ModelConfig(Section):
     ends an assistant turn in the chat template, then the `eos_token_id` of generation_config.json,
     of config.json and of the tokenizer."""
 
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+    """Arguments of the chat template, such as `enable_thinking: false`. One that the template never
+    reads is refused. The student's render every prompt."""
+
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if self.path is not None and self.architecture is not None:

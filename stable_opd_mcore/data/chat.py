@@ -13,11 +13,13 @@ Not here: the check of lengths against a window (data/prompts.py).
 
 from __future__ import annotations
 
+import copy
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
@@ -25,6 +27,7 @@ from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
 from stable_opd_mcore.data.synthetic import PAD, PROMPT_END, SECOND_STOP, STOP, VOCABULARY
+from stable_opd_mcore.data.template_variables import refuse_unread
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.host.json_files import read_json_object, require_size
 
@@ -59,26 +62,35 @@ class Tokenizer:
         backend: PreTrainedTokenizerFast,
         path: str,
         stop_token_ids: Sequence[int] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ):
         self.path = path
         self._backend = backend
+        self._template_kwargs = dict(template_kwargs or {})
+        refuse_unread(self._template_kwargs, self._template, path)
         self._is_synthetic = backend.get_vocab().keys() == set(VOCABULARY)
         model_dir = Path(path) if Path(path).is_dir() else None
         self.stop_token_ids = resolve_stop_ids(model_dir, self, stop_token_ids)
 
     @classmethod
-    def load(cls, path: str, stop_token_ids: Sequence[int] | None = None) -> Tokenizer:
+    def load(
+        cls,
+        path: str,
+        stop_token_ids: Sequence[int] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Tokenizer:
         """From a directory with tokenizer.json, or the built-in "synthetic" one.
 
         Args:
             stop_token_ids: replaces the ids found in the directory (see `resolve_stop_ids`).
+            template_kwargs: arguments of the chat template, such as enable_thinking.
 
         Raises:
-            DataError: no such directory, no tokenizer.json in it, files that cannot be loaded, or
-                no valid stop token.
+            DataError: no such directory, no tokenizer.json in it, files that cannot be loaded, no
+                valid stop token, or an argument that the chat template never reads.
         """
         if path == SYNTHETIC:
-            return cls(_synthetic_backend(), SYNTHETIC, stop_token_ids)
+            return cls(_synthetic_backend(), SYNTHETIC, stop_token_ids, template_kwargs)
         directory = Path(path)
         if not directory.is_dir():
             raise DataError(
@@ -102,7 +114,20 @@ class Tokenizer:
             raise DataError(
                 f"{path}: its tokenizer files cannot be loaded: {error}; download them again"
             ) from error
-        return cls(backend, path, stop_token_ids)
+        return cls(backend, path, stop_token_ids, template_kwargs)
+
+    def with_template_kwargs(self, template_kwargs: Mapping[str, Any] | None) -> Tokenizer:
+        """This tokenizer with other arguments of the chat template; None: the same ones.
+
+        Raises:
+            DataError: an argument that the chat template never reads.
+        """
+        if template_kwargs is None:
+            return self
+        other = copy.copy(self)
+        other._template_kwargs = dict(template_kwargs)
+        refuse_unread(other._template_kwargs, self._template, self.path)
+        return other
 
     def save(self, directory: str | Path) -> None:
         """Write tokenizer.json, its config, its chat template and generation_config.json.
@@ -151,6 +176,10 @@ class Tokenizer:
     @property
     def has_template(self) -> bool:
         return self._backend.chat_template is not None
+
+    @property
+    def _template(self) -> str | None:
+        return self._backend.get_chat_template() if self.has_template else None
 
     @cached_property
     def turn_end_id(self) -> int | None:
@@ -280,7 +309,10 @@ class Tokenizer:
         """
         try:
             text = self._backend.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=generation_prompt
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                **self._template_kwargs,
             )
         except Exception as error:  # a template is foreign code, which may raise anything
             raise DataError(

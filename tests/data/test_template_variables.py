@@ -1,0 +1,57 @@
+"""Arguments that a chat template reads, and the refusal of those that it ignores."""
+
+import json
+
+import pytest
+
+from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.data.template_variables import refuse_unread, template_variables
+from stable_opd_mcore.errors import DataError
+from tests.real_data import real_data
+
+
+def test_variables_are_what_a_template_reads_and_nobody_else_gives():
+    assert template_variables(
+        "{{ bos_token }}{% set a = 1 %}{% for m in messages %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{% if loop.last %}{% break %}{% endif %}{% endfor %}{{ a + b }}"
+        "{% if enable_thinking is defined and add_generation_prompt %}{% endif %}"
+    ) == {"b", "enable_thinking"}
+    with pytest.raises(DataError, match="no valid Jinja"):
+        template_variables("{% if %}")
+
+
+def test_an_argument_that_is_never_read_is_refused_with_those_that_are():
+    refuse_unread({}, None, "model")
+    refuse_unread({"a": 1}, "{{ a }}", "model")
+    with pytest.raises(DataError, match=r"model: .* never reads c of .* it reads a, b"):
+        refuse_unread({"a": 1, "c": 2}, "{{ a }}{{ b }}", "model")
+    with pytest.raises(DataError, match="no chat template"):
+        refuse_unread({"a": 1}, None, "model")
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    """Qwen3's template over Qwen2.5's vocabulary."""
+    directory = tmp_path_factory.mktemp("qwen3")
+    source = real_data("tokenizers/Qwen2.5-Math-1.5B")
+    (directory / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+    own = json.loads((source / "tokenizer_config.json").read_text())
+    template = json.loads((real_data("tokenizers/Qwen3") / "tokenizer_config.json").read_text())
+    own["chat_template"] = template["chat_template"]
+    (directory / "tokenizer_config.json").write_text(json.dumps(own))
+    return str(directory)
+
+
+def test_thinking_is_switched_off_for_training_and_on_for_evaluation(qwen3):
+    student = Tokenizer.load(qwen3, template_kwargs={"enable_thinking": False})
+    off = student.render_prompt("1+1?")
+    assert off.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert student.with_template_kwargs(None) is student
+    on = student.with_template_kwargs({"enable_thinking": True}).render_prompt("1+1?")
+    assert on.endswith("<|im_start|>assistant\n")
+    assert student.render_prompt("1+1?") == off
+    assert student.stop_token_ids == Tokenizer.load(qwen3).stop_token_ids
+    with pytest.raises(DataError, match=r"never reads thinking .* it reads .*enable_thinking"):
+        student.with_template_kwargs({"thinking": False})
+    with pytest.raises(DataError, match="never reads thinking"):
+        Tokenizer.load(qwen3, template_kwargs={"thinking": False})
