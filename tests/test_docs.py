@@ -2,12 +2,16 @@
 
 import importlib.util
 import re
+import shlex
 import subprocess
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import typer
 
 from stable_opd_mcore.cli import app
+from stable_opd_mcore.config.load import load_config
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
@@ -65,10 +69,92 @@ def test_named_commands_exist(document):
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
-    for module in re.findall(r"python3? -m ((?:stable_opd_mcore|benchmarks)[\w.]*)", text):
+    for module in re.findall(r"python3? -m ((?:stable_opd_mcore|benchmarks|tools)[\w.]*)", text):
         assert importlib.util.find_spec(module), f"python -m {module}"
     commands = {
         command.callback.__name__ for command in app.registered_commands if command.callback
     }
     for line in re.findall(r"(?:^|`)[\w./-]*?stable-opd ([a-z]+)", text, re.MULTILINE):
         assert line in commands, f"stable-opd {line}"
+
+
+COMMAND = typer.main.get_command(app)
+KEYS = set(
+    re.findall(r"^\| `([\w.]+)`", (ROOT / "docs/configuration.md").read_text(), re.MULTILINE)
+)
+PLACEHOLDER = re.compile(r"(?<![\w$])[A-Z][A-Z_]{2,}(?![\w-])")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PROGRAMS = r"make|stable-opd|torchrun(\.sh)?|sbatch|bash|ssh|hf|git|docker|enroot|nemo|python[\d.]*"
+SAYS_HOW = [*DOCUMENTS, ROOT / "configs" / "README.md"]
+
+
+def shell_commands(text: str) -> Iterator[tuple[list[str], str]]:
+    """The words of each command in the shell blocks of a document, and the line it stands in."""
+    for language, block in BLOCK.findall(text):
+        if language not in ("", "bash", "sh"):
+            continue
+        for line in block.replace("\\\n", " ").splitlines():
+            try:
+                words = shlex.split(line.removeprefix("$ "), comments=True)
+            except ValueError:  # what a command printed
+                continue
+            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                del words[0]
+            if words and re.fullmatch(PROGRAMS, Path(words[0]).name):
+                yield words, line
+
+
+def check_command(words: Sequence[str], line: str) -> None:
+    """Fail where a command of this project would not be understood as it is printed."""
+    program = Path(words[0]).name
+    if program == "make":
+        makefile = (ROOT / "Makefile").read_text()
+        for target in (word for word in words[1:] if "=" not in word):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), line
+    elif program in ("stable-opd", "torchrun.sh"):
+        assert program == "stable-opd" or (ROOT / words[0]).is_file(), line
+        check_verb(words[1:], line)
+    elif "stable_opd_mcore" in words:
+        check_verb(words[words.index("stable_opd_mcore") + 1 :], line)
+    elif program in ("sbatch", "bash") or re.fullmatch(r"python[\d.]*", program):
+        script = next((n for n, word in enumerate(words) if word.endswith((".sh", ".py"))), None)
+        if script is not None and not words[script].startswith("build/"):
+            assert (ROOT / words[script]).is_file(), line
+            if words[script].startswith("slurm/"):
+                check_settings(words[script + 1 :], line)
+
+
+def check_verb(words: Sequence[str], line: str) -> None:
+    verb = COMMAND.commands[words[0]]  # pyright: ignore[reportAttributeAccessIssue]
+    verb.make_context(words[0], list(words[1:]))  # raises for an option that does not exist
+    check_settings([word for word in words[1:] if not word.startswith("-")], line)
+
+
+def check_settings(words: Sequence[str], line: str) -> None:
+    """The configs exist and load with the overrides; no path of another machine is left in them."""
+    overrides = [word for word in words if "=" in word]
+    for override in overrides:
+        assert override.partition("=")[0] in KEYS, line
+    assert not any("..." in word for word in words), f"{line}: say what to put in"
+    for path in (word for word in words if word.endswith(".yaml") and not word.startswith("runs/")):
+        assert (ROOT / path).is_file(), line
+        config = load_config(ROOT / path, [o for o in overrides if not PLACEHOLDER.search(o)])
+        given = {override.partition("=")[0] for override in overrides}
+        needed = {
+            "data.train.path": config.data.train.path,
+            "tokenizer.path": config.tokenizer.path,
+        }
+        if config.data.eval is not None:
+            needed["data.eval.path"] = config.data.eval.path
+        outside = {key for key, value in needed.items() if value and value.startswith("../")}
+        assert outside <= given, f"{line}: {path} needs {outside - given} too"
+
+
+@pytest.mark.parametrize("document", SAYS_HOW, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_run_as_printed_or_say_what_to_put_in(document):
+    text = document.read_text(encoding="utf-8")
+    explained = BLOCK.sub("", text) + " ".join(re.findall(r"#.*", text))
+    for words, line in shell_commands(text):
+        check_command(words, line)
+        for name in set(PLACEHOLDER.findall(" ".join(words[1:]))):
+            assert name in explained or f"{name}=" in line, f"{line}: what is {name}?"

@@ -2,13 +2,11 @@
 
 from pathlib import Path
 
-from stable_opd_mcore.config.settings_page import settings_page
+from tools.settings_page import settings_page
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_configuration_page_is_current():
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert page == settings_page(), (
-        "run: python -m stable_opd_mcore.config.settings_page > docs/configuration.md"
-    )
+    assert page == settings_page(), "run: python -m tools.settings_page > docs/configuration.md"

@@ -1,6 +1,6 @@
 """docs/configuration.md, written from the settings: every key, its type, default and meaning.
 
-    python -m stable_opd_mcore.config.settings_page > docs/configuration.md
+    python -m tools.settings_page > docs/configuration.md
 
 Not here: the meanings themselves, which are the texts under the fields of each section.
 """
@@ -18,7 +18,7 @@ A config is one YAML file with these keys. Any of them can be overridden on the 
 `stable-opd train CONFIG train.steps=10 kl.beta=0.1`. A key without a default is required. An
 unknown key or a value of another type ends the run with one message.
 
-*This page is generated: `python -m stable_opd_mcore.config.settings_page > docs/configuration.md`.*
+*This page is generated: `python -m tools.settings_page > docs/configuration.md`.*
 """
 
 _NAMES = {"integer": "int", "number": "float", "string": "str", "boolean": "bool", "object": "map"}
