@@ -116,20 +116,22 @@ def check(
     nodes: TrainerNodes = 1,
     gpus_per_node: GpusPerNode = 8,
     server_nodes: ServerNodes = 0,
-    gpu: Annotated[str, typer.Option(help="h200 or h100; cpu: a run without GPUs.")] = "h200",
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="h200, h100 or cpu; default: h200, and cpu with train.precision=fp32."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Say what does not go together in a pair, a config or a run directory; code 1: errors."""
     from stable_opd_mcore.checks.checklist import check_file, check_pair
-    from stable_opd_mcore.checks.known import Place
     from stable_opd_mcore.planning.hardware import device_named
     from stable_opd_mcore.planning.plan import Cluster
 
     if config is not None and student is None and teacher is None:
-        place = Place(Cluster(nodes, gpus_per_node, server_nodes), gpu)
-        if place.on_gpu:
+        if gpu not in (None, "cpu"):
             device_named(gpu)  # refuses an unknown name
-        report = check_file(config, overrides or [], place)
+        cluster = Cluster(nodes, gpus_per_node, server_nodes)
+        report = check_file(config, overrides or [], cluster, gpu)
     elif config is None and student is not None and teacher is not None:
         report = check_pair(student, teacher)
     else:

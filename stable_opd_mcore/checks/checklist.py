@@ -21,40 +21,44 @@ from stable_opd_mcore.checks import (
     run_directory,
     sampling,
     software,
-    stop_tokens,
+    stops,
     templates,
     tokens,
 )
-from stable_opd_mcore.checks.finding import Finding, refused
+from stable_opd_mcore.checks.finding import Finding, finding, refused
 from stable_opd_mcore.checks.known import Known, Place
-from stable_opd_mcore.checks.pair import ModelFiles, Pair, read_model, read_pair
+from stable_opd_mcore.checks.pair import EXAMPLE, ModelFiles, Pair, read_model, read_pair
 from stable_opd_mcore.checks.printing import Report, by_severity, finding_text
-from stable_opd_mcore.checks.software import Software, installed
+from stable_opd_mcore.checks.software import installed
 from stable_opd_mcore.config.cold_start import cold_start_config
 from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError, UserError
 from stable_opd_mcore.host.printable_text import printable
+from stable_opd_mcore.planning.plan import Cluster
 
-OF_A_PAIR: tuple[Callable[[Pair], Iterable[Finding]], ...] = (
+# Findings of a pair, of what is known of a run, or of the software; an error that `train` has too
+# is raised.
+Check = Callable[[Any], Iterable[Finding] | None]
+OF_A_PAIR: tuple[Check, ...] = (
     tokens.clashing_ids,
     tokens.tokens_of_one_model,
     tokens.first_token,
     tokens.missing_bos,
     tokens.contradicting_bos,
-    stop_tokens.different_stops,
-    stop_tokens.end_of_turn_is_no_eos,
+    stops.different_stops,
+    stops.end_of_turn_is_no_eos,
     templates.absent_templates,
     templates.different_prompts,
     templates.thought_tokens,
     templates.opened_thoughts,
     templates.deleted_thoughts,
 )
-OF_A_COLD_START: tuple[Callable[[Known], Iterable[Finding]], ...] = (
+OF_A_COLD_START: tuple[Check, ...] = (
     data.usable_rows,
     run_directory.other_settings,
 )
-OF_A_RUN: tuple[Callable[[Known], Iterable[Finding]], ...] = (
+OF_A_RUN: tuple[Check, ...] = (
     models.student_settings,
     models.teacher_settings,
     models.weights,
@@ -77,7 +81,7 @@ OF_A_RUN: tuple[Callable[[Known], Iterable[Finding]], ...] = (
     run_directory.other_settings,
     run_directory.disk,
 )
-OF_THE_SOFTWARE: tuple[Callable[[Software], Iterable[Finding]], ...] = (
+OF_THE_SOFTWARE: tuple[Check, ...] = (
     software.apex,
     software.unfused,
 )
@@ -98,9 +102,13 @@ def check_pair(student: str, teacher: str) -> Report:
 def check_models(student: ModelFiles, teacher: ModelFiles) -> Report:
     """Two models whose directories are read."""
     pair = read_pair(student, teacher)
-    findings = [_no_settings(model) for model in pair.models if not model.settings]
+    findings = [
+        finding("no-settings", place=model.place, role=model.role)
+        for model in pair.models
+        if not model.settings
+    ]
     findings += _found(OF_A_PAIR, pair)
-    return Report(tuple(findings), tuple(_pair_facts(pair)), _prompts(pair))
+    return Report(tuple(findings), tuple(_pair_facts(pair)), _prompts(pair, EXAMPLE))
 
 
 def check_config(config: Config, place: Place | None, accept_changes: bool = False) -> Report:
@@ -119,25 +127,35 @@ def check_config(config: Config, place: Place | None, accept_changes: bool = Fal
     except UserError as error:
         findings.append(refused("files", error))
     else:
-        findings += [*_unknown_teacher(pair), *_found(OF_A_PAIR, pair)]
-        facts, prompts = _pair_facts(pair), _prompts(pair)
+        if pair.teacher_gap is not None:
+            findings.append(finding("unknown-teacher", gap=pair.teacher_gap))
+        findings += _found(OF_A_PAIR, pair)
+        facts, prompts = _pair_facts(pair), _prompts(pair, known.example)
     findings += _found(OF_A_RUN, known)
     if config.cold_start is not None:
         cold = Known(cold_start_config(config), place, accept_changes)
         findings += _found(OF_A_COLD_START, cold)
     here = installed(on_gpu=place is not None and place.on_gpu)
     findings += _found(OF_THE_SOFTWARE, here)
-    facts += [*_layout_facts(known), here.line()]
+    facts += [*_facts(data.facts, known), *_facts(layout.facts, known), here.line()]
     return Report(tuple(_distinct(findings)), tuple(facts), prompts)
 
 
-def check_file(path: Path, overrides: Sequence[str], place: Place) -> Report:
-    """A config's file with overrides; one that cannot be loaded is an error of the report."""
+def check_file(
+    path: Path, overrides: Sequence[str], cluster: Cluster, gpu: str | None = None
+) -> Report:
+    """A config's file with overrides; one that cannot be loaded is an error of the report.
+
+    Args:
+        gpu: of the job. None: as the config's train.precision says; fp32 is for a CPU.
+    """
     try:
         config = load_config(path, overrides)
     except UserError as error:
         return Report((refused("config", error),))
-    return check_config(config, place)
+    if gpu is None:
+        gpu = "cpu" if config.train.precision == "fp32" else "h200"
+    return check_config(config, Place(cluster, gpu))
 
 
 def refuse_errors(report: Report) -> None:
@@ -149,18 +167,18 @@ def refuse_errors(report: Report) -> None:
         return
     if len(report.errors) == 1 and not report.errors[0].values:
         raise ConfigError(printable(report.errors[0].title))
-    texts = "\n".join(finding_text(finding) for finding in by_severity(report.errors))
+    texts = "\n".join(map(finding_text, by_severity(report.errors)))
     raise ConfigError(
         f"the checks before the start found {len(report.errors)} errors (`stable-opd check` shows "
         f"all findings):\n{texts}"
     )
 
 
-def _found(checks: Iterable[Callable[[Any], Iterable[Finding]]], subject: object) -> list[Finding]:
+def _found(checks: Iterable[Check], subject: object) -> list[Finding]:
     findings: list[Finding] = []
     for check in checks:
         try:
-            findings += check(subject)
+            findings += check(subject) or ()
         except UserError as error:
             findings.append(refused(check.__module__.rpartition(".")[2].replace("_", " "), error))
     return _distinct(findings)
@@ -169,9 +187,8 @@ def _found(checks: Iterable[Callable[[Any], Iterable[Finding]]], subject: object
 def _distinct(findings: Iterable[Finding]) -> list[Finding]:
     """Each once: several checks may need the same broken file."""
     seen: dict[str, Finding] = {}
-    for finding in findings:
-        key = finding.title if not finding.values else repr(finding)
-        seen.setdefault(key, finding)
+    for each in findings:
+        seen.setdefault(repr(each) if each.values else each.title, each)
     return list(seen.values())
 
 
@@ -181,49 +198,23 @@ def _pair_facts(pair: Pair) -> list[str]:
         f"{model.settings.get('vocab_size', 'an unknown number of')} rows"
         for model in pair.models
     ]
-    return [*lines, *stop_tokens.stop_class(pair)]
+    return [*lines, *stops.stop_class(pair)]
 
 
-def _layout_facts(known: Known) -> list[str]:
+def _facts(read: Callable[[Known], list[str]], known: Known) -> list[str]:
     try:
-        return layout.facts(known)
+        return read(known)
     except UserError:  # a finding says so
         return []
 
 
-def _prompts(pair: Pair) -> tuple[tuple[str, str], ...]:
-    """An example exchange by each template; the student's alone where the teacher has the same."""
+def _prompts(pair: Pair, problem: str) -> tuple[tuple[str, str], ...]:
+    """A problem's prompt by each template; the student's alone where the teacher has the same."""
     shown = []
     for model in pair.models_with_own_tokenizer:
         try:
-            text = templates.example_turns(model) if model.tokenizer.has_template else "no template"
+            text = templates.shown_prompt(model, problem)
         except UserError:  # a finding says so
             text = "the template fails"
         shown.append((model.role, text))
     return tuple(shown)
-
-
-def _no_settings(model: ModelFiles) -> Finding:
-    return Finding(
-        "note",
-        "files",
-        f"{model.place} has no config.json",
-        ((model.role, "no config.json"), ("expected", "the model's config.json")),
-        "its stop ids, BOS and number of rows there are not compared",
-        f"download config.json of the {model.role}",
-    )
-
-
-def _unknown_teacher(pair: Pair) -> list[Finding]:
-    if pair.teacher_gap is None:
-        return []
-    return [
-        Finding(
-            "warning",
-            "files",
-            "the teacher's tokenizer is not known",
-            (("teacher", pair.teacher_gap), ("assumed", "the student's tokenizer and template")),
-            "ids that mean other tokens to the teacher are not found",
-            "teacher.path, a directory with its tokenizer.json and config.json",
-        )
-    ]

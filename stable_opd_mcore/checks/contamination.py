@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from stable_opd_mcore.checks.finding import Finding
+from stable_opd_mcore.checks.finding import Finding, finding
 from stable_opd_mcore.checks.known import Known
 from stable_opd_mcore.data.decontamination import BenchmarkIndex, BenchmarkProblem
 from stable_opd_mcore.data.synthetic import SYNTHETIC
@@ -28,14 +28,7 @@ def benchmark_problems(known: Known) -> Iterator[Finding]:
     if directory is None or not evaluation.benchmarks or source.path.startswith(SYNTHETIC):
         return
     if not Path(directory).is_dir():
-        yield Finding(
-            "note",
-            "contamination",
-            "the benchmarks are not on this machine, so none is looked for in data.train",
-            (("evaluation.benchmark_directory", directory), ("found", "no such directory")),
-            "problems of the benchmarks may be trained on",
-            "`stable-opd prepare` writes the benchmarks, and training data without their problems",
-        )
+        yield finding("absent-benchmarks", directory=directory)
         return
     index = BenchmarkIndex(
         BenchmarkProblem(name, row.row_id, row.problem)
@@ -45,16 +38,14 @@ def benchmark_problems(known: Known) -> Iterator[Finding]:
     problems = known.prompts.problems()
     matches = [match for match in map(index.find, problems) if match is not None]
     if matches:
-        of = Counter(match.benchmark for match in matches)
-        first = matches[0]
-        yield Finding(
-            "warning",
-            "contamination",
-            f"{len(matches)} of {len(problems)} training problems are problems of a benchmark",
-            (
-                ("benchmarks", ", ".join(f"{name} {count}" for name, count in of.items())),
-                (f"first of them ({first.row_id}, {first.kind})", f"{first.words:.100}"),
-            ),
-            "accuracy on these benchmarks measures what was trained on",
-            f"`stable-opd prepare`, or remove the rows from {source.path}",
+        of, first = Counter(match.benchmark for match in matches), matches[0]
+        yield finding(
+            "benchmark-problems",
+            matches=len(matches),
+            number=len(problems),
+            benchmarks=", ".join(f"{name} {count}" for name, count in of.items()),
+            row_id=first.row_id,
+            kind=first.kind,
+            words=first.words,
+            path=source.path,
         )

@@ -1,12 +1,18 @@
 """What a check found: how severe, the two values that do not go together, what follows, the remedy.
 
-Not here: how findings are shown (printing.py).
+    yield finding("dropped-rows", dropped=1, name="data.train", rows=9, window=128)
+
+findings.yaml holds the texts. Not here: how findings are shown (printing.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
@@ -26,6 +32,24 @@ class Finding:
     remedy: str = ""  # the setting that mends it
 
 
+def finding(name: str, /, **fields: Any) -> Finding:
+    """The finding `name` of findings.yaml, its braces filled with `fields`."""
+    text = _texts()[name]
+    return Finding(
+        text.get("severity", "warning"),
+        text["subject"],
+        text["title"].format(**fields),
+        tuple((k.format(**fields), v.format(**fields)) for k, v in text["values"].items()),
+        text["effect"].format(**fields),
+        text["remedy"].format(**fields),
+    )
+
+
 def refused(subject: str, error: Exception) -> Finding:
     """An error that also ends `train`; its message names the values and the remedy."""
     return Finding("error", subject, str(error), consequence="a run with it ends at its start")
+
+
+@cache
+def _texts() -> dict[str, dict[str, Any]]:
+    return yaml.safe_load((Path(__file__).parent / "findings.yaml").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What is known of a run before its models are loaded; each part is read once, when asked for.
+"""What is known of a run before its models are loaded; each part is read at its first use.
 
 `train` reads the same parts by the same functions (run_inputs.py), so a part that cannot be read
 raises here the UserError that ends `train`. Not here: what does not go together.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from stable_opd_mcore.checks.pair import Pair, configured_pair
+from stable_opd_mcore.checks.pair import EXAMPLE, Pair, configured_pair
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.prompts import PromptSet
@@ -28,6 +28,8 @@ from stable_opd_mcore.run_inputs import (
     teacher_stop_ids,
 )
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Place:
@@ -41,58 +43,62 @@ class Place:
         return self.gpu != "cpu"
 
 
+class once(Generic[T]):
+    """As functools.cached_property, and a UserError is kept too and raised again."""
+
+    def __init__(self, read: Callable[[Any], T]):
+        self._read = read
+
+    def __get__(self, known: Known, owner: type | None = None) -> T:
+        name = self._read.__name__
+        if name not in known.parts:
+            try:
+                known.parts[name] = self._read(known)
+            except UserError as error:
+                known.parts[name] = error
+        if isinstance(known.parts[name], UserError):
+            raise known.parts[name]
+        return known.parts[name]
+
+
 class Known:
-    """A run's config and, when asked for, what its files say.
+    """A run's config, and what the files that it names say.
 
     Args:
-        place: None: not known, so memory and servers are not checked.
-        accept_changes: whether the run is resumed with other settings on purpose.
+        place: the job's GPUs; None where they are unknown: memory and servers are not checked then.
+        accept_changes: as --accept-changes of `train`.
     """
 
     def __init__(self, config: Config, place: Place | None, accept_changes: bool = False):
         self.config, self.place, self.accept_changes = config, place, accept_changes
-        self._parts: dict[str, Any] = {}
+        self.parts: dict[str, Any] = {}  # what was read, or the error that reading raised
 
-    def _once(self, name: str, read: Callable[[], Any]) -> Any:
-        """The part, or the same error again."""
-        if name not in self._parts:
-            try:
-                self._parts[name] = read()
-            except UserError as error:
-                self._parts[name] = error
-        if isinstance(self._parts[name], UserError):
-            raise self._parts[name]
-        return self._parts[name]
-
-    @property
+    @once
     def tokenizer(self) -> Tokenizer:
         """The student's."""
-        return self._once("tokenizer", lambda: load_tokenizer(self.config))
+        return load_tokenizer(self.config)
 
-    @property
+    @once
     def teacher_tokenizer(self) -> Tokenizer | None:
-        return self._once("teacher tokenizer", lambda: load_teacher_tokenizer(self.config))
+        return load_teacher_tokenizer(self.config)
 
-    @property
+    @once
     def teacher_stops(self) -> tuple[int, ...] | None:
         """None without a teacher."""
         if self.teacher_tokenizer is not None:
             return self.teacher_tokenizer.stop_token_ids
-        return self._once("stops", lambda: teacher_stop_ids(self.config, self.tokenizer))
+        return teacher_stop_ids(self.config, self.tokenizer)
 
-    @property
+    @once
     def objective(self) -> Objective:
-        return self._once(
-            "objective",
-            lambda: build_objective(self.config, self.tokenizer.stop_token_ids, self.teacher_stops),
-        )
+        return build_objective(self.config, self.tokenizer.stop_token_ids, self.teacher_stops)
 
-    @property
+    @once
     def architecture(self) -> Architecture:
         """The student's."""
-        return self._once("student", lambda: configured_architecture(self.config.student))
+        return configured_architecture(self.config.student)
 
-    @property
+    @once
     def teacher_architecture(self) -> Architecture | None:
         """None without a teacher, or where only its address is known."""
         teacher = self.config.teacher
@@ -100,40 +106,34 @@ class Known:
             return None
         if teacher.engine == "sglang":  # SGLang builds it, whatever its family
             return None
-        return self._once("teacher", lambda: configured_architecture(teacher))
+        return configured_architecture(teacher)
 
-    @property
+    @once
     def pair(self) -> Pair:
-        return self._once(
-            "pair",
-            lambda: configured_pair(
-                self.config,
-                self.tokenizer,
-                self.teacher_tokenizer,
-                self.teacher_stops,
-                self.objective,
-            ),
-        )
+        own, teacher = self.tokenizer, self.teacher_tokenizer
+        return configured_pair(self.config, own, teacher, self.teacher_stops, self.objective)
 
-    @property
+    @once
     def plan(self) -> Plan | None:
         """Memory by `stable-opd plan`; None where the GPU or its memory is not known."""
         place = self.place
         if place is None or place.gpu not in DEVICES:
             return None
-        return self._once("plan", lambda: make_plan(self.config, place.cluster, place.gpu))
+        return make_plan(self.config, place.cluster, place.gpu)
 
-    @property
+    @once
     def prompts(self) -> PromptSet:
         """The training prompts, with golden solutions where the objective trains on them."""
-        return self._once(
-            "prompts",
-            lambda: load_prompts(self.config, self.tokenizer, self.architecture, self.objective),
-        )
+        return load_prompts(self.config, self.tokenizer, self.architecture, self.objective)
+
+    @once
+    def held_out(self) -> PromptSet | None:
+        return load_held_out(self.config, self.tokenizer, self.architecture)
 
     @property
-    def held_out(self) -> PromptSet | None:
-        return self._once(
-            "held out",
-            lambda: load_held_out(self.config, self.tokenizer, self.architecture),
-        )
+    def example(self) -> str:
+        """The first training problem; another one where `train` refuses the rows."""
+        try:
+            return self.prompts.problems()[0]
+        except UserError:
+            return EXAMPLE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stable_opd_mcore.checks.finding import Finding
+from stable_opd_mcore.checks.finding import Finding, finding
 from stable_opd_mcore.checks.known import Known
 from stable_opd_mcore.config.schema import ModelConfig
 from stable_opd_mcore.config.training import Fp8Role
@@ -21,7 +21,7 @@ from stable_opd_mcore.run_inputs import (
 )
 
 
-def layout(known: Known) -> Iterator[Finding]:
+def layout(known: Known) -> None:
     """Models that do not fit these ranks, also in FP8; expert ranks without experts; GPUs that the
     ranks do not divide.
     """
@@ -50,7 +50,6 @@ def layout(known: Known) -> Iterator[Finding]:
         layout_of(parallel, place.cluster.trainer_gpus)
         if place.gpu in DEVICES or not place.on_gpu:
             plan_topology(known.config, place.cluster, place.gpu)
-    yield from ()
 
 
 def _refuse_fp8(known: Known, role: Fp8Role, model: Architecture | None) -> None:
@@ -73,7 +72,7 @@ def facts(known: Known) -> list[str]:
     Raises:
         UserError: the layout does not fit.
     """
-    list(layout(known))
+    layout(known)
     student, parallel = known.architecture, known.config.parallel
     stages = parallel.pipeline * (parallel.virtual_pipeline or 1)
     rows = -(-student.vocab_size // parallel.tensor)
@@ -102,30 +101,19 @@ def memory(known: Known) -> Iterator[Finding]:
     if known.place is None or not known.place.on_gpu:
         return
     if known.place.gpu not in DEVICES:
-        yield Finding(
-            "note",
-            "memory",
-            "memory is not checked on a GPU of this kind",
-            (("GPU", known.place.gpu), ("known", ", ".join(DEVICES))),
-            "a run that does not fit ends when it is out of memory",
-            "`stable-opd plan --gpu` of the known kind whose memory is nearest",
-        )
+        yield finding("unknown-gpu", gpu=known.place.gpu, known=", ".join(DEVICES))
         return
     plan = known.plan
     if plan is None or plan.memory.fits:
         return
     is_mendable = plan.largest_micro_batch or plan.choice.best.memory.fits
-    needed, usable = plan.memory.peak_bytes / GIB, plan.memory.usable_bytes / GIB
-    yield Finding(
-        "warning" if is_mendable else "error",
-        "memory",
-        "memory does not fit, by `stable-opd plan`",
-        (
-            (f"needed while it is in the {plan.memory.peak_phase} phase", f"{needed:.1f} GiB"),
-            (f"usable of a {plan.device.name}", f"{usable:.1f} GiB"),
-        ),
-        "the run ends when it is out of memory, at its first or second step",
-        plan.remedy,
+    yield finding(
+        "memory" if is_mendable else "memory-for-good",
+        phase=plan.memory.peak_phase,
+        needed=plan.memory.peak_bytes / GIB,
+        gpu=plan.device.name,
+        usable=plan.memory.usable_bytes / GIB,
+        mended=plan.remedy,
     )
 
 
@@ -133,15 +121,8 @@ def deterministic_attention(known: Known) -> Iterator[Finding]:
     """Attention that Transformer Engine does not fuse under train.deterministic."""
     attention = known.plan and known.plan.attention
     if attention and not attention.is_fused:
-        yield Finding(
-            "warning",
-            "memory",
-            "train.deterministic takes attention without its fused kernel",
-            (("elements of attention", attention.sum), ("Transformer Engine's limit", "2^30")),
-            f"attention is slow, and its scores take {attention.layer_bytes / GIB:.1f} GiB a layer",
-            "train.deterministic=false, a smaller train.micro_batch_tokens or "
-            "sampling.max_new_tokens, or a larger parallel.tensor",
-        )
+        gib = attention.layer_bytes / GIB
+        yield finding("unfused-attention", elements=attention.sum, gib=gib)
 
 
 def precision(known: Known) -> Iterator[Finding]:
@@ -156,33 +137,11 @@ def precision(known: Known) -> Iterator[Finding]:
         if settings.random_init or settings.path is None or not isinstance(stored, str):
             continue
         if trained == "bfloat16" and stored in ("float16", "float32"):
-            yield Finding(
-                "note" if name == "student" else "warning",
-                "precision",
-                f"the {name}'s weights lose bits when they are loaded",
-                (("config.json", stored), ("train.precision", trained)),
-                "its probabilities differ from those of the published model in their third digit",
-                "train.precision=fp32, or accept it",
-            )
-    if config.rollout.engine == "sglang" and known.objective.needs_rollouts:
-        served = server_dtype(config)
-        if served != trained:
-            yield Finding(
-                "warning",
-                "precision",
-                "servers sample in another precision than the trainer computes in",
-                (("rollout.sglang.dtype", served), ("train.precision", trained)),
-                "the sampled tokens' probabilities differ from the trainer's: the loss is slightly "
-                "off-policy (metrics rollout_gap_*)",
-                "rollout.sglang.dtype=null, or rollout.importance_correction",
-            )
-    if config.fp8.student is not None and known.objective.needs_rollouts:
-        yield Finding(
-            "warning",
-            "precision",
-            "responses are sampled without the student's FP8",
-            (("fp8.student", config.fp8.student), ("sampled in", trained)),
-            "the sampled tokens' probabilities differ from the trainer's by what FP8 rounds: the "
-            "loss is slightly off-policy (metrics rollout_gap_*)",
-            "rollout.importance_correction, or fp8.student=null",
-        )
+            yield finding(f"{name}-loses-bits", role=name, stored=stored)
+    if not known.objective.needs_rollouts:
+        return
+    served = server_dtype(config)
+    if config.rollout.engine == "sglang" and served != trained:
+        yield finding("served-precision", served=served, trained=trained)
+    if config.fp8.student is not None:
+        yield finding("sampled-without-fp8", fp8=config.fp8.student, trained=trained)

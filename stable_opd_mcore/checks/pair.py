@@ -37,14 +37,18 @@ class ModelFiles:
     prompt_template: str = "{problem}"
     system_prompt: str | None = None
 
-    @cached_property
-    def prompt_text(self) -> str:
-        """An example's prompt, by this model's own template.
+    def prompt_of(self, problem: str) -> str:
+        """A problem's prompt, by this model's own template.
 
         Raises:
             DataError: the template fails.
         """
-        return self.tokenizer.render_prompt(EXAMPLE, self.prompt_template, self.system_prompt)
+        return self.tokenizer.render_prompt(problem, self.prompt_template, self.system_prompt)
+
+    @cached_property
+    def prompt_text(self) -> str:
+        """`prompt_of` an example."""
+        return self.prompt_of(EXAMPLE)
 
     @cached_property
     def prompt_ids(self) -> tuple[int, ...]:

@@ -82,7 +82,7 @@ def finding_text(finding: Finding) -> str:
 
 
 def _side_by_side(prompts: Sequence[tuple[str, str]]) -> str:
-    table = Table(title="a question and an answer with a thought, by each template", width=_WIDTH)
+    table = Table(title="a problem's prompt, by each template", width=_WIDTH)
     for role, _ in prompts:
         table.add_column(role, overflow="fold", ratio=1)
     shown = [printable(text) for _, text in prompts]

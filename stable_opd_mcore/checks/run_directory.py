@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stable_opd_mcore.checks.finding import Finding
+from stable_opd_mcore.checks.finding import Finding, finding
 from stable_opd_mcore.checks.known import Known
 from stable_opd_mcore.config.changes import changes, read_settings
 from stable_opd_mcore.config.cold_start import after_cold_start
@@ -33,7 +33,6 @@ from stable_opd_mcore.planning.hardware import GIB
 from stable_opd_mcore.planning.layout import Layout
 from stable_opd_mcore.planning.model_size import ModelSize
 
-SUBJECT = "run directory"
 CHECKPOINTS = "checkpoints"
 RESOLVED = "config.resolved.yaml"
 
@@ -61,7 +60,7 @@ def settings_changes(config: Config, accepted: bool) -> dict[str, tuple[Any, Any
     return differences
 
 
-def writable(known: Known) -> Iterator[Finding]:
+def writable(known: Known) -> None:
     """A run directory that cannot be written; `train` refuses it in the same words."""
     home = known.config.run.path
     place = _existing(home)
@@ -70,7 +69,6 @@ def writable(known: Known) -> Iterator[Finding]:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(home))
         if not os.access(place, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(home))
-    yield from ()
 
 
 def other_run(known: Known) -> Iterator[Finding]:
@@ -90,16 +88,9 @@ def other_run(known: Known) -> Iterator[Finding]:
         raise in_use(home, holder)
     beat = heartbeat(path)
     if ended is None and beat is not None and time.time() - beat < STALE_SECONDS:
-        yield Finding(
-            "warning",
-            SUBJECT,
-            f"{home}: another run may be training here",
-            (
-                ("its lock names", describe(holder)),
-                ("last heartbeat", f"{time.time() - beat:.0f} s ago"),
-            ),
-            f"`train` waits until the heartbeat is {STALE_SECONDS:.0f} s old, and ends if it beats",
-            "stop the other run, or choose another run.name",
+        age = time.time() - beat
+        yield finding(
+            "held-elsewhere", home=home, holder=describe(holder), age=age, stale=STALE_SECONDS
         )
 
 
@@ -109,14 +100,7 @@ def other_settings(known: Known) -> Iterator[Finding]:
     if config.cold_start is not None:
         config = after_cold_start(config)
     for key, (old, new) in settings_changes(config, known.accept_changes).items():
-        yield Finding(
-            "note",
-            SUBJECT,
-            f"{key} differs from the run's checkpoints",
-            (("before", str(old)), ("now", str(new))),
-            "the run goes on with the new value, as --accept-changes says",
-            f"{key}={old}",
-        )
+        yield finding("changed-setting", key=key, old=old, new=new)
 
 
 def disk(known: Known) -> Iterator[Finding]:
@@ -129,21 +113,14 @@ def disk(known: Known) -> Iterator[Finding]:
     existing = len(list((home / CHECKPOINTS).glob("step_*")))
     kept = max(1, config.checkpoint.keep + 1 - existing)  # a new one is written before one goes
     free = shutil.disk_usage(_existing(home)).free
-    if free >= model + kept * checkpoint:
-        return
-    none_fits = free < model + checkpoint
-    yield Finding(
-        "error" if none_fits else "warning",
-        SUBJECT,
-        f"{home}: too little space for "
-        + ("one checkpoint and the model" if none_fits else f"{kept} more checkpoints"),
-        (
-            ("needed", f"{(model + kept * checkpoint) / GIB:.1f} GiB"),
-            ("free", f"{free / GIB:.1f} GiB"),
-        ),
-        "the run ends when a checkpoint cannot be written",
-        "run.directory on a larger disk, or a smaller checkpoint.keep",
-    )
+    if free < model + kept * checkpoint:
+        yield finding(
+            "no-space" if free < model + checkpoint else "little-space",
+            home=home,
+            kept=kept,
+            needed=(model + kept * checkpoint) / GIB,
+            free=free / GIB,
+        )
 
 
 def _existing(path: Path) -> Path:

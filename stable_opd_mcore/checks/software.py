@@ -14,9 +14,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Literal
 
-from stable_opd_mcore.checks.finding import Finding
+from stable_opd_mcore.checks.finding import Finding, finding
 
-SUBJECT = "software"
 Provider = Literal["Transformer Engine", "apex", "torch"]
 
 
@@ -67,42 +66,15 @@ def installed(on_gpu: bool, paths: Sequence[str] | None = None) -> Software:
 def apex(software: Software) -> Iterator[Finding]:
     """A package named apex that is not NVIDIA's, or NVIDIA's without its extensions."""
     if software.apex is not None and not software.apex_is_nvidias:
-        yield Finding(
-            "error",
-            SUBJECT,
-            "the installed package `apex` is not NVIDIA's",
-            (
-                ("installed", str(software.apex)),
-                ("expected", "apex/optimizers/fused_adam.py in it, or no apex"),
-            ),
-            "Megatron imports apex for fused kernels; PyPI's package of this name is a toolkit for "
-            "web sites",
-            "pip uninstall apex; NVIDIA's is built from its source, and Transformer Engine makes "
-            "it unnecessary",
-        )
+        yield finding("other-apex", folder=software.apex)
     elif software.adam == "apex" and not software.apex_is_built:
-        yield Finding(
-            "error",
-            SUBJECT,
-            "NVIDIA's apex is installed without its CUDA extensions",
-            (("installed", str(software.apex)), ("expected", "the module amp_C beside it")),
-            "Megatron takes apex's Adam, which refuses to work",
-            "install Transformer Engine (the extra `gpu`), build apex with its extensions, or "
-            "uninstall it",
-        )
+        yield finding("apex-without-extensions", folder=software.apex)
 
 
 def unfused(software: Software) -> Iterator[Finding]:
     """A GPU without Transformer Engine."""
     if software.on_gpu and not software.transformer_engine:
-        yield Finding(
-            "warning",
-            SUBJECT,
-            "Transformer Engine is not installed",
-            (("Adam", f"{software.adam}'s"), ("norms and attention", f"{software.norms}'s")),
-            "the layers are torch's: slow, with attention over whole masks, and for tests only",
-            "install the extra `gpu` (pyproject.toml)",
-        )
+        yield finding("no-transformer-engine", adam=software.adam, norms=software.norms)
 
 
 def _search(paths: Sequence[str] | None) -> list[str]:

@@ -155,13 +155,13 @@ class PromptSet:
         """The problem of every row, as its source writes it."""
         return [row.problem for row in self._rows]
 
+    def prompt_lengths(self) -> list[int]:
+        """Tokens of every prompt."""
+        return self._prompts.lengths()
+
     def golden_lengths(self) -> list[int]:
         """Tokens of every golden solution; 0 for a row without one."""
         return self._goldens.lengths()
-
-    def longest_prompt(self) -> int:
-        """Tokens of the longest prompt."""
-        return max(self._prompts.lengths())
 
     def select(self, indices: Sequence[int]) -> list[Prompt]:
         """The prompts of these rows, in this order."""

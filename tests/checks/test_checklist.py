@@ -17,7 +17,6 @@ from stable_opd_mcore.checks.checklist import (
     refuse_errors,
 )
 from stable_opd_mcore.checks.finding import Finding
-from stable_opd_mcore.checks.known import Place
 from stable_opd_mcore.checks.pair import ModelFiles, read_model
 from stable_opd_mcore.checks.printing import Report
 from stable_opd_mcore.config.load import load_config
@@ -66,6 +65,9 @@ def test_qwen_math_with_r1_distill(qwen, tmp_path):
     text = report.text()
     assert "<|im_start|>user" in text
     assert "<\uff5cUser\uff5c>1+1" in text
+    (_, student), (_, teacher) = report.prompts
+    assert "\n(31 tokens; special: 151644 '<|im_start|>', 151645 '<|im_end|>')" in student
+    assert "special: 151646 '<\uff5cbegin" in teacher
 
 
 def test_qwen_math_with_itself_has_no_finding(qwen):
@@ -155,11 +157,34 @@ def test_a_teacher_of_whom_only_the_address_is_known_is_said(tmp_path):
 
 def test_a_config_that_cannot_be_loaded_is_one_error(tmp_path):
     (tmp_path / "bad.yaml").write_text("run: {name: x, title: y}\n")
-    place = Place(Cluster(1, 8), "cpu")
-    assert len(check_file(tmp_path / "bad.yaml", [], place).errors) == 1
+    cluster = Cluster(1, 8)
+    assert len(check_file(tmp_path / "bad.yaml", [], cluster).errors) == 1
     hot = ["sampling.temperature=0.7", "teacher.engine=sglang", "teacher.urls=[http://n1:1]"]
-    (error,) = check_file(Path("configs/smoke_cpu.yaml"), hot, place).findings
+    (error,) = check_file(Path("configs/smoke_cpu.yaml"), hot, cluster).findings
     assert "sampling.temperature=0.7 with teacher.engine=sglang" in error.title
+
+
+def test_a_config_in_fp32_is_checked_for_a_cpu_unless_a_gpu_is_named(tmp_path):
+    settings = [f"run.directory={tmp_path}"]
+    arguments = (Path("configs/smoke_cpu.yaml"), settings, Cluster(1, 2))
+    assert "software on a CPU: " in check_file(*arguments).facts[-1]
+    facts = check_file(*arguments, "h100").facts
+    assert "of a h100" in facts[-2]
+    assert "software on a GPU: " in facts[-1]
+
+
+def test_the_shown_prompt_is_that_of_the_first_problem_with_the_system_prompt(tmp_path):
+    path = write_model(tmp_path / "model")
+    settings = {"path": path, "architecture": None}
+    (tmp_path / "rows.jsonl").write_text('{"problem": "2+3", "answer": "5"}\n' * 8)
+    data = {"train": {"path": str(tmp_path / "rows.jsonl")}, "system_prompt": "Be brief."}
+    alone = {"teacher": None, "kl": {"beta": 0}, "mixture": {"lambda": 0}}
+    config = tiny_config(tmp_path, "run", student=settings, tokenizer={"path": None}, data=data,
+                         objective={"name": "grpo"}, **alone)  # fmt: skip
+    ((role, prompt),) = check_config(config, None).prompts
+    assert role == "student"
+    assert prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+3<|im")
+    assert "; special: 257 '<|im_start|>', 258 '<|im_end|>')" in prompt
 
 
 def test_every_fault_of_a_config_is_found_at_once(tmp_path):
@@ -213,7 +238,7 @@ def test_the_list_names_every_check_once():
         for name, function in inspect.getmembers(module, inspect.isfunction)
         if not name.startswith("_")
         and function.__module__ == module.__name__
-        and function.__annotations__["return"] in ("list[Finding]", "Iterator[Finding]")
+        and function.__annotations__["return"] in ("None", "Iterator[Finding]")
     }
     assert written == set(listed)
     assert len(listed) == len(written) > 30

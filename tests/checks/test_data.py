@@ -70,6 +70,21 @@ CASES = {  # check, training rows, held-out rows, sections -> words of the title
 }
 
 
+def test_the_facts_are_rows_and_lengths_and_what_is_cut(tmp_path):
+    train = [*rows(7), {**rows()[7], "solution": "1+1=2;" * 5 + "[2]"}, LONG]
+    held_out = [{"problem": "1" + "+1" * n, "answer": "0"} for n in range(40)]
+    settings = {"data": {"overlong": "drop"}}
+    train_line, held_out_line = data.facts(known(tmp_path, train, held_out, **settings))
+    assert train_line == (
+        "data.train  8 rows, 1 dropped; prompts 4 tokens (median), 4 (95 %), 4 (longest); "
+        "golden solutions 10 tokens (median), 26 (95 %), 34 (longest), 1 longer than a response "
+        "may be"
+    )
+    assert held_out_line == (
+        "data.eval  40 rows; prompts 41 tokens (median), 76 (95 %), 80 (longest)"
+    )
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_rows_with_a_mutation_are_found(case, tmp_path):
     check, train, held_out, sections, (title, *values) = CASES[case]

@@ -24,7 +24,7 @@ ONE_NODE = Place(Cluster(1, 8), "h200")
 )
 def test_a_layout_that_does_not_fit_is_refused(parallel, place, words, tmp_path):
     with pytest.raises(UserError, match=words):
-        list(layout.layout(Known(tiny_config(tmp_path, "run", parallel=parallel), place)))
+        layout.layout(Known(tiny_config(tmp_path, "run", parallel=parallel), place))
 
 
 def test_memory_is_an_error_only_where_nothing_fits(tmp_path):
@@ -43,7 +43,7 @@ def test_memory_is_an_error_only_where_nothing_fits(tmp_path):
     other = Known(one_gpu, Place(Cluster(1, 1), "nvidia a100"))
     (finding,) = layout.memory(other)
     assert (finding.severity, finding.values[0]) == ("note", ("GPU", "nvidia a100"))
-    assert list(layout.layout(other)) == []
+    layout.layout(other)
 
 
 def test_attention_that_is_not_fused_is_found_with_the_sum(tmp_path):
@@ -101,9 +101,9 @@ def test_servers_that_do_not_fit_the_gpus_are_refused_where_the_gpu_is_known(tmp
     )
     config = config_7b(tmp_path, *served)
     with pytest.raises(UserError, match="4 too many"):
-        list(layout.layout(Known(config, ONE_NODE)))
-    assert list(layout.layout(Known(config, Place(Cluster(1, 8), "a100")))) == []
-    assert list(layout.layout(Known(config_7b(tmp_path), ONE_NODE))) == []
+        layout.layout(Known(config, ONE_NODE))
+    layout.layout(Known(config, Place(Cluster(1, 8), "a100")))
+    layout.layout(Known(config_7b(tmp_path), ONE_NODE))
 
 
 def test_precision_of_a_run_without_teacher_or_rollouts(tmp_path):
@@ -119,11 +119,11 @@ def test_precision_of_a_run_without_teacher_or_rollouts(tmp_path):
 def test_fp8_that_does_not_fit_is_refused_and_sampling_without_it_is_found(tmp_path):
     every = {"student": "tensorwise", "teacher": "blockwise", "reference": "blockwise"}
     config = tiny_config(tmp_path, "run", fp8=every)
-    assert list(layout.layout(Known(config, None))) == []
+    layout.layout(Known(config, None))
     (finding,) = layout.precision(Known(config, None))
     assert finding.values == (("fp8.student", "tensorwise"), ("sampled in", "float32"))
     with pytest.raises(UserError, match=r"fp8.student=tensorwise with train.precision=fp32"):
-        list(layout.layout(Known(config, ONE_NODE)))
+        layout.layout(Known(config, ONE_NODE))
     two = tiny_config(tmp_path, "run", fp8={"teacher": "blockwise"}, parallel={"tensor": 2})
     with pytest.raises(UserError, match=r"fp8.teacher=blockwise: the queries' width is 24"):
-        list(layout.layout(Known(two, None)))
+        layout.layout(Known(two, None))

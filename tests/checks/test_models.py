@@ -27,11 +27,11 @@ def check(tmp_path, path, **fields):
     student = {"path": path, "architecture": None, **fields}
     config = tiny_config(tmp_path, "run", student=student, tokenizer={"path": None}, teacher=None,
                          objective={"name": "grpo"}, kl={"beta": 0})  # fmt: skip
-    return list(models.weights(Known(config, None)))
+    models.weights(Known(config, None))
 
 
 def test_whole_weights_give_no_finding(tmp_path, model):
-    assert check(tmp_path, model[0]) == []
+    check(tmp_path, model[0])
 
 
 def test_missing_misshapen_truncated_and_absent_weights_are_refused(tmp_path, model):
@@ -49,7 +49,7 @@ def test_missing_misshapen_truncated_and_absent_weights_are_refused(tmp_path, mo
     file.unlink()
     with pytest.raises(UserError, match=r"has neither model\.safetensors nor"):
         check(tmp_path, path)
-    assert check(tmp_path, path, random_init=True) == []
+    check(tmp_path, path, random_init=True)
 
 
 def test_a_config_json_that_train_refuses_is_refused(tmp_path):
@@ -57,7 +57,7 @@ def test_a_config_json_that_train_refuses_is_refused(tmp_path):
     section = {"path": path, "architecture": None}
     student = Known(tiny_config(tmp_path, "run", student=section), None)
     with pytest.raises(UserError, match="use_sliding_window=True is not supported"):
-        list(models.student_settings(student))
-    assert list(models.teacher_settings(student)) == []
+        models.student_settings(student)
+    models.teacher_settings(student)
     with pytest.raises(UserError, match="use_sliding_window=True is not supported"):
-        list(models.teacher_settings(Known(tiny_config(tmp_path, "run", teacher=section), None)))
+        models.teacher_settings(Known(tiny_config(tmp_path, "run", teacher=section), None))

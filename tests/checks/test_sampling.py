@@ -82,4 +82,4 @@ def test_the_teacher_s_window_holds_exactly_what_it_says(tmp_path):
 def test_an_embedding_with_too_few_rows_is_refused_as_train_refuses_it(role, tmp_path):
     small = {"architecture": tiny_architecture(32, 4, vocab_size=23)}
     with pytest.raises(UserError, match=r"vocab_size=23 is smaller than the tokenizer's 24 tokens"):
-        list(sampling.embedding_rows(known(tmp_path, **{role: small})))
+        sampling.embedding_rows(known(tmp_path, **{role: small}))

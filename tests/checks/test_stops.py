@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from stable_opd_mcore.checks.pair import read_model, read_pair
-from stable_opd_mcore.checks.stop_tokens import different_stops, stop_class
+from stable_opd_mcore.checks.stops import different_stops, stop_class
 from stable_opd_mcore.losses.stop_tokens import shared_stop_ids
 from tests.checks.directories import TEMPLATE, findings, the, write_model
 

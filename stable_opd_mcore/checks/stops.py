@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from stable_opd_mcore.checks.finding import Finding
+from collections.abc import Iterator
+
+from stable_opd_mcore.checks.finding import Finding, finding
 from stable_opd_mcore.checks.pair import ModelFiles, Pair
 
-SUBJECT = "stop tokens"
 _TEMPLATE = "chat template"  # its name among ModelFiles.stop_sources
 
 
@@ -27,30 +28,17 @@ def stop_class(pair: Pair) -> list[str]:
     return lines
 
 
-def different_stops(pair: Pair) -> list[Finding]:
+def different_stops(pair: Pair) -> Iterator[Finding]:
     """A student and a teacher that end responses with different tokens."""
     student, teacher = pair.student, pair.teacher
-    if teacher is None or set(student.stop_ids) == set(teacher.stop_ids):
-        return []
-    merged = " + ".join(map(str, pair.merged_stops))
-    return [
-        Finding(
-            "note" if merged else "warning",
-            SUBJECT,
-            "student and teacher end responses with different tokens",
-            (
-                ("student", student.named_all(student.stop_ids)),
-                ("teacher", teacher.named_all(teacher.stop_ids)),
-            ),
-            f"the loss compares p({merged}) as one outcome in both models{_renamed(pair)}"
-            if merged
-            else "the teacher gives the student's stop token almost no probability, and training "
-            "removes it: responses grow up to the limit",
-            "student.stop_token_ids and teacher.stop_token_ids, where the files are wrong"
-            if merged
-            else "objective.stop_class=true",
+    if teacher is not None and set(student.stop_ids) != set(teacher.stop_ids):
+        yield finding(
+            "merged-stops" if pair.merged_stops else "separate-stops",
+            student=student.named_all(student.stop_ids),
+            teacher=teacher.named_all(teacher.stop_ids),
+            merged=" + ".join(map(str, pair.merged_stops)),
+            renamed=_renamed(pair),
         )
-    ]
 
 
 def _said_by(model: ModelFiles, token_id: int) -> str:
@@ -71,34 +59,24 @@ def _renamed(pair: Pair) -> str:
     return f"; the teacher does not stop on them all: {', '.join(others)}" if others else ""
 
 
-def end_of_turn_is_no_eos(pair: Pair) -> list[Finding]:
+def end_of_turn_is_no_eos(pair: Pair) -> Iterator[Finding]:
     """A chat template that ends turns with another token than the model's files name as EOS.
 
     Both are stop ids, so the contradiction is harmless where the other model has the same one.
     """
     if pair.teacher is None or _ends(pair.student) == _ends(pair.teacher):
-        return []
-    found = []
+        return
     for model in pair.models:
         turn_end, eos = _ends(model)
         files = [name for name, ids in model.stop_sources.items() if ids and name != _TEMPLATE]
-        if not turn_end or not eos or turn_end[0] in eos:
-            continue
-        finding = Finding(
-            "warning",
-            SUBJECT,
-            f"the {model.role}'s chat template ends turns with another token than its EOS",
-            (
-                ("chat template", model.named_all(turn_end)),
-                (", ".join(files), model.named_all(eos)),
-            ),
-            "golden solutions end with the first; a base model was trained to stop on the second"
-            if model is pair.student
-            else "the teacher's probability of stopping is divided between both",
-            f"{model.role}.stop_token_ids, the token that ends golden solutions first",
-        )
-        found.append(finding)
-    return found
+        if turn_end and eos and turn_end[0] not in eos:
+            yield finding(
+                f"{model.role}-end-of-turn",
+                role=model.role,
+                turn_end=model.named_all(turn_end),
+                files=", ".join(files),
+                eos=model.named_all(eos),
+            )
 
 
 def _ends(model: ModelFiles) -> tuple[tuple[int, ...], tuple[int, ...]]:
