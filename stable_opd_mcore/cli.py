@@ -64,6 +64,12 @@ def _importing() -> Iterator[None]:
         gc.enable()
 
 
+def _require_path(path: Path, wanted: str) -> None:
+    """Refuse a path that does not exist, before anything heavy is imported."""
+    if not path.exists():
+        raise UserError(f"{path}: no such file or directory; give {wanted}")
+
+
 @contextmanager
 def _interruptible(said: str) -> Iterator[None]:
     """After Ctrl-C inside the block, say `said` and exit with code 130."""
@@ -161,8 +167,14 @@ def evaluate(
         Path | None,
         typer.Option(help="Settings for a model of no run; default: the paper's evaluation."),
     ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Evaluate only so many problems of each set.")
+    ] = None,
 ) -> None:
     """Evaluate a model: avg@k and pass@k with intervals, truncation, repetition, as tables."""
+    _require_path(target, "a config, a run's directory, a model's or a checkpoint's")
+    if config is not None:
+        _require_path(config, "a config; configs/ holds examples")
     with _importing():
         from stable_opd_mcore.train.evaluated_model import evaluation_config, named_benchmarks
 
@@ -171,7 +183,7 @@ def evaluate(
     from stable_opd_mcore.train.evaluation import evaluate_config
 
     with _interruptible("the same command goes on after the last stored part"):
-        evaluate_config(settings, print_line=typer.echo, show_progress=True)
+        evaluate_config(settings, typer.echo, show_progress=True, limit=limit)
 
 
 @app.command()
@@ -244,7 +256,7 @@ def serve(
 @app.command()
 def convert(
     source: Annotated[
-        Path,
+        str,  # a Path would drop the ./ that tells a path from a hub id
         typer.Argument(help="A Hugging Face directory or hub id, or a Megatron checkpoint."),
     ],
     target: Annotated[Path, typer.Argument(help="The directory to write; must not exist.")],
@@ -258,16 +270,22 @@ def convert(
     ] = None,
 ) -> None:
     """Convert a model from Hugging Face to Megatron or back, depending on what SOURCE holds."""
+    from stable_opd_mcore.host.atomic_files import require_new_directory
+    from stable_opd_mcore.host.hub import MODEL_FILES, download, is_hub_id
+
+    directory = Path(source)
+    if not is_hub_id(source):
+        _require_path(directory, "a model's or a checkpoint's directory, or a hub id (owner/name)")
+        if revision is not None:
+            raise UserError(f"--revision is of a model on the hub, and {source} is a path")
+    require_new_directory(target)
+    if is_hub_id(source):
+        directory, commit = download(source, "model", MODEL_FILES, revision)
+        typer.echo(f"downloaded commit {commit}")
     with _importing():
-        from stable_opd_mcore.host.hub import MODEL_FILES, download, is_hub_id
         from stable_opd_mcore.train.convert import convert as run_conversion
 
-    if is_hub_id(str(source)):
-        source, commit = download(str(source), "model", MODEL_FILES, revision)
-        typer.echo(f"downloaded commit {commit}")
-    elif revision is not None:
-        raise UserError(f"--revision is of a model on the hub, and {source} is a path")
-    typer.echo(f"{run_conversion(source, target, tensor, pipeline, tokenizer)}: {target}")
+    typer.echo(f"{run_conversion(directory, target, tensor, pipeline, tokenizer)}: {target}")
 
 
 for command in (prepare, report, watch):
@@ -345,12 +363,14 @@ def rehearse(
     """Set up, train one step and publish in a world without GPUs; every stage of every world."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch: tensors without memory are the CPU's
     from stable_opd_mcore.config.load import load_config
-    from stable_opd_mcore.planning.plan import Cluster
-    from stable_opd_mcore.rehearsal.worlds import rehearse_worlds
 
     overrides = [argument for argument in configs if "=" in argument]
     paths = [Path(argument) for argument in configs if "=" not in argument]
     settings = [load_config(path, overrides) for path in paths]
+    with _importing():
+        from stable_opd_mcore.planning.plan import Cluster
+        from stable_opd_mcore.rehearsal.worlds import rehearse_worlds
+
     clusters = [Cluster(n, gpus_per_node, server_nodes) for n in nodes or (1, 2, 16, 128)]
     if not rehearse_worlds(settings, clusters, gpu, typer.echo, layers):
         raise typer.Exit(1)

@@ -1,6 +1,7 @@
 """The command: what it prints and how it exits."""
 
 import json
+import subprocess
 import sys
 from importlib.metadata import version
 
@@ -10,6 +11,31 @@ from stable_opd_mcore.cli import main
 from stable_opd_mcore.config.load import save_config
 from stable_opd_mcore.errors import ConfigError
 from tests.train.runs import tiny_config
+
+WRONG_PATHS = {
+    "evaluate nosuch": "nosuch: no such file or directory; give a config, a run's directory",
+    "evaluate . --config nosuch": "nosuch: no such file or directory; give a config",
+    "convert nosuch new": "nosuch: no such file or directory; give a model's",
+    "convert ./nosuch/model new": "nosuch/model: no such file or directory; give a model's",
+    "convert . /proc/new": "/proc/new: cannot be made: No such file or directory; name a directory",
+    "rehearse nosuch.yaml": "nosuch.yaml: no such config file",
+}
+
+
+def test_a_wrong_path_is_named_before_anything_heavy_is_imported():
+    script = (
+        "import sys\nfrom stable_opd_mcore.cli import main\n"
+        f"for command in {list(WRONG_PATHS)}:\n"
+        "    sys.argv = ['stable-opd', *command.split()]\n"
+        "    try: main()\n"
+        "    except SystemExit as ended: assert ended.code == 2\n"
+        "assert 'torch' not in sys.modules"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
+    messages = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    for line, message in zip(messages, WRONG_PATHS.values(), strict=True):
+        assert line.startswith(f"error: {message}")
+    assert ended.returncode == 0, ended.stderr
 
 
 def raising(error):

@@ -9,6 +9,7 @@ import errno
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +43,24 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def require_new_directory(path: Path) -> None:
+    """Refuse to write a directory that exists, or that cannot be made. Makes its parents.
+
+    Raises:
+        UserError: the message names the directory and the reason.
+    """
+    if path.exists():
+        raise UserError(f"{path} exists; name a directory that does not")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}."):
+            pass  # `path` itself may be another rank's
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be made: {error.strerror}; name a directory where you may write"
+        ) from error
 
 
 @contextmanager

@@ -305,6 +305,8 @@ def read_fields(source: str | Path | Mapping[str, Any]) -> tuple[str, Mapping[st
         raise UserError(
             f"{path}: no such file; a model directory holds config.json and safetensors"
         )
+    if path.suffix != ".json":
+        raise UserError(f"{path}: a file; a model is a directory with config.json and safetensors")
     return str(path), read_json_object(path)
 
 

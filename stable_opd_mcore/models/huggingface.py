@@ -260,7 +260,10 @@ class _ShardWriter:
 
     def _flush(self) -> None:
         self._files.append(list(self._pending))
-        save_file(self._pending, self._part(len(self._files)), metadata={"format": "pt"})
+        path = self._part(len(self._files))
+        save_file(self._pending, path, metadata={"format": "pt"})
+        # safetensors makes its files 0600. The umask has decided the directory's mode.
+        path.chmod(self._directory.stat().st_mode & 0o666)
         self._total_bytes += self._pending_bytes
         self._pending, self._pending_bytes = {}, 0
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.atomic_files import require_new_directory
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.huggingface import copy_tokenizer, export_hf, load_hf
@@ -27,10 +28,14 @@ def convert(
         tokenizer: holds the tokenizer and the generation settings; None: `source`.
 
     Raises:
-        UserError: `target` exists, `source` is no model directory, or there is no tokenizer.
+        UserError: `target` exists or cannot be made, `source` is no model directory, or there is no
+            tokenizer.
     """
-    if target.exists():
-        raise UserError(f"{target} exists; name a directory that does not")
+    require_new_directory(target)
+    if not source.is_dir():
+        raise UserError(
+            f"{source}: no directory; give that of a model, with config.json, or of a checkpoint"
+        )
     holder = tokenizer or source
     if not (holder / "tokenizer.json").is_file():
         raise UserError(

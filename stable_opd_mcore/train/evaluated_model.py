@@ -51,20 +51,19 @@ def evaluation_config(
 
     Args:
         settings: a config for a target that is a model; None: that of its run, else the paper's.
-        overrides: as of `load_config`.
+        overrides: as of `load_config`. If they name `data.eval` and no benchmarks, that alone is
+            evaluated.
 
     Raises:
         UserError: the target does not exist or is none of the four.
     """
+    named = [override.partition("=")[0] for override in overrides]
+    if "evaluation.benchmarks" not in named and any(n.startswith("data.eval") for n in named):
+        overrides = [*overrides, "evaluation.benchmarks=[]"]  # else data.eval would not be read
     if target.is_file():
         if settings is not None:
             raise UserError(f"{target} is a config already; leave out --config {settings}")
         return load_config(target, overrides)
-    if not target.is_dir():
-        raise UserError(
-            f"{target}: no such file or directory; give a config, a run's directory, a model's or "
-            "a checkpoint's"
-        )
     run = run_of(target)
     changes: dict[str, Any] = {"evaluation": {"model": str(target)}}
     if settings is None and run is not None:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,10 @@ def evaluate_student(run: Run, state: TrainState) -> Metrics:
 
 
 def evaluate_config(
-    config: Config, print_line: Callable[[str], None], show_progress: bool = False
+    config: Config,
+    print_line: Callable[[str], None],
+    show_progress: bool = False,
+    limit: int | None = None,
 ) -> Path:
     """Evaluate a model on `evaluation.benchmarks`, or on `data.eval` where there are none.
 
@@ -117,6 +120,9 @@ def evaluate_config(
     (`responses/<name>/`) and the numbers (`results.json`, `.md`, `.tex`) to the evaluation's
     directory, and prints the table of results on rank 0. Started again after a kill, it goes on
     after the last stored part, and the files are the same.
+
+    Args:
+        limit: evaluate the first problems of each set only; the directory's name says so.
 
     Returns:
         The evaluation's directory, `<run>/evaluation/<name>`.
@@ -131,9 +137,11 @@ def evaluate_config(
     with ExitStack() as stack:
         stop = stack.enter_context(StopSignals(world.device))
         model = find_model(config)
+        if limit is not None:
+            model = replace(model, name=f"{model.name}_first_{limit}")
         config = evaluated_config(config, model)
         on_first_rank(world, lambda: _take_directory(home, config.run.path, stack))
-        evaluation = _begin(config, world, model, stack)
+        evaluation = _begin(config, world, model, limit, stack)
         try:
             for name, problems in evaluation.problems.items():
                 _draw(evaluation, name, problems, stop, show_progress)
@@ -188,25 +196,27 @@ def _take_directory(home: Path, directory: Path, stack: ExitStack) -> None:
         clear_outcome(home)
 
 
-def _begin(config: Config, world: World, model: EvaluatedModel, stack: ExitStack) -> Evaluation:
+def _begin(
+    config: Config, world: World, model: EvaluatedModel, limit: int | None, stack: ExitStack
+) -> Evaluation:
     tokenizer = load_tokenizer(config)
-    problems = _problems(config, tokenizer)
+    problems = _problems(config, tokenizer, limit)
     chunks = load_model(config, world, config.student, tokenizer.vocab_size, trainable=False)
     engine = stack.enter_context(closing(evaluation_engine(config, world, chunks, tokenizer)))
     grader = stack.enter_context(Grader(config.evaluation.grading_timeout_seconds))
     return Evaluation(config, world, model, weights_hash(chunks), engine, grader, problems)
 
 
-def _problems(config: Config, tokenizer: Tokenizer) -> dict[str, Problems]:
-    """The sets of problems by name."""
+def _problems(config: Config, tokenizer: Tokenizer, limit: int | None) -> dict[str, Problems]:
+    """The sets of problems by name, of each the first `limit`."""
     if config.evaluation.benchmarks:
         directory = config.evaluation.benchmark_directory
         sets = {
-            name: (load_benchmark(name, directory), BENCHMARKS[name].num_samples)
+            name: (load_benchmark(name, directory, limit), BENCHMARKS[name].num_samples)
             for name in config.evaluation.benchmarks
         }
     elif config.data.eval is not None:
-        sets = {"held_out": (load_rows(config.data.eval), 1)}
+        sets = {"held_out": (load_rows(config.data.eval)[:limit], 1)}
     else:
         raise ConfigError(
             "nothing to evaluate on: give --benchmarks, or set evaluation.benchmarks or "

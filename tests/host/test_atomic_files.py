@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from stable_opd_mcore.host.atomic_files import atomic_directory, write_atomically
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.atomic_files import (
+    atomic_directory,
+    require_new_directory,
+    write_atomically,
+)
 
 # Ends itself before the operation of this number on the file system, counted below the directory.
 KILLED = """
@@ -58,6 +63,14 @@ def write(directory: Path, text: str) -> None:
 
 def content(directory: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in sorted(directory.iterdir())}
+
+
+def test_a_directory_that_exists_or_cannot_be_made_is_refused(tmp_path):
+    require_new_directory(tmp_path / "a" / "new")
+    assert list((tmp_path / "a").iterdir()) == []
+    for path, reason in ((tmp_path, "exists; name"), (Path("/proc/x"), "cannot be made: .*may")):
+        with pytest.raises(UserError, match=f"{path}:? {reason}"):
+            require_new_directory(path)
 
 
 def test_a_file_has_the_permissions_of_the_users_umask(tmp_path):

@@ -93,6 +93,9 @@ def test_binary_or_deeply_nested_config_json_is_refused(content: bytes, tmp_path
 def test_missing_or_malformed_config_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json: no such file"):
         read_architecture(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ValueError, match=r"model\.safetensors: a file; a model is a directory"):
+        read_architecture(tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{\n"model_type": }')
     with pytest.raises(ValueError, match=r"not valid JSON: .* line 2"):
         read_architecture(tmp_path)

@@ -5,6 +5,7 @@ A damaged directory is refused with the file's and the tensor's name before any 
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 from dataclasses import replace
@@ -87,7 +88,10 @@ def test_logits_and_exported_weights_equal_transformers(
             )
             begin += length
 
+    before = os.umask(0o027)
     export_hf(chunks, tmp_path / "out")
+    os.umask(before)
+    assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o777 == 0o640
     original = {}
     for file in (tmp_path / "in").glob("*.safetensors"):
         original |= load_file(file)

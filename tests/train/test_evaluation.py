@@ -84,6 +84,10 @@ def evaluate_in_all_forms(rank: int, world_size: int, home: Path) -> None:
     assert (run / "evaluation" / "DONE").exists()
     evaluate_config(evaluation_config(run), lines.append)
     assert files_of(results) == whole
+    some = evaluate_config(evaluation_config(run), lines.append, limit=4)
+    assert some.name == "step_000002_first_4"
+    correct = numbers["benchmarks"]["held_out"]["num_correct"]
+    assert numbers_of(some)["benchmarks"]["held_out"]["num_correct"] == correct[:4]
 
     for part in ("model", "checkpoints/step_000002"):
         move_over(results, home / "first")
