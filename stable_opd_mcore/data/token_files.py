@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+
+from pydantic import BaseModel, ConfigDict, FiniteFloat
 
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.host.atomic_files import write_atomically
+from stable_opd_mcore.host.json_files import object_in_line, validated
 
 VALUES = ("advantage", "teacher_logprob", "kl_reference", "kl_teacher")
 
@@ -59,8 +60,7 @@ def write_tokens(path: str | Path, rollouts: Iterable[TokenText]) -> None:
 
 
 def read_tokens(path: str | Path) -> list[TokenText]:
-    """The rollouts of a file of `write_tokens`, in order, without a last line that was cut; none if
-    there is no file.
+    """The rollouts of a file of `write_tokens`, in order; none if there is no file.
 
     Raises:
         DataError: a malformed row; the message names the line.
@@ -68,14 +68,8 @@ def read_tokens(path: str | Path) -> list[TokenText]:
     path = Path(path)
     if not path.is_file():
         return []
-    found: list[TokenText] = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-        try:
-            row = json.loads(decode_line(line))
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}, line {number}: not a JSON object ({error})") from error
-        found.append(_from_row(row, f"{path}, line {number}"))
-    return found
+    lines = path.read_bytes().splitlines()
+    return [_from_line(line, f"{path}, line {k}") for k, line in enumerate(lines, start=1)]
 
 
 def decode_line(line: bytes) -> str:
@@ -90,33 +84,27 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
 
 
-def _from_row(row: Any, where: str) -> TokenText:
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: expected a JSON object, found {type(row).__name__}")
-    row = cast("dict[str, Any]", row)
-    prompt_id, index, golden = row.get("prompt_id"), row.get("sample_index"), row.get("golden")
-    if not isinstance(prompt_id, str) or type(index) is not int:
-        raise DataError(f"{where}: prompt_id must be a text and sample_index an integer")
-    if golden is not None and not isinstance(golden, str):
-        raise DataError(f"{where}: golden must be a text or null")
-    pieces = _list(row, "pieces", where)
-    if not all(isinstance(piece, str) for piece in pieces):
-        raise DataError(f"{where}: pieces must be a list of texts")
-    values = {key: _list(row, key, where) for key in VALUES if key in row}
+class _Row(BaseModel):
+    """The columns of a file."""
+
+    model_config = ConfigDict(strict=True)
+
+    prompt_id: str
+    sample_index: int
+    golden: str | None = None
+    pieces: list[str]
+    advantage: list[FiniteFloat | None] | None = None
+    teacher_logprob: list[FiniteFloat | None] | None = None
+    kl_reference: list[FiniteFloat | None] | None = None
+    kl_teacher: list[FiniteFloat | None] | None = None
+
+
+def _from_line(line: bytes, where: str) -> TokenText:
+    row = validated(_Row, object_in_line(decode_line(line), where), where)
+    values = row.model_dump(include=set(VALUES), exclude_none=True)
     for key, numbers in values.items():
-        if len(numbers) != len(pieces) or not all(map(_is_number, numbers)):
-            raise DataError(f"{where}: {key} must be {len(pieces)} finite numbers, one per piece")
-    return TokenText(prompt_id, index, tuple(pieces), values, golden)
-
-
-def _list(row: Mapping[str, Any], key: str, where: str) -> list[Any]:
-    value = row.get(key)
-    if not isinstance(value, list):
-        raise DataError(f"{where}: {key} must be a list")
-    return cast("list[Any]", value)
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or (
-        type(value) in (int, float) and abs(cast("float", value)) <= sys.float_info.max
-    )
+        if len(numbers) != len(row.pieces):
+            raise DataError(
+                f"{where}: column {key} has {len(numbers)} numbers for {len(row.pieces)} pieces"
+            )
+    return TokenText(row.prompt_id, row.sample_index, tuple(row.pieces), values, row.golden)

@@ -1,4 +1,4 @@
-"""Read the JSON object in a file or a line of others: every fault one message.
+"""Read the JSON object in a file or a line of others: every fault is one message.
 
 Not here: which files hold rows (data/sources.py), the run's own files.
 """
@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
+
+from pydantic import BaseModel, ValidationError
 
 from stable_opd_mcore.errors import DataError
 
 MIB = 2**20
+_Model = TypeVar("_Model", bound=BaseModel)
 
 
 def require_size(path: Path, limit_bytes: int) -> None:
@@ -42,8 +45,10 @@ def read_json_object(path: Path, limit_bytes: int = 16 * MIB) -> dict[str, Any]:
     return cast("dict[str, Any]", values)
 
 
-def object_in_line(line: bytes, place: str) -> dict[str, Any]:
+def object_in_line(line: bytes | str, place: str) -> dict[str, Any]:
     """The object in a line of JSON Lines; `place` is its file and number.
+
+    Half an emoji, as a decoder may leave it, is text: orjson refuses it, so this is json.
 
     Raises:
         DataError: no JSON text, or no object in it.
@@ -58,3 +63,19 @@ def object_in_line(line: bytes, place: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise DataError(f"{place}: a JSON {type(record).__name__}, not an object with columns")
     return cast("dict[str, Any]", record)
+
+
+def validated(model: type[_Model], record: dict[str, Any], place: str) -> _Model:
+    """The record as a pydantic model; `place` is its file and number.
+
+    Raises:
+        DataError: the message names the first wrong column, its value and what was expected.
+    """
+    try:
+        return model.model_validate(record)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+    name = "".join(f"[{part}]" if isinstance(part, int) else str(part) for part in fault["loc"])
+    if fault["type"] == "missing":
+        raise DataError(f"{place}: column {name} is missing; was the file written by this package?")
+    raise DataError(f"{place}: column {name} is {fault['input']!r:.60}: {fault['msg']}")

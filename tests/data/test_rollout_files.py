@@ -87,11 +87,15 @@ def test_the_error_of_a_missing_file_names_the_setting(tmp_path):
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
-        ("reward", "good", "column reward is 'good'; expected int or float or null"),
+        ("reward", "good", "column reward is 'good': Input should be a valid number"),
         ("reward", True, "column reward is True"),
-        ("response", None, "column response is None; expected str"),
-        ("finish_reason", "eos", "'eos'; expected one of stop, length, abort"),
-        ("response_token_ids", [1, -2, 3], r"response_token_ids\[1\] is -2, not a token id"),
+        ("response", None, "column response is None: Input should be a valid string"),
+        ("finish_reason", "eos", "'eos': Input should be 'stop', 'length' or 'abort'"),
+        (
+            "response_token_ids",
+            [1, -2, 3],
+            r"response_token_ids\[1\] is -2: Input should be greater than or equal to 0",
+        ),
         ("response_token_ids", [1, 2], "2 response_token_ids but 3 rollout_logprobs"),
         ("golden_token_ids", ["a"], r"golden_token_ids\[0\] is 'a'"),
         (
@@ -100,7 +104,11 @@ def test_the_error_of_a_missing_file_names_the_setting(tmp_path):
             r"response_token_ids\[1\] is 1000",
         ),
         ("rollout_logprobs", [0, -(10**400), 0], r"rollout_logprobs\[1\] is -1000"),
-        ("rollout_logprobs", [0, None, 0], r"rollout_logprobs\[1\] is None, not a finite number"),
+        (
+            "rollout_logprobs",
+            [0, None, 0],
+            r"rollout_logprobs\[1\] is None: Input should be a valid number",
+        ),
     ],
 )
 def test_a_malformed_row_is_named(tmp_path, column, value, message):

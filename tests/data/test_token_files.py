@@ -33,19 +33,19 @@ def test_numbers_have_four_digits_and_are_finite(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("{", "not a JSON object"),
-        ("[]", "expected a JSON object, found list"),
-        ('{"prompt_id": 1}', "prompt_id must be a text"),
-        ('{"prompt_id": "a", "sample_index": 0, "golden": 1}', "golden must be a text or null"),
-        ('{"prompt_id": "a", "sample_index": 0, "pieces": 3}', "pieces must be a list"),
-        ('{"prompt_id": "a", "sample_index": 0, "pieces": [3]}', "pieces must be a list of texts"),
+        ("{", "not a JSON value"),
+        ("[]", "a JSON list, not an object"),
+        ('{"prompt_id": 1}', "column prompt_id is 1: Input should be a valid string"),
+        ('{"prompt_id": "a", "sample_index": 0, "golden": 1}', "column golden is 1: Input"),
+        ('{"prompt_id": "a", "sample_index": 0, "pieces": 3}', "column pieces is 3: Input"),
+        ('{"prompt_id": "a", "sample_index": 0, "pieces": [3]}', r"column pieces\[0\] is 3: Input"),
         (
             '{"prompt_id": "a", "sample_index": 0, "pieces": ["b"], "advantage": [1, 2]}',
-            "advantage must be 1 finite numbers",
+            "column advantage has 2 numbers for 1 pieces",
         ),
         (
             '{"prompt_id": "a", "sample_index": 0, "pieces": ["b"], "kl_teacher": [1e999]}',
-            "kl_teacher must be 1 finite numbers",
+            r"column kl_teacher\[0\] is inf: Input should be a finite number",
         ),
     ],
 )

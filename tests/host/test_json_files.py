@@ -1,9 +1,10 @@
 """JSON objects of others: bounded, and every fault one message with the file's name."""
 
 import pytest
+from pydantic import BaseModel
 
 from stable_opd_mcore.errors import DataError
-from stable_opd_mcore.host.json_files import object_in_line, read_json_object
+from stable_opd_mcore.host.json_files import object_in_line, read_json_object, validated
 
 
 def test_an_object_is_read(tmp_path):
@@ -36,3 +37,17 @@ def test_a_line_without_an_object_is_named(line, words):
     assert object_in_line(b'{"a": 1}\n', "rows.jsonl:7") == {"a": 1}
     with pytest.raises(DataError, match=f"rows.jsonl:7: {words}"):
         object_in_line(line, "rows.jsonl:7")
+
+
+class Row(BaseModel, strict=True):
+    ids: list[int]
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [({}, "column ids is missing"), ({"ids": [1, "\x1b"]}, r"column ids\[1\] is '\\x1b': Input")],
+)
+def test_a_record_that_is_no_row_is_named(record, words):
+    assert validated(Row, {"ids": [1]}, "x").ids == [1]
+    with pytest.raises(DataError, match=f"rows.jsonl:7: {words}"):
+        validated(Row, record, "rows.jsonl:7")
