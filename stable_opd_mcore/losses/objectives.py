@@ -18,7 +18,6 @@ from stable_opd_mcore.config.schema import (
     AdvantageConfig,
     Config,
     ObjectiveConfig,
-    TokenMasksConfig,
 )
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.losses import token_losses, token_weights
@@ -125,11 +124,10 @@ class Objective:
     terms: Terms
     beta: float  # weight of the KL to the reference
     golden_weight: float  # of the golden solutions' likelihood: lambda; 1 for sft
-    masks: TokenMasksConfig  # tokens of rollouts without the policy term
     config: Config
 
-    def with_strengths(self, beta: float, lambda_: float, masks: TokenMasksConfig) -> Objective:
-        """The same objective with another beta, lambda and other masks. `sft` has none of them.
+    def with_strengths(self, beta: float, lambda_: float) -> Objective:
+        """The same objective with another beta and lambda. `sft` has neither.
 
         Beta 0 needs no reference, and lambda 0 no golden solutions.
         """
@@ -144,7 +142,6 @@ class Objective:
             needs_golden=lambda_ > 0 or (self.name == "gkd" and settings.on_policy_fraction < 1),
             beta=beta,
             golden_weight=lambda_,
-            masks=masks,
         )
 
     @property
@@ -251,9 +248,8 @@ def build_objective(
         terms=terms,
         beta=0.0,
         golden_weight=1.0,
-        masks=settings.masks,
         config=config,
-    ).with_strengths(config.kl.beta, config.mixture.lambda_, settings.masks)
+    ).with_strengths(config.kl.beta, config.mixture.lambda_)
 
 
 def _check(config: Config, spec: ObjectiveSpec) -> None:

@@ -101,9 +101,7 @@ def build_run(
     refuse_unused_expert_ranks(config, architecture)
     refuse_routing_without_experts(config, architecture)
     # What the run may need later is loaded now: the guard may raise beta and lambda from 0.
-    widest = objective.with_strengths(
-        config.largest_beta, config.largest_lambda, config.objective.masks
-    )
+    widest = objective.with_strengths(config.largest_beta, config.largest_lambda)
     prompts = load_prompts(config, tokenizer, architecture, widest)
     held_out = load_held_out(config, tokenizer, architecture)
 

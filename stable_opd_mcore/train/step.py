@@ -123,7 +123,7 @@ def train_step(run: Run, state: TrainState) -> StepResult:
 def with_strengths(run: Run, state: TrainState) -> Run:
     """The run with the beta and lambda of the step after `state`."""
     now = strengths_of(run.config, state.adapted, state.guard)
-    objective = run.objective.with_strengths(now.beta, now.lambda_, run.config.objective.masks)
+    objective = run.objective.with_strengths(now.beta, now.lambda_)
     reference = None if objective.reference_needs == "none" else run.reference
     return replace(run, objective=objective, reference=reference)
 

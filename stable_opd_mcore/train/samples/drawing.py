@@ -87,7 +87,7 @@ def training_samples(
     """
     settings = run.config.objective
     budget = run.config.sampling.max_new_tokens
-    samples = rollout_samples(rollouts, run.objective.masks, budget)
+    samples = rollout_samples(rollouts, settings.masks, budget)
     golden = golden_samples(prompts) if run.objective.needs_golden else []
     if settings.on_policy_fraction < 1:
         draws = run.config.rollout.prompts_per_step

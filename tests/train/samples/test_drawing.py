@@ -47,11 +47,16 @@ def test_samples_have_the_masks_golden_solutions_and_off_policy_marks_of_the_obj
         for p in prompts
         for k in range(2)
     ]
-    settings = SimpleNamespace(on_policy_fraction=0.5)
-    rollout = SimpleNamespace(prompts_per_step=8)
-    config = SimpleNamespace(objective=settings, train=SimpleNamespace(seed=3), rollout=rollout)
     masks = TokenMasksConfig(truncated_rollouts=True)
-    objective = SimpleNamespace(needs_golden=True, masks=masks)
+    settings = SimpleNamespace(on_policy_fraction=0.5, masks=masks)
+    rollout = SimpleNamespace(prompts_per_step=8)
+    config = SimpleNamespace(
+        objective=settings,
+        train=SimpleNamespace(seed=3),
+        rollout=rollout,
+        sampling=run.config.sampling,
+    )
+    objective = SimpleNamespace(needs_golden=True)
     gkd = replace(run, config=config, objective=objective)
     samples = drawing.training_samples(gkd, prompts, rollouts, 8)
     assert [s.source for s in samples] == ["rollout"] * 16 + ["golden"] * 8
