@@ -59,7 +59,6 @@ class Connections:
         self._url = url
         self._http = httpx.Client(
             headers=headers,
-            timeout=httpx.Timeout(None, connect=timeouts.CONNECT),  # `send` has the deadline
             transport=httpx.HTTPTransport(
                 verify=url.startswith("https:"),  # else no certificates are read
                 limits=httpx.Limits(max_keepalive_connections=0),
@@ -93,9 +92,14 @@ class Connections:
         deadline.daemon = True
         deadline.start()
         try:
-            trace, content = {"trace": exchange.trace}, bytearray()
-            url = self._url + path
-            with self._http.stream(method, url, content=body, extensions=trace) as reply:
+            content = bytearray()
+            with self._http.stream(
+                method,
+                self._url + path,
+                content=body,
+                timeout=httpx.Timeout(None, connect=min(timeouts.CONNECT, timeout_seconds)),
+                extensions={"trace": exchange.trace},
+            ) as reply:
                 for piece in reply.iter_raw():
                     content += piece
                     if len(content) > max_bytes:

@@ -33,6 +33,7 @@ from stable_opd_mcore.serving.compiling import CompilerWatch
 
 OLDEST_RELEASE = (0, 5, 13)  # the oldest in requirements/
 _POLL_SECONDS = 0.3
+_LOOK_SECONDS = 2.0  # between two looks at all processes of the machine
 
 
 class ServerStartError(UserError):
@@ -102,9 +103,9 @@ def await_answer(
     compilers = CompilerWatch()
     waited, counted = 0.0, time.monotonic()
     while not client.is_healthy():
-        before, counted = counted, time.monotonic()
-        if not compilers.has_compiled():
-            waited += counted - before
+        if (passed := time.monotonic() - counted) >= _LOOK_SECONDS:
+            waited += 0.0 if compilers.has_compiled() else passed
+            counted += passed
         if not is_running():
             return "ended"
         if give_up():

@@ -60,6 +60,7 @@ def test_time_in_which_kernels_are_compiled_does_not_count(tmp_path, monkeypatch
             return next(work, False)
 
     monkeypatch.setattr(process_module, "CompilerWatch", Watch)
+    monkeypatch.setattr(process_module, "_LOOK_SECONDS", 0.2)
     server = server_of(tmp_path, "exec sleep 600", startup_timeout_seconds=0.1)
     server.start()
     with pytest.raises(ServerStartError, match=r"did not answer in 0\.1 s"):
