@@ -22,8 +22,8 @@ Not here: one rank's requests (fleet.py), one publish (sync.py), the transfer of
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 
 import torch
 from torch.nn import Module
@@ -38,6 +38,7 @@ from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.rollout.engine import EngineLost, Sampling, check_prompts
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
+from stable_opd_mcore.rollout.sglang.group import in_daemon
 from stable_opd_mcore.rollout.sglang.records import (
     Decode,
     Draw,
@@ -175,7 +176,7 @@ class SglangEngine:
                 if rounds == _MAX_ROUNDS:
                     self._fleet.lose(f"no usable rollouts after {rounds} rounds")
             if self._ahead is not None:  # a server that is sent weights drops its requests
-                self._ahead.thread.join()
+                wait([self._ahead.answers])
             self._send_weights(resent=True)
             self._raise_if_lost()
 
@@ -190,27 +191,17 @@ class SglangEngine:
         requests = self._requests(prompts, sampling)
         # they will be one version older when they are trained on
         accept = self._accept(self._config.rollout.max_staleness - 1)
-
-        def work() -> None:
-            try:
-                ahead.answers = self._fleet.draw(requests, accept)
-            except BaseException as error:  # raised in the thread that collects
-                ahead.error = error
-
-        thread = threading.Thread(target=work, name="prefetch", daemon=True)
-        ahead = Draw(step, tuple(prompts), sampling, thread, [None] * len(prompts))
-        self._ahead = ahead
-        thread.start()
+        answers = in_daemon(lambda: self._fleet.draw(requests, accept), "prefetch")
+        self._ahead = Draw(step, tuple(prompts), sampling, answers)
 
     def in_flight(self) -> tuple[int, list[Rollout]] | None:
         """See `RolloutEngine.in_flight`. Waits for the rollouts; leaves incomplete prompts out."""
         ahead = self._ahead
         if ahead is None:
             return None
-        self._join(ahead)
         rollouts = [  # only leaders have any
             rollout
-            for prompt, answer in zip(ahead.prompts, ahead.answers, strict=True)
+            for prompt, answer in zip(ahead.prompts, ahead.answers.result(), strict=True)
             if answer is not None
             for rollout in rollouts_of(prompt, answer, {}, len(answer), self._decode)
         ]
@@ -254,14 +245,7 @@ class SglangEngine:
         if ahead is None or (ahead.step, ahead.sampling, ahead.prompts) != call:
             return [None] * len(prompts)
         self._ahead = None
-        self._join(ahead)
-        return ahead.answers
-
-    @staticmethod
-    def _join(ahead: Draw) -> None:
-        ahead.thread.join()
-        if ahead.error is not None:
-            raise ahead.error
+        return ahead.answers.result()
 
     # ---- weights
 
@@ -273,7 +257,7 @@ class SglangEngine:
         if weight_version == self.weight_version:
             return
         if self._ahead is not None:
-            self._join(self._ahead)
+            self._ahead.answers.result()
         self.weight_version = weight_version
         for member in self._fleet.members:
             self._fleet.weights_outdated(member)

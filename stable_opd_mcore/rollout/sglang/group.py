@@ -80,8 +80,8 @@ def prepare_nccl(config: Config) -> None:
             os.environ.setdefault(name, value)
 
 
-def call_aside(call: Callable[[], Result], is_over: Callable[[], bool]) -> Future[Result]:
-    """Run `call` in a daemon thread until it returns or `is_over`; not done: it is abandoned."""
+def in_daemon(call: Callable[[], Result], name: str) -> Future[Result]:
+    """Run `call` in a thread that does not keep the process from ending."""
     future: Future[Result] = Future()
 
     def work() -> None:
@@ -90,7 +90,13 @@ def call_aside(call: Callable[[], Result], is_over: Callable[[], bool]) -> Futur
         except BaseException as error:  # raised where the result is read
             future.set_exception(error)
 
-    threading.Thread(target=work, name="weight-group", daemon=True).start()
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return future
+
+
+def call_aside(call: Callable[[], Result], is_over: Callable[[], bool]) -> Future[Result]:
+    """Run `call` in a daemon thread until it returns or `is_over`; not done: it is abandoned."""
+    future = in_daemon(call, "weight-group")
     while not future.done() and not is_over():
         time.sleep(_POLL_SECONDS)
     return future

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,16 +17,14 @@ from stable_opd_mcore.serving.requests import Completion, Generation, Routing
 Decode = Callable[[Sequence[int]], str]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Draw:
     """Responses being drawn ahead."""
 
     step: int
     prompts: tuple[Prompt, ...]
     sampling: Sampling
-    thread: threading.Thread
-    answers: list[list[Completion] | None]
-    error: BaseException | None = None
+    answers: Future[list[list[Completion] | None]]
 
 
 def request_for(

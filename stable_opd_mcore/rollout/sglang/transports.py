@@ -257,7 +257,8 @@ def _reduce_cuda_tensor(tensor: Tensor) -> tuple[Any, ...]:
     Trainer and server may count the GPUs they see in different ways. SGLang finds the UUID
     (sglang/srt/utils/patch_torch.py).
     """
-    rebuild, arguments = reductions.reduce_tensor(tensor)
+    reduced: Any = reductions.reduce_tensor(tensor)
+    rebuild, arguments = reduced
     before, index = arguments[:_DEVICE_ARGUMENT], arguments[_DEVICE_ARGUMENT]
     uuid = str(torch.cuda.get_device_properties(index).uuid)
     return rebuild, (*before, uuid, *arguments[_DEVICE_ARGUMENT + 1 :])
