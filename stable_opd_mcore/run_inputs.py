@@ -17,7 +17,7 @@ from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.sources import load_rows
 from stable_opd_mcore.data.vocabulary import same_vocabulary
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.host.hub import MODEL_FILES, TOKENIZER_FILES, download, is_hub_id
+from stable_opd_mcore.host.hub import MODEL_FILES, download, is_hub_id
 from stable_opd_mcore.losses.objectives import Objective
 from stable_opd_mcore.models.families import Architecture, read_architecture
 
@@ -42,8 +42,7 @@ def with_downloads(config: Config) -> Config:
                 f"{name}.path={model.path}: no such directory here. As a hub id it needs "
                 f"{name}.revision, the commit to download: the newest one may change under a run"
             )
-        files = TOKENIZER_FILES if model.random_init else MODEL_FILES
-        folder, _ = download(model.path, "model", files, model.revision)
+        folder, _ = download(model.path, "model", MODEL_FILES, model.revision)
         changes[name] = model.model_copy(update={"path": str(folder)})
     return config.model_copy(update=changes)
 

@@ -134,7 +134,7 @@ def precision(known: Known) -> Iterator[Finding]:
         models.append(("teacher", config.teacher))
     for model, (name, settings) in zip(known.pair.models, models, strict=False):
         stored = model.settings.get("torch_dtype", model.settings.get("dtype"))
-        if settings.random_init or settings.path is None or not isinstance(stored, str):
+        if settings.path is None or not isinstance(stored, str):
             continue
         if trained == "bfloat16" and stored in ("float16", "float32"):
             yield finding(f"{name}-loses-bits", role=name, stored=stored)

@@ -18,12 +18,12 @@ def teacher_settings(known: Known) -> None:
 def weights(known: Known) -> None:
     """Files that `train` refuses when it loads a model; no value is read."""
     config = known.config
-    models = [(config.student.path, config.student.random_init, known.architecture)]
+    models = [(config.student.path, known.architecture)]
     if config.teacher is not None and known.teacher_architecture is not None:
-        models.append((config.teacher.path, config.teacher.random_init, known.teacher_architecture))
+        models.append((config.teacher.path, known.teacher_architecture))
     if config.largest_beta:
-        models.append((config.reference.path, False, known.architecture))
-    read = [(path, built) for path, drawn, built in models if path is not None and not drawn]
+        models.append((config.reference.path, known.architecture))
+    read = [(path, built) for path, built in models if path is not None]
     if read:
         # imports Megatron, which takes seconds
         from stable_opd_mcore.models.huggingface import check_hf

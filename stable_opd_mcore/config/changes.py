@@ -34,7 +34,6 @@ FREE = (
     "teacher.routes",
     "teacher.api_key_file",
     "teacher.request_timeout_seconds",
-    "teacher.self_test_tolerance",
     "rollout.save",
     "rollout.sglang",
     "train.steps",

@@ -34,6 +34,6 @@ def after_cold_start(config: Config) -> Config:
     model = cold_start_config(config).run.path / MODEL
     values = config.model_dump(by_alias=True)
     values["tokenizer"]["path"] = config.tokenizer.path or config.student.path
-    values["student"] |= {"path": str(model), "architecture": None, "random_init": False}
+    values["student"] |= {"path": str(model), "architecture": None}
     values["cold_start"] = None
     return Config.model_validate(values)

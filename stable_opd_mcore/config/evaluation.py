@@ -42,8 +42,6 @@ class EvaluationConfig(Section):
     teacher_accuracy: float | None = Field(default=None, ge=0, le=1)
     """The teacher's accuracy, from `stable-opd evaluate` on it. The report then shows the gap
     recovered."""
-    grading_timeout_seconds: float = Field(default=10.0, gt=0)
-    """Longest time for grading one response; then it counts as wrong."""
 
 
 class MonitoringConfig(Section):

@@ -23,8 +23,6 @@ class ModelConfig(Section):
     """The commit of a hub id in `path`, 40 hex digits. No code of it is run."""
     architecture: dict[str, Any] | None = None
     """The fields of a config.json, inline. The weights are drawn from `train.seed`."""
-    random_init: bool = False
-    """Read only config.json from `path` and draw the weights from `train.seed`."""
     window: PositiveInt | None = None
     """Positions that the model takes, in place of config.json's `max_position_embeddings`. The
     trained model's config.json has it too. `null`: as in config.json."""
@@ -63,9 +61,6 @@ class TeacherConfig(ModelConfig):
     """File with the servers' API key; `null`: the servers have none."""
     request_timeout_seconds: float = Field(default=600.0, gt=0)
     """Longest time one scoring request may take."""
-    self_test_tolerance: float = Field(default=1e-3, gt=0)
-    """At the start every replica scores one sequence twice. The log-probabilities may differ by
-    this much, and this much probability may lie outside the common vocabulary."""
 
     @model_validator(mode="after")
     def _served(self) -> Self:

@@ -54,10 +54,8 @@ class SglangConfig(Section):
     """Interpreter of the environment in which SGLang is installed."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Of the servers' weights; `null`: that of `train.precision`."""
-    max_running_requests: PositiveInt | None = None
-    """Responses that one server samples at once; `null`: SGLang's choice."""
     arguments: tuple[str, ...] = ()
-    """More arguments of SGLang's command line."""
+    """More arguments of SGLang's command line, such as [--max-running-requests, "64"]."""
     startup_timeout_seconds: float = Field(default=600.0, gt=0)
     """Longest time a server may take to start or, once lost, to come back. While a server of this
     run compiles kernels, the time does not count."""
@@ -66,10 +64,8 @@ class SglangConfig(Section):
     health_interval_seconds: float = Field(default=10.0, gt=0)
     """Time between two health probes. A server that misses two counts as failed."""
     max_restarts: int = Field(default=3, ge=0)
-    """Restarts of the servers of one data-parallel rank within `restart_window_minutes`; one more
+    """Restarts of the servers of one data-parallel rank within an hour; one more
     ends the run."""
-    restart_window_minutes: float = Field(default=60.0, gt=0)
-    """Time over which `max_restarts` counts."""
     sync: Literal["distributed", "tensor", "disk"] | None = None
     """How weights travel. `distributed`: broadcast over NCCL or gloo. `tensor`: CUDA IPC between
     processes on one GPU, shared memory on a CPU. `disk`: safetensors in the run directory, which

@@ -108,11 +108,6 @@ class AdaptiveSection(Section):
 
     target: float | None = Field(default=None, gt=0)
     """Adapt the weight so that its metric stays near this value; `null`: the weight is constant."""
-    rate: float = Field(default=0.1, gt=0, le=1)
-    """With `target`: a step changes the weight by this share of the relative error, which counts up
-    to .2."""
-    range: float = Field(default=10.0, gt=1)
-    """With `target`: the weight stays between the configured one divided by this and times this."""
 
 
 class KLConfig(AdaptiveSection):

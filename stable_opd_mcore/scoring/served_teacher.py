@@ -36,6 +36,7 @@ from stable_opd_mcore.serving.requests import Scoring, SequenceScores
 
 _MAX_IN_FLIGHT = 64
 _SELF_TEST_TOP_K = 8
+_SELF_TEST_TOLERANCE = 1e-3  # of log-probabilities, and of probability outside the vocabulary
 _ANY = ""  # the only route of a teacher for all sources
 _log = logging.getLogger("stable_opd_mcore.scoring")
 
@@ -92,7 +93,6 @@ class ServedTeacher:
             ]
             for route, urls in routes.items()
         }
-        self._tolerance = settings.self_test_tolerance
         self._world = world
         self._vocab_size = vocab_size
         self._top_k = top_k or 0
@@ -172,11 +172,11 @@ class ServedTeacher:
                 pairs = zip(first.logprobs, scores.logprobs, strict=True)
                 difference = max(abs(a - b) for a, b in pairs)
                 largest = max(largest, difference)
-                if difference > self._tolerance:
+                if difference > _SELF_TEST_TOLERANCE:
                     raise UserError(
                         f"teacher {route or 'urls'}: scores of {client.url} differ by "
                         f"{difference:.3g} from those of {clients[0].url} (allowed "
-                        f"{self._tolerance:g}): other weights, another precision, or a server "
+                        f"{_SELF_TEST_TOLERANCE:g}): other weights, another precision, or a server "
                         "that is not deterministic"
                     )
         return largest
@@ -190,11 +190,11 @@ class ServedTeacher:
             )
             for top in zip(scores.top_ids, scores.top_logprobs, strict=True)
         )
-        if beyond > self._tolerance:
+        if beyond > _SELF_TEST_TOLERANCE:
             raise UserError(
                 f"teacher {url} gives {beyond:.3g} of its probability to token ids from "
                 f"{self._vocab_size} on, which are not in the common vocabulary (allowed "
-                f"{self._tolerance:g}): random weights, or the model of another tokenizer; "
+                f"{_SELF_TEST_TOLERANCE:g}): random weights, or the model of another tokenizer; "
                 "teacher.engine=megatron ignores such ids"
             )
 

@@ -76,7 +76,6 @@ def evaluation_config(
         changes["student"] = {
             "path": str(target),
             "architecture": None,
-            "random_init": False,
             "window": None,
             "rope_theta": None,
         }

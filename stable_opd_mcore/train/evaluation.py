@@ -203,7 +203,7 @@ def _begin(
     problems = _problems(config, tokenizer, limit)
     chunks = load_model(config, world, config.student, tokenizer.vocab_size, trainable=False)
     engine = stack.enter_context(closing(evaluation_engine(config, world, chunks, tokenizer)))
-    grader = stack.enter_context(Grader(config.evaluation.grading_timeout_seconds))
+    grader = stack.enter_context(Grader())
     return Evaluation(config, world, model, weights_hash(chunks), engine, grader, problems)
 
 

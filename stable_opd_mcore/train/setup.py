@@ -142,7 +142,7 @@ def build_run(
         prompts=prompts,
         held_out=held_out,
         order=PromptOrder(len(prompts), config.train.seed, config.rollout.prompts_per_step),
-        grader=Grader(config.evaluation.grading_timeout_seconds),
+        grader=Grader(),
     )
 
 
@@ -186,7 +186,7 @@ def load_model(
         trainable=trainable,
         seed=None,
     )
-    if model.path is None or model.random_init:
+    if model.path is None:
         random_weights(chunks, config.train.seed)
     else:
         read_weights(chunks, model.path)

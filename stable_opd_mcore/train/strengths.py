@@ -15,6 +15,8 @@ from stable_opd_mcore.config.schema import AdaptiveSection, Config
 from stable_opd_mcore.train.oversight.guard import GuardState
 
 LARGEST_ERROR = 0.2  # relative distance from the target that one step answers to
+RATE = 0.1  # a step changes the weight by this share of the relative error
+RANGE = 10.0  # the weight stays between the configured one divided by this and times this
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def adapt(config: Config, adapted: Adapted, values: Mapping[str, float | None]) 
 def _start(section: AdaptiveSection, configured: float, adapted: float | None) -> float:
     if section.target is None or adapted is None:
         return configured
-    return min(max(adapted, configured / section.range), configured * section.range)
+    return min(max(adapted, configured / RANGE), configured * RANGE)
 
 
 def _moved(
@@ -71,4 +73,4 @@ def _moved(
     if measured is None:  # the guard's or an empty batch: nothing to compare
         return weight
     error = min(max(measured / section.target - 1, -LARGEST_ERROR), LARGEST_ERROR)
-    return _start(section, configured, weight * (1 + section.rate * error))
+    return _start(section, configured, weight * (1 + RATE * error))

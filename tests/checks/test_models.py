@@ -49,7 +49,6 @@ def test_missing_misshapen_truncated_and_absent_weights_are_refused(tmp_path, mo
     file.unlink()
     with pytest.raises(UserError, match=r"has neither model\.safetensors nor"):
         check(tmp_path, path)
-    check(tmp_path, path, random_init=True)
 
 
 def test_a_config_json_that_train_refuses_is_refused(tmp_path):

@@ -30,7 +30,6 @@ from tests.config.cases import run_with
         ),
         ({"student": {"window": 0}}, "student.window: Input should be greater than 0"),
         ({"student": {"rope_theta": float("inf")}}, "student.rope_theta: Input should"),
-        ({"teacher": {"self_test_tolerance": 0}}, "teacher.self_test_tolerance: Input should be"),
     ],
 )
 def test_models_with_two_sources_or_none_are_refused(sections, message):

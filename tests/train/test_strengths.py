@@ -32,22 +32,22 @@ def test_beta_moves_by_a_share_of_its_relative_error(measured, expected):
 
 
 def test_lambda_follows_the_negative_log_likelihood_of_golden_solutions():
-    config = config_of("mixture.target=0.5", "mixture.rate=0.5")
+    config = config_of("mixture.target=0.5")
     adapted = adapt(config, Adapted(), {"logprob/golden": -0.55})
-    assert adapted == Adapted(lambda_=pytest.approx(0.5 * 1.05))
-    assert strengths_of(config, adapted, GuardState()).lambda_ == pytest.approx(0.525)
+    assert adapted == Adapted(lambda_=pytest.approx(0.5 * 1.01))
+    assert strengths_of(config, adapted, GuardState()).lambda_ == pytest.approx(0.505)
     assert adapt(config, adapted, {}) == adapted
 
 
 def test_weights_stay_in_their_range():
-    config = config_of("kl.target=0.2", "kl.range=1.5")
+    config = config_of("kl.target=0.2")
     high = low = Adapted()
-    for _ in range(100):
+    for _ in range(300):
         high = adapt(config, high, {"kl/reference": 9.0})
         low = adapt(config, low, {"kl/reference": 0.0})
-    assert (high.beta, low.beta) == (pytest.approx(0.15), pytest.approx(0.1 / 1.5))
-    narrower = config_of("kl.target=0.2", "kl.range=1.2")  # resumed with other settings
-    assert strengths_of(narrower, high, GuardState()).beta == pytest.approx(0.12)
+    assert (high.beta, low.beta) == (pytest.approx(1.0), pytest.approx(0.01))
+    lower = config_of("kl.target=0.2", "kl.beta=0.05")  # resumed with other settings
+    assert strengths_of(lower, high, GuardState()).beta == pytest.approx(0.5)
     assert strengths_of(config_of(), high, GuardState()).beta == 0.1
     assert adapt(config_of(), high, {"kl/reference": 9.0}) == Adapted()
 

@@ -130,7 +130,6 @@ def server_options(
         memory_saver=is_colocated,
         gpus=gpus,
         memory_share=MEMORY_SHARES["colocated"] if is_colocated else None,
-        max_running_requests=sglang.max_running_requests,
         startup_timeout_seconds=sglang.startup_timeout_seconds,
         request_timeout_seconds=sglang.request_timeout_seconds,
         arguments=(

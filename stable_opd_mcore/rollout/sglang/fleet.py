@@ -42,6 +42,7 @@ from stable_opd_mcore.serving.requests import Completion, Generation
 
 _MAX_IN_FLIGHT = 256  # per server, which batches and queues them itself
 _MAX_MISSED_PROBES = 2
+RESTART_WINDOW_MINUTES = 60.0  # over which max_restarts counts
 
 
 @dataclass
@@ -168,7 +169,7 @@ class Fleet:
                 member.server.stop()
                 self.lose(
                     f"{member.name} failed and max_restarts is used up: "
-                    f"{self._settings.max_restarts} in {self._settings.restart_window_minutes:g} "
+                    f"{self._settings.max_restarts} in {RESTART_WINDOW_MINUTES:g} "
                     f"minutes ({reason})"
                 )
 
@@ -251,7 +252,7 @@ class Fleet:
 
     def _may_restart(self) -> bool:
         """Whether fewer than max_restarts restarts lie in the window that ends now."""
-        begin = time.monotonic() - 60 * self._settings.restart_window_minutes
+        begin = time.monotonic() - 60 * RESTART_WINDOW_MINUTES
         while self._restarts and self._restarts[0] < begin:
             self._restarts.popleft()
         return len(self._restarts) < self._settings.max_restarts
@@ -260,7 +261,7 @@ class Fleet:
         server.stop()
         self._restarts.append(time.monotonic())
         detail = f"{len(self._restarts)} of {self._settings.max_restarts}"
-        minutes = f"{self._settings.restart_window_minutes:g} minutes"
+        minutes = f"{RESTART_WINDOW_MINUTES:g} minutes"
         self._events.add("restart", member.name, f"{detail} in {minutes}")
         server.start()
         member.state = "restarting"

@@ -85,10 +85,11 @@ def test_a_requested_stop_ends_waiting_for_a_server(member, tmp_path):
     fleet.stop()
 
 
-def test_restarts_are_counted_in_a_window_of_time(tmp_path):
+def test_restarts_are_counted_in_a_window_of_time(tmp_path, monkeypatch):
     """Two failures further apart than the window, then one at once after the second."""
     member = silent_owned(tmp_path)
-    settings = SglangConfig(max_restarts=1, restart_window_minutes=0.5 / 60)
+    monkeypatch.setattr(fleet_module, "RESTART_WINDOW_MINUTES", 0.5 / 60)
+    settings = SglangConfig(max_restarts=1)
     fleet = Fleet([member], EventLog(tmp_path / "events.jsonl"), settings)
     fleet.fail(member_in_use(member), "first")
     time.sleep(0.6)
