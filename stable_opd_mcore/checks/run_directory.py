@@ -21,13 +21,12 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.host.atomic_files import naming_disk_errors
 from stable_opd_mcore.host.run_lock import (
-    LOCK_FILE,
     STALE_SECONDS,
+    RunLock,
     describe,
-    has_ended,
     heartbeat,
     in_use,
-    read_holder,
+    is_here,
 )
 from stable_opd_mcore.planning.hardware import GIB
 from stable_opd_mcore.planning.layout import Layout
@@ -77,18 +76,14 @@ def other_run(known: Known) -> Iterator[Finding]:
     On another machine only the heartbeat shows whether the holder lives; `train` waits for it.
     """
     home = known.config.run.path
-    path = home / LOCK_FILE
-    if not home.is_dir():
+    lock = RunLock(home)
+    holder, beat = lock.holder(), heartbeat(lock.path)
+    if holder is None or beat is None:
         return
-    holder = read_holder(path)
-    if holder is None:
-        return
-    ended = has_ended(holder)
-    if ended is False:
+    age = time.time() - beat
+    if is_here(holder):
         raise in_use(home, holder)
-    beat = heartbeat(path)
-    if ended is None and beat is not None and time.time() - beat < STALE_SECONDS:
-        age = time.time() - beat
+    if age < STALE_SECONDS:
         yield finding(
             "held-elsewhere", home=home, holder=describe(holder), age=age, stale=STALE_SECONDS
         )

@@ -1,6 +1,5 @@
 """A run directory that is locked, was trained with other settings, or cannot hold the run."""
 
-import json
 import os
 import shutil
 import time
@@ -12,7 +11,7 @@ from stable_opd_mcore.checks import run_directory
 from stable_opd_mcore.checks.known import Known
 from stable_opd_mcore.config.load import save_config
 from stable_opd_mcore.errors import ConfigError, UserError
-from stable_opd_mcore.host.run_lock import LOCK_FILE, RunLock, this_process
+from stable_opd_mcore.host.run_lock import LOCK_FILE, RunLock
 from tests.train.runs import tiny_config
 
 
@@ -46,29 +45,23 @@ def test_a_run_without_checkpoints_starts_anew(tmp_path):
     assert list(run_directory.other_settings(known(tmp_path, optimizer={"lr": 2e-3}))) == []
 
 
-def write_lock(tmp_path, **fields):
-    (tmp_path / "run").mkdir(exist_ok=True)
-    path = tmp_path / "run" / LOCK_FILE
-    path.write_text(json.dumps({**this_process(), "token": "other", **fields}))
-    return path
-
-
 def test_a_living_holder_is_refused_in_the_words_of_train(tmp_path):
-    write_lock(tmp_path)  # of this process, which lives
-    with pytest.raises(UserError) as by_check:
-        list(run_directory.other_run(known(tmp_path)))
-    with pytest.raises(UserError) as by_train, RunLock(tmp_path / "run"):
-        pass
+    assert list(run_directory.other_run(known(tmp_path))) == []
+    with RunLock(tmp_path / "run"):
+        with pytest.raises(UserError) as by_check:
+            list(run_directory.other_run(known(tmp_path)))
+        with pytest.raises(UserError) as by_train, RunLock(tmp_path / "run"):
+            pass
     assert str(by_check.value) == str(by_train.value)
 
 
 def test_a_holder_on_another_machine_may_live(tmp_path):
-    path = write_lock(tmp_path, machine="another")
+    path = tmp_path / "run" / LOCK_FILE
+    path.parent.mkdir()
+    path.write_text("filelock/2\npid=7\nhost=another\nmode=lease\ntoken=x\nduration=60.0\n")
     (finding,) = run_directory.other_run(known(tmp_path))
     assert finding.severity == "warning"
     os.utime(path, (time.time() - 100,) * 2)
-    assert list(run_directory.other_run(known(tmp_path))) == []
-    write_lock(tmp_path, process_start="1")  # a process that has ended
     assert list(run_directory.other_run(known(tmp_path))) == []
 
 
