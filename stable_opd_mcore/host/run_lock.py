@@ -5,8 +5,9 @@
 
 The file LOCK names the holder's host and process, and its time stamp is the holder's heartbeat
 (filelock.SoftFileLease). A holder that was killed leaves the file behind. The next run on the same
-machine takes it over at once; a run on another machine does so when it has seen no heartbeat for
-STALE_SECONDS, by its own clock. Works on NFS, whose servers create a file exclusively.
+machine or of the same Slurm job takes it over at once; a run on another machine does so when it has
+seen no heartbeat for STALE_SECONDS, by its own clock. Works on NFS, whose servers create a file
+exclusively.
 
 Not here: the REQUEUE marker (train/oversight/signals.py), and files that readers need no lock for.
 """
@@ -36,6 +37,7 @@ class RunLock:
 
     def __init__(self, run_directory: Path, *, stale_seconds: float = STALE_SECONDS):
         self.path = run_directory / LOCK_FILE
+        self._job = run_directory / f".{LOCK_FILE}.slurm_job"
         self._stale_seconds = stale_seconds
         self._lease = SoftFileLease(
             self.path,
@@ -47,6 +49,10 @@ class RunLock:
     def __enter__(self) -> RunLock:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         earlier, beat = self._lease.owner, heartbeat(self.path)
+        job = os.environ.get("SLURM_JOB_ID", "")
+        of_this_job = bool(job) and self._job.is_file() and self._job.read_text() == job
+        if earlier is not None and of_this_job and not is_here(earlier):
+            self._lease.force_break()  # Slurm ends an attempt of a job before it starts the next
         try:
             self._lease.acquire(
                 timeout=1.5 * self._stale_seconds,
@@ -57,9 +63,12 @@ class RunLock:
             raise in_use(self.path.parent, self._lease.owner) from None
         if earlier is not None:
             print(f"taking over {self.path.parent} from {describe(earlier)}", file=sys.stderr)
+        if job:
+            self._job.write_text(job)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._job.unlink(missing_ok=True)
         self._lease.release()
 
     def holder(self) -> OwnerRecord | None:
