@@ -3,8 +3,6 @@
     python -m tests.integration.check_random_faults KIND SEED COUNT
 
     ranks     SIGKILL to one of two ranks, COUNT times in all, and the same command again each time
-    servers   SIGKILL to one of two SGLang servers, COUNT times in all
-    replies   COUNT percent of the servers' replies are broken
     disk      COUNT runs whose file system is filled at one of DISK_MOMENTS in turn, and the same
               command again with space
 
@@ -14,7 +12,6 @@ Prints a row for each fault. Not collected by pytest: it takes minutes. `disk` n
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import shutil
@@ -29,20 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.processes import running
-from tests.integration.sglang_tools import (
-    LARGER,
-    FaultyProxy,
-    Process,
-    events,
-    external,
-    rollouts,
-    rows,
-    serve,
-    servers_of,
-    train,
-    training_command,
-    urls_of,
-)
+from tests.integration.sglang_tools import Process, rows, train, training_command
 
 STEPS = 12
 TINY = (
@@ -53,7 +37,6 @@ TINY = (
     "checkpoint.every=2",
     "checkpoint.keep=2",
 )
-SERVED = ("sampling.max_new_tokens=100", "checkpoint.every=0", "train.steps=30")
 MACHINE_KEYS = ("time/", "throughput/", "memory/", "engine/")
 
 
@@ -111,99 +94,6 @@ def ranks_of(home: Path) -> list[tuple[int, int]]:
     ]
 
 
-def check_servers(draw: random.Random, home: Path, count: int) -> None:
-    settings = (
-        *LARGER,
-        *SERVED,
-        "rollout.sglang.num_servers=2",
-        f"rollout.sglang.max_restarts={10 * count}",
-        "rollout.sglang.health_interval_seconds=4",
-        "rollout.sglang.sync_timeout_seconds=30",
-    )
-    run, killed, attempt = home / "run", 0, 0
-    while killed < count:
-        attempt += 1
-        shutil.rmtree(run, ignore_errors=True)
-        with Process(training_command(home, "run", *settings), home / f"{attempt}.out") as process:
-            process.wait_until(lambda: len(rows(run)) >= 1, "the first step")
-            while killed < count and process.running:
-                time.sleep(draw.uniform(0, 40))  # a server starts in 20 s: some kills meet it then
-                servers = servers_of(process.pid)
-                if servers and process.running:
-                    done = len(rows(run))
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(draw.choice(servers), signal.SIGKILL)
-                        killed += 1
-                        print(f"kill {killed} after step {done}", flush=True)
-            assert process.wait(1800) == 0, process.text[-3000:]
-        check_served(run, 30)
-    restarts = sum(event["event"] == "restart" for event in events(run))
-    print(f"{killed} kills in {attempt} runs, {restarts} restarts in the last: no step lost")
-
-
-def check_served(run: Path, steps: int) -> None:
-    """Every step and every rollout once, each from the student's own weights."""
-    done = rows(run)
-    assert [row["step"] for row in done] == list(range(1, steps + 1))
-    for row in done:
-        drawn = rollouts(run, row["step"])
-        assert len({(r["prompt_id"], r["sample_index"]) for r in drawn}) == len(drawn) == 32
-        assert row["logprob/rollout_gap_max"] < 1e-4, row
-    redrawn = sum(row["engine/redrawn"] for row in done)
-    print(f"{steps} steps, {redrawn:g} responses drawn again", flush=True)
-
-
-def check_replies(draw: random.Random, home: Path, percent: int) -> None:
-    broken: list[str] = []
-    instead = {
-        "status 500": (500, b"broken"),
-        "status 503": (503, b""),
-        "empty": (200, b""),
-        "not JSON": (200, draw.randbytes(200)),
-        "null": (200, b"null"),
-    }
-    changes: dict[str, Callable[[bytes], bytes]] = {
-        "cut": lambda body: body[: draw.randrange(len(body))],
-        "without log-probabilities": without_logprobs,
-    }
-    share, parts = percent / 100, len(instead) + len(changes)
-    share_instead = share * len(instead) / parts
-
-    def fault(path: str) -> tuple[int, bytes] | None:
-        if path != "/generate" or draw.random() >= share_instead:
-            return None
-        broken.append(draw.choice(list(instead)))
-        return instead[broken[-1]]
-
-    def change(body: bytes) -> bytes:
-        if draw.random() >= share * len(changes) / parts / (1 - share_instead):
-            return body
-        broken.append(draw.choice(list(changes)))
-        return changes[broken[-1]](body)
-
-    key = f"rollout.sglang.api_key_file={home / 'key'}"
-    with serve(home, "servers", key) as served:
-        (url,) = urls_of(served)
-        with FaultyProxy(url) as proxy:
-            command = training_command(home, "run", *SERVED, key, *external(proxy.url))
-            with Process(command, home / "output") as process:
-                process.wait_until(lambda: rows(home / "run"), "the first step")
-                proxy.fault, proxy.change = fault, change
-                code = process.wait(1800)
-            counts = {kind: broken.count(kind) for kind in (*instead, *changes)}
-            print(f"{proxy.requests} requests, broken replies: {counts}", flush=True)
-            print(f"exit code {code}: {last_line(process.text)}")
-            assert code == 0, process.text[-3000:]
-    check_served(home / "run", 30)
-
-
-def without_logprobs(body: bytes) -> bytes:
-    reply = json.loads(body)
-    for item in reply if isinstance(reply, list) else [reply]:
-        item.get("meta_info", {}).pop("output_token_logprobs", None)
-    return json.dumps(reply).encode()
-
-
 @contextlib.contextmanager
 def small_file_system(home: Path) -> Iterator[Path]:
     place = home / "small"
@@ -257,8 +147,6 @@ def check_disk(draw: random.Random, home: Path, count: int) -> None:
 
 CHECKS = {
     "ranks": check_ranks,
-    "servers": check_servers,
-    "replies": check_replies,
     "disk": check_disk,
 }
 

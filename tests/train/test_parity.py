@@ -13,18 +13,16 @@ from tests.train.runs import metrics_of, tiny_config
 
 pytestmark = pytest.mark.slow
 
-# Layouts of four ranks; data parallelism takes the ranks that are left.
+# Layouts of four ranks; data parallelism takes the ranks that are left. Each two kinds meet once.
 LAYOUTS = {
-    "dp4": {},
-    "tp2_sp_dp2": {"tensor": 2, "sequence": True},
     "pp2_vpp2_dp2": {"pipeline": 2, "virtual_pipeline": 2},
     "tp2_pp2": {"tensor": 2, "pipeline": 2},
     "cp2_dp2": {"context": 2},
     "tp2_sp_cp2": {"tensor": 2, "context": 2, "sequence": True},
     "pp2_cp2": {"pipeline": 2, "context": 2},
 }
-GRPO_LAYOUTS = ("cp2_dp2", "tp2_sp_cp2")
-STEPS = 3
+GRPO_LAYOUT = "tp2_sp_cp2"
+STEPS = 2
 FEW_PROBLEMS = {"train": {"path": "synthetic:arithmetic", "options": {"rows": 8}}}
 
 
@@ -82,9 +80,8 @@ def replay_on_every_layout(rank: int, world_size: int, directory: str) -> None:
     for name, parallel in LAYOUTS.items():
         train(opd_config(Path(directory), name, parallel=parallel, rollout=replay), False)
     replay |= {"replay_from": f"{directory}/grpo", "samples_per_prompt": 4}
-    for layout in GRPO_LAYOUTS:
-        name, parallel = f"grpo_{layout}", LAYOUTS[layout]
-        train(grpo_config(Path(directory), name, parallel=parallel, rollout=replay), False)
+    parallel = LAYOUTS[GRPO_LAYOUT]
+    train(grpo_config(Path(directory), "grpo_4", parallel=parallel, rollout=replay), False)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +98,7 @@ def test_repeated_run_is_bit_identical(runs):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_gives_the_same_losses_and_gradients(runs, layout):
+def test_every_layout_gives_the_same_losses_gradients_and_values_of_tokens(runs, layout):
     one_rank = metrics_of(runs / "one_rank")
     other = metrics_of(runs / layout)
     assert [row["step"] for row in other] == list(range(1, STEPS + 1))
@@ -111,15 +108,14 @@ def test_every_layout_gives_the_same_losses_and_gradients(runs, layout):
     for key in (k for k in one_rank[-1] if k.startswith(("overlap/", "stop/"))):
         assert other[-1][key] == pytest.approx(one_rank[-1][key], rel=1e-4), key
     assert 0 < one_rank[-1]["overlap/ratio"] < 1
+    same_values(tokens_of(runs / "one_rank"), tokens_of(runs / layout))
 
 
 def tokens_of(run: Path) -> list[TokenText]:
     return [one for step in range(1, STEPS + 1) for one in read_tokens(token_path(run, step))]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_writes_the_same_values_of_the_same_tokens(runs, layout):
-    expected, found = tokens_of(runs / "one_rank"), tokens_of(runs / layout)
+def same_values(expected: list[TokenText], found: list[TokenText]) -> None:
     assert len(expected) == 8 * STEPS
     assert set(expected[-1].values) == set(VALUES)
     for one, other in zip(expected, found, strict=True):
@@ -131,9 +127,8 @@ def test_every_layout_writes_the_same_values_of_the_same_tokens(runs, layout):
             assert found_values == pytest.approx(one.values.get(key, zeros), rel=1e-2, abs=1e-4)
 
 
-@pytest.mark.parametrize("layout", GRPO_LAYOUTS)
-def test_grpo_under_context_parallelism_gives_the_same_losses_and_gradients(runs, layout):
-    one_rank, other = metrics_of(runs / "grpo"), metrics_of(runs / f"grpo_{layout}")
+def test_grpo_under_context_parallelism_gives_the_same_losses_and_gradients(runs):
+    one_rank, other = metrics_of(runs / "grpo"), metrics_of(runs / "grpo_4")
     for row in one_rank:
         assert 0 < row["rollout/accuracy"] < 1
         assert row["advantage/abs_sum_regular"] > 10  # rewards differ within groups
