@@ -104,6 +104,7 @@ def fused(point: Point, terms: Terms, pg_weight: float, kl_weight: float = 0.0) 
             rollout_logprob_N=zero,
             repetitive_N=zero.bool(),
             truncated_N=zero.bool(),
+            golden_rows_G=torch.zeros(0, dtype=torch.int64),
             teacher=Scores(logprob_N=zero, hidden_NH=x.teacher_TH),
             reference=Scores(None, hidden_NH=x.teacher_TH),
         )

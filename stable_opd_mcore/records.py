@@ -204,6 +204,7 @@ class MicroBatch:
     rollout_logprob_N: Tensor  # [N] fp32, nats, as the engine sampled; 0 on golden tokens
     repetitive_N: Tensor  # [N] bool, inside the response's maximal periodic suffix
     truncated_N: Tensor  # [N] bool, of a rollout that did not end with a stop token
+    golden_rows_G: Tensor  # [G] int64, where golden_N is True; on the host
     given_advantage_N: Tensor | None = None  # [N] fp32, of grpo; None: computed from scores
     # [T, L, C] int16, the experts that the rollout engine chose; -1 where it chose none
     routed_experts_TLC: Tensor | None = None

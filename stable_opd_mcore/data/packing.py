@@ -81,9 +81,8 @@ def pack(
     sequence_multiple: int = 1,
     microbatch_multiple: int = 1,
     routing: tuple[int, int] | None = None,
-    device: str | torch.device = "cpu",
 ) -> list[MicroBatch]:
-    """The micro-batches of this rank's samples.
+    """The micro-batches of this rank's samples, on the host.
 
     Args:
         samples: those that this rank trains on. Samples of weight zero are packed too, for the
@@ -116,7 +115,7 @@ def pack(
     count = _up_to(microbatch_multiple, max(1, agree(len(bins))))
     multiples = (sequence_multiple, math.lcm(sequence_multiple, pad_to_multiple))
     return [
-        _build(samples, weights, members, multiples, routing, device)
+        _build(samples, weights, members, multiples, routing)
         for members in level(lengths_B, costs_B, bins, count, max_tokens)
     ]
 
@@ -192,11 +191,9 @@ def _build(
     members: Sequence[int],
     multiples: tuple[int, int],  # of a sequence's length, of T
     routing: tuple[int, int] | None,
-    device: str | torch.device,
 ) -> MicroBatch:
     chosen = [samples[index] for index in members]
     members_S = np.array(members, dtype=np.int64)
-    weights_S = weights.select(members_S)
     prompts_S = np.array([len(sample.prompt_token_ids) for sample in chosen], dtype=np.int64)
     responses_S = np.array([len(sample.response_token_ids) for sample in chosen], dtype=np.int64)
     lengths_S = _up_to(multiples[0], prompts_S + responses_S)
@@ -211,12 +208,38 @@ def _build(
         for part in (sample.prompt_token_ids, sample.response_token_ids, _padding(tail))
     ]
     tokens_T = _join([*tokens, _padding(padding)], np.int64)
-    targets_N = _join([sample.response_token_ids for sample in chosen], np.int64)
-    positions_T = _counters(sequences_S)
+    arrays = _row_values(chosen, weights.select(members_S), responses_S)
+    if routing is not None:
+        shape = (len(tokens_T), *routing)
+        arrays["routed_experts_TLC"] = _routed_experts(chosen, starts_S, shape)
     token_index_N = _counters(responses_S)
-    # The token at position p predicts p + 1: the prompt's last token predicts the response's first.
-    rows_N = np.repeat(starts_S + prompts_S - 1, responses_S)
-    rows_N += token_index_N
+    arrays |= {
+        "tokens_T": tokens_T,
+        "positions_T": _counters(sequences_S),
+        "cu_seqlens": np.append(0, np.cumsum(sequences_S)).astype(np.int32),
+        # Position p predicts p + 1: the prompt's last token predicts the response's first.
+        "rows_N": np.repeat(starts_S + prompts_S - 1, responses_S) + token_index_N,
+        "sample_index_N": np.repeat(members_S, responses_S),
+        "token_index_N": token_index_N,
+        "golden_rows_G": np.flatnonzero(arrays["golden_N"]),
+    }
+    tensors: dict[str, Any] = {
+        name: torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
+        for name, array in arrays.items()
+    }
+    return MicroBatch(max_seqlen=int(sequences_S.max()), **tensors)
+
+
+def _row_values(
+    chosen: Sequence[Sample], weights: SampleWeights, responses_S: NDArray[np.int64]
+) -> dict[str, NDArray[Any]]:
+    """MicroBatch's fields that do not depend on where the sequences lie."""
+
+    def each(values: Sequence[bool]) -> NDArray[np.bool_]:
+        return np.repeat(np.array(values, dtype=np.bool_), responses_S)
+
+    def weight(values_S: NDArray[np.float64], on_N: Any = True) -> NDArray[np.float32]:
+        return np.repeat(values_S.astype(np.float32), responses_S) * on_N
 
     trained_N = _join([sample.trained for sample in chosen], np.bool_)
     logprobs = [
@@ -229,42 +252,19 @@ def _build(
         _range(length) >= length - sample.loop_length
         for length, sample in zip(responses_S.tolist(), chosen, strict=True)
     ]
-    golden_S = np.array([sample.source == "golden" for sample in chosen], dtype=np.bool_)
-    truncated_S = np.array([sample.truncated for sample in chosen], dtype=np.bool_)
-
-    def tensor(array: NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)  # pyright: ignore[reportUnknownMemberType]
-
-    def each(values_S: NDArray[Any]) -> NDArray[Any]:
-        return np.repeat(values_S, responses_S)
-
-    def weight(values_S: NDArray[np.float64], on_N: Any = True) -> torch.Tensor:
-        weight_N = each(values_S.astype(np.float32))
-        weight_N *= on_N
-        return tensor(weight_N)
-
-    advantage_S = weights_S.advantage_B
-    return MicroBatch(
-        tokens_T=tensor(tokens_T),
-        positions_T=tensor(positions_T),
-        cu_seqlens=tensor(np.append(0, np.cumsum(sequences_S)).astype(np.int32)),
-        max_seqlen=int(sequences_S.max()),
-        rows_N=tensor(rows_N),
-        targets_N=tensor(targets_N),
-        sample_index_N=tensor(each(members_S)),
-        token_index_N=tensor(token_index_N),
-        golden_N=tensor(each(golden_S)),
-        pg_weight_N=weight(weights_S.pg_B, trained_N),
-        kl_weight_N=weight(weights_S.kl_B),
-        sft_weight_N=weight(weights_S.sft_B, trained_N),
-        rollout_logprob_N=tensor(_join(logprobs, np.float32)),
-        repetitive_N=tensor(_join(loops, np.bool_)),
-        truncated_N=tensor(each(truncated_S)),
-        given_advantage_N=None if advantage_S is None else weight(advantage_S),
-        routed_experts_TLC=None
-        if routing is None
-        else tensor(_routed_experts(chosen, starts_S, (len(tokens_T), *routing))),
-    )
+    values: dict[str, NDArray[Any]] = {
+        "targets_N": _join([sample.response_token_ids for sample in chosen], np.int64),
+        "golden_N": each([sample.source == "golden" for sample in chosen]),
+        "pg_weight_N": weight(weights.pg_B, trained_N),
+        "kl_weight_N": weight(weights.kl_B),
+        "sft_weight_N": weight(weights.sft_B, trained_N),
+        "rollout_logprob_N": _join(logprobs, np.float32),
+        "repetitive_N": _join(loops, np.bool_),
+        "truncated_N": each([sample.truncated for sample in chosen]),
+    }
+    if weights.advantage_B is not None:
+        values["given_advantage_N"] = weight(weights.advantage_B)
+    return values
 
 
 def _routed_experts(

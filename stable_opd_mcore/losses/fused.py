@@ -72,7 +72,6 @@ def fused_loss(
     with torch.no_grad():
         evaluation = _Evaluation(hidden_NH, batch, terms, heads, block_rows)
         rows, *gradients = evaluation.run(*wants, context_group)
-    require_finite_scores(batch, rows)
     inputs = (hidden_NH, head.weight_VH, rows.loss.sum())
     loss = cast(Tensor, WithGradients.apply(*inputs, *gradients))  # pyright: ignore[reportUnknownMemberType]
     sums = {"pg": rows.pg.sum(), "kl": rows.kl.sum(), "sft": rows.sft.sum()}
@@ -95,7 +94,9 @@ class _Evaluation:
         """Golden rows of each block, where the temperature of their likelihood is another."""
         if self.terms.temperature == 1:
             return None
-        return GoldenLikelihood.rows_of_blocks(self.batch.golden_N, self.block_rows)
+        golden_N = self.batch.golden_N
+        sizes = (len(golden_N), self.block_rows, golden_N.device)
+        return GoldenLikelihood.rows_of_blocks(self.batch.golden_rows_G, *sizes)
 
     def run(
         self, wants_hidden: bool, wants_weight: bool, context_group: dist.ProcessGroup | None
@@ -211,15 +212,31 @@ def needed_heads(
     return heads
 
 
-def require_finite_scores(batch: MicroBatch, rows: LossOutput) -> None:
-    """Refuse scores that are not finite, before any weight changes.
+def finite_scores(batch: MicroBatch, rows: LossOutput) -> Tensor:
+    """bool []: whether all scores are finite. The host does not wait."""
+    return torch.stack([x.isfinite().all() for x in _scores(batch, rows).values()]).all()
 
-    A weight of zero does not help against them: 0 * NaN is NaN in the head's gradient. One
-    reduction per tensor, and one copy to the host.
+
+def require_finite_scores(batch: MicroBatch, rows: LossOutput) -> None:
+    """Refuse scores that are not finite, before any weight moves.
+
+    A weight of zero does not help against them: 0 * NaN is NaN in the head's gradient.
 
     Raises:
         UserError: naming the score and the first of its rows.
     """
+    for name, x in _scores(batch, rows).items():
+        bad = ~x.isfinite()
+        if bad.any():
+            first = int(bad.reshape(len(x), -1).any(1).nonzero()[0])
+            raise UserError(
+                f"{name}: {int(bad.sum())} of {x.numel()} values are not finite, the first in "
+                f"scored row {first}: no weight was moved. Check that model's checkpoint, its "
+                "precision and its server"
+            )
+
+
+def _scores(batch: MicroBatch, rows: LossOutput) -> dict[str, Tensor]:
     teacher = batch.teacher or NO_SCORES
     scores = {
         "the teacher's log-probabilities": rows.teacher_logprob_N,
@@ -230,13 +247,4 @@ def require_finite_scores(batch: MicroBatch, rows: LossOutput) -> None:
         "the old log-probabilities of tokens": batch.old_token_logprob_N,
         "the given advantages": batch.given_advantage_N,
     }
-    finite = {name: torch.isfinite(x) for name, x in scores.items() if x is not None}
-    all_finite = cast("list[bool]", torch.stack([x.all() for x in finite.values()]).tolist())
-    for (name, x), fine in zip(finite.items(), all_finite, strict=True):
-        if not fine:
-            first = int((~x.reshape(len(x), -1)).any(1).nonzero()[0])
-            raise UserError(
-                f"{name}: {int((~x).sum())} of {x.numel()} values are not finite, the first in "
-                f"scored row {first}: no weight was moved. Check that model's checkpoint, its "
-                "precision and its server"
-            )
+    return {name: x for name, x in scores.items() if x is not None}

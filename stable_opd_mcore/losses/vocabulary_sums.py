@@ -237,16 +237,21 @@ class GoldenLikelihood:
         return cls(rows_G, ids_G1, logits_GV, statistics.normaliser, logprob_G)
 
     @staticmethod
-    def rows_of_blocks(golden_N: Tensor, block_rows: int) -> list[Tensor]:
+    def rows_of_blocks(
+        golden_rows_G: Tensor, num_rows: int, block_rows: int, device: torch.device
+    ) -> list[Tensor]:
         """The golden rows of each block, counted from its start.
 
-        Two copies to the host, before the loop over blocks.
+        Args:
+            golden_rows_G: of MicroBatch, on the host.
+            num_rows: of the micro-batch.
+            device: of what is returned.
         """
-        rows_N = golden_N.nonzero()[:, 0]
-        starts = torch.arange(0, len(golden_N), block_rows, device=rows_N.device)
-        edges = cast("list[int]", torch.searchsorted(rows_N, starts).tolist())
-        sizes = [stop - start for start, stop in pairwise([*edges, len(rows_N)])]
-        return list(cast("Sequence[Tensor]", (rows_N % block_rows).split(sizes)))
+        starts = torch.arange(0, num_rows, block_rows)
+        edges = cast("list[int]", torch.searchsorted(golden_rows_G, starts).tolist())
+        sizes = [stop - start for start, stop in pairwise([*edges, len(golden_rows_G)])]
+        rows_G = golden_rows_G.to(device, non_blocking=True)
+        return list(cast("Sequence[Tensor]", (rows_G % block_rows).split(sizes)))
 
     def add_gradient_(self, gradient_CV: Tensor, by_logprob_G: Tensor, head: Head) -> None:
         """Add the gradient by the logits, from that by logprob_G. Consumes the copied logits."""

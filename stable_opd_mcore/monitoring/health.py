@@ -9,7 +9,7 @@ repetitive tokens (data/repetition.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from stable_opd_mcore.data.responses import QUARTERS
@@ -31,7 +31,7 @@ def sample_metrics(facts: SampleFacts) -> Metrics:
 
 def token_metrics(
     outputs: Sequence[LossOutput], microbatches: Sequence[MicroBatch], max_new_tokens: int
-) -> Metrics:
+) -> Callable[[], Metrics]:
     """Metrics of the scored tokens of this rank's micro-batches; reduce them over ranks.
 
     Log-probabilities, advantages, entropies, KL to the teacher and the clip share are means over
@@ -44,15 +44,35 @@ def token_metrics(
 
     `loss/*` are sums, like the loss. The total is the sum of the parts, because Megatron scales the
     loss tensor in place. A mean is None if no micro-batch has its values (no teacher, no
-    reference). Costs one device synchronisation per micro-batch.
+    reference).
+
+    Returns:
+        A function that gives the metrics. Where it is called after the host has waited for the
+        device, it does not wait again.
     """
-    metrics = Metrics()
-    for output, microbatch in zip(outputs, microbatches, strict=True):
-        metrics = metrics | _token_metrics(output, microbatch, max_new_tokens)
+    import torch
+
+    from stable_opd_mcore.parallel.transfers import OnHost
+
+    pairs = list(zip(outputs, microbatches, strict=True))
+    if not pairs:
+        return Metrics
+    keys, sums = zip(*(_token_sums(*pair, max_new_tokens) for pair in pairs), strict=True)
+    numbers = OnHost(torch.stack(sums))
+
+    def metrics() -> Metrics:
+        total = Metrics()
+        for of_batch in numbers.values().tolist():
+            total = total | _metrics_of(keys[0], of_batch)
+        return total
+
     return metrics
 
 
-def _token_metrics(output: LossOutput, microbatch: MicroBatch, max_new_tokens: int) -> Metrics:
+def _token_sums(
+    output: LossOutput, microbatch: MicroBatch, max_new_tokens: int
+) -> tuple[list[str], Tensor]:
+    """The keys of the means, and in fp64 their sums, their counts and `_metrics_of`'s scalars."""
     import torch
 
     golden_N, trained_N = microbatch.golden_N, _trained(microbatch)
@@ -80,15 +100,19 @@ def _token_metrics(output: LossOutput, microbatch: MicroBatch, max_new_tokens: i
         (~golden_N).sum().double(),
         torch.where(microbatch.repetitive_N, abs_advantage_N, 0.0).sum(),
         abs_advantage_N.sum(),
-        gaps_N.max() if len(gaps_N) else gaps_N.new_tensor(-1.0),
+        gaps_N.max() if len(gaps_N) else gaps_N.new_full((), -1.0),
     ]
-    numbers = torch.cat([totals_R, masks_RN.sum(dim=1).double(), torch.stack(scalars)]).tolist()
+    sums = torch.cat([totals_R, masks_RN.sum(dim=1).double(), torch.stack(scalars)])
+    return list(means), sums
 
-    rows = len(means)
+
+def _metrics_of(keys: Sequence[str], numbers: Sequence[float]) -> Metrics:
+    """Of one micro-batch's sums."""
+    rows = len(keys)
     pg, kl, sft, trained, rollout, abs_repetitive, abs_total, gap_max = numbers[2 * rows :]
     mean_metrics = {
         key: Mean(total, count)
-        for key, total, count in zip(means, numbers[:rows], numbers[rows : 2 * rows], strict=True)
+        for key, total, count in zip(keys, numbers[:rows], numbers[rows : 2 * rows], strict=True)
     }
     return Metrics(
         {

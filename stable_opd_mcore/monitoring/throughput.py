@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeAlias
 
 import torch
 
@@ -24,8 +25,9 @@ class PhaseTimer:
         metrics = timer.metrics(num_tokens)
 
     The step starts when the timer is created and ends with `metrics`. The times of a phase that is
-    entered twice add up. On a CUDA device a phase ends when its kernels have ended. Reduced over
-    ranks, times are those of the slowest rank.
+    entered twice add up. On a CUDA device a phase ends when its kernels have ended, which events
+    in the device's queue tell: the host waits for them in `metrics` alone. Reduced over ranks,
+    times are those of the slowest rank.
 
     Args:
         tell: gets the name of each phase that begins.
@@ -38,7 +40,7 @@ class PhaseTimer:
     ):
         self._device = torch.device(device)
         self._tell = tell
-        self._seconds: dict[str, float] = {}
+        self._phases: list[tuple[str, _Moment, _Moment]] = []  # name, start, end
         self._start = self._now()
 
     @contextmanager
@@ -49,7 +51,7 @@ class PhaseTimer:
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start
+            self._phases.append((name, start, self._now()))
 
     def metrics(self, num_tokens: int) -> Metrics:
         """`time/<phase>` and `time/total` in seconds, tokens per second, peak memory.
@@ -58,8 +60,14 @@ class PhaseTimer:
             num_tokens: prompt and response tokens of the step's global batch, the same number on
                 every rank. The rate divides it by the ranks' mean step time.
         """
-        total = self._now() - self._start
-        times = {f"time/{name}": Max(seconds) for name, seconds in self._seconds.items()}
+        end = self._now()
+        if isinstance(end, torch.cuda.Event):
+            end.synchronize()
+        total = _seconds(self._start, end)
+        seconds: dict[str, float] = {}
+        for name, start, stop in self._phases:
+            seconds[name] = seconds.get(name, 0.0) + _seconds(start, stop)
+        times = {f"time/{name}": Max(value) for name, value in seconds.items()}
         return Metrics(
             {
                 **times,
@@ -69,10 +77,23 @@ class PhaseTimer:
             }
         )
 
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+    def _now(self) -> _Moment:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+_Moment: TypeAlias = "float | torch.cuda.Event"
+
+
+def _seconds(start: _Moment, end: _Moment) -> float:
+    """Between two moments of one timer, which have passed."""
+    if isinstance(start, float) and isinstance(end, float):
+        return end - start
+    assert isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
+    return start.elapsed_time(end) / 1e3
 
 
 def peak_memory_gib(device: torch.device | str = "cpu") -> float:

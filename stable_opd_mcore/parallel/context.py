@@ -45,7 +45,8 @@ def token_indices(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
 def slice_microbatch(batch: MicroBatch, rank: int, size: int) -> MicroBatch:
     """A rank's share of a micro-batch without scores: its tokens, and the rows at these tokens.
 
-    cu_seqlens and max_seqlen still describe the whole sequences.
+    On the host, before to_device: how many rows it has depends on values. cu_seqlens and max_seqlen
+    still describe the whole sequences.
 
     Raises:
         ValueError: a sequence whose length is no multiple of 2 size, to which packing pads it.
@@ -65,6 +66,7 @@ def slice_microbatch(batch: MicroBatch, rank: int, size: int) -> MicroBatch:
         if name.endswith("_N") and value is not None
     }
     of_rows["rows_N"] = place_N[mine_N]
+    of_rows["golden_rows_G"] = of_rows["golden_N"].nonzero()[:, 0]
     if batch.routed_experts_TLC is not None:
         of_rows["routed_experts_TLC"] = batch.routed_experts_TLC[indices]
     return replace(

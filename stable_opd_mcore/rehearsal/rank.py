@@ -32,6 +32,7 @@ from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import Prompt, Rollout, Sample, SampleFacts
 from stable_opd_mcore.rehearsal.fake_tensors import fake_tensors
 from stable_opd_mcore.rehearsal.fake_world import fake_world
+from stable_opd_mcore.rehearsal.host_waits import HostWaits
 from stable_opd_mcore.rollout.engine import NothingInFlight
 from stable_opd_mcore.rollout.sglang.sync import make_buckets
 from stable_opd_mcore.rollout.sglang.transports import Buffers
@@ -50,6 +51,7 @@ class RankReport:
     seconds: float  # of one CPU core
     peak_bytes: int  # of the step, with Adam's state
     published_bytes: int  # sent to a server in one publish; 0 where nothing is sent
+    host_waits: dict[str, int]  # places where the step's host waits for the GPU -> how often
 
 
 def rehearse_rank(
@@ -80,13 +82,15 @@ def rehearse_rank(
         run.student.finish_grads()
         run.student.update(lr=0.0)  # Adam's state exists from the first update on
         live.restart()
-        step.train_step(run, state)
+        with HostWaits() as waits:
+            step.train_step(run, state)
         engine: Any = run.engine
         return RankReport(
             stage=world.pipeline_rank,
             seconds=time.process_time() - start,
             peak_bytes=live.peak_bytes,
             published_bytes=engine.published_bytes,
+            host_waits=dict(waits.places),
         )
 
 

@@ -42,6 +42,7 @@ class StageReport:
     planned_bytes: float  # of the same step
     gpu_bytes: float  # planned for the whole step on the GPU
     usable_bytes: float  # of the GPU
+    host_waits: dict[str, int]  # places where the rehearsed step's host waits for the GPU
 
     @property
     def line(self) -> str:
@@ -52,8 +53,16 @@ class StageReport:
         cut = "" if self.layers is None else f" (layers: {self.layers})"
         return (
             f"stage {self.stage}  {self.seconds:5.1f} s  fake world{cut} {fake}, "
-            f"plan {planned} GiB; on the GPU {gpu} of {usable} GiB  ok"
+            f"plan {planned} GiB; on the GPU {gpu} of {usable} GiB; {self.waits}  ok"
         )
+
+    @property
+    def waits(self) -> str:
+        """How often the host waits for the GPU in the rehearsed step, and where."""
+        places = ", ".join(
+            place + (f" x {count}" if count > 1 else "") for place, count in self.host_waits.items()
+        )
+        return f"the host waits {sum(self.host_waits.values())} times: {places}"
 
 
 def rehearse_worlds(
@@ -137,6 +146,7 @@ def rehearse_stage(
         planned_bytes=planned.rehearsed_bytes,
         gpu_bytes=plan.memory.peak_bytes,
         usable_bytes=plan.memory.usable_bytes,
+        host_waits=report.host_waits,
     )
 
 

@@ -50,7 +50,7 @@ from stable_opd_mcore.host.atomic_files import naming_disk_errors, write_atomica
 from stable_opd_mcore.host.run_lock import RunLock
 from stable_opd_mcore.metrics import Max, Metrics, reduce_over_ranks
 from stable_opd_mcore.models.weights import weights_hash
-from stable_opd_mcore.parallel.world import World, stop_world
+from stable_opd_mcore.parallel.world import World, object_group, stop_world
 from stable_opd_mcore.records import Prompt
 from stable_opd_mcore.rollout.choice import evaluation_engine
 from stable_opd_mcore.rollout.engine import RolloutEngine, Sampling
@@ -105,7 +105,7 @@ def evaluate_student(run: Run, state: TrainState) -> Metrics:
         )
         metrics = metrics | measured(run, rollouts, sampling.max_new_tokens, area)
     seconds = Metrics({"time/eval": Max(time.perf_counter() - started)})
-    return reduce_over_ranks(metrics | seconds, dist.group.WORLD)
+    return reduce_over_ranks(metrics | seconds, object_group(dist.group.WORLD))
 
 
 def evaluate_config(

@@ -24,6 +24,7 @@ from torch.nn import Module
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.packing import costs, pack
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.losses.fused import finite_scores, require_finite_scores
 from stable_opd_mcore.losses.token_weights import correct_importance, use_rollout_policy
 from stable_opd_mcore.metrics import Mean, Metrics, Same, Sum, reduce_over_ranks
 from stable_opd_mcore.models.fp8 import MULTIPLE
@@ -33,9 +34,11 @@ from stable_opd_mcore.monitoring.health import sample_metrics, token_metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.context import slice_microbatch
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
+from stable_opd_mcore.parallel.transfers import OnHost, to_device
 from stable_opd_mcore.parallel.world import (
     World,
     gather_objects,
+    object_group,
 )
 from stable_opd_mcore.records import (
     LossOutput,
@@ -155,7 +158,7 @@ def minibatches_of(run: Run, drawn: Sequence[Sample], facts: SampleFacts) -> lis
 
 
 def pack_minibatch(run: Run, minibatch: Minibatch) -> list[MicroBatch]:
-    """This rank's micro-batches of a minibatch, sliced under context parallelism."""
+    """This rank's micro-batches of a minibatch on its device, sliced under context parallelism."""
     world, architecture = run.world, run.student.chunks[0].architecture
     experts = architecture.experts if run.config.rollout.routing_replay else None
     batches = pack(
@@ -168,9 +171,9 @@ def pack_minibatch(run: Run, minibatch: Minibatch) -> list[MicroBatch]:
         sequence_multiple=world.sequence_multiple,
         microbatch_multiple=world.microbatch_multiple,
         routing=experts and (architecture.num_layers, experts.per_token),
-        device=world.device,
     )
-    return [slice_microbatch(batch, world.context_rank, world.context_size) for batch in batches]
+    slices = (slice_microbatch(b, world.context_rank, world.context_size) for b in batches)
+    return [to_device(batch, world.device) for batch in slices]
 
 
 def score(run: Run, batches: Sequence[MicroBatch], minibatch: Minibatch) -> list[MicroBatch]:
@@ -233,7 +236,7 @@ def update(
     `record` receives the results of the loss.
 
     Raises:
-        UserError: the loss, the gradient norm or an updated weight is not finite.
+        UserError: a score, the loss, the gradient norm or an updated weight is not finite.
     """
 
     def forward_step(
@@ -246,15 +249,15 @@ def update(
     run.student.measure_loads(batches, run.world)
     run.student.zero_grad()
     results = run_forward_backward(run.student.model, batches, forward_step, world=run.world)
-    grad_norm = run.student.finish_grads()
     record(results, batches)
-
-    row_metrics = (
-        token_metrics(results, batches, run.config.sampling.max_new_tokens)
-        if results
-        else Metrics()
-    )
-    metrics = reduce_row_metrics(run.world, row_metrics) | run.student.routing_metrics()
+    row_metrics = token_metrics(results, batches, run.config.sampling.max_new_tokens)
+    scored = list(zip(batches, results, strict=True)) if results else []  # on the last stage
+    finite = [OnHost(finite_scores(*pair)) for pair in scored]
+    grad_norm = run.student.finish_grads()  # the host waits for the device here
+    for is_finite, pair in zip(finite, scored, strict=True):
+        if not is_finite.values():
+            require_finite_scores(*pair)
+    metrics = reduce_row_metrics(run.world, row_metrics()) | run.student.routing_metrics()
     require_finite(metrics, grad_norm, step)  # before any weight changes
     run.student.update(lr)
     refuse_non_finite(run.student.chunks, f"step {step}: nothing is saved or published")
@@ -306,7 +309,7 @@ def reduce_row_metrics(world: World, metrics: Metrics) -> Metrics:
     All tensor-parallel ranks hold the same rows; only rank 0 contributes them.
     """
     own = metrics if world.tensor_rank == 0 else Metrics()
-    return reduce_over_ranks(own, dist.group.WORLD)
+    return reduce_over_ranks(own, object_group(dist.group.WORLD))
 
 
 def step_metrics(
@@ -330,6 +333,6 @@ def step_metrics(
         own = own | measured(run, rollouts, run.config.sampling.max_new_tokens)
         strengths = {"kl/beta": run.objective.beta, "mixture/lambda": run.objective.golden_weight}
         metrics = metrics | Metrics({key: Same(value) for key, value in strengths.items()})
-    for more in (reduce_over_ranks(own, dist.group.WORLD), *reduced):
+    for more in (reduce_over_ranks(own, object_group(dist.group.WORLD)), *reduced):
         metrics = metrics | more
     return metrics

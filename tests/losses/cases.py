@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.losses.fused import require_finite_scores
 from stable_opd_mcore.losses.objectives import Objective, build_objective
 from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.records import LossOutput, MicroBatch, Scores
@@ -106,6 +107,7 @@ def make_case(
         rollout_logprob_N=old_logprob,
         repetitive_N=torch.zeros(rows, dtype=torch.bool),
         truncated_N=torch.zeros(rows, dtype=torch.bool),
+        golden_rows_G=golden.nonzero()[:, 0],
         given_advantage_N=normal(rows),
         old_logprob_N=old_logprob if old else None,
         teacher=teacher_scores(objective, log_q, targets, teacher),
@@ -140,7 +142,7 @@ def cast_batch(
         for name, value in vars(record).items():
             if isinstance(value, Tensor) and value.is_floating_point():
                 changes[name] = value.to(device, hidden_dtype if name == "hidden_NH" else dtype)
-            elif isinstance(value, Tensor):
+            elif isinstance(value, Tensor) and name != "golden_rows_G":
                 changes[name] = value.to(device)
             elif isinstance(value, Scores):
                 changes[name] = cast(value)
@@ -196,6 +198,7 @@ def run_fused(
     fp = torch.float64 if dtype == torch.float64 else torch.float32
     batch = cast_batch(case.batch, fp, dtype, device)
     out = objective(hidden, heads[0], batch, teacher_head=heads[1], reference_head=heads[2])
+    require_finite_scores(batch, out)  # as the step does
     out.loss.backward()
     return Result.of(out, hidden.grad, heads[0].weight_VH.grad)
 

@@ -82,6 +82,7 @@ class Policies:
             rollout_logprob_N=logprob,
             repetitive_N=zero.bool(),
             truncated_N=zero.bool(),
+            golden_rows_G=zero.nonzero()[:, 0],
             teacher=teacher_scores(objective, log_q[state], target, hidden),
         )
 

@@ -142,10 +142,10 @@ def test_golden_tokens_keep_their_likelihood_at_temperature_1():
 
 
 def test_golden_rows_are_numbered_from_the_start_of_their_block():
-    golden = torch.tensor([False, True, False, True, True, False, False, False, True])
-    of_blocks = GoldenLikelihood.rows_of_blocks(golden, 3)
+    golden, cpu = torch.tensor([1, 3, 4, 8]), torch.device("cpu")
+    of_blocks = GoldenLikelihood.rows_of_blocks(golden, 9, 3, cpu)
     assert [x.tolist() for x in of_blocks] == [[1], [0, 1], [2]]
-    of_blocks = GoldenLikelihood.rows_of_blocks(golden[5:8], 2)
+    of_blocks = GoldenLikelihood.rows_of_blocks(golden[:0], 3, 2, cpu)
     assert [x.tolist() for x in of_blocks] == [[], []]
 
 

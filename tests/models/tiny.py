@@ -73,4 +73,5 @@ def microbatch(lengths: list[int], seed: int = 0) -> MicroBatch:
         rollout_logprob_N=zeros_N,
         repetitive_N=zeros_N.bool(),
         truncated_N=zeros_N.bool(),
+        golden_rows_G=torch.arange(num_rows),
     )

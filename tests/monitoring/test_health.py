@@ -43,6 +43,7 @@ MICROBATCH = MicroBatch(
     rollout_logprob_N=torch.tensor([-1.0, -2.5, -3.0, 0.0, 0.0, 0.0]),
     repetitive_N=torch.tensor([False, True, True, True, False, False]),
     truncated_N=torch.tensor([False, False, True, True, False, False]),
+    golden_rows_G=torch.tensor([4, 5]),
     teacher=Scores(
         torch.tensor([-1.5, -1.5, -6.0, -9.0, -9.0, -9.0]), entropy_N=torch.full((6,), 2.0)
     ),
@@ -126,7 +127,7 @@ def part(record, rows: slice):
 
 
 def test_token_metrics_by_hand():
-    values = token_metrics([OUTPUT], [MICROBATCH], BUDGET).values_by_key()
+    values = token_metrics([OUTPUT], [MICROBATCH], BUDGET)().values_by_key()
     require_known(values)
     assert values == EXPECTED
 
@@ -136,7 +137,7 @@ def test_token_metrics_do_not_depend_on_micro_batching(cut):
     half = replace(OUTPUT, pg=OUTPUT.pg / 2, kl=OUTPUT.kl / 2, sft=OUTPUT.sft / 2)
     outputs = [part(half, slice(0, cut)), part(half, slice(cut, None))]
     microbatches = [part(MICROBATCH, slice(0, cut)), part(MICROBATCH, slice(cut, None))]
-    assert token_metrics(outputs, microbatches, BUDGET).values_by_key() == EXPECTED
+    assert token_metrics(outputs, microbatches, BUDGET)().values_by_key() == EXPECTED
 
 
 def test_non_finite_values_of_masked_tokens_are_ignored():
@@ -145,7 +146,7 @@ def test_non_finite_values_of_masked_tokens_are_ignored():
         name: torch.where(masked, math.nan, getattr(OUTPUT, name))
         for name in ("student_logprob_N", "token_logprob_N")
     }
-    values = token_metrics([replace(OUTPUT, **spoiled)], [MICROBATCH], BUDGET)
+    values = token_metrics([replace(OUTPUT, **spoiled)], [MICROBATCH], BUDGET)()
     assert values.values_by_key() == EXPECTED
 
 
@@ -157,18 +158,18 @@ def test_golden_tokens_are_told_by_their_source_not_by_their_weights(pg, sft):
     sft_N = MICROBATCH.sft_weight_N.masked_fill(golden_N, sft)
     batch = replace(MICROBATCH, pg_weight_N=pg_N, sft_weight_N=sft_N)
     counted = {"tokens/trained": 3.0, "tokens/golden_share": 0.0} if pg == 0 else {}
-    assert token_metrics([OUTPUT], [batch], BUDGET).values_by_key() == EXPECTED | counted
+    assert token_metrics([OUTPUT], [batch], BUDGET)().values_by_key() == EXPECTED | counted
 
 
 def test_teacher_metrics_from_the_loss_when_scores_are_hidden_states():
     alone = replace(MICROBATCH, teacher=Scores(None, hidden_NH=torch.zeros(6, 1)))
     output = replace(OUTPUT, teacher_entropy_N=torch.full((6,), 2.0))
-    assert token_metrics([output], [alone], BUDGET).values_by_key() == EXPECTED
+    assert token_metrics([output], [alone], BUDGET)().values_by_key() == EXPECTED
 
 
 def test_without_teacher_and_reference_their_numbers_are_undefined():
     bare = replace(MICROBATCH, teacher=None, reference=None)
-    values = token_metrics([OUTPUT], [bare], BUDGET).values_by_key()
+    values = token_metrics([OUTPUT], [bare], BUDGET)().values_by_key()
     undefined = {key for key, value in values.items() if value is None}
     assert {f"kl/teacher_{part}" for part in ("finished", "truncated", "q1", "q2")} <= undefined
     undefined = {key for key in undefined if not key.startswith(SPLIT_KEYS) or key in SPLIT_KEYS}
@@ -186,12 +187,12 @@ def test_the_engine_gap_is_against_the_behaviour_policy():
     old = torch.tensor([-1.0, -2.5, -7.0, 0.0, 0.0, 0.0])
     of_classes = old + torch.tensor([0, 0, 2.0, 0, 0, 0])
     batch = replace(MICROBATCH, old_logprob_N=of_classes, old_token_logprob_N=old)
-    values = token_metrics([OUTPUT], [batch], BUDGET).values_by_key()
+    values = token_metrics([OUTPUT], [batch], BUDGET)().values_by_key()
     assert values["logprob/rollout_gap_max"] == 4.0
 
 
 def test_tokens_beyond_the_budget_are_in_its_last_quarter():
     batch = replace(MICROBATCH, token_index_N=torch.tensor([0, 1, 9, 3, 4, 5]))
-    values = token_metrics([OUTPUT], [batch], 4).values_by_key()
+    values = token_metrics([OUTPUT], [batch], 4)().values_by_key()
     advantages = [values[f"advantage/mean_q{n}"] for n in (1, 2, 3, 4)]
     assert advantages == [-0.5, 0.5, None, -3.0]

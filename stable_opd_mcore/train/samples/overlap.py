@@ -48,11 +48,13 @@ def overlap_metrics(
     is_last = [_last_positions(batch, samples) for batch in batches]
     student = _stop_scores(pair.student, batches, is_last, samples)
     teacher = _stop_scores(pair.teacher, batches, is_last, samples)
-    metrics = Metrics()
-    if student:
-        for batch, is_last_N, p, q in zip(batches, is_last, student, teacher, strict=True):
-            metrics = metrics | _compare(batch, is_last_N, p, q)
-    return metrics
+    if not student:
+        return Metrics()
+    compared = [
+        _compare(*of_batch) for of_batch in zip(batches, is_last, student, teacher, strict=True)
+    ]
+    sums = torch.stack([torch.stack(list(of_batch.values())) for of_batch in compared]).sum(dim=0)
+    return Metrics({key: Mean(*pair) for key, pair in zip(compared[0], sums.tolist(), strict=True)})
 
 
 def _last_positions(batch: MicroBatch, samples: Sequence[Sample]) -> Tensor:
@@ -77,20 +79,21 @@ def _stop_scores(
     return model.scorer.about([sample.prompt_id for sample in samples]).score(retargeted)
 
 
-def _compare(batch: MicroBatch, is_last_N: Tensor, student: Scores, teacher: Scores) -> Metrics:
+def _compare(
+    batch: MicroBatch, is_last_N: Tensor, student: Scores, teacher: Scores
+) -> dict[str, Tensor]:
+    """[2] for each metric: sum and count of its mean."""
     shared = overlap(*_top_tokens(student), *_top_tokens(teacher))
     assert student.logprob_N is not None and teacher.logprob_N is not None
     trained_N = batch.pg_weight_N != 0
-    return Metrics(
-        {
-            "overlap/ratio": _mean(shared.ratio_N, trained_N),
-            "overlap/student_mass": _mean(shared.student_mass_N, trained_N),
-            "overlap/teacher_mass": _mean(shared.teacher_mass_N, trained_N),
-            "overlap/advantage": _mean(shared.advantage_N, trained_N),
-            "stop/student_mass": _mean(student.logprob_N.exp(), is_last_N),
-            "stop/teacher_mass": _mean(teacher.logprob_N.exp(), is_last_N),
-        }
-    )
+    return {
+        "overlap/ratio": _mean(shared.ratio_N, trained_N),
+        "overlap/student_mass": _mean(shared.student_mass_N, trained_N),
+        "overlap/teacher_mass": _mean(shared.teacher_mass_N, trained_N),
+        "overlap/advantage": _mean(shared.advantage_N, trained_N),
+        "stop/student_mass": _mean(student.logprob_N.exp(), is_last_N),
+        "stop/teacher_mass": _mean(teacher.logprob_N.exp(), is_last_N),
+    }
 
 
 def _top_tokens(scores: Scores) -> tuple[Tensor, Tensor]:
@@ -100,6 +103,6 @@ def _top_tokens(scores: Scores) -> tuple[Tensor, Tensor]:
     return scores.topk_ids_NK, scores.topk_logprobs_NK
 
 
-def _mean(values_N: Tensor, mask_N: Tensor) -> Mean:
+def _mean(values_N: Tensor, mask_N: Tensor) -> Tensor:
     total = torch.where(mask_N, values_N.double(), 0.0).sum()
-    return Mean(float(total), int(mask_N.sum()))
+    return torch.stack([total, mask_N.sum().double()])

@@ -26,6 +26,7 @@ from stable_opd_mcore.data.token_files import (
     token_path,
     write_tokens,
 )
+from stable_opd_mcore.parallel.transfers import OnHost
 from stable_opd_mcore.parallel.world import World, gather_on_first_rank
 from stable_opd_mcore.records import LossOutput, MicroBatch, Rollout, SampleFacts
 from stable_opd_mcore.train.samples.sharing import Minibatch
@@ -52,7 +53,7 @@ class TokenRecorder:
     def __init__(self, config: Config, facts: SampleFacts):
         count = 0 if config.rollout.save == "none" else config.monitoring.token_values
         self._kept = facts.select(~facts.golden_B).select(np.s_[:count])
-        self._rows: list[np.ndarray] = []  # of each micro-batch: rollout, token, then VALUES
+        self._rows: list[tuple[Minibatch, OnHost]] = []  # of each micro-batch
 
     def of(self, minibatch: Minibatch) -> Record:
         """What to call with the loss's results of the micro-batches of `minibatch`."""
@@ -61,9 +62,7 @@ class TokenRecorder:
             if not len(self._kept) or not results:  # results are on the last pipeline stage only
                 return
             for output, batch in zip(results, batches, strict=True):
-                rows = _rows(output, batch)
-                rows[0] = minibatch.places[rows[0].astype(np.int64)]
-                self._rows.append(rows[:, rows[0] < len(self._kept)])
+                self._rows.append((minibatch, _rows(output, batch)))
 
         return record
 
@@ -79,7 +78,7 @@ class TokenRecorder:
         if not len(self._kept):
             return []
         # All tensor-parallel ranks hold the same rows, and all ranks of a replica its rollouts.
-        own_rows = self._rows if world.tensor_rank == 0 else []
+        own_rows = self._own_rows() if world.tensor_rank == 0 else []
         here = self._kept.holder_B == world.data_rank
         own = [] if dist.get_rank(world.model_group) else np.flatnonzero(here).tolist()
         own_rollouts = {place: rollouts[self._kept.index_B[place]] for place in own}
@@ -99,6 +98,15 @@ class TokenRecorder:
             )
             for place in range(len(self._kept))
         ]
+
+    def _own_rows(self) -> list[np.ndarray]:
+        """Of each micro-batch, for the kept rollouts: rollout, token, then VALUES."""
+        kept: list[np.ndarray] = []
+        for minibatch, copied in self._rows:
+            rows = copied.values().numpy()
+            rows[0] = minibatch.places[rows[0].astype(np.int64)]
+            kept.append(rows[:, rows[0] < len(self._kept)])
+        return kept
 
 
 def write_token_values(
@@ -124,7 +132,7 @@ def _golden(rollout: Rollout, tokenizer: Tokenizer) -> str | None:
     return None if golden is None else tokenizer.decode(golden)
 
 
-def _rows(output: LossOutput, batch: MicroBatch) -> np.ndarray:
+def _rows(output: LossOutput, batch: MicroBatch) -> OnHost:
     """Sample index, token index and VALUES of the micro-batch's tokens: [2 + values, N]."""
     columns = (
         batch.sample_index_N,
@@ -134,7 +142,7 @@ def _rows(output: LossOutput, batch: MicroBatch) -> np.ndarray:
         output.kl_reference_N,
         output.kl_teacher_N,
     )
-    return torch.stack([column.detach().double() for column in columns]).cpu().numpy()
+    return OnHost(torch.stack([column.detach().double() for column in columns]))
 
 
 def _spread(rows: np.ndarray, rollout: int, value: int, length: int) -> list[float | None]:
