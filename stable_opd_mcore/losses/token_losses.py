@@ -3,8 +3,9 @@
 Logits enter the loss through the first five fields of `Rows` alone. An objective (`opd`, `grpo`,
 `grpo_opd`, `divergence_from_teacher`) is a differentiable function from Rows and its settings to a
 `PolicyLoss`. `token_losses` adds the KL to the reference and the likelihood of golden tokens, with
-their weights. The fused path (fused.py) and the definition on whole distributions (definitions.py)
-fill Rows in two ways and call these functions; autograd differentiates them.
+their weights. The fused path (fused.py) and the definition on whole distributions
+(tests/losses/definitions.py) fill Rows in two ways and call these functions; autograd
+differentiates them.
 
 All tensors are [C], one number per row: fp32, fp64 for fp64 logits; log-probabilities in nats. Not
 here: returns and advantages from rewards, which need the other tokens (token_weights.py), and sums

@@ -2,7 +2,8 @@
 
 With empty caches a server compiles for minutes, at its start and at the first request of a new
 kind. The servers of a machine share the caches: one compiles, the others wait for its lock. So the
-compilers under all of them are watched. Not here: what follows for a server (process.py, fleet.py).
+compilers under all of them are watched. Not here: what follows for a server (process.py,
+rollout/sglang/fleet.py).
 """
 
 from __future__ import annotations
