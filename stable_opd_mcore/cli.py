@@ -329,6 +329,9 @@ def topology(
     gpu: Annotated[str, typer.Option(help="h200, h100, or cpu for a test.")] = "h200",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     as_shell: Annotated[bool, typer.Option("--shell", help="Assignments for a script.")] = False,
+    hosts: Annotated[
+        str, typer.Option(help="Names of the nodes with commas, the trainer's first.")
+    ] = "",
 ) -> None:
     """Say who trains where and which SGLang server has which GPUs and whose prompts."""
     from stable_opd_mcore.config.load import load_config
@@ -340,7 +343,8 @@ def topology(
     if as_json or as_shell:
         typer.echo(derived.as_json() if as_json else derived.as_shell())
     else:
-        typer.echo("\n".join(derived.lines()))
+        places = derived.places(hosts.split(",") if hosts else ())
+        typer.echo("\n".join([*derived.lines(), *places]))
 
 
 @app.command()

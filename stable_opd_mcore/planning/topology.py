@@ -83,6 +83,31 @@ class Topology:
         numbers = f"SERVERS_PER_NODE={self.servers_per_node}", f"SERVER_TENSOR={self.tensor}"
         return "\n".join([*comments, *numbers])
 
+    def places(self, hosts: Sequence[str] = ()) -> list[str]:
+        """One line a node: the GPUs of its data-parallel ranks and of its servers.
+
+        Args:
+            hosts: names of the nodes, the trainer's first; without them nodes have numbers.
+
+        Raises:
+            UserError: another number of hosts than of nodes.
+        """
+        number = self.nodes + self.server_nodes
+        if hosts and len(hosts) != number:
+            raise UserError(f"--hosts names {_count(len(hosts), 'node')}, the job has {number}")
+        names = list(hosts) or [f"node {node}" for node in range(number)]
+        held: list[list[str]] = [[] for _ in names]
+        for rank in range(self.layout.gradient_ranks):
+            places = self.trainer_gpus(rank)
+            for node in dict.fromkeys(node for node, _ in places):
+                gpus = [gpu for other, gpu in places if other == node]
+                held[node].append(f"rank {rank} on {_gpus(gpus)}")
+        for server in self.servers:
+            if server.node < number:  # else an address, which `lines` counts
+                ranks = ", ".join(map(str, server.data_ranks))
+                held[server.node].append(f"{server.name} on {_gpus(server.gpus)} for {ranks}")
+        return [f"{name}: {'; '.join(what)}" for name, what in zip(names, held, strict=True)]
+
     def lines(self) -> list[str]:
         """What a person reads: the trainer's line and the servers' line."""
         trainer = f"trainer: {_count(self.nodes, 'node')} x {_count(self.gpus_per_node, 'GPU')}"
@@ -335,6 +360,10 @@ def _not_divided(architecture: Architecture, tensor: int) -> str | None:
         if number % tensor:
             return f"{name}={number}"
     return None
+
+
+def _gpus(ids: Sequence[int]) -> str:
+    return f"GPUs {' '.join(map(str, sorted(ids)))}" if ids else "no GPU"
 
 
 def _count(number: int, noun: str) -> str:
