@@ -30,7 +30,7 @@ from stable_opd_mcore.host.run_lock import (
 )
 from stable_opd_mcore.planning.hardware import GIB
 from stable_opd_mcore.planning.layout import Layout
-from stable_opd_mcore.planning.model_size import ModelSize
+from stable_opd_mcore.planning.model_size import ADAM_BYTES, WEIGHT_BYTES, ModelSize
 
 CHECKPOINTS = "checkpoints"
 RESOLVED = "config.resolved.yaml"
@@ -102,8 +102,8 @@ def disk(known: Known) -> Iterator[Finding]:
     """Less free space than the checkpoints and the exported model take."""
     config = known.config
     parameters = ModelSize(known.architecture, Layout(1)).total_parameters()
-    element, state = (2, 12) if config.train.precision == "bf16" else (4, 8)
-    model, checkpoint = element * parameters, (element + state) * parameters
+    model = WEIGHT_BYTES[config.train.precision] * parameters
+    checkpoint = model + ADAM_BYTES[config.train.precision] * parameters
     home = config.run.path
     existing = len(list((home / CHECKPOINTS).glob("step_*")))
     kept = max(1, config.checkpoint.keep + 1 - existing)  # a new one is written before one goes

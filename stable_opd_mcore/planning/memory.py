@@ -17,7 +17,7 @@ from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.planning.attention import deterministic_attention
 from stable_opd_mcore.planning.hardware import GIB, Device
 from stable_opd_mcore.planning.layout import Layout
-from stable_opd_mcore.planning.model_size import Layers, ModelSize
+from stable_opd_mcore.planning.model_size import ADAM_BYTES, WEIGHT_BYTES, Layers, ModelSize
 from stable_opd_mcore.planning.topology import MEMORY_SHARES
 from stable_opd_mcore.planning.work import (
     Work,
@@ -147,11 +147,10 @@ def largest_micro_batch(
 def _components(
     config: Config, models: Models, layout: Layout, stage: int, work: Work, layers: Layers
 ) -> list[Component]:
-    element = 2 if config.train.precision == "bf16" else 4
+    element = WEIGHT_BYTES[config.train.precision]
     student = ModelSize(models.student, layout, config.train.moe_aux_loss_coeff > 0)
     parameters = student.stage_parameters(stage)
-    # bf16: Adam keeps fp32 weights and two moments; fp32: the weights are the model's own.
-    state = 12 if element == 2 else 8
+    state = ADAM_BYTES[config.train.precision]
     is_cut = config.optimizer.distributed
     sharded = student.shared_parameters(stage) / (layout.gradient_ranks if is_cut else 1)
     sharded += student.expert_parameters() / (layout.expert_copies if is_cut else 1)

@@ -21,6 +21,10 @@ from stable_opd_mcore.models.fp8 import is_in_fp8
 from stable_opd_mcore.planning.layout import Layout
 
 Layers = Literal["transformer_engine", "torch"]
+# Of a parameter: its weight, and Adam's state. With bf16 Adam keeps fp32 weights and two moments;
+# with fp32 the weights are the model's own.
+WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
+ADAM_BYTES = {"bf16": 12, "fp32": 8}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.planning.hardware import DEVICES, Device
 from stable_opd_mcore.planning.layout import Layout, layout_of
 from stable_opd_mcore.planning.memory import Models, stage_plan
-from stable_opd_mcore.planning.model_size import ModelSize
+from stable_opd_mcore.planning.model_size import WEIGHT_BYTES, ModelSize
 from stable_opd_mcore.planning.work import Work, num_micro_batches
 
 # Seconds of one decoding step beside its memory traffic and products.
@@ -185,7 +185,7 @@ def _offload_seconds(
     reference = config.reference
     frozen = {"never": 1, "every": 2 + 2 / reference.every, "ema": 4}[reference.update]
     student = ModelSize(models.student, layout)
-    element = 2 if config.train.precision == "bf16" else 4
+    element = WEIGHT_BYTES[config.train.precision]
     seconds = []
     for stage in {0, layout.pipeline - 1}:
         of_part = {

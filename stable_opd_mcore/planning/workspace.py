@@ -2,10 +2,10 @@
 
 Forward passes of scorers save nothing, so a layer's tensors are freed as soon as they are read. In
 the backward pass gradients stand beside the saved tensors that they are computed from. Each
-function lists the moments in which most is held and returns the largest. The moments of torch's
-layers were read off the fake world of `stable-opd rehearse`; those of Transformer Engine's layers
-follow from what its operations read and write, without its own workspaces. Not here: saved tensors
-(model_size.py), the loss (memory.py).
+function takes the largest of the moments in which most is held. For torch's layers these moments
+were seen in the fake world of `stable-opd rehearse`. For Transformer Engine's layers they follow
+from what each operation reads and writes; its own workspaces are not counted. Not here: saved
+tensors (model_size.py), the loss (memory.py), attention under train.deterministic (attention.py).
 
 Per token, in elements: H hidden, h hidden over the sequence-parallel ranks, F feed-forward width
 over the tensor ranks, C copies of a token at this rank's experts.
