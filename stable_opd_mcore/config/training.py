@@ -76,7 +76,7 @@ class OptimizerConfig(Section):
 class TrainConfig(Section):
     """Steps, precision and memory."""
 
-    steps: int = Field(default=800, gt=0, le=10**7)
+    steps: PositiveInt = 800
     """Training steps, each with its own batch of rollouts."""
     seed: int = Field(default=0, ge=0)
     """Seed of the order of prompts, of sampling and of random weights."""

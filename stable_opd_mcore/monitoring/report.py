@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,8 @@ def render_page(
     return _rendered(values, rollouts, has_reader=bool(rollouts))
 
 
-def _rendered(values: Mapping[str, Any], rollouts: str, has_reader: bool) -> bytes:
+@cache
+def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -134,8 +136,11 @@ def _rendered(values: Mapping[str, Any], rollouts: str, has_reader: bool) -> byt
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    template = environment.get_template("page.html.j2")
-    page = template.render(values, rollouts=rollouts, has_reader=has_reader)
+    return environment.get_template("page.html.j2")
+
+
+def _rendered(values: Mapping[str, Any], rollouts: str, has_reader: bool) -> bytes:
+    page = _template().render(values, rollouts=rollouts, has_reader=has_reader)
     return page.encode("utf-8", "replace")
 
 

@@ -24,6 +24,7 @@ from stable_opd_mcore.monitoring.onset import DETECTORS
 from stable_opd_mcore.monitoring.outcomes import defined, first_damage, outcome
 
 CONFIG_FILE = "config.resolved.yaml"
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it is
 EVALUATION_FILES = "evaluation/*/results.json"  # of a run's evaluated models
 MISSING = "\N{EN DASH}"
 MAX_CELL = 200  # characters of a cell; of a longer one the beginning is kept
@@ -268,9 +269,9 @@ def _flat_config(path: Path) -> dict[str, str]:
     try:
         text = path.read_text(encoding="utf-8")
         # A run writes no aliases. Nested ones would grow to any size when they are shown.
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, LOADER)):
             raise ValueError("it holds aliases (*name), which no run writes")
-        values = yaml.safe_load(text)
+        values = yaml.load(text, LOADER)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())  # of several lines, with a caret below one
         raise UserError(f"{path}: not readable as YAML: {reason}") from error

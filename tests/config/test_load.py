@@ -41,7 +41,6 @@ def test_overrides_replace_values_and_have_their_types():
         ("teacher.request_timeout_seconds=1e300", "1e+300 is too large"),
         ("train.steps=many", "train.steps: Input should be a valid integer"),
         ("sampling.temperature=0", "sampling.temperature: Input should be greater than 0"),
-        (f"train.steps={10**30}", "train.steps: Input should be less than or equal to 10000000"),
         ("optimizer.lr=.inf", "optimizer.lr: Input should be a finite number"),
         ("kl.beta=.nan", "kl.beta: Input should be a finite number"),
         ("student.path=somewhere", "give either path or architecture, not both"),

@@ -1,8 +1,5 @@
 """Faults of the site or of the user on a real Slurm: the right verdict at the first attempt."""
 
-import http.server
-import threading
-
 import pytest
 
 from tests.integration.slurm_run import PATIENCE_SECONDS, Run
@@ -14,7 +11,6 @@ pytestmark = pytest.mark.cluster
     ("name", "settings", "reason"),
     [
         ("venv", {"VENV": "/wrong"}, "/wrong/bin/python"),
-        ("disk", {"PREFLIGHT": "on", "MIN_FREE_GIB": "1e9"}, "MIN_FREE_GIB=1e+09; the same fault"),
         (
             "floor",
             {"PREFLIGHT": "on", "MIN_ALLREDUCE_GBPS": "1e6"},
@@ -56,46 +52,3 @@ def test_a_step_longer_than_the_lead_is_queued_again_before_the_limit(cluster, t
     (verdict,) = run.verdicts()
     assert (verdict["verdict"], verdict["queued_again"]) == ("stopped", True)
     assert "a longer --signal=B:USR1@SECONDS" in verdict["reason"]
-
-
-class Proxy(http.server.BaseHTTPRequestHandler):
-    """Refuses every request, as a proxy refuses addresses inside the cluster."""
-
-    def do_GET(self) -> None:
-        self.send_error(403)
-
-
-def test_servers_are_reached_without_the_proxy(cluster, tmp_path):
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    (tmp_path / "healthy.py").write_text(HEALTHY)
-    run = Run(cluster, tmp_path, "proxy")
-    proxy = f"http://127.0.0.1:{server.server_address[1]}"
-    settings = {
-        "SERVER_NODES": "1",
-        "SERVER_COMMAND": f"/usr/bin/env python3 {tmp_path}/healthy.py",
-        "SERVER_RESTARTS": "0",
-        "SERVER_TIMEOUT": "60",
-        "http_proxy": proxy,
-        "https_proxy": proxy,
-    }
-    job = run.submit(options=("--nodes=2",), settings=settings)
-    cluster.wait(job, {"FAILED"}, timeout=120)  # the trainer does not find the server's key
-    server.shutdown()
-    assert "server 0 on " in run.text()
-    assert " is healthy" in run.text()
-
-
-HEALTHY = """
-import http.server, sys
-
-settings = dict(argument.split("=", 1) for argument in sys.argv[1:] if "=" in argument)
-address = (settings["rollout.sglang.host"], int(settings["rollout.sglang.port"]))
-
-class Healthy(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200 if self.path == "/health" else 503)
-        self.end_headers()
-
-http.server.ThreadingHTTPServer(address, Healthy).serve_forever()
-"""

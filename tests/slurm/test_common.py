@@ -1,8 +1,10 @@
 """Functions of common.sh with stand-ins for Slurm's commands."""
 
+import http.server
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -74,6 +76,25 @@ def test_nodes_are_reached_without_the_proxy(tmp_path):
         getent="#!/bin/bash\necho 10.0.0.5\n",
     )
     assert told == "localhost,127.0.0.1,n1,10.0.0.5\n"
+
+
+def test_health_asks_the_server_and_not_the_proxy():
+    class Healthy(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path == "/health" else 503)
+            self.end_headers()
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        environment = os.environ | {"http_proxy": "http://127.0.0.1:9", "no_proxy": ""}
+        codes = [
+            subprocess.run([sys.executable, "slurm/health.py", url + path], env=environment,
+                           cwd=REPOSITORY, timeout=60).returncode
+            for path in ("/health", "/other")
+        ]  # fmt: skip
+        server.shutdown()
+    assert codes == [0, 1]
 
 
 def test_a_run_that_does_not_fit_is_refused_with_its_numbers(tmp_path):

@@ -104,17 +104,11 @@ def test_a_rank_that_a_signal_killed_precedes_those_that_failed(files):
     assert (files.judge().rank, files.judge().exit_code) == (1, 137)
 
 
-def test_ranks_that_leave_nothing_are_lost(files):
+@pytest.mark.parametrize(("stop", "name"), [("", "lost"), ("USR1", "stopped")])
+def test_ranks_that_slurm_ended_before_a_checkpoint_start_again(files, stop, name):
     files.exit(1, 143, 20)
-    assert (files.judge().name, files.judge().action) == ("lost", "requeue")
-
-
-def test_a_stop_before_the_first_checkpoint_is_stopped(files):
-    files.exit(1, 143, 20)
-    assert (files.judge(stop="USR1").name, files.judge(stop="USR1").action) == (
-        "stopped",
-        "requeue",
-    )
+    judged = files.judge(stop=stop)
+    assert (judged.name, judged.action) == (name, "requeue")
 
 
 @pytest.mark.parametrize("hangs", [False, True])

@@ -1,6 +1,7 @@
 """A user's mistake ends `stable-opd train` with one message, exit code 2 and no run files."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -74,15 +75,16 @@ def test_bad_rows_are_refused(capsys, monkeypatch, tmp_path, case):
         assert word in message
 
 
-def test_fewer_rows_than_prompts_per_step_are_refused(capsys, monkeypatch, tmp_path):
-    rows = data(tmp_path / "rows.jsonl", [json.dumps(ROWS[0])] * 7)
-    message = refusal_message(capsys, monkeypatch, tmp_path, data=rows)
-    assert "rollout.prompts_per_step=8 exceeds the 7 usable rows" in message
-
-
-def test_missing_data_file_is_named(capsys, monkeypatch, tmp_path):
-    path = str(tmp_path / "absent.jsonl")
-    assert path in refusal_message(capsys, monkeypatch, tmp_path, data={"train": {"path": path}})
+def test_settings_that_do_not_fit_are_refused(capsys, monkeypatch, tmp_path):
+    rows, absent = tmp_path / "rows.jsonl", str(tmp_path / "absent.jsonl")
+    too_few = data(rows, [json.dumps(ROWS[0])] * 7)
+    for sections, words in (
+        ({"data": too_few}, ["rollout.prompts_per_step=8 exceeds the 7 usable rows"]),
+        ({"data": {"train": {"path": absent}}}, [absent]),
+        ({"parallel": {"tensor": 2}}, ["parallel.tensor=2", "1 started rank"]),
+    ):
+        message = refusal_message(capsys, monkeypatch, tmp_path, **sections)
+        assert all(word in message for word in words), message
 
 
 def test_unwritable_run_directory_is_named_with_the_remedy(capsys, monkeypatch, tmp_path):
@@ -92,18 +94,9 @@ def test_unwritable_run_directory_is_named_with_the_remedy(capsys, monkeypatch, 
     assert "set run.directory to a directory that this user may write" in message
 
 
-def test_layout_that_does_not_fit_the_ranks_is_refused(capsys, monkeypatch, tmp_path):
-    message = refusal_message(capsys, monkeypatch, tmp_path, parallel={"tensor": 2})
-    assert "parallel.tensor=2" in message
-    assert "1 started rank" in message
-
-
 def test_truncated_weights_and_wrong_shapes_are_refused(capsys, monkeypatch, tmp_path, run):
-    damaged = tmp_path / "damaged"
-    damaged.mkdir()
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (damaged / name).write_bytes((run / "model" / name).read_bytes())
-    weights = (run / "model" / "model.safetensors").read_bytes()
+    damaged = shutil.copytree(run / "model", tmp_path / "damaged")
+    weights = (damaged / "model.safetensors").read_bytes()
     (damaged / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     student = {"path": str(damaged), "architecture": None}
     message = refusal_message(capsys, monkeypatch, tmp_path, student=student)
@@ -118,10 +111,7 @@ def test_truncated_weights_and_wrong_shapes_are_refused(capsys, monkeypatch, tmp
 
 
 def test_teacher_with_another_tokenizer_is_refused(capsys, monkeypatch, tmp_path, run):
-    teacher = tmp_path / "teacher"
-    teacher.mkdir()
-    for file in (run / "model").iterdir():
-        (teacher / file.name).write_bytes(file.read_bytes())
+    teacher = shutil.copytree(run / "model", tmp_path / "teacher")
     tokenizer = json.loads((teacher / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["3"], vocabulary["4"] = vocabulary["4"], vocabulary["3"]
@@ -135,9 +125,7 @@ def test_teacher_with_another_tokenizer_is_refused(capsys, monkeypatch, tmp_path
 
 def test_checkpoint_of_another_architecture_is_refused(capsys, monkeypatch, tmp_path, run):
     target = tmp_path / "runs" / "bad" / "checkpoints" / "step_000002"
-    target.mkdir(parents=True)
-    for file in (run / "checkpoints" / "step_000002").iterdir():
-        (target / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(run / "checkpoints" / "step_000002", target)
     other = {"architecture": tiny_architecture(64, 4)}
     message = refusal_message(capsys, monkeypatch, tmp_path, student=other)
     assert "another architecture" in message
