@@ -6,13 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from stable_opd_mcore.losses.objectives import build_objective
 from stable_opd_mcore.losses.token_weights import return_to_go
 from stable_opd_mcore.records import Sample
 from tests.losses.cases import make_config
-from tests.parallel.launch import run_ranks
 from tests.shares import facts_of
 
 
@@ -148,16 +146,3 @@ def test_returns_are_discounted_sums_in_any_order(discount, length):
     ]
     torch.testing.assert_close(found, torch.tensor(expected).double())
     assert return_to_go(values[:0], sample[:0], token[:0], discount).shape == (0,)
-
-
-def check_returns(rank: int, world_size: int) -> None:
-    values, sample, token = torch.tensor([4.0, 16, 1, 8, 2]), [3, 7, 3, 7, 3], [2, 3, 0, 0, 1]
-    mine = (slice(0, 3), slice(3, 3), slice(3, 5))[rank]
-    sample_N, token_N = torch.tensor(sample)[mine], torch.tensor(token)[mine]
-    found = return_to_go(values[mine], sample_N, token_N, 0.5, dist.group.WORLD)
-    torch.testing.assert_close(found, torch.tensor([4.0, 16, 1 + 1 + 1, 8 + 2, 2 + 2])[mine])
-
-
-def test_returns_of_samples_that_ranks_share():
-    """Ranks 0 and 2 hold rows of the same samples, rank 1 holds none."""
-    run_ranks(3, check_returns)

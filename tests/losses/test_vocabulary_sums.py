@@ -27,6 +27,7 @@ from stable_opd_mcore.scoring.token_scores import score
 from tests.losses.cases import assert_close, run_definition, run_fused
 from tests.losses.definitions import merge_ids
 from tests.losses.test_fused import VARIANTS, case_of, select
+from tests.losses.test_output_head import check_alignment
 from tests.parallel.launch import run_ranks
 
 close = torch.testing.assert_close
@@ -253,6 +254,7 @@ def check_on_rank(rank: int, world_size: int) -> None:
     all_ranks = dist.group.WORLD
     assert all_ranks is not None
     groups = [pairs[rank // 2], all_ranks]
+    check_alignment(rank)
     check_losses(groups)
     check_far_apart(groups)
     check_scores(groups)
