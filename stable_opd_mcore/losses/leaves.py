@@ -106,7 +106,9 @@ class Block:
         pair, jsd_sums_C2 = compared.get("teacher"), None
         if isinstance(pair, PairStatistics) and terms.divergence == "jsd":
             options = (logits["teacher"], terms.settings.jsd_beta, scale, head)
-            outcome = merged.outcome_here("teacher") if merged else None
+            outcome = None
+            if merged is not None and merged.here:
+                outcome = (merged.logit_C1["student"], merged.logit_C1["teacher"])
             jsd_sums_C2 = jsd_sums_of(pair, student_CV, *options, outcome)
         return cls(
             terms=terms,

@@ -43,37 +43,28 @@ class ObjectiveSpec:
     rewards: bool = False  # advantages come from graded rollouts
 
 
+_SURROGATE = ("clip", "advantage.clamp")
+_OF_REWARDS = (*_SURROGATE, "std_normalise")
+
 OBJECTIVES: dict[str, ObjectiveSpec] = {
     "sft": ObjectiveSpec(None, "none"),
-    "grpo": ObjectiveSpec(
-        token_losses.grpo,
-        "none",
-        settings=("clip", "std_normalise", "advantage.clamp"),
-        rewards=True,
-    ),
+    "grpo": ObjectiveSpec(token_losses.grpo, "none", settings=_OF_REWARDS, rewards=True),
     "opd": ObjectiveSpec(
         token_losses.opd,
         "sampled",
         settings=(
-            "clip",
+            *_SURROGATE,
             "discount",
             "stop_class",
             "advantage.control_variate",
             "advantage.power",
-            "advantage.clamp",
         ),
         discounted=token_losses.from_teacher,
     ),
     "grpo_opd": ObjectiveSpec(
         token_losses.grpo_opd,
         "sampled",
-        settings=(
-            "clip",
-            "std_normalise",
-            "stop_class",
-            "advantage.clamp",
-            "advantage.teacher_weight",
-        ),
+        settings=(*_OF_REWARDS, "stop_class", "advantage.teacher_weight"),
         rewards=True,
     ),
     "lsm": ObjectiveSpec(

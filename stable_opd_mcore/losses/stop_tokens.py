@@ -83,7 +83,7 @@ class MergedStops:
     """The merged stop ids of one block, an outcome whose logits stay in fp32 (fp64 for fp64).
 
     In bf16 a logit of 40 is rounded to multiples of 1/4, and the outcome's would shift the
-    normaliser of every token. So its columns are taken out of the sums (`exclude_`), and the
+    normaliser of every token. So its columns are taken out of the sums (`compared_sums`), and the
     outcome joins them as one more column (`add_to`).
     """
 
@@ -95,15 +95,6 @@ class MergedStops:
     def exact(self, ids_CK: Tensor, logits_CK: Tensor, name: str, scale: float = 1.0) -> Tensor:
         """Logits at ids, times scale, with the outcome's in place of its rounded column."""
         return torch.where(ids_CK == self.ids[0], self.logit_C1[name] * scale, logits_CK)
-
-    def exclude_(self, logits_CV: Mapping[str, Tensor], head: Head) -> None:
-        """Leave the outcome's column out of all sums."""
-        for x in logits_CV.values():
-            _write_columns_(x, self.ids[:1], [None], head)
-
-    def outcome_here(self, other: str) -> tuple[Tensor, Tensor] | None:
-        """The outcome's logits by the student and another model, on one rank."""
-        return (self.logit_C1["student"], self.logit_C1[other]) if self.here else None
 
     def add_to(self, sums: ShardSums, other: str | None, scale: float) -> ShardSums:
         """Sums of the student, and of one other model, with the outcome added on one rank."""
@@ -222,7 +213,8 @@ def compared_sums(
     """
     student_CV = logits["student"]
     if merged is not None:
-        merged.exclude_(logits, head)
+        for x in logits.values():
+            _write_columns_(x, merged.ids[:1], [None], head)
     pairs: list[ShardSums] = []
     for name in others or (None,):
         other_CV = None if name is None else logits[name]
