@@ -1,8 +1,7 @@
 """What differs between the settings of a run directory and those it is resumed with.
 
 `changes` compares a stored config.resolved.yaml with a new config. Settings that cannot change what
-is trained (FREE) are left out. Keys that this version does not know any more are ignored, and keys
-that an older version did not know count as their default.
+is trained (FREE) are left out.
 
 Not here: what happens when there is a difference (checks/run_directory.py).
 """
@@ -14,8 +13,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import OmegaConf
-from pydantic import BaseModel
-from pydantic_core import to_jsonable_python
 
 from stable_opd_mcore.config.load import read_mapping
 from stable_opd_mcore.config.schema import Config
@@ -45,7 +42,7 @@ NOT_FREE = ("rollout.sglang.dtype",)  # within FREE
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The plain values of a resolved config, which may be of an older version.
+    """The plain values of a resolved config.
 
     Raises:
         ConfigError: see `read_mapping`.
@@ -59,7 +56,7 @@ def changes(old: Mapping[str, Any], new: Config) -> dict[str, tuple[Any, Any]]:
     train.steps is free while the learning rate does not depend on it (optimizer.schedule=constant),
     and the guard while it only watches.
     """
-    differences = _differences(old, new, "")
+    differences = _differences(old, new.model_dump(mode="json", by_alias=True), "")
     free = [key for key in FREE if key != "train.steps" or new.optimizer.schedule == "constant"]
     old_guard = old.get("guard", {})
     acted = isinstance(old_guard, Mapping) and cast("Any", old_guard).get("policy") == "act"
@@ -72,25 +69,17 @@ def changes(old: Mapping[str, Any], new: Config) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def _differences(old: Mapping[str, Any], new: BaseModel, prefix: str) -> dict[str, tuple[Any, Any]]:
+def _differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], prefix: str
+) -> dict[str, tuple[Any, Any]]:
     differences: dict[str, tuple[Any, Any]] = {}
-    plain = new.model_dump(mode="json", by_alias=True)
-    for name, field in type(new).model_fields.items():
-        key = field.alias or name
-        value = getattr(new, name)
-        if key in old:
-            old_value = old[key]
-        elif field.is_required():
-            old_value = None
-        else:
-            old_value = to_jsonable_python(
-                field.get_default(call_default_factory=True), by_alias=True
-            )
-        if isinstance(value, BaseModel) and isinstance(old_value, Mapping):
-            old_section = cast("Mapping[str, Any]", old_value)
-            differences |= _differences(old_section, value, f"{prefix}{key}.")
-        elif old_value != plain[key]:
-            differences[prefix + key] = (old_value, plain[key])
+    for key in dict.fromkeys([*old, *new]):
+        before, now = old.get(key), new.get(key)
+        if isinstance(before, Mapping) and isinstance(now, Mapping):
+            inner = cast("Mapping[str, Any]", before), cast("Mapping[str, Any]", now)
+            differences |= _differences(*inner, f"{prefix}{key}.")
+        elif before != now:
+            differences[prefix + key] = (before, now)
     return differences
 
 

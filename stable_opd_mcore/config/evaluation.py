@@ -21,7 +21,7 @@ class EvaluationConfig(Section):
     every: int = Field(default=50, ge=0)
     """Steps between evaluations of `data.eval`; step 0 and the last step are evaluated too.
     0: no evaluation."""
-    num_samples: PositiveInt | None = None
+    num_samples: int | None = Field(default=None, gt=0, le=65536)
     """Responses per problem, the k of avg@k. `null`: the benchmark's own number, else 1."""
     benchmarks: tuple[str, ...] = ()
     """What `stable-opd evaluate` runs instead of `data.eval`: aime24, aime25, amc, math500,

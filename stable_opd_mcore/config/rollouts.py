@@ -114,7 +114,7 @@ class RolloutConfig(Section):
     stored rollouts of another run."""
     prompts_per_step: PositiveInt = 64
     """Prompts of one training step, over all ranks."""
-    samples_per_prompt: PositiveInt = 4
+    samples_per_prompt: int = Field(default=4, gt=0, le=65536)
     """Rollouts of each prompt."""
     replay_from: str | None = None
     """`replay`: the run directory whose rollouts are read, step by step."""

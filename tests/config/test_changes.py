@@ -8,11 +8,10 @@ from stable_opd_mcore.config.schema import Config, Section
 from tests.config.test_load import CONFIGS, SMOKE
 
 
-def differences(tmp_path, overrides, edit=lambda text: text):
-    """Changes from smoke_cpu.yaml, stored and edited, to smoke_cpu.yaml with overrides."""
+def differences(tmp_path, overrides):
+    """Changes from smoke_cpu.yaml, stored, to smoke_cpu.yaml with overrides."""
     stored = tmp_path / "config.resolved.yaml"
     save_config(load_config(SMOKE), stored)
-    stored.write_text(edit(stored.read_text()))
     return changes(read_settings(stored), load_config(SMOKE, overrides))
 
 
@@ -68,17 +67,6 @@ def test_number_of_steps_is_listed_if_the_learning_rate_depends_on_it(tmp_path):
     longer = load_config(SMOKE, ["optimizer.schedule=cosine", "train.steps=20"])
     expected = {"train.steps": (10, 20)}
     assert changes(read_settings(tmp_path / "stored.yaml"), longer) == expected
-
-
-def test_keys_of_earlier_versions_are_ignored(tmp_path):
-    def as_earlier_version(text):
-        text = text.replace("  minibatches: 1\n", "  setting_of_the_past: 1\n")
-        return text + "section_of_the_past:\n  a: 1\n"
-
-    assert differences(tmp_path, [], as_earlier_version) == {}
-    assert differences(tmp_path, ["train.minibatches=2"], as_earlier_version) == {
-        "train.minibatches": (1, 2)
-    }
 
 
 def test_every_free_key_exists():
