@@ -153,7 +153,7 @@ def test_hostile_text_is_shown_as_text(browser, tmp_path):
     run = make_run(tmp_path / "run", 1)
     store_tokens(run, 1, [HOSTILE, "\u202eright\u200f", "\ud83d"], teacher_logprob=(-1, -2, None))
     long = Rollout(
-        Prompt(HOSTILE, HOSTILE, (1,), HOSTILE), 0, (1,), (-0.1,), "stop", 1, "a" * 10**6
+        Prompt(HOSTILE, HOSTILE, (1,), HOSTILE), 0, (1,), (-0.1,), "length", 1, "a" * 10**6, 1.0
     )
     path = rollout_path(run, 1)
     write_rollouts(path, [*read_rollouts(path), long])
@@ -173,6 +173,7 @@ def test_hostile_text_is_shown_as_text(browser, tmp_path):
     browser.wait(
         "document.getElementById('reader-detail').textContent.includes('992,000 characters')"
     )
+    assert "right, not finished" in chosen(browser)
     assert browser.run("document.querySelectorAll('#rollouts img, #rollouts script').length") == 0
     assert not browser.run(WIDER_THAN_THE_WINDOW)
     assert browser.console == []
@@ -203,6 +204,7 @@ def test_the_live_view_follows_a_run_over_its_restart(browser, tmp_path):
         assert browser.run(DRAWN) == plots > 20
         write_rollouts(rollout_path(run, 31), read_rollouts(rollout_path(run, 1)))
         browser.wait("document.getElementById('reader-step').value === '31'")
+        browser.wait("document.querySelector('.facts').textContent.includes('step 31')")
         browser.press("j")
         assert "truncated" in chosen(browser)
         server.shutdown()

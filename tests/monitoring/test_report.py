@@ -15,7 +15,7 @@ from stable_opd_mcore.monitoring import report as page_maker
 from stable_opd_mcore.monitoring.chosen_runs import ReportRun
 from stable_opd_mcore.monitoring.figures import FIGURES
 from stable_opd_mcore.monitoring.names import NAMES
-from stable_opd_mcore.monitoring.reader import BUDGET_BYTES, ROLLOUTS_PER_STEP
+from stable_opd_mcore.monitoring.reader import ROLLOUTS_PER_STEP
 from stable_opd_mcore.monitoring.report import MAX_BYTES, write_report
 from stable_opd_mcore.records import Prompt, Rollout
 from tests.monitoring.make_run import HOSTILE, make_run
@@ -80,13 +80,6 @@ def test_one_run(tmp_path):
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["report.html"]
 
 
-def test_the_title_names_the_runs(tmp_path):
-    runs = [make_run(tmp_path / name, 2) for name in ("w", "x", "y", "z")]
-    page = page_of(write_report(runs, tmp_path / "r.html"))
-    assert page.text.count("w, x, y and 1 more") == 3  # title, bar, heading
-    assert "4 runs of on-policy distillation" in page.text
-
-
 def test_events_are_listed_and_marked(tmp_path):
     runs = [make_run(tmp_path / name, 3) for name in ("a", "b")]
     event = {"event": "guard", "after_step": 2, "action": "raise beta", "evidence": {"slope": 0.5}}
@@ -96,11 +89,6 @@ def test_events_are_listed_and_marked(tmp_path):
     mark = {"run": 1, "step": 2, "title": "guard: raise beta"}
     assert data_of(page)[0]["events"] == [mark]
     assert {"after step 2", "guard: raise beta", "slope: 0.5"} <= set(page.text)
-
-
-def test_eight_hundred_steps_fit_into_two_megabytes(tmp_path):
-    report = write_report([make_run(tmp_path / "long", 800)], tmp_path / "r.html")
-    assert report.stat().st_size < 2_000_000 - BUDGET_BYTES
 
 
 def make_largest_run(directory, seed: int) -> None:
@@ -147,10 +135,15 @@ def test_the_largest_runs_fit_into_two_megabytes_and_the_page_says_what_is_left_
     assert {run["stored"] for run in found["runs"]} == {2}
 
 
-def test_too_many_runs_are_refused(tmp_path, monkeypatch):
-    runs = [make_run(tmp_path / name, 2) for name in ("a", "b")]
+def test_no_runs_and_too_many_runs_are_refused_and_a_title_names_some(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="give at least one run"):
+        write_report([], tmp_path / "r.html")
+    runs = [make_run(tmp_path / name, 2) for name in ("w", "x", "y", "z")]
+    page = page_of(write_report(runs, tmp_path / "r.html"))
+    assert page.text.count("w, x, y and 1 more") == 3  # title, bar, heading
+    assert "4 runs of on-policy distillation" in page.text
     monkeypatch.setattr(page_maker, "MAX_BYTES", 50_000)
-    with pytest.raises(ValueError, match="2 runs do not fit into a page of 0 MB: give fewer"):
+    with pytest.raises(ValueError, match="4 runs do not fit into a page of 0 MB: give fewer"):
         write_report(runs, tmp_path / "r.html")
 
 
@@ -217,36 +210,26 @@ def test_hostile_text_stays_text(tmp_path):
     assert "\x00" not in rollouts_of(page)["rollouts"][0]["detail"]["text"]
 
 
-def test_no_runs_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="give at least one run"):
-        write_report([], tmp_path / "r.html")
-
-
-def test_broken_runs_are_named_and_nothing_is_written(tmp_path):
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("metrics.jsonl", '{"step": 4, "a": NaNN}\n{"step": 5}\n', "line 1: not JSON"),
+        ("config.resolved.yaml", "a: [1", "not readable as YAML"),
+        ("config.resolved.yaml", "a0: &a0 x\na1: [*a0, *a0]", "it holds aliases"),
+        ("rollouts/step_000001.jsonl", "{}\n", "line 1: column prompt_id is missing"),
+    ],
+)
+def test_broken_files_are_named_and_nothing_is_written(tmp_path, file, text, message):
     run = make_run(tmp_path / "run", 3)
-    missing = r"nothing/metrics\.jsonl: no such file"
-    with pytest.raises(ValueError, match=missing):
-        write_report([run, tmp_path / "nothing"], tmp_path / "r.html")
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with pytest.raises(ValueError, match="loop"):
-        write_report([tmp_path / "loop"], tmp_path / "r.html")
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "loss/total": NaNN}\n{"step": 5}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 5: not JSON"):
+    (run / file).write_text(text)
+    with pytest.raises(ValueError, match=rf"run/{file}.*{message}") as found:
         write_report([run], tmp_path / "r.html")
-    other = make_run(tmp_path / "other", 3)
-    (other / "config.resolved.yaml").write_text("a: [1")
-    with pytest.raises(ValueError, match=r"config\.resolved\.yaml: not readable as YAML") as found:
-        write_report([other], tmp_path / "r.html")
     assert len(str(found.value).splitlines()) == 1
-    nested = [f"a{i}: &a{i} [{', '.join(9 * [f'*a{i - 1}'])}]" for i in range(1, 12)]
-    (other / "config.resolved.yaml").write_text("\n".join(["a0: &a0 x", *nested]))
-    with pytest.raises(ValueError, match=r"config\.resolved\.yaml: .* it holds aliases"):
-        write_report([other], tmp_path / "r.html")
-    (other / "config.resolved.yaml").unlink()
-    (other / "rollouts" / "step_000001.jsonl").write_text("{}\n")
-    with pytest.raises(
-        ValueError, match=r"step_000001\.jsonl, line 1: column prompt_id is missing"
-    ):
-        write_report([other], tmp_path / "r.html")
     assert not (tmp_path / "r.html").exists()
+
+
+def test_runs_that_are_not_there_are_named(tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name in ("nothing", "loop"):
+        with pytest.raises(ValueError, match=rf"{name}/metrics\.jsonl: no such file"):
+            write_report([tmp_path / name], tmp_path / "r.html")
