@@ -117,18 +117,6 @@ def measure(
     )
 
 
-def measure_rollout(rollout: Rollout, limits: CompressionLimits) -> MeasuredResponse:
-    """The measured response of a rollout."""
-    return measure(
-        rollout.text,
-        rollout.token_ids,
-        limits,
-        finish_reason=rollout.finish_reason,
-        reward=rollout.reward,
-        grading_failure=rollout.grading_failure,
-    )
-
-
 class ResponseTotals:
     """Sums over measured responses. Its size grows with the number of different lengths only."""
 
@@ -168,16 +156,6 @@ class ResponseTotals:
         return Metrics({f"{area}/{name}": metric for name, metric in metrics.items()})
 
 
-def response_metrics(
-    responses: Iterable[MeasuredResponse], area: str, max_length: int | None = None
-) -> Metrics:
-    """The numbers of a set of responses; see `ResponseTotals`."""
-    totals = ResponseTotals(max_length)
-    for response in responses:
-        totals.add(response)
-    return totals.metrics(area)
-
-
 def rollout_metrics(
     rollouts: Iterable[Rollout],
     max_new_tokens: int,
@@ -189,8 +167,19 @@ def rollout_metrics(
     Of several ranks, each measures its own rollouts, and the results add up.
     """
     limits = compression_limits(config, max_new_tokens)
-    measured = (measure_rollout(rollout, limits) for rollout in rollouts)
-    return response_metrics(measured, area, max_new_tokens)
+    totals = ResponseTotals(max_new_tokens)
+    for rollout in rollouts:
+        totals.add(
+            measure(
+                rollout.text,
+                rollout.token_ids,
+                limits,
+                finish_reason=rollout.finish_reason,
+                reward=rollout.reward,
+                grading_failure=rollout.grading_failure,
+            )
+        )
+    return totals.metrics(area)
 
 
 def _terms(

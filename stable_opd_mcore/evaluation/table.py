@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from stable_opd_mcore.evaluation.estimates import bootstrap_interval
-from stable_opd_mcore.evaluation.evaluate import BenchmarkResult
 from stable_opd_mcore.evaluation.published import COLUMNS, PUBLISHED
+from stable_opd_mcore.evaluation.results import BenchmarkResult
 
 Health = Mapping[str, Mapping[str, float | None]]  # benchmark -> name -> value
 

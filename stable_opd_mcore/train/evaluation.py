@@ -29,15 +29,14 @@ from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.sources import load_rows
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS, load_benchmark
-from stable_opd_mcore.evaluation.evaluate import (
+from stable_opd_mcore.evaluation.grading import Grader
+from stable_opd_mcore.evaluation.results import (
     SAMPLES_PER_PART,
     BenchmarkResult,
     count_correct,
-    draw_all,
     evaluation_sampling,
     require_answers,
 )
-from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.evaluation.store import ResponseStore
 from stable_opd_mcore.evaluation.table import (
     average,
@@ -51,7 +50,7 @@ from stable_opd_mcore.host.run_lock import RunLock
 from stable_opd_mcore.metrics import Max, Metrics, reduce_over_ranks
 from stable_opd_mcore.models.weights import weights_hash
 from stable_opd_mcore.parallel.world import World, object_group, stop_world
-from stable_opd_mcore.records import Prompt
+from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.rollout.choice import evaluation_engine
 from stable_opd_mcore.rollout.engine import RolloutEngine, Sampling
 from stable_opd_mcore.run_inputs import (
@@ -88,6 +87,7 @@ def evaluate_student(run: Run, state: TrainState) -> Metrics:
     assert run.held_out is not None
     config = run.config
     prompts = run.held_out.select(range(len(run.held_out)))
+    require_answers(prompts)
     run.memory.keep_only(*phases.ROLLOUT)
     engine = run.held_out_engine or run.engine
     engine.publish(state.weight_version)
@@ -96,13 +96,11 @@ def evaluate_student(run: Run, state: TrainState) -> Metrics:
         if greedy and not config.evaluation.also_greedy:
             continue
         sampling = evaluation_sampling(config, run.tokenizer.stop_token_ids, greedy=greedy)
-        rollouts = draw_all(
-            lambda batch, how=sampling: draw_graded(
-                engine, run.grader, run.world, own_share(run.world, batch), how, step=0
-            ),
-            prompts,
-            prompts_per_batch=max(1, SAMPLES_PER_PART // sampling.num_samples),
-        )
+        rollouts = [
+            rollout
+            for batch in _parts(prompts, sampling)
+            for rollout in _graded(engine, run.grader, run.world, batch, sampling)
+        ]
         metrics = metrics | measured(run, rollouts, sampling.max_new_tokens, area)
     seconds = Metrics({"time/eval": Max(time.perf_counter() - started)})
     return reduce_over_ranks(metrics | seconds, object_group(dist.group.WORLD))
@@ -248,10 +246,9 @@ def _draw(
         Stopped: a signal came; the parts so far are stored.
     """
     world, sampling = evaluation.world, problems.sampling
-    size = max(1, SAMPLES_PER_PART // sampling.num_samples)
     store = evaluation.store(name)
     first = on_first_rank(world, store.open)
-    starts = range(0, len(problems.prompts), size)
+    parts = _parts(problems.prompts, sampling)
     columns = (
         TextColumn("[bold]{task.description}"),
         BarColumn(),
@@ -261,23 +258,31 @@ def _draw(
     hidden = not show_progress or world.rank != 0
     with Progress(*columns, console=Console(stderr=True), disable=hidden) as bar:
         total = len(problems.prompts)
-        task = bar.add_task(name, total=total, completed=min(first * size, total))
-        for part, start in list(enumerate(starts))[first:]:
-            prompts = problems.prompts[start : start + size]
-            rollouts = draw_graded(
-                evaluation.engine,
-                evaluation.grader,
-                world,
-                own_share(world, prompts),
-                sampling,
-                step=0,
-            )
-            write_together(store.path(part), rollouts, world)
+        task = bar.add_task(name, total=total, completed=sum(map(len, parts[:first])))
+        for number, prompts in list(enumerate(parts))[first:]:
+            rollouts = _graded(evaluation.engine, evaluation.grader, world, prompts, sampling)
+            write_together(store.path(number), rollouts, world)
             bar.advance(task, len(prompts))
             if reason := stop.requested_on_any_rank():
                 if world.rank == 0:
                     print(f"stopped in {name}; the same command goes on there", file=sys.stderr)
                 raise Stopped(0, reason, None)
+
+
+def _parts(prompts: Sequence[Prompt], sampling: Sampling) -> list[Sequence[Prompt]]:
+    size = max(1, SAMPLES_PER_PART // sampling.num_samples)
+    return [prompts[start : start + size] for start in range(0, len(prompts), size)]
+
+
+def _graded(
+    engine: RolloutEngine,
+    grader: Grader,
+    world: World,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+) -> list[Rollout]:
+    """The graded responses to this rank's share of the prompts."""
+    return draw_graded(engine, grader, world, own_share(world, prompts), sampling, step=0)
 
 
 def _write_results(evaluation: Evaluation, print_line: Callable[[str], None]) -> None:

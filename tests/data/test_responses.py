@@ -15,8 +15,6 @@ from stable_opd_mcore.data.responses import (
     ResponseTotals,
     compression_limits,
     measure,
-    measure_rollout,
-    response_metrics,
     rollout_metrics,
 )
 from stable_opd_mcore.monitoring.names import require_known
@@ -41,6 +39,13 @@ def test_a_loop_is_a_quarter_of_a_small_budget(budget, loops):
     values = rollout_metrics([cut], budget, MonitoringConfig()).values_by_key()
     assert values["rollout/loop_rate"] == loops
     assert rollout_samples([cut], max_new_tokens=budget)[0].loop_length == 14 * loops
+
+
+def metrics_of(responses, max_length=None):
+    totals = ResponseTotals(max_length)
+    for response in responses:
+        totals.add(response)
+    return totals.metrics("x")
 
 
 def rollout(ids, finish, reward=None, text="", failure=None) -> Rollout:
@@ -88,15 +93,6 @@ def test_rollout_metrics_of_a_batch_by_hand():
     }
 
 
-def test_a_run_and_a_stream_of_measured_responses_give_the_same_numbers():
-    config = MonitoringConfig(repetition_tail_characters=64, repetition_ratio=2)
-    totals = ResponseTotals(100)
-    for one in ROLLOUTS:
-        totals.add(measure_rollout(one, LIMITS))
-    assert totals.num_responses == 4
-    assert totals.metrics("eval") == rollout_metrics(ROLLOUTS, 100, config, "eval")
-
-
 def test_no_responses_leave_everything_undefined():
     values = rollout_metrics([], 10, MonitoringConfig(), area="eval_greedy").values_by_key()
     require_known(values)
@@ -106,7 +102,7 @@ def test_no_responses_leave_everything_undefined():
 def test_what_is_not_known_is_not_counted():
     unknown = measure("abc", None, LIMITS, finish_reason=None, reward=None)
     assert unknown.length == 3
-    values = response_metrics([unknown], "x").values_by_key()
+    values = metrics_of([unknown]).values_by_key()
     undefined = {key.removeprefix("x/") for key, value in values.items() if value is None}
     assert undefined >= {"accuracy", "truncation_rate", "abort_rate", "loop_token_share_q1"}
     assert values["x/loop_rate"] == values["x/repetition_rate"] == 0.0
@@ -127,7 +123,7 @@ def test_without_token_ids_characters_are_measured():
 
 def test_tokens_after_the_budget_belong_to_its_last_quarter():
     looping = MeasuredResponse(12, "length", None, None, TailLoop(9, 1), False, False)
-    values = response_metrics([looping], "x", max_length=6).values_by_key()
+    values = metrics_of([looping], 6).values_by_key()
     shares = [values[f"x/loop_token_share_q{quarter}"] for quarter in (1, 2, 3, 4)]
     # 1.5 tokens a quarter: tokens 0-1, 2, 3-4 and 5-11; the loop begins at token 3
     assert shares == [0.0, 0.0, 1.0, 1.0]
@@ -139,7 +135,7 @@ def test_quarters_hold_every_token_once():
         length, budget = rng.randint(1, 40), rng.randint(1, 40)
         loop = TailLoop(rng.randint(0, length), 1)
         response = MeasuredResponse(length, "stop", None, None, loop, False, False)
-        metrics = response_metrics([response], "x", budget)
+        metrics = metrics_of([response], budget)
         quarters = [metrics[f"x/loop_token_share_q{q}"] for q in (1, 2, 3, 4)]
         assert sum(q.total for q in quarters) == loop.length
         assert sum(q.count for q in quarters) == length
@@ -150,8 +146,6 @@ def test_quantiles_are_those_of_numpy():
     for size in (1, 2, 3, 20, 101):
         lengths = [rng.randint(0, 30) for _ in range(size)]
         plain = MeasuredResponse(0, "stop", None, None, TailLoop(), False, False)
-        values = response_metrics(
-            (replace(plain, length=length) for length in lengths), "x"
-        ).values_by_key()
+        values = metrics_of(replace(plain, length=length) for length in lengths).values_by_key()
         assert values["x/response_length_p50"] == pytest.approx(np.percentile(lengths, 50))
         assert values["x/response_length_p95"] == pytest.approx(np.percentile(lengths, 95))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from stable_opd_mcore.evaluation.evaluate import BenchmarkResult
 from stable_opd_mcore.evaluation.published import COLUMNS, PUBLISHED
+from stable_opd_mcore.evaluation.results import BenchmarkResult
 from stable_opd_mcore.evaluation.table import average, latex, markdown, plain_values, results_table
 
 AIME, AMC = BenchmarkResult(4, (4, 2, 0, 2)), BenchmarkResult(4, (4, 0), num_over_long=1)

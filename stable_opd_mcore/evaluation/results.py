@@ -1,13 +1,12 @@
-"""One evaluation: sample responses to held-out prompts, grade them, count the right ones.
+"""The right responses to held-out problems: their counts, rates and sampling settings.
 
-How responses are sampled and graded is an argument, so the same functions serve the training loop
-on any layout and the command line. Not here: the prompts (benchmarks.py, data/prompts.py), the
+Not here: drawing responses (train/evaluation.py), the prompts (benchmarks.py, data/prompts.py), the
 other numbers of responses (data/responses.py), the stored responses (store.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from stable_opd_mcore.config.schema import Config
@@ -54,29 +53,11 @@ class BenchmarkResult:
         )
 
 
-def draw_all(
-    draw: Callable[[Sequence[Prompt]], list[Rollout]],
-    prompts: Sequence[Prompt],
-    prompts_per_batch: int = 64,
-) -> list[Rollout]:
-    """What `draw` returns for all prompts, batch by batch.
-
-    Args:
-        draw: prompts to their graded rollouts, or to those of this rank's share.
-        prompts_per_batch: prompts given to `draw` at once.
-
+def require_answers(prompts: Sequence[Prompt]) -> None:
+    """
     Raises:
         UserError: no prompts, or one without a gold answer.
     """
-    require_answers(prompts)
-    rollouts: list[Rollout] = []
-    for start in range(0, len(prompts), prompts_per_batch):
-        rollouts.extend(draw(prompts[start : start + prompts_per_batch]))
-    return rollouts
-
-
-def require_answers(prompts: Sequence[Prompt]) -> None:
-    """Refuse an empty list, and a prompt without a gold answer."""
     missing = next((prompt.prompt_id for prompt in prompts if prompt.answer is None), None)
     if missing is not None or not prompts:
         what = f"{missing}: no gold answer" if prompts else "no held-out prompts"

@@ -1,0 +1,70 @@
+"""Counts of right responses, and the sampling settings of an evaluation."""
+
+import pytest
+
+from stable_opd_mcore.config.load import parse_config
+from stable_opd_mcore.evaluation.results import (
+    BenchmarkResult,
+    count_correct,
+    evaluation_sampling,
+    require_answers,
+)
+from stable_opd_mcore.records import Prompt, Rollout
+from stable_opd_mcore.rollout.engine import Sampling
+
+PROMPTS = [Prompt(f"s:{i}", f"{i}+1", (i,), answer=str(i + 1)) for i in range(7)]
+# Sample j of prompt i is right when i + j is even; the last prompt has no right one.
+ROLLOUTS = [
+    Rollout(prompt, j, (), (), "stop", 0, "", float(i < 6 and (i + j) % 2 == 0))
+    for i, prompt in enumerate(PROMPTS)
+    for j in range(2)
+]
+
+
+def test_all_responses_of_all_problems_count_and_over_long_problems_are_wrong():
+    result = count_correct(ROLLOUTS, 2)
+    assert result.num_correct == (1, 1, 1, 1, 1, 1, 0)
+    assert result.accuracy == result.pass_at(1) == pytest.approx(6 / 14)
+    assert result.pass_at(2) == pytest.approx(6 / 7)
+    low, high = result.accuracy_interval
+    assert low < result.accuracy < high < result.pass_interval(2)[1] <= 1
+    with_long = count_correct(ROLLOUTS, 2, num_over_long=7)
+    assert with_long.accuracy == pytest.approx(6 / 28)
+    assert with_long.pass_at(2) == pytest.approx(6 / 14)
+    assert with_long == BenchmarkResult(2, (1,) * 6 + (0,) * 8, 7)
+
+
+def test_a_prompt_without_gold_answer_or_no_prompt_at_all_is_refused():
+    with pytest.raises(ValueError, match="s:9: no gold answer"):
+        require_answers([PROMPTS[0], Prompt("s:9", "x", (1,))])
+    with pytest.raises(ValueError, match="no held-out prompts"):
+        require_answers([])
+
+
+def config(**evaluation):
+    return parse_config(
+        {
+            "run": {"name": "x"},
+            "student": {"path": "m"},
+            "data": {"train": {"path": "synthetic:arithmetic"}},
+            "sampling": {"max_new_tokens": 50},
+            "train": {"seed": 4},
+            "evaluation": evaluation,
+        },
+        "test",
+    )
+
+
+def test_sampling_follows_the_evaluation_settings():
+    settings = config(temperature=0.6, num_samples=8, top_p=0.95)
+    expected = Sampling(0.6, 0.95, 50, 8, (20, 21), 4)
+    assert evaluation_sampling(settings, [20, 21]) == expected
+    assert evaluation_sampling(settings, [20], greedy=True) == Sampling(0.0, 1.0, 50, 1, (20,), 4)
+    zero = config(temperature=0, num_samples=8, max_new_tokens=9)
+    assert evaluation_sampling(zero, []) == Sampling(0.0, 1.0, 9, 1, (), 4)
+
+
+def test_the_number_of_samples_is_that_of_the_benchmark_unless_set():
+    assert evaluation_sampling(config(), []).num_samples == 1
+    assert evaluation_sampling(config(), [], num_samples=32).num_samples == 32
+    assert evaluation_sampling(config(num_samples=4), [], num_samples=32).num_samples == 4
