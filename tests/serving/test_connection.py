@@ -65,8 +65,10 @@ def test_every_request_has_a_connection_of_its_own():
 
 
 @pytest.mark.parametrize("sent", [0, 10, 45])
-def test_a_reset_and_a_reply_cut_short_are_repeated_on_a_new_connection(sent, caplog):
-    """Cut before the reply, in its headers and in its body. No log holds the key."""
+def test_a_reset_and_a_reply_cut_short_are_repeated(sent, caplog, monkeypatch):
+    """Cut before the reply, in its headers and in its body. No log holds the key, and a proxy of
+    the environment is not used."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     reply = b'HTTP/1.1 200 OK\r\nContent-Length: 18\r\n\r\n{"version": "0.6"}'
     lengths = iter([sent, len(reply)])
     caplog.set_level("DEBUG")
