@@ -54,9 +54,9 @@ def token_metrics(
 
     from stable_opd_mcore.parallel.transfers import OnHost
 
-    pairs = list(zip(outputs, microbatches, strict=True))
-    if not pairs:
+    if not outputs:  # of a pipeline stage before the last
         return Metrics
+    pairs = zip(outputs, microbatches, strict=True)
     keys, sums = zip(*(_token_sums(*pair, max_new_tokens) for pair in pairs), strict=True)
     numbers = OnHost(torch.stack(sums))
 

@@ -140,6 +140,10 @@ def test_token_metrics_do_not_depend_on_micro_batching(cut):
     assert token_metrics(outputs, microbatches, BUDGET)().values_by_key() == EXPECTED
 
 
+def test_a_pipeline_stage_before_the_last_has_no_token_metrics():
+    assert token_metrics([], [MICROBATCH], BUDGET)().values_by_key() == {}
+
+
 def test_non_finite_values_of_masked_tokens_are_ignored():
     masked = torch.arange(6) == 3
     spoiled = {
