@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
+import subprocess
 import sys
 import tomllib
 import zipfile
@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu import bundle, suite
 from benchmarks.gpu.one_step import StepRecord
-from benchmarks.gpu.parts import loss, step
+from benchmarks.gpu.parts import layers, loss, step
 from benchmarks.gpu.record import Record, read_entries
 from benchmarks.gpu.report import JSON_FILE, MARKDOWN_FILE, write_results
 from benchmarks.gpu.suite import PARTS, Part, run_part
@@ -112,8 +112,33 @@ def test_json_and_table_name_every_part(results):
 
 def test_limits_of_all_parts_fit_the_budget():
     assert sum(part.limit_seconds for part in PARTS) <= suite.BUDGET_SECONDS
-    for part in PARTS:
-        assert callable(importlib.import_module(f"benchmarks.gpu.parts.{part.name}").run)
+
+
+def test_parts_need_no_pytest():
+    """A GPU machine may lack it."""
+    modules = [f"benchmarks.gpu.parts.{part.name}" for part in PARTS]
+    code = "import importlib, sys; sys.modules['pytest'] = None\n"
+    code += f"for name in {modules}: assert callable(importlib.import_module(name).run)"
+    finished = subprocess.run(
+        [sys.executable, "-c", code], cwd=bundle.ROOT, capture_output=True, text=True, check=False
+    )
+    assert not finished.returncode, finished.stderr
+
+
+def test_the_limit_of_fp32_is_that_of_tf32s_mantissa():
+    """Errors of single products, of normal numbers whose operands keep ten bits of mantissa."""
+    draw = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(256, 256, generator=draw, dtype=torch.float64) for _ in range(2))
+    y, rounded = x, x
+    for _ in range(2 * layers.PRODUCTS_OF_A_LAYER * 4):  # forward and backward through four layers
+        y, rounded = y @ w / 16, in_tf32(rounded) @ in_tf32(w) / 16
+    error = float((rounded - y).norm() / y.norm())
+    assert layers.tf32_limit(4) / 4 < error < layers.tf32_limit(4)
+
+
+def in_tf32(x: torch.Tensor) -> torch.Tensor:
+    mantissa, exponent = torch.frexp(x)  # mantissa in [.5, 1): the first of 11 bits is implied
+    return torch.ldexp((mantissa * 2**11).round(), exponent - 11)
 
 
 def test_record_is_read_back(tmp_path):

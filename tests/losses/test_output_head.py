@@ -22,7 +22,7 @@ from stable_opd_mcore.losses.output_head import (
     require_same_columns,
     rows_per_block,
 )
-from tests.losses.test_fused import case_of
+from tests.losses.variants import case_of
 
 SHARD = Head(torch.arange(40.0).view(8, 5), 10, 16)  # ids 10 to 15, and two rows of padding
 ABSENT = Head(torch.zeros(8, 5), 16, 16)  # padding alone

@@ -26,8 +26,9 @@ from stable_opd_mcore.losses.vocabulary_sums import (
 from stable_opd_mcore.scoring.token_scores import score
 from tests.losses.cases import assert_close, run_definition, run_fused
 from tests.losses.definitions import merge_ids
-from tests.losses.test_fused import VARIANTS, case_of, select
+from tests.losses.test_fused import select
 from tests.losses.test_output_head import check_alignment
+from tests.losses.variants import VARIANTS, case_of
 from tests.parallel.launch import run_ranks
 
 close = torch.testing.assert_close

@@ -20,7 +20,7 @@ from benchmarks.gpu.record import Record
 from benchmarks.loss import Point, fused, make_inputs
 from stable_opd_mcore.losses.token_losses import Terms, divergence_from_teacher, opd
 from tests.losses.cases import assert_close, run_definition, run_fused
-from tests.losses.test_fused import VARIANTS, case_of
+from tests.losses.variants import VARIANTS, case_of
 
 # Rows and vocabulary. Few vocabularies, because Triton compiles its kernels anew for each.
 SIZES = ((13, 31), (130, 4099))

@@ -1,0 +1,74 @@
+"""Every objective with every option that changes the loss, for its tests and the GPU suite.
+
+Imports no pytest, which a GPU machine may lack.
+"""
+
+from __future__ import annotations
+
+from stable_opd_mcore.losses.objectives import OBJECTIVES
+from tests.losses.cases import Case, make_case, make_config
+
+# Every objective of the registry with its defaults, and every option that changes the loss, each
+# at an extreme and together with those of other axes.
+TOP_1 = {"objective__top_k": 1}
+VARIANTS = {
+    name: {"objective__name": name} | (TOP_1 if "top_k" in spec.settings else {})
+    for name, spec in OBJECTIVES.items()
+} | {
+    "opd_exact_kl": {"kl__beta": 0.3},
+    "opd_k3": {"kl__beta": 0.3, "kl__estimator": "k3", "objective__discount": 1.0},
+    "opd_k3+": {"kl__beta": 0.3, "kl__estimator": "k3+", "objective__stop_class": False},
+    "opd_discounted": {
+        "objective__discount": 0.5,
+        "objective__advantage__power": 0.5,
+        "objective__advantage__clamp": 0.2,
+    },
+    "opd_vopd": {
+        "objective__advantage__control_variate": True,
+        "objective__discount": 1.0,
+        "kl__beta": 0.1,
+    },
+    "grpo_opd_clamp": {
+        "objective__name": "grpo_opd",
+        "objective__advantage__teacher_weight": 0.3,
+        "objective__advantage__clamp": 0.2,
+        "kl__beta": 0.3,
+    },
+    "gkd_forward": {
+        "objective__name": "gkd",
+        "objective__divergence": "forward",
+        "objective__stop_class": False,
+        "kl__beta": 0.2,
+    },
+    "gkd_jsd": {
+        "objective__name": "gkd",
+        "objective__divergence": "jsd",
+        "objective__jsd_beta": 0.3,
+        "kl__beta": 0.2,
+    },
+    "lsm_exact_kl": {"objective__name": "lsm", "objective__top_k": 4, "kl__beta": 0.2},
+    "student_topk_k3": {
+        "objective__name": "student_topk",
+        "objective__top_k": 4,
+        "kl__beta": 0.2,
+        "kl__estimator": "k3",
+    },
+    "lsm_plain_stop": {
+        "objective__name": "lsm",
+        "objective__top_k": 4,
+        "objective__stop_class": False,
+    },
+}
+
+
+def case_of(variant: str, rows: int = 13, vocab: int = 31, **options) -> Case:
+    changes = dict(VARIANTS[variant])
+    if "objective__top_k" in changes:
+        changes["objective__top_k"] = min(changes["objective__top_k"], vocab)
+    temperature = options.pop("temperature", 1.0)
+    if variant != "sft":  # sft has no rollouts
+        changes["sampling__temperature"] = temperature
+    config = make_config(**changes)
+    if vocab == 1:
+        options["stop_ids"] = ((0,), (0,))
+    return make_case(config, rows, vocab, **options)
