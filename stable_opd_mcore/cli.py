@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from stable_opd_mcore.cli_files import prepare, report, watch
+from stable_opd_mcore.cli_files import interruptible, prepare, report, score, watch
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.closed_pipes import ignore_closed_pipes
 
@@ -70,16 +70,6 @@ def _require_path(path: Path, wanted: str) -> None:
         raise UserError(f"{path}: no such file or directory; give {wanted}")
 
 
-@contextmanager
-def _interruptible(said: str) -> Iterator[None]:
-    """After Ctrl-C inside the block, say `said` and exit with code 130."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        typer.echo(f"interrupted; {said}", err=True)
-        raise typer.Exit(130) from None
-
-
 @app.command()
 def train(
     config: ConfigPath,
@@ -105,7 +95,7 @@ def train(
 
     settings = with_downloads(settings)
     said = "nothing was saved since the newest checkpoint"
-    with _interruptible(said), naming_disk_errors(settings.run.path):
+    with interruptible(said), naming_disk_errors(settings.run.path):
         run_training(settings, show_progress=not quiet, accept_changes=accept_changes)
 
 
@@ -182,57 +172,8 @@ def evaluate(
     settings = evaluation_config(target, config, [*named, *(overrides or [])])
     from stable_opd_mcore.train.evaluation import evaluate_config
 
-    with _interruptible("the same command goes on after the last stored part"):
+    with interruptible("the same command goes on after the last stored part"):
         evaluate_config(settings, typer.echo, show_progress=True, limit=limit)
-
-
-@app.command()
-def score(
-    files: Annotated[
-        list[Path], typer.Argument(help="JSON Lines, one response a row; - is standard input.")
-    ],
-    output: Annotated[
-        Path | None, typer.Option(help="Directory of verdicts and summary; default: FILE.score")
-    ] = None,
-    response: Annotated[
-        str | None, typer.Option(help="Column of the response; default: usual names.")
-    ] = None,
-    gold: Annotated[str | None, typer.Option(help="Final answers to grade against.")] = None,
-    row_id: Annotated[str | None, typer.Option("--id", help="Names of rows.")] = None,
-    finish: Annotated[str | None, typer.Option(help="Why a response ended.")] = None,
-    tokens: Annotated[str | None, typer.Option(help="Token ids of the response.")] = None,
-    group: Annotated[str | None, typer.Option(help="Also score each value of this column.")] = None,
-    label: Annotated[str | None, typer.Option(help="Other verdicts, to compare with.")] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Model directory, to measure tokens of rows without ids.")
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Length budget, for rows without finish reason.")
-    ] = None,
-    tail: Annotated[
-        int | None, typer.Option(min=1, help="Characters whose compression is the repetition rate.")
-    ] = None,
-    ratio: Annotated[float, typer.Option(help="Compression above which a tail repeats.")] = 10.0,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to grade one response.")] = 10.0,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Grading processes; default: one a core.")
-    ] = None,
-) -> None:
-    """Grade and measure the responses of files: accuracy, truncation, repetition, lengths."""
-    from stable_opd_mcore.evaluation import score as scoring
-    from stable_opd_mcore.evaluation.score_rows import Columns
-    from stable_opd_mcore.evaluation.score_summary import table
-
-    columns = Columns(response, gold, row_id, finish, tokens, group, label)
-    settings = scoring.ScoreSettings(columns, tokenizer, limit, tail, ratio, timeout, workers)
-    directory = output or scoring.default_output(files)
-    with (
-        _interruptible("the same command goes on where it stopped"),
-        scoring.shown_progress() as progress,
-    ):
-        summary = scoring.score_files(files, directory, settings, progress)
-    typer.echo(table(summary))
-    typer.echo(f"wrote {directory}")
 
 
 @app.command()
@@ -288,7 +229,7 @@ def convert(
     typer.echo(f"{run_conversion(directory, target, tensor, pipeline, tokenizer)}: {target}")
 
 
-for command in (prepare, report, watch):
+for command in (score, prepare, report, watch):
     app.command()(command)
 
 

@@ -1,14 +1,74 @@
-"""The commands that need no model: `prepare`, `report` and `watch`.
+"""The commands over files, which need no model: `score`, `prepare`, `report` and `watch`.
 
 Not here: the other commands, and how an error ends a command (cli.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+
+@contextmanager
+def interruptible(said: str) -> Iterator[None]:
+    """After Ctrl-C inside the block, say `said` and exit with code 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted; {said}", err=True)
+        raise typer.Exit(130) from None
+
+
+def score(
+    files: Annotated[
+        list[Path], typer.Argument(help="JSON Lines, one response a row; - is standard input.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option(help="Directory of verdicts and summary; default: FILE.score")
+    ] = None,
+    response: Annotated[
+        str | None, typer.Option(help="Column of the response; default: usual names.")
+    ] = None,
+    gold: Annotated[str | None, typer.Option(help="Final answers to grade against.")] = None,
+    row_id: Annotated[str | None, typer.Option("--id", help="Names of rows.")] = None,
+    finish: Annotated[str | None, typer.Option(help="Why a response ended.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Token ids of the response.")] = None,
+    group: Annotated[str | None, typer.Option(help="Also score each value of this column.")] = None,
+    label: Annotated[str | None, typer.Option(help="Other verdicts, to compare with.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Model directory, to measure tokens of rows without ids.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Length budget, for rows without finish reason.")
+    ] = None,
+    tail: Annotated[
+        int | None, typer.Option(min=1, help="Characters whose compression is the repetition rate.")
+    ] = None,
+    ratio: Annotated[float, typer.Option(help="Compression above which a tail repeats.")] = 10.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to grade one response.")] = 10.0,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Grading processes; default: one a core.")
+    ] = None,
+) -> None:
+    """Grade and measure the responses of files: accuracy, truncation, repetition, lengths."""
+    from stable_opd_mcore.evaluation import score as scoring
+    from stable_opd_mcore.evaluation.score_rows import Columns
+    from stable_opd_mcore.evaluation.score_summary import table
+
+    columns = Columns(response, gold, row_id, finish, tokens, group, label)
+    settings = scoring.ScoreSettings(columns, tokenizer, limit, tail, ratio, timeout, workers)
+    directory = output or scoring.default_output(files)
+    with (
+        interruptible("the same command goes on where it stopped"),
+        scoring.shown_progress() as progress,
+    ):
+        summary = scoring.score_files(files, directory, settings, progress)
+    typer.echo(table(summary))
+    typer.echo(f"wrote {directory}")
 
 
 def prepare(

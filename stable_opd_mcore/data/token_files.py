@@ -60,7 +60,8 @@ def write_tokens(path: str | Path, rollouts: Iterable[TokenText]) -> None:
 
 
 def read_tokens(path: str | Path) -> list[TokenText]:
-    """The rollouts of a file of `write_tokens`, in order; none if there is no file.
+    """The rollouts of a file of `write_tokens`, in order, without a last line that was cut; none if
+    there is no file.
 
     Raises:
         DataError: a malformed row; the message names the line.
@@ -68,7 +69,7 @@ def read_tokens(path: str | Path) -> list[TokenText]:
     path = Path(path)
     if not path.is_file():
         return []
-    lines = path.read_bytes().splitlines()
+    lines = path.read_bytes().split(b"\n")[:-1]
     return [_from_line(line, f"{path}, line {k}") for k, line in enumerate(lines, start=1)]
 
 

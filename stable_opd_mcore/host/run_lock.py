@@ -65,6 +65,8 @@ class RunLock:
             print(f"taking over {self.path.parent} from {describe(earlier)}", file=sys.stderr)
         if job:
             self._job.write_text(job)
+        else:
+            self._job.unlink(missing_ok=True)  # of a job that was killed
         return self
 
     def __exit__(self, *_: object) -> None:

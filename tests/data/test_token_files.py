@@ -52,6 +52,6 @@ def test_numbers_have_four_digits_and_are_finite(tmp_path):
 def test_malformed_rows_are_named(tmp_path, row, message):
     write_tokens(tmp_path / "t.jsonl", [ONE])
     with (tmp_path / "t.jsonl").open("a") as file:
-        file.write(row)
+        file.write(row + "\n")
     with pytest.raises(DataError, match=rf"t\.jsonl, line 2: {message}"):
         read_tokens(tmp_path / "t.jsonl")
