@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict
 from hashlib import file_digest
 from itertools import accumulate, repeat
 from pathlib import Path
@@ -170,7 +169,7 @@ def _apply_to_batch(
             record = object_in_line(record["line"], f"{file.path}:{number}")
         name = f"{file.name}:{number}"
         found = _rules.apply(record, name)
-        values: dict[str, Any] = {"source": name, "reason": "", **asdict(found)}
+        values: dict[str, Any] = {"source": name, "reason": "", **vars(found)}
         if isinstance(found, Dropped):
             detail = found.detail[:_DETAIL_CHARACTERS]
             values["detail"] = detail.encode(errors="replace").decode()

@@ -88,7 +88,7 @@ class Rules:
         solutions = [text for text in solutions if text.strip() not in bare]
         if candidate.solutions and not solutions:
             return Dropped("every solution is the bare answer")
-        problem_tokens, *lengths = map(self._num_tokens, [candidate.problem, *solutions])
+        problem_tokens, *lengths = self._num_tokens([candidate.problem, *solutions])
         solution, length = _shortest(solutions, lengths)
         if length > self._settings.max_tokens:
             return Dropped(f"longer than {self._settings.max_tokens} tokens", f"{length} tokens")
@@ -99,8 +99,9 @@ class Rules:
         match = None if pattern is None else pattern.search(text)
         return match.group() if match else None
 
-    def _num_tokens(self, text: str) -> int:
-        return len(self._tokenizer.encode(text, add_special_tokens=False))
+    def _num_tokens(self, texts: Sequence[str]) -> list[int]:
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [len(encoding) for encoding in encoded]
 
 
 def _is_unicode(text: str) -> bool:
