@@ -56,9 +56,9 @@ class Rows:
     def of(cls, batch: MicroBatch, logprob: Tensor, token_logprob: Tensor, **others: Any) -> Rows:
         """With the constants that the micro-batch gives.
 
-        Where pi_old's probability of a stop class is unknown, the token's share of its class is
-        taken from the present policy. The ratio is then that of the token, whose mean over pi_old
-        is that of the class: still exact, and 1 on policy.
+        Of stale rollouts only the token's old probability is known, not that of its stop class.
+        The class then gets old_token + (class - token) of the present policy. So the ratio of the
+        class equals that of the token: 1 on policy, and exact in the mean over pi_old.
         """
         old = batch.old_logprob_N
         if old is None:
