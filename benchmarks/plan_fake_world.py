@@ -26,6 +26,9 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 LAYERS = 8  # of a model chunk; with more, both figures come closer to each other
 NO_TENSOR = "parallel.tensor=1 parallel.sequence=false"
 EXPERTS_OF_TWO_STAGES = f"parallel.pipeline=2 {NO_TENSOR} train.recompute=full"
+EXPERTS_OF_FOUR_RANKS = (
+    "parallel.pipeline=2 parallel.expert=4 parallel.tensor=2 train.recompute=full"
+)
 ROWS = (  # config, trainer nodes, server nodes, stage, settings
     ("stable_opd_1p5b", 1, 0, 0, ""),
     ("stable_opd_1p5b", 2, 1, 0, "parallel.tensor=2 parallel.sequence=true"),
@@ -52,8 +55,7 @@ ROWS = (  # config, trainer nodes, server nodes, stage, settings
     ("stable_opd_8b_235b", 2, 2, 0, EXPERTS_OF_TWO_STAGES),
     ("stable_opd_8b_235b", 2, 2, 1, EXPERTS_OF_TWO_STAGES),
     ("stable_opd_30b_a3b", 4, 2, 0, EXPERTS_OF_TWO_STAGES),
-    ("stable_opd_30b_a3b", 4, 2, 1, "parallel.pipeline=2 parallel.expert=4 parallel.tensor=2"),
-    ("stable_opd_30b_a3b", 2, 0, 0, ""),
+    ("stable_opd_30b_a3b", 4, 2, 1, EXPERTS_OF_FOUR_RANKS),
 )
 
 
