@@ -100,14 +100,14 @@ def load_metrics(counts_LE: Tensor) -> Metrics:
     docs/method.md §5.
     """
     num_layers, num_experts = counts_LE.shape
-    if not int(counts_LE.sum()):
-        num_layers = 0
     mean_L = counts_LE.sum(dim=1).clamp(min=1) / num_experts
-    largest = (counts_LE.amax(dim=1) / mean_L).sum()
-    unused = (counts_LE == 0).sum() if num_layers else torch.zeros(())
+    sums = ((counts_LE.amax(dim=1) / mean_L).sum(), (counts_LE == 0).sum(), counts_LE.sum())
+    largest, unused, counted = torch.stack([x.double() for x in sums]).tolist()  # one wait
+    if not counted:
+        num_layers = unused = 0
     return Metrics(
         {
-            "moe/load_max_over_mean": Mean(float(largest), num_layers),
-            "moe/unused_experts": Mean(float(unused), num_layers),
+            "moe/load_max_over_mean": Mean(largest, num_layers),
+            "moe/unused_experts": Mean(unused, num_layers),
         }
     )

@@ -1,4 +1,4 @@
-"""A value of the micro-batch that runs, for a module that activation recompute runs a second time.
+"""Give a module the value of its micro-batch, also when activation recompute runs it again.
 
     of_microbatch = OfMicrobatch[Tensor]()
     of_microbatch.begin(value, keeps=True)  # before the forward pass of the chunk

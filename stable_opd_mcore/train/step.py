@@ -281,7 +281,8 @@ def loss_of(run: Run, batch: MicroBatch, hidden_TH: Tensor) -> tuple[Tensor, Los
         reference_head=run.reference.head if run.reference else None,
         context_group=run.world.context_group,
     )
-    # With its graph, the kept loss would hold a later stage's input and the gradient by it.
+    # The results are kept until the step ends. A loss with its graph would keep the tensors of its
+    # micro-batch on the device until then.
     return output.loss, replace(output, loss=output.loss.detach())
 
 

@@ -98,8 +98,10 @@ class Student:
         self._inner = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
     def measure_loads(self, batches: Sequence[MicroBatch], world: World) -> None:
-        """Where experts are balanced: a forward pass that counts the choices of a minibatch, of
-        which every micro-batch's loss is a part. Collective.
+        """Count the minibatch's choices of each expert in a forward pass of its own. Collective.
+
+        The loss that balances experts needs the counts of the whole minibatch before the first
+        micro-batch trains. Without that loss nothing is run.
         """
         if not self.load_balancing.is_on:
             return
