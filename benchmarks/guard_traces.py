@@ -114,7 +114,7 @@ def first_capped(rows: Sequence[tuple[int, Row]]) -> int | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--json", type=Path, help="write the runs as a list of objects")
     options = parser.parse_args()

@@ -189,12 +189,15 @@ class Block:
     def differentiate(self, returns_C: Tensor | None) -> tuple[LossOutput, Leaves]:
         """Results of the rows, and the gradient of their loss by each leaf."""
         with torch.enable_grad():
-            leaves = Leaves(*(x if x is None else x.detach().requires_grad_() for x in self.leaves))
+            leaves = Leaves._make(
+                x if x is None else x.detach().requires_grad_() for x in self.leaves
+            )
             output = token_losses(self.terms, self.rows(leaves, returns_C), self.batch)
             inputs = [x for x in leaves if x is not None]
             found = iter(torch.autograd.grad(output.loss.sum(), inputs, materialize_grads=True))
         values = {name: x.detach() for name, x in vars(output).items()}
-        return LossOutput(**values), Leaves(*(x if x is None else next(found) for x in leaves))
+        gradients = Leaves._make(x if x is None else next(found) for x in leaves)
+        return LossOutput(**values), gradients
 
     def write_gradient_(self, by: Leaves) -> Tensor:
         """d loss / d student logits, written over them, from the loss's gradient by the leaves."""

@@ -110,8 +110,8 @@ class Terminal:
             self._numbers = {key: self._numbers[key] for key in self._numbers if key == HELD_OUT}
             self._numbers |= new
             numbers = [self._numbers[key] for key, _ in NUMBERS if key in self._numbers]
-            line = {"left": left, "numbers": "  ".join(numbers)}
-            self._bar.update(self._task, completed=step, **line, refresh=True)
+            text = "  ".join(numbers)
+            self._bar.update(self._task, completed=step, left=left, numbers=text, refresh=True)
 
     def __enter__(self) -> Terminal:
         return self
@@ -130,8 +130,8 @@ class Terminal:
     def _columns(self) -> list[TextColumn | BarColumn | MofNCompleteColumn]:
         """Of the line that keeps its place."""
 
-        def text(field: str, **width: int) -> TextColumn:
-            column = Column(no_wrap=True, overflow="ellipsis", **width)
+        def text(field: str, max_width: int | None = None, ratio: int | None = None) -> TextColumn:
+            column = Column(no_wrap=True, overflow="ellipsis", max_width=max_width, ratio=ratio)
             return TextColumn(f"{{task.{field}}}", table_column=column)
 
         is_wide = self._console.width >= WIDTH_OF_NAME_AND_BAR
