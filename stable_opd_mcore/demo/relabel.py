@@ -8,10 +8,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from stable_opd_mcore.data.synthetic import SECOND_STOP, STOP, VOCABULARY
 from stable_opd_mcore.host.atomic_files import atomic_directory
+from stable_opd_mcore.host.tensor_files import save_tensors
 
 WEIGHTS = "model.safetensors"
 
@@ -27,4 +28,4 @@ def swap_stop_tokens(source: Path, target: Path) -> None:
         weights[name][[first, second]] = weights[name][[second, first]]
     with atomic_directory(target) as partial:
         shutil.copytree(source, partial, dirs_exist_ok=True)
-        save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
+        save_tensors(weights, partial / WEIGHTS)

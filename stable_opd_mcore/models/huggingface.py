@@ -21,12 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Module
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import atomic_directory, describe_space
+from stable_opd_mcore.host.tensor_files import save_tensors
 from stable_opd_mcore.models import tensors
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.hidden_states import unwrap
@@ -261,9 +261,7 @@ class _ShardWriter:
     def _flush(self) -> None:
         self._files.append(list(self._pending))
         path = self._part(len(self._files))
-        save_file(self._pending, path, metadata={"format": "pt"})
-        # safetensors makes its files 0600. The umask has decided the directory's mode.
-        path.chmod(self._directory.stat().st_mode & 0o666)
+        save_tensors(self._pending, path)
         self._total_bytes += self._pending_bytes
         self._pending, self._pending_bytes = {}, 0
 

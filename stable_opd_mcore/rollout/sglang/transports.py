@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from stable_opd_mcore.host.tensor_files import save_tensors
 from stable_opd_mcore.parallel.world import broadcast_object, gather_objects
 from stable_opd_mcore.serving.client import RefusedRequest, ServerFailure, SglangClient
 
@@ -327,4 +327,4 @@ class DiskTransport(Transport):
 
 def write_safetensors(file: Path, bucket: Bucket) -> None:
     """Each tensor is copied: safetensors refuses those that share a buffer."""
-    save_file({name: tensor.cpu().clone() for name, tensor in bucket.tensors}, file)
+    save_tensors({name: tensor.cpu().clone() for name, tensor in bucket.tensors}, file)

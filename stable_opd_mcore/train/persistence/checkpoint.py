@@ -25,10 +25,11 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from pydantic import TypeAdapter, ValidationError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import naming_disk_errors
+from stable_opd_mcore.host.tensor_files import save_tensors
 from stable_opd_mcore.models.directory_save import DirectorySave, begin_save
 from stable_opd_mcore.models.manifest import find_damage
 from stable_opd_mcore.models.megatron_checkpoint import (
@@ -198,7 +199,7 @@ def _begin_save(
         student.chunks,
         path,
         describe=describe,
-        add_own_files=lambda path: save_file(
+        add_own_files=lambda path: save_tensors(
             _rng_state(), path / f"rng_rank_{rank:05d}.safetensors"
         ),
     )
