@@ -164,7 +164,7 @@ def test_precision_and_recall_on_real_generations(generations, tokens):
     detectors = {
         "tokens": [tail_loop(ids).length > 0 for ids in tokens],
         "characters": [tail_loop_of_text(text).length > 0 for text in texts],
-        "zlib": [is_repetitive(text, 10_000, 10) for text in texts],
+        "zlib": [bool(is_repetitive(text, 10_000, 10)) for text in texts],
     }
     short_period = [row["tail_period_chars"] is not None for row in generations]
     degenerate = [p or row["rep4"] > 0.5 for p, row in zip(short_period, generations, strict=True)]
