@@ -254,16 +254,10 @@ class Tokenizer:
         stream = DecodeStream(skip_special_tokens=False)
         return [stream.step(self._backend.backend_tokenizer, token) or "" for token in token_ids]
 
-    def encode_prompt(
-        self, problem: str, template: str = "{problem}", system: str | None = None
-    ) -> tuple[int, ...]:
-        """Ids of the problem after prompt template, chat template and generation prompt."""
-        return tuple(self.encode(self.render_prompt(problem, template, system)))
-
     def render_prompt(
         self, problem: str, template: str = "{problem}", system: str | None = None
     ) -> str:
-        """The text that `encode_prompt` encodes.
+        """The problem after prompt template, chat template and generation prompt.
 
         Without a chat template: the system prompt, a blank line, the problem.
 
@@ -293,13 +287,6 @@ class Tokenizer:
             return f"\n{_THINK_END}\n\n{solution}"
         opening = solution.lstrip()
         return opening.removeprefix(_THINK).lstrip("\n") if opening.startswith(_THINK) else solution
-
-    def encode_response(
-        self, solution: str, prompt_text: str = "", complete: bool = True
-    ) -> tuple[int, ...]:
-        """Ids of a golden response; a complete one ends with the first stop token."""
-        ids = self.encode(self.response_text(solution, prompt_text))
-        return (*ids, self.stop_token_ids[0]) if complete else tuple(ids)
 
     def render(self, messages: Sequence[dict[str, str]], generation_prompt: bool = False) -> str:
         """The text that the chat template makes of these messages.

@@ -130,15 +130,7 @@ def job_of(
         UserError: an unknown recipe, an option that does not fit it, a failed download, a source,
             student or benchmark that cannot be read.
     """
-    if recipe not in RECIPES:
-        raise UserError(f"--recipe {recipe}: no such recipe; there are {', '.join(RECIPES)}")
-    chosen = RECIPES[recipe]
-    if columns and recipe != "rows":
-        raise UserError(
-            f"--problem, --answer and --solution are for --recipe rows; {recipe} has its own"
-        )
-    if sft_rows != SFT_ROWS and not chosen.openr1:
-        raise UserError(f"--sft-rows divides the rows of --recipe openr1, not of {recipe}")
+    chosen = _recipe(recipe, columns, sft_rows)
     tokenizer = _tokenizer(student, student_revision)
     loaded = {name: load_benchmark(name, benchmarks) for name in BENCHMARKS}
     place, origin = _source(chosen, source, revision)
@@ -179,6 +171,19 @@ def job_of(
         seed=seed,
         num_processes=processes or len(os.sched_getaffinity(0)),
     )
+
+
+def _recipe(name: str, columns: Mapping[str, str], sft_rows: int) -> Recipe:
+    """The recipe of this name, if these options fit it."""
+    if name not in RECIPES:
+        raise UserError(f"--recipe {name}: no such recipe; there are {', '.join(RECIPES)}")
+    if columns and name != "rows":
+        raise UserError(
+            f"--problem, --answer and --solution are for --recipe rows; {name} has its own"
+        )
+    if sft_rows != SFT_ROWS and not RECIPES[name].openr1:
+        raise UserError(f"--sft-rows divides the rows of --recipe openr1, not of {name}")
+    return RECIPES[name]
 
 
 def _tokenizer(student: str, revision: str | None) -> Tokenizer:

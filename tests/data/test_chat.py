@@ -30,12 +30,9 @@ def synthetic():
 
 def test_synthetic_round_trip(synthetic):
     assert synthetic.vocab_size == 24
-    prompt = synthetic.encode_prompt("2+1-3")
-    assert synthetic.decode(prompt) == "2+1-3#"
-    response = synthetic.encode_response("2+1=3;3-3=0;[0]")
-    assert response[-1] == synthetic.stop_token_ids[0]
+    assert synthetic.decode(synthetic.encode(synthetic.render_prompt("2+1-3"))) == "2+1-3#"
+    response = [*synthetic.encode("2+1=3;3-3=0;[0]"), synthetic.stop_token_ids[0]]
     assert synthetic.decode(response) == "2+1=3;3-3=0;[0]"
-    assert synthetic.encode_response("2+1", complete=False) == tuple(synthetic.encode("2+1"))
     # A stop in the middle, a second stop and padding stay visible.
     assert synthetic.decode(synthetic.encode("1$2!.3$")) == "1$2!.3"
 
@@ -43,7 +40,7 @@ def test_synthetic_round_trip(synthetic):
 def test_synthetic_saved_and_loaded_is_the_same(synthetic, tmp_path):
     synthetic.save(tmp_path)
     loaded = Tokenizer.load(str(tmp_path))
-    assert loaded.encode_prompt("4*3") == synthetic.encode_prompt("4*3")
+    assert loaded.render_prompt("4*3") == synthetic.render_prompt("4*3")
     assert loaded.decode(loaded.encode("w4*3=2;[2]!")) == "w4*3=2;[2]!"
     assert loaded.stop_token_ids == synthetic.stop_token_ids
     assert loaded.names_by_id == synthetic.names_by_id
@@ -66,8 +63,7 @@ def test_pieces_are_the_text_of_each_token(qwen, synthetic):
 
 def test_an_explicit_stop_token_ends_golden_responses():
     second = Tokenizer.load("synthetic", stop_token_ids=(21,))
-    assert second.stop_token_ids == (21,)
-    assert second.encode_response("[1]")[-1] == second.encode("!")[0] == 21
+    assert second.stop_token_ids == (21,) == tuple(second.encode("!"))
     with pytest.raises(DataError, match=r"\[24\] are outside the vocabulary of 24"):
         Tokenizer.load("synthetic", stop_token_ids=(24,))
 
@@ -90,14 +86,13 @@ def test_a_tokenizer_without_template_encodes_plainly(synthetic, tmp_path):
     plain = Tokenizer.load(str(tmp_path))
     assert not plain.has_template
     assert plain.turn_end_id is None
-    assert plain.decode(plain.encode_prompt("1+1")) == "1+1"
+    assert plain.render_prompt("1+1") == "1+1"
     assert plain.stop_token_ids == (20,)
 
 
 def test_real_stop_tokens_disagree_and_are_all_found(qwen, r1):
     # Template <|im_end|>, both configs and the tokenizer <|endoftext|>.
     assert qwen.stop_token_ids == (151645, 151643)
-    assert qwen.encode_response("2")[-1] == 151645
     assert r1.stop_token_ids == (151643,)
 
 
@@ -115,10 +110,8 @@ def test_a_golden_thought_is_kept_with_a_template_that_deletes_thoughts(r1):
     golden = "<think>\nOne and one.\n</think>\n\n\\boxed{2}"
     prompt = r1.render_prompt("1+1?")
     assert prompt.endswith("<\uff5cAssistant\uff5c>")
-    ids = r1.encode_response(golden, prompt)
-    assert r1.decode(ids) == golden
-    assert ids[0] == 151648
-    assert ids[-1] == 151643
+    assert r1.response_text(golden, prompt) == golden
+    assert r1.encode(golden)[0] == 151648
 
 
 def test_a_thought_opened_by_the_prompt_is_closed_once(qwen):
@@ -131,9 +124,8 @@ def test_a_thought_opened_by_the_prompt_is_closed_once(qwen):
     assert not opens_thinking(qwen.render_prompt("1+1?"))
     golden = "<think>\nEasy.\n</think>\n\n2"
     for solution in (golden, golden.removeprefix("<think>\n")):
-        assert thinking.decode(thinking.encode_response(solution, prompt)) == "Easy.\n</think>\n\n2"
-    plain = thinking.decode(thinking.encode_response("It is 2.", prompt))
-    assert plain == "\n</think>\n\nIt is 2."
+        assert thinking.response_text(solution, prompt) == "Easy.\n</think>\n\n2"
+    assert thinking.response_text("It is 2.", prompt) == "\n</think>\n\nIt is 2."
     assert thinking.turn_end_id == 151645
 
 

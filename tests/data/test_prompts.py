@@ -95,8 +95,8 @@ def test_rows_become_prompts_with_golden_ids():
     prompts = make_set()
     tokenizer = Tokenizer.load("synthetic")
     first, looping = prompts[0], prompts[2]
-    assert first.token_ids == tokenizer.encode_prompt("1+1")
-    assert first.golden_token_ids == tokenizer.encode_response("1+1=2;[2]")
+    assert first.token_ids == tuple(tokenizer.encode(tokenizer.render_prompt("1+1")))
+    assert first.golden_token_ids == (*tokenizer.encode("1+1=2;[2]"), *tokenizer.stop_token_ids[:1])
     assert (first.prompt_id, first.text, first.answer) == ("s:1", "1+1", "2")
     assert first.answer_format == "bracket"
     assert first.opens_thinking is False
