@@ -101,11 +101,13 @@ class Topology:
             places = self.trainer_gpus(rank)
             for node in dict.fromkeys(node for node, _ in places):
                 gpus = [gpu for other, gpu in places if other == node]
-                held[node].append(f"rank {rank} on {_gpus(gpus)}")
+                held[node].append(f"data rank {rank} on {_gpus(gpus)}")
         for server in self.servers:
             if server.node < number:  # else an address, which `lines` counts
                 ranks = ", ".join(map(str, server.data_ranks))
-                held[server.node].append(f"{server.name} on {_gpus(server.gpus)} for {ranks}")
+                held[server.node].append(
+                    f"{server.name} on {_gpus(server.gpus)} for data rank {ranks}"
+                )
         return [f"{name}: {'; '.join(what)}" for name, what in zip(names, held, strict=True)]
 
     def lines(self) -> list[str]:

@@ -237,14 +237,14 @@ def test_what_does_not_fit_is_refused_with_the_sum_and_the_remedy(arguments, key
 
 def test_places_name_the_gpus_of_ranks_and_servers_on_every_node():
     assert topology("7b", 1, 0).places(["n1"]) == [
-        "n1: rank 0 on GPUs 0 1 2 3; rank 1 on GPUs 4 5 6 7; "
-        "server_0 on GPUs 0 1 2 3 for 0; server_1 on GPUs 4 5 6 7 for 1"
+        "n1: data rank 0 on GPUs 0 1 2 3; data rank 1 on GPUs 4 5 6 7; "
+        "server_0 on GPUs 0 1 2 3 for data rank 0; server_1 on GPUs 4 5 6 7 for data rank 1"
     ]
     over_nodes = topology("32b", 2, 1, 8, "parallel.pipeline=2").places()
-    every = "rank 0 on GPUs 0 1 2 3 4 5 6 7"
+    every = "data rank 0 on GPUs 0 1 2 3 4 5 6 7"
     assert over_nodes[:2] == [f"node 0: {every}", f"node 1: {every}"]
     assert over_nodes[2].startswith(
-        "node 2: server_0 on GPUs 0 1 for 0; server_1 on GPUs 2 3 for 0"
+        "node 2: server_0 on GPUs 0 1 for data rank 0; server_1 on GPUs 2 3 for data rank 0"
     )
     with pytest.raises(UserError, match="--hosts names 1 node, the job has 2"):
         topology("7b", 2, 0).places(["n1"])
@@ -281,9 +281,12 @@ def test_the_command_prints_lines_shell_and_json(tmp_path):
     lines = printed()
     assert "2 nodes x 8 GPUs, TP4 x PP1 x CP1 x DP4" in lines
     assert "8 of tensor 1 on 1 node of their own, 8 a node; 2 for each of 4 data-parallel" in lines
-    assert "\nnode 1: rank 2 on GPUs 0 1 2 3; rank 3 on GPUs 4 5 6 7\n" in lines
-    assert "\nnode 2: server_0 on GPUs 0 for 0; server_1 on GPUs 1 for 0; " in lines
-    assert "\nn7: rank 0 on GPUs 0 1 2 3;" in printed("--hosts=n7,n8,n9")
+    assert "\nnode 1: data rank 2 on GPUs 0 1 2 3; data rank 3 on GPUs 4 5 6 7\n" in lines
+    assert (
+        "\nnode 2: server_0 on GPUs 0 for data rank 0; server_1 on GPUs 1 for data rank 0; "
+        in lines
+    )
+    assert "\nn7: data rank 0 on GPUs 0 1 2 3;" in printed("--hosts=n7,n8,n9")
     shell = printed("--shell")
     assert [line for line in shell.splitlines() if not line.startswith("# ")] == [
         "SERVERS_PER_NODE=8",
