@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -197,3 +198,19 @@ def test_a_bundle_above_the_limit_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(bundle, "LIMIT_BYTES", 6)
     with pytest.raises(SystemExit, match="is more than"):
         bundle.check_size(tmp_path)
+
+
+def test_the_bundle_has_every_dependency_that_the_machine_lacks():
+    root = Path(bundle.__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    needed = {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]}
+    on_the_machine = {"torch", "numpy", "tensorboard", "jinja2"} | {  # transformers brings these
+        *("transformers", "tokenizers", "safetensors", "pyyaml", "typer", "rich")
+    }
+    unused_there = {"datasets"}
+    packed = {
+        line.partition("==")[0]
+        for line in (root / bundle.REQUIREMENTS).read_text().splitlines()
+        if not line.startswith("#")
+    }
+    assert needed - on_the_machine - unused_there <= packed
