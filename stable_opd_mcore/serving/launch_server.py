@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 
 if any(a == "--device" and b == "cpu" for a, b in zip(sys.argv, sys.argv[1:], strict=False)):
     import sglang_cpu  # tools/sglang_cpu, which `make sglang` installs
@@ -32,11 +33,17 @@ def end_with_owner(pid: int, interval_seconds: float = 0.5) -> None:
     """
     while os.getppid() == pid:
         time.sleep(interval_seconds)
+    end_group()
+
+
+def end_group() -> None:
+    """End this server and its workers, without which the process would wait for them for ever."""
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
 def main(arguments: list[str]) -> None:
-    if arguments[:1] == ["--owner-pid"]:
+    owned = arguments[:1] == ["--owner-pid"]
+    if owned:
         owner, arguments = int(arguments[1]), arguments[2:]
         threading.Thread(target=end_with_owner, args=(owner,), daemon=True).start()
 
@@ -48,7 +55,13 @@ def main(arguments: list[str]) -> None:
     settings = prepare_server_args(arguments)
     if key is not None:
         settings.api_key = Unprinted(key)
-    launch_server(settings)
+    try:
+        launch_server(settings)
+    except Exception:
+        traceback.print_exc()
+    if owned:  # it leads its own process group
+        sys.stdout.flush()
+        end_group()
 
 
 if __name__ == "__main__":
