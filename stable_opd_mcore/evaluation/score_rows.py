@@ -206,7 +206,8 @@ def _parse(line: bytes | None) -> dict[str, Any]:
     if not line.strip():
         raise RowError("an empty line")
     try:
-        record = json.loads(line.decode("utf-8", "surrogatepass"))  # orjson refuses half an emoji
+        # Not orjson: it refuses a lone surrogate, which a decoder may leave of an emoji.
+        record = json.loads(line.decode("utf-8", "surrogatepass"))
     except UnicodeDecodeError as error:
         raise RowError(f"not UTF-8 at byte {error.start}") from error
     except (ValueError, RecursionError) as error:

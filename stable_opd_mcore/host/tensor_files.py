@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """The umask has decided the mode of the folder of `path`; the file gets it too."""
+    """The file gets the read and write permissions of its folder, which the umask has decided."""
     from safetensors.torch import save_file
 
     save_file(dict(tensors), path, metadata={"format": "pt"})

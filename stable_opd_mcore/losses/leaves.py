@@ -60,7 +60,7 @@ class Block:
     logits: Mapping[str, Tensor]  # of all models
     ids_CJ: Tensor
     compared: Mapping[str, Statistics]  # the student with each other model, or "" alone
-    teacher: Statistics | None  # alone, over tokens, not merged
+    teacher: Statistics | None  # sums of its own logits, before stop ids are merged
     at: Mapping[str, Tensor]  # divided logits of each model at ids_CJ and on the support
     support_ids_CK: Tensor | None
     merged: MergedStops | None  # the stop ids, where they are one outcome in the logits

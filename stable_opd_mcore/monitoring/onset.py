@@ -23,7 +23,7 @@ from typing import Literal
 NOISE = 4.0  # standard errors of the recent mean that a change must exceed
 HORIZON = 3  # a normal value forgets after this many times `baseline` values
 CEILING = 0.9  # truncation rate above which few responses end by themselves
-SMALL_BUDGET = 0.5  # a run whose truncation rate starts above it has a small budget by design
+SMALL_BUDGET = 0.5  # truncation rate at a run's start; above it the budget is small by design
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Detector:
     worse: Literal["higher", "lower"]
     absolute: float  # least change that counts, in the metric's unit
     relative: float = 0.0  # and as a share of the normal value; the larger one holds
-    broken: bool = False  # with rising truncation: responses do not only grow, they break
+    broken: bool = False  # a symptom of it makes a rise of truncation damage
     rare: bool = False  # written every monitoring.overlap_every steps: one value is enough
 
 

@@ -40,12 +40,7 @@ def outcome(rows: Sequence[Row]) -> Outcome:
     """The outcome of a run with these rows."""
     accuracy = defined(rows, "eval/accuracy") or defined(rows, "rollout/accuracy") or [math.nan]
     greedy = defined(rows, "eval_greedy/accuracy") or [math.nan]
-    truncation, repetition = (
-        window_means(defined(rows, f"rollout/{rate}"))
-        or defined(rows, f"eval/{rate}")
-        or [math.nan]
-        for rate in ("truncation_rate", "repetition_rate")
-    )
+    truncation, repetition = _rates(rows, "truncation_rate"), _rates(rows, "repetition_rate")
     peak = accuracy.index(max(accuracy))
     return Outcome(
         initial_accuracy=accuracy[0],

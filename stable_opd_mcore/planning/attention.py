@@ -19,7 +19,8 @@ from stable_opd_mcore.planning.model_size import ModelSize
 from stable_opd_mcore.planning.work import Work, micro_batch_tokens
 
 FUSED_ELEMENTS = 2**30
-# By Transformer Engine's authors for two sequences; with four they saw four times as much.
+# Per element. The figure is that of Transformer Engine's authors for two sequences; for four they
+# give four times as much.
 WORKSPACE_BYTES = 128
 # Unfused, for each element: torch's softmax saves its fp32 output, the product with the values its
 # bf16 input. In the layer at work stand beside them: forward the bf16 product of queries and keys,

@@ -60,7 +60,7 @@ class Connections:
         self._http = httpx.Client(
             headers=headers,
             transport=httpx.HTTPTransport(
-                verify=url.startswith("https:"),  # else no certificates are read
+                verify=url.startswith("https:"),  # reads the certificates only where it is needed
                 limits=httpx.Limits(max_keepalive_connections=0),
                 socket_options=_TCP_KEEPALIVE,
             ),
@@ -105,7 +105,9 @@ class Connections:
                     if len(content) > max_bytes:
                         detail = f"{path}: more than {max_bytes} bytes"
                         raise ServerFailure(self._url, "garbage", detail)
-            if exchange.ended is not None:  # a reply that states no length looks complete
+            if (
+                exchange.ended is not None
+            ):  # cut short, a reply without a stated length seems complete
                 raise httpx.ReadError("the request was ended")
             return reply.status_code, bytes(content)
         except httpx.TransportError as error:

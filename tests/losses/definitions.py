@@ -137,7 +137,7 @@ def target_logprob(log_p_NV: Tensor, targets_N: Tensor, stop_ids: Sequence[int])
 
 
 def merge_ids(log_p_NV: Tensor, ids: Sequence[int]) -> Tensor:
-    """log p with the ids as one outcome: their sum under the first, probability 0 under the rest.
+    """log p with the ids as one outcome: the first id has the sum, each other id probability 0.
 
     Probability 0 is e^NEVER, whose logarithm is finite, so that 0 log 0 is 0.
     """

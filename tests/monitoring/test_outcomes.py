@@ -25,7 +25,7 @@ def test_a_run_with_rollouts():
         {"step": step, "rollout/truncation_rate": t, "rollout/repetition_rate": r}
         for step, (t, r) in enumerate(zip(truncation, repetition, strict=True), start=1)
     ]
-    rows[1] |= evaluated(0.1, 0.9)  # before the peak: not its lowest afterwards
+    rows[1] |= evaluated(0.1, 0.9)  # lower than any later one, but before the peak
     rows[2] |= evaluated(0.5, 0.9)
     rows[5] |= evaluated(0.125, 0.1)
     rows[7] |= evaluated(0.375, 0.6)

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from enum import IntEnum
 from multiprocessing import resource_tracker
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -99,12 +99,7 @@ class StopSignals:
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         # Unblock first: a pending SIGUSR1 must reach our handler, because the default one kills.
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         for number, handler in self._handlers.items():

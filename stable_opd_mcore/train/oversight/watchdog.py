@@ -23,7 +23,6 @@ import os
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import TextIO
 
 from stable_opd_mcore.host.atomic_files import write_atomically
@@ -80,12 +79,7 @@ class Watchdog:
             self._last_progress = now
             self._progress.touch()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._ended.set()
         if self._heart is not None:
             self._heart.join()
