@@ -17,7 +17,7 @@ import numpy as np
 from stable_opd_mcore.config.schema import DataConfig
 from stable_opd_mcore.data.chat import Tokenizer, opens_thinking
 from stable_opd_mcore.data.rows import Row
-from stable_opd_mcore.data.sources import boxed_solution
+from stable_opd_mcore.data.sources import is_bare_answer
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.records import Prompt
 
@@ -35,8 +35,6 @@ class PromptOrder:
     """
 
     def __init__(self, num_rows: int, seed: int, per_step: int = 1):
-        if num_rows < 1:
-            raise ValueError("no rows to draw from")
         assert 1 <= per_step <= num_rows
         self.num_rows = num_rows
         self.seed = seed
@@ -69,10 +67,7 @@ class PromptOrder:
 
 
 class PromptSet:
-    """Rows as prompts: chat template applied, golden solutions encoded, lengths checked.
-
-    Token ids are stored in flat arrays of 4 bytes a token: golden solutions may hold 10^8 tokens.
-    """
+    """Rows as prompts: chat template applied, golden solutions encoded, lengths checked."""
 
     def __init__(
         self,
@@ -97,7 +92,7 @@ class PromptSet:
                 or golden solution with the text of a control token; a golden solution that is the
                 bare answer.
         """
-        self._window, self._max_new_tokens = window, max_new_tokens
+        self.window, self._max_new_tokens = window, max_new_tokens
         texts = [
             tokenizer.render_prompt(row.problem, config.prompt_template, config.system_prompt)
             for row in rows
@@ -106,50 +101,40 @@ class PromptSet:
             [text + row.prefix for text, row in zip(texts, rows, strict=True)]
         )
         goldens = _encode_golden(rows, texts, tokenizer, golden)
-        for row in rows:
-            _refuse_control_tokens(row, tokenizer, golden)
         kept: list[int] = []
         for index, row in enumerate(rows):
-            problem = self._length_problem(len(prompts[index]), goldens[index])
+            _refuse_control_tokens(row, tokenizer, golden)
+            problem = self._length_problem(len(prompts[index]), len(goldens[index]))
             if problem is None:
                 kept.append(index)
             elif config.overlong == "error":
                 raise DataError(f"{row.row_id}: {problem}, or set data.overlong=drop")
         self.num_dropped = len(rows) - len(kept)
         if self.num_dropped:
-            _LOG.warning(
-                "dropped %d of %d rows that exceed the window of %d",
-                self.num_dropped,
-                len(rows),
-                window,
-            )
+            numbers = self.num_dropped, len(rows), window
+            _LOG.warning("dropped %d of %d rows that exceed the window of %d", *numbers)
         if not kept:
             raise DataError(f"none of {len(rows)} rows fits the window of {window} tokens")
         self._rows = [rows[index] for index in kept]
         self._opens_thinking = [opens_thinking(texts[index]) for index in kept]
-        self._prompts = _Ragged([prompts[index] for index in kept])
-        self._goldens = _Ragged([goldens[index] or () for index in kept])
+        # 4 bytes a token: golden solutions may hold 10^8 tokens.
+        self._prompts = [np.array(prompts[index], np.int32) for index in kept]
+        self._goldens = [np.array(goldens[index], np.int32) for index in kept]
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Prompt:
         row = self._rows[index]
-        golden = self._goldens[index]
         return Prompt(
             prompt_id=row.row_id,
             text=row.problem,
-            token_ids=self._prompts[index],
+            token_ids=tuple(self._prompts[index].tolist()),
             answer=row.answer,
-            golden_token_ids=golden or None,
+            golden_token_ids=tuple(self._goldens[index].tolist()) or None,
             answer_format=row.answer_format,
             opens_thinking=self._opens_thinking[index],
         )
-
-    @property
-    def window(self) -> int:
-        """Positions of the model."""
-        return self._window
 
     def problems(self) -> list[str]:
         """The problem of every row, as its source writes it."""
@@ -157,71 +142,55 @@ class PromptSet:
 
     def prompt_lengths(self) -> list[int]:
         """Tokens of every prompt."""
-        return self._prompts.lengths()
+        return list(map(len, self._prompts))
 
     def golden_lengths(self) -> list[int]:
         """Tokens of every golden solution; 0 for a row without one."""
-        return self._goldens.lengths()
+        return list(map(len, self._goldens))
 
     def select(self, indices: Sequence[int]) -> list[Prompt]:
         """The prompts of these rows, in this order."""
         return [self[index] for index in indices]
 
-    def _length_problem(self, prompt_length: int, golden: Sequence[int] | None) -> str | None:
-        if prompt_length + self._max_new_tokens > self._window:
+    def _length_problem(self, prompt: int, golden: int) -> str | None:
+        """What is wrong with these numbers of tokens."""
+        if prompt + self._max_new_tokens > self.window:
             return (
-                f"its prompt has {prompt_length} tokens, and with max_new_tokens="
-                f"{self._max_new_tokens} that exceeds the model's window of {self._window}; "
-                "lower sampling.max_new_tokens, shorten or drop the row"
+                f"its prompt has {prompt} tokens, and with max_new_tokens={self._max_new_tokens} "
+                f"that exceeds the model's window of {self.window}; lower sampling.max_new_tokens, "
+                "shorten or drop the row"
             )
-        if golden is not None and prompt_length + len(golden) > self._window:
+        if prompt + golden > self.window:
             return (
-                f"its golden solution has {len(golden)} tokens, and with the prompt's "
-                f"{prompt_length} that exceeds the model's window of "
-                f"{self._window}; shorten or drop the row"
+                f"its golden solution has {golden} tokens, and with the prompt's {prompt} that "
+                f"exceeds the model's window of {self.window}; shorten or drop the row"
             )
         return None
 
 
-class _Ragged:
-    """Lists of token ids of different lengths in one flat array."""
-
-    def __init__(self, lists: Sequence[Sequence[int]]):
-        self._ends = np.cumsum([0, *(len(ids) for ids in lists)])
-        self._flat = np.empty(int(self._ends[-1]), dtype=np.int32)
-        for index, ids in enumerate(lists):
-            self._flat[self._ends[index] : self._ends[index + 1]] = ids
-
-    def lengths(self) -> list[int]:
-        return np.diff(self._ends).tolist()
-
-    def __getitem__(self, index: int) -> tuple[int, ...]:
-        return tuple(self._flat[self._ends[index] : self._ends[index + 1]].tolist())
-
-
 def _encode_golden(
     rows: Sequence[Row], prompt_texts: Sequence[str], tokenizer: Tokenizer, golden: str
-) -> list[list[int] | None]:
-    """Ids of every golden solution; None for a row without one, and for all rows if "none"."""
-    encoded: list[list[int] | None] = [None] * len(rows)
+) -> list[list[int]]:
+    """Ids of every golden solution; of none if "none", and [] for a row without one."""
     if golden == "none":
-        return encoded
-    present = [index for index, row in enumerate(rows) if row.solution]
-    if golden == "required" and len(present) < len(rows):
-        missing = next(row.row_id for row in rows if not row.solution)
-        raise DataError(
-            f"{missing}: no golden solution, which sft and mixture.lambda > 0 train on; "
-            "set data.train.columns.solution, or mixture.lambda=0"
-        )
-    for index in present:
-        _refuse_bare_answer(rows[index])
-    texts = [
-        tokenizer.response_text(rows[index].solution or "", prompt_texts[index])
-        for index in present
-    ]
-    for index, ids in zip(present, tokenizer.encode_many(texts), strict=True):
-        encoded[index] = [*ids, tokenizer.stop_token_ids[0]] if rows[index].complete else ids
-    return encoded
+        return [[] for _ in rows]
+    texts: list[str] = []
+    for row, prompt_text in zip(rows, prompt_texts, strict=True):
+        if golden == "required" and not row.solution:
+            raise DataError(
+                f"{row.row_id}: no golden solution, which sft and mixture.lambda > 0 train on; "
+                "set data.train.columns.solution, or mixture.lambda=0"
+            )
+        if row.solution and is_bare_answer(row.solution, row.answer):
+            raise DataError(
+                f"{row.row_id}: the golden solution is the bare answer {row.answer or ''!r:.80}; "
+                "set data.*.columns.solution to a column of worked solutions, or to null without "
+                "sft and with mixture.lambda=0"
+            )
+        texts.append(tokenizer.response_text(row.solution, prompt_text) if row.solution else "")
+    stop = tokenizer.stop_token_ids[:1]
+    encoded = zip(rows, tokenizer.encode_many(texts), strict=True)
+    return [[*ids, *stop] if row.solution and row.complete else ids for row, ids in encoded]
 
 
 def _refuse_control_tokens(row: Row, tokenizer: Tokenizer, golden: str) -> None:
@@ -231,22 +200,11 @@ def _refuse_control_tokens(row: Row, tokenizer: Tokenizer, golden: str) -> None:
     teaches the student to stop early. The row is refused and not neutralised: breaking the text up
     would train on other tokens than the row shows, and a data set has few such rows.
     """
-    texts = {"problem": row.problem, "solution": row.solution or "" if golden != "none" else ""}
-    for role, text in texts.items():
+    solution = row.solution or "" if golden != "none" else ""
+    for role, text in (("problem", row.problem), ("solution", solution)):
         token = tokenizer.control_token_in(text)
         if token is not None:
             raise DataError(
                 f"{row.row_id}: the {role} contains {token!r}, a control token of "
                 f"{tokenizer.path}; remove it from the row or drop the row"
             )
-
-
-def _refuse_bare_answer(row: Row) -> None:
-    """Refuse an answer without worked steps as a golden solution."""
-    answer = row.answer or ""
-    if (row.solution or "").strip() in (answer, boxed_solution(f"#### {answer}")):
-        raise DataError(
-            f"{row.row_id}: the golden solution is the bare answer {answer!r:.80}; set "
-            "data.*.columns.solution to a column of worked solutions, or to null without sft and "
-            "with mixture.lambda=0"
-        )

@@ -22,6 +22,7 @@ from stable_opd_mcore.config.data import ColumnsConfig, SourceConfig
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.synthetic import ARITHMETIC, SYNTHETIC, arithmetic_rows
 from stable_opd_mcore.errors import DataError
+from stable_opd_mcore.host.hub import is_hub_id
 from stable_opd_mcore.host.json_files import object_in_line
 
 Record = Mapping[str, Any]
@@ -74,10 +75,11 @@ def read_records(source: SourceConfig) -> Iterator[tuple[int, Record]]:
             "and hub data sets is configuration"
         )
     path = Path(source.path)
-    if path.suffix == ".jsonl":
-        records = _read_jsonl(_existing(path))
-    elif path.suffix == ".parquet":
-        records = _read_parquet(_existing(path))
+    read = {".jsonl": _read_jsonl, ".parquet": _read_parquet}.get(path.suffix)
+    if read is not None:
+        if not path.is_file():
+            raise DataError(f"{path}: no such file; check data.*.path")
+        records = read(path)
     elif path.is_file():
         raise DataError(f"{path}: unknown kind of file; use .jsonl or .parquet")
     else:
@@ -114,6 +116,11 @@ def boxed_solution(solution: str) -> str:
     steps = _GSM8K_CALCULATION.sub("", solution[: final.start()]).rstrip()
     answer = final.group(1).replace(",", "")
     return f"{steps}\nThe answer is \\boxed{{{answer}}}.".lstrip()
+
+
+def is_bare_answer(solution: str, answer: str | None) -> bool:
+    """Whether a solution is the final answer without worked steps."""
+    return solution.strip() in (answer or "", boxed_solution(f"#### {answer or ''}"))
 
 
 def _is_absent(record: Record, column: str) -> bool:
@@ -163,18 +170,11 @@ def _lookup(record: Record, column: str, place: str, role: str) -> Any:
     return value
 
 
-def _existing(path: Path) -> Path:
-    if not path.is_file():
-        raise DataError(f"{path}: no such file; check data.*.path")
-    return path
-
-
 def _read_jsonl(path: Path) -> Iterator[tuple[int, Record]]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            yield number, object_in_line(line, f"{path}:{number}")
+            if line.strip():
+                yield number, object_in_line(line, f"{path}:{number}")
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, Record]]:
@@ -183,15 +183,14 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Record]]:
 
     try:
         batches = pyarrow.parquet.ParquetFile(path).iter_batches()
-        records = (record for batch in batches for record in batch.to_pylist())
-        yield from enumerate(records)
+        yield from enumerate(record for batch in batches for record in batch.to_pylist())
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a readable parquet file: {error}") from error
 
 
 def _read_dataset(source: SourceConfig) -> Iterator[tuple[int, Record]]:
     path = Path(source.path)
-    if not path.exists() and (source.path.count("/") != 1 or source.path[0] in "/.~"):
+    if not path.exists() and not is_hub_id(source.path):
         raise DataError(
             f"{source.path}: no such file or directory, and no hub id (owner/name); "
             "check data.*.path"
@@ -214,5 +213,4 @@ def _read_dataset(source: SourceConfig) -> Iterator[tuple[int, Record]]:
             f"{error.__cause__ or error}. Without internet, download it elsewhere and set "
             "data.*.path to the directory or file"
         ) from error
-    for number, record in enumerate(dataset):
-        yield number, dict(record)
+    yield from enumerate(dataset)  # pyright: ignore[reportReturnType]

@@ -3,29 +3,18 @@
 Not here: rendering (chat.py).
 """
 
+# Not strict: Transformers' types are incomplete.
+# pyright: basic
+
 from __future__ import annotations
 
-from jinja2 import Environment, TemplateError, meta, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
+from jinja2 import TemplateError, meta
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from stable_opd_mcore.errors import DataError
 
-# What the renderer itself gives to a template.
-_OF_THE_RENDERER = frozenset(
-    {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
-)
-
-
-class _Generation(Extension):
-    """`{% generation %}` marks an assistant's tokens in Hugging Face's templates."""
-
-    tags = {"generation"}  # noqa: RUF012, jinja2's form
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
+# What the renderer itself gives to a template, beside its global functions.
+_OF_THE_RENDERER = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 def template_variables(template: str) -> frozenset[str]:
@@ -34,8 +23,8 @@ def template_variables(template: str) -> frozenset[str]:
     Raises:
         DataError: the template is no valid Jinja.
     """
-    environment = Environment(extensions=[_Generation, "jinja2.ext.loopcontrols"])  # never rendered
     try:
+        environment = _compile_jinja_template(template).environment  # the one that renders it
         names = meta.find_undeclared_variables(environment.parse(template))
     except TemplateError as error:
         raise DataError(f"a chat template is no valid Jinja: {error}") from error

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from stable_opd_mcore.config.data import ColumnsConfig
 from stable_opd_mcore.data.decontamination import BenchmarkIndex, BenchmarkProblem
-from stable_opd_mcore.data.sources import boxed_solution, parse_row
+from stable_opd_mcore.data.sources import is_bare_answer, parse_row
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.preparation.openr1 import openr1_candidate, openr1_problem
 from stable_opd_mcore.preparation.records import Candidate, Dropped, Kept
@@ -84,8 +84,7 @@ class Rules:
         if candidate.solutions and not solutions:
             token = self._control_token(candidate.solutions[0])
             return Dropped("control token in every solution", str(token))
-        bare = (candidate.answer, boxed_solution(f"#### {candidate.answer}"))
-        solutions = [text for text in solutions if text.strip() not in bare]
+        solutions = [text for text in solutions if not is_bare_answer(text, candidate.answer)]
         if candidate.solutions and not solutions:
             return Dropped("every solution is the bare answer")
         problem_tokens, *lengths = self._num_tokens([candidate.problem, *solutions])

@@ -168,13 +168,3 @@ def test_control_tokens_in_a_row_are_refused_by_row():
 def test_lengths_that_just_fit_are_kept():
     assert len(make_set(ROWS[:2], window=30, max_new_tokens=22, golden="required")) == 2
     assert PromptOrder(1, seed=0).indices(3, 2) == [0, 0]
-
-
-def test_draws_begin_at_no_negative_cursor():
-    with pytest.raises(AssertionError):
-        PromptOrder(3, seed=0).indices(-1, 2)
-
-
-def test_no_rows_to_draw_from():
-    with pytest.raises(ValueError, match=r"^no rows to draw from$"):
-        PromptOrder(0, seed=0)
