@@ -46,14 +46,14 @@ FAMILIES = {
     "qwen2_tied": architecture("qwen2", tied=True),
     "qwen2_untied": architecture("qwen2", tied=False),
     "qwen3": architecture("qwen3", tied=True, head_dim=16),
-    "llama": architecture("llama", tied=False),
+    "llama": architecture("llama", tied=False, intermediate_size=80),  # padded by the server
     "qwen3_moe": architecture(
         "qwen3_moe",
         tied=False,
         head_dim=16,
         num_experts=8,
         num_experts_per_tok=2,
-        moe_intermediate_size=64,  # SGLang's CPU engine pads experts to 32 columns of each rank
+        moe_intermediate_size=48,  # padded by the server
         norm_topk_prob=True,
     ),
     "mixtral": architecture("mixtral", tied=False, num_local_experts=8, num_experts_per_tok=2),

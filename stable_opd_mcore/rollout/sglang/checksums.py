@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -30,18 +30,23 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|
 _OF_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _COLUMNS = ("o_proj.weight", "down_proj.weight")
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
-_VOCABULARY_MULTIPLE = 64  # SGLang pads the vocabulary's rows with zeros to a multiple of this
-
-Hash = Callable[[Sequence[Tensor]], str]
+# SGLang pads these with zeros to a multiple
+_VOCABULARY_MULTIPLE = 64  # the vocabulary's rows
+_CPU_MLP_MULTIPLE = 32  # on a CPU, of each rank: the width of an MLP and of an expert
 
 
 class ExpectedChecksums:
-    """After `add` of every tensor, `per_rank` holds each tensor rank's checksums by name."""
+    """After `add` of every tensor, `per_rank` holds each tensor rank's checksums by name.
 
-    def __init__(self, architecture: Architecture, tensor_size: int, hash_of: Hash) -> None:
+    Args:
+        on_gpu: whether the servers hold the weights on GPUs.
+    """
+
+    def __init__(self, architecture: Architecture, tensor_size: int, *, on_gpu: bool) -> None:
         self._architecture = architecture
         self._size = tensor_size
-        self._hash = hash_of
+        self._hash = gpu_hash if on_gpu else cpu_hash
+        self._mlp_multiple = 1 if on_gpu else _CPU_MLP_MULTIPLE * tensor_size
         self._parts: dict[str, dict[str, Tensor]] = {}  # of incomplete fused parameters
         self.per_rank: list[dict[str, str]] = [{} for _ in range(tensor_size)]
 
@@ -93,16 +98,27 @@ class ExpectedChecksums:
             groups = self._architecture.num_key_value_heads
             copies = max(1, size // groups)
             return tensor.chunk(size // copies)[rank // copies]
-        if name in ("q_proj", "gate_proj", "up_proj"):
-            return tensor.chunk(size)[rank]
+        if name in ("gate_proj", "up_proj"):
+            return self._cut(tensor, rank, 0, self._mlp_multiple)
+        if name == "q_proj":
+            return self._cut(tensor, rank, 0)
         if name.endswith(_COLUMNS):
-            return tensor.chunk(size, dim=1)[rank]
+            is_mlp = name.endswith("down_proj.weight")
+            return self._cut(tensor, rank, 1, self._mlp_multiple if is_mlp else 1)
         if name.endswith(_VOCABULARY):
-            padded = -(-len(tensor) // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
-            rows = padded // size
-            piece = tensor[rank * rows : (rank + 1) * rows]
-            return torch.nn.functional.pad(piece, (0, 0, 0, rows - len(piece)))
+            return self._cut(tensor, rank, 0, _VOCABULARY_MULTIPLE)
         return tensor
+
+    def _cut(self, tensor: Tensor, rank: int, dim: int, multiple: int = 1) -> Tensor:
+        """The rank's share of a tensor that is padded with zeros to a multiple along `dim`."""
+        length = tensor.shape[dim]
+        share = -(-length // multiple) * multiple // self._size
+        start = min(rank * share, length)
+        piece = tensor.narrow(dim, start, min(share, length - start))
+        if piece.shape[dim] == share:
+            return piece
+        inner = (0, 0) * (tensor.dim() - 1 - dim)  # torch counts dimensions from the last
+        return torch.nn.functional.pad(piece, (*inner, 0, share - piece.shape[dim]))
 
 
 def differences(expected: Mapping[str, str], actual: Mapping[str, str]) -> list[str]:

@@ -26,12 +26,7 @@ from torch.nn import Module
 
 from stable_opd_mcore.models import tensors
 from stable_opd_mcore.models.weights import architecture_of, iter_hf_tensors
-from stable_opd_mcore.rollout.sglang.checksums import (
-    ExpectedChecksums,
-    cpu_hash,
-    differences,
-    gpu_hash,
-)
+from stable_opd_mcore.rollout.sglang.checksums import ExpectedChecksums, differences
 from stable_opd_mcore.rollout.sglang.transports import Bucket, Buffers, Target, Transport
 from stable_opd_mcore.serving import timeouts
 from stable_opd_mcore.serving.client import ATTEMPTS, RefusedRequest, ServerFailure, SglangClient
@@ -136,8 +131,9 @@ def verify_all(
 ) -> None:
     """End every session, compare checksums, and stamp the version on the servers that match."""
     alive = transport.alive
+    on_gpu = next(chunks[0].parameters()).is_cuda  # servers run on the trainer's kind of device
     expected = {
-        size: ExpectedChecksums(architecture_of(chunks), size, _hash_for(chunks))
+        size: ExpectedChecksums(architecture_of(chunks), size, on_gpu=on_gpu)
         for size in {target.tensor for target in alive}
     }
     with ThreadPoolExecutor(max(1, len(alive)), thread_name_prefix="verify") as pool:
@@ -150,11 +146,6 @@ def verify_all(
             sessions[target.name].stamp(answer.result(), expected[target.tensor].per_rank, version)
         except (ServerFailure, RefusedRequest) as error:
             transport.fail(target, str(error))
-
-
-def _hash_for(chunks: Sequence[Module]) -> Any:
-    """Servers hash on the device they serve from, which is of the same kind as the trainer's."""
-    return gpu_hash if next(chunks[0].parameters()).is_cuda else cpu_hash
 
 
 def begin_all(

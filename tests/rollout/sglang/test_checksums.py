@@ -69,7 +69,7 @@ def test_pieces_hash_like_the_whole_tensor_in_bf16():
 
 def test_layout_over_more_ranks_than_key_value_groups():
     fields = read_architecture(architecture(num_key_value_heads=2, head_dim=16))
-    expected = ExpectedChecksums(fields, 4, cpu_hash)
+    expected = ExpectedChecksums(fields, 4, on_gpu=False)
     query, key, value = torch.randn(64, 64), torch.randn(32, 64), torch.randn(32, 64)
     for name, tensor in (("q_proj", query), ("k_proj", key), ("v_proj", value)):
         expected.add(f"model.layers.0.self_attn.{name}.weight", tensor)
@@ -87,11 +87,12 @@ def test_layout_over_more_ranks_than_key_value_groups():
         ("mixtral", {"num_local_experts": 2}, "block_sparse_moe", ("w1", "w3", "w2")),
     ],
 )
-def test_experts_of_a_layer_are_stacked_and_cut_within_each(model_type, experts, layer, names):
-    sizes = {"num_experts_per_tok": 1, "moe_intermediate_size": 8, "intermediate_size": 8}
+def test_experts_are_stacked_padded_and_cut_within_each(model_type, experts, layer, names):
+    """SGLang on a CPU pads an expert's 48 columns with zeros to 32 of each rank."""
+    sizes = {"num_experts_per_tok": 1, "moe_intermediate_size": 48, "intermediate_size": 48}
     fields = read_architecture(architecture(model_type, head_dim=16, **sizes, **experts))
-    expected = ExpectedChecksums(fields, 2, cpu_hash)
-    gate, up, down = torch.randn(2, 8, 64), torch.randn(2, 8, 64), torch.randn(2, 64, 8)
+    expected = ExpectedChecksums(fields, 2, on_gpu=False)
+    gate, up, down = torch.randn(2, 48, 64), torch.randn(2, 48, 64), torch.randn(2, 64, 48)
     stacked = f"model.layers.0.{layer}.experts"
     for i in range(2):
         for name, tensor in zip(names, (gate, up, down), strict=True):
@@ -99,15 +100,19 @@ def test_experts_of_a_layer_are_stacked_and_cut_within_each(model_type, experts,
             expected.add(f"{stacked}.{i}.{name}.weight", tensor[i])
             if i == 1 and tensor is up:
                 first = expected.per_rank[0].pop(f"{stacked}.w13_weight")
-    assert first == cpu_hash([torch.cat([gate[:, :4], up[:, :4]], dim=1)])
-    last = {"w13": torch.cat([gate[:, 4:], up[:, 4:]], dim=1), "w2": down[:, :, 4:]}
+    assert first == cpu_hash([torch.cat([gate[:, :32], up[:, :32]], dim=1)])
+    padding = torch.zeros(2, 16, 64)
+    last = {
+        "w13": torch.cat([gate[:, 32:], padding, up[:, 32:], padding], dim=1),
+        "w2": torch.cat([down[:, :, 32:], padding.transpose(1, 2)], dim=2),
+    }
     assert expected.per_rank[1] == {
         f"{stacked}.{name}_weight": cpu_hash([tensor]) for name, tensor in last.items()
     }
 
 
 def test_vocabulary_is_padded_to_a_multiple_of_64():
-    expected = ExpectedChecksums(read_architecture(architecture()), 2, cpu_hash)
+    expected = ExpectedChecksums(read_architecture(architecture()), 2, on_gpu=False)
     table = torch.randn(100, 8)
     expected.add("model.embed_tokens.weight", table)
     second = torch.cat([table[64:], torch.zeros(28, 8)])
