@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import yaml
 
 pytestmark = pytest.mark.cluster
 
@@ -163,16 +164,23 @@ def test_local_failed_stage_cancels_the_rest(launcher):
     check_completed(launcher, launcher.launch("pipeline", *LOCALLY, *PIPELINE))
 
 
-def test_sweep_makes_one_run_per_point_and_one_report(launcher, cluster):
+def test_sweep_makes_one_run_per_point_and_seed_and_one_report(launcher, cluster):
     launcher.env |= cluster.env
-    grid = ("config=configs/smoke_cpu.yaml", "betas=0.01 0.1", "lambdas=0.1 1", f"opd={TINY}")
-    done = launcher.launch("sweep", *ON_SLURM, *grid)
+    grid = "grid=objective.stop_class=true,false kl.beta+mixture.lambda=0.01+0.1"
+    arguments = ("config=configs/smoke_cpu.yaml", grid, "seeds=1 2", f"opd={TINY}")
+    done = launcher.launch("sweep", *ON_SLURM, *arguments)
     assert done.returncode == 0, done.stdout
     points = [
-        launcher.run(f"beta{beta}_lambda{lambda_}") for beta in (0.01, 0.1) for lambda_ in (0.1, 1)
+        launcher.run(f"stop_class_{stops}_beta0.01_lambda0.1_seed{seed}")
+        for stops in ("false", "true")
+        for seed in (1, 2)
     ]
     runs = launcher.directory.glob("*/metrics.jsonl")
     assert sorted(path.parent for path in runs) == sorted(points)
+    resolved = yaml.safe_load((points[1] / "config.resolved.yaml").read_text())
+    assert not resolved["objective"]["stop_class"]
+    assert resolved["train"]["seed"] == 2
+    assert resolved["kl"]["beta"] == 0.01
     page = (launcher.directory / f"{launcher.name}.html").read_text()
     assert all(point.name in page for point in points)
 
@@ -195,6 +203,7 @@ def test_dry_run_prints_the_batch_script_of_each_job(launcher):
         (["run.executor=slurm", "sizes=7b"], "No parameter named 'sizes'"),
         (["run.executor=slurm", "size=9b"], "slurm/stable_opd_9b.sh; name a config"),
         (["size=7b"], "say where it runs: run.executor=slurm or"),
+        (["run.executor=slurm", "grid=kl.beta+mixture.lambda=0.1"], "is not KEY=VALUE"),
     ],
 )
 def test_experiment_with_bad_arguments_is_refused(arguments, message, launcher):
