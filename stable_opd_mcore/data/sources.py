@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from stable_opd_mcore.host.json_files import object_in_line
 Record = Mapping[str, Any]
 
 _DEFAULT_COLUMNS = ColumnsConfig()
+_BATCH_ROWS = 64
+_MAX_LINE_BYTES = 64 * 2**20
 
 _GSM8K_ANSWER = re.compile(r"\n?####[ \t]*([^\n]+?)\s*\Z")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -75,16 +77,26 @@ def read_records(source: SourceConfig) -> Iterator[tuple[int, Record]]:
             "and hub data sets is configuration"
         )
     path = Path(source.path)
-    read = {".jsonl": _read_jsonl, ".parquet": _read_parquet}.get(path.suffix)
-    if read is not None:
-        if not path.is_file():
-            raise DataError(f"{path}: no such file; check data.*.path")
-        records = read(path)
-    elif path.is_file():
-        raise DataError(f"{path}: unknown kind of file; use .jsonl or .parquet")
-    else:
-        records = _read_dataset(source)
-    return islice(records, source.limit)
+    is_file = path.is_file() or path.suffix in (".jsonl", ".parquet")
+    return islice(read_file(path) if is_file else _read_dataset(source), source.limit)
+
+
+def read_file(
+    path: Path, columns: Collection[str] | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """As `read_records`, of one file and in flat memory.
+
+    Args:
+        columns: what is read of a parquet file, which may lack some; of a dotted name the column
+            that it reaches into. None: every column.
+    """
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; check data.*.path")
+    if path.suffix == ".jsonl":
+        return _read_jsonl(path)
+    if path.suffix == ".parquet":
+        return _read_parquet(path, columns)
+    raise DataError(f"{path}: unknown kind of file; use .jsonl or .parquet")
 
 
 def parse_row(record: Record, columns: ColumnsConfig, place: str, row_id: str) -> Row:
@@ -170,19 +182,25 @@ def _lookup(record: Record, column: str, place: str, role: str) -> Any:
     return value
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[int, Record]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES), b""), start=1):
+            if len(line) == _MAX_LINE_BYTES:
+                raise DataError(f"{path}:{number}: more than 64 MiB in a line; is it JSON Lines?")
             if line.strip():
                 yield number, object_in_line(line, f"{path}:{number}")
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[int, Record]]:
+def _read_parquet(
+    path: Path, columns: Collection[str] | None
+) -> Iterator[tuple[int, dict[str, Any]]]:
     import pyarrow
     import pyarrow.parquet
 
+    if columns is not None:
+        columns = {*columns, *(name.split(".")[0] for name in columns)}
     try:
-        batches = pyarrow.parquet.ParquetFile(path).iter_batches()
+        batches = pyarrow.parquet.ParquetFile(path).iter_batches(_BATCH_ROWS, columns=columns)
         yield from enumerate(record for batch in batches for record in batch.to_pylist())
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a readable parquet file: {error}") from error

@@ -64,18 +64,24 @@ def require_new_directory(path: Path) -> None:
 
 
 @contextmanager
-def naming_disk_errors(directory: Path, needed_bytes: int = 0) -> Iterator[None]:
-    """Turn the errors of a full, read-only or forbidden disk into a UserError naming it."""
+def naming_disk_errors(
+    directory: Path, needed_bytes: int = 0, setting: str = "run.directory"
+) -> Iterator[None]:
+    """Turn the errors of a full, read-only or forbidden disk into a UserError naming it.
+
+    Args:
+        setting: what chooses the directory, for the remedy.
+    """
     try:
         yield
     except OSError as error:
         if error.errno in _FULL:
             remedy = (
-                f"{describe_space(directory, needed_bytes)}. Checkpoints are intact: make room, or "
-                "change run.directory, and start the run again"
+                f"{describe_space(directory, needed_bytes)}. What was finished before is intact: "
+                f"make room, or change {setting}, and start again"
             )
         elif error.errno in _NOT_WRITABLE:
-            remedy = "set run.directory to a directory that this user may write"
+            remedy = f"set {setting} to a directory that this user may write"
         else:
             raise
         raise UserError(f"{directory}: cannot be written: {error}; {remedy}") from error

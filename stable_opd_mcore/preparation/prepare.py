@@ -11,33 +11,31 @@ and lengths of rows, never all texts.
 
 from __future__ import annotations
 
-import errno
 import json
 import multiprocessing
 import os
 import shutil
 import signal
-import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from functools import partial
 from hashlib import file_digest
-from itertools import accumulate, repeat
+from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import datasets
+import pyarrow
 
+from stable_opd_mcore.data.sources import read_file
 from stable_opd_mcore.errors import DataError, UserError
-from stable_opd_mcore.host.atomic_files import atomic_directory, describe_space
-from stable_opd_mcore.host.json_files import object_in_line
+from stable_opd_mcore.host.atomic_files import atomic_file, naming_disk_errors
 from stable_opd_mcore.host.run_lock import RunLock
 from stable_opd_mcore.host.worker_processes import end_with_parent
 from stable_opd_mcore.preparation.datasheet import datasheet, lengths_entry
-from stable_opd_mcore.preparation.inputs import BATCH_ROWS, load_file
 from stable_opd_mcore.preparation.job import Job, digest
 from stable_opd_mcore.preparation.records import Dropped, InputFile
 from stable_opd_mcore.preparation.rules import CONTAMINATED, Rules, RuleSettings
@@ -46,10 +44,10 @@ from stable_opd_mcore.preparation.split import row_key, shuffled, split_rows
 _TEXTS = ("source", "reason", "detail", "key", "problem", "answer", "solution")
 _NUMBERS = ("problem_tokens", "solution_tokens")
 # A filtered row; reason "" is a kept one.
-_FEATURES = datasets.Features(
-    {name: datasets.Value("string") for name in _TEXTS}
-    | {name: datasets.Value("int32") for name in _NUMBERS}
+_SCHEMA = pyarrow.schema(
+    [(name, pyarrow.string()) for name in _TEXTS] + [(name, pyarrow.int32()) for name in _NUMBERS]
 )
+_BATCH_ROWS = 64
 _DETAIL_CHARACTERS = 300
 _rules: Rules | None = None  # of this process
 
@@ -64,9 +62,7 @@ def prepare_data(job: Job, tell: Callable[[str], None]) -> None:
         UserError: an unreadable file, too few rows, a full disk, a process that was killed, another
             preparation at work in the same place.
     """
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
-    with _naming_full_disk(job.directory), RunLock(job.spool):
+    with naming_disk_errors(job.directory, setting="--directory"), RunLock(job.spool):
         if is_prepared(job):
             tell(f"{job.manifest}: made by this command before, and its files are intact")
         else:
@@ -74,8 +70,7 @@ def prepare_data(job: Job, tell: Callable[[str], None]) -> None:
             for other in job.spool.iterdir():
                 if other.is_dir() and other != folder:
                     shutil.rmtree(other)
-            rows = datasets.concatenate_datasets(_filtered(job, folder, tell))
-            _write_all(job, rows, folder / "new", tell)
+            _write_all(job, _filtered(job, folder, tell), folder / "new", tell)
         shutil.rmtree(job.spool)
 
 
@@ -92,30 +87,27 @@ def is_prepared(job: Job) -> bool:
         return False
 
 
-def _filtered(job: Job, folder: Path, tell: Callable[[str], None]) -> list[datasets.Dataset]:
-    """Of each file its rows and what the rules say of them; kept in `folder` until all are done."""
+def _filtered(job: Job, folder: Path, tell: Callable[[str], None]) -> datasets.Dataset:
+    """Every row and what the rules say of it. Finished files are kept in `folder`."""
     folder.mkdir(exist_ok=True)
+    finished = [folder / f"{number:05d}.arrow" for number in range(len(job.files))]
     with _processes(job) as run:
-        for number, file in enumerate(job.files):
-            done = folder / f"{number:05d}"
-            if done.is_dir():
+        for file, path in zip(job.files, finished, strict=True):
+            if path.is_file():
                 tell(f"{file.name}: finished before")
                 continue
-            with TemporaryDirectory(dir=folder) as cache, atomic_directory(done) as new:
-                loaded = load_file(file, job.columns, Path(cache))
-                count = min(job.num_processes, len(loaded))
-                shards = [loaded.shard(count, i, contiguous=True) for i in range(count)]
-                firsts = accumulate(map(len, shards), initial=0)
-                rows = datasets.concatenate_datasets(
-                    list(run(_apply, shards, firsts, repeat(file)))
-                )
-                rows.save_to_disk(str(new))
-            tell(f"{file.name}: {len(rows):,} rows")
-    return [datasets.Dataset.load_from_disk(str(path)) for path in sorted(folder.glob("0*"))]
+            records, count = read_file(file.path, job.columns), 0
+            batches = iter(lambda: list(islice(records, _BATCH_ROWS)), [])  # noqa: B023, used here
+            with atomic_file(path) as out, pyarrow.ipc.new_stream(out, _SCHEMA) as stream:
+                for rows in run(partial(_apply, file), batches):
+                    stream.write_batch(rows)
+                    count += len(rows)
+            tell(f"{file.name}: {count:,} rows")
+    return datasets.concatenate_datasets([datasets.Dataset.from_file(str(p)) for p in finished])
 
 
 @contextmanager
-def _processes(job: Job) -> Iterator[Callable[..., Iterator[Any]]]:
+def _processes(job: Job) -> Iterator[Callable[..., Iterator[pyarrow.RecordBatch]]]:
     """Yield a `map` that runs in processes; with one process in this one."""
     if job.num_processes == 1:
         _start_process(job.rules)
@@ -124,12 +116,24 @@ def _processes(job: Job) -> Iterator[Callable[..., Iterator[Any]]]:
     spawn = multiprocessing.get_context("spawn")  # pyarrow has threads, which a fork would lose
     try:
         with ProcessPoolExecutor(job.num_processes, spawn, _start_process, (job.rules,)) as pool:
-            yield pool.map
+            yield partial(_in_order, pool, 4 * job.num_processes)
     except BrokenProcessPool as error:
         raise UserError(
             "a process of the preparation was killed, perhaps for want of memory; finished files "
             "are kept. Start it again with fewer --processes"
         ) from error
+
+
+def _in_order(
+    pool: ProcessPoolExecutor, ahead: int, function: Callable[..., Any], inputs: Iterator[Any]
+) -> Iterator[Any]:
+    """As `map`; at most `ahead` inputs are in memory."""
+    started: deque[Future[Any]] = deque()
+    for one in inputs:
+        started.append(pool.submit(function, one))
+        if len(started) == ahead:
+            yield started.popleft().result()
+    yield from (future.result() for future in started)
 
 
 def _start_process(settings: RuleSettings) -> None:
@@ -138,46 +142,24 @@ def _start_process(settings: RuleSettings) -> None:
     if multiprocessing.parent_process() is not None:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # the parent says that it ended
         end_with_parent()
-        datasets.disable_progress_bars()
     _rules = Rules(settings)
 
 
-def _apply(shard: datasets.Dataset, first: int, file: InputFile) -> datasets.Dataset:
-    """The columns of _FEATURES for a shard, whose first row has this number in the file."""
-    return shard.map(
-        _apply_to_batch,
-        fn_kwargs={"first": first, "file": file},
-        with_indices=True,
-        batched=True,
-        batch_size=BATCH_ROWS,
-        writer_batch_size=BATCH_ROWS,
-        remove_columns=shard.column_names,
-        features=_FEATURES,
-        new_fingerprint=f"{file.sha256[:16]}-{first}",
-    )
-
-
-def _apply_to_batch(
-    batch: dict[str, list[Any]], indices: list[int], first: int, file: InputFile
-) -> dict[str, list[Any]]:
+def _apply(file: InputFile, records: Sequence[tuple[int, Any]]) -> pyarrow.RecordBatch:
+    """What the rules say of numbered records, in the columns of _SCHEMA."""
     assert _rules is not None
-    filtered: dict[str, list[Any]] = {name: [] for name in _FEATURES}
-    for place, index in enumerate(indices):
-        number, record = first + index, {name: values[place] for name, values in batch.items()}
-        if "line" in record:
-            number = record["number"]
-            record = object_in_line(record["line"], f"{file.path}:{number}")
+    rows: list[dict[str, Any]] = []
+    for number, record in records:
         name = f"{file.name}:{number}"
         found = _rules.apply(record, name)
-        values: dict[str, Any] = {"source": name, "reason": "", **vars(found)}
+        row: dict[str, Any] = {"source": name, "reason": "", **vars(found)}
         if isinstance(found, Dropped):
             detail = found.detail[:_DETAIL_CHARACTERS]
-            values["detail"] = detail.encode(errors="replace").decode()
+            row["detail"] = detail.encode(errors="replace").decode()
         else:
-            values["key"] = row_key(found.problem)
-        for column, rows in filtered.items():
-            rows.append(values.get(column))
-    return filtered
+            row["key"] = row_key(found.problem)
+        rows.append(row)
+    return pyarrow.RecordBatch.from_pylist(rows, schema=_SCHEMA)
 
 
 def _write_all(job: Job, rows: datasets.Dataset, new: Path, tell: Callable[[str], None]) -> None:
@@ -237,7 +219,7 @@ def _records(
 ) -> Iterator[dict[str, Any]]:
     """These rows with these columns, without the columns that are null."""
     chosen = rows.select_columns(list(columns)).select(numbers)
-    for batch in cast("Iterator[dict[str, list[Any]]]", chosen.iter(BATCH_ROWS)):
+    for batch in cast("Iterator[dict[str, list[Any]]]", chosen.iter(_BATCH_ROWS)):
         for values in zip(*(batch[column] for column in columns), strict=True):
             named = zip(columns, values, strict=True)
             yield {column: value for column, value in named if value is not None}
@@ -254,16 +236,3 @@ def _write(path: Path, records: Iterable[dict[str, Any]]) -> dict[str, Any]:
 def _size_and_hash(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": file_digest(file, "sha256").hexdigest()}
-
-
-@contextmanager
-def _naming_full_disk(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise UserError(
-            f"{directory}: the disk is full ({describe_space(directory, 0)}); make room and start "
-            "the same command again, it continues"
-        ) from error

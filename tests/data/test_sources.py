@@ -2,10 +2,13 @@
 
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from stable_opd_mcore.config.data import ColumnsConfig, SourceConfig
-from stable_opd_mcore.data.sources import boxed_solution, load_rows
+from stable_opd_mcore.data import sources
+from stable_opd_mcore.data.sources import boxed_solution, load_rows, read_file
 from stable_opd_mcore.errors import DataError
 from tests.real_data import real_data
 
@@ -124,6 +127,27 @@ def test_bad_rows_are_named(tmp_path, lines, message):
         return
     with pytest.raises(DataError, match=message):
         load(path)
+
+
+def test_only_the_needed_columns_of_parquet_are_read_with_their_own_types(tmp_path):
+    table = pa.table(
+        {"a": list(range(150)), "big": ["x"] * 150, "n": [{"m": i} for i in range(150)]}
+    )
+    # A file's own word for `datasets` would make it open the images that these texts name.
+    stored = json.dumps({"info": {"features": {"a": {"_type": "Image"}}}})
+    table = table.replace_schema_metadata({"huggingface": stored})
+    pq.write_table(table, tmp_path / "t.parquet", row_group_size=70)
+    rows = list(read_file(tmp_path / "t.parquet", ["a", "n.m", "absent"]))
+    assert rows == [(i, {"a": i, "n": {"m": i}}) for i in range(150)]
+
+
+def test_lines_are_numbered_and_have_a_limit(tmp_path, monkeypatch):
+    (tmp_path / "t.jsonl").write_text('{"a": 1}\n\n{"a": "\x85 \u2028"}')
+    assert list(read_file(tmp_path / "t.jsonl")) == [(1, {"a": 1}), (3, {"a": "\x85 \u2028"})]
+    monkeypatch.setattr(sources, "_MAX_LINE_BYTES", 16)
+    (tmp_path / "g.jsonl").write_bytes(b"x" * 64)
+    with pytest.raises(DataError, match=r"g\.jsonl:1: more than 64 MiB in a line"):
+        next(read_file(tmp_path / "g.jsonl"))
 
 
 def test_bad_sources_are_named(tmp_path):
