@@ -69,6 +69,17 @@ def changes(old: Mapping[str, Any], new: Config) -> dict[str, tuple[Any, Any]]:
     }
 
 
+def by_dotted_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The settings of all sections under keys such as `student.path`."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= by_dotted_key(cast("Mapping[str, Any]", value), f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
 def _differences(
     old: Mapping[str, Any], new: Mapping[str, Any], prefix: str
 ) -> dict[str, tuple[Any, Any]]:

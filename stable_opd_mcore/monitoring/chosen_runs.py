@@ -1,17 +1,32 @@
-"""The runs that a report or a live view shows: from directories and folders of runs, with names.
+"""The runs that a report or a live view shows, and what each has written so far.
 
-Not here: what the runs have written (sinks.py), the page (report.py).
+    for run in named_runs(["runs/opd", "runs/demo"]): written = read_written(run)
+
+Files of a run may come from anywhere: they are read as plain values, and a malformed one is named.
+Not here: metrics.jsonl (sinks.py), rollouts (reader.py), the page (report.py).
 """
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import yaml
+
+from stable_opd_mcore.config.changes import by_dotted_key
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.printable_text import printable
-from stable_opd_mcore.monitoring.sinks import METRICS_FILE
+from stable_opd_mcore.monitoring.figures import Row
+from stable_opd_mcore.monitoring.sinks import METRICS_FILE, read_run
+
+CONFIG_FILE = "config.resolved.yaml"
+RESULT_FILES = "evaluation/*/results.json"  # of a run's evaluated models
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it is
 
 
 @dataclass(frozen=True)
@@ -27,6 +42,17 @@ class ReportRun:
     label: str
     section: str = ""
     name: str = ""
+
+
+@dataclass(frozen=True)
+class WrittenRun:
+    """What a run has written so far."""
+
+    run: ReportRun
+    rows: list[Row]
+    events: list[dict[str, Any]]
+    settings: dict[str, str]  # by dotted key
+    results: dict[str, dict[str, dict[str, float]]]  # evaluated model -> benchmark -> its numbers
 
 
 def named_runs(runs: Sequence[str | Path | ReportRun]) -> list[ReportRun]:
@@ -48,6 +74,66 @@ def named_runs(runs: Sequence[str | Path | ReportRun]) -> list[ReportRun]:
         label = printable(run.label) or name
         named.append(ReportRun(run.directory, label, printable(run.section), name))
     return named
+
+
+def read_written(run: ReportRun) -> WrittenRun:
+    """
+    Raises:
+        UserError: no metrics.jsonl, or a malformed metrics, settings or results file; the message
+            names it.
+    """
+    results = {path.parent.name: _results(path) for path in run.directory.glob(RESULT_FILES)}
+    rows, events = read_run(run.directory / METRICS_FILE)
+    return WrittenRun(run, rows, events, read_settings(run.directory), results)
+
+
+def read_settings(directory: Path) -> dict[str, str]:
+    """A run's settings by their dotted keys, without those of `run`; none where none are written.
+
+    Raises:
+        UserError: config.resolved.yaml is no YAML mapping, or holds aliases.
+    """
+    path = directory / CONFIG_FILE
+    if not path.is_file():
+        return {}
+    try:
+        text = path.read_text(encoding="utf-8")
+        # A run writes no aliases. Nested ones would grow to any size when they are shown.
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, LOADER)):
+            raise ValueError("it holds aliases (*name), which no run writes")
+        values = yaml.load(text, LOADER)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())  # of several lines, with a caret below one
+        raise UserError(f"{path}: not readable as YAML: {reason}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: expected a mapping of settings, found {type(values).__name__}")
+    flat = by_dotted_key(values)
+    return {key: str(value) for key, value in flat.items() if not key.startswith("run.")}
+
+
+def whole_number(settings: dict[str, str], key: str) -> int | None:
+    """A setting that is a number; None where it is missing or none."""
+    text = settings.get(key, "")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 16 else None
+
+
+def _results(path: Path) -> dict[str, dict[str, float]]:
+    """Benchmark -> its finite numbers."""
+    try:
+        record = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not readable as JSON: {error}") from error
+    values = record.get("benchmarks") if isinstance(record, dict) else None
+    if not isinstance(values, dict) or not all(isinstance(v, dict) for v in values.values()):
+        raise UserError(f"{path}: expected one mapping of numbers for each benchmark")
+    return {
+        name: {
+            key: float(number)
+            for key, number in numbers.items()
+            if type(number) in (int, float) and abs(number) <= sys.float_info.max
+        }
+        for name, numbers in values.items()
+    }
 
 
 def _runs_below(directory: Path) -> list[Path]:

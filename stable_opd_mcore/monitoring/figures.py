@@ -8,16 +8,18 @@ Not here: reading files (sinks.py), the page (report.py), tables (tables.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stable_opd_mcore.monitoring.names import NAMES
+from stable_opd_mcore.monitoring.names import NAMES, Name
 
 WINDOW = 5  # steps of the trailing mean
 SMOOTH_FROM = 25  # rows from which curves are trailing means
 MAX_FAINT_RUNS = 6  # with more runs, single steps are not drawn behind the trailing means
 SCHEDULES = frozenset({"optimizer/lr", "kl/beta", "mixture/lambda"})  # drawn as they were set
+# Metrics of terms that a run may lack: left out where all values are 0.
+TERMS = ("loss/", "logprob/teacher", "kl/", "mixture/", "ratio/")
 
 MAX_POINTS, LEAST_POINTS = 1000, 20  # of one curve; longer ones are means over equal numbers
 CURVE_BYTES = 1_000_000  # of all curves of a page
@@ -33,118 +35,108 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Panel:
-    """One pair of axes: a metric over steps."""
-
-    key: str
-    title: str
-    share: bool = False  # the axis runs from 0 to 1
-    term: bool = False  # of a term that a run may lack: left out where all values are 0
-
-
-@dataclass(frozen=True)
 class Figure:
-    """Panels that stand together under one title."""
+    """Panels that stand together under one title; each is a metric over steps."""
 
     title: str
     caption: str
-    panels: tuple[Panel, ...]
+    panels: dict[str, str]  # metric -> the panel's title
 
 
 FIGURES = (
     Figure(
         "Truncation, repetition, accuracy",
         "Over the rollouts of a step and over held-out problems (the paper's Figure 2).",
-        (
-            Panel("rollout/truncation_rate", "Rollouts truncated", share=True),
-            Panel("rollout/repetition_rate", "Rollouts repetitive", share=True),
-            Panel("rollout/accuracy", "Rollout accuracy", share=True),
-            Panel("eval/truncation_rate", "Held-out responses truncated", share=True),
-            Panel("eval/repetition_rate", "Held-out responses repetitive", share=True),
-            Panel("eval/accuracy", "Held-out accuracy", share=True),
-        ),
+        {
+            "rollout/truncation_rate": "Rollouts truncated",
+            "rollout/repetition_rate": "Rollouts repetitive",
+            "rollout/accuracy": "Rollout accuracy",
+            "eval/truncation_rate": "Held-out responses truncated",
+            "eval/repetition_rate": "Held-out responses repetitive",
+            "eval/accuracy": "Held-out accuracy",
+        },
     ),
     Figure(
         "Log-probabilities and advantage",
         "Means over the tokens of a step's rollouts (the paper's Figure 3).",
-        (
-            Panel("logprob/student", "Student log-probability"),
-            Panel("logprob/teacher", "Teacher log-probability", term=True),
-            Panel("advantage/mean", "Mean advantage"),
-        ),
+        {
+            "logprob/student": "Student log-probability",
+            "logprob/teacher": "Teacher log-probability",
+            "advantage/mean": "Mean advantage",
+        },
     ),
     Figure(
         "Repetitive and regular tokens",
         "The advantage inside and outside the loops that responses end in, and how many tokens are "
         "in loops (the paper's Figure 4).",
-        (
-            Panel("advantage/repetitive", "Advantage, repetitive tokens"),
-            Panel("advantage/regular", "Advantage, regular tokens"),
-            Panel("tokens/repetitive_share", "Repetitive tokens", share=True),
-            Panel("advantage/abs_share_repetitive", "|Advantage| in repetitive tails", share=True),
-        ),
+        {
+            "advantage/repetitive": "Advantage, repetitive tokens",
+            "advantage/regular": "Advantage, regular tokens",
+            "tokens/repetitive_share": "Repetitive tokens",
+            "advantage/abs_share_repetitive": "|Advantage| in repetitive tails",
+        },
     ),
     Figure(
         "Loss, gradient and schedules",
         "The loss is the sum of its parts, coefficients included. Schedules are drawn as they were "
         "set, without a mean.",
-        (
-            Panel("loss/total", "Total"),
-            Panel("loss/pg", "Policy gradient", term=True),
-            Panel("loss/kl", "KL to the reference", term=True),
-            Panel("loss/sft", "Golden solutions", term=True),
-            Panel("loss/moe_aux", "Balance of experts", term=True),
-            Panel("grad_norm", "Gradient norm"),
-            Panel("optimizer/lr", "Learning rate"),
-            Panel("kl/beta", "\u03b2, weight of the KL", term=True),
-            Panel("mixture/lambda", "\u03bb, weight of golden solutions", term=True),
-        ),
+        {
+            "loss/total": "Total",
+            "loss/pg": "Policy gradient",
+            "loss/kl": "KL to the reference",
+            "loss/sft": "Golden solutions",
+            "loss/moe_aux": "Balance of experts",
+            "grad_norm": "Gradient norm",
+            "optimizer/lr": "Learning rate",
+            "kl/beta": "\u03b2, weight of the KL",
+            "mixture/lambda": "\u03bb, weight of golden solutions",
+        },
     ),
     Figure(
         "Response length",
         "In tokens, the stop token included.",
-        (
-            Panel("rollout/response_length_mean", "Rollouts, mean"),
-            Panel("rollout/response_length_p95", "Rollouts, 95th percentile"),
-            Panel("eval/response_length_mean", "Held-out responses, mean"),
-        ),
+        {
+            "rollout/response_length_mean": "Rollouts, mean",
+            "rollout/response_length_p95": "Rollouts, 95th percentile",
+            "eval/response_length_mean": "Held-out responses, mean",
+        },
     ),
     Figure(
         "Entropy and divergence",
         "On rollout tokens. Sampled estimates are mean log-ratios and may be negative.",
-        (
-            Panel("entropy/student", "Entropy of the student"),
-            Panel("kl/teacher", "KL(student || teacher)", term=True),
-            Panel("kl/reference", "KL(student || reference)", term=True),
-            Panel("kl/reference_sampled", "KL(student || reference), sampled", term=True),
-            Panel("logprob/rollout_gap_mean", "|Engine - trainer| log-probability"),
-            Panel("ratio/clip_share", "Clipped ratios", share=True, term=True),
-        ),
+        {
+            "entropy/student": "Entropy of the student",
+            "kl/teacher": "KL(student || teacher)",
+            "kl/reference": "KL(student || reference)",
+            "kl/reference_sampled": "KL(student || reference), sampled",
+            "logprob/rollout_gap_mean": "|Engine - trainer| log-probability",
+            "ratio/clip_share": "Clipped ratios",
+        },
     ),
     Figure(
         "Student and teacher",
         "The 16 most probable tokens of each model, and the probability of stopping at the last "
         "position of a response.",
-        (
-            Panel("overlap/ratio", "Shared top tokens", share=True),
-            Panel("overlap/student_mass", "Student's mass on them", share=True),
-            Panel("overlap/advantage", "Advantage on them"),
-            Panel("entropy/gap", "Entropy gap"),
-            Panel("stop/student_mass", "Student's stop probability", share=True),
-            Panel("stop/teacher_mass", "Teacher's stop probability", share=True),
-        ),
+        {
+            "overlap/ratio": "Shared top tokens",
+            "overlap/student_mass": "Student's mass on them",
+            "overlap/advantage": "Advantage on them",
+            "entropy/gap": "Entropy gap",
+            "stop/student_mass": "Student's stop probability",
+            "stop/teacher_mass": "Teacher's stop probability",
+        },
     ),
     Figure(
         "Speed and memory",
         "Wall-clock time of a step and its phases; peak memory since the process started.",
-        (
-            Panel("throughput/tokens_per_second", "Throughput"),
-            Panel("time/total", "Step"),
-            Panel("time/rollout", "Rollout phase"),
-            Panel("time/score", "Score phase"),
-            Panel("time/update", "Update phase"),
-            Panel("memory/peak_gib", "Peak memory"),
-        ),
+        {
+            "throughput/tokens_per_second": "Throughput",
+            "time/total": "Step",
+            "time/rollout": "Rollout phase",
+            "time/score": "Score phase",
+            "time/update": "Update phase",
+            "memory/peak_gib": "Peak memory",
+        },
     ),
 )
 
@@ -158,38 +150,34 @@ def style(index: int) -> dict[str, str]:
     }
 
 
-def draw_all(runs: Sequence[Sequence[Row]], points: int = MAX_POINTS) -> list[dict[str, Any]]:
-    """The figures that have values, with the metrics of no figure last.
+def draw_all(
+    runs: Sequence[Sequence[Row]], points: int = MAX_POINTS
+) -> tuple[list[dict[str, Any]], list[tuple[int, ...]]]:
+    """The figures that have values, with the metrics of no figure last; the steps of their curves.
 
-    A figure has a title, a caption, `closed` and panels. A panel has key, title, meaning, unit,
-    `share` and a curve per run that has values. A curve has its run's place in `runs`, steps,
-    values, the `window` of the trailing mean to draw, 1 for none, and `faint`: single points are
-    drawn behind the mean.
+    A figure has a title, a caption, `closed` and panels. A panel has key, title, meaning, unit and
+    a curve per run that has values. A curve has its run's place in `runs`, the place of its steps
+    in the steps, which most curves share, values, the `window` of the trailing mean to draw, 1 for
+    none, and `faint`: single points are drawn behind the mean.
 
     Args:
         runs: the rows of each run.
         points: of one curve, at most.
     """
     figures: list[dict[str, Any]] = []
+    steps: dict[tuple[int, ...], int] = {}
     for figure in (*FIGURES, _others(runs)):
-        panels = [
-            {
-                "key": panel.key,
-                "title": panel.title,
-                "meaning": NAMES[panel.key].meaning if panel.key in NAMES else "",
-                "unit": NAMES[panel.key].unit if panel.key in NAMES else "",
-                "share": panel.share,
-                "curves": curves,
-            }
-            for panel in figure.panels
-            if (curves := _curves(panel.key, runs, points))
-            and not (panel.term and _all_zero(curves))
-        ]
+        closed, panels = figure.title == OTHERS, []
+        for key, title in figure.panels.items():
+            curves = _curves(key, runs, points, steps)
+            is_zero = not any(value for curve in curves for value in curve["values"])
+            if curves and not (is_zero and (closed or key.startswith(TERMS))):
+                name = NAMES.get(key, Name("", ""))._asdict()
+                panels.append({"key": key, "title": title, **name, "curves": curves})
         if panels:
-            closed = figure.title == OTHERS
             shown = {"title": figure.title, "caption": figure.caption, "closed": closed}
             figures.append({**shown, "panels": panels})
-    return figures
+    return figures, list(steps)
 
 
 def points_that_fit(runs: Sequence[Sequence[Row]]) -> int:
@@ -201,17 +189,17 @@ def points_that_fit(runs: Sequence[Sequence[Row]]) -> int:
 
 def _others(runs: Sequence[Sequence[Row]]) -> Figure:
     """The metrics of `runs` that no figure shows, in the order of monitoring/names.py."""
-    shown = {panel.key for figure in FIGURES for panel in figure.panels} | {"step", "non_finite"}
+    shown = {key for figure in FIGURES for key in figure.panels} | {"step", "non_finite"}
     found = {key for rows in runs for row in rows for key in row} - shown
     keys = [*(key for key in NAMES if key in found), *sorted(found - NAMES.keys())]
-    return Figure(
-        OTHERS,
-        "Every other metric that the runs wrote and that is not always 0.",
-        tuple(Panel(key, key, term=True) for key in keys),
-    )
+    caption = "Every other metric that the runs wrote and that is not always 0."
+    return Figure(OTHERS, caption, {key: key for key in keys})
 
 
-def _curves(key: str, runs: Sequence[Sequence[Row]], limit: int) -> list[dict[str, Any]]:
+def _curves(
+    key: str, runs: Sequence[Sequence[Row]], limit: int, all_steps: dict[tuple[int, ...], int]
+) -> list[dict[str, Any]]:
+    """The curves of a metric; their steps are added to `all_steps`."""
     curves: list[dict[str, Any]] = []
     for index, rows in enumerate(runs):
         points = [(row["step"], row[key]) for row in rows if key in row]
@@ -222,7 +210,7 @@ def _curves(key: str, runs: Sequence[Sequence[Row]], limit: int) -> list[dict[st
         curves.append(
             {
                 "run": index,
-                "steps": steps,
+                "steps": all_steps.setdefault(tuple(steps), len(all_steps)),
                 "values": values,
                 "window": WINDOW if smooth else 1,
                 "faint": smooth and len(runs) <= MAX_FAINT_RUNS,
@@ -246,7 +234,3 @@ def _thinned(
         defined = [value for _, value in group if value is not None]
         values.append(float(f"{sum(defined) / len(defined):.5g}") if defined else None)
     return steps, values
-
-
-def _all_zero(curves: Sequence[Mapping[str, Any]]) -> bool:
-    return all(not value for curve in curves for value in curve["values"])

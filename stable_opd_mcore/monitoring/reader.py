@@ -21,10 +21,11 @@ from stable_opd_mcore.data.repetition import ZLIB_LEVEL, min_loop_tokens, tail_l
 from stable_opd_mcore.data.rollout_files import read_rollouts, rollout_path
 from stable_opd_mcore.data.token_files import TokenText, read_tokens, token_path
 from stable_opd_mcore.host.printable_text import printable
+from stable_opd_mcore.monitoring.chosen_runs import WrittenRun, whole_number
 from stable_opd_mcore.monitoring.figures import Row
-from stable_opd_mcore.monitoring.tables import length_budget
 from stable_opd_mcore.records import Rollout
 
+LENGTH_BUDGET = "sampling.max_new_tokens"  # a run's setting
 SNIPPET_CHARACTERS = 80
 BUDGET_BYTES = 900_000  # of the static page's rollouts, as they stand in it
 MAX_STEPS = 40  # of one run in the static page
@@ -54,6 +55,7 @@ def stored_steps(directory: Path) -> list[int]:
 
 def listed(rollout: Rollout, run: int, step: int, index: int, budget: int | None) -> dict[str, Any]:
     """What the list shows of the `index`-th rollout of a step's file; `budget` is its length's."""
+    loop = tail_loop(rollout.token_ids, min_length=min_loop_tokens(budget))
     return {
         "run": run,
         "step": step,
@@ -64,70 +66,82 @@ def listed(rollout: Rollout, run: int, step: int, index: int, budget: int | None
         "finish": rollout.finish_reason,
         "reward": rollout.reward,
         "version": rollout.weight_version,
-        "repeats": _loop_length(rollout, budget),
+        "repeats": loop.length,
         "compression": round(compression(rollout.text), 2),
         "snippet": printable(rollout.prompt.text[:SNIPPET_CHARACTERS]).replace("\n", " "),
     }
 
 
 def detail(
-    rollout: Rollout, tokens: TokenText | None, limits: Limits, budget: int | None
+    rollout: Rollout, stored: Iterable[TokenText], repeats: int, limits: Limits
 ) -> dict[str, Any]:
-    """The texts of a rollout and, if its tokens are stored, their pieces and values."""
+    """The texts of a rollout and, if its tokens are stored, their pieces and values.
+
+    Args:
+        stored: the step's tokens.
+        repeats: tokens of the loop that the rollout ends in.
+    """
+    key = (rollout.prompt.prompt_id, rollout.sample_index)
+    found = (one for one in stored if (one.prompt_id, one.sample_index) == key)
+    tokens = next((one for one in found if len(one.pieces) == len(rollout.token_ids)), None)
     shown: dict[str, Any] = {
         "prompt": _cut(rollout.prompt.text, limits.characters),
         "answer": rollout.prompt.answer and _cut(rollout.prompt.answer, limits.characters),
-        "text": "",
+        "text": _cut(rollout.text, limits.characters) if tokens is None else "",
         "golden": None,
         "pieces": None,
         "gap": None,
         "values": {},
     }
-    if tokens is None or len(tokens.pieces) != len(rollout.token_ids):
-        return shown | {"text": _cut(rollout.text, limits.characters)}
-    kept, gap = _kept_tokens(len(tokens.pieces), limits.tokens)
+    if tokens is None:
+        return shown
+    count = len(tokens.pieces)
+    left_out, tail = max(0, count - limits.tokens), int(limits.tokens * TAIL_SHARE)
+    head = limits.tokens - tail
+    kept = [*range(head), *range(count - tail, count)] if left_out else range(count)
     values = {key: [numbers[at] for at in kept] for key, numbers in tokens.values.items()}
     values["rollout_logprob"] = [float(f"{rollout.rollout_logprobs[at]:.4g}") for at in kept]
-    if repeats := _loop_length(rollout, budget):
-        begin = len(tokens.pieces) - repeats
-        values["repetition"] = [float(at >= begin) for at in kept]
+    if repeats:
+        values["repetition"] = [float(at >= count - repeats) for at in kept]
     return shown | {
         "pieces": [_cut(tokens.pieces[at], limits.characters) for at in kept],
-        "gap": gap,
+        "gap": {"at": head, "tokens": left_out} if left_out else None,
         "values": values,
         "golden": tokens.golden and _cut(tokens.golden, limits.characters),
     }
 
 
-def tokens_of(rollout: Rollout, stored: Iterable[TokenText]) -> TokenText | None:
-    """The stored tokens of this rollout."""
-    key = (rollout.prompt.prompt_id, rollout.sample_index)
-    return next((one for one in stored if (one.prompt_id, one.sample_index) == key), None)
-
-
-def embedded(runs: Sequence[tuple[str, Path, Sequence[Row]]], budget: int = BUDGET_BYTES) -> str:
+def embedded(runs: Sequence[WrittenRun], budget: int = BUDGET_BYTES) -> str:
     """The rollouts of the static page: gzipped JSON in base64, "" where none are stored.
 
-    Of each run (its name, directory, rows) first those of the last step, of the first and of the
-    worst, then of steps between them, until `budget` bytes are full.
+    Of each run first those of the last step, of the first and of the worst, then of steps between
+    them, until `budget` bytes are full.
 
     Raises:
         DataError: a malformed file of rollouts or tokens; the message names file and line.
     """
-    stored = [(name, len(stored_steps(directory))) for name, directory, _ in runs]
-    queues = [_candidates(directory, rows) for _, directory, rows in runs]
+    stored = [stored_steps(one.run.directory) for one in runs]
+    queues = [_candidates(steps, one.rows) for steps, one in zip(stored, runs, strict=True)]
+    shown = [
+        {"label": one.run.name, "steps": [], "stored": len(steps), "per_step": ROLLOUTS_PER_STEP}
+        for one, steps in zip(runs, stored, strict=True)
+    ]
     rollouts: list[dict[str, Any]] = []
-    size = len(_packed(stored, [])) + BYTES_OF_A_STEP * MAX_STEPS * len(runs)
-    for place in range(MAX_STEPS):
-        for run, (_, directory, _) in enumerate(runs):
-            if place >= len(queues[run]):
-                continue
-            for record in _records(directory, run, queues[run][place]):
-                size += _size(record)
-                if size > budget:
-                    return _packed(stored, rollouts) if rollouts else ""
-                rollouts.append(record)
-    return _packed(stored, rollouts) if rollouts else ""
+    size = len(_packed(shown, [])) + BYTES_OF_A_STEP * MAX_STEPS * len(runs)
+    wanted = (
+        record
+        for place in range(MAX_STEPS)
+        for run, queue in enumerate(queues)
+        if place < len(queue)
+        for record in _records(runs[run], run, queue[place])
+    )
+    for record in wanted:
+        size += _size(record)
+        if size > budget:
+            break
+        rollouts.append(record)
+        shown[record["run"]]["steps"] = sorted({*shown[record["run"]]["steps"], record["step"]})
+    return _packed(shown, rollouts) if rollouts else ""
 
 
 def complete_rollouts(path: Path, limit: int | None = None) -> list[Rollout]:
@@ -146,41 +160,28 @@ def compression(text: str) -> float:
     return len(data) / len(zlib.compress(data, ZLIB_LEVEL)) if data else 0.0
 
 
-def _loop_length(rollout: Rollout, budget: int | None) -> int:
-    return tail_loop(rollout.token_ids, min_length=min_loop_tokens(budget)).length
-
-
-def _records(directory: Path, run: int, step: int) -> list[dict[str, Any]]:
+def _records(written: WrittenRun, run: int, step: int) -> list[dict[str, Any]]:
     """The first rollouts of a step with their details."""
-    stored, budget = read_tokens(token_path(directory, step)), length_budget(directory)
+    directory, budget = written.run.directory, whole_number(written.settings, LENGTH_BUDGET)
+    stored = read_tokens(token_path(directory, step))
     rollouts = complete_rollouts(rollout_path(directory, step), ROLLOUTS_PER_STEP)
+    records = [listed(one, run, step, index, budget) for index, one in enumerate(rollouts)]
     return [
-        listed(rollout, run, step, index, budget)
-        | {"detail": detail(rollout, tokens_of(rollout, stored), PAGE, budget)}
-        for index, rollout in enumerate(rollouts)
+        record | {"detail": detail(rollout, stored, record["repeats"], PAGE)}
+        for rollout, record in zip(rollouts, records, strict=True)
     ]
 
 
-def _packed(stored: Sequence[tuple[str, int]], rollouts: Sequence[dict[str, Any]]) -> str:
-    """The reader's data: (name, number of stored steps) of each run, and the kept rollouts."""
-    steps = [
-        sorted({record["step"] for record in rollouts if record["run"] == run})
-        for run in range(len(stored))
-    ]
-    found = {
-        "runs": [
-            {"label": name, "steps": kept, "stored": count, "per_step": ROLLOUTS_PER_STEP}
-            for (name, count), kept in zip(stored, steps, strict=True)
-        ],
-        "rollouts": sorted(rollouts, key=lambda r: (r["run"], r["step"], r["index"])),
-    }
+def _packed(runs: Sequence[dict[str, Any]], rollouts: Sequence[dict[str, Any]]) -> str:
+    """The reader's data: of each run the name and its steps here, and the kept rollouts."""
+    ordered = sorted(rollouts, key=lambda r: (r["run"], r["step"], r["index"]))
+    found = {"runs": runs, "rollouts": ordered}
     text = json.dumps(found, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), mtime=0)).decode()
 
 
-def _candidates(directory: Path, rows: Sequence[Row]) -> list[int]:
+def _candidates(steps: Sequence[int], rows: Sequence[Row]) -> list[int]:
     """Stored steps, the most telling first: the last, the first, the worst, then ever finer."""
-    steps = stored_steps(directory)
     if not steps:
         return []
     bad = {row["step"]: _badness(row) for row in rows}
@@ -201,15 +202,6 @@ def _size(record: dict[str, Any]) -> int:
     """Bytes of a record in the page, compressed by itself."""
     data = json.dumps(record, ensure_ascii=False).encode("utf-8", "replace")
     return len(zlib.compress(data, ZLIB_LEVEL)) * 4 // 3
-
-
-def _kept_tokens(count: int, limit: int) -> tuple[list[int], dict[str, int] | None]:
-    """The places of the tokens that are shown, and where how many are left out."""
-    if count <= limit:
-        return list(range(count)), None
-    tail = int(limit * TAIL_SHARE)
-    head = limit - tail
-    return [*range(head), *range(count - tail, count)], {"at": head, "tokens": count - limit}
 
 
 def _cut(text: str, limit: int) -> str:

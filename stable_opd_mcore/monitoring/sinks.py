@@ -17,7 +17,7 @@ import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
@@ -30,12 +30,6 @@ METRICS_FILE = "metrics.jsonl"
 GUARD_EVENT = "guard"  # a resumed run writes it again
 
 logger = logging.getLogger(__name__)
-
-
-class Sink(Protocol):
-    def write(self, step: int, values: Mapping[str, float | None]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Sinks:
@@ -51,13 +45,13 @@ class Sinks:
     def __init__(self, directory: str | Path, config: Config, first_step: int):
         directory = Path(directory)
         self._jsonl = JsonlSink(directory / METRICS_FILE, first_step)
-        self._sinks: list[Sink] = [self._jsonl]
+        self._trackers: list[TensorBoardSink | WandbSink | MlflowSink] = []
         if config.monitoring.tensorboard:
-            self._sinks.append(TensorBoardSink(directory / "tensorboard", first_step))
+            self._trackers.append(TensorBoardSink(directory / "tensorboard", first_step))
         if config.monitoring.wandb:
-            self._sinks.append(WandbSink(directory, config))
+            self._trackers.append(WandbSink(directory, config))
         if config.monitoring.mlflow is not None:
-            self._sinks.append(MlflowSink(directory, config))
+            self._trackers.append(MlflowSink(directory, config))
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Write one row to every sink.
@@ -67,15 +61,17 @@ class Sinks:
         """
         require_known(metrics)
         values = metrics.values_by_key()
-        for sink in self._sinks:
-            sink.write(step, values)
+        self._jsonl.write(step, values)
+        defined = {key: value for key, value in values.items() if value is not None}
+        for tracker in self._trackers:
+            tracker.write(step, defined)
 
     def write_event(self, event: str, step: int, details: Mapping[str, Any]) -> None:
         """Write a line to metrics.jsonl that is no row of metrics, as the run stands at `step`."""
         self._jsonl.write_event(event, step, details)
 
     def close(self) -> None:
-        for sink in self._sinks:
+        for sink in (self._jsonl, *self._trackers):
             sink.close()
 
     def __enter__(self) -> Sinks:

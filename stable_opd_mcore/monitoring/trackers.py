@@ -1,6 +1,6 @@
-"""Sinks outside the run directory: TensorBoard, Weights & Biases, MLflow.
+"""Sinks besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow.
 
-Each writes the rows of metrics.jsonl. wandb and mlflow are packages of their own, which
+Each writes the defined values of its rows. wandb and mlflow are packages of their own, which
 `pip install 'stable-opd-mcore[trackers]'` adds; a run that asks for a missing one is refused. Their
 id of the run is kept in the run directory (`wandb_id`, `mlflow_id`), so that a resumed run goes on
 in the same place.
@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from stable_opd_mcore.config.changes import by_dotted_key
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import write_atomically
@@ -32,15 +32,15 @@ MLFLOW_CHARACTERS = 500  # of a setting
 
 
 class TensorBoardSink:
-    """Scalars under their keys, without the undefined ones. A resumed run purges later steps."""
+    """Scalars under their keys. A resumed run purges later steps."""
 
     def __init__(self, directory: str | Path, first_step: int = 0):
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(directory), purge_step=first_step or None)
 
-    def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        for key, value in _defined(values).items():
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for key, value in values.items():
             self._writer.add_scalar(key, value, step)
         self._writer.flush()
 
@@ -82,8 +82,8 @@ class WandbSink:
             ) from error
         write_atomically(path, f"{name}\n".encode())
 
-    def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        self._run.log(_defined(values), step=step)
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -119,8 +119,10 @@ class MlflowSink:
             run = self._client.create_run(experiment, run_name=config.run.name)
             self._id: str = run.info.run_id
             settings = [
-                Param(key, value[:MLFLOW_CHARACTERS])
-                for key, value in _flat(config.model_dump(mode="json", by_alias=True))
+                Param(key, str(value)[:MLFLOW_CHARACTERS])
+                for key, value in by_dotted_key(
+                    config.model_dump(mode="json", by_alias=True)
+                ).items()
             ]
             for begin in range(0, len(settings), MLFLOW_BATCH):
                 self._client.log_batch(self._id, params=settings[begin : begin + MLFLOW_BATCH])
@@ -131,17 +133,13 @@ class MlflowSink:
             ) from error
         write_atomically(path, f"{self._id}\n".encode())
 
-    def write(self, step: int, values: Mapping[str, float | None]) -> None:
+    def write(self, step: int, values: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        metrics = [self._metric(key, value, now, step) for key, value in _defined(values).items()]
+        metrics = [self._metric(key, value, now, step) for key, value in values.items()]
         self._client.log_batch(self._id, metrics=metrics)
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
-
-
-def _defined(values: Mapping[str, float | None]) -> dict[str, float]:
-    return {key: value for key, value in values.items() if value is not None}
 
 
 def _missing(package: str, remedy: str) -> UserError:
@@ -149,11 +147,3 @@ def _missing(package: str, remedy: str) -> UserError:
         f"the {package} package is not installed: pip install 'stable-opd-mcore[trackers]', or set "
         f"{remedy}"
     )
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, str(value)

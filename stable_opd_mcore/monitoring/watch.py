@@ -29,24 +29,25 @@ from urllib.parse import parse_qs, urlsplit
 from stable_opd_mcore.data.rollout_files import rollout_path
 from stable_opd_mcore.data.token_files import read_tokens, token_path
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.monitoring.chosen_runs import ReportRun, named_runs
+from stable_opd_mcore.monitoring.chosen_runs import (
+    CONFIG_FILE,
+    RESULT_FILES,
+    ReportRun,
+    named_runs,
+    read_settings,
+    whole_number,
+)
 from stable_opd_mcore.monitoring.outcomes import defined
 from stable_opd_mcore.monitoring.reader import (
+    LENGTH_BUDGET,
     LIVE,
     complete_rollouts,
     detail,
     listed,
     stored_steps,
-    tokens_of,
 )
-from stable_opd_mcore.monitoring.report import render_page
+from stable_opd_mcore.monitoring.report import live_page
 from stable_opd_mcore.monitoring.sinks import METRICS_FILE, read_metrics
-from stable_opd_mcore.monitoring.tables import (
-    CONFIG_FILE,
-    EVALUATION_FILES,
-    length_budget,
-    planned_steps,
-)
 from stable_opd_mcore.records import Rollout
 
 HOST = "127.0.0.1"
@@ -98,11 +99,7 @@ class WatchServer(ThreadingHTTPServer):
         with self._lock:
             version = self.version()
             if self._page[0] != version:
-                try:
-                    page = render_page(self.runs, live=True)
-                except UserError as error:  # a file that someone has edited
-                    page = render_page(self.runs, live=True, problem=str(error))
-                self._page = (version, page)
+                self._page = (version, live_page(self.runs))
             return self._page[1]
 
     def version(self) -> str:
@@ -113,7 +110,7 @@ class WatchServer(ThreadingHTTPServer):
             for path in (
                 run.directory / METRICS_FILE,
                 run.directory / CONFIG_FILE,
-                *sorted(run.directory.glob(EVALUATION_FILES)),
+                *sorted(run.directory.glob(RESULT_FILES)),
             )
         ]
         return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]
@@ -144,9 +141,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Host") not in self.server.hosts:
             self._json(HTTPStatus.MISDIRECTED_REQUEST, {"error": "this server answers to itself"})
             return
-        answers: dict[str, Callable[[Mapping[str, str]], Any]] = {
-            "/version": lambda _: self._state(),
-            "/rollout-steps": lambda _: self._steps(),
+        answers = {
+            "/version": self._version,
             "/rollouts": self._rollouts,
             "/rollout": self._rollout,
         }
@@ -158,22 +154,17 @@ class _Handler(BaseHTTPRequestHandler):
                 self._json(HTTPStatus.OK, answers[path](values))
             else:
                 self._json(HTTPStatus.NOT_FOUND, {"error": "no such page"})
-        except _Refused as refused:
-            self._json(HTTPStatus.BAD_REQUEST, {"error": str(refused)})
-        except (UserError, OSError) as error:  # a malformed file, or one that is being replaced
+        except UserError as error:  # a request of no page of this server, or a malformed file
+            self._json(HTTPStatus.BAD_REQUEST, {"error": str(error)})
+        except OSError as error:  # a file that is being replaced
             self._json(HTTPStatus.INTERNAL_SERVER_ERROR, {"error": str(error)})
 
     def log_message(self, *unused: Any) -> None:
         """Requests are not logged."""
 
-    def _state(self) -> dict[str, Any]:
+    def _version(self, _: Mapping[str, str]) -> dict[str, Any]:
         states = [run_state(run) for run in self.server.runs]
         return {"version": self.server.version(), "runs": states}
-
-    def _steps(self) -> list[dict[str, Any]]:
-        return [
-            {"label": run.name, "steps": stored_steps(run.directory)} for run in self.server.runs
-        ]
 
     def _rollouts(self, values: Mapping[str, str]) -> list[dict[str, Any]]:
         search, (_, _, rollouts) = values.get("search", "").lower(), self._chosen(values)
@@ -185,9 +176,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _rollout(self, values: Mapping[str, str]) -> dict[str, Any]:
         directory, step, rollouts = self._chosen(values)
-        rollout, _ = rollouts[_number(values, "index", len(rollouts))]
-        tokens = tokens_of(rollout, read_tokens(token_path(directory, step)))
-        return detail(rollout, tokens, LIVE, length_budget(directory))
+        rollout, record = rollouts[_number(values, "index", len(rollouts))]
+        return detail(rollout, read_tokens(token_path(directory, step)), record["repeats"], LIVE)
 
     def _chosen(self, values: Mapping[str, str]) -> tuple[Path, int, _Listed]:
         """The directory, the step and the rollouts of a request."""
@@ -214,24 +204,21 @@ class _Handler(BaseHTTPRequestHandler):
 def run_state(run: ReportRun) -> dict[str, Any]:
     """Where a run stands: its steps, seconds since the last one, and seconds that are left.
 
-    A run without a finished step has `step` None. Nothing says whether a process still trains it.
+    `steps` are those with rollouts. A run without a finished step has `step` None. Nothing says
+    whether a process still trains it.
     """
     path = run.directory / METRICS_FILE
-    state = {"label": run.name, "step": None, "total": planned_steps(run.directory)}
-    state |= {"age": None, "left": None}
+    state = {"label": run.name, "steps": stored_steps(run.directory), "step": None}
     try:
+        total = whole_number(read_settings(run.directory), "train.steps")
         rows, age = read_metrics(path), time.time() - path.stat().st_mtime
     except (UserError, OSError):  # not started, or being replaced; the page says what is wrong
         return state
-    state |= {"step": rows[-1]["step"], "age": max(0.0, age)}
-    times = defined(rows[-RECENT_ROWS:], "time/total")
-    if state["total"] is not None and times:
-        state["left"] = max(0, state["total"] - state["step"]) * sum(times) / len(times)
-    return state
-
-
-class _Refused(Exception):
-    """A request that no page of this server makes."""
+    step, times = rows[-1]["step"], defined(rows[-RECENT_ROWS:], "time/total")
+    left = None
+    if total is not None and times:
+        left = max(0, total - step) * sum(times) / len(times)
+    return state | {"step": step, "total": total, "age": max(0.0, age), "left": left}
 
 
 def _parsed(address: str) -> tuple[str, dict[str, str]]:
@@ -240,7 +227,7 @@ def _parsed(address: str) -> tuple[str, dict[str, str]]:
         parts = urlsplit(address)
         fields = parse_qs(parts.query, max_num_fields=8)
     except ValueError as error:
-        raise _Refused(f"not an address of this server: {error}") from error
+        raise UserError(f"not an address of this server: {error}") from error
     return parts.path, {name: texts[-1] for name, texts in fields.items()}
 
 
@@ -248,7 +235,7 @@ def _number(values: Mapping[str, str], name: str, end: int) -> int:
     """A number from 0 to end - 1 of a request."""
     text = values.get(name, "")
     if not (text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS and int(text) < end):
-        raise _Refused(f"{name} must be a number below {end}")
+        raise UserError(f"{name} must be a number below {end}")
     return int(text)
 
 
@@ -263,6 +250,6 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 @lru_cache(maxsize=2)  # a step may have hundreds of megabytes, and its reader asks for each rollout
 def _read_step(directory: Path, _stamped: tuple[int, int] | None, run: int, step: int) -> _Listed:
     """The rollouts of a step, each with what the list shows of it."""
-    budget = length_budget(directory)
+    budget = whole_number(read_settings(directory), LENGTH_BUDGET)
     rollouts = enumerate(complete_rollouts(rollout_path(directory, step)))
     return [(rollout, listed(rollout, run, step, index, budget)) for index, rollout in rollouts]

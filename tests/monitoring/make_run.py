@@ -20,11 +20,10 @@ def make_run(
     steps: int = 30,
     collapse_at: int | None = None,
     text: str = "1+1=2;[2]",
-    evaluation: dict | None = None,
     **kl,
 ) -> Path:
     """Write `steps` rows of every metric the figures show, an evaluation every ten steps."""
-    keys = [panel.key for figure in FIGURES for panel in figure.panels]
+    keys = [key for figure in FIGURES for key in figure.panels]
     sink = JsonlSink(directory / "metrics.jsonl")
     for step in range(steps + 1):
         broken = collapse_at is not None and step > collapse_at
@@ -46,7 +45,6 @@ def make_run(
         "student": {"path": "somewhere"},
         "data": {"train": {"path": "synthetic:arithmetic"}},
         "kl": kl,
-        "evaluation": evaluation or {},
     }
     save_config(Config.model_validate(values), directory / "config.resolved.yaml")
     return directory

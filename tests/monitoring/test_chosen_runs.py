@@ -1,8 +1,12 @@
-"""Runs from directories and folders of runs: which, in which order, under which names."""
+"""Runs from directories and folders of runs: which, in which order, under which names; files."""
 
 from pathlib import Path
 
-from stable_opd_mcore.monitoring.chosen_runs import ReportRun, named_runs
+import pytest
+
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.monitoring.chosen_runs import ReportRun, named_runs, read_written
+from tests.monitoring.make_run import make_run
 
 
 def started(directory: Path) -> Path:
@@ -28,3 +32,23 @@ def test_a_folder_stands_for_the_runs_below_it(tmp_path):
     (tmp_path / "empty").mkdir()
     waiting = [tmp_path / "empty", tmp_path / "not-yet"]
     assert [run.directory for run in named_runs(waiting)] == waiting
+
+
+def test_what_a_run_has_written(tmp_path):
+    run = ReportRun(make_run(tmp_path / "run", 1, beta=0.5), "run")
+    results = tmp_path / "run" / "evaluation" / "step_000001" / "results.json"
+    results.parent.mkdir(parents=True)
+    results.write_text('{"benchmarks": {"amc": {"accuracy": 0.5, "large": 1e999, "is": true}}}')
+    found = read_written(run)
+    assert [row["step"] for row in found.rows] == [0, 1]
+    assert (found.settings["kl.beta"], "run.name" in found.settings) == ("0.5", False)
+    assert found.results == {"step_000001": {"amc": {"accuracy": 0.5}}}
+    results.write_text("[1]")
+    with pytest.raises(UserError, match=r"evaluation/.*/results\.json: expected one mapping"):
+        read_written(run)
+    results.unlink()
+    (run.directory / "config.resolved.yaml").write_text("- a\n")
+    with pytest.raises(UserError, match=r"resolved\.yaml: expected a mapping of settings, found l"):
+        read_written(run)
+    (run.directory / "config.resolved.yaml").unlink()  # a run that died early has none
+    assert read_written(run).settings == {}

@@ -18,14 +18,14 @@ from stable_opd_mcore.monitoring.names import require_known
 STEPS = range(30)
 
 
-def curves_of(runs, key, **options):
-    figures = draw_all(runs, **options)
+def curves_of(runs, key):
+    figures, steps = draw_all(runs)
     (panel,) = [p for figure in figures for p in figure["panels"] if p["key"] == key]
-    return panel["curves"]
+    return [curve | {"steps": list(steps[curve["steps"]])} for curve in panel["curves"]]
 
 
 def test_figures_show_known_metrics_once():
-    keys = [panel.key for figure in FIGURES for panel in figure.panels]
+    keys = [key for figure in FIGURES for key in figure.panels]
     require_known(keys)
     assert len(keys) == len(set(keys))
 
@@ -40,7 +40,7 @@ def test_curves_keep_gaps_and_evaluations_have_no_mean():
     rows[3] |= {"eval/accuracy": 0.25}
     rows[9] |= {"eval/accuracy": None}
     rows[12] |= {"eval/accuracy": 0.75}
-    assert [figure["title"] for figure in draw_all([rows])] == [
+    assert [figure["title"] for figure in draw_all([rows])[0]] == [
         "Truncation, repetition, accuracy",
         "Loss, gradient and schedules",
     ]
@@ -76,7 +76,8 @@ def test_many_runs_are_drawn_without_their_single_steps():
 
 def test_terms_that_no_run_uses_are_left_out_and_metrics_of_no_figure_come_last_and_closed():
     rows = [{"step": 1, "loss/kl": 0.0, "grad_norm": 0.0, "time/sync": 2.0, "of/a/later": 3.0}]
-    first, last = draw_all([rows])
+    (first, last), steps = draw_all([rows])
+    assert steps == [(1,)]
     assert [panel["key"] for panel in first["panels"]] == ["grad_norm"]
     assert (first["closed"], last["closed"]) == (False, True)
     assert [panel["key"] for panel in last["panels"]] == ["time/sync", "of/a/later"]

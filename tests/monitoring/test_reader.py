@@ -6,6 +6,7 @@ import json
 
 from stable_opd_mcore.data.rollout_files import rollout_path, write_rollouts
 from stable_opd_mcore.data.token_files import TokenText, token_path, write_tokens
+from stable_opd_mcore.monitoring.chosen_runs import ReportRun, WrittenRun
 from stable_opd_mcore.monitoring.reader import (
     Limits,
     compression,
@@ -13,7 +14,6 @@ from stable_opd_mcore.monitoring.reader import (
     embedded,
     listed,
     stored_steps,
-    tokens_of,
 )
 from stable_opd_mcore.records import Prompt, Rollout
 
@@ -50,37 +50,30 @@ def test_the_list_says_what_happened():
 
 
 def test_tokens_have_their_text_and_values():
-    shown = detail(rollout(), tokens("ab", advantage=(0.5, None)), WIDE, None)
+    others = [TokenText("train:7", 1, ("?", "?"), {}, None), TokenText("other", 0, (), {}, None)]
+    shown = detail(rollout(), [*others, tokens("ab", advantage=(0.5, None))], 0, WIDE)
     assert shown["pieces"] == ["a", "b"]
     assert shown["values"] == {"advantage": [0.5, None], "rollout_logprob": [-0.25, -0.25]}
     assert shown["golden"] == "a golden solution"
     assert shown["gap"] is None
-    loop = rollout(ids=(1, *[9] * 32))
-    repetition = detail(loop, tokens("a" + "b" * 32), WIDE, 2048)["values"]["repetition"]
-    assert repetition == [0] + [1] * 32
+    assert detail(rollout(), [tokens("ab")], 1, WIDE)["values"]["repetition"] == [0, 1]
 
 
 def test_without_fitting_tokens_the_text_is_shown():
-    for stored in (None, tokens("abc")):
-        shown = detail(rollout(), stored, WIDE, None)
+    for stored in ([], [tokens("abc")], [TokenText("train:7", 1, ("a", "b"), {}, None)]):
+        shown = detail(rollout(), stored, 0, WIDE)
         assert (shown["text"], shown["pieces"]) == ("ab", None)
 
 
 def test_long_responses_keep_their_beginning_and_end():
     ids = tuple(range(50))
-    shown = detail(rollout(ids=ids), tokens([f"<{i}>" for i in ids]), Limits(10, 1000), None)
+    shown = detail(rollout(ids=ids), [tokens([f"<{i}>" for i in ids])], 0, Limits(10, 1000))
     assert shown["pieces"] == [f"<{i}>" for i in (*range(6), *range(46, 50))]
     assert shown["gap"] == {"at": 6, "tokens": 40}
-    text = detail(rollout("head" + "x" * 1_000_000 + "tail"), None, Limits(10, 100), None)["text"]
+    text = detail(rollout("head" + "x" * 1_000_000 + "tail"), [], 0, Limits(10, 100))["text"]
     assert text.startswith("head")
     assert text.endswith("tail")
     assert "999,908 characters are left out" in text
-
-
-def test_stored_tokens_are_found_by_prompt_and_sample():
-    stored = [tokens("a"), TokenText("train:7", 1, ("b",), {}, None)]
-    assert tokens_of(rollout(index=1), stored) is stored[1]
-    assert tokens_of(rollout(index=2), stored) is None
 
 
 def store(directory, steps, count=2):
@@ -88,6 +81,10 @@ def store(directory, steps, count=2):
         rollouts = [rollout(f"step {step}", index=index) for index in range(count)]
         write_rollouts(rollout_path(directory, step), rollouts)
         write_tokens(token_path(directory, step), [tokens("ab", advantage=(0.5, 0.5))])
+
+
+def written(name: str, directory, rows=()) -> WrittenRun:
+    return WrittenRun(ReportRun(directory, name, name=name), list(rows), [], {}, {})
 
 
 def unpacked(text: str) -> dict:
@@ -99,7 +96,7 @@ def test_a_page_holds_the_last_the_first_and_the_worst_step_first(tmp_path):
     (tmp_path / "rollouts" / "notes.txt").write_text("not a step")
     assert stored_steps(tmp_path) == [2, 10, 100]
     rows = [{"step": 10, "rollout/repetition_rate": 0.5}, {"step": 11}]
-    found = unpacked(embedded([("a", tmp_path, rows), ("none", tmp_path / "none", [])]))
+    found = unpacked(embedded([written("a", tmp_path, rows), written("none", tmp_path / "none")]))
     assert found["runs"] == [
         {"label": "a", "steps": [2, 10, 100], "stored": 3, "per_step": 8},
         {"label": "none", "steps": [], "stored": 0, "per_step": 8},
@@ -108,13 +105,13 @@ def test_a_page_holds_the_last_the_first_and_the_worst_step_first(tmp_path):
         (step, sample) for step in (2, 10, 100) for sample in (0, 1)
     ]
     assert found["rollouts"][0]["detail"]["values"]["advantage"] == [0.5, 0.5]
-    text = embedded([("a", tmp_path, rows)], budget=1300)
+    text = embedded([written("a", tmp_path, rows)], budget=1300)
     assert len(text) <= 1300
     small = unpacked(text)
     assert {r["step"] for r in small["rollouts"]} == {2, 100}
     assert (small["runs"][0]["steps"], small["runs"][0]["stored"]) == ([2, 100], 3)
-    assert embedded([("a" * 2000, tmp_path, rows)], budget=200) == ""
-    assert embedded([("none", tmp_path / "none", [])]) == ""
+    assert embedded([written("a" * 2000, tmp_path, rows)], budget=200) == ""
+    assert embedded([written("none", tmp_path / "none")]) == ""
 
 
 def test_bytes_that_are_no_text_are_shown_as_replaced(tmp_path):
@@ -123,7 +120,7 @@ def test_bytes_that_are_no_text_are_shown_as_replaced(tmp_path):
         path.write_bytes(
             path.read_bytes().replace(b"step 1", b"\xff\xfe").replace(b'"a"', b'"\xff"')
         )
-    first, second = unpacked(embedded([("a", tmp_path, [])]))["rollouts"]
+    first, second = unpacked(embedded([written("a", tmp_path)]))["rollouts"]
     assert first["detail"]["pieces"] == ["�", "b"]
     assert second["detail"]["text"] == "��"
 

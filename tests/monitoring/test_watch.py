@@ -51,7 +51,8 @@ def test_page_and_rollouts(tmp_path):
         assert reply.headers["Content-Type"] == "text/html; charset=utf-8"
         assert b"connect-src 'self'" in page
         assert b"<h1>a-run</h1>" in page
-        assert found(server, "/rollout-steps") == [{"label": "a-run", "steps": [1, 30]}]
+        (state,) = found(server, "/version")["runs"]
+        assert (state["label"], state["steps"]) == ("a-run", [1, 30])
         first, second = found(server, "/rollouts?run=0&step=30&search=")
         assert (first["finish"], second["finish"]) == ("stop", "length")
         assert found(server, "/rollouts?run=0&step=30&search=ONERROR") == [first, second]
@@ -87,7 +88,7 @@ def test_only_this_machine_and_known_paths_are_answered(tmp_path):
             assert ask(server, f"/rollouts?{query}")[0].status == 400
         assert ask(server, "/rollout?run=0&step=1&index=2")[0].status == 400
         assert ask(server, "/rollouts?" + "a=1&" * 50)[0].status == 400
-        assert ask(server, "/rollouts?run=0&step=2")[0].status == 500  # not stored
+        assert ask(server, "/rollouts?run=0&step=2")[0].status == 400  # not stored
         assert ask(server, "/", method="POST")[0].status == 501
 
 
@@ -124,7 +125,8 @@ def test_a_folder_is_watched_with_the_runs_that_appear_in_it(tmp_path):
         run = make_run(tmp_path / "b" / "opd", 3)
         rollouts = run / "rollouts" / "step_000003.jsonl"
         rollouts.write_bytes(rollouts.read_bytes() + b'{"prompt_id": "tra')  # being copied
-        assert [run["label"] for run in found(server, "/rollout-steps")] == ["a/opd", "b/opd"]
+        states = found(server, "/version")["runs"]
+        assert [state["label"] for state in states] == ["a/opd", "b/opd"]
         assert len(found(server, "/rollouts?run=1&step=3")) == 2
         assert b"<h1>a/opd, b/opd</h1>" in ask(server, "/")[1]
 

@@ -95,15 +95,15 @@
   }
 
   // Shares start at 0.
-  function range(share, low, high) {
+  function range(unit, low, high) {
     if (low === null) return [0, 1];
-    if (share && low >= 0 && high <= 1) return [0, high > 0.5 ? 1.02 : high * 1.15 || 0.01];
+    if (unit === "share" && low >= 0 && high <= 1) return [0, high > 0.5 ? 1.02 : high * 1.15 || 0.01];
     return uPlot.rangeNum(low, high, 0.1, true);
   }
 
   function drawPlot(plot) {
     const section = sections[plot.dataset.section];
-    const { curves, share } = section.figures[plot.dataset.figure][plot.dataset.panel];
+    const { curves, unit } = section.figures[plot.dataset.figure][plot.dataset.panel];
     const seeds = section.runs.length > section.labels.length;
     const axis = { stroke: colour("var(--soft)"), font: "11px system-ui, sans-serif", grid: { stroke: colour("var(--grid)"), width: 1 }, ticks: { show: false } };
     const drawn = new uPlot({
@@ -113,7 +113,7 @@
         sync: { key: `section-${plot.dataset.section}`, scales: ["x", null] }, drag: { x: true, y: false }, y: false,
         hover: { skip: [null], prox: 30 }, points: { size: (u, index) => (u.series[index].class ? 0 : 7) },
       },
-      scales: { x: { time: false }, y: { range: (_, low, high) => range(share, low, high) } },
+      scales: { x: { time: false }, y: { range: (_, low, high) => range(unit, low, high) } },
       axes: [
         { ...axis, size: 26, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? tick.toLocaleString("en-US") : "")) },
         { ...axis, size: 56, space: 34, values: (_, ticks) => ticks.map((tick) => shortNumber(tick, 6)) },

@@ -49,7 +49,7 @@
     return found;
   };
   const serverSource = {
-    runs: () => fetched("rollout-steps", {}),
+    runs: async () => (await fetched("version", {})).runs,
     list: (run, step, search) => fetched("rollouts", { run, step, search }),
     detail: (r) => fetched("rollout", { run: r.run, step: r.step, index: r.index }),
   };
@@ -294,9 +294,9 @@
   });
 
   // Takes new steps of a running run; stays at the newest unless an older one was chosen.
-  async function refresh() {
+  async function refresh(found) {
     const newest = runs[state.run]?.steps.at(-1);
-    runs = await source.runs();
+    runs = found;
     if (runs[state.run]?.steps.at(-1) === newest) return;
     if (state.follow) { state.step = null; await showList(); } else showChoices();
   }

@@ -46,7 +46,7 @@
       tell(found.runs);
       if (version !== null && version !== found.version) await takeContent();
       version = found.version;
-      await window.reader.refresh();
+      await window.reader.refresh(found.runs);
     } catch {
       say("no answer; is stable-opd watch still running?", "bad");
     }
