@@ -29,8 +29,8 @@ from stable_opd_mcore.models.fp8 import (
     refuse_fp8,
     refuse_fp8_on_device,
 )
-from stable_opd_mcore.models.fp8_emulation import set_rounding
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
+from stable_opd_mcore.models.linear import emulate_fp8
 from stable_opd_mcore.models.rotary import RotaryByPosition
 from stable_opd_mcore.models.spec import layer_spec, transformer_engine_is_usable
 from stable_opd_mcore.models.weights import mark_shards, random_weights
@@ -208,7 +208,7 @@ def _experts_config(architecture: Architecture, world: World) -> dict[str, Any]:
     """Megatron's settings of the routers and experts; nothing for a dense model.
 
     No token is dropped, and probabilities are computed in fp32. The loss that balances experts is
-    not Megatron's (load_balancing.py). An expert is not cut over tensor ranks: its matrices are
+    not Megatron's (routers.py). An expert is not cut over tensor ranks: its matrices are
     narrow, and expert-parallel ranks save the same memory.
     """
     experts = architecture.experts
@@ -238,7 +238,7 @@ def _build_chunk(
     vp_stage = stage if world.virtual_pipeline is not None else None
     chunk = HiddenStatesGPTModel(
         config,
-        layer_spec(config, vp_stage, world.pipeline_rank, fp8),
+        layer_spec(config, vp_stage, world.pipeline_rank),
         vocab_size=-(-architecture.vocab_size // world.tensor_size) * world.tensor_size,
         max_sequence_length=architecture.max_positions,
         pre_process=world.is_first_stage and stage == 0,
@@ -260,7 +260,7 @@ def _build_chunk(
         chunk.rotary_pos_emb = RotaryByPosition(frequencies, config.params_dtype)
     if fp8 is not None:
         chunk.token_multiple = MULTIPLE
-        set_rounding(chunk, fp8.recipe)
+        emulate_fp8(chunk, fp8)
     return chunk.to(world.device)
 
 

@@ -5,8 +5,8 @@ inputs come from oneDNN. Gradients of weights, at which MKL is as fast, are adde
 `main_grad` without a tensor in between. Without gradients, `linear` also takes weights in oneDNN's
 own layout: a copy for those that multiply few rows by the same weights often (rollout/embedded.py).
 
-Shapes: T tokens, H inputs, O outputs of this rank's part of a matrix. Not here: layers in emulated
-FP8 (fp8_emulation.py), the output head in training (losses/output_head.py).
+Layers in FP8 multiply what fp8_emulation.py has rounded. Shapes: T tokens, H inputs, O outputs of
+this rank's part of a matrix. Not here: the output head in training (losses/output_head.py).
 """
 
 from __future__ import annotations
@@ -15,10 +15,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
+from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.losses.output_head import announce_main_grad
+from stable_opd_mcore.models.fp8 import is_in_fp8
+from stable_opd_mcore.models.fp8_emulation import ROUNDINGS, Rounding, fp8_linear
 
 # The operators that torch's Inductor calls in models which it has frozen.
 _onednn: Any = torch.ops.mkldnn
@@ -81,25 +88,46 @@ def _weight_gradient(weight_OH: Tensor, gradient_TO: Tensor, input_TH: Tensor) -
     return None
 
 
-class _TorchLinear:
+class TorchLinear:
     """What replaces the product in Megatron's linear layers.
 
-    A product that also sends messages over tensor ranks stays Megatron's.
+    A product that also sends messages over tensor ranks stays Megatron's, except in FP8. Under
+    sequence parallelism the whole input is rounded after it is gathered. Transformer Engine rounds
+    the slices before, with one scale for all of them: the same values.
     """
+
+    rounding: Rounding | None = None  # of a layer in FP8
 
     def _forward_impl(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, **options: Any
     ) -> Tensor:
-        if options["allreduce_dgrad"] or options["sequence_parallel"]:
+        gathers, sums = options["sequence_parallel"], options["allreduce_dgrad"]
+        if self.rounding is not None:
+            if gathers:
+                input = gather_from_sequence_parallel_region(input, group=options["tp_group"])
+            elif sums:
+                input = copy_to_tensor_model_parallel_region(input, group=options["tp_group"])
+            rounded = fp8_linear(input, weight, self.rounding)
+            return rounded if bias is None else rounded + bias
+        if gathers or sums:
             megatron: Any = super()
             return megatron._forward_impl(input, weight, bias, **options)
         output: Any = _Product.apply(input, weight, bias)
         return output
 
 
-class TorchColumnLinear(_TorchLinear, ColumnParallelLinear):
+def emulate_fp8(chunk: Any, fp8: Fp8) -> None:
+    """Round in the layers of a chunk that `fp8` chooses. Transformer Engine's do so themselves."""
+    for layer in chunk.decoder.layers:
+        if is_in_fp8(fp8, layer.layer_number - 1, chunk.config.num_layers):
+            for module in layer.modules():
+                if isinstance(module, TorchLinear):
+                    module.rounding = ROUNDINGS[fp8.recipe]
+
+
+class TorchColumnLinear(TorchLinear, ColumnParallelLinear):
     """Megatron's layer with rows of the matrix on each tensor rank."""
 
 
-class TorchRowLinear(_TorchLinear, RowParallelLinear):
+class TorchRowLinear(TorchLinear, RowParallelLinear):
     """Megatron's layer with columns of the matrix on each tensor rank."""

@@ -8,7 +8,6 @@ loads in the other. Not here: sizes and parallel layout (gpt.py), the torch atte
 from __future__ import annotations
 
 import importlib.util
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -23,12 +22,8 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.models.attention import RMSNorm, TorchSelfAttention
-from stable_opd_mcore.models.fp8 import is_in_fp8
-from stable_opd_mcore.models.fp8_emulation import EmulatedColumnLinear, EmulatedRowLinear
 from stable_opd_mcore.models.linear import TorchColumnLinear, TorchRowLinear
 
 
@@ -44,14 +39,8 @@ def fp8_engine() -> str:
     return "FP8 emulated, because Transformer Engine is absent: slower than without FP8"
 
 
-def layer_spec(
-    config: TransformerConfig, vp_stage: int | None, pipeline_rank: int, fp8: Fp8 | None
-) -> Any:
-    """The `transformer_layer_spec` of GPTModel for one model chunk.
-
-    Args:
-        fp8: of the torch layers; with Transformer Engine `config` has it.
-    """
+def layer_spec(config: TransformerConfig, vp_stage: int | None, pipeline_rank: int) -> Any:
+    """The `transformer_layer_spec` of GPTModel for one model chunk."""
     if transformer_engine_is_usable():
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts,
@@ -59,11 +48,11 @@ def layer_spec(
             qk_layernorm=config.qk_layernorm,
             use_te_activation_func=config.use_te_activation_func,
         )
-    return _torch_block_spec(config, vp_stage, pipeline_rank, fp8)
+    return _torch_block_spec(config, vp_stage, pipeline_rank)
 
 
 def _torch_block_spec(
-    config: TransformerConfig, vp_stage: int | None, pipeline_rank: int, fp8: Fp8 | None
+    config: TransformerConfig, vp_stage: int | None, pipeline_rank: int
 ) -> TransformerBlockSubmodules:
     layer: Any = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
@@ -81,30 +70,14 @@ def _torch_block_spec(
     attention.core_attention = IdentityOp  # TorchSelfAttention has it built in
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
-    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pipeline_rank)
-    first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pipeline_rank)
-    layer = _with_linears(layer, TorchColumnLinear, TorchRowLinear)
-    emulated = _with_linears(layer, EmulatedColumnLinear, EmulatedRowLinear)
-    layers = [
-        emulated if fp8 and is_in_fp8(fp8, first + i, config.num_layers) else layer
-        for i in range(num_layers)
-    ]
-    # Without `layer_norm` the block takes Apex's or Megatron's final norm.
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
-
-
-def _with_linears(layer: Any, column: type, row: type) -> Any:
-    """A copy of a layer's spec with these classes for the matrices of attention, MLP and experts.
-
-    The first of a matrix and the next has its rows on the tensor ranks, the second its columns.
-    """
-    layer = deepcopy(layer)
-    attention, mlp = layer.submodules.self_attention.submodules, _submodules(layer.submodules.mlp)
-    attention.linear_qkv, attention.linear_proj = column, row
-    if hasattr(mlp, "experts"):
+    attention.linear_qkv, attention.linear_proj = TorchColumnLinear, TorchRowLinear
+    mlp = _submodules(layer.submodules.mlp)
+    if config.num_moe_experts is not None:
         mlp = _submodules(mlp.experts)
-    mlp.linear_fc1, mlp.linear_fc2 = column, row
-    return layer
+    mlp.linear_fc1, mlp.linear_fc2 = TorchColumnLinear, TorchRowLinear
+    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pipeline_rank)
+    # Without `layer_norm` the block takes Apex's or Megatron's final norm.
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
 
 
 def _submodules(spec: Any) -> Any:

@@ -308,7 +308,7 @@ class _Models:
         config = self.config
         if config.train.minibatches == 1 and config.rollout.importance_correction == "none":
             return None
-        replaying = partial(student.routing_replay.replaying, trains=False)
+        replaying = partial(student.routers.applying, trains=False, counts=False)
         return self._megatron_scorer(
             self.student, stop_ids=self.objective.stop_ids, around=replaying
         )

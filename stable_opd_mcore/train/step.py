@@ -242,7 +242,7 @@ def update(
     def forward_step(
         model_chunk: Module, batch: MicroBatch
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, LossOutput]]]:
-        with run.student.routing(batch):
+        with run.student.routers.applying(batch, trains=True):
             hidden_TH = forward_hidden(model_chunk, batch)
         return hidden_TH, lambda hidden_TH: loss_of(run, batch, hidden_TH)
 
@@ -257,7 +257,7 @@ def update(
     for is_finite, pair in zip(finite, scored, strict=True):
         if not is_finite.values():
             require_finite_scores(*pair)
-    metrics = reduce_row_metrics(run.world, row_metrics()) | run.student.routing_metrics()
+    metrics = reduce_row_metrics(run.world, row_metrics()) | run.student.routers.take()
     require_finite(metrics, grad_norm, step)  # before any weight changes
     run.student.update(lr)
     refuse_non_finite(run.student.chunks, f"step {step}: nothing is saved or published")

@@ -8,7 +8,6 @@ checkpoints.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,11 +23,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from stable_opd_mcore.config.schema import OptimizerConfig
-from stable_opd_mcore.metrics import Metrics
-from stable_opd_mcore.models.expert_load import ExpertLoad
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, forward_hidden
-from stable_opd_mcore.models.load_balancing import LoadBalancing
-from stable_opd_mcore.models.routing_replay import RoutingReplay
+from stable_opd_mcore.models.routers import Routers
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import MicroBatch
@@ -91,9 +87,7 @@ class Student:
             ),
             self.model,
         )
-        self.expert_load = ExpertLoad(chunks)
-        self.routing_replay = RoutingReplay(chunks)
-        self.load_balancing = LoadBalancing(chunks, moe_aux_loss_coeff)
+        self.routers = Routers(chunks, moe_aux_loss_coeff)
         self._grad_norm = 0.0
         self._inner = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
@@ -103,33 +97,15 @@ class Student:
         The loss that balances experts needs the counts of the whole minibatch before the first
         micro-batch trains. Without that loss nothing is run.
         """
-        if not self.load_balancing.is_on:
+        if not self.routers.coefficient:
             return
 
         def count(chunk: Module, batch: MicroBatch) -> tuple[Tensor, Callable[[Tensor], None]]:
-            replaying = self.routing_replay.replaying(batch, trains=False)
-            with self.expert_load.counting(batch), replaying:
+            with self.routers.applying(batch, trains=False):
                 return forward_hidden(chunk, batch), lambda _: None
 
         run_forward_backward(self.chunks, batches, count, world=world, forward_only=True)
-        counts_LE = self.expert_load.take_counts()
-        assert counts_LE is not None, "a dense student with a coefficient is refused"
-        self.load_balancing.weigh(counts_LE)
-
-    @contextmanager
-    def routing(self, batch: MicroBatch) -> Iterator[None]:
-        """Around the forward pass of a chunk: count the choices of experts, balance them where it
-        is asked, and replay a rollout's where `batch` has them.
-        """
-        replaying = self.routing_replay.replaying(batch, trains=True)
-        with self.expert_load.counting(batch), self.load_balancing.applying(batch), replaying:
-            yield
-
-    def routing_metrics(self) -> Metrics:
-        """Of the choices inside `routing` since the last call, the same on every rank; none of a
-        dense student. Collective.
-        """
-        return self.expert_load.take() | self.load_balancing.take()
+        self.routers.weigh()
 
     def gradient_buffers(self) -> list[Tensor]:
         """Megatron's buffers of the gradients; every parameter's gradient is a view of one."""

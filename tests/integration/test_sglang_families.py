@@ -21,7 +21,7 @@ from stable_opd_mcore.data.golden import rollout_samples
 from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
-from stable_opd_mcore.models.routing_replay import RoutingReplay
+from stable_opd_mcore.models.routers import Routers
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from stable_opd_mcore.records import Prompt, Rollout
@@ -168,7 +168,7 @@ def _check_logprobs(
         routing=experts and (architecture_of(chunks).num_layers, experts.per_token),
         pad_to_multiple=world.token_multiple,
     )
-    replaying = partial(RoutingReplay(chunks).replaying, trains=False)
+    replaying = partial(Routers(chunks).applying, trains=False, counts=False)
     for around in (lambda _: nullcontext(), replaying):
         scorer = MegatronScorer(chunks, world, vocab_size=VOCABULARY, around=around)
         for scores in scorer.score([batch]):  # on the last stage

@@ -1,0 +1,237 @@
+"""The routers of a mixture of experts: their choices are counted, balanced, and replayed.
+
+    routers = Routers(chunks, aux_loss_coefficient)
+    with routers.applying(microbatch, trains=True):     # around the forward pass of each chunk
+        hidden_TH = forward_hidden(chunk, microbatch)
+    metrics = routers.take()            # after the backward pass, on every rank together
+
+Counted are the trained positions: tokens whose successor is a response token. Padding, which
+depends on the layout, is not among them, so every layout gives the same numbers (docs/method.md
+§5).
+
+The loss that balances experts is E · Σ_e f_e P_e of each layer, over the minibatch's trained
+positions (docs/method.md §11). f_e is known before (`weigh`), so the loss is a sum over tokens, and
+packing and layout do not change it. Megatron's own auxiliary losses take f_e of a micro-batch or of
+those before it, count the router's choice in place of a replayed one, and are scaled for losses
+that are divided by the number of tokens.
+
+A router that sums in another order than the rollout engine may choose another expert where two
+logits are close, and the token's log-probability then jumps. A micro-batch with
+`routed_experts_TLC` replays the engine's choices; probabilities and gradients are the trainer's own
+(docs/experts.md).
+
+A dense model has no routers: nothing is computed or communicated. Not here: the routing itself,
+which is Megatron's; what the engine sends (rollout/sglang/records.py).
+
+L layers, E experts, C chosen experts of a token, T this rank's tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+from torch.nn import Module
+
+from stable_opd_mcore.metrics import Mean, Metrics, Sum
+from stable_opd_mcore.models.hidden_states import unwrap
+from stable_opd_mcore.models.weights import architecture_of
+from stable_opd_mcore.records import MicroBatch
+
+
+class Routers:
+    """The routers of `chunks`, this rank's part of a model.
+
+    Args:
+        aux_loss_coefficient: of each layer's loss; 0: there is none.
+    """
+
+    def __init__(self, chunks: Sequence[Module], aux_loss_coefficient: float = 0.0) -> None:
+        architecture, device = architecture_of(chunks), next(chunks[0].parameters()).device
+        self._chunk, self._experts = unwrap(chunks[0]), architecture.experts
+        self.coefficient = aux_loss_coefficient
+        shape = (architecture.num_layers, self._experts.number if self._experts else 0)
+        # Of all layers; those of other ranks stay 0.
+        self.counts_LE = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.slopes_LE = torch.zeros(0)  # of each layer's loss by a position's probabilities
+        self.aux_loss = torch.zeros((), device=device)
+        self._routers = [
+            _Router(module, self)
+            for chunk in chunks
+            for module in chunk.modules()
+            if isinstance(module, TopKRouter)
+        ]
+
+    @contextmanager
+    def applying(self, batch: MicroBatch, *, trains: bool, counts: bool = True) -> Iterator[None]:
+        """Count and replay the choices of `batch` in the forward pass inside the block.
+
+        Args:
+            trains: a backward pass follows, which also descends the loss that balances experts.
+                Where it runs layers again (recompute), they replay the same choices.
+            counts: False: the choices are only replayed.
+        """
+        if not self._routers:
+            yield
+            return
+        chosen_TLC = batch.routed_experts_TLC
+        positions_T = torch.zeros_like(batch.tokens_T, dtype=torch.bool)
+        positions_T[batch.rows_N] = True
+        if self._chunk.config.sequence_parallel:
+            group = self._chunk.pg_collection.tp
+            positions_T = positions_T.chunk(group.size())[group.rank()]
+            if chosen_TLC is not None:
+                chosen_TLC = chosen_TLC.chunk(group.size())[group.rank()]
+        for router in self._routers:
+            router.begin(
+                _OfMicrobatch(
+                    positions_T=positions_T if counts else None,
+                    chosen_TC=None if chosen_TLC is None else chosen_TLC[:, router.layer].long(),
+                    trains=trains,
+                )
+            )
+        try:
+            yield
+        finally:
+            for router in self._routers:
+                router.end()
+
+    def weigh(self) -> None:
+        """Take f of the minibatch that is trained next from the choices since the last call.
+        Collective.
+        """
+        assert self._experts is not None, "a dense student with a coefficient is refused"
+        counts_LE = self._take_counts()
+        choices_L1 = counts_LE.sum(dim=1, keepdim=True).clamp(min=1).to(self.aux_loss.dtype)
+        positions_L1 = choices_L1 / self._experts.per_token
+        self.slopes_LE = self._experts.number * counts_LE / choices_L1 / positions_L1
+
+    def take(self) -> Metrics:
+        """`moe/*` and the loss since the last call, the same on every rank; none of a dense model.
+        Collective.
+        """
+        if self._experts is None:
+            return Metrics()
+        metrics = load_metrics(self._take_counts())
+        if not self.coefficient:
+            return metrics
+        dist.all_reduce(self.aux_loss)
+        total = float(self.aux_loss)
+        self.aux_loss.zero_()
+        weighted = Sum(self.coefficient * total)
+        return metrics | Metrics(
+            {
+                "moe/aux_loss": Mean(total, len(self.counts_LE)),
+                "loss/moe_aux": weighted,
+                "loss/total": weighted,  # added to the other parts
+            }
+        )
+
+    def _take_counts(self) -> Tensor:
+        counts_LE = self.counts_LE.clone()
+        dist.all_reduce(counts_LE)
+        self.counts_LE.zero_()
+        return counts_LE
+
+
+class _OfMicrobatch(NamedTuple):
+    """What a router does with a micro-batch."""
+
+    positions_T: Tensor | None  # bool: which tokens are loss rows; None: nothing is counted
+    chosen_TC: Tensor | None  # replayed choices, -1 for the router's own; None: all are its own
+    trains: bool
+
+
+class _Router:
+    """The hooks of one router, and its `router_replay` in place of Megatron's RouterReplay.
+
+    A router runs again where activation recompute runs its layer in the backward pass, maybe after
+    forward passes of other micro-batches. The micro-batches of a chunk are computed backward in
+    their order, so a queue knows whose it is.
+    """
+
+    def __init__(self, router: TopKRouter, routers: Routers) -> None:
+        assert router.layer_number is not None, "the layer has set it"
+        self.layer = router.layer_number - 1
+        self._routers = routers
+        self._value: _OfMicrobatch | None = None  # of the forward pass
+        self._for_recompute: deque[_OfMicrobatch] = deque()
+        self._now: _OfMicrobatch | None = None  # of this run of the router
+        router.router_replay = self  # pyright: ignore  # Megatron's own hook
+        router.register_forward_pre_hook(self._before)
+        router.register_forward_hook(self._after)
+
+    def begin(self, value: _OfMicrobatch) -> None:
+        self._value = value
+
+    def end(self) -> None:
+        self._value = None
+
+    def _before(self, _router: Module, _inputs: object) -> None:
+        self._now = self._value
+        if self._now is None:
+            self._now = self._for_recompute.popleft() if self._for_recompute else None
+        elif self._now.trains and not torch.is_grad_enabled():  # this pass records nothing
+            self._for_recompute.append(self._now)
+
+    def get_replay_topk(
+        self,
+        scores_TE: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        choose: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and indices of the chosen experts, both [T, topk]; Megatron's signature."""
+        own: Any = choose(scores_TE, topk, num_groups=num_groups, group_topk=group_topk)
+        if self._now is None or self._now.chosen_TC is None:
+            return own
+        indices_TC = torch.where(self._now.chosen_TC >= 0, self._now.chosen_TC, own[1])
+        return scores_TE.gather(1, indices_TC), indices_TC
+
+    def _after(self, router: Any, inputs: Any, routed: tuple[Tensor, Tensor]) -> Any:
+        """The router's output, through which the loss gets its gradient."""
+        routers, now, is_first_run = self._routers, self._now, self._value is not None
+        if now is None or now.positions_T is None:
+            return routed
+        weights_TE, chosen_TE = routed  # probabilities and bool
+        if is_first_run:
+            counted_TE = chosen_TE & now.positions_T[:, None]
+            routers.counts_LE[self.layer] += counted_TE.sum(dim=0)
+        if not now.trains or not routers.coefficient:
+            return routed
+        logits_TE = router.gating(inputs[0]).flatten(end_dim=-2)
+        probabilities_TE = logits_TE.softmax(dim=-1, dtype=torch.float32)
+        loss = (probabilities_TE @ routers.slopes_LE[self.layer] * now.positions_T).sum()
+        if is_first_run:
+            routers.aux_loss += loss.detach()
+        # Megatron scales this gradient as it does the loss of a micro-batch: by 1, see
+        # `calculate_per_token_loss` in gpt.py.
+        apply = cast(Any, MoEAuxLossAutoScaler).apply
+        return apply(weights_TE, routers.coefficient * loss), chosen_TE
+
+
+def load_metrics(counts_LE: Tensor) -> Metrics:
+    """The metrics of the choices of E experts in L layers; None values where nothing was counted.
+
+    docs/method.md §5.
+    """
+    num_layers, num_experts = counts_LE.shape
+    mean_L = counts_LE.sum(dim=1).clamp(min=1) / num_experts
+    sums = ((counts_LE.amax(dim=1) / mean_L).sum(), (counts_LE == 0).sum(), counts_LE.sum())
+    largest, unused, counted = torch.stack([x.double() for x in sums]).tolist()  # one wait
+    if not counted:
+        num_layers = unused = 0
+    return Metrics(
+        {
+            "moe/load_max_over_mean": Mean(largest, num_layers),
+            "moe/unused_experts": Mean(unused, num_layers),
+        }
+    )
