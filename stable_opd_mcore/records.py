@@ -18,8 +18,8 @@ Log-probabilities and entropies are in nats, over the common vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
-GradingFailure = Literal["timeout", "crash"]  # the response counts as wrong
+# Why a response has no verdict and counts as wrong; "invalid": the reward is no number in [0, 1].
+GradingFailure = Literal["timeout", "crash", "invalid"]
 SampleSource = Literal["rollout", "golden"]
 _Rows = TypeVar("_Rows", bound=Any)  # a dataclass
 AnswerFormat = Literal["boxed", "bracket"]  # graded by math-verify; exactly "[answer]" at the end
@@ -46,6 +47,8 @@ class Prompt:
     golden_token_ids: tuple[int, ...] | None = None  # golden response, its stop token included
     answer_format: AnswerFormat = "boxed"  # how a response states its final answer
     opens_thinking: bool = False  # the prompt ends inside <think>, and the response must close it
+    # The row as its source has it, where something reads its columns (data/rows.py)
+    columns: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
 
 class _WithArrays:
@@ -87,7 +90,7 @@ class Rollout(_WithArrays):
     finish_reason: FinishReason
     weight_version: int  # version of the student's weights that sampled it
     text: str = ""  # decoded response, without the stop token
-    reward: float | None = None  # 1.0 right, 0.0 wrong, None not graded
+    reward: float | None = None  # in [0, 1]: 1 right, 0 wrong; None: not graded
     grading_failure: GradingFailure | None = None  # why grading ended without a verdict
     # int16 [prompt and response tokens - 1, L, C]: the experts that the engine chose for each
     # token but the last; None without rollout.routing_replay

@@ -101,7 +101,7 @@ def load_prompts(
         UserError: rows that cannot be used, or fewer of them than rollout.prompts_per_step.
     """
     prompts = PromptSet(
-        load_rows(config.data.train),
+        load_rows(config.data.train, with_columns=config.reward.function is not None),
         tokenizer,
         config.data,
         window=architecture.max_positions,
@@ -123,7 +123,8 @@ def load_held_out(
     """The held-out prompts; None without `data.eval`."""
     if config.data.eval is None:
         return None
-    return held_out_prompts(load_rows(config.data.eval), config, tokenizer, architecture)
+    rows = load_rows(config.data.eval, with_columns=config.reward.function is not None)
+    return held_out_prompts(rows, config, tokenizer, architecture)
 
 
 def held_out_prompts(

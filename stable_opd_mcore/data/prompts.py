@@ -134,6 +134,7 @@ class PromptSet:
             golden_token_ids=tuple(self._goldens[index].tolist()) or None,
             answer_format=row.answer_format,
             opens_thinking=self._opens_thinking[index],
+            columns=row.columns,
         )
 
     def problems(self) -> list[str]:

@@ -70,7 +70,7 @@ class MeasuredResponse:
 
     length: int
     finish_reason: FinishReason | None  # None: not known
-    reward: float | None  # 1.0 right, 0.0 wrong, None not graded
+    reward: float | None  # in [0, 1]; None: not graded
     grading_failure: GradingFailure | None
     loop: TailLoop
     repetitive: bool | None  # by the compression of its tail; None: shorter than the tail
@@ -141,7 +141,7 @@ class ResponseTotals:
     def metrics(self, area: str) -> Metrics:
         """`<area>/<name>` for every name; a mean over nothing is None.
 
-        `grading_timeouts` and `grading_crashes` are there if a response was graded.
+        `grading_timeouts`, `grading_crashes`, `grading_invalid`: only if a response was graded.
         """
         metrics: dict[str, Metric] = {
             name: Mean(self._sums[name], self._counts[name]) for name in _MEANS
@@ -153,6 +153,7 @@ class ResponseTotals:
         if self._counts["accuracy"]:
             metrics["grading_timeouts"] = Sum(float(self._failures["timeout"]))
             metrics["grading_crashes"] = Sum(float(self._failures["crash"]))
+            metrics["grading_invalid"] = Sum(float(self._failures["invalid"]))
         return Metrics({f"{area}/{name}": metric for name, metric in metrics.items()})
 
 

@@ -5,7 +5,9 @@ Not a `Prompt`, which is a row after the chat template, with token ids (data/pro
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from stable_opd_mcore.records import AnswerFormat
 
@@ -20,4 +22,6 @@ class Row:
     solution: str | None = None  # golden response as text, without its stop token
     answer_format: AnswerFormat = "boxed"
     prefix: str = ""  # begins the response and is not trained on; encoded with the prompt
+    # All columns under their own names, where something reads them: a user's reward
+    columns: Mapping[str, Any] | None = None
     complete: bool = True  # False: the solution was cut at the window and has no stop token

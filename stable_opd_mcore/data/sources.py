@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,11 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _GSM8K_CALCULATION = re.compile(r"<<[^<>\n]*>>")
 
 
-def load_rows(source: SourceConfig) -> list[Row]:
+def load_rows(source: SourceConfig, with_columns: bool = False) -> list[Row]:
     """All rows of a source, or its first `limit`.
+
+    Args:
+        with_columns: keep all columns in Row.columns, too.
 
     Raises:
         DataError: missing file or column, malformed line, empty or wrongly typed value, no rows.
@@ -47,10 +51,10 @@ def load_rows(source: SourceConfig) -> list[Row]:
             raise DataError(f"{source.path}: no such synthetic task; there is {ARITHMETIC}")
         return arithmetic_rows(source.options, source.split, source.limit)
     name = source_name(source)
-    rows = [
-        parse_row(record, source.columns, f"{source.path}:{number}", f"{name}:{number}")
-        for number, record in read_records(source)
-    ]
+    rows: list[Row] = []
+    for number, record in read_records(source):
+        row = parse_row(record, source.columns, f"{source.path}:{number}", f"{name}:{number}")
+        rows.append(replace(row, columns=record) if with_columns else row)
     if not rows:
         raise DataError(f"{source.path}: no rows in it; check the file and data split")
     return rows

@@ -129,6 +129,7 @@ def arithmetic_row(options: ArithmeticOptions, split: str, index: int) -> Row:
         problem=problem.text,
         answer=problem.answer,
         solution=solution,
+        columns={"problem": problem.text, "answer": problem.answer, "solution": solution},
         answer_format="bracket",
         prefix=prefix,
         complete=complete,

@@ -1,26 +1,31 @@
-"""Grade final answers: with math-verify in worker processes, or by an exact "[answer]" at the end.
+"""Grade responses: by math-verify, by an exact "[answer]" at the end, or by the user's function.
 
-math-verify passes model output to sympy, which may run for hours or use all memory. So it runs in
-processes that can be killed: an item that exceeds its time counts as wrong, and its worker is
-replaced. Workers are spawned; a fork would hold the trainer's device and process groups. Not here:
-what a worker does (grading_worker.py).
+math-verify passes model output to sympy, which may run for hours or use all memory; a user's
+function may do anything. So both run in processes that can be killed: an item that exceeds its time
+counts as wrong, and its worker is replaced. Workers are spawned; a fork would hold the trainer's
+device and process groups. Not here: what a worker does (grading_worker.py).
 """
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pebble import CONSTS, ProcessExpired, ProcessPool
 
-from stable_opd_mcore.evaluation.grading_worker import graded, start_worker
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.evaluation.grading_worker import graded, rewarded, start_worker
+from stable_opd_mcore.host.user_code import UserFunction
 from stable_opd_mcore.records import AnswerFormat, GradingFailure, Rollout
 
 CONSTS.term_timeout = 0.0  # pebble's wait between SIGTERM, which workers ignore, and SIGKILL
 _THINK_END = "</think>"
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,14 @@ class GradingItem:
     answer_format: AnswerFormat = "boxed"
     opens_thinking: bool = False  # the prompt ended inside <think>
     stopped: bool = True  # the response ended with a stop token
+
+
+@dataclass(frozen=True)
+class RewardItem:
+    """One response for the user's function."""
+
+    columns: Mapping[str, Any]  # the row, as its source has it
+    response: str  # without its stop token
 
 
 def grading_item(rollout: Rollout) -> GradingItem:
@@ -50,24 +63,35 @@ def grading_item(rollout: Rollout) -> GradingItem:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a response is right; with a failure it counts as wrong."""
+    """What a response is worth; with a failure it counts as wrong."""
 
-    is_right: bool
+    reward: float  # in [0, 1]
     failure: GradingFailure | None = None  # over its time, or the worker ended (memory, recursion)
+
+    @property
+    def is_right(self) -> bool:
+        return self.reward == 1
 
 
 class Grader:
     """Grades items in worker processes, which start with the first item that needs one.
 
     Verdicts depend on time limits. Ranks that need equal verdicts must take those of one rank.
+
+    Args:
+        reward: judges rollouts in place of their gold answers.
     """
 
-    def __init__(self, timeout_seconds: float = 10.0, workers: int = 2):
+    def __init__(
+        self, timeout_seconds: float = 10.0, workers: int = 2, reward: UserFunction | None = None
+    ):
         assert timeout_seconds > 0 and workers > 0
+        self._reward = reward
         self.timeout_seconds = timeout_seconds
         self._num_workers = workers
         self._pool: ProcessPool | None = None
         self._has_graded = False  # then math-verify is installed and workers start
+        self._has_warned = False
 
     def __enter__(self) -> Grader:
         return self
@@ -82,33 +106,33 @@ class Grader:
             self._pool.join()
             self._pool = None
 
-    def grade(self, items: Sequence[GradingItem]) -> list[Verdict]:
+    def grade(self, items: Sequence[GradingItem | RewardItem]) -> list[Verdict]:
         """Verdicts in the order of the items; see `grade_stream`."""
         verdicts = dict(self.grade_stream(items))
         return [verdicts[index] for index in range(len(items))]
 
-    def grade_stream(self, items: Iterable[GradingItem]) -> Iterator[tuple[int, Verdict]]:
+    def grade_stream(
+        self, items: Iterable[GradingItem | RewardItem]
+    ) -> Iterator[tuple[int, Verdict]]:
         """(index of the item, its verdict) as verdicts come; takes items as workers get free.
 
         "bracket": right if the response stopped directly after "[gold]". "boxed": math-verify
         decides on the text after </think>; a response that never closes its <think> is wrong.
 
         Raises:
-            RuntimeError: workers cannot start; standard error says why.
+            UserError: the file of the user's function fails; standard error says why.
+            RuntimeError: workers cannot start; likewise.
         """
-        pending: dict[Future[bool], int] = {}
+        pending: dict[Future[Any], int] = {}
         try:
             for index, item in enumerate(items):
-                answer = _after_thought(item)
-                if item.answer_format == "bracket":
-                    bracket = item.stopped and item.response.endswith(f"[{item.gold}]")
-                    yield index, Verdict(bracket)
-                elif answer is None:
-                    yield index, Verdict(False)
-                else:
-                    pending[self._submit(answer, item.gold)] = index
-                    if len(pending) >= 2 * self._num_workers:  # one graded, one ready for each
-                        yield from self._finished(pending)
+                work = _verdict_or_call(item)
+                if isinstance(work, Verdict):
+                    yield index, work
+                    continue
+                pending[self._submit(*work)] = index
+                if len(pending) >= 2 * self._num_workers:  # one graded, one ready for each
+                    yield from self._finished(pending)
             while pending:
                 yield from self._finished(pending)
         finally:  # the caller may have stopped asking
@@ -116,7 +140,12 @@ class Grader:
                 future.cancel()  # ends the worker that grades it
 
     def grade_rollouts(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The rollouts with reward 1.0 or 0.0; those without a gold answer keep None."""
+        """The rollouts with rewards: those of the user's function, which sees the rows' columns; or
+        1.0 and 0.0, and None without a gold answer.
+        """
+        if self._reward is not None:
+            items = [RewardItem(each.prompt.columns or {}, each.text) for each in rollouts]
+            return list(map(_with_verdict, rollouts, self.grade(items)))
         with_gold = [rollout for rollout in rollouts if rollout.prompt.answer is not None]
         verdicts = iter(self.grade([grading_item(rollout) for rollout in with_gold]))
         return [
@@ -124,29 +153,38 @@ class Grader:
             for rollout in rollouts
         ]
 
-    def _submit(self, answer: str, gold: str) -> Future[bool]:
+    def _submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         if self._pool is None or not self._pool.active:  # not active: a worker died while idle
             self.close()
             context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPool(self._num_workers, initializer=start_worker, context=context)
-        orphan_seconds = 2 * self.timeout_seconds + 10
-        return self._pool.schedule(
-            graded, args=(answer, gold, orphan_seconds), timeout=self.timeout_seconds
-        )
+            self._pool = ProcessPool(
+                self._num_workers,
+                initializer=start_worker,
+                initargs=(self._reward,),
+                context=context,
+            )
+        arguments = (*arguments, 2 * self.timeout_seconds + 10)  # an orphan ends itself then
+        return self._pool.schedule(function, args=arguments, timeout=self.timeout_seconds)
 
-    def _finished(self, pending: dict[Future[bool], int]) -> list[tuple[int, Verdict]]:
+    def _finished(self, pending: dict[Future[Any], int]) -> list[tuple[int, Verdict]]:
         """Wait for at least one item; take it from `pending`."""
         done = wait(pending, return_when=FIRST_COMPLETED).done
-        return sorted((pending.pop(future), self._verdict(future)) for future in done)
+        found = [(pending.pop(future), self._verdict(future)) for future in done]
+        return sorted(found, key=lambda each: each[0])
 
-    def _verdict(self, future: Future[bool]) -> Verdict:
+    def _verdict(self, future: Future[Any]) -> Verdict:
         try:
-            verdict = Verdict(future.result())
+            found = future.result()
         except TimeoutError:
             return Verdict(False, "timeout")
         except ProcessExpired:
             return Verdict(False, "crash")
         except BrokenProcessPool as error:
+            if not self._has_graded and self._reward is not None:
+                raise UserError(
+                    f"{self._reward.path}: running it fails, or takes more than a minute; its "
+                    "error stands above"
+                ) from error
             if not self._has_graded:
                 raise RuntimeError(
                     "grading workers end before they are ready (is math-verify installed?); their "
@@ -154,11 +192,27 @@ class Grader:
                 ) from error
             return Verdict(False, "crash")
         self._has_graded = True
-        return verdict
+        if not isinstance(found, tuple):
+            return Verdict(found)
+        failure, why = found
+        if not self._has_warned:
+            _LOG.warning("a reward failed and counts as 0, as later ones will, unsaid: %s", why)
+            self._has_warned = True
+        return Verdict(0, failure)
 
 
 def _with_verdict(rollout: Rollout, verdict: Verdict) -> Rollout:
-    return replace(rollout, reward=float(verdict.is_right), grading_failure=verdict.failure)
+    return replace(rollout, reward=float(verdict.reward), grading_failure=verdict.failure)
+
+
+def _verdict_or_call(item: GradingItem | RewardItem) -> Verdict | tuple[Any, ...]:
+    """The verdict where it is clear, else what a worker calls, with its arguments."""
+    if isinstance(item, RewardItem):
+        return rewarded, item.columns, item.response
+    if item.answer_format == "bracket":
+        return Verdict(item.stopped and item.response.endswith(f"[{item.gold}]"))
+    answer = _after_thought(item)
+    return Verdict(False) if answer is None else (graded, answer, item.gold)
 
 
 def _after_thought(item: GradingItem) -> str | None:

@@ -1,6 +1,6 @@
-"""What a grading process does: math-verify's judgement of one response.
+"""What a grading process does: math-verify's judgement of one response, or the user's.
 
-Imports the standard library and math-verify only, so that a worker starts fast and holds nothing of
+Imports the standard library and what judges only, so that a worker starts fast and holds nothing of
 a distributed run. Not here: the pool of workers and an item's time limit (grading.py).
 """
 
@@ -12,9 +12,14 @@ import re
 import resource
 import signal
 import warnings
+from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any
 
+from stable_opd_mcore.host.user_code import UserFunction
+
 _MEMORY_BYTES = 4 * 2**30
+_LOADING_SECONDS = 60
 # A looping response may hold thousands of empty boxes, and math-verify is slow on each.
 _EMPTY_BOX = re.compile(r"\\boxed\{\s*\}")
 _LATEX = re.compile(r"(?<!\\)\$|\\boxed|\\\[|\\\(")
@@ -47,7 +52,10 @@ def _parsed_gold(gold: str) -> list[Any]:
     return parse(gold if _LATEX.search(gold) else f"${gold}$", parsing_timeout=0)
 
 
-def start_worker() -> None:
+_users: list[Callable[..., Any]] = []  # the user's function, in a process that has one
+
+
+def start_worker(reward: UserFunction | None = None) -> None:
     """Import and warm up before the first item's time limit starts.
 
     SIGTERM is ignored: Slurm sends it to every process of a job step, and the trainer still
@@ -56,13 +64,41 @@ def start_worker() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    is_right("\\boxed{1}", "1")
+    if reward is None:
+        is_right("\\boxed{1}", "1")
+    else:
+        signal.setitimer(signal.ITIMER_REAL, _LOADING_SECONDS)  # it ends the process
+        _users[:] = [reward.load()]
+        signal.setitimer(signal.ITIMER_REAL, 0)
     gc.freeze()  # collections need not visit sympy's 80,000 objects
     gc.set_threshold(50_000)
     with open(os.devnull, "wb") as null:  # what libraries print is of no use to anyone
         os.dup2(null.fileno(), 1)
         os.dup2(null.fileno(), 2)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+
+
+def rewarded(
+    columns: Mapping[str, Any], response: str, orphan_seconds: float
+) -> float | tuple[str, str]:
+    """The user's reward in [0, 1]; else "crash" or "invalid", and why.
+
+    What is no Exception, and a lack of memory, ends the process.
+    """
+    signal.setitimer(signal.ITIMER_REAL, orphan_seconds)
+    try:
+        value = _users[0](dict(columns), response)
+        if isinstance(value, Real) and 0 <= float(value) <= 1:
+            return float(value)
+        return "invalid", f"{value!r:.200} is no number in [0, 1]"
+    except MemoryError:
+        os._exit(1)
+    except Exception as error:  # the user's code may raise anything
+        return "crash", f"{type(error).__name__}: {error!s:.300}"
+    except BaseException:
+        os._exit(1)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def graded(response: str, gold: str, orphan_seconds: float) -> bool:

@@ -54,6 +54,7 @@ def _of_responses(area: str, whose: str) -> dict[str, tuple[str, str]]:
         "accuracy": (f"mean reward of the graded {whose}", "share"),
         "grading_timeouts": (f"{whose} whose grading timed out: wrong", "responses"),
         "grading_crashes": (f"{whose} whose grading crashed: wrong", "responses"),
+        "grading_invalid": (f"{whose} with no reward in [0, 1]: wrong", "responses"),
     }
     for name in ("accuracy", "loop_rate", "response_length_mean"):
         names |= _parts(name, *names[name], ("finished", "truncated"))

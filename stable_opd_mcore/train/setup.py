@@ -142,7 +142,10 @@ def build_run(
         prompts=prompts,
         held_out=held_out,
         order=PromptOrder(len(prompts), config.train.seed, config.rollout.prompts_per_step),
-        grader=Grader(),
+        grader=Grader(
+            config.reward.timeout_seconds,
+            reward=config.reward.read() if config.reward.function else None,
+        ),
     )
 
 

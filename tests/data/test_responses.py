@@ -75,6 +75,7 @@ def test_rollout_metrics_of_a_batch_by_hand():
         "rollout/accuracy": pytest.approx(1 / 3),
         "rollout/grading_timeouts": 1.0,
         "rollout/grading_crashes": 0.0,
+        "rollout/grading_invalid": 0.0,
         "rollout/repetition_rate": 0.25,
         "rollout/repetition_rate_10k": 0.0,
         "rollout/loop_rate": 0.25,

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation import grading
 from stable_opd_mcore.evaluation.grading import Grader, GradingItem, Verdict, grading_item
+from stable_opd_mcore.host.user_code import read_user_function
 from stable_opd_mcore.records import Prompt, Rollout
 from tests.real_data import real_data
 
@@ -74,7 +76,7 @@ def stand_in(response: str, gold: str, _: float) -> bool:
     return response == gold
 
 
-def start_stand_in() -> None:
+def start_stand_in(_: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
@@ -136,7 +138,7 @@ def test_a_worker_that_ended_while_idle_costs_nothing(stand_in_workers):
         assert right(grader, [GradingItem("b", "b")] * 2) == [True] * 2
 
 
-def fail_to_start() -> None:
+def fail_to_start(_: object) -> None:
     import no_such_module_anywhere  # noqa: F401 # type: ignore[reportMissingImports]
 
 
@@ -145,6 +147,72 @@ def test_workers_that_cannot_start_are_an_error_with_their_output(monkeypatch, c
     with Grader() as grader, pytest.raises(RuntimeError, match="end before they are ready"):
         grader.grade([GradingItem("a", "a")])
     assert "no_such_module_anywhere" in capfd.readouterr().err
+
+
+REWARDS = """
+import os
+def reward(row, response):
+    if response == "hang":
+        while True: pass
+    if response == "abort":
+        os.abort()
+    if response == "quit":
+        raise SystemExit
+    values = {"half": .5, "true": True, "over": 1.5, "nan": float("nan"), "text": "1", "none": None}
+    return row["worth"] if response == "row" else values[response]
+"""
+
+
+def rewarded(path: Path, texts: list[str], **options) -> list[tuple[float | None, str | None]]:
+    """Rewards and failures by the function `reward` of a file; no row has an answer."""
+    prompt = Prompt("s:1", "?", (1,), columns={"worth": 0.25})
+    rollouts = [Rollout(prompt, 0, (5,), (0.0,), "stop", 0, text=text) for text in texts]
+    function = read_user_function(f"{path}:reward", ("row", "response"))
+    with Grader(reward=function, **options) as grader:
+        return [(r.reward, r.grading_failure) for r in grader.grade_rollouts(rollouts)]
+
+
+def test_a_user_s_reward_that_fails_costs_its_response(tmp_path, caplog):
+    (tmp_path / "own.py").write_text(REWARDS)
+    expected = {
+        "half": (0.5, None),
+        "hang": (0.0, "timeout"),
+        "abort": (0.0, "crash"),
+        "true": (1.0, None),
+        "raise": (0.0, "crash"),
+        "quit": (0.0, "crash"),
+        "over": (0.0, "invalid"),
+        "nan": (0.0, "invalid"),
+        "text": (0.0, "invalid"),
+        "none": (0.0, "invalid"),
+        "row": (0.25, None),
+    }
+    found = rewarded(tmp_path / "own.py", list(expected), timeout_seconds=1.0)
+    assert dict(zip(expected, found, strict=True)) == expected
+    (warned,) = caplog.messages
+    assert "KeyError: 'raise'" in warned
+
+
+def test_a_user_s_file_that_fails_ends_the_run(tmp_path, capfd):
+    (tmp_path / "own.py").write_text("import no_such_module\ndef reward(row, response): ...")
+    with pytest.raises(UserError, match=r"own.py: running it fails"):
+        rewarded(tmp_path / "own.py", ["a"])
+    assert "no_such_module" in capfd.readouterr().err
+
+
+def test_the_example_of_a_reward():
+    """docs/own_code.md: the format alone is worth half."""
+    path = Path(__file__).parents[2] / "docs/examples/format_reward.py"
+    reward = read_user_function(f"{path}:reward", ("row", "response")).load()
+    for response, expected in {
+        "<think>2+2</think>It is \\boxed{4}.": 1.0,
+        "<think>2+2</think>It is \\boxed{5}.": 0.5,
+        "<think>2+2</think>4": 0.0,
+        "\\boxed{4}": 0.0,
+        "<think></think></think>\\boxed{4}": 0.0,
+        "<think>a</think>\\boxed{4}\\boxed{4}": 0.0,
+    }.items():
+        assert reward({"answer": "4"}, response) == expected, response
 
 
 def test_an_endless_sympy_computation_is_stopped():

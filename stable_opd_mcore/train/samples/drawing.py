@@ -58,6 +58,8 @@ def draw_graded(
 ) -> list[Rollout]:
     """Rollouts of this data-parallel rank's prompts with rewards, in the order of the prompts."""
     rollouts = engine.generate(prompts, sampling, step=step)
+    own = {prompt.prompt_id: prompt for prompt in prompts}  # those of stored rollouts lack columns
+    rollouts = [replace(rollout, prompt=own[rollout.prompt.prompt_id]) for rollout in rollouts]
     # Grade on one rank and broadcast, so that a timeout cannot give ranks different rewards.
     if dist.get_rank(world.model_group) == 0:
         rollouts = grader.grade_rollouts(rollouts)

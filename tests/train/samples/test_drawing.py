@@ -89,7 +89,7 @@ class Draws:
 
     def generate(self, prompts, sampling, *, step):
         return [
-            Rollout(Prompt(p, "", ()), k, (step,), (0.0,), "stop", self.rank)
+            Rollout(p, k, (step,), (0.0,), "stop", self.rank)
             for p in prompts
             for k in range(sampling.num_samples)
         ]
@@ -103,7 +103,8 @@ def draw_on_two_ranks(rank: int, _world_size: int, directory: Path) -> None:
         world = start_world(config.parallel, 0)
         share = drawing.own_share(world, "abc")
         assert share == ("abc" if tensor == 2 else "ac" if rank == 0 else "b")
-        drawn = drawing.draw_graded(Draws(rank), Grades(rank), world, share, sampling, 5)
+        prompts = [Prompt(name, "", ()) for name in share]
+        drawn = drawing.draw_graded(Draws(rank), Grades(rank), world, prompts, sampling, 5)
         assert [(r.prompt.prompt_id, r.sample_index) for r in drawn] == [
             (name, k) for name in share for k in range(2)
         ]

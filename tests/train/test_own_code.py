@@ -1,0 +1,51 @@
+"""A run with the user's own code: what it trains on, and the refusal of changed code."""
+
+from pathlib import Path
+
+import pytest
+
+from stable_opd_mcore.data.rollout_files import read_rollouts, rollout_path
+from stable_opd_mcore.errors import ConfigError
+from stable_opd_mcore.train.loop import train
+from tests.parallel.launch import run_ranks
+from tests.train.runs import metrics_of, tiny_config
+
+REWARD = """
+def reward(row, response):
+    if len(response) == 5:
+        raise ValueError(response)
+    return min(1, len(response) / 100) if row["answer"] else None
+"""
+
+
+def rewarded_run(rank: int, world_size: int, directory: str) -> None:
+    home = Path(directory)
+    own = home / "own.py"
+    if rank == 0:
+        own.write_text(REWARD)
+    settings = {
+        "objective": {"name": "grpo"},
+        "reward": {"function": f"{own}:reward"},
+        "data": {split: {"path": "synthetic:arithmetic"} for split in ("train", "eval")},
+        "evaluation": {"every": 2},
+        "checkpoint": {"every": 1},
+        "train": {"steps": 2},
+    }
+    train(tiny_config(home, "run", **settings), show_progress=False)
+    own.write_text(REWARD + "\n")
+    settings["train"] = {"steps": 3}
+    with pytest.raises(ConfigError, match=r"  reward.sha256: \w{64} -> \w{64}\n.*"):
+        train(tiny_config(home, "run", **settings), show_progress=False)
+
+
+def test_a_reward_of_the_user_s_is_trained_on(tmp_path):
+    run_ranks(1, rewarded_run, str(tmp_path))
+    rollouts = read_rollouts(rollout_path(tmp_path / "run", 1))
+    lengths = [len(rollout.text) for rollout in rollouts]
+    expected = [0 if length == 5 else min(1, length / 100) for length in lengths]
+    assert [rollout.reward for rollout in rollouts] == pytest.approx(expected)
+    rows = metrics_of(tmp_path / "run")
+    assert rows[1]["rollout/accuracy"] == pytest.approx(sum(expected) / len(expected))
+    assert rows[1]["rollout/grading_crashes"] == lengths.count(5)
+    assert rows[1]["grad_norm"] > 0
+    assert 0 < rows[0]["eval/accuracy"] < 0.5
