@@ -22,6 +22,31 @@ class SamplingConfig(Section):
     """Probability kept by nucleus sampling. Log-probabilities use the full softmax at any value."""
     max_new_tokens: PositiveInt = 1024
     """Longest response; a longer one is truncated."""
+    horizon_start: PositiveInt | None = None
+    """Longest response of the first step. It grows linearly, to `max_new_tokens` after
+    `horizon_steps`; until then the guard rests. `null`: `max_new_tokens` in every step."""
+    horizon_steps: PositiveInt | None = None
+    """With `horizon_start`: steps until responses may have `max_new_tokens`."""
+
+    def budget(self, step: int) -> int:
+        """Longest response of the step that follows `step` finished ones: docs/method.md §1."""
+        if self.horizon_start is None or self.horizon_steps is None:
+            return self.max_new_tokens
+        growth = self.max_new_tokens - self.horizon_start
+        return self.horizon_start + growth * min(step, self.horizon_steps) // self.horizon_steps
+
+    @model_validator(mode="after")
+    def _horizon_grows(self) -> Self:
+        if (self.horizon_start is None) != (self.horizon_steps is None):
+            raise ValueError(
+                "sampling.horizon_start and sampling.horizon_steps go together: set both or neither"
+            )
+        if self.horizon_start is not None and self.horizon_start >= self.max_new_tokens:
+            raise ValueError(
+                f"sampling.horizon_start={self.horizon_start} is not below sampling.max_new_tokens="
+                f"{self.max_new_tokens}, to which it grows"
+            )
+        return self
 
 
 class SglangConfig(Section):

@@ -74,6 +74,8 @@ class TokenMasksConfig(Section):
     """All tokens of rollouts that did not end with a stop token."""
     repetitive_tail: bool = False
     """The maximal periodic suffix of a response."""
+    after_tokens: PositiveInt | None = None
+    """All tokens of a response after this many; `null`: none."""
 
 
 class ObjectiveConfig(Section):
@@ -100,6 +102,9 @@ class ObjectiveConfig(Section):
     std_normalise: bool = True
     """`grpo` and `grpo_opd` divide advantages by the standard deviation of the group's rewards.
     Dr.GRPO is `false` with `aggregation: constant`."""
+    position_half_life: float | None = Field(default=None, gt=0)
+    """Tokens after which the weight of a token in the policy term has halved: docs/method.md §3.
+    `null`: all positions weigh the same."""
     advantage: AdvantageConfig = AdvantageConfig()
     masks: TokenMasksConfig = TokenMasksConfig()
 

@@ -102,6 +102,8 @@ def _trained(rollout: Rollout, loop_length: int, masks: TokenMasksConfig) -> NDA
     trained = np.ones(length, np.bool_)
     if masks.repetitive_tail:
         trained[length - loop_length :] = False
+    if masks.after_tokens is not None:
+        trained[masks.after_tokens :] = False
     for special in masks.special_token_ids:  # the first of each
         trained[np.flatnonzero(rollout.token_ids == special)[:1]] = False
     return trained

@@ -94,7 +94,9 @@ _OF_ROLLOUTS = (
     "kl.beta",
     "mixture.lambda",
     "objective.masks",
+    "objective.position_half_life",
     "rollout.importance_correction",
+    "sampling.horizon_start",
     "sampling.temperature",
     "sampling.top_p",
 )

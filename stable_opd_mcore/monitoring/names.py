@@ -95,6 +95,7 @@ _ALL: dict[str, tuple[str, str]] = {
     "kl/reference": ("KL(student || reference) on visited prefixes, as in the loss", "nats/token"),
     "kl/beta": ("weight of the KL to the reference in the step", ""),
     "mixture/lambda": ("weight of the golden solutions in the step", ""),
+    "rollout/max_new_tokens": ("longest response that the step allows", "tokens"),
     "kl/reference_sampled": ("KL(student || reference), sampled: mean log-ratio", "nats/token"),
     **_split("entropy/student", "mean entropy of the student on visited prefixes", "nats"),
     "entropy/teacher": ("mean entropy of the teacher on visited prefixes", "nats"),

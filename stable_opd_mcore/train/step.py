@@ -25,7 +25,11 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.packing import costs, pack
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.losses.fused import finite_scores, require_finite_scores
-from stable_opd_mcore.losses.token_weights import correct_importance, use_rollout_policy
+from stable_opd_mcore.losses.token_weights import (
+    correct_importance,
+    use_rollout_policy,
+    weigh_positions,
+)
 from stable_opd_mcore.metrics import Mean, Metrics, Same, Sum, reduce_over_ranks
 from stable_opd_mcore.models.fp8 import MULTIPLE
 from stable_opd_mcore.models.hidden_states import forward_hidden
@@ -85,7 +89,7 @@ def train_step(run: Run, state: TrainState) -> StepResult:
         EngineLost, TeacherLost: no server answers; no weight has changed.
     """
     config, timer = run.config, PhaseTimer(run.world.device, run.phase)
-    run = with_strengths(run, state)
+    run = at_step(run, state)
     rows = next_rows(run, state.cursor)
     prompts = run.prompts.select(own_share(run.world, rows))
 
@@ -123,23 +127,30 @@ def train_step(run: Run, state: TrainState) -> StepResult:
     return StepResult(state, metrics, rollouts, actions, values.gather(run.world, rollouts))
 
 
-def with_strengths(run: Run, state: TrainState) -> Run:
-    """The run with the beta and lambda of the step after `state`."""
+def at_step(run: Run, state: TrainState) -> Run:
+    """The run with the beta, lambda and length budget of the step after `state`."""
     now = strengths_of(run.config, state.adapted, state.guard)
     objective = run.objective.with_strengths(now.beta, now.lambda_)
     reference = None if objective.reference_needs == "none" else run.reference
-    return replace(run, objective=objective, reference=reference)
+    budget = run.config.sampling.budget(state.step)
+    sampling = replace(run.sampling, max_new_tokens=budget)
+    return replace(run, objective=objective, reference=reference, sampling=sampling)
 
 
 def guarded(
     config: Config, state: TrainState, metrics: Metrics
 ) -> tuple[TrainState, Sequence[Action]]:
-    """The state with adapted weights and the guard's decision after the step, and its actions."""
+    """The state with adapted weights and the guard's decision after the step, and its actions.
+
+    While the length budget grows, the guard rests: a short budget truncates by design.
+    """
     values, every = metrics.values_by_key(), config.checkpoint.every
+    state = replace(state, adapted=adapt(config, state.adapted, values))
+    if config.sampling.budget(state.step - 1) < config.sampling.max_new_tokens:
+        return state, ()
     saved = bool(every) and state.step % every == 0
     guard, actions = decide(config.guard, state.guard, state.step, values, saved)
-    adapted = adapt(config, state.adapted, values)
-    return replace(state, adapted=adapted, guard=guard), actions
+    return replace(state, guard=guard), actions
 
 
 def minibatches_of(run: Run, drawn: Sequence[Sample], facts: SampleFacts) -> list[Minibatch]:
@@ -173,7 +184,8 @@ def pack_minibatch(run: Run, minibatch: Minibatch) -> list[MicroBatch]:
         routing=experts and (architecture.num_layers, experts.per_token),
     )
     slices = (slice_microbatch(b, world.context_rank, world.context_size) for b in batches)
-    return [to_device(batch, world.device) for batch in slices]
+    on_device = [to_device(batch, world.device) for batch in slices]
+    return weigh_positions(on_device, run.config.objective.position_half_life)
 
 
 def score(run: Run, batches: Sequence[MicroBatch], minibatch: Minibatch) -> list[MicroBatch]:
@@ -331,8 +343,9 @@ def step_metrics(
     own = timer.metrics(num_tokens) | run.engine.take_metrics()
     metrics = sample_metrics(facts)
     if run.objective.needs_rollouts:
-        own = own | measured(run, rollouts, run.config.sampling.max_new_tokens)
+        own = own | measured(run, rollouts, run.sampling.max_new_tokens)
         strengths = {"kl/beta": run.objective.beta, "mixture/lambda": run.objective.golden_weight}
+        strengths["rollout/max_new_tokens"] = run.sampling.max_new_tokens
         metrics = metrics | Metrics({key: Same(value) for key, value in strengths.items()})
     for more in (reduce_over_ranks(own, object_group(dist.group.WORLD)), *reduced):
         metrics = metrics | more

@@ -37,6 +37,22 @@ def test_conflicting_settings_are_refused_with_the_remedy(rollout, message):
 
 
 @pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"horizon_start": 8}, "horizon_start and sampling.horizon_steps go together"),
+        ({"horizon_steps": 8}, "horizon_start and sampling.horizon_steps go together"),
+        (
+            {"max_new_tokens": 8, "horizon_start": 8, "horizon_steps": 2},
+            "horizon_start=8 is not below sampling.max_new_tokens=8",
+        ),
+    ],
+)
+def test_a_horizon_that_does_not_grow_is_refused(sampling, message):
+    with pytest.raises(ConfigError, match=message):
+        run_with(sampling=sampling)
+
+
+@pytest.mark.parametrize(
     ("sglang", "message"),
     [
         ({"placement": "external"}, "external and sglang.urls"),

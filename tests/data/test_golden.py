@@ -62,6 +62,12 @@ def test_special_tokens_are_masked_at_their_first_occurrence_only():
     assert golden_samples(PROMPTS)[0].trained.tolist() == [True] * 3
 
 
+def test_tokens_after_the_first_ones_are_masked():
+    samples = rollout_samples(ROLLOUTS, TokenMasksConfig(after_tokens=3))
+    assert [s.trained.sum() for s in samples] == [3, 3, 2, 1]
+    assert samples[0].trained.tolist() == [True, True, True, False]
+
+
 def test_truncated_rollouts_are_masked_whole():
     rollouts = [*ROLLOUTS, rollout(PROMPTS[0], (5, 4), "abort", index=2)]
     samples = rollout_samples(rollouts, TokenMasksConfig(truncated_rollouts=True))

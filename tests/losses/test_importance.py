@@ -13,6 +13,7 @@ from stable_opd_mcore.losses.token_weights import (
     correct_importance,
     importance_weights,
     use_rollout_policy,
+    weigh_positions,
 )
 from stable_opd_mcore.records import Sample
 from stable_opd_mcore.scoring.token_scores import score
@@ -181,3 +182,13 @@ def test_weights_at_the_bounds_are_inside():
     ratio = torch.tensor([2.0, 0.5, 0.49, 2.01])
     weights = importance_weights(ratio.log(), torch.zeros(4), "masked", 2.0)
     assert weights.tolist() == [2.0, 0.5, 0.0, 0.0]
+
+
+def test_weights_halve_with_the_position_and_golden_ones_stay():
+    packed = batch()
+    assert weigh_positions([packed], None) == [packed]
+    (found,) = weigh_positions([packed], 2.0)
+    factor = torch.tensor([0.5 ** (int(t) / 2) for t in packed.token_index_N])
+    torch.testing.assert_close(found.pg_weight_N, packed.pg_weight_N * factor)
+    assert found.sft_weight_N is packed.sft_weight_N
+    assert found.kl_weight_N is packed.kl_weight_N

@@ -25,6 +25,7 @@ from stable_opd_mcore.monitoring.health import sample_metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.records import LossOutput, Prompt, Rollout, Scores
+from stable_opd_mcore.rollout.engine import Sampling
 from stable_opd_mcore.train import step
 from stable_opd_mcore.train.learning_rate import learning_rate
 from stable_opd_mcore.train.oversight.guard import GuardState
@@ -120,7 +121,7 @@ def test_a_step_takes_the_larger_of_the_configs_and_the_guards_strengths(run):
 
     def strengths(guard, policy="act", **changes):
         config = run.config.model_copy(update={"guard": GuardConfig(policy=policy), **changes})
-        return step.with_strengths(replace(run, config=config), TrainState(guard=guard))
+        return step.at_step(replace(run, config=config), TrainState(guard=guard))
 
     objective = strengths(strong).objective
     assert (objective.beta, objective.golden_weight) == (0.4, 0.5)
@@ -132,6 +133,19 @@ def test_a_step_takes_the_larger_of_the_configs_and_the_guards_strengths(run):
     assert without.reference is None
     assert not without.objective.needs_golden
     assert strengths(strong, **plain).reference is run.reference
+
+
+def test_the_length_budget_grows_and_the_guard_rests_until_it_is_whole(run):
+    growing = run.config.sampling.model_copy(update={"horizon_start": 4, "horizon_steps": 5})
+    config = run.config.model_copy(update={"sampling": growing})
+    grown = replace(run, config=config, engine=Recorder(run.engine))
+    budgets = [step.at_step(grown, TrainState(n)).sampling.max_new_tokens for n in (0, 2, 5, 9)]
+    assert budgets == [4, 12, 24, 24]
+    result = step.train_step(grown, TrainState(1, 0, 1, 1))
+    assert max(len(rollout.token_ids) for rollout in result.rollouts) == 8
+    assert result.metrics["rollout/max_new_tokens"] == Same(8)
+    assert result.state.guard == GuardState()
+    assert step.guarded(config, TrainState(6), result.metrics)[0].guard != GuardState()
 
 
 def test_micro_batches_of_all_ranks_hold_every_token_once(run):
@@ -397,7 +411,8 @@ def measure_on_two_ranks(rank: int, _world_size: int, directory: Path) -> None:
         assert counted == Metrics({"rows": Sum(6 if tensor == 1 else 3)})
         own = SimpleNamespace(take_metrics=lambda *_: Metrics({"engine/noted": Sum(1)}))
         objective = SimpleNamespace(needs_rollouts=True, beta=0.0, golden_weight=0.0)
-        run = SimpleNamespace(engine=own, objective=objective, world=world, config=config)
+        parts = {"engine": own, "objective": objective, "world": world, "config": config}
+        run = SimpleNamespace(**parts, sampling=Sampling(max_new_tokens=8))
         names = "abcd" if tensor == 2 else "ac" if rank == 0 else "bd"
         drawn = [Rollout(Prompt(n, "", ()), 0, (5,), (0.0,), "stop", 0, reward=0.0) for n in names]
         metrics = step.step_metrics(run, drawn, facts_of([]), [], PhaseTimer())

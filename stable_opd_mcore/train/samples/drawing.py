@@ -78,7 +78,9 @@ def prefetch_rollouts(run: Run, state: TrainState) -> None:
     if config.rollout.async_steps and state.step + 1 < config.train.steps:
         rows = next_rows(run, state.cursor + config.rollout.prompts_per_step)
         prompts = run.prompts.select(own_share(run.world, rows))
-        run.engine.prefetch(prompts, run.sampling, step=state.step + 1)
+        budget = config.sampling.budget(state.step + 1)
+        sampling = replace(run.sampling, max_new_tokens=budget)
+        run.engine.prefetch(prompts, sampling, step=state.step + 1)
 
 
 def training_samples(
@@ -88,8 +90,7 @@ def training_samples(
     prompts.
     """
     settings = run.config.objective
-    budget = run.config.sampling.max_new_tokens
-    samples = rollout_samples(rollouts, settings.masks, budget)
+    samples = rollout_samples(rollouts, settings.masks, run.sampling.max_new_tokens)
     golden = golden_samples(prompts) if run.objective.needs_golden else []
     if settings.on_policy_fraction < 1:
         draws = run.config.rollout.prompts_per_step
