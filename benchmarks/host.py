@@ -38,7 +38,7 @@ from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.losses.objectives import build_objective
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.records import Prompt, Rollout, Sample, SampleFacts
-from stable_opd_mcore.rollout.engine import NothingInFlight
+from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.train import step
 from stable_opd_mcore.train.persistence import rollout_writer
 from stable_opd_mcore.train.samples import sharing
@@ -177,7 +177,7 @@ def make_run(rollouts: int, ranks: int, tokens: int) -> Any:
         world=world,
         objective=build_objective(config, (1,), (1,)),
         student=SimpleNamespace(chunks=[SimpleNamespace(architecture=architecture)]),
-        engine=NothingInFlight(),
+        engine=RolloutEngine(),
     )
 
 

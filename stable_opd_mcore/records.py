@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from stable_opd_mcore.errors import UserError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -32,8 +34,37 @@ FinishReason = Literal["stop", "length", "abort"]
 # Why a response has no verdict and counts as wrong; "invalid": the reward is no number in [0, 1].
 GradingFailure = Literal["timeout", "crash", "invalid"]
 SampleSource = Literal["rollout", "golden"]
+MIN_TEMPERATURE = 1e-3  # logits of a thousand over it are a million, exact to 1/16 in fp32
 _Rows = TypeVar("_Rows", bound=Any)  # a dataclass
 AnswerFormat = Literal["boxed", "bracket"]  # graded by math-verify; exactly "[answer]" at the end
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are drawn; training and evaluation have one each."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    max_new_tokens: int = 1024
+    num_samples: int = 1  # responses per prompt
+    stop_token_ids: tuple[int, ...] = ()  # a response ends with, and includes, the first of these
+    seed: int = 0  # of the noise, with step, prompt and sample index
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise UserError(
+                f"temperature {self.temperature} is negative; 0 is greedy, 1 the model itself"
+            )
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise UserError(
+                f"temperature {self.temperature} is too small to divide logits by: at least "
+                f"{MIN_TEMPERATURE}, or 0 for greedy decoding"
+            )
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p {self.top_p} is outside (0, 1]; 1 keeps the whole distribution")
+        for name in ("max_new_tokens", "num_samples"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} {getattr(self, name)} must be at least 1")
 
 
 @dataclass(frozen=True)

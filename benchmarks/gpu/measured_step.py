@@ -29,8 +29,8 @@ from stable_opd_mcore.planning.memory import MemoryPlan, memory_plan
 from stable_opd_mcore.planning.model_size import ModelSize
 from stable_opd_mcore.planning.plan import read_models
 from stable_opd_mcore.planning.work import Work
-from stable_opd_mcore.records import Prompt, Rollout
-from stable_opd_mcore.rollout.engine import NothingInFlight, Sampling
+from stable_opd_mcore.records import Prompt, Rollout, Sampling
+from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.setup import build_run
 from stable_opd_mcore.train.step import train_step
@@ -73,7 +73,7 @@ class Measured:
     planned: MemoryPlan
 
 
-class FixedLengthEngine(NothingInFlight):
+class FixedLengthEngine(RolloutEngine):
     """Responses of random tokens, all of the same length."""
 
     def __init__(self, vocab: int) -> None:

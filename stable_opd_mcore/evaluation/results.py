@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.estimates import bootstrap_interval, pass_at_k
-from stable_opd_mcore.records import Prompt, Rollout
-from stable_opd_mcore.rollout.engine import Sampling
+from stable_opd_mcore.records import Prompt, Rollout, Sampling
 
 SAMPLES_PER_PART = 1024  # responses between two moments at which an evaluation can go on
 

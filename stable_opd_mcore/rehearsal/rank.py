@@ -33,7 +33,7 @@ from stable_opd_mcore.records import Prompt, Rollout, Sample, SampleFacts
 from stable_opd_mcore.rehearsal.fake_tensors import fake_tensors
 from stable_opd_mcore.rehearsal.fake_world import fake_world
 from stable_opd_mcore.rehearsal.host_waits import HostWaits
-from stable_opd_mcore.rollout.engine import NothingInFlight
+from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.rollout.sglang.sync import make_buckets
 from stable_opd_mcore.rollout.sglang.transports import Buffers
 from stable_opd_mcore.train import setup, step
@@ -151,7 +151,7 @@ class _Inputs:
         return tuple(i % usable for i in range(self.config.sampling.max_new_tokens))
 
 
-class _Engine(NothingInFlight):
+class _Engine(RolloutEngine):
     """Sends the weights to nobody."""
 
     def __init__(self, config: Config, world: World, chunks: Sequence[Any]) -> None:

@@ -14,8 +14,9 @@ from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.planning.seconds import embedded_seconds
+from stable_opd_mcore.records import Sampling
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
-from stable_opd_mcore.rollout.engine import RolloutEngine, Sampling
+from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.rollout.replay import ReplayEngine
 from stable_opd_mcore.rollout.sglang.build import build_sglang_engine
 

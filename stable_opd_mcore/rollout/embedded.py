@@ -39,8 +39,8 @@ from stable_opd_mcore.models.families import rotary_frequencies
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
 from stable_opd_mcore.models.linear import linear, packed
 from stable_opd_mcore.parallel.world import World
-from stable_opd_mcore.records import FinishReason, Prompt, Rollout
-from stable_opd_mcore.rollout.engine import NothingInFlight, Sampling, check_prompts
+from stable_opd_mcore.records import FinishReason, Prompt, Rollout, Sampling
+from stable_opd_mcore.rollout.engine import RolloutEngine, check_prompts
 from stable_opd_mcore.rollout.inference import inference_mode, run_layers
 from stable_opd_mcore.rollout.kv_cache import KVCache
 from stable_opd_mcore.rollout.noise import row_key, sample_tokens, uniforms
@@ -50,7 +50,7 @@ from stable_opd_mcore.rollout.noise import row_key, sample_tokens, uniforms
 _COMPACT_BELOW = 0.85
 
 
-class EmbeddedEngine(NothingInFlight):
+class EmbeddedEngine(RolloutEngine):
     """A `RolloutEngine` over the model chunks that are being trained.
 
     Args:
@@ -74,7 +74,6 @@ class EmbeddedEngine(NothingInFlight):
         max_rows: int = 256,
         progress: Callable[[], None] = lambda: None,
     ):
-        self.weight_version = 0
         self._chunks: list[HiddenStatesGPTModel] = unwrap_model(list(chunks))
         self._head = output_head(self._chunks)
         self._world = world
@@ -89,10 +88,6 @@ class EmbeddedEngine(NothingInFlight):
                 f"{vocab_size} of its tokenizer: it belongs to another tokenizer"
             )
         self._window = architecture.max_positions
-
-    def publish(self, weight_version: int) -> None:
-        """Store the version of the following rollouts."""
-        self.weight_version = weight_version
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int

@@ -1,6 +1,6 @@
-"""The rollout engine protocol: prompts in, sampled responses and their weight version out.
+"""What a rollout engine is: prompts in, sampled responses and their weight version out.
 
-Training step, evaluation and demo use engines through this protocol only. Not here: how tokens are
+Training step, evaluation and demo use engines through this class only. Not here: how tokens are
 drawn (noise.py), the engines (embedded.py, replay.py, sglang/), rewards.
 
 Ordering: `generate` draws from the weights of the last `publish`. All tensor- and pipeline-parallel
@@ -11,48 +11,19 @@ prompts and may pass none.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.metrics import Metrics
-from stable_opd_mcore.records import Prompt, Rollout
-
-MIN_TEMPERATURE = 1e-3  # logits of a thousand over it are a million, exact to 1/16 in fp32
+from stable_opd_mcore.records import Prompt, Rollout, Sampling
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How responses are drawn; training and evaluation have one each."""
+class RolloutEngine:
+    """Draws responses from the student's weights of version `weight_version`.
 
-    temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0
-    max_new_tokens: int = 1024
-    num_samples: int = 1  # responses per prompt
-    stop_token_ids: tuple[int, ...] = ()  # a response ends with, and includes, the first of these
-    seed: int = 0  # of the noise, with step, prompt and sample index
+    What is written here is enough for an engine that has no servers and cannot prefetch.
+    """
 
-    def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise UserError(
-                f"temperature {self.temperature} is negative; 0 is greedy, 1 the model itself"
-            )
-        if 0 < self.temperature < MIN_TEMPERATURE:
-            raise UserError(
-                f"temperature {self.temperature} is too small to divide logits by: at least "
-                f"{MIN_TEMPERATURE}, or 0 for greedy decoding"
-            )
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p {self.top_p} is outside (0, 1]; 1 keeps the whole distribution")
-        for name in ("max_new_tokens", "num_samples"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} {getattr(self, name)} must be at least 1")
-
-
-class RolloutEngine(Protocol):
-    """Draws responses from the student's weights of version `weight_version`."""
-
-    weight_version: int
+    weight_version: int = 0
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int
@@ -62,50 +33,29 @@ class RolloutEngine(Protocol):
         Raises:
             UserError: a prompt that the model cannot take (see `check_prompts`).
         """
-        ...
+        raise NotImplementedError
 
     def publish(self, weight_version: int) -> None:
         """Draw from the student's current weights from now on."""
-        ...
+        self.weight_version = weight_version
 
     def prefetch(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> None:
         """Start to draw the rollouts of the future `step`, if the engine can."""
-        ...
 
     def in_flight(self) -> tuple[int, list[Rollout]] | None:
         """The step that was drawn ahead and this rank's rollouts of it, for a checkpoint."""
-        ...
-
-    def restore(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Use a checkpoint's rollouts for `step`; they may be of any rank's prompts."""
-        ...
-
-    def take_metrics(self) -> Metrics:
-        """This rank's metrics since the last call; the caller reduces them over ranks."""
-        ...
-
-    def close(self) -> None:
-        """End the servers that the engine started."""
-        ...
-
-
-class NothingInFlight:
-    """The methods of an engine that has no servers and cannot prefetch."""
-
-    def prefetch(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> None:
-        """Do nothing."""
-
-    def in_flight(self) -> tuple[int, list[Rollout]] | None:
         return None
 
     def restore(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Ignore the rollouts; `generate` draws them again."""
+        """Use a checkpoint's rollouts for `step`, if the engine prefetches; they may be of any
+        rank's prompts."""
 
     def take_metrics(self) -> Metrics:
+        """This rank's metrics since the last call; the caller reduces them over ranks."""
         return Metrics()
 
     def close(self) -> None:
-        """Do nothing."""
+        """End the servers that the engine started."""
 
 
 class EngineLost(UserError):

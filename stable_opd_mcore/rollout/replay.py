@@ -13,11 +13,11 @@ from pathlib import Path
 
 from stable_opd_mcore.data.rollout_files import read_rollouts, rollout_path
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.records import Prompt, Rollout
-from stable_opd_mcore.rollout.engine import NothingInFlight, Sampling
+from stable_opd_mcore.records import Prompt, Rollout, Sampling
+from stable_opd_mcore.rollout.engine import RolloutEngine
 
 
-class ReplayEngine(NothingInFlight):
+class ReplayEngine(RolloutEngine):
     """A `RolloutEngine` over the files of a run that was stored with rollout.save=all.
 
     Args:
@@ -29,17 +29,12 @@ class ReplayEngine(NothingInFlight):
     """
 
     def __init__(self, run_directory: str | Path):
-        self.weight_version = 0
         self._run_directory = Path(run_directory)
         if not any((self._run_directory / "rollouts").glob("step_*.jsonl")):
             raise UserError(
                 f"{self._run_directory}: no stored rollouts; rollout.replay_from must be a "
                 "run directory that was trained with rollout.save=all"
             )
-
-    def publish(self, weight_version: int) -> None:
-        """Store the version; the stored rollouts keep their own."""
-        self.weight_version = weight_version
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int

@@ -65,10 +65,6 @@ class SglangClient:
         """A new client of the same server."""
         return SglangClient(self.url, api_key=self.api_key, request_timeout_seconds=self._timeout)
 
-    @property
-    def is_closed(self) -> bool:
-        return self._connections.is_closed
-
     def close(self) -> None:
         """Send no more requests; those in flight fail at once as unreachable."""
         self._connections.close()
@@ -109,8 +105,9 @@ class SglangClient:
         body, max_bytes = request.payload(), request.max_reply_bytes
         reply = self.call("POST", "/generate", body, max_bytes=max_bytes)
         responses = reply if isinstance(reply, list) else [reply]
-        if len(responses) != request.num_samples:
-            raise self._garbage(f"{len(responses)} responses, requested {request.num_samples}")
+        wanted = request.sampling.num_samples
+        if len(responses) != wanted:
+            raise self._garbage(f"{len(responses)} responses, requested {wanted}")
         return [self._completion(response, request) for response in responses]
 
     def cached_tokens(self, token_ids: Sequence[int]) -> int:
@@ -219,7 +216,7 @@ class SglangClient:
             spans = meta.get("weight_versions") or [{"version": meta["weight_version"]}]
             versions = tuple(str(span["version"]) for span in spans)
             cached = _whole_number(meta.get("cached_tokens") or 0)
-            if ids and ids[-1] in request.stop_token_ids:
+            if ids and ids[-1] in request.sampling.stop_token_ids:
                 finish = "stop"  # SGLang states "length" for a stop token at max_new_tokens
             routed_experts = None
             if request.routing is not None:
@@ -243,18 +240,19 @@ def _defect(
     request: Generation,
 ) -> str | None:
     """Why a response is unusable; None if it is usable."""
+    longest = request.sampling.max_new_tokens
     if ids != scored_ids:
         return f"{len(ids)} tokens, but {len(scored_ids)} log-probabilities of other tokens"
-    if not ids or len(ids) > request.max_new_tokens:
-        return f"{len(ids)} tokens, requested 1 to {request.max_new_tokens}"
+    if not ids or len(ids) > longest:
+        return f"{len(ids)} tokens, requested 1 to {longest}"
     if not all(0 <= token < request.vocab_size for token in ids):
         return f"a token outside the vocabulary of {request.vocab_size}"
     if finish not in ("stop", "length"):
         return f"finish reason {finish!r}"
-    if (finish == "stop") != (ids[-1] in request.stop_token_ids):
+    if (finish == "stop") != (ids[-1] in request.sampling.stop_token_ids):
         return f"finish reason {finish!r} with last token {ids[-1]}"
-    if finish == "length" and len(ids) != request.max_new_tokens:
-        return f"finish reason 'length' after {len(ids)} of {request.max_new_tokens} tokens"
+    if finish == "length" and len(ids) != longest:
+        return f"finish reason 'length' after {len(ids)} of {longest} tokens"
     return None
 
 

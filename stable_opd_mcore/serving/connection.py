@@ -5,12 +5,12 @@ Not here: what SGLang is asked and what it replies (client.py).
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
 import socket
 import threading
-from collections.abc import Mapping
-from contextlib import suppress
-from typing import Any
+from concurrent.futures import CancelledError, Future
 
 import httpx
 
@@ -48,7 +48,6 @@ class Connections:
     """
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        self.is_closed = False
         headers = {
             "Content-Type": "application/json",
             "Accept-Encoding": "identity",  # a compressed reply could be of any size
@@ -57,23 +56,24 @@ class Connections:
         if api_key is not None:
             headers["Authorization"] = f"Bearer {api_key}"
         self._url = url
-        self._http = httpx.Client(
+        self._loop = _event_loop()
+        self._http = httpx.AsyncClient(
             headers=headers,
-            transport=httpx.HTTPTransport(
+            timeout=httpx.Timeout(None, connect=timeouts.CONNECT),
+            transport=httpx.AsyncHTTPTransport(
                 verify=url.startswith("https:"),  # reads the certificates only where it is needed
                 limits=httpx.Limits(max_keepalive_connections=0),
                 socket_options=_TCP_KEEPALIVE,
             ),
         )
-        self._exchanges: set[_Exchange] = set()
-        self._lock = threading.Lock()
+        self._is_closed = False
+        self._requests: set[Future[tuple[int, bytes]]] = set()  # in flight
 
     def close(self) -> None:
         """Send no more requests; those in flight fail at once as unreachable."""
-        with self._lock:
-            self.is_closed = True
-            for exchange in self._exchanges:
-                exchange.end("closed")
+        self._is_closed = True
+        for request in list(self._requests):
+            request.cancel()
 
     def send(
         self, method: str, path: str, body: str | None, timeout_seconds: float, max_bytes: int
@@ -83,64 +83,47 @@ class Connections:
         Raises:
             ServerFailure: unreachable, too late, or more than `max_bytes`.
         """
-        exchange = _Exchange()
-        with self._lock:
-            if self.is_closed:
-                raise ServerFailure(self._url, "unreachable", f"{path}: the client is closed")
-            self._exchanges.add(exchange)
-        deadline = threading.Timer(timeout_seconds, exchange.end, ["late"])
-        deadline.daemon = True
-        deadline.start()
+        exchange = self._exchange(method, path, body, timeout_seconds, max_bytes)
+        request = asyncio.run_coroutine_threadsafe(exchange, self._loop)
+        self._requests.add(request)
+        if self._is_closed:
+            request.cancel()
         try:
-            content = bytearray()
-            with self._http.stream(
-                method,
-                self._url + path,
-                content=body,
-                timeout=httpx.Timeout(None, connect=min(timeouts.CONNECT, timeout_seconds)),
-                extensions={"trace": exchange.trace},
-            ) as reply:
-                for piece in reply.iter_raw():
-                    content += piece
-                    if len(content) > max_bytes:
-                        detail = f"{path}: more than {max_bytes} bytes"
-                        raise ServerFailure(self._url, "garbage", detail)
-            if (
-                exchange.ended is not None
-            ):  # cut short, a reply without a stated length seems complete
-                raise httpx.ReadError("the request was ended")
-            return reply.status_code, bytes(content)
+            return request.result()
+        except CancelledError as error:
+            detail = f"{path}: the client is closed"
+            raise ServerFailure(self._url, "unreachable", detail) from error
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise ServerFailure(self._url, "timeout", f"{path}: {error!r}") from error
         except httpx.TransportError as error:
-            is_late = exchange.ended == "late" or isinstance(error, httpx.TimeoutException)
-            broken = not (is_late or self.is_closed or isinstance(error, httpx.ConnectError))
-            kind = "timeout" if is_late else "unreachable"
-            raise ServerFailure(self._url, kind, f"{path}: {error!r}", transient=broken) from error
+            broken = not isinstance(error, httpx.ConnectError)
+            detail = f"{path}: {error!r}"
+            raise ServerFailure(self._url, "unreachable", detail, transient=broken) from error
         finally:
-            deadline.cancel()
-            with self._lock:
-                self._exchanges.discard(exchange)
+            self._requests.discard(request)
+
+    async def _exchange(
+        self, method: str, path: str, body: str | None, timeout_seconds: float, max_bytes: int
+    ) -> tuple[int, bytes]:
+        """As `send`. httpx's own time-outs are per read: a server that sends a byte now and then
+        outlives them."""
+        content = bytearray()
+        async with (
+            asyncio.timeout(timeout_seconds),
+            self._http.stream(method, self._url + path, content=body) as reply,
+        ):
+            async for piece in reply.aiter_raw():
+                content += piece
+                if len(content) > max_bytes:
+                    detail = f"{path}: more than {max_bytes} bytes"
+                    raise ServerFailure(self._url, "garbage", detail)
+        return reply.status_code, bytes(content)
 
 
-class _Exchange:
-    """One request and its reply, which another thread can end.
-
-    httpx's own time-outs are per read, so a server that sends a byte now and then outlives them.
-    """
-
-    def __init__(self) -> None:
-        self.ended: str | None = None  # why
-        self._socket: socket.socket | None = None
-
-    def trace(self, event: str, info: Mapping[str, Any]) -> None:
-        """httpx calls it with each event of the connection."""
-        if event.endswith(("connect_tcp.complete", "start_tls.complete")):
-            self._socket = info["return_value"].get_extra_info("socket")
-            if self.ended is not None:
-                self.end(self.ended)
-
-    def end(self, why: str) -> None:
-        """Make the read or write that a thread waits in fail at once."""
-        self.ended = why
-        if self._socket is not None:
-            with suppress(OSError):  # already closed
-                self._socket.shutdown(socket.SHUT_RDWR)
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """The loop of this process's requests, in a thread of its own. Two callers at the same time may
+    get two loops, which does no harm: a client keeps to its own."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="http", daemon=True).start()
+    return loop

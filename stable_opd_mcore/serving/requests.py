@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.records import Sampling
 
 _EXCLUDED_LOGIT_BIAS = -1e9  # gives probability 0; JSON has no infinity
 # Every sampling setting is sent: for those left out, a server may have defaults of its own.
@@ -41,24 +42,17 @@ class Generation:
     """A request for several responses to one prompt."""
 
     token_ids: tuple[int, ...]
-    num_samples: int
-    temperature: float
-    top_p: float
-    max_new_tokens: int
-    stop_token_ids: tuple[int, ...]
+    sampling: Sampling
     vocab_size: int  # no id at or above it is sent or accepted
     padded_vocab_size: int = 0  # rows of the served model; those from vocab_size on are not drawn
     routing: Routing | None = None  # the experts that the server chose are wanted
 
     @property
     def max_reply_bytes(self) -> int:
-        tokens = self.num_samples * (len(self.token_ids) + self.max_new_tokens)
+        samples, longest = self.sampling.num_samples, self.sampling.max_new_tokens
+        tokens = samples * (len(self.token_ids) + longest)
         routing_bytes = 0 if self.routing is None else 6 * self.routing.per_position  # base64
-        return (
-            MAX_REPLY_BYTES
-            + _BYTES_PER_ENTRY * self.num_samples * self.max_new_tokens
-            + routing_bytes * tokens
-        )
+        return MAX_REPLY_BYTES + _BYTES_PER_ENTRY * samples * longest + routing_bytes * tokens
 
     def payload(self) -> dict[str, Any]:
         """The body of /generate.
@@ -73,12 +67,12 @@ class Generation:
             "sampling_params": {
                 # applied before the softmax, so log-probabilities exclude the padding rows
                 "logit_bias": {str(token): _EXCLUDED_LOGIT_BIAS for token in padding} or None,
-                "n": self.num_samples,
-                "temperature": self.temperature,
-                "top_p": self.top_p,
+                "n": self.sampling.num_samples,
+                "temperature": self.sampling.temperature,
+                "top_p": self.sampling.top_p,
                 **_PLAIN_SAMPLING,
-                "max_new_tokens": self.max_new_tokens,
-                "stop_token_ids": list(self.stop_token_ids),
+                "max_new_tokens": self.sampling.max_new_tokens,
+                "stop_token_ids": list(self.sampling.stop_token_ids),
                 "ignore_eos": False,  # True would ignore stop_token_ids as well
                 "skip_special_tokens": False,
             },

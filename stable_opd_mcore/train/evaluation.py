@@ -50,9 +50,9 @@ from stable_opd_mcore.host.run_lock import RunLock
 from stable_opd_mcore.metrics import Max, Metrics, reduce_over_ranks
 from stable_opd_mcore.models.weights import weights_hash
 from stable_opd_mcore.parallel.world import World, object_group, stop_world
-from stable_opd_mcore.records import Prompt, Rollout
+from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.choice import evaluation_engine
-from stable_opd_mcore.rollout.engine import RolloutEngine, Sampling
+from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.run_inputs import (
     configured_architecture,
     held_out_prompts,

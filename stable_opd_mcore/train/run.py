@@ -16,7 +16,8 @@ from stable_opd_mcore.losses.objectives import Objective
 from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World
-from stable_opd_mcore.rollout.engine import RolloutEngine, Sampling
+from stable_opd_mcore.records import Sampling
+from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.scoring.scorer import Scorer
 from stable_opd_mcore.train.reference import MovingReference
 from stable_opd_mcore.train.samples.overlap import OverlapPair

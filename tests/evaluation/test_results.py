@@ -9,8 +9,7 @@ from stable_opd_mcore.evaluation.results import (
     evaluation_sampling,
     require_answers,
 )
-from stable_opd_mcore.records import Prompt, Rollout
-from stable_opd_mcore.rollout.engine import Sampling
+from stable_opd_mcore.records import Prompt, Rollout, Sampling
 
 PROMPTS = [Prompt(f"s:{i}", f"{i}+1", (i,), answer=str(i + 1)) for i in range(7)]
 # Sample j of prompt i is right when i + j is even; the last prompt has no right one.

@@ -14,7 +14,7 @@ from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.parallel.world import start_world, stop_world
-from stable_opd_mcore.records import Sample
+from stable_opd_mcore.records import Sample, Sampling
 from stable_opd_mcore.rollout.sglang.build import model_config, write_model_config
 from stable_opd_mcore.rollout.sglang.group import DistributedTransport
 from stable_opd_mcore.rollout.sglang.sync import publish_weights
@@ -106,15 +106,8 @@ def test_every_transport_reaches_a_release_without_sessions(tmp_path, world, ser
 
 
 def request() -> Generation:
-    return Generation(
-        token_ids=PROMPT,
-        num_samples=3,
-        temperature=1.0,
-        top_p=1.0,
-        max_new_tokens=8,
-        stop_token_ids=(2,),
-        vocab_size=VOCABULARY,
-    )
+    sampling = Sampling(num_samples=3, max_new_tokens=8, stop_token_ids=(2,))
+    return Generation(PROMPT, sampling, VOCABULARY)
 
 
 def packed(drawn: list[Completion]):

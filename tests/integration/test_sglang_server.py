@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -21,7 +22,7 @@ from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.huggingface import export_hf
 from stable_opd_mcore.parallel.world import start_world, stop_world
-from stable_opd_mcore.records import Sample, SampleWeights
+from stable_opd_mcore.records import Sample, SampleWeights, Sampling
 from stable_opd_mcore.rollout.sglang.build import model_config
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.scoring.served_teacher import ServedTeacher, TeacherLost
@@ -90,17 +91,10 @@ def key_file(tmp_path_factory) -> str:
     return str(file)
 
 
-def generation(first: int = 3, **changes) -> Generation:
-    settings = {
-        "token_ids": tuple(range(first, first + 12)),
-        "num_samples": 3,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "max_new_tokens": 8,
-        "stop_token_ids": (2,),
-        "vocab_size": VOCABULARY,
-    }
-    return Generation(**settings | changes)
+def generation(first: int = 3, vocab_size: int = VOCABULARY, **sampling) -> Generation:
+    changed = {"num_samples": 3, "max_new_tokens": 8, "stop_token_ids": (2,)} | sampling
+    ids = tuple(range(first, first + 12))
+    return Generation(ids, Sampling(**changed), vocab_size, padded_vocab_size=VOCABULARY)
 
 
 def test_the_key_is_required_and_not_in_the_process_list(server):
@@ -129,10 +123,10 @@ def test_a_stop_id_ends_a_response_wherever_it_comes(server):
 def test_padding_rows_are_never_drawn(server):
     """With 100 of 128 rows a vocabulary, everything is drawn from and normalised over the 100."""
     client = server.client()
-    narrow = generation(20, vocab_size=100, padded_vocab_size=VOCABULARY, num_samples=8)
+    narrow = generation(20, vocab_size=100, num_samples=8)
     for completion in client.generate(narrow):
         assert max(completion.token_ids) < 100
-    certain = generation(3, token_ids=(3, 4, 5), vocab_size=6, padded_vocab_size=VOCABULARY)
+    certain = replace(generation(vocab_size=6), token_ids=(3, 4, 5))
     total = sum(
         torch.tensor(completion.logprobs[0]).exp().item()
         for completion in {c.token_ids[0]: c for c in client.generate(certain)}.values()

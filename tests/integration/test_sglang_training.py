@@ -18,8 +18,7 @@ from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.parallel.world import start_world, stop_world
-from stable_opd_mcore.records import Prompt
-from stable_opd_mcore.rollout.engine import Sampling
+from stable_opd_mcore.records import Prompt, Sampling
 from stable_opd_mcore.rollout.sglang.build import build_sglang_engine
 from stable_opd_mcore.rollout.sglang.engine import SglangEngine
 from stable_opd_mcore.serving.client import SglangClient

@@ -11,10 +11,9 @@ from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
-from stable_opd_mcore.records import Prompt
+from stable_opd_mcore.records import Prompt, Sampling
 from stable_opd_mcore.rollout.choice import build_engine, slow_engine, training_sampling
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
-from stable_opd_mcore.rollout.engine import Sampling
 from tests.planning.cases import QWEN_7B, config_7b
 
 

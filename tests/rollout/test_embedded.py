@@ -11,9 +11,8 @@ from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.huggingface import load_hf
-from stable_opd_mcore.records import Prompt, Sample
+from stable_opd_mcore.records import Prompt, Sample, Sampling
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
-from stable_opd_mcore.rollout.engine import Sampling
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from tests.rollout.tiny import VOCAB, WINDOW, build_engine, decode, make_prompts
 from tests.shares import weights_of

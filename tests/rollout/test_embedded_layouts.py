@@ -14,8 +14,8 @@ from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.huggingface import load_hf
 from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.records import Sampling
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
-from stable_opd_mcore.rollout.engine import Sampling
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from tests.models.tiny import microbatch
 from tests.parallel.launch import run_ranks

@@ -4,8 +4,8 @@ import pytest
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.metrics import Metrics
-from stable_opd_mcore.records import Prompt
-from stable_opd_mcore.rollout.engine import NothingInFlight, Sampling, check_prompts
+from stable_opd_mcore.records import Prompt, Sampling
+from stable_opd_mcore.rollout.engine import RolloutEngine, check_prompts
 
 
 def check(ids: tuple[int, ...], **sampling) -> None:
@@ -61,7 +61,7 @@ def test_greedy_sampling_of_one_token_is_possible():
 
 
 def test_an_engine_without_servers_draws_nothing_ahead():
-    engine = NothingInFlight()
+    engine = RolloutEngine()
     engine.prefetch([Prompt("a", "", (1,))], Sampling(), step=3)
     assert engine.in_flight() is None
     engine.restore(3, [])

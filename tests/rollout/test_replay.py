@@ -8,8 +8,7 @@ import pytest
 
 from stable_opd_mcore.data.rollout_files import rollout_path, write_rollouts
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.records import Prompt, Rollout
-from stable_opd_mcore.rollout.engine import Sampling
+from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.replay import ReplayEngine
 
 PROMPTS = [Prompt(f"set:{i}", f"problem {i}", (i, 2)) for i in range(4)]

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.records import Sampling
 from stable_opd_mcore.serving.requests import Generation, Routing, Scoring
 
-GENERATION = Generation((1, 2), 4, 0.7, 0.9, 16, (3,), vocab_size=5, padded_vocab_size=8)
+GENERATION = Generation((1, 2), Sampling(0.7, 0.9, 16, 4, (3,)), vocab_size=5, padded_vocab_size=8)
 SCORING = Scoring((1, 2, 3), start=1, vocab_size=5, top_k=2, extra_ids=(0, 4))
 
 
@@ -60,5 +61,6 @@ def test_choices_of_experts_are_parsed_and_checked():
 
 
 def test_larger_requests_allow_larger_replies():
-    assert replace(GENERATION, num_samples=8).max_reply_bytes > GENERATION.max_reply_bytes
+    more = replace(GENERATION, sampling=Sampling(num_samples=8))
+    assert more.max_reply_bytes > GENERATION.max_reply_bytes
     assert replace(SCORING, top_k=9).max_reply_bytes > SCORING.max_reply_bytes

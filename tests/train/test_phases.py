@@ -18,7 +18,7 @@ from stable_opd_mcore.config.training import MemoryConfig
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import start_world, stop_world
-from stable_opd_mcore.rollout.engine import NothingInFlight, RolloutEngine
+from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.train import loop
 from stable_opd_mcore.train.evaluation import evaluate_student
 from stable_opd_mcore.train.persistence.checkpoint import CheckpointSaver
@@ -38,7 +38,7 @@ HELD_OUT = {
 }
 
 
-class Lending(NothingInFlight):
+class Lending(RolloutEngine):
     """The embedded engine in the place of colocated servers: everything leaves before it draws."""
 
     def __init__(self, engine: RolloutEngine, memory: DeviceMemory) -> None:

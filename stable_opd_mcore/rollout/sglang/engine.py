@@ -34,8 +34,8 @@ from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World, broadcast_object, gather_objects
 from stable_opd_mcore.planning.topology import server_dtype
-from stable_opd_mcore.records import Prompt, Rollout
-from stable_opd_mcore.rollout.engine import EngineLost, Sampling, check_prompts
+from stable_opd_mcore.records import Prompt, Rollout, Sampling
+from stable_opd_mcore.rollout.engine import EngineLost, RolloutEngine, check_prompts
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
 from stable_opd_mcore.rollout.sglang.group import in_daemon
@@ -43,7 +43,6 @@ from stable_opd_mcore.rollout.sglang.records import (
     Decode,
     Draw,
     cached_share,
-    request_for,
     rollouts_of,
     routing_of,
 )
@@ -58,7 +57,7 @@ _MAX_ATTEMPTS = 8  # at one publish; external servers have no restarts that coul
 _SEE_LOGS = "see sglang/events.jsonl and the servers' logs in the run directory"
 
 
-class SglangEngine:
+class SglangEngine(RolloutEngine):
     """A `RolloutEngine` over running servers.
 
     Args:
@@ -94,7 +93,6 @@ class SglangEngine:
         self._vocab_size = vocab_size
         self._memory = memory
         self._is_colocated = config.is_colocated
-        self._clients: dict[tuple[str, str | None, int], SglangClient] = {}
         self._ahead: Draw | None = None
         self._held: dict[int, dict[tuple[str, int], Rollout]] = {}  # restored rollouts, by step
         self._num_publishes = 0
@@ -220,7 +218,10 @@ class SglangEngine:
         window, rows = self._architecture.max_positions, self._architecture.vocab_size
         check_prompts(prompts, sampling, vocab_size=self._vocab_size, window=window)
         routing = routing_of(self._architecture) if self._config.rollout.routing_replay else None
-        return [request_for(p, sampling, self._vocab_size, rows, routing) for p in prompts]
+        return [
+            Generation(prompt.token_ids, sampling, self._vocab_size, rows, routing)
+            for prompt in prompts
+        ]
 
     def _accept(self, max_age: int) -> Callable[[Member, Sequence[Completion]], bool]:
         """A function that refuses responses from weights more than `max_age` versions old."""
@@ -301,7 +302,10 @@ class SglangEngine:
                 self._memory.bring("student")
             result = publish_weights(
                 self._chunks,
-                [Target(s.name, self._client(s.address), s.tensor) for s in mine],
+                [
+                    Target(s.name, SglangClient(s.url, api_key=s.api_key), s.tensor, s.life)
+                    for s in mine
+                ],
                 self._transport if is_sender else None,
                 version=self.weight_version,
                 label=f"{self.weight_version}-{self._num_publishes}",
@@ -336,13 +340,6 @@ class SglangEngine:
             else:
                 self._fleet.fail(member, f"weights did not arrive: {reason}")
 
-    def _client(self, address: tuple[str, str | None, int]) -> SglangClient:
-        """Rank 0's own client of a server; a new one after each failure of the server."""
-        if address not in self._clients or self._clients[address].is_closed:
-            url, api_key, _ = address
-            self._clients[address] = SglangClient(url, api_key=api_key)
-        return self._clients[address]
-
     def _statuses(self) -> list[ServerStatus]:
         """All servers of all fleets; also sets `_lost`. Collective."""
         mine = [self._status(member) for member in self._fleet.members]
@@ -351,11 +348,18 @@ class SglangEngine:
         return one_per_server([status for statuses, _ in gathered for status in statuses])
 
     def _status(self, member: Member) -> ServerStatus:
-        address = (member.client.url, member.client.api_key, member.life)
-        shares_memory = self._config.rollout.sglang.transport == "tensor"
-        owner = self._world.data_rank if member.server is not None else None
-        sender = owner if shares_memory else 0
-        return ServerStatus(member.name, member.state, member.tensor, address, sender)
+        sender: int | None = 0
+        if self._config.rollout.sglang.transport == "tensor":  # its memory is shared with its owner
+            sender = self._world.data_rank if member.server is not None else None
+        return ServerStatus(
+            name=member.name,
+            url=member.client.url,
+            api_key=member.client.api_key,
+            state=member.state,
+            tensor=member.tensor,
+            life=member.life,
+            sender=sender,
+        )
 
     def _raise_if_lost(self) -> None:
         if self._lost is not None:

@@ -122,22 +122,15 @@ class Fleet:
         Args:
             accept: whether a member's responses come from allowed weights; others are drawn again.
         """
-        answers: list[list[Completion] | None] = [None] * len(requests)
-        waiting = deque(range(len(requests)))
-        num_threads = min(len(requests), _MAX_IN_FLIGHT * len(self.members))
-        if not num_threads:
-            return answers
+        if not requests or not self.members:
+            return [None] * len(requests)
         done = threading.Event()
         self._watcher = threading.Thread(target=self._watch, args=(done,), daemon=True)
         self._watcher.start()
+        num_threads = min(len(requests), _MAX_IN_FLIGHT * len(self.members))
         try:
             with ThreadPoolExecutor(num_threads, thread_name_prefix="draw") as pool:
-                workers = [
-                    pool.submit(self._work, requests, waiting, answers, accept)
-                    for _ in range(num_threads)
-                ]
-                for worker in workers:
-                    worker.result()
+                return list(pool.map(lambda request: self._answer(request, accept), requests))
         finally:
             done.set()  # not joined: its health probe may take another second
             for name, count in self._redrawn.items():
@@ -148,7 +141,6 @@ class Fleet:
                     self._events.add("retried", name, detail, count - 1)
             self._redrawn.clear()
             self._retried.clear()
-        return answers
 
     def fail(self, member: Member, reason: str) -> None:
         """Take a member out of use; kill and restart it if it is this run's and restarts are left.
@@ -266,34 +258,28 @@ class Fleet:
         server.start()
         member.state = "restarting"
 
-    def _work(
-        self,
-        requests: Sequence[Generation],
-        waiting: deque[int],
-        answers: list[list[Completion] | None],
-        accept: Callable[[Member, Sequence[Completion]], bool],
-    ) -> None:
-        """A worker thread: send waiting requests until none waits or no member is ready."""
+    def _answer(
+        self, request: Generation, accept: Callable[[Member, Sequence[Completion]], bool]
+    ) -> list[Completion] | None:
+        """Send a request until its responses are accepted; None when no member is ready."""
         while True:
             with self._lock:
-                member = self._least_loaded()
-                if not waiting or member is None:
-                    return
-                index = waiting.popleft()
+                ready = [member for member in self.members if member.state == "ready"]
+                member = min(ready, key=lambda member: member.in_flight, default=None)
+                if member is None:
+                    return None
                 member.in_flight += 1
             try:
-                answer = self._generate(member, requests[index])
+                answer = self._generate(member, request)
             finally:
                 with self._lock:
                     member.in_flight -= 1
-            if answer is not None and accept(member, answer):
-                answers[index] = answer
+            if answer is None:
+                with self._lock:
+                    self._redrawn[member.name] += request.sampling.num_samples
+            elif accept(member, answer):
                 self._progress()
-                continue
-            with self._lock:
-                waiting.append(index)
-                if answer is None:
-                    self._redrawn[member.name] += requests[index].num_samples
+                return answer
 
     def _generate(self, member: Member, request: Generation) -> list[Completion] | None:
         """The member's responses; after transient failures the request is repeated, then it fails.
@@ -317,10 +303,6 @@ class Fleet:
                         self._events.add("retried", member.name, reason)
                 time.sleep(pause_seconds(attempt))
         raise AssertionError("unreachable")
-
-    def _least_loaded(self) -> Member | None:
-        ready = [member for member in self.members if member.state == "ready"]
-        return min(ready, key=lambda member: member.in_flight, default=None)
 
     def _watch(self, done: threading.Event) -> None:
         """Probe members while requests are in flight, and fail those that do not answer.

@@ -35,7 +35,6 @@ from stable_opd_mcore.rollout.sglang.transports import (
     Transport,
     description,
 )
-from stable_opd_mcore.serving.client import SglangClient
 from stable_opd_mcore.serving.command import NCCL_SETTINGS
 from stable_opd_mcore.serving.process import is_loopback
 
@@ -166,13 +165,13 @@ class DistributedTransport(Transport):
         self._group: dist.ProcessGroup | None = None
         self._store: GroupStore | None = None
         self._label = ""
-        self._members: list[tuple[str, SglangClient]] = []
+        self._members: list[tuple[str, str, int]] = []
 
     def open(self, targets: Sequence[Target], label: str) -> None:
-        members = [(target.name, target.client) for target in targets]
+        members = [target.identity for target in targets]
         if self._group is not None and members != self._members:
             # a server that was started again does not know the group, and would refuse to leave it
-            self._targets = [t for t in self._targets if (t.name, t.client) in members]
+            self._targets = [t for t in self._targets if t.identity in members]
             self.leave()
         super().open(targets, label)
         self._members = members
@@ -206,7 +205,7 @@ class DistributedTransport(Transport):
 
     def _settle(self) -> None:
         super()._settle()
-        if any(name in self.failed for name, _ in self._members):
+        if any(name in self.failed for name, _, _ in self._members):
             self._break("it lost a member")
 
     def leave(self) -> None:

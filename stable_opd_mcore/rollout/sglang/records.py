@@ -10,8 +10,7 @@ import numpy as np
 
 from stable_opd_mcore.metrics import Mean, Metrics
 from stable_opd_mcore.models.families import Architecture
-from stable_opd_mcore.records import Prompt, Rollout
-from stable_opd_mcore.rollout.engine import Sampling
+from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.serving.requests import Completion, Generation, Routing
 
 Decode = Callable[[Sequence[int]], str]
@@ -25,27 +24,6 @@ class Draw:
     prompts: tuple[Prompt, ...]
     sampling: Sampling
     answers: Future[list[list[Completion] | None]]
-
-
-def request_for(
-    prompt: Prompt,
-    sampling: Sampling,
-    vocab_size: int,
-    padded_vocab_size: int,
-    routing: Routing | None = None,
-) -> Generation:
-    """One request for all samples of a prompt, which is computed once for all of them."""
-    return Generation(
-        token_ids=prompt.token_ids,
-        num_samples=sampling.num_samples,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        max_new_tokens=sampling.max_new_tokens,
-        stop_token_ids=sampling.stop_token_ids,
-        vocab_size=vocab_size,
-        padded_vocab_size=padded_vocab_size,
-        routing=routing,
-    )
 
 
 def cached_share(

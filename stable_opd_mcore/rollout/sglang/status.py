@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -11,31 +11,28 @@ class ServerStatus:
     """A server, as one leader knows it or as all of them together."""
 
     name: str
+    url: str
+    api_key: str | None
     state: str  # of Member
     tensor: int
-    address: tuple[str, str | None, int]  # URL, API key, and how often leaders saw it fail
+    life: int  # how often leaders saw it fail
     sender: int | None  # the data-parallel rank that sends it the weights; None: another knows
 
 
 def one_per_server(statuses: Sequence[ServerStatus]) -> list[ServerStatus]:
     """One status per server, from those of all leaders that share it.
 
-    A server needs weights if any leader says so. Failures are added up, so the address differs
-    after each one that any leader has seen.
+    A server needs weights if any leader says so. Its lives are added up, so they differ after each
+    failure that any leader has seen.
     """
-    by_name: dict[str, list[ServerStatus]] = {}
-    for status in statuses:
-        by_name.setdefault(status.name, []).append(status)
-    return [_as_one(same) for same in by_name.values()]
-
-
-def _as_one(same: Sequence[ServerStatus]) -> ServerStatus:
-    states = [status.state for status in same]
-    url, api_key, _ = same[0].address
-    return ServerStatus(
-        name=same[0].name,
-        state="needs_weights" if "needs_weights" in states else states[0],
-        tensor=same[0].tensor,
-        address=(url, api_key, sum(status.address[2] for status in same)),
-        sender=next((status.sender for status in same if status.sender is not None), None),
-    )
+    by_name: dict[str, ServerStatus] = {}
+    for other in statuses:
+        status = by_name.setdefault(other.name, other)
+        if status is not other:
+            by_name[other.name] = replace(
+                status,
+                state=other.state if other.state == "needs_weights" else status.state,
+                life=status.life + other.life,
+                sender=other.sender if status.sender is None else status.sender,
+            )
+    return list(by_name.values())

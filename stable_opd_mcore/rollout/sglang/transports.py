@@ -43,6 +43,12 @@ class Target:
     name: str
     client: SglangClient
     tensor: int  # the number of its tensor-parallel ranks
+    life: int = 0  # differs after each failure, which ends its process groups
+
+    @property
+    def identity(self) -> tuple[str, str, int]:
+        """Of the same process, as long as it does not fail."""
+        return self.name, self.client.url, self.life
 
 
 @dataclass(frozen=True)

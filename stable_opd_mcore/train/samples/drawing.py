@@ -21,8 +21,8 @@ from stable_opd_mcore.data.responses import rollout_metrics
 from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.parallel.world import World, broadcast_object
-from stable_opd_mcore.records import Prompt, Rollout, Sample
-from stable_opd_mcore.rollout.engine import RolloutEngine, Sampling
+from stable_opd_mcore.records import Prompt, Rollout, Sample, Sampling
+from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
 

@@ -10,6 +10,7 @@ import pytest
 
 import stable_opd_mcore.rollout.sglang.fleet as fleet_module
 from stable_opd_mcore.config.rollouts import SglangConfig
+from stable_opd_mcore.records import Sampling
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
 from stable_opd_mcore.serving.client import SglangClient
@@ -48,7 +49,7 @@ class Answering:
     """A client whose server answers every request with one empty response."""
 
     def generate(self, request: Generation) -> list[Completion]:
-        return [Completion((), (), "length", ("0",), 0)] * request.num_samples
+        return [Completion((), (), "length", ("0",), 0)] * request.sampling.num_samples
 
     def is_healthy(self, timeout_seconds: float) -> bool:
         return True
@@ -63,7 +64,7 @@ def test_each_accepted_answer_is_progress(tmp_path):
         SglangConfig(),
         progress=lambda: progress.append(1),
     )
-    request = Generation((1,), 1, 1.0, 1.0, 4, (0,), vocab_size=8)
+    request = Generation((1,), Sampling(max_new_tokens=4, stop_token_ids=(0,)), vocab_size=8)
     fleet.draw([request, request], lambda _, __: next(answers))
     assert len(progress) == 2
 
@@ -108,7 +109,7 @@ def member_in_use(member: Member) -> Member:
 
 
 def request() -> Generation:
-    return Generation((1, 2), 1, 1.0, 1.0, 1, (2,), 5)
+    return Generation((1, 2), Sampling(max_new_tokens=1, stop_token_ids=(2,)), vocab_size=5)
 
 
 def fleet_of(path: Path, *urls: str) -> Fleet:

@@ -10,7 +10,7 @@ import pytest
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.records import Prompt, Rollout
-from stable_opd_mcore.rollout.engine import NothingInFlight
+from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.train.persistence.in_flight import restore_in_flight, save_in_flight
 from tests.parallel.launch import run_ranks
 
@@ -19,7 +19,7 @@ def rollout(prompt: str, index: int = 0) -> Rollout:
     return Rollout(Prompt(prompt, "2+1", (5, 6)), index, (7, 8), (-0.5, -1.5), "stop", 3, "=3")
 
 
-class Engine(NothingInFlight):
+class Engine(RolloutEngine):
     """Has drawn these rollouts ahead; records what it is given."""
 
     def __init__(self, *drawn: Rollout) -> None:
