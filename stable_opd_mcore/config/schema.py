@@ -59,10 +59,24 @@ class AdvantageConfig(Section):
     power: float | None = Field(default=None, gt=0)
     """`opd`: teacher^power - student^power of the probabilities in place of the log-ratio
     (PowerOPD)."""
+    log: bool = False
+    """`opd`: sign(A) log(1 + |A|) in place of A, before clamping."""
     clamp: float | None = Field(default=None, gt=0)
     """Clamp the advantage to [-clamp, clamp], before discounting and before the control variate."""
+    constant: float | None = None
+    """`opd`: this number is the advantage of every token, whatever the teacher says: a control."""
     teacher_weight: float = Field(default=1.0, gt=0)
     """`grpo_opd`: weight of the teacher's log-ratio beside the advantage from rewards."""
+
+    @model_validator(mode="after")
+    def _constant_alone(self) -> Self:
+        others = {"power": self.power, "log": self.log or None, "clamp": self.clamp}
+        if self.constant is not None and (names := [k for k, v in others.items() if v is not None]):
+            raise ValueError(
+                f"objective.advantage.constant={self.constant:g} leaves nothing to change for "
+                f"objective.advantage.{names[0]}; drop one of them"
+            )
+        return self
 
 
 class TokenMasksConfig(Section):
@@ -93,6 +107,9 @@ class ObjectiveConfig(Section):
     student and teacher stop on different ids: docs/method.md §4."""
     top_k: PositiveInt = 32
     """`lsm`, `student_topk`: size of the support."""
+    tail: bool = False
+    """`lsm`, `student_topk`: all tokens outside the support are one more outcome; `false`: both
+    models are renormalised on the support."""
     divergence: Literal["forward", "reverse", "jsd"] = "reverse"
     """`gkd`: KL(teacher || student), KL(student || teacher) or the Jensen-Shannon divergence."""
     jsd_beta: float = Field(default=0.5, gt=0, lt=1)

@@ -38,6 +38,8 @@ from stable_opd_mcore.losses.vocabulary_sums import (
 )
 from stable_opd_mcore.records import LossOutput, MicroBatch
 
+TAIL_FLOOR = 1e-6  # least probability of the tokens outside a support
+
 
 class Leaves(NamedTuple):
     """The numbers of a block through which the logits enter the loss, or its gradient by them."""
@@ -160,7 +162,13 @@ class Block:
         if leaves.support_CK is not None:
             teacher_CK = self.at.get("teacher support", given.topk_logprobs_NK)
             assert teacher_CK is not None
-            divergence_C = support_kl(leaves.support_CK, teacher_CK)
+            student_CK = leaves.support_CK
+            if self.terms.settings.tail:
+                student_CK = with_tail(normaliser.log_softmax(student_CK))
+                if self.teacher is not None:
+                    teacher_CK = self.teacher.normaliser.log_softmax(teacher_CK)
+                teacher_CK = with_tail(teacher_CK)
+            divergence_C = support_kl(student_CK, teacher_CK)
         teacher_C, reference_C = given.logprob_N, (self.batch.reference or NO_SCORES).logprob_N
         if self.teacher is not None:
             normaliser = self.teacher.normaliser
@@ -245,6 +253,15 @@ def _support_ids(terms: Terms, batch: MicroBatch, head: Head, student_CV: Tensor
     if terms.divergence == "student_support":
         return head.top_k(student_CV, terms.settings.top_k)[1]
     return None
+
+
+def with_tail(logprob_CK: Tensor) -> Tensor:
+    """[C, K + 1]: with the log-probability of all other columns together, at least log TAIL_FLOOR.
+
+    The rest is what K fp32 numbers leave of 1, so a smaller one would be rounding.
+    """
+    rest_C1 = 1 - logprob_CK.exp().sum(1, keepdim=True)
+    return torch.cat([logprob_CK, rest_C1.clamp(min=TAIL_FLOOR).log()], dim=1)
 
 
 def support_kl(student_CK: Tensor, teacher_CK: Tensor) -> Tensor:

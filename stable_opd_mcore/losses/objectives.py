@@ -56,7 +56,9 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
             *_SURROGATE,
             "discount",
             "stop_class",
+            "advantage.constant",
             "advantage.control_variate",
+            "advantage.log",
             "advantage.power",
         ),
         discounted=token_losses.from_teacher,
@@ -70,13 +72,13 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
     "lsm": ObjectiveSpec(
         token_losses.divergence_from_teacher,
         "topk",
-        settings=("stop_class", "top_k"),
+        settings=("stop_class", "tail", "top_k"),
         divergence=lambda settings: "teacher_support",
     ),
     "student_topk": ObjectiveSpec(
         token_losses.divergence_from_teacher,
         "hidden",
-        settings=("stop_class", "top_k"),
+        settings=("stop_class", "tail", "top_k"),
         divergence=lambda settings: "student_support",
     ),
     "gkd": ObjectiveSpec(

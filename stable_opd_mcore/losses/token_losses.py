@@ -159,21 +159,23 @@ def divergence_from_teacher(rows: Rows, settings: ObjectiveConfig) -> PolicyLoss
 
 
 def from_teacher(rows: Rows, settings: AdvantageConfig) -> Tensor:
-    """A = log pi_T - log pi_old, or pi_T^alpha - pi_old^alpha with settings.power; clamped.
+    """A = log pi_T - log pi_old, or pi_T^alpha - pi_old^alpha with settings.power; compressed and
+    clamped. With settings.constant: that number.
 
     Raises:
         ValueError: the micro-batch carries no teacher scores.
     """
+    if settings.constant is not None:
+        return torch.full_like(rows.old_logprob, settings.constant)
     if rows.teacher_logprob is None:
         raise ValueError(
             "this objective needs teacher scores: attach them to the micro-batch first"
         )
-    alpha = settings.power
-    if alpha is None:
-        return _clamped(rows.teacher_logprob - rows.old_logprob, settings)
-    return _clamped(
-        (alpha * rows.teacher_logprob).exp() - (alpha * rows.old_logprob).exp(), settings
-    )
+    teacher, old, alpha = rows.teacher_logprob, rows.old_logprob, settings.power
+    advantage = teacher - old if alpha is None else (alpha * teacher).exp() - (alpha * old).exp()
+    if settings.log:
+        advantage = advantage.sign() * advantage.abs().log1p()
+    return _clamped(advantage, settings)
 
 
 def from_reward(rows: Rows, settings: AdvantageConfig) -> Tensor:

@@ -102,12 +102,17 @@ def divergence(
         teacher = batch.teacher or NO_SCORES
         assert teacher.topk_ids_NK is not None
         assert teacher.topk_logprobs_NK is not None
-        log_p_NK = log_p_NV.gather(1, teacher.topk_ids_NK)
-        return kl_divergence(log_p_NK.log_softmax(-1), teacher.topk_logprobs_NK.log_softmax(-1))
+        log_p_NK, log_q_NK = log_p_NV.gather(1, teacher.topk_ids_NK), teacher.topk_logprobs_NK
+        if terms.settings.tail:
+            log_p_NK, log_q_NK = with_tail(log_p_NK), with_tail(log_q_NK)
+        return kl_divergence(log_p_NK.log_softmax(-1), log_q_NK.log_softmax(-1))
     assert log_q_NV is not None
     if kind == "student_support":
         ids_NK = log_p_NV.topk(terms.settings.top_k, dim=1).indices
-        log_p_NV, log_q_NV = (x.gather(1, ids_NK).log_softmax(-1) for x in (log_p_NV, log_q_NV))
+        log_p_NV, log_q_NV = (x.gather(1, ids_NK) for x in (log_p_NV, log_q_NV))
+        if terms.settings.tail:
+            log_p_NV, log_q_NV = with_tail(log_p_NV), with_tail(log_q_NV)
+        log_p_NV, log_q_NV = log_p_NV.log_softmax(-1), log_q_NV.log_softmax(-1)
     if kind == "forward":
         return kl_divergence(log_q_NV, log_p_NV)
     if kind == "jsd":
@@ -115,6 +120,12 @@ def divergence(
         log_m_NV = torch.logaddexp(log_q_NV + math.log(b), log_p_NV + math.log(1 - b))
         return b * kl_divergence(log_q_NV, log_m_NV) + (1 - b) * kl_divergence(log_p_NV, log_m_NV)
     return kl_divergence(log_p_NV, log_q_NV)
+
+
+def with_tail(log_p_NK: Tensor) -> Tensor:
+    """With the log-probability of all tokens outside the support, at least log 1e-6."""
+    rest_N1 = (1 - log_p_NK.double().exp().sum(1, keepdim=True)).clamp(min=1e-6)
+    return torch.cat([log_p_NK, rest_N1.log().to(log_p_NK.dtype)], dim=1)
 
 
 def kl_divergence(log_p_NV: Tensor, log_q_NV: Tensor) -> Tensor:

@@ -115,6 +115,9 @@ P, Q = 0.5, 0.2  # of the sampled token, by student and teacher
         (0.25, {}, -2 * math.log(Q / 0.25)),  # ratio 2, and A < 0: not clipped
         (0.16, {}, -1.2 * math.log(Q / 0.16)),  # ratio 3.125, and A > 0: clipped at 1.2
         (P, {"power": 0.5}, math.sqrt(P) - math.sqrt(Q)),
+        (P, {"log": True}, math.log(1 + math.log(P / Q))),
+        (P, {"log": True, "clamp": 0.5}, 0.5),
+        (P, {"constant": -0.7}, 0.7),
         (P, {"clamp": 0.5}, 0.5),
         (P, {"clamp": 0.5, "control_variate": True}, 0.5 - 0.3),  # added after clamping
     ],

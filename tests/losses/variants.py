@@ -21,6 +21,7 @@ VARIANTS = {
     "opd_discounted": {
         "objective__discount": 0.5,
         "objective__advantage__power": 0.5,
+        "objective__advantage__log": True,
         "objective__advantage__clamp": 0.2,
     },
     "opd_vopd": {
@@ -57,6 +58,12 @@ VARIANTS = {
         "objective__name": "lsm",
         "objective__top_k": 4,
         "objective__stop_class": False,
+        "objective__tail": True,
+    },
+    "student_topk_tail": {
+        "objective__name": "student_topk",
+        "objective__top_k": 4,
+        "objective__tail": True,
     },
 }
 
