@@ -34,7 +34,10 @@ from stable_opd_mcore.config.training import (
     ParallelConfig,
     TrainConfig,
 )
-from stable_opd_mcore.host.user_code import UserFunction, read_user_function
+from stable_opd_mcore.host.user_code import UserFunction, is_user_function, read_user_function
+
+# What the `rows` of a user's objective hold on request: docs/own_code.md
+OWN_NEEDS = ("teacher_logprob", "support", "divergence", "given_advantage")
 
 
 class RunConfig(Section):
@@ -97,7 +100,9 @@ class ObjectiveConfig(Section):
 
     name: str = "opd"
     """A name of `OBJECTIVES` in losses/objectives.py: sft, grpo, opd, grpo_opd, lsm,
-    student_topk, gkd."""
+    student_topk, gkd. Or a function of your own, `path/to/file.py:function`: docs/own_code.md."""
+    sha256: str | None = None
+    """As `reward.sha256`, of the file in `name`."""
     clip: float = Field(default=0.2, gt=0)
     """`opd`, `grpo`, `grpo_opd`: the probability ratio is clipped to [1 - clip, 1 + clip]."""
     discount: float = Field(default=0.0, ge=0, le=1)
@@ -124,6 +129,24 @@ class ObjectiveConfig(Section):
     `null`: all positions weigh the same."""
     advantage: AdvantageConfig = AdvantageConfig()
     masks: TokenMasksConfig = TokenMasksConfig()
+
+    @model_validator(mode="after")
+    def _hashed(self) -> Self:
+        sha256 = self.read().sha256 if is_user_function(self.name) else None
+        object.__setattr__(self, "sha256", sha256)  # it is frozen
+        if self.needs >= {"support", "divergence"}:
+            raise ValueError(f"{self.name}: NEEDS may have either support or divergence, not both")
+        return self
+
+    def read(self) -> UserFunction:
+        """The function of the user's own, unchanged since the settings were read."""
+        return read_user_function(self.name, ("rows", "settings"), self.sha256)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The scores that a function of the user's own asks for: NEEDS of its file."""
+        own = is_user_function(self.name)
+        return self.read().words("NEEDS", OWN_NEEDS) if own else frozenset()
 
 
 class RewardConfig(Section):

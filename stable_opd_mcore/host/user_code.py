@@ -32,6 +32,28 @@ class UserFunction:
     def sha256(self) -> str:
         return hashlib.sha256(self.source).hexdigest()
 
+    def words(self, name: str, known: Sequence[str]) -> frozenset[str]:
+        """The strings of a list or tuple at the file's top level; none without it.
+
+        Raises:
+            ConfigError: it is anything else, or holds a word that is not among the `known` ones.
+        """
+        values = [
+            node.value
+            for node in ast.parse(self.source).body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
+        ]
+        try:
+            found = frozenset(ast.literal_eval(values[-1]) if values else ())
+        except (ValueError, TypeError):
+            found = frozenset({ast.unparse(values[-1])})
+        if not found <= set(known):
+            raise ConfigError(
+                f"{self.path}: {name} = {ast.unparse(values[-1])}: expected a tuple of strings, of "
+                f"{', '.join(known)}"
+            )
+        return found
+
     def load(self) -> Callable[..., Any]:
         """Run the file; its function. Whatever the file raises rises."""
         module = ModuleType(f"own_code_{self.sha256[:16]}")

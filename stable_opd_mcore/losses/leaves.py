@@ -159,6 +159,7 @@ class Block:
         if self.golden is not None and leaves.golden_G is not None:
             likelihood_C = likelihood_C.index_copy(0, self.golden.rows_G, leaves.golden_G)
         given, divergence_C = self.batch.teacher or NO_SCORES, leaves.divergence_C
+        support_CK = None
         if leaves.support_CK is not None:
             teacher_CK = self.at.get("teacher support", given.topk_logprobs_NK)
             assert teacher_CK is not None
@@ -169,6 +170,8 @@ class Block:
                     teacher_CK = self.teacher.normaliser.log_softmax(teacher_CK)
                 teacher_CK = with_tail(teacher_CK)
             divergence_C = support_kl(student_CK, teacher_CK)
+            if self.terms.divergence == "teacher_support":
+                support_CK = normaliser.log_softmax(leaves.support_CK)
         teacher_C, reference_C = given.logprob_N, (self.batch.reference or NO_SCORES).logprob_N
         if self.teacher is not None:
             normaliser = self.teacher.normaliser
@@ -185,6 +188,8 @@ class Block:
             token_logprob_C,
             likelihood=likelihood_C,
             divergence=divergence_C,
+            support=support_CK,
+            teacher_support=None if support_CK is None else given.topk_logprobs_NK,
             kl_reference=leaves.kl_reference_C,
             teacher_logprob=teacher_C,
             reference_logprob=reference_C,

@@ -20,9 +20,11 @@ from stable_opd_mcore.config.schema import (
     ObjectiveConfig,
 )
 from stable_opd_mcore.errors import ConfigError
+from stable_opd_mcore.host.user_code import is_user_function
 from stable_opd_mcore.losses import token_losses, token_weights
 from stable_opd_mcore.losses.fused import fused_loss
 from stable_opd_mcore.losses.output_head import Head, rows_per_block
+from stable_opd_mcore.losses.own_objective import own_objective
 from stable_opd_mcore.losses.stop_tokens import shared_stop_ids
 from stable_opd_mcore.losses.token_losses import PolicyLoss, Rows, Terms
 from stable_opd_mcore.records import LossOutput, MicroBatch, SampleFacts, SampleWeights
@@ -210,14 +212,11 @@ def build_objective(
         teacher_stop_ids: all ids that end a teacher's response; None without a teacher.
 
     Raises:
-        ConfigError: an unknown name, or options that do not go together.
+        ConfigError: an unknown name, options that do not go together, or a function of the user's
+            own that fails on a trial.
     """
     settings = config.objective
-    if settings.name not in OBJECTIVES:
-        raise ConfigError(
-            f"objective.name={settings.name!r}: expected one of {', '.join(OBJECTIVES)}"
-        )
-    spec = OBJECTIVES[settings.name]
+    spec = OBJECTIVES.get(settings.name) or _own_spec(settings)
     _check(config, spec)
     stop_ids: tuple[int, ...] = ()
     if settings.stop_class and spec.teacher != "none" and teacher_stop_ids is not None:
@@ -245,6 +244,36 @@ def build_objective(
         golden_weight=1.0,
         config=config,
     ).with_strengths(config.kl.beta, config.mixture.lambda_)
+
+
+def _own_spec(settings: ObjectiveConfig) -> ObjectiveSpec:
+    """The line of a function of the user's own (docs/own_code.md)."""
+    if not is_user_function(settings.name):
+        raise ConfigError(
+            f"objective.name={settings.name!r}: expected one of {', '.join(OBJECTIVES)}, or "
+            "path/to/file.py:function"
+        )
+    needs, advantage = settings.needs, ("advantage.clamp", "advantage.log", "advantage.power")
+    used = ["clip", *advantage, "advantage.teacher_weight"]
+    teacher: ScoresNeeded = "sampled" if "teacher_logprob" in needs else "none"
+    divergence = ""
+    if "support" in needs:
+        teacher, divergence = "topk", "teacher_support"
+        used.append("top_k")
+    if "divergence" in needs:
+        teacher, divergence = "hidden", settings.divergence
+        used += ["divergence", "jsd_beta"]
+    if "given_advantage" in needs:
+        used.append("std_normalise")
+    if teacher != "none":
+        used.append("stop_class")
+    return ObjectiveSpec(
+        own_objective(settings),
+        teacher,
+        tuple(used),
+        (lambda _: divergence) if divergence else None,
+        rewards="given_advantage" in needs,
+    )
 
 
 def _check(config: Config, spec: ObjectiveSpec) -> None:

@@ -1,15 +1,15 @@
 """The loss of single tokens: plain functions of a few numbers per row (docs/method.md §1-3).
 
-Logits enter the loss through the first five fields of `Rows` alone. An objective (`opd`, `grpo`,
-`grpo_opd`, `divergence_from_teacher`) is a differentiable function from Rows and its settings to a
-`PolicyLoss`. `token_losses` adds the KL to the reference and the likelihood of golden tokens, with
-their weights. The fused path (fused.py) and the definition on whole distributions
+Logits enter the loss through the fields of `Rows` that are differentiable. An objective (`opd`,
+`grpo`, `grpo_opd`, `divergence_from_teacher`) is a differentiable function from Rows and its
+settings to a `PolicyLoss`. `token_losses` adds the KL to the reference and the likelihood of golden
+tokens, with their weights. The fused path (fused.py) and the definition on whole distributions
 (tests/losses/definitions.py) fill Rows in two ways and call these functions; autograd
 differentiates them.
 
-All tensors are [C], one number per row: fp32, fp64 for fp64 logits; log-probabilities in nats. Not
-here: returns and advantages from rewards, which need the other tokens (token_weights.py), and sums
-over the vocabulary (vocabulary_sums.py).
+All tensors are [C], one number per row, or [C, K] where they are of K ids: fp32, fp64 for fp64
+logits; log-probabilities in nats. Not here: returns and advantages from rewards, which need the
+other tokens (token_weights.py), and sums over the vocabulary (vocabulary_sums.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ RATIO_BOUND = 20.0  # log ratio beyond every clip bound, whose exponential is fi
 
 @dataclass(frozen=True)
 class Rows:
-    """What the loss reads of C tokens. The first five fields are differentiable."""
+    """What the loss reads of C tokens. The first three fields are differentiable, and those that
+    say so.
+    """
 
     logprob: Tensor  # log pi of the target, or of stopping where the target is a stop id
     token_logprob: Tensor  # log pi of the target itself
@@ -43,6 +45,9 @@ class Rows:
     trained: Tensor  # bool, the policy term has a weight
     divergence: Tensor | None = None  # differentiable: Terms.divergence of student and teacher
     kl_reference: Tensor | None = None  # differentiable: exact KL(student || reference)
+    # [C, K], of the teacher's most probable ids, where Terms.divergence is "teacher_support"
+    support: Tensor | None = None  # differentiable: log pi
+    teacher_support: Tensor | None = None  # log pi_T
     old_token_logprob: Tensor | None = None  # as token_logprob; None on policy
     teacher_logprob: Tensor | None = None  # as logprob
     reference_logprob: Tensor | None = None  # as token_logprob

@@ -365,6 +365,7 @@ def _hidden_states_needed(config: Config, models: Models) -> list[int]:
     """Hidden sizes of the scorers whose hidden states the loss reads."""
     objective, needed = config.objective, []
     whole = objective.name in ("gkd", "student_topk") or objective.advantage.control_variate
+    whole = whole or "divergence" in objective.needs
     if models.teacher is not None and whole:
         needed.append(models.teacher.hidden_size)
     if models.reference and config.kl.estimator == "exact":

@@ -66,6 +66,10 @@ def rows_of(
         "teacher_logprob": teacher.logprob_N,
         "reference_logprob": (batch.reference or NO_SCORES).logprob_N,
     }
+    if terms.divergence == "teacher_support":
+        assert teacher.topk_ids_NK is not None
+        found["support"] = outcomes_NV.gather(1, teacher.topk_ids_NK)
+        found["teacher_support"] = teacher.topk_logprobs_NK
     log_q_NV = None
     if terms.teacher_logits:
         assert teacher_NV is not None

@@ -5,12 +5,15 @@ Imports no pytest, which a GPU machine may lack.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from stable_opd_mcore.losses.objectives import OBJECTIVES
 from tests.losses.cases import Case, make_case, make_config
 
 # Every objective of the registry with its defaults, and every option that changes the loss, each
 # at an extreme and together with those of other axes.
 TOP_1 = {"objective__top_k": 1}
+MARGIN = Path(__file__).parents[2] / "docs/examples/pairwise_margin.py"
 VARIANTS = {
     name: {"objective__name": name} | (TOP_1 if "top_k" in spec.settings else {})
     for name, spec in OBJECTIVES.items()
@@ -65,6 +68,7 @@ VARIANTS = {
         "objective__top_k": 4,
         "objective__tail": True,
     },
+    "own": {"objective__name": f"{MARGIN}:pairwise_margin", "objective__top_k": 6},
 }
 
 

@@ -40,9 +40,11 @@ LAYOUTS = {
     "TP2xCP2+SP": {"tensor": 2, "context": 2, "sequence": True},
     "PP2xCP2": {"pipeline": 2, "context": 2},
 }
+MARGIN = Path(__file__).parents[2] / "docs/examples/pairwise_margin.py"
 OBJECTIVES = {
     "opd, discounted": {"name": "opd", "discount": 0.9},
     "gkd": {"name": "gkd", "divergence": "jsd"},
+    "own": {"name": f"{MARGIN}:pairwise_margin", "top_k": 6},
 }
 
 
@@ -164,6 +166,7 @@ def train_once(world: World, name: str, path: Path) -> dict[str, Tensor]:
             build_model(read_architecture(tiny_architecture(hidden, 4)), world, trainable=False),
             world,
             vocab_size=VOCAB,
+            top_k=objective.top_k if needs == "topk" else None,
             hidden_alone=needs == "hidden",
         )
         for hidden, needs in ((48, objective.teacher_needs), (32, objective.reference_needs))

@@ -10,7 +10,10 @@ from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks
 from tests.train.runs import metrics_of, tiny_config
 
-REWARD = """
+OWN = """
+NEEDS = ("given_advantage",)
+def objective(rows, settings):
+    return -rows.given_advantage * (rows.logprob - rows.old_logprob).exp()
 def reward(row, response):
     if len(response) == 5:
         raise ValueError(response)
@@ -18,13 +21,13 @@ def reward(row, response):
 """
 
 
-def rewarded_run(rank: int, world_size: int, directory: str) -> None:
+def own_run(rank: int, world_size: int, directory: str) -> None:
     home = Path(directory)
     own = home / "own.py"
     if rank == 0:
-        own.write_text(REWARD)
+        own.write_text(OWN)
     settings = {
-        "objective": {"name": "grpo"},
+        "objective": {"name": f"{own}:objective"},
         "reward": {"function": f"{own}:reward"},
         "data": {split: {"path": "synthetic:arithmetic"} for split in ("train", "eval")},
         "evaluation": {"every": 2},
@@ -32,14 +35,14 @@ def rewarded_run(rank: int, world_size: int, directory: str) -> None:
         "train": {"steps": 2},
     }
     train(tiny_config(home, "run", **settings), show_progress=False)
-    own.write_text(REWARD + "\n")
+    own.write_text(OWN + "\n")
     settings["train"] = {"steps": 3}
-    with pytest.raises(ConfigError, match=r"  reward.sha256: \w{64} -> \w{64}\n.*"):
+    with pytest.raises(ConfigError, match=r"objective.sha256: \w{64} -> \w{64}\n  reward.sha256"):
         train(tiny_config(home, "run", **settings), show_progress=False)
 
 
-def test_a_reward_of_the_user_s_is_trained_on(tmp_path):
-    run_ranks(1, rewarded_run, str(tmp_path))
+def test_reward_and_objective_of_the_user_s_are_trained_on(tmp_path):
+    run_ranks(1, own_run, str(tmp_path))
     rollouts = read_rollouts(rollout_path(tmp_path / "run", 1))
     lengths = [len(rollout.text) for rollout in rollouts]
     expected = [0 if length == 5 else min(1, length / 100) for length in lengths]
