@@ -1,4 +1,4 @@
-"""The right responses to held-out problems: their counts, rates and sampling settings.
+"""The responses to held-out problems: how many are right, their rates and sampling settings.
 
 Not here: drawing responses (train/evaluation.py), the prompts (benchmarks.py, data/prompts.py), the
 other numbers of responses (data/responses.py), the stored responses (store.py).
@@ -6,10 +6,13 @@ other numbers of responses (data/responses.py), the stored responses (store.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+from stable_opd_mcore.config.evaluation import MonitoringConfig
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.data.responses import rollout_metrics
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.estimates import bootstrap_interval, pass_at_k
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
@@ -24,6 +27,8 @@ class BenchmarkResult:
     num_samples: int  # k
     num_correct: tuple[int, ...]  # one per problem, in the order of the problems
     num_over_long: int = 0  # problems without a response, counted as wrong
+    # Truncation, repetition, lengths, ... by name, as in data/responses.py; None: not defined.
+    rates: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -51,6 +56,29 @@ class BenchmarkResult:
             [[pass_at_k(self.num_samples, correct, k) for correct in self.num_correct]]
         )
 
+    def record(self) -> dict[str, Any]:
+        """The plain values: rates as shares, intervals as [low, high]."""
+        low, high = self.accuracy_interval
+        ks = [k for k in (1, 2, 4, 8, 16, 32, 64) if k < self.num_samples] + [self.num_samples]
+        return {
+            "accuracy": self.accuracy,
+            "accuracy_low": low,
+            "accuracy_high": high,
+            "num_problems": len(self.num_correct),
+            "num_samples": self.num_samples,
+            "num_over_long": self.num_over_long,
+            "pass_at": {str(k): self.pass_at(k) for k in ks},
+            "pass_at_interval": {str(k): list(self.pass_interval(k)) for k in ks},
+            "num_correct": list(self.num_correct),
+            **self.rates,
+        }
+
+
+def average(results: Mapping[str, BenchmarkResult]) -> tuple[float, tuple[float, float]]:
+    """The unweighted mean accuracy of several benchmarks, and its 95 % bootstrap interval."""
+    mean = sum(result.accuracy for result in results.values()) / len(results)
+    return mean, bootstrap_interval([result.shares for result in results.values()])
+
 
 def require_answers(prompts: Sequence[Prompt]) -> None:
     """
@@ -63,15 +91,26 @@ def require_answers(prompts: Sequence[Prompt]) -> None:
         raise UserError(f"{what}; set data.eval.path and data.eval.columns.answer")
 
 
-def count_correct(
-    rollouts: Iterable[Rollout], num_samples: int, num_over_long: int = 0
+def benchmark_result(
+    rollouts: Iterable[Rollout],
+    sampling: Sampling,
+    monitoring: MonitoringConfig,
+    over_long: int = 0,
 ) -> BenchmarkResult:
-    """Right responses per problem; the over-long problems follow with none."""
+    """The result of graded responses, which are read once; the over-long problems come last."""
     correct: dict[str, int] = {}
-    for rollout in rollouts:
-        prompt_id = rollout.prompt.prompt_id
-        correct[prompt_id] = correct.get(prompt_id, 0) + (rollout.reward == 1.0)
-    return BenchmarkResult(num_samples, (*correct.values(), *[0] * num_over_long), num_over_long)
+
+    def counted() -> Iterator[Rollout]:
+        for rollout in rollouts:
+            prompt_id = rollout.prompt.prompt_id
+            correct[prompt_id] = correct.get(prompt_id, 0) + (rollout.reward == 1.0)
+            yield rollout
+
+    metrics = rollout_metrics(counted(), sampling.max_new_tokens, monitoring, "eval")
+    rates = {key.removeprefix("eval/"): value for key, value in metrics.values_by_key().items()}
+    del rates["accuracy"]  # the over-long problems count as wrong in ours
+    num_correct = (*correct.values(), *[0] * over_long)
+    return BenchmarkResult(sampling.num_samples, num_correct, over_long, rates)
 
 
 def evaluation_sampling(

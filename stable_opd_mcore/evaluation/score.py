@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import xxhash
 from rich.console import Console
@@ -29,7 +29,7 @@ from stable_opd_mcore.config.evaluation import MonitoringConfig
 from stable_opd_mcore.data.repetition import PAPER_TAIL_CHARACTERS
 from stable_opd_mcore.data.responses import CompressionLimits, compression_limits, measure
 from stable_opd_mcore.errors import DataError, UserError
-from stable_opd_mcore.evaluation.grading import Grader, GradingItem, Verdict
+from stable_opd_mcore.evaluation.grading import Grader, GradingItem
 from stable_opd_mcore.evaluation.score_rows import (
     Columns,
     RowError,
@@ -39,11 +39,12 @@ from stable_opd_mcore.evaluation.score_rows import (
     read_lines,
 )
 from stable_opd_mcore.evaluation.score_summary import summarise
-from stable_opd_mcore.host.atomic_files import describe_space, write_atomically
+from stable_opd_mcore.host.atomic_files import naming_disk_errors, write_atomically
 
 MAX_GROUPS = 1000
 STANDARD_INPUT = Path("-")
 _FIRST_BYTES = 2**20  # of a source, whose hash tells another file
+_NO_GOLD = GradingItem("", "", "bracket")  # no worker grades it, and its verdict is not used
 _Record = dict[str, Any]
 
 
@@ -68,6 +69,15 @@ class ScoreSettings:
         """Of lengths."""
         has_tokens = self.columns.tokens is not None or self.tokenizer is not None
         return "tokens" if has_tokens else "characters"
+
+    @property
+    def limits(self) -> CompressionLimits:
+        """A budget in characters says nothing about the tail of a run with that budget."""
+        config = MonitoringConfig(
+            repetition_tail_characters=self.tail_characters, repetition_ratio=self.ratio
+        )
+        budget = self.max_length if self.unit == "tokens" else None
+        return compression_limits(config, PAPER_TAIL_CHARACTERS if budget is None else budget)
 
 
 def default_output(paths: Sequence[Path]) -> Path:
@@ -104,21 +114,35 @@ def score_files(
     Returns:
         What summary.json holds: `settings`, and the numbers of `summarise`.
     """
-    with ExitStack() as stack:
+    verdicts, numbers = output / "verdicts.jsonl", output / "summary.json"
+    with naming_disk_errors(output, setting="--output"), ExitStack() as stack:
         sources = [_open(path, stack) for path in paths]
-        first = sources[0]
-        columns = find_columns(first.file, first.name, settings.columns)
+        columns = find_columns(sources[0].file, sources[0].name, settings.columns)
         settings = replace(settings, columns=columns)
         output.mkdir(parents=True, exist_ok=True)
+        file = stack.enter_context(verdicts.open("a+b"))
         try:
-            return _score(sources, output, settings, progress)
-        except OSError as error:
-            if error.filename is not None:
-                raise
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             raise UserError(
-                f"{output}: cannot be written: {error.strerror}; {describe_space(output, 0)}. Make "
-                "room; the same command goes on where it stopped"
+                f"{verdicts}: another score command is writing it; wait for its end"
+            ) from None
+        identity = _identity(sources, settings)
+        done = _resume(file, verdicts, numbers, identity)
+        workers = settings.workers or len(os.sched_getaffinity(0))
+        grader = stack.enter_context(Grader(settings.timeout_seconds, workers))
+        _append_verdicts(file, grader, _measured_rows(sources, settings, done, progress))
+        file.seek(0)
+        try:
+            found = summarise(map(json.loads, file), settings.unit, settings.max_length)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{verdicts}: holds a row that this command did not write ({error!r}); remove the "
+                "file and score again"
             ) from error
+        summary = {"settings": identity, **found}
+        _write_summary(numbers, summary)
+    return summary
 
 
 @contextmanager
@@ -152,155 +176,89 @@ def _open(path: Path, stack: ExitStack) -> _Source:
     return _Source(str(path), stack.enter_context(path.open("rb")), path.stat().st_size)
 
 
-def _score(
-    sources: Sequence[_Source],
-    output: Path,
-    settings: ScoreSettings,
-    progress: Callable[[int, float], None],
-) -> _Record:
-    plain = _plain(sources, settings)
-    verdicts, numbers = output / "verdicts.jsonl", output / "summary.json"
-    with verdicts.open("a+b") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"{verdicts}: another score command is writing it; wait for its end"
-            ) from None
-        done = _resume(file, verdicts, numbers, plain)
-        scorer = _Scorer(settings, file, done, progress)
-        workers = settings.workers or len(os.sched_getaffinity(0))
-        with Grader(settings.timeout_seconds, workers) as grader:
-            for index, verdict in grader.grade_stream(scorer.items(sources)):
-                scorer.finish(index, verdict)
-        file.seek(0)
-        try:
-            found = summarise(map(json.loads, file), settings.unit, settings.max_length)
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{verdicts}: holds a row that this command did not write ({error!r}); remove the "
-                "file and score again"
-            ) from error
-    summary = {"settings": plain, **found}
-    _write_summary(numbers, summary)
-    return summary
-
-
-class _Scorer:
-    """Gives rows to the grader; writes their records in the order of the rows.
+def _append_verdicts(
+    file: BinaryIO, grader: Grader, rows: Iterator[tuple[_Record, GradingItem | None]]
+) -> None:
+    """Append the record of each row with its verdict, in the order of the rows.
 
     Holds the rows that are being graded, and those that were graded before their turn.
     """
+    waiting: dict[int, tuple[_Record, bool]] = {}  # by place; whether the row is graded
+    judged: set[int] = set()
+    written = 0
 
-    def __init__(
-        self,
-        settings: ScoreSettings,
-        file: BinaryIO,
-        done: int,
-        progress: Callable[[int, float], None],
-    ):
-        """done: rows that an earlier start has written to `file`."""
-        self._settings, self._file, self._done = settings, file, done
-        self._progress = progress
-        self._limits = _limits(settings)
-        self._encode = _encoder(settings)
-        self._groups: set[str] = set()
-        self._num_items = 0
-        self._in_grading: dict[int, tuple[int, _Record]] = {}  # item -> number and record
-        self._graded: dict[int, _Record] = {}  # number of the row -> its record
+    def items() -> Iterator[GradingItem]:
+        for place, (record, item) in enumerate(rows):
+            waiting[place] = record, item is not None
+            yield item or _NO_GOLD
 
-    def items(self, sources: Sequence[_Source]) -> Iterator[GradingItem]:
-        """The rows that have a gold answer, for the graders. Other rows are written."""
-        total, number, position = sum(source.num_bytes for source in sources), 0, 0
-        for source in sources:
-            source.file.seek(0)
-            group = source.name if len(sources) > 1 else None
-            for row, (size, line) in enumerate(read_lines(source.file), start=1):
-                number += 1
-                position += size
-                if number <= self._done:
-                    continue
-                self._progress(number, position / total)
-                place = {"row": row} if group is None else {"file": group, "row": row}
-                try:
-                    parsed = parse_row(line, self._settings.columns)
-                except RowError as error:
-                    self._put(number, place | {"refused": str(error)})
-                    continue
-                record = place | self._measured(parsed, group, f"row {row}")
-                if parsed.gold is None:
-                    self._put(number, record)
-                else:
-                    self._in_grading[self._num_items] = number, record
-                    self._num_items += 1
-                    yield GradingItem(
-                        parsed.response,
-                        parsed.gold,
-                        parsed.answer_format,
-                        parsed.opens_thinking,
-                        stopped=record["finish_reason"] in ("stop", None),
-                    )
-
-    def finish(self, index: int, verdict: Verdict) -> None:
-        """Write the record of a graded row."""
-        number, record = self._in_grading.pop(index)
-        truncated_loop = record["finish_reason"] == "length" and record["loop"]["length"] > 0
-        record["reward"], record["grading_failure"] = float(verdict.is_right), verdict.failure
-        record["right_in_loop"] = verdict.is_right and truncated_loop
-        self._put(number, record)
-
-    def _put(self, number: int, record: _Record) -> None:
-        self._graded[number] = record
-        while (ready := self._graded.pop(self._done + 1, None)) is not None:
-            self._file.write(json.dumps(ready).encode() + b"\n")
-            self._done += 1
-        self._file.flush()
-
-    def _measured(self, row: ScoreRow, file: str | None, place: str) -> _Record:
-        token_ids, finish, limit = row.tokens, row.finish, self._settings.max_length
-        if token_ids is None and self._encode is not None:
-            token_ids = self._encode(row.response)
-        length = len(row.response if token_ids is None else token_ids)
-        if finish is None and limit is not None:
-            finish = "length" if length >= limit else "stop"
-        response = measure(row.response, token_ids, self._limits, finish_reason=finish, reward=None)
-        column = self._settings.columns.group
-        group = file if column is None else row.group
-        if group is not None:
-            self._groups.add(group)
-        if len(self._groups) > MAX_GROUPS:
-            raise UserError(
-                f"{place}: more than {MAX_GROUPS:,} groups; --group {column} names a column with "
-                "few values"
-            )
-        named = {"id": row.id, "group": group, "label": row.label, "right_in_loop": False}
-        return named | asdict(response)
+    for index, verdict in grader.grade_stream(items()):
+        record, is_graded = waiting[index]
+        if is_graded:
+            truncated_loop = record["finish_reason"] == "length" and record["loop"]["length"] > 0
+            record["reward"], record["grading_failure"] = float(verdict.is_right), verdict.failure
+            record["right_in_loop"] = verdict.is_right and truncated_loop
+        judged.add(index)
+        while written in judged:
+            judged.remove(written)
+            file.write(json.dumps(waiting.pop(written)[0]).encode() + b"\n")
+            written += 1
+        file.flush()
 
 
-def _plain(sources: Sequence[_Source], settings: ScoreSettings) -> _Record:
-    """What a continued call must share with the one that began."""
-    files = []
+def _measured_rows(
+    sources: Sequence[_Source],
+    settings: ScoreSettings,
+    done: int,
+    progress: Callable[[int, float], None],
+) -> Iterator[tuple[_Record, GradingItem | None]]:
+    """The record of each row after the first `done` ones, and what to grade of it, if anything."""
+    total, number, position = sum(source.num_bytes for source in sources), 0, 0
+    limits, encode, groups = settings.limits, _encoder(settings), set[str]()
     for source in sources:
         source.file.seek(0)
-        digest = xxhash.xxh3_128_hexdigest(source.file.read(_FIRST_BYTES))
-        files.append({"name": source.name, "bytes": source.num_bytes, "hash": digest})
-    return {
-        "files": files,
-        **{f"column_{role}": name for role, name in asdict(settings.columns).items()},
-        **asdict(_limits(settings)),
-        "unit": settings.unit,
-        "max_length": settings.max_length,
-        "tokenizer": settings.tokenizer,
-        "timeout_seconds": settings.timeout_seconds,
-    }
+        for row_number, (size, line) in enumerate(read_lines(source.file), start=1):
+            number, position = number + 1, position + size
+            if number <= done:
+                continue
+            progress(number, position / total)
+            record: _Record = {"row": row_number}
+            if len(sources) > 1:
+                record = {"file": source.name, **record}
+            try:
+                row = parse_row(line, settings.columns)
+            except RowError as error:
+                yield record | {"refused": str(error)}, None
+                continue
+            if settings.columns.group is None and len(sources) > 1:
+                row = row.model_copy(update={"group": source.name})
+            groups |= {row.group} - {None}
+            if len(groups) > MAX_GROUPS:
+                raise UserError(
+                    f"row {row_number}: more than {MAX_GROUPS:,} groups; --group "
+                    f"{settings.columns.group} names a column with few values"
+                )
+            record |= _measured(row, settings, limits, encode)
+            stopped = record["finish_reason"] in ("stop", None)
+            yield record, row.item(stopped)
 
 
-def _limits(settings: ScoreSettings) -> CompressionLimits:
-    config = MonitoringConfig(
-        repetition_tail_characters=settings.tail_characters, repetition_ratio=settings.ratio
-    )
-    budget = settings.max_length if settings.unit == "tokens" else None
-    return compression_limits(config, PAPER_TAIL_CHARACTERS if budget is None else budget)
+def _measured(
+    row: ScoreRow,
+    settings: ScoreSettings,
+    limits: CompressionLimits,
+    encode: Callable[[str], list[int]] | None,
+) -> _Record:
+    """What a row's record holds before its verdict."""
+    token_ids, finish, budget = row.tokens, row.finish, settings.max_length
+    if token_ids is None and encode is not None:
+        token_ids = encode(row.response)
+    length = len(row.response if token_ids is None else token_ids)
+    if finish is None and budget is not None:
+        finish = "length" if length >= budget else "stop"
+    response = measure(row.response, token_ids, limits, finish_reason=finish, reward=None)
+    named = {"id": row.id, "group": row.group, "label": row.label, "right_in_loop": False}
+    return named | asdict(response)
 
 
 def _encoder(settings: ScoreSettings) -> Callable[[str], list[int]] | None:
@@ -311,7 +269,25 @@ def _encoder(settings: ScoreSettings) -> Callable[[str], list[int]] | None:
     return Tokenizer.load(settings.tokenizer).encode
 
 
-def _resume(file: BinaryIO, verdicts: Path, numbers: Path, settings: _Record) -> int:
+def _identity(sources: Sequence[_Source], settings: ScoreSettings) -> _Record:
+    """What a continued call must share with the one that began."""
+    files = []
+    for source in sources:
+        source.file.seek(0)
+        digest = xxhash.xxh3_128_hexdigest(source.file.read(_FIRST_BYTES))
+        files.append({"name": source.name, "bytes": source.num_bytes, "hash": digest})
+    return {
+        "files": files,
+        **{f"column_{role}": name for role, name in asdict(settings.columns).items()},
+        **asdict(settings.limits),
+        "unit": settings.unit,
+        "max_length": settings.max_length,
+        "tokenizer": settings.tokenizer,
+        "timeout_seconds": settings.timeout_seconds,
+    }
+
+
+def _resume(file: BinaryIO, verdicts: Path, numbers: Path, identity: _Record) -> int:
     """Drop an incomplete last line and check the settings, or write them; the rows done.
 
     Raises:
@@ -323,19 +299,18 @@ def _resume(file: BinaryIO, verdicts: Path, numbers: Path, settings: _Record) ->
         if line.endswith(b"\n"):
             num_rows, end = num_rows + 1, end + len(line)
     if not numbers.is_file() and not end:
-        _write_summary(numbers, {"settings": settings})
+        _write_summary(numbers, {"settings": identity})
     try:
-        earlier = cast("Any", json.loads(numbers.read_bytes()))["settings"]
-        different = [name for name in settings if earlier[name] != settings[name]]
+        earlier = json.loads(numbers.read_bytes())["settings"]
+        name = next((name for name in identity if earlier[name] != identity[name]), None)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise UserError(
             f"{verdicts}: there is no {numbers.name} of this command beside it; give another "
             "--output"
         ) from None
-    if different:
-        name = different[0]
+    if name is not None:
         raise UserError(
-            f"{verdicts}: begun with {name} {earlier[name]!r}, now {settings[name]!r}; give "
+            f"{verdicts}: begun with {name} {earlier[name]!r}, now {identity[name]!r}; give "
             "another --output, or remove that directory to score again"
         )
     file.truncate(end)

@@ -15,6 +15,7 @@ from typing import Annotated, Any, BinaryIO, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from stable_opd_mcore.errors import DataError
+from stable_opd_mcore.evaluation.grading import GradingItem
 from stable_opd_mcore.host.printable_text import printable_line
 from stable_opd_mcore.records import AnswerFormat, FinishReason
 
@@ -29,23 +30,10 @@ _USUAL_NAMES = {
     "finish": "finish_reason stop_reason truncated",
     "tokens": "response_token_ids output_token_ids output_ids token_ids",
 }
-_FINISH_REASONS: dict[FinishReason, tuple[str, ...]] = {
-    "stop": ("stop", "eos", "eos_token", "end_turn", "stop_sequence"),
-    "length": ("length", "max_tokens", "max_length", "truncated"),
-    "abort": ("abort", "cancelled", "error"),
-}
-_EXPECTED = {
-    "response": "text",
-    "gold": "text, a number or null",
-    "id": "text or a number",
-    "group": "text or a number",
-    "finish": "true, false, null or one of "
-    f"{', '.join(name for names in _FINISH_REASONS.values() for name in names)}; --finish none "
-    "ignores it",
-    "tokens": "a list of token ids",
-    "label": "true, false, 0, 1 or null",
-    "answer_format": "one of boxed, bracket",
-    "opens_thinking": "one of False, True",
+_FINISH_REASONS: dict[str, FinishReason] = {
+    **dict.fromkeys(("stop", "eos", "eos_token", "end_turn", "stop_sequence"), "stop"),
+    **dict.fromkeys(("length", "max_tokens", "max_length", "truncated"), "length"),
+    **dict.fromkeys(("abort", "cancelled", "error"), "abort"),
 }
 
 
@@ -73,13 +61,13 @@ def _gold(value: Any) -> str | None:
     for part in parts:
         number = isinstance(part, int | float) and not isinstance(part, bool)
         if not (isinstance(part, str) or (number and math.isfinite(part))):
-            raise ValueError
+            raise ValueError("expected text, a number or null")
     return ", ".join(str(part) for part in parts).strip() or None
 
 
 def _name(value: Any) -> str | None:
     if not isinstance(value, str | int | float | None):
-        raise ValueError
+        raise ValueError("expected text or a number")
     return None if value is None else str(value)[:200]
 
 
@@ -90,30 +78,31 @@ def _finish_reason(value: Any) -> FinishReason | None:
         return "length" if value else "stop"
     if value is None:
         return None
-    for reason, names in _FINISH_REASONS.items():
-        if isinstance(value, str) and value.lower() in names:
-            return reason
-    raise ValueError
+    if isinstance(value, str) and value.lower() in _FINISH_REASONS:
+        return _FINISH_REASONS[value.lower()]
+    names = ", ".join(_FINISH_REASONS)
+    raise ValueError(f"expected true, false, null or one of {names}; --finish none ignores it")
 
 
 def _label(value: Any) -> bool | None:
     if value is not None and value not in (0, 1):
-        raise ValueError
+        raise ValueError("expected true, false, 0, 1 or null")
     return None if value is None else bool(value)
 
 
 def _given(value: Any) -> Any:
     if value is None:
-        raise ValueError
+        raise ValueError("expected a list of token ids")
     return value
 
 
 _Name = Annotated[str | None, BeforeValidator(_name)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_OF_A_RUN = ("answer_format", "opens_thinking")  # columns of a run's rollouts and evaluations
 
 
 class ScoreRow(BaseModel):
-    """One response to score. Except for the last two, the fields are those of `Columns`."""
+    """One response to score: the columns of `Columns`, and those of a run."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -124,9 +113,16 @@ class ScoreRow(BaseModel):
     tokens: Annotated[list[_TokenId] | None, BeforeValidator(_given)] = None
     group: _Name = None
     label: Annotated[bool | None, BeforeValidator(_label)] = None
-    # The columns of a run's rollouts and evaluations.
     answer_format: AnswerFormat = "boxed"
     opens_thinking: bool = False
+
+    def item(self, stopped: bool) -> GradingItem | None:
+        """What to grade; None without a gold answer."""
+        if self.gold is None:
+            return None
+        return GradingItem(
+            self.response, self.gold, self.answer_format, self.opens_thinking, stopped
+        )
 
 
 def find_columns(file: BinaryIO, name: str, given: Columns) -> Columns:
@@ -188,16 +184,14 @@ def parse_row(line: bytes | None, columns: Columns) -> ScoreRow:
     for role, value in values.items():
         if value is _MISSING:
             raise RowError(f"no column {names[role]} among {_names(record)}")
-    settings = {
-        name: record[name] for name in ("answer_format", "opens_thinking") if name in record
-    }
+    values |= {name: record[name] for name in _OF_A_RUN if name in record}
     try:
-        return ScoreRow(**values, **settings)
+        return ScoreRow(**values)
     except ValidationError as error:
-        role = str(error.errors()[0]["loc"][0])
-        value = printable_line(repr((values | settings)[role]), 60)
-        name = names.get(role, role)
-        raise RowError(f"column {name} is {value}; expected {_EXPECTED[role]}") from None
+        fault = error.errors(include_url=False)[0]
+    role, reason = str(fault["loc"][0]), fault["msg"].removeprefix("Value error, ")
+    value = printable_line(repr(values[role]), 60)
+    raise RowError(f"column {names.get(role, role)} is {value}: {reason}")
 
 
 def _parse(line: bytes | None) -> dict[str, Any]:

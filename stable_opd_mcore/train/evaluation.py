@@ -24,7 +24,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.prompts import PromptSet
-from stable_opd_mcore.data.responses import rollout_metrics
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.sources import load_rows
 from stable_opd_mcore.errors import ConfigError
@@ -32,19 +31,13 @@ from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS, load_benchmark
 from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.evaluation.results import (
     SAMPLES_PER_PART,
-    BenchmarkResult,
-    count_correct,
+    average,
+    benchmark_result,
     evaluation_sampling,
     require_answers,
 )
 from stable_opd_mcore.evaluation.store import ResponseStore
-from stable_opd_mcore.evaluation.table import (
-    average,
-    latex,
-    markdown,
-    plain_values,
-    results_table,
-)
+from stable_opd_mcore.evaluation.table import latex, markdown, results_table
 from stable_opd_mcore.host.atomic_files import naming_disk_errors, write_atomically
 from stable_opd_mcore.host.run_lock import RunLock
 from stable_opd_mcore.metrics import Max, Metrics, reduce_over_ranks
@@ -289,16 +282,12 @@ def _graded(
 def _write_results(evaluation: Evaluation, print_line: Callable[[str], None]) -> None:
     """The numbers of the stored responses, on rank 0."""
     config, model = evaluation.config, evaluation.model
-    results: dict[str, BenchmarkResult] = {}
-    health: dict[str, dict[str, float | None]] = {}
-    for name, problems in evaluation.problems.items():
-        store, sampling = evaluation.store(name), problems.sampling
-        results[name] = count_correct(store.rollouts(), sampling.num_samples, problems.over_long)
-        numbers = rollout_metrics(
-            store.rollouts(), sampling.max_new_tokens, config.monitoring, "eval"
+    results = {
+        name: benchmark_result(
+            evaluation.store(name).rollouts(), one.sampling, config.monitoring, one.over_long
         )
-        values = numbers.values_by_key().items()
-        health[name] = {k.removeprefix("eval/"): v for k, v in values if k != "eval/accuracy"}
+        for name, one in evaluation.problems.items()
+    }
     sampling = next(iter(evaluation.problems.values())).sampling
     record: dict[str, Any] = {
         "model": {
@@ -317,9 +306,7 @@ def _write_results(evaluation: Evaluation, print_line: Callable[[str], None]) ->
             "prompt_template": config.data.prompt_template,
             "system_prompt": config.data.system_prompt,
         },
-        "benchmarks": {
-            name: plain_values(result) | health[name] for name, result in results.items()
-        },
+        "benchmarks": {name: result.record() for name, result in results.items()},
     }
     if len(results) > 1:
         mean, (low, high) = average(results)
@@ -332,10 +319,10 @@ def _write_results(evaluation: Evaluation, print_line: Callable[[str], None]) ->
     ]
     home = config.run.path
     write_atomically(home / f"{RESULTS}.json", (json.dumps(record, indent=1) + "\n").encode())
-    write_atomically(home / f"{RESULTS}.md", markdown(title, about, results, health).encode())
+    write_atomically(home / f"{RESULTS}.md", markdown(title, about, results).encode())
     write_atomically(home / f"{RESULTS}.tex", latex(title, results).encode())
     print_line(f"{title}: {model.path}, weights {evaluation.weights[:12]}")
-    print_line(results_table(results, health))
+    print_line(results_table(results))
     print_line(f"{home / RESULTS}.json, .md, .tex; responses: {home / 'responses'}")
 
 

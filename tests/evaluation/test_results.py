@@ -2,10 +2,11 @@
 
 import pytest
 
+from stable_opd_mcore.config.evaluation import MonitoringConfig
 from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.evaluation.results import (
     BenchmarkResult,
-    count_correct,
+    benchmark_result,
     evaluation_sampling,
     require_answers,
 )
@@ -21,16 +22,29 @@ ROLLOUTS = [
 
 
 def test_all_responses_of_all_problems_count_and_over_long_problems_are_wrong():
-    result = count_correct(ROLLOUTS, 2)
+    sampling = Sampling(1.0, 1.0, 8, 2, (), 0)
+    result = benchmark_result(iter(ROLLOUTS), sampling, MonitoringConfig())
     assert result.num_correct == (1, 1, 1, 1, 1, 1, 0)
     assert result.accuracy == result.pass_at(1) == pytest.approx(6 / 14)
     assert result.pass_at(2) == pytest.approx(6 / 7)
     low, high = result.accuracy_interval
     assert low < result.accuracy < high < result.pass_interval(2)[1] <= 1
-    with_long = count_correct(ROLLOUTS, 2, num_over_long=7)
+    with_long = benchmark_result(iter(ROLLOUTS), sampling, MonitoringConfig(), over_long=7)
     assert with_long.accuracy == pytest.approx(6 / 28)
     assert with_long.pass_at(2) == pytest.approx(6 / 14)
-    assert with_long == BenchmarkResult(2, (1,) * 6 + (0,) * 8, 7)
+    assert (with_long.num_correct, with_long.num_over_long) == ((1,) * 6 + (0,) * 8, 7)
+    assert with_long.record()["truncation_rate"] == 0.0
+
+
+def test_a_record_holds_every_pass_at_k():
+    values = BenchmarkResult(4, (4, 2, 0, 2), num_over_long=1).record()
+    assert values["accuracy"] == 0.5
+    assert (values["accuracy_low"], values["accuracy_high"]) == (0.125, 0.875)
+    pass_at = {"1": 0.5, "2": (1 + 5 / 6 + 0 + 5 / 6) / 4, "4": 0.75}
+    assert values["pass_at"] == pytest.approx(pass_at)
+    assert values["pass_at"].keys() == values["pass_at_interval"].keys()
+    assert BenchmarkResult(1, (1, 0)).record()["pass_at"] == {"1": 0.5}
+    assert values["num_over_long"] == 1
 
 
 def test_a_prompt_without_gold_answer_or_no_prompt_at_all_is_refused():

@@ -98,25 +98,25 @@ def test_golds_are_text_numbers_or_lists(value, gold):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"r": None}, "column r is None; expected text"),
-        ({"r": ["x"]}, "column r is ['x']; expected text"),
-        ({"g": True}, "column g is True; expected text, a number or null"),
-        ({"g": float("nan")}, "column g is nan; expected text, a number or null"),
-        ({"g": {"a": 1}}, "column g is {'a': 1}; expected text, a number or null"),
-        ({"i": [1]}, "column i is [1]; expected text or a number"),
-        ({"t": [1, -1]}, "column t is [1, -1]; expected a list of token ids"),
-        ({"t": [1, True]}, "column t is [1, True]; expected a list of token ids"),
-        ({"t": None}, "column t is None; expected a list of token ids"),
-        ({"l": "yes"}, "column l is 'yes'; expected true, false, 0, 1 or null"),
-        ({"l": []}, "column l is []; expected true, false, 0, 1 or null"),
-        ({"answer_format": "box"}, "column answer_format is 'box'; expected one of boxed, bracket"),
-        ({"opens_thinking": "no"}, "column opens_thinking is 'no'; expected one of False, True"),
+        ({"r": None}, "column r is None: Input should be a valid string"),
+        ({"r": ["x"]}, "column r is ['x']: Input should be a valid string"),
+        ({"g": True}, "column g is True: expected text, a number or null"),
+        ({"g": float("nan")}, "column g is nan: expected text, a number or null"),
+        ({"g": {"a": 1}}, "column g is {'a': 1}: expected text, a number or null"),
+        ({"i": [1]}, "column i is [1]: expected text or a number"),
+        ({"t": [1, -1]}, "column t is [1, -1]: Input should be greater than or equal to 0"),
+        ({"t": [1, True]}, "column t is [1, True]: Input should be a valid integer"),
+        ({"t": None}, "column t is None: expected a list of token ids"),
+        ({"l": "yes"}, "column l is 'yes': expected true, false, 0, 1 or null"),
+        ({"l": []}, "column l is []: expected true, false, 0, 1 or null"),
+        ({"answer_format": "box"}, "column answer_format is 'box': Input should be 'boxed' or 'b"),
+        ({"opens_thinking": "no"}, "column opens_thinking is 'no': Input should be a valid bool"),
     ],
 )
 def test_values_of_another_type_are_refused(changes, reason):
     with pytest.raises(RowError) as refused:
         parsed(**changes)
-    assert str(refused.value) == reason
+    assert str(refused.value).startswith(reason)
 
 
 @pytest.mark.parametrize("value", ["bored", {"type": 3}, [], 2])
