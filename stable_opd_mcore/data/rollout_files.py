@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import orjson
@@ -27,28 +27,40 @@ from stable_opd_mcore.records import AnswerFormat, FinishReason, GradingFailure,
 
 _LARGEST = float(np.finfo(np.float32).max)
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_TokenIds = Annotated[tuple[TokenId, ...], Field(strict=False)]  # a list in JSON
 _Float32 = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST)]
 
 
-class _Row(BaseModel):
-    """The columns of a file."""
+class _Columns(BaseModel):
+    """Fields of a record as columns of a file; the alias is the column's name."""
 
     model_config = ConfigDict(strict=True)
 
+    @classmethod
+    def row(cls, record: Any) -> dict[str, Any]:
+        """The columns of a record, as orjson takes them."""
+        fields = cls.model_fields.items()
+        return {field.alias or name: _for_orjson(getattr(record, name)) for name, field in fields}
+
+
+class _PromptColumns(_Columns):
     prompt_id: str
-    sample_index: int
-    prompt: str
-    response: str
-    finish_reason: FinishReason
-    reward: FiniteFloat | None
-    grading_failure: GradingFailure | None = None  # files of older runs lack it
+    text: str = Field(alias="prompt")
     answer: str | None
     answer_format: AnswerFormat
     opens_thinking: bool
+    token_ids: _TokenIds = Field(alias="prompt_token_ids")
+    golden_token_ids: _TokenIds | None
+
+
+class _RolloutColumns(_Columns):
+    sample_index: int
+    text: str = Field(alias="response")
+    finish_reason: FinishReason
+    reward: FiniteFloat | None
+    grading_failure: GradingFailure | None = None  # files of older runs lack it
     weight_version: int
-    prompt_token_ids: list[TokenId]
-    golden_token_ids: list[TokenId] | None
-    response_token_ids: list[TokenId]
+    token_ids: list[TokenId] = Field(alias="response_token_ids")
     rollout_logprobs: list[_Float32]
 
 
@@ -108,56 +120,26 @@ def encode_rollout(rollout: Rollout) -> bytes:
     if not np.isfinite(logprobs).all():
         position = int(np.isfinite(logprobs).argmin())
         raise ValueError(f"{name}: log-probability {logprobs[position]} at token {position}")
-    row = {
-        "prompt_id": _json_text(prompt.prompt_id),
-        "sample_index": rollout.sample_index,
-        "prompt": _json_text(prompt.text),
-        "response": _json_text(rollout.text),
-        "finish_reason": rollout.finish_reason,
-        "reward": rollout.reward,
-        "grading_failure": rollout.grading_failure,
-        "answer": None if prompt.answer is None else _json_text(prompt.answer),
-        "answer_format": prompt.answer_format,
-        "opens_thinking": prompt.opens_thinking,
-        "weight_version": rollout.weight_version,
-        "prompt_token_ids": prompt.token_ids,
-        "golden_token_ids": prompt.golden_token_ids,
-        "response_token_ids": np.ascontiguousarray(rollout.token_ids),
-        "rollout_logprobs": np.ascontiguousarray(logprobs),
-    }
+    row = _PromptColumns.row(prompt) | _RolloutColumns.row(rollout)
     return orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
 
 
-def _json_text(text: str) -> orjson.Fragment:
-    """The text in JSON. A decoded one may hold half of a split emoji, which orjson refuses."""
-    return orjson.Fragment(json.dumps(text, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+def _for_orjson(value: Any) -> Any:
+    """Text may hold half of a split emoji, and an array may be a column: orjson refuses both."""
+    if isinstance(value, str):
+        text = json.dumps(value, ensure_ascii=False)
+        return orjson.Fragment(text.encode("utf-8", "surrogatepass"))
+    return np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
 
 
 def _from_line(line: bytes, where: str, strict: bool) -> Rollout:
-    row = validated(_Row, object_in_line(line if strict else decode_line(line), where), where)
-    if len(row.response_token_ids) != len(row.rollout_logprobs):
+    record = object_in_line(line if strict else decode_line(line), where)
+    prompt = Prompt(**validated(_PromptColumns, record, where).model_dump())
+    rollout = Rollout(prompt, **validated(_RolloutColumns, record, where).model_dump())
+    if len(rollout.token_ids) != len(rollout.rollout_logprobs):
         raise DataError(
-            f"{where}: {len(row.response_token_ids)} response_token_ids but "
-            f"{len(row.rollout_logprobs)} rollout_logprobs; each token needs its log-probability"
+            f"{where}: {len(rollout.token_ids)} response_token_ids but "
+            f"{len(rollout.rollout_logprobs)} rollout_logprobs; each token needs its "
+            "log-probability"
         )
-    golden = row.golden_token_ids
-    prompt = Prompt(
-        prompt_id=row.prompt_id,
-        text=row.prompt,
-        token_ids=tuple(row.prompt_token_ids),
-        answer=row.answer,
-        answer_format=row.answer_format,
-        opens_thinking=row.opens_thinking,
-        golden_token_ids=None if golden is None else tuple(golden),
-    )
-    return Rollout(
-        prompt=prompt,
-        sample_index=row.sample_index,
-        token_ids=np.array(row.response_token_ids, np.int32),
-        rollout_logprobs=np.array(row.rollout_logprobs, np.float32),
-        finish_reason=row.finish_reason,
-        weight_version=row.weight_version,
-        text=row.response,
-        reward=row.reward,
-        grading_failure=row.grading_failure,
-    )
+    return rollout
