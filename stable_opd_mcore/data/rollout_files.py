@@ -13,10 +13,11 @@ import json
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from stable_opd_mcore.data.token_files import decode_line
@@ -129,7 +130,9 @@ def _for_orjson(value: Any) -> Any:
     if isinstance(value, str):
         text = json.dumps(value, ensure_ascii=False)
         return orjson.Fragment(text.encode("utf-8", "surrogatepass"))
-    return np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
+    if isinstance(value, np.ndarray):
+        return np.ascontiguousarray(cast("NDArray[Any]", value))
+    return value
 
 
 def _from_line(line: bytes, where: str, strict: bool) -> Rollout:

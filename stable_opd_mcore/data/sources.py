@@ -33,7 +33,7 @@ _BATCH_ROWS = 64
 _MAX_LINE_BYTES = 64 * 2**20
 
 _GSM8K_ANSWER = re.compile(r"\n?####[ \t]*([^\n]+?)\s*\Z")
-_SURROGATE = re.compile("[\ud800-\udfff]")
+SURROGATE = re.compile("[\ud800-\udfff]")
 _GSM8K_CALCULATION = re.compile(r"<<[^<>\n]*>>")
 
 
@@ -163,7 +163,7 @@ def _text(record: Record, column: str, place: str, role: str) -> str:
         # Exports of tables write a missing value as the text "nan".
         if (isinstance(part, float) and not math.isfinite(part)) or text.lower() == "nan":
             raise DataError(f"{where} is {text}, not an {role}; fill it or remove the row")
-        if _SURROGATE.search(text):
+        if SURROGATE.search(text):
             raise DataError(f"{where} has a lone surrogate, half a character; mend the row")
     return ", ".join(texts)
 

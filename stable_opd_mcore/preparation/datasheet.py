@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 _PROBLEM_BINS = (32, 64, 128, 256, 512, 1024)
 _SOLUTION_BINS = (256, 512, 1024, 2048, 4096, 6144, 8192, 16384)
 _BAR = 40  # characters
@@ -15,19 +17,14 @@ _BAR = 40  # characters
 
 def length_statistics(lengths: Sequence[int], bins: Sequence[int]) -> dict[str, Any]:
     """Mean, quantiles and histogram of lengths in tokens; a bin ends with its number, inclusive."""
-    ordered = sorted(lengths)
-    counts = {str(end): 0 for end in bins} | {"more": 0}
-    for length in ordered:
-        counts[next((str(end) for end in bins if length <= end), "more")] += 1
-    if not ordered:
-        return {"mean": None, "p50": None, "p95": None, "max": None, "histogram": counts}
-    return {
-        "mean": round(sum(ordered) / len(ordered), 1),
-        "p50": ordered[(len(ordered) - 1) // 2],
-        "p95": ordered[(len(ordered) - 1) * 95 // 100],
-        "max": ordered[-1],
-        "histogram": counts,
-    }
+    names = [*map(str, bins), "more"]
+    counts = np.bincount(np.searchsorted(bins, lengths), minlength=len(names)).tolist()
+    statistics = dict.fromkeys(("mean", "p50", "p95", "max"))
+    if lengths:
+        p50, p95, most = np.percentile(lengths, (50, 95, 100), method="lower").tolist()
+        mean = round(sum(lengths) / len(lengths), 1)
+        statistics = {"mean": mean, "p50": p50, "p95": p95, "max": most}
+    return statistics | {"histogram": dict(zip(names, counts, strict=True))}
 
 
 def lengths_entry(problem_tokens: Sequence[int], solution_tokens: Sequence[int]) -> dict[str, Any]:

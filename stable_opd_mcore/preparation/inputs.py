@@ -7,11 +7,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from stable_opd_mcore.data.sources import read_file
 from stable_opd_mcore.errors import DataError
-from stable_opd_mcore.preparation.records import InputFile
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A parquet or JSON Lines file that is read."""
+
+    path: Path
+    name: str  # in row names and in the manifest: the path inside the source
+    num_bytes: int
+    sha256: str
 
 
 def find_files(source: Path, globs: Sequence[str]) -> list[Path]:

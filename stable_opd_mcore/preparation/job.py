@@ -26,9 +26,8 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS, load_benchmark
 from stable_opd_mcore.host.hub import TOKENIZER_FILES, download, is_hub_id
 from stable_opd_mcore.preparation import openr1
-from stable_opd_mcore.preparation.inputs import find_files, open_input
+from stable_opd_mcore.preparation.inputs import InputFile, find_files, open_input
 from stable_opd_mcore.preparation.recipes import BOTH, OPD, RECIPES, SFT, Recipe
-from stable_opd_mcore.preparation.records import InputFile
 from stable_opd_mcore.preparation.rules import RuleSettings
 
 SFT_ROWS = 33_000

@@ -8,10 +8,10 @@ lengths, benchmarks and control tokens, which are checked for every recipe (rule
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from stable_opd_mcore.errors import DataError
-from stable_opd_mcore.preparation.records import Candidate, Dropped
 
 REQUIRED_COLUMNS = (
     "problem",
@@ -22,6 +22,23 @@ REQUIRED_COLUMNS = (
 )
 COLUMNS = (*REQUIRED_COLUMNS, "question_type", "finish_reasons")
 _VERDICTS = ("correctness_math_verify", "is_reasoning_complete")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A row that may be kept."""
+
+    problem: str
+    answer: str | None
+    solutions: tuple[str, ...]  # the shortest one is kept; empty: the data have none
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A row that is not kept."""
+
+    reason: str  # rows are counted by it
+    detail: str = ""
 
 
 def openr1_problem(record: Mapping[str, Any], place: str) -> str:

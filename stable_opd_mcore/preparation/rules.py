@@ -11,19 +11,35 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from tokenizers import Tokenizer as RawTokenizer
 
 from stable_opd_mcore.config.data import ColumnsConfig
 from stable_opd_mcore.data.decontamination import BenchmarkIndex, BenchmarkProblem
-from stable_opd_mcore.data.sources import is_bare_answer, parse_row
+from stable_opd_mcore.data.sources import SURROGATE, is_bare_answer, parse_row
 from stable_opd_mcore.errors import DataError
-from stable_opd_mcore.preparation.openr1 import openr1_candidate, openr1_problem
-from stable_opd_mcore.preparation.records import Candidate, Dropped, Kept
+from stable_opd_mcore.preparation.openr1 import (
+    Candidate,
+    Dropped,
+    openr1_candidate,
+    openr1_problem,
+)
 
 CONTAMINATED = "stands in "  # then the benchmark and the kind of match
 MALFORMED = "malformed"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A row as it is written."""
+
+    problem: str
+    answer: str | None
+    solution: str | None
+    problem_tokens: int
+    solution_tokens: int  # 0 without a solution
 
 
 @dataclass(frozen=True)
@@ -75,7 +91,7 @@ class Rules:
         return Candidate(row.problem, row.answer, () if row.solution is None else (row.solution,))
 
     def _keep(self, candidate: Candidate) -> Kept | Dropped:
-        if not all(map(_is_unicode, (candidate.problem, *candidate.solutions))):
+        if any(map(SURROGATE.search, (candidate.problem, *candidate.solutions))):
             return Dropped(MALFORMED, "a lone surrogate, half a character")
         token = self._control_token(candidate.problem)
         if token is not None:
@@ -88,7 +104,8 @@ class Rules:
         if candidate.solutions and not solutions:
             return Dropped("every solution is the bare answer")
         problem_tokens, *lengths = self._num_tokens([candidate.problem, *solutions])
-        solution, length = _shortest(solutions, lengths)
+        measured = zip(lengths, solutions, strict=True)
+        length, solution = min(measured, key=itemgetter(0), default=(0, None))
         if length > self._settings.max_tokens:
             return Dropped(f"longer than {self._settings.max_tokens} tokens", f"{length} tokens")
         return Kept(candidate.problem, candidate.answer, solution, problem_tokens, length)
@@ -101,18 +118,3 @@ class Rules:
     def _num_tokens(self, texts: Sequence[str]) -> list[int]:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [len(encoding) for encoding in encoded]
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _shortest(solutions: Sequence[str], lengths: Sequence[int]) -> tuple[str | None, int]:
-    if not solutions:
-        return None, 0
-    index = min(range(len(lengths)), key=lengths.__getitem__)
-    return solutions[index], lengths[index]

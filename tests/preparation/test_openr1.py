@@ -5,8 +5,13 @@ import json
 import pytest
 
 from stable_opd_mcore.errors import DataError
-from stable_opd_mcore.preparation.openr1 import COLUMNS, openr1_candidate, openr1_problem
-from stable_opd_mcore.preparation.records import Candidate, Dropped
+from stable_opd_mcore.preparation.openr1 import (
+    COLUMNS,
+    Candidate,
+    Dropped,
+    openr1_candidate,
+    openr1_problem,
+)
 from tests.preparation.make_openr1 import SCHEMA
 from tests.real_data import real_data
 

@@ -5,8 +5,8 @@ import pytest
 from stable_opd_mcore.config.data import ColumnsConfig
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.decontamination import BenchmarkProblem
-from stable_opd_mcore.preparation.records import Dropped, Kept
-from stable_opd_mcore.preparation.rules import Rules, RuleSettings
+from stable_opd_mcore.preparation.openr1 import Dropped
+from stable_opd_mcore.preparation.rules import Kept, Rules, RuleSettings
 from tests.preparation.tokenizers import word_tokenizer
 
 GSM8K = ColumnsConfig(problem="question", answer="answer", solution="answer")
