@@ -19,6 +19,11 @@ if any(a == "--device" and b == "cpu" for a, b in zip(sys.argv, sys.argv[1:], st
     sglang_cpu.prepare()  # before SGLang is imported
 
 
+# Megatron needs 1. A server would start with it too, and its streams would wait for each other.
+if "CUDA_DEVICE_MAX_CONNECTIONS" in os.environ:
+    sys.exit("CUDA_DEVICE_MAX_CONNECTIONS is the trainer's: start servers by serving/process.py")
+
+
 class Unprinted(str):
     """The key, hidden from SGLang's log, which prints all settings at the start."""
 

@@ -45,3 +45,11 @@ def test_a_gpu_server_finds_nothing_of_ours_and_ends_with_its_application(tmp_pa
     assert str(PROGRAM.parent) not in found["path"]
     assert found["loaded"] == []
     assert found["key"] == "'(not printed)'"
+
+
+def test_a_server_refuses_the_one_cuda_queue_that_megatron_needs():
+    command = launch_command(ServerOptions(sys.executable, "m", device="cuda"), 1, os.getpid())
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "CUDA_DEVICE_MAX_CONNECTIONS is the trainer's" in done.stderr
