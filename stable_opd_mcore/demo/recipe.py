@@ -1,7 +1,8 @@
 """The demo's runs: the training of its teacher and student, and the arms of its two acts.
 
-All are settings of ordinary training runs, chained by the models that the runs write. The task is
-the arithmetic of data/synthetic.py. Not here: running them (run.py), reading them (summary.py).
+All are settings of ordinary training runs, chained by the models that the runs write; what the runs
+of one kind share stands in the YAML files beside this one. The task is the arithmetic of
+data/synthetic.py. Not here: running them (run.py), reading them (summary.py).
 
 The student of act collapse lacks a part of the facts that the teacher knows, and golden solutions
 are few. Plain distillation collapses here by construction. The teacher seldom starts to repeat a
@@ -17,16 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from stable_opd_mcore.data.synthetic import SECOND_STOP, VOCABULARY
 from stable_opd_mcore.monitoring.sinks import METRICS_FILE
 
 MODEL = "model"  # directory of the trained student inside a run
 UNKNOWN = 0.3  # share of facts of which the student has seen random results only
-PROBLEMS = 32  # of collapse, each with one golden solution
-PROMPTS, GROUP = 16, 4  # prompts of a step in collapse; responses of one prompt for grpo
-MAX_NEW_TOKENS = 160
-WINDOW = 172  # the longest prompt and MAX_NEW_TOKENS
-STOP_MAX_NEW_TOKENS = 80  # three times the normal length
+PROMPTS, GROUP = 16, 4  # responses of a step in collapse; of one prompt for grpo
+WINDOW = 172  # the longest prompt and max_new_tokens of collapse
 
 
 @dataclass(frozen=True)
@@ -140,35 +140,18 @@ def demo_jobs(directory: Path, acts: Sequence[str], num_seeds: int | None = None
 def _models(directory: Path, seed: int) -> dict[str, Job]:
     """The models of one seed: a teacher that knows all facts, and a student that lacks some."""
     clean_teacher = _supervised(
-        directory,
-        "teacher_clean",
-        seed,
-        TEACHER,
-        {"steps": 400, "lr": 3e-3, "batch": 64},
-        {"recheck": [0.1]},
+        directory, "teacher_clean", seed, TEACHER, 400, 3e-3, 64, {"recheck": [0.1]}
     )
-    teacher = _supervised(
-        directory,
-        "teacher",
-        seed,
-        clean_teacher,
-        {"steps": 160, "lr": 1.5e-3, "batch": 48},
-        {
-            "recheck": [0.25, 0.6, 0.97, 0.995, 0.999],
-            "loop": 0.25,
-            "junk": 0.06,
-            "loop_repeats": 2,
-            "window": WINDOW,
-        },
-    )
-    student = _supervised(
-        directory,
-        "student",
-        seed,
-        STUDENT,
-        {"steps": 700, "lr": 5e-3, "batch": 64},
-        {"recheck": [0.1], "unknown": UNKNOWN},
-    )
+    loops = {
+        "recheck": [0.25, 0.6, 0.97, 0.995, 0.999],
+        "loop": 0.25,
+        "junk": 0.06,
+        "loop_repeats": 2,
+        "window": WINDOW,
+    }
+    teacher = _supervised(directory, "teacher", seed, clean_teacher, 160, 1.5e-3, 48, loops)
+    lacking = {"recheck": [0.1], "unknown": UNKNOWN}
+    student = _supervised(directory, "student", seed, STUDENT, 700, 5e-3, 64, lacking)
     other_stop = Job(
         name=f"seed{seed}/teacher_other_stop",
         directory=directory / "teacher_other_stop",
@@ -206,41 +189,27 @@ def _supervised(
     name: str,
     seed: int,
     start: dict[str, Any] | Job,
-    training: dict[str, Any],
+    steps: int,
+    lr: float,
+    batch: int,
     documents: dict[str, Any],
 ) -> Job:
     """Train on fresh documents, each seen once, from random weights or from another job's model."""
-    steps, batch = training["steps"], training["batch"]
     begin = {"path": str(start.model)} if isinstance(start, Job) else {"architecture": start}
-    config = {
+    options = {"rows": steps * batch, "seed": 1000 + seed, **documents}
+    changes = {
         "run": {"name": name, "directory": str(directory)},
         "student": begin,
-        "tokenizer": {"path": "synthetic"},
-        "data": {
-            "train": {
-                "path": "synthetic:arithmetic",
-                "options": {"rows": steps * batch, "seed": 1000 + seed, **documents},
-            }
-        },
-        "objective": {"name": "sft"},
+        "data": {"train": {"options": options}},
         "rollout": {"prompts_per_step": batch},
-        "optimizer": {
-            "lr": training["lr"],
-            "min_lr": 0.05 * training["lr"],
-            "schedule": "cosine",
-            "warmup_steps": 30,
-            "beta2": 0.98,
-        },
+        "optimizer": {"lr": lr, "min_lr": 0.05 * lr},
         "train": {"steps": steps, "seed": seed},
-        "checkpoint": {"every": 0},
-        "evaluation": {"every": 0},
-        "monitoring": {"tensorboard": False},
     }
     return Job(
         name=f"{directory.name}/{name}",
         directory=directory / name,
         steps=steps,
-        config=config,
+        config=_settings("supervised", changes),
         after=(start.name,) if isinstance(start, Job) else (),
         seed=seed,
     )
@@ -256,41 +225,16 @@ def _arm(
     seed: int,
 ) -> Job:
     """One arm of an act. The arms of an act differ in `settings` only."""
-    collapse = ACTS[act].home == "collapse"
     home = directory / f"seed{seed}" / ACTS[act].home
-    rows = PROBLEMS if collapse else 1024
-    problems = {"path": "synthetic:arithmetic", "options": {"rows": rows, "seed": seed}}
-    config: dict[str, Any] = {
+    stop_ids = [VOCABULARY.index(SECOND_STOP)] if act == "stop_mismatch" else None
+    changes = {
         "run": {"name": arm, "directory": str(home)},
         "student": {"path": str(student.model)},
-        "teacher": {
-            "path": str(teacher.model),
-            "stop_token_ids": None if collapse else [VOCABULARY.index(SECOND_STOP)],
-        },
-        "tokenizer": {"path": "synthetic"},
-        "data": {
-            "train": {**problems, "options": {**problems["options"], "recheck": [0.1]}},
-            "eval": {**problems, "split": "test", "options": {"rows": 256}},
-        },
-        "sampling": {"max_new_tokens": MAX_NEW_TOKENS if collapse else STOP_MAX_NEW_TOKENS},
-        "rollout": {"prompts_per_step": PROMPTS if collapse else 32, "samples_per_prompt": 1},
-        "objective": {"name": "opd"},
-        "aggregation": "token_mean",
-        "optimizer": {
-            "lr": 2e-3 if collapse else 1e-3,
-            "warmup_steps": 60 if collapse else 20,
-            "schedule": "cosine" if collapse else "constant",
-        },
-        "train": {"steps": 120 if collapse else 250, "seed": seed},
-        "checkpoint": {"every": 0},
-        "evaluation": {"every": 15, "temperature": 1.0, "also_greedy": True},
-        "monitoring": {
-            "tensorboard": False,
-            "repetition_tail_characters": 64,
-            "repetition_ratio": 2.0,
-        },
-        **settings,
+        "teacher": {"path": str(teacher.model), "stop_token_ids": stop_ids},
+        "data": {"train": {"options": {"seed": seed}}},
+        "train": {"seed": seed},
     }
+    config = _settings(ACTS[act].home, changes, settings)
     if config["objective"]["name"] in ("sft", "grpo"):
         config["teacher"] = None
     if arm == "sft":
@@ -305,3 +249,10 @@ def _arm(
         arm=arm,
         seed=seed,
     )
+
+
+def _settings(kind: str, *changes: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the runs of one kind, with the changes of one run."""
+    shared = OmegaConf.load(Path(__file__).with_name(f"{kind}.yaml"))
+    merged: Any = OmegaConf.to_container(OmegaConf.merge(shared, *changes))
+    return merged

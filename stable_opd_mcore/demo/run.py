@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -27,13 +26,12 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Column, Table
+from rich.table import Column
 
 from stable_opd_mcore.config.load import load_config, parse_config
-from stable_opd_mcore.demo.ablation import ablation_markdown, ablation_rows
 from stable_opd_mcore.demo.recipe import ACTS, SHOWN, Job, demo_jobs
 from stable_opd_mcore.demo.relabel import swap_stop_tokens
-from stable_opd_mcore.demo.summary import ArmSummary, summarise
+from stable_opd_mcore.demo.summary import ablation_markdown, summarise, summary_table
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.host.worker_processes import end_with_parent
@@ -84,7 +82,7 @@ def run_demo(directory: Path, num_seeds: int | None = None, act: str | None = No
         console.print(summary_table(name, [arm for arm in arms if arm.act == name]))
     if act == "ablation":
         table = directory / "ablation.md"
-        text = ablation_markdown(ablation_rows(arms))
+        text = ablation_markdown(arms)
         write_atomically(table, text.encode())
         console.print(f"\n{text}\ntable    {table}", markup=False, highlight=False, soft_wrap=True)
     console.print(
@@ -111,77 +109,60 @@ def run_jobs(jobs: Sequence[Job]) -> None:
             )
     waiting = [job for job in jobs if job.name not in finished]
     running: dict[Future, Job] = {}
+    job_bars: dict[str, TaskID] = {}
     os.environ["OMP_NUM_THREADS"] = "1"  # for the workers: more threads would compete for cores
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(WORKERS, spawn, end_with_parent) as pool, _Bars(jobs) as bars:
+    with ProcessPoolExecutor(WORKERS, spawn, end_with_parent) as pool, _progress() as bars:
+        total = bars.add_task("all runs", total=sum(job.steps for job in jobs))
         while waiting or running:
             for job in [job for job in waiting if finished.issuperset(job.after)]:
                 if len(running) < WORKERS:
                     waiting.remove(job)
                     running[pool.submit(_work, job)] = job
-            bars.show(list(running.values()))
+                    job_bars[job.name] = bars.add_task(job.name, total=job.steps)
+            for job in running.values():
+                bars.update(job_bars[job.name], completed=job.steps_done())
+            bars.update(total, completed=sum(job.steps_done() for job in jobs))
             done, _ = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
             for future in done:
                 job = running.pop(future)
+                bars.remove_task(job_bars.pop(job.name))
                 try:
                     future.result()
                 except Exception as error:
                     others = " and ".join(other.name for other in running.values())
-                    bars.print(f"{job.name} failed" + (f", waiting for {others}" if others else ""))
+                    then = f", waiting for {others}" if others else ""
+                    bars.console.print(f"{job.name} failed{then}", highlight=False)
                     raise UserError(
                         f"the demo's run {job.name} failed: {type(error).__name__}: {error}. "
                         "Finished runs are kept: the same command continues from there"
                     ) from error
                 finished.add(job.name)
                 if job.arm is not None:
-                    bars.print(_outcome(summarise(job), job))
+                    bars.console.print(_outcome(job), highlight=False)
+        bars.update(total, completed=sum(job.steps for job in jobs))
 
 
-def _outcome(arm: ArmSummary, job: Job) -> str:
+def _progress() -> Progress:
+    """A bar for all steps of all runs, and one for each run in progress, on standard error."""
+    return Progress(
+        TextColumn("{task.description}", table_column=Column(width=NAME_WIDTH, no_wrap=True)),
+        BarColumn(bar_width=14),
+        MofNCompleteColumn(table_column=Column(width=9, justify="right")),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
+
+
+def _outcome(job: Job) -> str:
     """Accuracy at start, peak and end; the highest truncation rate."""
-    found = arm.outcome
+    found = summarise(job).outcome
     return (
         f"{job.name:<{NAME_WIDTH}} accuracy {found.initial_accuracy:.2f} → "
         f"{found.peak_accuracy:.2f} → {found.final_accuracy:.2f}  "
         f"truncation {found.max_truncation_rate:.2f}"
     )
-
-
-class _Bars:
-    """A progress bar for all steps of all runs, and one for each run in progress."""
-
-    def __init__(self, jobs: Sequence[Job]):
-        self._jobs = jobs
-        self._progress = Progress(
-            TextColumn("{task.description}", table_column=Column(width=NAME_WIDTH, no_wrap=True)),
-            BarColumn(bar_width=14),
-            MofNCompleteColumn(table_column=Column(width=9, justify="right")),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-        )
-        self._total = self._progress.add_task("all runs", total=sum(job.steps for job in jobs))
-        self._tasks: dict[str, TaskID] = {}
-
-    def __enter__(self) -> _Bars:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.show([])
-        self._progress.stop()
-
-    def show(self, running: Sequence[Job]) -> None:
-        for name in set(self._tasks) - {job.name for job in running}:
-            self._progress.remove_task(self._tasks.pop(name))
-        for job in running:
-            if job.name not in self._tasks:
-                self._tasks[job.name] = self._progress.add_task(job.name, total=job.steps)
-            self._progress.update(self._tasks[job.name], completed=job.steps_done())
-        self._progress.update(self._total, completed=sum(job.steps_done() for job in self._jobs))
-
-    def print(self, text: str) -> None:
-        self._progress.console.print(text, highlight=False)
 
 
 def _has_same_settings(job: Job) -> bool:
@@ -215,29 +196,3 @@ def _work(job: Job) -> None:
 
     config = parse_config(job.config, origin="the demo's recipe")
     train(config, show_progress=False, accept_changes=_has_same_settings(job))
-
-
-def summary_table(act: str, arms: Sequence[ArmSummary]) -> Table:
-    """One row per arm and seed, at most 80 columns wide."""
-    table = Table(
-        title=act, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0)
-    )
-    headings = ("seed", "start", "peak", "low", "end", "greedy", "trunc\nmax", "\nend")
-    table.add_column("arm", no_wrap=True)
-    for heading in (*headings, "rep\nmax", "\nend"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for arm in arms:
-        found = arm.outcome
-        numbers = (
-            found.initial_accuracy,
-            found.peak_accuracy,
-            found.lowest_accuracy_after_peak,
-            found.final_accuracy,
-            found.greedy_final_accuracy,
-            found.max_truncation_rate,
-            found.final_truncation_rate,
-            found.max_repetition_rate,
-            found.final_repetition_rate,
-        )
-        table.add_row(arm.arm, str(arm.seed), *(f"{number:.2f}" for number in numbers))
-    return table
