@@ -62,8 +62,7 @@ def fused_loss(
     are those of this rank's slice, and losses and gradients add up over `context_group`.
 
     Raises:
-        ValueError: a score that the terms need is missing, or heads cover different vocabulary
-            ranges.
+        ValueError: heads cover different vocabulary ranges.
         UserError: a stop id or top_k outside the common vocabulary, or scores that are not finite.
     """
     heads = needed_heads(hidden_NH, batch, terms, head, teacher_head, reference_head)
@@ -187,28 +186,17 @@ def needed_heads(
     teacher: Head | None,
     reference: Head | None,
 ) -> dict[str, Head]:
-    """Heads of the models whose logits the terms need; refuses missing scores and unfit heads."""
-    count, heads = batch.targets_N.shape[0], {"student": student}
-    if hidden_NH.shape[0] != count:
-        raise ValueError(
-            f"{hidden_NH.shape[0]} hidden states for {count} scored rows: "
-            "select them with hidden_TH.index_select(0, microbatch.rows_N)"
-        )
+    """Heads of the models whose logits the terms need; refuses unfit ones."""
+    assert len(hidden_NH) == len(batch.targets_N), "hidden_TH.index_select(0, batch.rows_N)"
+    heads = {"student": student}
     for name, needed, head, scores in (
         ("teacher", terms.teacher_logits, teacher, batch.teacher),
         ("reference", terms.reference == "exact", reference, batch.reference),
     ):
-        if not needed:
-            continue
-        if head is None or scores is None or scores.hidden_NH is None:
-            raise ValueError(f"the loss needs the {name}'s hidden states and output head")
-        require_same_columns(student, head, name)
-        heads[name] = head
-    sampled = terms.reference in ("k3", "k3+")
-    if sampled and (batch.reference or NO_SCORES).logprob_N is None:
-        raise ValueError(f"kl.estimator={terms.reference} needs the reference's log-probabilities")
-    if terms.divergence == "teacher_support" and (batch.teacher or NO_SCORES).topk_ids_NK is None:
-        raise ValueError("the loss needs the teacher's top-k ids and log-probabilities")
+        if needed:
+            assert head is not None and scores is not None and scores.hidden_NH is not None, name
+            require_same_columns(student, head, name)
+            heads[name] = head
     return heads
 
 

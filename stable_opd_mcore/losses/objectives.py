@@ -188,7 +188,7 @@ class Objective:
             context_group: ranks that hold the other slices of the micro-batch's sequences.
 
         Raises:
-            ValueError: scores are missing or heads do not fit, naming which.
+            ValueError: heads do not fit, naming which.
         """
         return fused_loss(
             hidden_NH,

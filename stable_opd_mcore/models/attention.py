@@ -1,7 +1,7 @@
-"""Self-attention in plain torch for Megatron's layers, packed or padded.
+"""Self-attention in plain torch for Megatron's layers, over packed sequences.
 
-Shapes: s tokens of a sequence, b sequences, T packed tokens, P slots of their padded rectangles,
-A query heads and G key-value groups of this tensor rank, D head size.
+Shapes: T packed tokens, P slots of their padded rectangles, A query heads and G key-value groups of
+this tensor rank, D head size.
 
 One class replaces the forward of Megatron's SelfAttention and keeps its projections, norms and
 parallelism. Rotary positions come per token, and sequences of similar length are attended to
@@ -13,7 +13,6 @@ where Transformer Engine is available.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -153,41 +152,17 @@ class TorchSelfAttention(SelfAttention):
         attention_mask: Tensor | None,
         *,
         rotary_pos_emb: Tensor,
-        packed_seq_params: PackedSequences | None = None,
-        inference_context: None = None,
+        packed_seq_params: PackedSequences,
         **unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of [s, b, H], or of its sequence-parallel slice.
-
-        With `packed_seq_params`, b is 1 and each sequence attends to itself, causally. Without, it
-        is causal attention over s, or `attention_mask`: bool [b, 1, s, s], True hides (Megatron's
-        convention).
-        """
-        assert inference_context is None, "cached decoding has its own attention"
+        """Each sequence's causal attention to itself, [T, 1, H] or its sequence-parallel slice."""
+        assert attention_mask is None, "a mask would hide nothing else in packed sequences"
         query, key, value = cast(
             tuple[Tensor, Tensor, Tensor], self.get_query_key_value_tensors(hidden_states, None)
         )
         heads = (rotate(query, rotary_pos_emb), rotate(key, rotary_pos_emb), value)
-        if packed_seq_params is not None:
-            packed = packed_seq_params
-            attention = partial(_packed, buckets=packed.buckets, keys=packed.keys)
-        else:
-            attention = partial(_padded, mask=attention_mask)
-        return self.linear_proj(attention(*heads))
-
-
-def _padded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of [s, b, heads, D], as [s, b, A D]."""
-    query, key, value = (heads.permute(1, 2, 0, 3) for heads in (query, key, value))
-    output = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=None if mask is None else ~mask,
-        is_causal=mask is None,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return output.permute(2, 0, 1, 3).flatten(2)
+        buckets, keys = packed_seq_params.buckets, packed_seq_params.keys
+        return self.linear_proj(_packed(*heads, buckets=buckets, keys=keys))
 
 
 def _packed(

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -104,37 +103,50 @@ def export_hf(
     Raises:
         UserError: a weight is not finite, or the directory cannot be written.
     """
+    directory = Path(directory)
     refuse_non_finite(chunks, f"{directory} is not written")
-    partial = writer = None
-    with ExitStack() as stack:
-        if dist.get_rank() == 0:
-            stack.enter_context(_naming_write_errors(Path(directory), chunks))
-            partial = stack.enter_context(atomic_directory(Path(directory)))
-            writer = _ShardWriter(partial, max_file_bytes)
-        for name, tensor in iter_hf_tensors(chunks):
-            if writer is not None:
-                writer.add(name, tensor)
-        if writer is not None and partial is not None:
-            writer.finish()
-            write_config(architecture_of(chunks), unwrap(chunks[0]).config.params_dtype, partial)
-            save_tokenizer(partial)
+    if dist.get_rank() == 0:
+        architecture, dtype = architecture_of(chunks), unwrap(chunks[0]).config.params_dtype
+        shapes = tensors.hf_shapes(architecture).items()
+        sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes}
+        try:
+            with atomic_directory(directory) as partial:
+                _write_tensors(chunks, sizes, partial, max_file_bytes)
+                write_config(architecture, dtype, partial)
+                save_tokenizer(partial)
+        except (OSError, SafetensorError) as error:
+            space = describe_space(directory, sum(sizes.values()))
+            raise UserError(f"{directory}: cannot be written: {error}; {space}") from error
+    else:
+        for _ in iter_hf_tensors(chunks):
+            pass
     dist.barrier()
 
 
-@contextmanager
-def _naming_write_errors(directory: Path, chunks: Sequence[Module]) -> Iterator[None]:
-    """Turn an error of writing into a UserError with the space that the export needs."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        architecture, dtype = architecture_of(chunks), unwrap(chunks[0]).config.params_dtype
-        needed_bytes = dtype.itemsize * sum(
-            math.prod(tensors.hf_shape(name, architecture))
-            for entry in tensors.canonical_parameters(architecture)
-            for name in entry.hf_names
-        )
-        space = describe_space(directory, needed_bytes)
-        raise UserError(f"{directory}: cannot be written: {error}; {space}") from error
+def _write_tensors(
+    chunks: Sequence[Module], sizes: dict[str, int], directory: Path, max_file_bytes: int
+) -> None:
+    """Write all tensors, of these bytes, into files of bounded size, and the files' index."""
+    files: list[list[str]] = [[]]
+    room = max_file_bytes
+    for name, size in sizes.items():
+        if files[-1] and size > room:
+            files.append([])
+            room = max_file_bytes
+        files[-1].append(name)
+        room -= size
+    whole = iter_hf_tensors(chunks)
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(files, start=1):
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if files[1:] else _SINGLE
+        kept = {name: tensor.to("cpu", copy=True) for name, tensor in islice(whole, len(names))}
+        assert list(kept) == names, "in the order of the forward pass"
+        save_tensors(kept, directory / file)
+        weight_map |= dict.fromkeys(names, file)
+    assert next(whole, None) is None
+    if files[1:]:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 class _Checkpoint:
@@ -164,11 +176,7 @@ class _Checkpoint:
 
     def check(self, architecture: Architecture) -> None:
         """Refuse a missing, misshapen or additional tensor; every rank checks all of them."""
-        wanted = {
-            name: tensors.hf_shape(name, architecture)
-            for entry in tensors.canonical_parameters(architecture)
-            for name in entry.hf_names
-        }
+        wanted = tensors.hf_shapes(architecture)
         hint = (
             "is this the checkpoint of another architecture? The model is "
             f"{architecture.model_type} with {architecture.num_layers} layers "
@@ -226,47 +234,6 @@ class _Checkpoint:
                     f"{error}; copy or download it again"
                 ) from None
         return self._open[file]
-
-
-class _ShardWriter:
-    """Collects tensors into files of bounded size, and writes their index."""
-
-    def __init__(self, directory: Path, max_file_bytes: int) -> None:
-        self._directory = directory
-        self._max_file_bytes = max_file_bytes
-        self._pending: dict[str, Tensor] = {}
-        self._pending_bytes = 0
-        self._total_bytes = 0
-        self._files: list[list[str]] = []
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        if self._pending and self._pending_bytes + tensor.nbytes > self._max_file_bytes:
-            self._flush()
-        self._pending[name] = tensor.to("cpu", copy=True)
-        self._pending_bytes += tensor.nbytes
-
-    def finish(self) -> None:
-        self._flush()
-        if len(self._files) == 1:
-            os.rename(self._part(1), self._directory / _SINGLE)
-            return
-        weight_map = {}
-        for number, names in enumerate(self._files, start=1):
-            file = f"model-{number:05d}-of-{len(self._files):05d}.safetensors"
-            os.rename(self._part(number), self._directory / file)
-            weight_map |= dict.fromkeys(names, file)
-        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-        (self._directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-    def _flush(self) -> None:
-        self._files.append(list(self._pending))
-        path = self._part(len(self._files))
-        save_tensors(self._pending, path)
-        self._total_bytes += self._pending_bytes
-        self._pending, self._pending_bytes = {}, 0
-
-    def _part(self, number: int) -> Path:
-        return self._directory / f"part-{number:05d}.safetensors"
 
 
 def write_config(architecture: Architecture, dtype: torch.dtype, directory: Path) -> None:

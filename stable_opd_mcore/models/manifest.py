@@ -66,11 +66,6 @@ def write_manifest(directory: Path, gathered: Sequence[Entries]) -> None:
     (directory / MANIFEST).write_text(json.dumps(record, indent=1, sort_keys=True))
 
 
-def has_manifest(directory: Path) -> bool:
-    """Whether there is one: checkpoints of earlier versions have none. Collective."""
-    return broadcast_object((directory / MANIFEST).exists())
-
-
 def find_damage(directory: Path) -> str | None:
     """Which file is missing or differs from the manifest, and how; None if all files agree.
 

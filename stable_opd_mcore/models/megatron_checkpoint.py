@@ -19,7 +19,7 @@ from torch.nn import Module
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.directory_save import begin_save, sharding
 from stable_opd_mcore.models.hidden_states import unwrap
-from stable_opd_mcore.models.manifest import find_damage, has_manifest
+from stable_opd_mcore.models.manifest import find_damage
 from stable_opd_mcore.models.weights import refuse_non_finite
 
 METADATA = ".metadata"
@@ -95,7 +95,7 @@ def load_weights(chunks: Sequence[Module], path: str | Path) -> None:
             another shape or not finite.
     """
     path = Path(path)
-    fault = find_damage(path) if has_manifest(path) else None
+    fault = find_damage(path)
     if fault is not None:
         raise UserError(f"{path}: damaged: {fault}; copy or convert it again")
     refuse_foreign_pickle(path)

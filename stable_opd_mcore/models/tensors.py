@@ -140,6 +140,12 @@ def _mlp(architecture: Architecture) -> list[Parameter]:
     return [_LAYER["mlp.router.weight"], *each]
 
 
+def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every Hugging Face tensor, in the order of the forward pass."""
+    entries = canonical_parameters(architecture)
+    return {name: hf_shape(name, architecture) for entry in entries for name in entry.hf_names}
+
+
 def hf_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
     """The shape of a Hugging Face tensor of this architecture."""
     a = architecture

@@ -106,8 +106,12 @@ def iter_hf_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def copy_weights(from_chunks: Sequence[Module], to_chunks: Sequence[Module]) -> None:
-    """Copy this rank's weights between two models of one architecture and layout.
+def copy_weights(
+    from_chunks: Sequence[Module], to_chunks: Sequence[Module], decay: float = 0.0
+) -> None:
+    """Move the second model to the first, or towards it: to <- decay · to + (1 - decay) · from.
+
+    On this rank; both have one layout. With a decay the second one is in fp32.
 
     Raises:
         ValueError: the models differ.
@@ -120,20 +124,9 @@ def copy_weights(from_chunks: Sequence[Module], to_chunks: Sequence[Module]) -> 
     for source, target in zip(
         described_parameters(from_chunks), described_parameters(to_chunks), strict=True
     ):
-        target[1].copy_(source[1])
-
-
-@torch.no_grad()
-def average_weights(
-    from_chunks: Sequence[Module], to_chunks: Sequence[Module], decay: float
-) -> None:
-    """Move the second model towards the first: to <- decay · to + (1 - decay) · from, on this rank.
-
-    Both have one architecture and layout; the second one is in fp32.
-    """
-    for source, target in zip(
-        described_parameters(from_chunks), described_parameters(to_chunks), strict=True
-    ):
+        if not decay:
+            target[1].copy_(source[1])
+            continue
         assert target[1].dtype == torch.float32, "in bf16 a small change is rounded away"
         target[1].lerp_(source[1].to(torch.float32), 1 - decay)
 
@@ -228,11 +221,8 @@ def _expert_ranks(
 
 def _owners(local: list[tuple[str, ...]], group: dist.ProcessGroup) -> dict[tuple[str, ...], int]:
     """For every parameter, the first pipeline rank that holds it."""
-    owners: dict[tuple[str, ...], int] = {}
-    for rank, names in enumerate(gather_objects(local, group)):
-        for name in names:
-            owners.setdefault(name, rank)
-    return owners
+    held = list(enumerate(gather_objects(local, group)))
+    return {names: rank for rank, names_held in reversed(held) for names in names_held}
 
 
 def _gather(

@@ -16,8 +16,7 @@ import os
 import pickle
 import signal
 import sys
-import threading
-from multiprocessing import connection, get_context, parent_process
+from multiprocessing import get_context, parent_process
 from multiprocessing.managers import SyncManager
 from typing import Any
 
@@ -25,9 +24,10 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def end_with_parent() -> None:
-    """Have this forked process, and those that it forks, killed when their parent ends.
+    """Have this child process, and those that it forks, killed when their parent ends.
 
-    Linux only; elsewhere a writer ends when its files are written.
+    Linux only; elsewhere a writer ends when its files are written, and a helper with its rank
+    unless that is killed.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -61,16 +61,5 @@ class BytesQueue:
 def start_save_helper() -> BytesQueue:
     """A queue in a new process that ends when this process ends."""
     manager = SyncManager(ctx=get_context("spawn"))
-    manager.start(_end_with_parent)
+    manager.start(end_with_parent)
     return BytesQueue(manager.Queue())
-
-
-def _end_with_parent() -> None:
-    threading.Thread(target=_wait_for_parent, daemon=True).start()
-
-
-def _wait_for_parent() -> None:
-    parent = parent_process()
-    assert parent is not None, "called in a child"
-    connection.wait([parent.sentinel])
-    os._exit(1)

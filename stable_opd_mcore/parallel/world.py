@@ -36,6 +36,7 @@ Object = TypeVar("Object")
 _START_TIMEOUT = timedelta(minutes=30)  # until all ranks have started
 _TIMEOUT = timedelta(minutes=COLLECTIVE_TIMEOUT_MINUTES)
 _created_process_group = False  # by start_world; stop_world keeps a group that a caller created
+_layout: dict[str, int | None] = {}  # of the started world
 _host_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # NCCL's group -> gloo's, same ranks
 
 
@@ -149,6 +150,7 @@ def start_world(parallel: ParallelConfig, seed: int) -> World:
         UserError: a launcher's environment variable is missing or no number.
         RuntimeError: a world of another layout is started; call stop_world() first.
     """
+    global _layout
     device = _join()
     world_size = dist.get_world_size()
     grid = parallel.tensor * parallel.pipeline * parallel.context
@@ -166,8 +168,10 @@ def start_world(parallel: ParallelConfig, seed: int) -> World:
             f"{world_size // parallel.pipeline} ranks of each pipeline stage (tensor x context x "
             "data): start a multiple of them (torchrun --nproc-per-node), or lower parallel.expert"
         )
+    layout = parallel.model_dump(exclude={"sequence"})
     if parallel_state.model_parallel_is_initialized():
-        _require_same_layout(parallel)
+        if layout != _layout:
+            raise RuntimeError(f"a world of {_layout} is started: stop_world() before {layout}")
     else:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
@@ -178,6 +182,7 @@ def start_world(parallel: ParallelConfig, seed: int) -> World:
             expert_tensor_parallel_size=1,
             distributed_timeout_minutes=COLLECTIVE_TIMEOUT_MINUTES,
         )
+        _layout = layout
     groups = ProcessGroupCollection.use_mpu_process_groups()
     if device.type == "cuda":
         add_host_groups((dist.group.WORLD, groups.mp, groups.dp_cp))
@@ -363,28 +368,6 @@ def _share_cores() -> None:
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     torch.set_num_threads(min(torch.get_num_threads(), max(1, cores // ranks_here)))
-
-
-def _require_same_layout(parallel: ParallelConfig) -> None:
-    wanted = (
-        parallel.tensor,
-        parallel.pipeline,
-        parallel.virtual_pipeline,
-        parallel.context,
-        parallel.expert,
-    )
-    started = (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_virtual_pipeline_model_parallel_world_size(),
-        parallel_state.get_context_parallel_world_size(),
-        parallel_state.get_expert_model_parallel_world_size(),
-    )
-    if wanted != started:
-        raise RuntimeError(
-            f"a world of (tensor, pipeline, virtual_pipeline, context, expert) = {started} is "
-            f"started: call stop_world() before starting {wanted}"
-        )
 
 
 def _seed_generators(seed: int, pipeline_rank: int) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from stable_opd_mcore.config.models import ReferenceConfig
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
-from stable_opd_mcore.models.weights import average_weights, copy_weights
+from stable_opd_mcore.models.weights import copy_weights
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.train import phases
 
@@ -35,10 +35,8 @@ class MovingReference:
         if self.config.update == "every" and step % self.config.every:
             return
         memory.bring(*phases.FROZEN)
-        if self.config.update == "ema":
-            average_weights(self.student, self.kept, self.config.decay)
-        else:
-            copy_weights(self.student, self.kept)
+        decay = self.config.decay if self.config.update == "ema" else 0.0
+        copy_weights(self.student, self.kept, decay)
         self.restore()
 
     def restore(self) -> None:

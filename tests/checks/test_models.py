@@ -8,7 +8,7 @@ from stable_opd_mcore.checks import models
 from stable_opd_mcore.checks.known import Known
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import read_architecture
-from stable_opd_mcore.models.tensors import canonical_parameters, hf_shape
+from stable_opd_mcore.models.tensors import hf_shapes
 from tests.checks.directories import write_model
 from tests.train.runs import tiny_config
 
@@ -17,8 +17,7 @@ from tests.train.runs import tiny_config
 def model(tmp_path):
     path = write_model(tmp_path / "model")
     architecture = read_architecture(path)
-    names = [name for entry in canonical_parameters(architecture) for name in entry.hf_names]
-    tensors = {name: torch.zeros(hf_shape(name, architecture)) for name in names}
+    tensors = {name: torch.zeros(shape) for name, shape in hf_shapes(architecture).items()}
     save_file(tensors, f"{path}/model.safetensors")
     return path, tensors
 

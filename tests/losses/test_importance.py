@@ -28,20 +28,19 @@ from tests.losses.cases import (
 )
 from tests.shares import weights_of
 
-RATIOS = torch.tensor([1.0, 1.5, 4.0, 0.6, 0.1])
+RATIOS = torch.tensor([1.0, 1.5, 4.0, 0.6, 0.1, 2.0, 0.5])  # the last two: at the bounds
 
 
 def logs(ratios: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    rollout = torch.linspace(-3, -1, len(ratios))
-    return rollout + ratios.log(), rollout
+    return ratios.log(), torch.zeros(len(ratios))
 
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("none", [1.0, 1.0, 1.0, 1.0, 1.0]),
-        ("truncated", [1.0, 1.5, 2.0, 0.6, 0.1]),
-        ("masked", [1.0, 1.5, 0.0, 0.6, 0.0]),
+        ("none", [1.0] * 7),
+        ("truncated", [1.0, 1.5, 2.0, 0.6, 0.1, 2.0, 0.5]),
+        ("masked", [1.0, 1.5, 0.0, 0.6, 0.0, 2.0, 0.5]),
     ],
 )
 def test_importance_weights_of_each_kind(kind, expected):
@@ -84,12 +83,6 @@ def test_off_policy_golden_tokens_keep_their_weights():
         assert metrics.values_by_key()["importance/cut_share"] == 0.5
 
 
-def test_equal_probabilities_leave_the_token_weights_bit_identical():
-    packed = replace(batch(), old_token_logprob_N=batch().rollout_logprob_N)
-    (corrected,), _ = correct_importance([packed], "masked", 1.5, sampled_kl=True)
-    assert torch.equal(corrected.pg_weight_N, packed.pg_weight_N)
-
-
 # ---- a student with several stop ids, whose probabilities the loss sums (docs/method.md §4)
 
 
@@ -120,21 +113,16 @@ def test_equal_engine_and_trainer_logprobs_are_not_corrected():
     assert_same_loss(replace(case, batch=corrected), case)
 
 
-@pytest.mark.parametrize("discount", [0.0, 1.0])
-def test_off_policy_loss_of_current_rollouts_equals_the_on_policy_loss(discount):
-    """The rollouts are one step old and that step changed no weight."""
-    case = several_stops(objective__discount=discount)
-    (off_policy,) = use_rollout_policy([case.batch])
-    assert_same_loss(replace(case, batch=off_policy), case)
-
-
 def assert_same_loss(found: Case, expected: Case) -> None:
     assert_close(run_fused(found), run_fused(expected), 1e-9)
 
 
-@pytest.mark.parametrize("changes", [{}, {"discount": 1.0}, {"advantage__power": 0.5}])
+@pytest.mark.parametrize("changes", [{"discount": 1.0}, {"advantage__power": 0.5}])
 def test_rollouts_one_step_old_equal_the_definition(changes):
+    """And of rollouts that the step before did not change, the loss on policy."""
     case = several_stops(**{f"objective__{key}": value for key, value in changes.items()})
+    (same,) = use_rollout_policy([case.batch])
+    assert_same_loss(replace(case, batch=same), case)
     moved = case.batch.rollout_logprob_N + 0.3 * torch.linspace(-1, 1, 40).double()
     (batch_off,) = use_rollout_policy([replace(case.batch, rollout_logprob_N=moved)])
     off = replace(case, batch=batch_off)
@@ -176,12 +164,6 @@ def test_off_policy_gradient_is_exact_with_several_stop_ids():
 
 def outcomes(log_p_V: torch.Tensor) -> torch.Tensor:
     return torch.cat([log_p_V[:2].logsumexp(0, keepdim=True), log_p_V[2:]])
-
-
-def test_weights_at_the_bounds_are_inside():
-    ratio = torch.tensor([2.0, 0.5, 0.49, 2.01])
-    weights = importance_weights(ratio.log(), torch.zeros(4), "masked", 2.0)
-    assert weights.tolist() == [2.0, 0.5, 0.0, 0.0]
 
 
 def test_weights_halve_with_the_position_and_golden_ones_stay():

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from stable_opd_mcore.config.schema import ObjectiveConfig
 from stable_opd_mcore.losses import torch_ops
-from stable_opd_mcore.losses.leaves import Block, support_kl
-from stable_opd_mcore.losses.output_head import Head
-from stable_opd_mcore.losses.token_losses import PolicyLoss, Rows
-from tests.losses.cases import make_case, make_config
-from tests.losses.definitions import kl_divergence
+from stable_opd_mcore.losses.leaves import support_kl
 from tests.losses.test_fused import case_of, fused_in_blocks
 
 close = torch.testing.assert_close
@@ -32,43 +26,6 @@ def test_divergence_on_a_support():
         close(value, torch.tensor([kl]))
         (gradient,) = torch.autograd.grad(value.sum(), logits)
         close(gradient, torch.tensor([[2 / 3 * (gap - kl), 1 / 3 * (-gap - kl)]]))
-
-
-def test_every_leaf_of_an_objective_has_its_gradient():
-    """An objective that no registry has: a product of three leaves, and the KL to the reference."""
-
-    def product(rows: Rows, settings: ObjectiveConfig) -> PolicyLoss:
-        assert rows.divergence is not None
-        return PolicyLoss(settings.clip * rows.divergence * rows.logprob * rows.token_logprob)
-
-    case = make_case(make_config(objective__name="gkd", kl__beta=0.5))
-    terms = replace(case.objective.terms, policy=product, stop_ids=(1, 2))
-    batch = replace(case.batch, sft_weight_N=0 * case.batch.sft_weight_N)
-    logits = case.hidden_NH @ case.weight_VH.T
-    others = {
-        "teacher": case.teacher_hidden_NH @ case.teacher_weight_VH.T,
-        "reference": case.reference_hidden_NH @ case.reference_weight_VH.T,
-    }
-    z = logits.clone().requires_grad_()
-    ids = torch.cat([batch.targets_N[:, None], torch.tensor([[1, 2]]).expand(13, 2)], 1)
-
-    def outcomes(x):
-        log_p = x.log_softmax(1)
-        merged = log_p[:, 1:3].logsumexp(1, keepdim=True)
-        return torch.cat([log_p[:, :1], merged, log_p[:, 3:]], 1)
-
-    token = z.log_softmax(1).gather(1, ids[:, :1])[:, 0]
-    is_stop = (batch.targets_N == 1) | (batch.targets_N == 2)
-    outcome = torch.where(is_stop, outcomes(z)[:, 1], token)
-    teacher, reference = (kl_divergence(outcomes(z), outcomes(x)) for x in others.values())
-    loss = batch.pg_weight_N * 0.2 * teacher * outcome * token + batch.kl_weight_N * reference
-    (expected,) = torch.autograd.grad(loss.sum(), z)
-    block = Block.of(
-        terms, batch, Head(case.weight_VH, 0, 31), {"student": logits, **others}, ids, None
-    )
-    output, by_leaf = block.differentiate(None)
-    close(output.loss, loss.detach())
-    close(block.write_gradient_(by_leaf), expected)
 
 
 class Operations(TorchDispatchMode):

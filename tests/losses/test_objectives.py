@@ -185,10 +185,11 @@ def test_new_objective_is_a_function_and_one_entry(monkeypatch):
     """The steps of CONTRIBUTING, "Add an objective"."""
 
     def entropy_weighted(rows: Rows, settings: ObjectiveConfig) -> PolicyLoss:
-        """The forward KL, twice as much where the student is uncertain."""
+        """A product of leaves, twice as much where the student is uncertain."""
         assert rows.divergence is not None
         assert rows.entropy is not None
-        return PolicyLoss((1 + (rows.entropy > settings.clip)) * rows.divergence)
+        weight = (1 + (rows.entropy > settings.clip)) * rows.logprob * rows.token_logprob
+        return PolicyLoss(weight * rows.divergence)
 
     spec = ObjectiveSpec(entropy_weighted, "hidden", ("clip",), lambda settings: "forward")
     monkeypatch.setitem(OBJECTIVES, "entropy_weighted", spec)

@@ -148,14 +148,3 @@ def test_merged_stop_ids_are_not_rounded_to_bf16(name):
     for part in ("pg", "sft"):
         close(getattr(found, part), getattr(expected, part), rtol=1e-6, atol=1e-6)
     assert_close(found, expected, 5e-3)
-
-
-@pytest.mark.parametrize("stop_ids", [((0,), (30,)), ((29, 30), (0, 1))])
-def test_stop_ids_at_the_first_and_the_last_column(stop_ids):
-    for changes in (
-        {"objective__name": "gkd", "objective__divergence": "jsd"},
-        {"objective__name": "lsm", "objective__top_k": 4},
-        {"objective__advantage__control_variate": True},
-    ):
-        case = make_case(make_config(**changes, kl__beta=0.2), stop_ids=stop_ids)
-        assert_close(run_fused(case, padding=3), run_definition(case), 1e-10)

@@ -14,13 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stable_opd_mcore.losses.output_head import Head
-from stable_opd_mcore.losses.torch_ops import SparseColumns, shard_sums, write_gradient_
+from stable_opd_mcore.losses.torch_ops import shard_sums
 from stable_opd_mcore.losses.vocabulary_sums import (
     GoldenLikelihood,
     PairStatistics,
     Statistics,
     add_sums,
-    jsd_sums_of,
     merge_shards,
 )
 from stable_opd_mcore.scoring.token_scores import score
@@ -101,44 +100,6 @@ def test_statistics_of_whole_rows(scale):
     alone = statistics_of(z, None, scale)
     assert not isinstance(alone, PairStatistics)
     close(alone.entropy_C, found.entropy_C)
-
-
-@pytest.mark.parametrize("kind", ["reverse", "forward", "jsd"])
-def test_dense_divergence_and_its_gradient(kind):
-    z, o = two_models()
-    weight = torch.linspace(-1, 2, len(z)).double()
-    z.requires_grad_()
-    log_p, log_o = z.log_softmax(1), o.log_softmax(1)
-    log_m = (0.3 * log_o.exp() + 0.7 * log_p.exp()).log()
-    expected = {
-        "reverse": kl(log_p, log_o),
-        "forward": kl(log_o, log_p),
-        "jsd": 0.3 * kl(log_o, log_m) + 0.7 * kl(log_p, log_m),
-    }[kind]
-    (gradient,) = torch.autograd.grad(expected @ weight, z)
-    z = z.detach()
-    pair = statistics_of(z, o)
-    assert isinstance(pair, PairStatistics)
-    sums = jsd_sums_of(pair, z, o, 0.3, 1.0, whole_head(9)) if kind == "jsd" else None
-    close(pair.divergence(kind, sums, 0.3), expected.detach())
-    term = pair.term(kind, o, weight, sums, 0.3)
-    nowhere = SparseColumns(torch.full((5, 1), -1), torch.zeros(5, 1).double())
-    write_gradient_(z, pair.normaliser, torch.zeros(5).double(), nowhere, [term], 1.0)
-    close(z, gradient)
-
-
-def test_golden_tokens_keep_their_likelihood_at_temperature_1():
-    """Two of five rows are golden. Their gradient is w (p - onehot)."""
-    logits, _ = two_models()
-    targets, weight = torch.arange(5), torch.tensor([0.0, 0.5, 0.0, 0.0, 2.0]).double()
-    head = whole_head(9)
-    golden = GoldenLikelihood.of(logits, torch.tensor([1, 4]), targets, head)
-    log_p = logits.log_softmax(1)
-    close(golden.logprob_G, log_p[[1, 4], [1, 4]])
-    gradient = torch.ones_like(logits)
-    golden.add_gradient_(gradient, -weight[[1, 4]], head)
-    one_hot = torch.nn.functional.one_hot(targets, 9)
-    close(gradient, 1 + weight[:, None] * (log_p.exp() - one_hot))
 
 
 def test_golden_rows_are_numbered_from_the_start_of_their_block():

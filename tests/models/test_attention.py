@@ -67,18 +67,3 @@ def test_recomputation_is_bit_identical(recompute, world: World) -> None:
         grads = [p.grad for p in chunk.decoder.parameters()]
         results.append([hidden_TH, *grads, chunk.embedding.word_embeddings.weight.grad])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_padded_equals_packed(world: World) -> None:
-    (chunk,) = build_model(tiny.architecture("qwen2"), world, trainable=False)
-    lengths = [9, 4]
-    batch = tiny.microbatch(lengths)
-    packed = forward_hidden(chunk, batch).split(lengths)
-    ids = torch.nn.utils.rnn.pad_sequence(batch.tokens_T.split(lengths), batch_first=True)
-    positions = torch.arange(9).expand(2, 9)
-    padded = chunk(ids, positions, None)
-    causal_mask = torch.ones(9, 9).triu(1).bool()[None, None]
-    masked = chunk(ids, positions, causal_mask)
-    for i, length in enumerate(lengths):
-        torch.testing.assert_close(padded[:length, i], packed[i], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(masked[:length, i], packed[i], rtol=1e-5, atol=1e-6)

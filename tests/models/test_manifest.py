@@ -14,7 +14,6 @@ from stable_opd_mcore.models import manifest
 from stable_opd_mcore.models.manifest import (
     MANIFEST,
     find_damage,
-    has_manifest,
     hash_own_files,
     write_manifest,
 )
@@ -55,10 +54,8 @@ def test_a_rank_hashes_the_files_of_its_number(directory, monkeypatch):
 
 
 def test_the_manifest_holds_every_file_and_its_own_checksum(directory):
-    assert not has_manifest(directory)
     given = {"__1_0.distcp": (17, "of rank 1")}
     write_manifest(directory, [hash_own_files(directory), given])
-    assert has_manifest(directory)
     record = json.loads((directory / MANIFEST).read_text())
     expected = {name: list(entry(content)) for name, content in FILES.items()}
     assert record["files"] == expected | {"__1_0.distcp": [17, "of rank 1"]}

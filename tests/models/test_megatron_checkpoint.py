@@ -17,7 +17,7 @@ from stable_opd_mcore.models import megatron_checkpoint
 from stable_opd_mcore.models.directory_save import begin_save
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
-from stable_opd_mcore.models.manifest import MANIFEST, find_damage
+from stable_opd_mcore.models.manifest import MANIFEST, find_damage, write_manifest
 from stable_opd_mcore.models.megatron_checkpoint import (
     METADATA,
     load_weights,
@@ -73,6 +73,7 @@ def test_code_in_the_metadata_is_not_executed(
 ) -> None:
     (directory / MANIFEST).unlink()
     (directory / METADATA).write_bytes(pickle.dumps(MaliciousPickle()))
+    write_manifest(directory, [])
     with pytest.raises(UserError, match=r"\.metadata: not a checkpoint's .*builtins.print"):
         load_weights(chunks, directory)
     assert "executed" not in capsys.readouterr().out

@@ -99,12 +99,8 @@ def make_buckets(
 
     A tensor that is larger than `bucket_bytes` is a bucket of its own.
     """
-    architecture = architecture_of(chunks)
-    sizes = {
-        name: math.prod(tensors.hf_shape(name, architecture)) * dtype.itemsize
-        for parameter in tensors.canonical_parameters(architecture)
-        for name in parameter.hf_names
-    }
+    shapes = tensors.hf_shapes(architecture_of(chunks))
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     bucket_bytes = min(bucket_bytes, sum(sizes.values()))
     buffer = torch.empty(0, dtype=torch.uint8)
     pending: list[tuple[str, Tensor]] = []
