@@ -36,33 +36,25 @@ def refuse_fp8(
     Raises:
         UserError: the recipe does not suit the model's sizes on this layout, or the precision.
     """
-    reason = _size_refusal(architecture, fp8, tensor, pipeline)
-    if reason is not None:
-        raise UserError(reason)
-    if precision not in (None, "bf16"):
-        raise UserError(
-            f"{fp8.setting} with train.precision={precision}: on a GPU the attention between the "
-            "FP8 products takes bf16; set train.precision=bf16"
-        )
-
-
-def _size_refusal(architecture: Architecture, fp8: Fp8, tensor: int, pipeline: int) -> str | None:
     for name, width in _widths(architecture, tensor).items():
         if width % MULTIPLE:
-            return (
+            raise UserError(
                 f"{fp8.setting}: {name} is {width} on a rank of parallel.tensor={tensor}, and an "
                 f"FP8 product needs multiples of {MULTIPLE}: choose a smaller parallel.tensor, "
                 f"or fp8.{fp8.role}=null"
             )
     most = architecture.num_layers // pipeline
-    kept = max(fp8.keep_first_layers, fp8.keep_last_layers)
-    if kept > most:
-        return (
+    if max(fp8.keep_first_layers, fp8.keep_last_layers) > most:
+        raise UserError(
             f"fp8.keep_first_layers={fp8.keep_first_layers}, fp8.keep_last_layers="
             f"{fp8.keep_last_layers}: Megatron keeps at most the {most} layers of one of "
             f"parallel.pipeline={pipeline} stages out of FP8; lower them"
         )
-    return None
+    if precision not in (None, "bf16"):
+        raise UserError(
+            f"{fp8.setting} with train.precision={precision}: on a GPU the attention between the "
+            "FP8 products takes bf16; set train.precision=bf16"
+        )
 
 
 def _widths(architecture: Architecture, tensor: int) -> dict[str, int]:

@@ -22,17 +22,9 @@ from stable_opd_mcore.records import MicroBatch
 
 
 def token_indices(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
-    """The places of a rank's tokens among the T packed ones: int64 [T/size], in the rank's order.
-
-    Raises:
-        ValueError: a sequence whose length is no multiple of 2 size, to which packing pads it.
-    """
+    """The places of a rank's tokens among the T packed ones: int64 [T/size], in its order."""
     lengths_S = cu_seqlens.diff().long()
-    if bool((lengths_S % (2 * size)).any()):
-        raise ValueError(
-            f"sequences of {lengths_S.tolist()} tokens cannot be cut over {size} context-parallel "
-            f"ranks: pad each to a multiple of {2 * size} (World.sequence_multiple)"
-        )
+    assert not (lengths_S % (2 * size)).any(), "packing pads to World.sequence_multiple"
     piece_lengths_S = lengths_S // (2 * size)
     lengths = piece_lengths_S.repeat_interleave(2 * piece_lengths_S)  # per token of this rank
     starts = cu_seqlens[:-1].long().repeat_interleave(2 * piece_lengths_S)
@@ -47,9 +39,6 @@ def slice_microbatch(batch: MicroBatch, rank: int, size: int) -> MicroBatch:
 
     On the host, before to_device: how many rows it has depends on values. cu_seqlens and max_seqlen
     still describe the whole sequences.
-
-    Raises:
-        ValueError: a sequence whose length is no multiple of 2 size, to which packing pads it.
     """
     if size == 1:
         return batch

@@ -45,12 +45,9 @@ def run_forward_backward(
 
     Returns:
         The results in micro-batch order on the last pipeline stage, an empty list elsewhere.
-
-    Raises:
-        ValueError: no micro-batches, or their number is no multiple of World.microbatch_multiple,
-            which packing guarantees.
     """
-    _require_count(len(microbatches), world)
+    # Every rank has at least one, which may be empty: packing sees to it.
+    assert microbatches and len(microbatches) % world.microbatch_multiple == 0, len(microbatches)
 
     def step(source: Iterator[MicroBatch], chunk: Module) -> tuple[Tensor, LossFunction]:
         output, function = forward_step(chunk, next(source))
@@ -82,16 +79,3 @@ def _as_sum(loss_and_result: tuple[Tensor, Any]) -> tuple[Tensor, Tensor, Any]:
     """What Megatron takes: loss, token count, result. It does not divide by this count of zero."""
     loss, result = loss_and_result
     return loss, torch.zeros([], dtype=torch.int32, device=loss.device), result
-
-
-def _require_count(number: int, world: World) -> None:
-    if number == 0:
-        raise ValueError(
-            "no micro-batches: every data-parallel rank needs at least one, which may be empty"
-        )
-    multiple = world.microbatch_multiple
-    if number % multiple:
-        raise ValueError(
-            f"{number} micro-batches do not suit parallel.virtual_pipeline with parallel.pipeline="
-            f"{world.pipeline_size}: pad with empty ones to a multiple of {multiple}"
-        )

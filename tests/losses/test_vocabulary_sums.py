@@ -18,7 +18,6 @@ from stable_opd_mcore.losses.torch_ops import shard_sums
 from stable_opd_mcore.losses.vocabulary_sums import (
     GoldenLikelihood,
     PairStatistics,
-    Statistics,
     add_sums,
     merge_shards,
 )
@@ -45,12 +44,6 @@ def whole_head(vocab: int) -> Head:
 
 def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(1)
-
-
-def statistics_of(z: Tensor, o: Tensor | None, scale: float = 1.0) -> Statistics:
-    head = whole_head(z.shape[1])
-    (found,), _ = merge_shards([shard_sums(z, o, scale)], [z[:, :0]], head)
-    return found
 
 
 @pytest.mark.parametrize("cut", [0, 1, 4, 9])
@@ -84,22 +77,6 @@ def test_the_anchor_is_that_of_the_columns_with_the_students_maximum(parts):
     assert isinstance(found, PairStatistics)
     log_p, log_o = (x.double().log_softmax(1) for x in (z, o))
     close(found.reverse_kl_C.double(), kl(log_p, log_o), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("scale", [1.0, 1.6])
-def test_statistics_of_whole_rows(scale):
-    z, o = two_models()
-    log_p, log_o = ((x * scale).log_softmax(1) for x in (z, o))
-    found = statistics_of(z, o, scale)
-    assert isinstance(found, PairStatistics)
-    close(found.normaliser.log_softmax(z * scale), log_p)
-    close(found.other.log_softmax(o * scale), log_o)
-    close(found.entropy_C, -(log_p.exp() * log_p).sum(1))
-    close(found.reverse_kl_C, kl(log_p, log_o))
-    close(found.forward_kl_C, kl(log_o, log_p))
-    alone = statistics_of(z, None, scale)
-    assert not isinstance(alone, PairStatistics)
-    close(alone.entropy_C, found.entropy_C)
 
 
 def test_golden_rows_are_numbered_from_the_start_of_their_block():

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from stable_opd_mcore.config.schema import FaultConfig, ParallelConfig
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.world import _local_gpu, start_world, stop_world
 
 
@@ -99,10 +98,3 @@ def test_too_few_ranks_are_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"does not divide the 1 started ranks"):
         start_world(ParallelConfig(**sizes), seed=0)
     assert not dist.is_initialized()
-
-
-def test_no_microbatches_are_refused() -> None:
-    world = start_world(ParallelConfig(), seed=0)
-    with pytest.raises(ValueError, match="no micro-batches"):
-        run_forward_backward([], [], lambda chunk, batch: None, world=world)
-    stop_world()

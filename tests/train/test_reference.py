@@ -55,9 +55,17 @@ def three_steps(directory: Path, **sections):
         stop_world()
 
 
-@pytest.mark.parametrize("offload", [[], ["frozen"]])
-def test_average_moves_by_its_decay_after_every_step(tmp_path, offload):
-    students, references = three_steps(tmp_path, reference=EMA, memory={"offload": offload})
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"memory": {"offload": ["frozen"]}},
+        {"fp8": {"student": "blockwise", "teacher": "blockwise", "reference": "tensorwise"}},
+    ],
+)
+def test_average_moves_by_its_decay_after_every_step(tmp_path, sections):
+    """FP8 rounds what is multiplied, not the weights that are kept."""
+    students, references = three_steps(tmp_path, reference=EMA, **sections)
     expected = students[0]
     for student, reference in zip(students[1:], references[1:], strict=True):
         expected = 0.5 * expected + 0.5 * student

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,20 +14,18 @@ from stable_opd_mcore.config.guard import GuardConfig
 from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.config.schema import KLConfig, MixtureConfig
 from stable_opd_mcore.config.training import Fp8Config
-from stable_opd_mcore.data.packing import costs
 from stable_opd_mcore.data.responses import rollout_metrics
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.metrics import Mean, Metrics, Same, Sum
 from stable_opd_mcore.monitoring.health import sample_metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import start_world, stop_world
-from stable_opd_mcore.records import LossOutput, Prompt, Rollout, Scores
+from stable_opd_mcore.records import Prompt, Rollout, Scores
 from stable_opd_mcore.rollout.engine import Sampling
 from stable_opd_mcore.train import step
 from stable_opd_mcore.train.learning_rate import learning_rate
 from stable_opd_mcore.train.oversight.guard import GuardState
 from stable_opd_mcore.train.persistence.state import TrainState
-from stable_opd_mcore.train.samples.sharing import Minibatch
 from stable_opd_mcore.train.student import Student
 from tests.config.test_load import SMOKE
 from tests.parallel.launch import run_ranks
@@ -107,14 +102,6 @@ def test_a_step_draws_at_its_cursor_updates_and_publishes(run):
     assert not any(key.startswith("overlap/") for key in odd.metrics)
 
 
-def test_a_step_without_rollouts_measures_none(run):
-    sft = replace(run, objective=SimpleNamespace(needs_rollouts=False))
-    prompts = run.prompts.select(step.next_rows(run, 0))
-    samples = step.training_samples(run, prompts, [], 0)
-    metrics = step.step_metrics(sft, [], facts_of(samples), [], PhaseTimer())
-    assert "rollout/truncation_rate" not in metrics
-
-
 def test_a_step_takes_the_larger_of_the_configs_and_the_guards_strengths(run):
     assert (run.config.kl.beta, run.config.mixture.lambda_) == (0.1, 0.5)
     strong = GuardState(measure="raised", beta=0.4, lambda_=0.2)
@@ -148,40 +135,6 @@ def test_the_length_budget_grows_and_the_guard_rests_until_it_is_whole(run):
     assert step.guarded(config, TrainState(6), result.metrics)[0].guard != GuardState()
 
 
-def test_micro_batches_of_all_ranks_hold_every_token_once(run):
-    (minibatch,) = step.minibatches_of(one_minibatch(run), *drawn(run)[1:])
-    samples = minibatch.samples
-    seen, counts = [], set()
-    for share in np.split(np.arange(6), [4]):
-        part = Minibatch([samples[i] for i in share], minibatch.weights.select(share), share)
-        for context_rank in range(2):
-            world = SimpleNamespace(
-                data_group=run.world.data_group,
-                token_multiple=6,
-                sequence_multiple=4,
-                microbatch_multiple=4,
-                device="cpu",
-                context_rank=context_rank,
-                context_size=2,
-            )
-            batches = step.pack_minibatch(replace(run, world=world), part)
-            counts.add(len(batches))
-            for batch in batches:
-                assert len(batch.tokens_T) <= 36  # of 64 packed tokens, up to the multiple
-                assert len(batch.tokens_T) % 6 == 0
-                assert not (batch.cu_seqlens % 4).any()
-                places = share[batch.sample_index_N].tolist()
-                seen += zip(places, batch.token_index_N.tolist(), strict=True)
-    tokens = [(i, t) for i, s in enumerate(samples) for t in range(len(s.response_token_ids))]
-    assert sorted(seen) == tokens
-    assert counts == {4}
-    whole = SimpleNamespace(
-        **vars(world) | {"device": "meta", "context_rank": 0, "context_size": 1}
-    )
-    (batch, *_) = step.pack_minibatch(replace(run, world=whole), minibatch)
-    assert batch.tokens_T.device.type == "meta"
-
-
 def one_minibatch(run):
     """The run with one minibatch a step."""
     train = run.config.train.model_copy(update={"minibatches": 1})
@@ -202,45 +155,30 @@ class Scorer:
         return [Scores(torch.full((len(b.rows_N),), self.logprob)) for b in batches]
 
 
-def test_minibatches_are_shared_out_by_the_cost_of_the_students_attention(run):
-    with patch.object(step, "share_out") as share_out:
-        step.minibatches_of(run, *drawn(run)[1:])
-    tokens = np.array([5, 9])
-    length = run.student.chunks[0].architecture.attention_length
-    assert share_out.call_args.args[-1](tokens).tolist() == costs(tokens, length).tolist()
-
-
 def test_a_step_ends_with_the_adapted_weights():
     config = load_config(SMOKE, ["kl.beta=0.1", "kl.target=0.2"])
     state, _ = step.guarded(config, TrainState(), Metrics({"kl/reference": Mean(0.22, 1)}))
     assert state.adapted.beta == pytest.approx(0.1 * 1.01)
 
 
-@pytest.mark.parametrize(("replayed", "routing"), [(True, (2, 3)), (False, None)])
-def test_experts_are_packed_where_their_routing_is_replayed(run, replayed, routing):
+@pytest.mark.parametrize(
+    ("replayed", "fp8", "expected"),
+    [
+        (True, None, {"routing": (2, 3), "pad_to_multiple": 1}),
+        (False, "tensorwise", {"routing": None, "pad_to_multiple": 16}),
+    ],
+)
+def test_routing_is_packed_for_replay_and_tokens_are_padded_for_fp8(run, replayed, fp8, expected):
     (minibatch,) = step.minibatches_of(one_minibatch(run), *drawn(run)[1:])
     experts = SimpleNamespace(per_token=3)
     architecture = SimpleNamespace(num_layers=2, experts=experts, attention_length=9.0)
     rollout = run.config.rollout.model_copy(update={"routing_replay": replayed})
+    changes = {"rollout": rollout, "fp8": Fp8Config(teacher=fp8)}
+    config = run.config.model_copy(update=changes)
+    student = SimpleNamespace(chunks=[SimpleNamespace(architecture=architecture)])
     with patch.object(step, "pack", return_value=[]) as pack:
-        step.pack_minibatch(
-            replace(
-                run,
-                config=run.config.model_copy(update={"rollout": rollout}),
-                student=SimpleNamespace(chunks=[SimpleNamespace(architecture=architecture)]),
-            ),
-            minibatch,
-        )
-    assert pack.call_args.kwargs["routing"] == routing
-
-
-@pytest.mark.parametrize(("fp8", "multiple"), [(None, 1), ("tensorwise", 16)])
-def test_micro_batches_are_padded_for_fp8_alone(run, fp8, multiple):
-    (minibatch,) = step.minibatches_of(one_minibatch(run), *drawn(run)[1:])
-    config = run.config.model_copy(update={"fp8": Fp8Config(teacher=fp8)})
-    with patch.object(step, "pack", return_value=[]) as pack:
-        step.pack_minibatch(replace(run, config=config), minibatch)
-    assert pack.call_args.kwargs["pad_to_multiple"] == run.world.token_multiple * multiple
+        step.pack_minibatch(replace(run, config=config, student=student), minibatch)
+    assert {key: pack.call_args.kwargs[key] for key in expected} == expected
 
 
 def test_scores_are_those_of_teacher_reference_and_behaviour(run):
@@ -349,59 +287,6 @@ def test_non_finite_numbers_stop_the_step_that_made_them(run):
                 weight.copy_(weights[name])
 
 
-@pytest.mark.parametrize("loss", [1.0, float("nan"), None])
-@pytest.mark.parametrize("norm", [2.0, float("inf")])
-def test_the_message_of_a_non_finite_loss_or_norm(loss, norm):
-    total = Mean(0, 0) if loss is None else Mean(loss, 1)
-    metrics = Metrics({"loss/pg": Sum(0.5), "other": Sum(1), "loss/total": total})
-    if loss == 1.0 and norm == 2.0:
-        step.require_finite(metrics, norm, 7)
-        return
-    expected = (
-        f"step 7: loss/pg=0.5, loss/total={loss}, grad_norm={norm}: not finite. The update was "
-        "not made and the newest checkpoint is intact. Lower optimizer.lr, or look at the step's "
-        "rollouts"
-    )
-    with pytest.raises(UserError, match=f"^{re.escape(expected)}$"):
-        step.require_finite(metrics, norm, 7)
-
-
-def test_the_loss_has_the_rows_and_heads_of_its_models(run):
-    given: dict[str, Any] = {}
-
-    def objective(hidden, head, batch, **models):
-        given.update(hidden=hidden, head=head, batch=batch, **models)
-        no_rows = torch.empty(0)
-        losses = dict.fromkeys((field.name for field in fields(LossOutput)), no_rows)
-        return LossOutput(**losses | {"loss": torch.tensor(2.0, requires_grad=True)})
-
-    parts = {
-        "objective": objective,
-        "head": "student's",
-        "teacher": SimpleNamespace(head="teacher's"),
-        "reference": SimpleNamespace(head="reference's"),
-        "world": SimpleNamespace(context_group="context"),
-    }
-    batch = SimpleNamespace(rows_N=torch.tensor([2, 0]))
-    hidden = torch.arange(6.0).view(3, 2)
-    loss, output = step.loss_of(replace(run, **parts), batch, hidden)
-    assert loss.requires_grad
-    assert loss == output.loss == 2
-    assert not output.loss.requires_grad  # results are kept until the last micro-batch's end
-    assert given.pop("hidden").tolist() == [[4, 5], [0, 1]]
-    assert given == {
-        "head": "student's",
-        "batch": batch,
-        "teacher_head": "teacher's",
-        "reference_head": "reference's",
-        "context_group": "context",
-    }
-    step.loss_of(replace(run, **parts | {"teacher": None, "reference": None}), batch, hidden)
-    assert (given["teacher_head"], given["reference_head"]) == (None, None)
-    with pytest.raises(AssertionError, match=r"^the last pipeline stage holds the output head$"):
-        step.loss_of(replace(run, head=None), batch, hidden)
-
-
 def measure_on_two_ranks(rank: int, _world_size: int, directory: Path) -> None:
     """Two replicas have rollouts of their own, two tensor-parallel ranks the same ones."""
     for tensor in (1, 2):
@@ -423,38 +308,3 @@ def measure_on_two_ranks(rank: int, _world_size: int, directory: Path) -> None:
 
 def test_metrics_count_a_replica_once(tmp_path):
     run_ranks(2, measure_on_two_ranks, tmp_path)
-
-
-def test_two_minibatches_give_two_updates_on_disjoint_prompts(run):
-    prompts: list[set[str]] = []
-    trained: list[list[int]] = []
-    weights = [weights_of(run.student)]
-    pack, update, adam = step.pack_minibatch, step.update, Student.update
-
-    def recorded_pack(run, minibatch):
-        prompts.append({sample.prompt_id for sample in minibatch.samples})
-        return pack(run, minibatch)
-
-    def recorded_update(run, batches, *given):
-        trained.append([token for batch in batches for token in batch.tokens_T.tolist()])
-        return update(run, batches, *given)
-
-    def recorded_adam(student, lr):
-        adam(student, lr)
-        weights.append(weights_of(student))
-
-    with (
-        patch.object(step, "pack_minibatch", recorded_pack),
-        patch.object(step, "update", recorded_update),
-        patch.object(Student, "update", recorded_adam),
-    ):
-        state = step.train_step(run, TrainState()).state
-
-    first, second = prompts
-    assert len(first) == len(second) == 1
-    assert not first & second
-    assert trained[0] != trained[1]
-    before, between, after = weights
-    assert not torch.equal(before, between)
-    assert not torch.equal(between, after)
-    assert (state.optimizer_steps, state.step, state.weight_version) == (2, 1, 1)

@@ -92,18 +92,11 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
     "directory": replace_by_directory,
 }
+FILES = (".metadata", "metadata.json", "config.json", "rng_rank_00000.safetensors", "state.json")
 CASES = [
-    (name, damage)
-    for name in (
-        "__0_0.distcp",
-        ".metadata",
-        "metadata.json",
-        "config.json",
-        "rng_rank_00000.safetensors",
-        "state.json",
-        MANIFEST,
-    )
-    for damage in DAMAGES
+    *((name, "flipped") for name in (*FILES, MANIFEST)),
+    *(("__0_0.distcp", damage) for damage in DAMAGES),
+    (MANIFEST, "missing"),
 ]
 UNEXPECTED_JSON = (
     "[]",
