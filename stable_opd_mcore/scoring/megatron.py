@@ -21,10 +21,11 @@ from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import MicroBatch, Scores
+from stable_opd_mcore.scoring.scorer import Scorer
 from stable_opd_mcore.scoring.token_scores import score
 
 
-class MegatronScorer:
+class MegatronScorer(Scorer):
     """A `Scorer` over Megatron model chunks.
 
     Args:
@@ -74,16 +75,7 @@ class MegatronScorer:
         self._hidden_alone = hidden_alone
         self._block_rows = block_rows
         self._around = around
-        self._head = output_head(chunks, vocab_size) if head is None else head
-
-    @property
-    def head(self) -> Head | None:
-        """See `Scorer.head`."""
-        return self._head
-
-    def about(self, prompt_ids: Sequence[str]) -> MegatronScorer:  # noqa: ARG002
-        """See `Scorer.about`: one model scores all prompts."""
-        return self
+        self.head = output_head(chunks, vocab_size) if head is None else head
 
     def score(self, microbatches: Sequence[MicroBatch]) -> list[Scores]:
         """See `Scorer.score`."""
@@ -99,17 +91,17 @@ class MegatronScorer:
         return output, lambda hidden_TH: self._scores_of(hidden_TH, batch)
 
     def _scores_of(self, hidden_TH: Tensor, batch: MicroBatch) -> Scores:
-        assert self._head is not None, "the last pipeline stage holds the output head"
+        assert self.head is not None, "the last pipeline stage holds the output head"
         hidden_NH = hidden_TH.index_select(0, batch.rows_N)
         if self._hidden_alone:
             return Scores(None, hidden_NH=hidden_NH)
         return score(
             hidden_NH,
-            self._head,
+            self.head,
             batch.targets_N,
             temperature=self._temperature,
             stop_ids=self._stop_ids,
             top_k=self._top_k,
             merged_ids=self._merged_ids,
-            block_rows=rows_per_block(self._block_rows, self._head),
+            block_rows=rows_per_block(self._block_rows, self.head),
         )

@@ -1,4 +1,4 @@
-"""The scorer protocol: a model that gives the log-probabilities of the response tokens.
+"""What a scorer is: a model that gives the log-probabilities of the response tokens.
 
 Teacher, reference and behaviour policy (the student before its update, when one batch of rollouts
 serves several) score the same micro-batches through it. Not here: the computation (megatron.py,
@@ -11,30 +11,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.records import MicroBatch, Scores
 
 
-class Scorer(Protocol):
+class Scorer:
     """A model on the same tensor x pipeline x data ranks as the student."""
 
-    @property
-    def head(self) -> Head | None:
-        """This rank's shard of the output head; None off the last pipeline stage."""
-        ...
+    head: Head | None = None
+    """This rank's shard of the output head; None off the last pipeline stage."""
 
-    def about(self, prompt_ids: Sequence[str]) -> Scorer:
+    def about(self, prompt_ids: Sequence[str]) -> Scorer:  # noqa: ARG002
         """The scorer of the following micro-batches, whose sample i answers `prompt_ids[i]`."""
-        ...
+        return self
 
     def score(self, microbatches: Sequence[MicroBatch]) -> list[Scores]:
         """Scores of each micro-batch's N rows; an empty list off the last pipeline stage.
 
         All ranks of the replica call it with the same micro-batches.
         """
-        ...
+        raise NotImplementedError
 
 
 def with_scores(

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from stable_opd_mcore.config.schema import TeacherConfig
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.parallel.world import World, gather_objects
 from stable_opd_mcore.records import MicroBatch, Scores
+from stable_opd_mcore.scoring.scorer import Scorer
 from stable_opd_mcore.serving.api_key import read_api_key
 from stable_opd_mcore.serving.client import ServerFailure, SglangClient, pause_seconds
 from stable_opd_mcore.serving.requests import Scoring, SequenceScores
@@ -45,7 +45,7 @@ class TeacherLost(UserError):
     """No replica of a teacher answers. Raised before the step changes anything."""
 
 
-class ServedTeacher:
+class ServedTeacher(Scorer):
     """A `Scorer` over HTTP.
 
     Args:
@@ -96,23 +96,18 @@ class ServedTeacher:
         self._world = world
         self._vocab_size = vocab_size
         self._top_k = top_k or 0
-        self._merged_ids = torch.tensor(merged_ids if top_k else (), dtype=torch.int64)
+        self._merged_ids = merged_ids if top_k else ()
         self._list_size = self._top_k + max(0, len(self._merged_ids) - 1)  # see merge_entries
         if self._list_size > vocab_size:
             raise UserError(
                 f"top-{self._top_k} of a vocabulary of {vocab_size}: lower objective.top_k"
             )
         self._stop_ids = stop_ids
-        self._extra_ids = tuple(sorted({*stop_ids, *self._merged_ids.tolist()}))
+        self._extra_ids = tuple(sorted({*stop_ids, *self._merged_ids}))
         self._patience = patience_seconds
         self._progress = progress
         self._turn = itertools.count()
         self._prompt_ids: list[str] = []
-
-    @property
-    def head(self) -> Head | None:
-        """None: the head is on the server."""
-        return None
 
     def about(self, prompt_ids: Sequence[str]) -> ServedTeacher:
         """See `Scorer.about`: a prompt's source selects the teacher.
@@ -222,9 +217,9 @@ class ServedTeacher:
             return [[future.result() for future in batch] for batch in futures]
 
     def _requests(self, batch: MicroBatch) -> list[tuple[str, Scoring]]:
-        tokens = batch.tokens_T.tolist()
-        bounds = batch.cu_seqlens.tolist()
-        rows, samples = batch.rows_N.tolist(), batch.sample_index_N.tolist()
+        fields = (batch.tokens_T, batch.cu_seqlens, batch.rows_N, batch.sample_index_N)
+        on_host = torch.cat(fields).cpu().split([len(field) for field in fields])  # one transfer
+        tokens, bounds, rows, samples = (field.tolist() for field in on_host)
         first_row_of: dict[int, int] = {}
         for row, sample in zip(rows, samples, strict=True):
             first_row_of.setdefault(sample, row)
@@ -247,8 +242,9 @@ class ServedTeacher:
         self, clients: Sequence[SglangClient], request: Scoring
     ) -> SequenceScores:
         deadline = time.monotonic() + self._patience
-        turn = next(self._turn)
-        for attempt in itertools.count(1):
+        turn, attempt = next(self._turn), 0
+        while True:
+            attempt += 1
             try:
                 scores = clients[(turn + attempt) % len(clients)].score(request)
                 self._progress()
@@ -261,34 +257,35 @@ class ServedTeacher:
                 _log.warning("teacher: %s; the request is repeated", failure)
             if attempt % len(clients) == 0:
                 time.sleep(pause_seconds(attempt // len(clients)))
-        raise AssertionError("unreachable")
 
     def _scores(self, batch: MicroBatch, replies: Sequence[SequenceScores]) -> Scores:
-        targets_N = batch.targets_N.cpu()
-        count, device = len(targets_N), batch.targets_N.device
+        count, device = len(batch.targets_N), batch.targets_N.device
         logprobs_N = torch.tensor([value for reply in replies for value in reply.logprobs])
         extra_NE = torch.tensor([row for reply in replies for row in reply.extra_logprobs])
         extra_NE = extra_NE.view(count, len(self._extra_ids))
+        logprobs_N = logprobs_N.to(device)
         if self._stop_ids:
-            stop_ids = torch.tensor(self._stop_ids)
-            is_stop_E = torch.isin(torch.tensor(self._extra_ids), stop_ids)
-            is_stop_N = torch.isin(targets_N, stop_ids)
-            logprobs_N = torch.where(is_stop_N, extra_NE[:, is_stop_E].logsumexp(1), logprobs_N)
+            is_stop_N = torch.isin(batch.targets_N, torch.tensor(self._stop_ids, device=device))
+            as_one_N = self._as_one(extra_NE, self._stop_ids).to(device)
+            logprobs_N = torch.where(is_stop_N, as_one_N, logprobs_N)
         if not self._top_k:
-            return Scores(logprobs_N.to(device))
+            return Scores(logprobs_N)
         ids = [row for reply in replies for row in reply.top_ids]
         values = [row for reply in replies for row in reply.top_logprobs]
         ids_NK = torch.tensor(ids, dtype=torch.int64).view(count, self._list_size)
         values_NK = torch.tensor(values).view(count, self._list_size)
-        if len(self._merged_ids):
-            is_merged_E = torch.isin(torch.tensor(self._extra_ids), self._merged_ids)
-            stopped_N = extra_NE[:, is_merged_E].logsumexp(1)
-            ids_NK, values_NK = merge_entries(ids_NK, values_NK, self._merged_ids, stopped_N)
+        if self._merged_ids:
+            merged_N = self._as_one(extra_NE, self._merged_ids)
+            merged_ids = torch.tensor(self._merged_ids)
+            ids_NK, values_NK = merge_entries(ids_NK, values_NK, merged_ids, merged_N)
         return Scores(
-            logprobs_N.to(device),
-            topk_ids_NK=ids_NK.to(device),
-            topk_logprobs_NK=values_NK.to(device),
+            logprobs_N, topk_ids_NK=ids_NK.to(device), topk_logprobs_NK=values_NK.to(device)
         )
+
+    def _as_one(self, extra_NE: Tensor, ids: Sequence[int]) -> Tensor:
+        """[N]: the log-probability of these ids together."""
+        columns = [self._extra_ids.index(token) for token in ids]
+        return extra_NE[:, columns].logsumexp(1)
 
 
 def merge_entries(

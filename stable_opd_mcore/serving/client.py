@@ -178,7 +178,9 @@ class SglangClient:
         """
         body = None if payload is None else json.dumps(payload, allow_nan=False)
         seconds = timeout_seconds or self._timeout
-        for attempt in itertools.count(1):
+        attempt = 0
+        while True:
+            attempt += 1
             try:
                 status, content = self._connections.send(method, path, body, seconds, max_bytes)
                 return self._content(path, status, content)
@@ -187,7 +189,6 @@ class SglangClient:
                     raise
                 _log.warning("%s; attempt %d of %d", failure, attempt, attempts)
                 time.sleep(pause_seconds(attempt))
-        raise AssertionError("unreachable")
 
     def _content(self, path: str, status: int, content: bytes) -> Any:
         """What a reply says, if it says that the request was fulfilled."""

@@ -12,7 +12,6 @@ and need weights afterwards. Not here: sending weights (sync.py), agreement betw
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections import Counter, deque
@@ -286,8 +285,9 @@ class Fleet:
 
         A member whose reply stays unusable is taken out of use.
         """
-        client = member.client
-        for attempt in itertools.count(1):
+        client, attempt = member.client, 0
+        while True:
+            attempt += 1
             try:
                 return client.generate(request)
             except ServerFailure as failure:
@@ -302,7 +302,6 @@ class Fleet:
                     if self._retried[member.name] == 1:
                         self._events.add("retried", member.name, reason)
                 time.sleep(pause_seconds(attempt))
-        raise AssertionError("unreachable")
 
     def _watch(self, done: threading.Event) -> None:
         """Probe members while requests are in flight, and fail those that do not answer.
