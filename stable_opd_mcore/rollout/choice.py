@@ -46,23 +46,14 @@ def build_engine(
     match config.rollout.engine:
         case "embedded":
             if world.device.type == "cuda" and world.rank == 0:
-                warning = slow_engine(config, architecture_of(chunks), world.world_size)
-                if warning is not None:
-                    _log.warning(warning)
+                warn_if_slow(config, architecture_of(chunks), world.world_size)
             return embedded_engine(world, chunks, tokenizer, progress)
         case "replay":
-            assert config.rollout.replay_from is not None, "the schema requires it"
-            return ReplayEngine(config.rollout.replay_from)
+            return ReplayEngine(str(config.rollout.replay_from))  # the schema requires it
         case "sglang":
+            decode, size = tokenizer.decode, tokenizer.vocab_size
             return build_sglang_engine(
-                config,
-                world,
-                chunks,
-                tokenizer.decode,
-                tokenizer.vocab_size,
-                stop_requested,
-                progress,
-                memory,
+                config, world, chunks, decode, size, stop_requested, progress, memory
             )
 
 
@@ -75,16 +66,16 @@ def evaluation_engine(
     return build_engine(config, world, chunks, tokenizer)
 
 
-def slow_engine(config: Config, student: Architecture, gpus: int) -> str | None:
-    """A warning where the embedded engine will take long for a step's rollouts on GPUs."""
+def warn_if_slow(config: Config, student: Architecture, gpus: int) -> None:
+    """Log where the embedded engine will take long for a step's rollouts on GPUs."""
     seconds = embedded_seconds(config, student, gpus)
-    if seconds < _SLOW_SECONDS:
-        return None
-    return (
-        f"rollout.engine=embedded is written in Python: about {seconds:.0f} s for the rollouts of "
-        "a step (an estimate for H200s); set rollout.engine=sglang and "
-        "rollout.sglang.placement=colocated"
-    )
+    if seconds >= _SLOW_SECONDS:
+        _log.warning(
+            "rollout.engine=embedded is written in Python: about %.0f s for the rollouts of a step "
+            "(an estimate for H200s); set rollout.engine=sglang and "
+            "rollout.sglang.placement=colocated",
+            seconds,
+        )
 
 
 def embedded_engine(

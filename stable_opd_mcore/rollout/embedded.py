@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ from stable_opd_mcore.models.families import rotary_frequencies
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
 from stable_opd_mcore.models.linear import linear, packed
 from stable_opd_mcore.parallel.world import World
-from stable_opd_mcore.records import FinishReason, Prompt, Rollout, Sampling
+from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.engine import RolloutEngine, check_prompts
 from stable_opd_mcore.rollout.inference import inference_mode, run_layers
 from stable_opd_mcore.rollout.kv_cache import KVCache
@@ -50,42 +51,30 @@ from stable_opd_mcore.rollout.noise import row_key, sample_tokens, uniforms
 _COMPACT_BELOW = 0.85
 
 
+@dataclass(eq=False)
 class EmbeddedEngine(RolloutEngine):
     """A `RolloutEngine` over the model chunks that are being trained.
-
-    Args:
-        chunks: this rank's model chunks, with or without gradient wrapper.
-        decode: token ids (no stop token) to text.
-        vocab_size: of the tokenizer of student and teacher; larger ids are never drawn.
-        max_rows: responses decoded at once; more are drawn in several batches.
-        progress: called after each decoded token of the batch.
 
     Raises:
         UserError: the model has fewer vocabulary entries than `vocab_size`.
     """
 
-    def __init__(
-        self,
-        chunks: Sequence[torch.nn.Module],
-        world: World,
-        decode: Callable[[Sequence[int]], str],
-        *,
-        vocab_size: int,
-        max_rows: int = 256,
-        progress: Callable[[], None] = lambda: None,
-    ):
-        self._chunks: list[HiddenStatesGPTModel] = unwrap_model(list(chunks))
+    chunks: Sequence[torch.nn.Module]  # of this rank, with or without gradient wrapper
+    world: World
+    decode: Callable[[Sequence[int]], str]  # token ids (no stop token) to text
+    _: KW_ONLY
+    vocab_size: int  # of the tokenizer of student and teacher; larger ids are never drawn
+    max_rows: int = 256  # responses decoded at once; more are drawn in several batches
+    progress: Callable[[], None] = lambda: None  # called after each decoded token of the batch
+
+    def __post_init__(self) -> None:
+        self._chunks: list[HiddenStatesGPTModel] = unwrap_model(list(self.chunks))
         self._head = output_head(self._chunks)
-        self._world = world
-        self._decode = decode
-        self._vocab_size = vocab_size
-        self._max_rows = max_rows
-        self._progress = progress
         architecture = self._chunks[0].architecture
-        if architecture.vocab_size < vocab_size:
+        if architecture.vocab_size < self.vocab_size:
             raise UserError(
                 f"the student has {architecture.vocab_size} vocabulary entries, fewer than the "
-                f"{vocab_size} of its tokenizer: it belongs to another tokenizer"
+                f"{self.vocab_size} of its tokenizer: it belongs to another tokenizer"
             )
         self._window = architecture.max_positions
 
@@ -93,14 +82,14 @@ class EmbeddedEngine(RolloutEngine):
         self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int
     ) -> list[Rollout]:
         """See `RolloutEngine.generate`. All ranks of the replica call it together."""
-        check_prompts(prompts, sampling, vocab_size=self._vocab_size, window=self._window)
+        check_prompts(prompts, sampling, vocab_size=self.vocab_size, window=self._window)
         rows = [(prompt, sample) for prompt in prompts for sample in range(sampling.num_samples)]
         rollouts: list[Rollout] = []
         with inference_mode(self._chunks), self._packed_head():
-            for start in range(0, len(rows), self._max_rows):
-                rollouts += self._draw(rows[start : start + self._max_rows], sampling, step)
+            for start in range(0, len(rows), self.max_rows):
+                rollouts += self._draw(rows[start : start + self.max_rows], sampling, step)
             while self._some_replica_runs(False):
-                padding_BT = torch.zeros(1, 1, dtype=torch.int64, device=self._world.device)
+                padding_BT = torch.zeros(1, 1, dtype=torch.int64, device=self.world.device)
                 self._run(padding_BT, self._new_cache([1], 1))
         return rollouts
 
@@ -108,7 +97,7 @@ class EmbeddedEngine(RolloutEngine):
         self, rows: Sequence[tuple[Prompt, int]], sampling: Sampling, step: int
     ) -> list[Rollout]:
         """Decode `rows` (prompt, sample index) together."""
-        device = self._world.device
+        device = self.world.device
         prompts: list[Prompt] = []
         prompt_of_row: list[int] = []
         for prompt, _ in rows:  # samples of one prompt are adjacent
@@ -122,39 +111,35 @@ class EmbeddedEngine(RolloutEngine):
             torch.tensor(keys, dtype=torch.int64, device=device),
             sampling,
         )
-        lengths = _lengths(tokens_RL, sampling.stop_token_ids)
-        return [
-            self._rollout(prompt, sample, tokens, logprobs, length, stopped)
-            for (prompt, sample), tokens, logprobs, (length, stopped) in zip(
-                rows, tokens_RL.cpu().numpy(), logprobs_RL.cpu().numpy(), lengths, strict=True
-            )
-        ]
+        drawn = zip(rows, tokens_RL.cpu().numpy(), logprobs_RL.cpu().numpy(), strict=True)
+        return [self._rollout(*row, tokens, logprobs, sampling) for row, tokens, logprobs in drawn]
 
     def _rollout(
         self,
         prompt: Prompt,
         sample: int,
-        tokens: NDArray[np.int64],
-        logprobs: NDArray[np.float32],
-        length: int,
-        stopped: bool,
+        tokens_L: NDArray[np.int64],
+        logprobs_L: NDArray[np.float32],
+        sampling: Sampling,
     ) -> Rollout:
-        reason: FinishReason = "stop" if stopped else "length"
+        stops = np.flatnonzero(np.isin(tokens_L, sampling.stop_token_ids))
+        stopped = len(stops) > 0
+        length = int(stops[0]) + 1 if stopped else len(tokens_L)
         return Rollout(
             prompt=prompt,
             sample_index=sample,
-            token_ids=tokens[:length].astype(np.int32),
-            rollout_logprobs=logprobs[:length].copy(),
-            finish_reason=reason,
+            token_ids=tokens_L[:length].astype(np.int32),
+            rollout_logprobs=logprobs_L[:length].copy(),
+            finish_reason="stop" if stopped else "length",
             weight_version=self.weight_version,
-            text=self._decode(tokens[: length - stopped].tolist()),
+            text=self.decode(tokens_L[: length - stopped].tolist()),
         )
 
     def _decode_rows(
         self, prompts: Sequence[Prompt], prompt_of_row_R: Tensor, keys_R: Tensor, sampling: Sampling
     ) -> tuple[Tensor, Tensor]:
         """The decode loop: tokens and log-probabilities [R, L], undefined after a stop token."""
-        num_rows, device = len(keys_R), self._world.device
+        num_rows, device = len(keys_R), self.world.device
         tokens_RL = torch.zeros(num_rows, sampling.max_new_tokens, dtype=torch.int64, device=device)
         logprobs_RL = torch.zeros(num_rows, sampling.max_new_tokens, device=device)
         stop_ids = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
@@ -170,7 +155,7 @@ class EmbeddedEngine(RolloutEngine):
         done_B = torch.zeros(num_rows, dtype=torch.bool, device=device)
         for position in range(sampling.max_new_tokens):
             tokens_B, logprobs_B = self._sample(hidden_BH, keys_B, position, sampling)
-            self._progress()
+            self.progress()
             tokens_RL[running_B, position] = tokens_B
             logprobs_RL[running_B, position] = logprobs_B
             done_B = done_B | (tokens_B[:, None] == stop_ids).any(dim=1)
@@ -193,15 +178,15 @@ class EmbeddedEngine(RolloutEngine):
         chunk = self._chunks[0]
         positions_P = torch.arange(max(lengths) + max_new_tokens, dtype=torch.float32)
         angles_PD = torch.outer(positions_P, rotary_frequencies(chunk.architecture))
-        return KVCache(lengths, angles_PD.to(self._world.device), chunk.config.params_dtype)
+        return KVCache(lengths, angles_PD.to(self.world.device), chunk.config.params_dtype)
 
     def _some_replica_runs(self, this_one: bool) -> bool:
         """Whether this replica or one that shares its experts runs a forward pass now. Collective
         over them."""
-        if self._world.coupled_replicas == 1:
+        if self.world.coupled_replicas == 1:
             return this_one
-        running = torch.tensor(int(this_one), device=self._world.device)
-        dist.all_reduce(running, op=dist.ReduceOp.MAX, group=self._world.groups.ep)
+        running = torch.tensor(int(this_one), device=self.world.device)
+        dist.all_reduce(running, op=dist.ReduceOp.MAX, group=self.world.groups.ep)
         return bool(running)
 
     def _forward(self, tokens_BT: Tensor, cache: KVCache) -> Tensor | None:
@@ -218,17 +203,20 @@ class EmbeddedEngine(RolloutEngine):
             dtype=config.params_dtype,
             device=tokens_BT.device,
         )
+        group = self.world.pipeline_group  # in which virtual stages go round
+        rank, size = self.world.pipeline_rank, self.world.pipeline_size
         cache.begin(num_tokens)
         for chunk in self._chunks:
             if chunk.pre_process:
                 hidden_TBH = chunk.embedding(tokens_BT, None)
             else:
-                _receive(hidden_TBH, self._world)
+                dist.recv(hidden_TBH, group=group, group_src=(rank - 1) % size)
             hidden_TBH = run_layers(chunk, hidden_TBH, cache)
             if not chunk.post_process:
-                _send(hidden_TBH, self._world)
+                hidden_TBH = hidden_TBH.contiguous()
+                dist.send(hidden_TBH, group=group, group_dst=(rank + 1) % size)
         cache.end()
-        return hidden_TBH[-1] if self._world.is_last_stage else None
+        return hidden_TBH[-1] if self.world.is_last_stage else None
 
     def _sample(
         self, hidden_BH: Tensor | None, keys_B: Tensor, position: int, sampling: Sampling
@@ -242,12 +230,12 @@ class EmbeddedEngine(RolloutEngine):
                 sampling.top_p,
                 uniforms(keys_B, position),
             )
-            if self._world.model_group.size() == 1:
+            if self.world.model_group.size() == 1:
                 return tokens_B, logprobs_B
             drawn_2B = torch.stack((tokens_B.double(), logprobs_B.double()))
         # Draw on one rank and broadcast, because other ranks may round differently.
-        source = (self._world.pipeline_size - 1) * self._world.tensor_size
-        dist.broadcast(drawn_2B, group=self._world.model_group, group_src=source)
+        source = (self.world.pipeline_size - 1) * self.world.tensor_size
+        dist.broadcast(drawn_2B, group=self.world.model_group, group_src=source)
         return drawn_2B[0].long(), drawn_2B[1].float()
 
     @contextmanager
@@ -268,7 +256,7 @@ class EmbeddedEngine(RolloutEngine):
             shards = [torch.empty_like(logits_BV) for _ in range(head.group.size())]
             dist.all_gather(shards, logits_BV.contiguous(), group=head.group)
             logits_BV = torch.cat(shards, dim=1)
-        return logits_BV[:, : self._vocab_size].float()
+        return logits_BV[:, : self.vocab_size].float()
 
 
 def _left_padded(prompts: Sequence[Prompt], device: torch.device) -> Tensor:
@@ -276,25 +264,3 @@ def _left_padded(prompts: Sequence[Prompt], device: torch.device) -> Tensor:
     longest = max(len(prompt.token_ids) for prompt in prompts)
     rows = [(0,) * (longest - len(prompt.token_ids)) + prompt.token_ids for prompt in prompts]
     return torch.tensor(rows, dtype=torch.int64, device=device)
-
-
-def _lengths(tokens_RL: Tensor, stop_ids: Sequence[int]) -> list[tuple[int, bool]]:
-    """Per row: response length including a stop token, and whether there is one."""
-    is_stop_RL = torch.isin(
-        tokens_RL, torch.tensor(stop_ids, dtype=torch.int64, device=tokens_RL.device)
-    )
-    first_R = is_stop_RL.int().argmax(dim=1)
-    return [
-        (first + 1, True) if stopped else (tokens_RL.shape[1], False)
-        for first, stopped in zip(first_R.tolist(), is_stop_RL.any(dim=1).tolist(), strict=True)
-    ]
-
-
-def _send(hidden: Tensor, world: World) -> None:
-    target = (world.pipeline_rank + 1) % world.pipeline_size
-    dist.send(hidden.contiguous(), group=world.pipeline_group, group_dst=target)
-
-
-def _receive(hidden: Tensor, world: World) -> None:
-    source = (world.pipeline_rank - 1) % world.pipeline_size
-    dist.recv(hidden, group=world.pipeline_group, group_src=source)

@@ -19,8 +19,7 @@ from stable_opd_mcore.records import MicroBatch, Scores
 class Scorer:
     """A model on the same tensor x pipeline x data ranks as the student."""
 
-    head: Head | None = None
-    """This rank's shard of the output head; None off the last pipeline stage."""
+    head: Head | None = None  # this rank's shard of the output head; None off the last stage
 
     def about(self, prompt_ids: Sequence[str]) -> Scorer:  # noqa: ARG002
         """The scorer of the following micro-batches, whose sample i answers `prompt_ids[i]`."""

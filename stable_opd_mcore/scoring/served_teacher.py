@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -45,67 +46,50 @@ class TeacherLost(UserError):
     """No replica of a teacher answers. Raised before the step changes anything."""
 
 
+@dataclass(eq=False)
 class ServedTeacher(Scorer):
     """A `Scorer` over HTTP.
-
-    Args:
-        vocab_size: the common vocabulary of student and teacher.
-        temperature: of the rollouts; must be 1.
-        stop_ids: ids scored together, as one outcome (docs/method.md §4); empty: none.
-        top_k: also score the K most probable tokens.
-        merged_ids: stop ids that are one entry of this list (losses.token_losses.Terms.merged_ids).
-        patience_seconds: for how long requests are repeated when no replica answers.
-        progress: called from worker threads after each answer.
 
     Raises:
         UserError: a temperature other than 1, no key in `api_key_file`, or a top-K list longer than
             the vocabulary.
     """
 
-    def __init__(
-        self,
-        settings: TeacherConfig,
-        world: World,
-        *,
-        vocab_size: int,
-        temperature: float,
-        stop_ids: tuple[int, ...] = (),
-        top_k: int | None = None,
-        merged_ids: tuple[int, ...] = (),
-        patience_seconds: float = 600.0,
-        progress: Callable[[], None] = lambda: None,
-    ) -> None:
-        if temperature != 1.0:
+    settings: TeacherConfig
+    world: World
+    _: KW_ONLY
+    vocab_size: int  # the common vocabulary of student and teacher
+    temperature: float  # of the rollouts; must be 1
+    stop_ids: tuple[int, ...] = ()  # scored together, as one outcome (docs/method.md §4)
+    top_k: int | None = None  # also score the K most probable tokens
+    merged_ids: tuple[int, ...] = ()  # stop ids that are one entry of this list
+    patience_seconds: float = 600.0  # for which requests are repeated when no replica answers
+    progress: Callable[[], None] = lambda: None  # called from worker threads after each answer
+
+    def __post_init__(self) -> None:
+        if self.temperature != 1.0:
             raise UserError(
-                f"a served teacher scores at temperature 1, rollouts are drawn at {temperature}: "
-                "their log-probabilities are not comparable; set sampling.temperature=1, or "
-                "teacher.engine=megatron, which scores at any temperature"
+                "a served teacher scores at temperature 1, rollouts are drawn at "
+                f"{self.temperature}: their log-probabilities are not comparable; set "
+                "sampling.temperature=1, or teacher.engine=megatron, which scores at any "
+                "temperature"
             )
+        settings = self.settings
         routes = {_ANY: settings.urls} if settings.urls else settings.routes
+        api_key, timeout = read_api_key(settings.api_key_file), settings.request_timeout_seconds
         self._clients = {
             route: [
-                SglangClient(
-                    url,
-                    api_key=read_api_key(settings.api_key_file),
-                    request_timeout_seconds=settings.request_timeout_seconds,
-                )
-                for url in urls
+                SglangClient(url, api_key=api_key, request_timeout_seconds=timeout) for url in urls
             ]
             for route, urls in routes.items()
         }
-        self._world = world
-        self._vocab_size = vocab_size
-        self._top_k = top_k or 0
-        self._merged_ids = merged_ids if top_k else ()
-        self._list_size = self._top_k + max(0, len(self._merged_ids) - 1)  # see merge_entries
-        if self._list_size > vocab_size:
+        merged = self.merged_ids if self.top_k else ()
+        self._list_size = (self.top_k or 0) + max(0, len(merged) - 1)  # see merge_entries
+        if self._list_size > self.vocab_size:
             raise UserError(
-                f"top-{self._top_k} of a vocabulary of {vocab_size}: lower objective.top_k"
+                f"top-{self.top_k} of a vocabulary of {self.vocab_size}: lower objective.top_k"
             )
-        self._stop_ids = stop_ids
-        self._extra_ids = tuple(sorted({*stop_ids, *self._merged_ids}))
-        self._patience = patience_seconds
-        self._progress = progress
+        self._extra_ids = tuple(sorted({*self.stop_ids, *merged}))
         self._turn = itertools.count()
         self._prompt_ids: list[str] = []
 
@@ -129,7 +113,7 @@ class ServedTeacher(Scorer):
         """
         replies: list[Any] = [None]
         lost = None
-        if self._world.is_last_stage and self._world.tensor_rank == 0:
+        if self.world.is_last_stage and self.world.tensor_rank == 0:
             try:
                 replies = [self._request_scores(microbatches)]
             except TeacherLost as error:
@@ -137,9 +121,9 @@ class ServedTeacher(Scorer):
         for reason in gather_objects(lost):
             if reason is not None:
                 raise TeacherLost(reason)
-        if not self._world.is_last_stage:
+        if not self.world.is_last_stage:
             return []
-        group = self._world.tensor_group
+        group = self.world.tensor_group
         if group.size() > 1:
             dist.broadcast_object_list(replies, src=dist.get_global_rank(group, 0), group=group)
         return [self._scores(*pair) for pair in zip(microbatches, replies[0], strict=True)]
@@ -155,8 +139,8 @@ class ServedTeacher(Scorer):
                 change), or the teacher has probability beyond the common vocabulary.
             TeacherLost: a replica does not answer.
         """
-        top_k = min(_SELF_TEST_TOP_K, self._vocab_size)
-        request = Scoring(tuple(token_ids), 1, self._vocab_size, top_k, any_top_id=True)
+        top_k = min(_SELF_TEST_TOP_K, self.vocab_size)
+        request = Scoring(tuple(token_ids), 1, self.vocab_size, top_k, any_top_id=True)
         largest = 0.0
         for route, clients in self._clients.items():
             first: SequenceScores | None = None
@@ -181,14 +165,14 @@ class ServedTeacher(Scorer):
             sum(
                 math.exp(value)
                 for token, value in zip(*top, strict=True)
-                if token >= self._vocab_size
+                if token >= self.vocab_size
             )
             for top in zip(scores.top_ids, scores.top_logprobs, strict=True)
         )
         if beyond > _SELF_TEST_TOLERANCE:
             raise UserError(
                 f"teacher {url} gives {beyond:.3g} of its probability to token ids from "
-                f"{self._vocab_size} on, which are not in the common vocabulary (allowed "
+                f"{self.vocab_size} on, which are not in the common vocabulary (allowed "
                 f"{_SELF_TEST_TOLERANCE:g}): random weights, or the model of another tokenizer; "
                 "teacher.engine=megatron ignores such ids"
             )
@@ -230,7 +214,7 @@ class ServedTeacher(Scorer):
             request = Scoring(
                 token_ids=tuple(tokens[start:end]),
                 start=first_row + 1 - start,
-                vocab_size=self._vocab_size,
+                vocab_size=self.vocab_size,
                 top_k=self._list_size,
                 extra_ids=self._extra_ids,
             )
@@ -241,19 +225,18 @@ class ServedTeacher(Scorer):
     def _score_with_retries(
         self, clients: Sequence[SglangClient], request: Scoring
     ) -> SequenceScores:
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + self.patience_seconds
         turn, attempt = next(self._turn), 0
         while True:
             attempt += 1
             try:
                 scores = clients[(turn + attempt) % len(clients)].score(request)
-                self._progress()
+                self.progress()
                 return scores
             except ServerFailure as failure:
                 if time.monotonic() > deadline:
-                    raise TeacherLost(
-                        f"no teacher answered for {self._patience:.0f} s; last failure: {failure}"
-                    ) from failure
+                    waited = f"no teacher answered for {self.patience_seconds:.0f} s"
+                    raise TeacherLost(f"{waited}; last failure: {failure}") from failure
                 _log.warning("teacher: %s; the request is repeated", failure)
             if attempt % len(clients) == 0:
                 time.sleep(pause_seconds(attempt // len(clients)))
@@ -264,19 +247,19 @@ class ServedTeacher(Scorer):
         extra_NE = torch.tensor([row for reply in replies for row in reply.extra_logprobs])
         extra_NE = extra_NE.view(count, len(self._extra_ids))
         logprobs_N = logprobs_N.to(device)
-        if self._stop_ids:
-            is_stop_N = torch.isin(batch.targets_N, torch.tensor(self._stop_ids, device=device))
-            as_one_N = self._as_one(extra_NE, self._stop_ids).to(device)
+        if self.stop_ids:
+            is_stop_N = torch.isin(batch.targets_N, torch.tensor(self.stop_ids, device=device))
+            as_one_N = self._as_one(extra_NE, self.stop_ids).to(device)
             logprobs_N = torch.where(is_stop_N, as_one_N, logprobs_N)
-        if not self._top_k:
+        if not self.top_k:
             return Scores(logprobs_N)
         ids = [row for reply in replies for row in reply.top_ids]
         values = [row for reply in replies for row in reply.top_logprobs]
         ids_NK = torch.tensor(ids, dtype=torch.int64).view(count, self._list_size)
         values_NK = torch.tensor(values).view(count, self._list_size)
-        if self._merged_ids:
-            merged_N = self._as_one(extra_NE, self._merged_ids)
-            merged_ids = torch.tensor(self._merged_ids)
+        if self.merged_ids:
+            merged_N = self._as_one(extra_NE, self.merged_ids)
+            merged_ids = torch.tensor(self.merged_ids)
             ids_NK, values_NK = merge_entries(ids_NK, values_NK, merged_ids, merged_N)
         return Scores(
             logprobs_N, topk_ids_NK=ids_NK.to(device), topk_logprobs_NK=values_NK.to(device)

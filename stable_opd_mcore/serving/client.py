@@ -92,7 +92,7 @@ class SglangClient:
     def _stated(self, path: str, key: str) -> str | int:
         reply = self.call("GET", path, None, timeouts.QUESTION, attempts=ATTEMPTS)
         if not isinstance(reply, dict) or not isinstance(reply.get(key), str | int):
-            raise self._garbage(f"{path} states no {key}")
+            raise self.garbage(f"{path} states no {key}")
         return reply[key]
 
     def generate(self, request: Generation) -> list[Completion]:
@@ -107,7 +107,7 @@ class SglangClient:
         responses = reply if isinstance(reply, list) else [reply]
         wanted = request.sampling.num_samples
         if len(responses) != wanted:
-            raise self._garbage(f"{len(responses)} responses, requested {wanted}")
+            raise self.garbage(f"{len(responses)} responses, requested {wanted}")
         return [self._completion(response, request) for response in responses]
 
     def cached_tokens(self, token_ids: Sequence[int]) -> int:
@@ -118,7 +118,7 @@ class SglangClient:
         try:
             return _whole_number(reply["meta_info"]["cached_tokens"])
         except (KeyError, TypeError, ValueError) as error:
-            raise self._garbage(f"no cached_tokens: {error!r}") from error
+            raise self.garbage(f"no cached_tokens: {error!r}") from error
 
     def score(self, request: Scoring) -> SequenceScores:
         """The served model's scores of a sequence's tokens from `start` on, at temperature 1.
@@ -136,22 +136,22 @@ class SglangClient:
             extra = meta["input_token_ids_logprobs"][1:] if request.extra_ids else []
             extra_logprobs = tuple(_scored(row)[0] for row in extra)
         except (KeyError, TypeError, ValueError) as error:
-            raise self._garbage(f"not scores: {error!r}") from error
+            raise self.garbage(f"not scores: {error!r}") from error
         top_logprobs, top_ids = tuple(row for row, _ in top), tuple(row for _, row in top)
         sent = request.token_ids[request.start :]
         last = request.vocab_size - 1  # SGLang reports the last id of its vocabulary as 0
         if ids != sent and ids != tuple(0 if token == last else token for token in sent):
-            raise self._garbage(
+            raise self.garbage(
                 f"scores of {len(ids)} tokens {ids[:8]}..., "
                 f"requested of {len(sent)} tokens {sent[:8]}..."
             )
         lists = ((top_logprobs, request.top_k), (extra_logprobs, len(request.extra_ids)))
         for rows, width in lists:
             if width and [len(row) for row in rows] != [width] * len(sent):
-                raise self._garbage(f"not {len(sent)} lists of {width} entries")
+                raise self.garbage(f"not {len(sent)} lists of {width} entries")
         highest = math.inf if request.any_top_id else last
         if not all(0 <= token <= highest for token in itertools.chain(*top_ids)):
-            raise self._garbage(f"a top token is outside the vocabulary of {request.vocab_size}")
+            raise self.garbage(f"a top token is outside the vocabulary of {request.vocab_size}")
         return SequenceScores(logprobs, top_ids, top_logprobs, extra_logprobs)
 
     def call(
@@ -204,7 +204,7 @@ class SglangClient:
         try:
             return orjson.loads(content)  # refuses NaN, Infinity and what overflows to it
         except ValueError as error:
-            raise self._garbage(f"{path}: not JSON: {content[:80]!r}") from error
+            raise self.garbage(f"{path}: not JSON: {content[:80]!r}") from error
 
     def _completion(self, response: Any, request: Generation) -> Completion:
         try:
@@ -224,13 +224,14 @@ class SglangClient:
                 positions = len(request.token_ids) + len(ids) - 1
                 routed_experts = request.routing.parse(meta["routed_experts"], positions)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise self._garbage(f"not a response: {error!r}") from error
+            raise self.garbage(f"not a response: {error!r}") from error
         defect = _defect(ids, scored_ids, finish, request)
         if defect is not None:
-            raise self._garbage(defect)
+            raise self.garbage(defect)
         return Completion(ids, logprobs, finish, versions, cached, routed_experts)
 
-    def _garbage(self, detail: str) -> ServerFailure:
+    def garbage(self, detail: str) -> ServerFailure:
+        """The failure of a reply that cannot be used."""
         return ServerFailure(self.url, "garbage", detail, transient=True)
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ipaddress
 import os
 import re
 import secrets
@@ -44,16 +43,6 @@ class UnsupportedRelease(ServerStartError):
     """The server's SGLang is too old; starting it again cannot help."""
 
 
-def require_release(client: SglangClient) -> None:
-    """Refuse a server whose SGLang is older than OLDEST_RELEASE, before any weights are sent.
-
-    Raises:
-        UnsupportedRelease: see `check_release`.
-        ServerFailure, RefusedRequest: the server does not state its release.
-    """
-    check_release(client.release(), client.url)
-
-
 def check_release(release: str, where: str) -> None:
     """Refuse a release of SGLang that is older than OLDEST_RELEASE.
 
@@ -70,14 +59,6 @@ def check_release(release: str, where: str) -> None:
             f"{where} runs SGLang {release}; {oldest} or later is needed, whose weights can "
             "be verified after an update: install it where rollout.sglang.python points"
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def free_port(host: str) -> int:
@@ -183,20 +164,14 @@ class SglangServer:
         with contextlib.closing(self.client()) as client:
             defect = await_answer(client, limit, give_up, lambda: self.is_running)
             if defect is None:
-                defect = self._freeze_garbage(client)
+                try:  # /flush_cache collects garbage: exclude what SGLang's imports created
+                    client.call("POST", "/freeze_gc")
+                except (ServerFailure, RefusedRequest) as failure:
+                    defect = f"ended: {failure}"
         if defect is not None:
             self.stop()
             raise ServerStartError(f"SGLang server {self.url} {defect}; {self._end_of_log()}")
         return time.monotonic() - began
-
-    @staticmethod
-    def _freeze_garbage(client: SglangClient) -> str | None:
-        """Exclude what SGLang's imports created from garbage collection: /flush_cache collects."""
-        try:
-            client.call("POST", "/freeze_gc")
-        except (ServerFailure, RefusedRequest) as failure:
-            return f"ended: {failure}"
-        return None
 
     def stop(self) -> None:
         """End the process and its workers with SIGKILL. Does nothing if none runs.

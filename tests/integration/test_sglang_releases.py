@@ -29,7 +29,7 @@ from stable_opd_mcore.serving.process import (
     OLDEST_RELEASE,
     ServerOptions,
     SglangServer,
-    require_release,
+    check_release,
 )
 from stable_opd_mcore.serving.requests import Completion, Generation
 from tests.integration.sglang_tools import (
@@ -73,7 +73,7 @@ def test_every_transport_reaches_a_release_without_sessions(tmp_path, world, ser
     """Read back and compared bit by bit; what is drawn then has the trainer's probabilities."""
     client = server.client()
     assert client.release() == RELEASE
-    require_release(client)
+    check_release(client.release(), client.url)
     with pytest.raises(RefusedRequest, match="HTTP 404"):
         client.call("POST", "/begin_weight_update", {})
 

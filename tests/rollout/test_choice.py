@@ -12,7 +12,7 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.records import Prompt, Sampling
-from stable_opd_mcore.rollout.choice import build_engine, slow_engine, training_sampling
+from stable_opd_mcore.rollout.choice import build_engine, training_sampling, warn_if_slow
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
 from tests.planning.cases import QWEN_7B, config_7b
 
@@ -61,11 +61,11 @@ def test_temperatures_that_logits_cannot_be_divided_by_are_refused(temperature):
     assert Sampling(temperature=0).temperature == 0
 
 
-def test_the_embedded_engine_warns_for_a_large_model_with_the_seconds(tmp_path):
+def test_the_embedded_engine_warns_for_a_large_model_with_the_seconds(tmp_path, caplog):
+    warn_if_slow(config(), read_architecture(QWEN_7B), gpus=8)  # 12 tokens
+    assert not caplog.text
     large = config_7b(tmp_path, "rollout.engine=embedded")
-    warning = slow_engine(large, read_architecture(QWEN_7B), gpus=8)
-    assert warning is not None
-    seconds = re.search(r"about (\d+) s .*set rollout.engine=sglang", warning)
+    warn_if_slow(large, read_architecture(QWEN_7B), gpus=8)
+    seconds = re.search(r"about (\d+) s .*set rollout.engine=sglang", caplog.text)
     assert seconds is not None
     assert 200 < int(seconds[1]) < 1000  # 8,192 tokens take 25 ms or more each
-    assert slow_engine(config(), read_architecture(QWEN_7B), gpus=8) is None  # 12 tokens

@@ -6,12 +6,7 @@ from pathlib import Path
 import pytest
 
 from stable_opd_mcore.serving import process as process_module
-from stable_opd_mcore.serving.process import (
-    ServerOptions,
-    ServerStartError,
-    SglangServer,
-    is_loopback,
-)
+from stable_opd_mcore.serving.process import ServerOptions, ServerStartError, SglangServer
 
 
 def server_of(directory: Path, script: str, **changes) -> SglangServer:
@@ -27,14 +22,6 @@ def test_a_server_without_an_interpreter_is_refused(tmp_path):
     server = SglangServer(ServerOptions("/no/python", str(tmp_path)), tmp_path / "log")
     with pytest.raises(ServerStartError, match=r"/no/python: no such interpreter.*make sglang"):
         server.start()
-
-
-@pytest.mark.parametrize(
-    ("host", "loopback"),
-    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("node7", False)],
-)
-def test_which_hosts_only_this_machine_reaches(host, loopback):
-    assert is_loopback(host) == loopback
 
 
 def test_every_server_has_a_random_key(tmp_path):

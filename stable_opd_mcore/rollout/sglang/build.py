@@ -9,7 +9,8 @@ anything after the start.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,7 @@ def build_sglang_engine(
     architecture = architecture_of(chunks)
     topology = run_topology(config, architecture, world)
     memory = memory or DeviceMemory()
-    own = _own_servers(config, architecture, world, folder, topology)
-    started = [(name, server.url, server.api_key) for name, server in own.items()]
-    started = [each for of_rank in gather_objects(started) for each in of_rank]
-    members = _members(config, world, topology, own, started) if is_leader(world) else []
+    members = _members(config, architecture, world, folder, topology)
     fleet = Fleet(members, events, config.rollout.sglang, stop_requested, progress)
     if config.is_colocated:
         memory.lend(fleet.release_memory)
@@ -157,52 +155,38 @@ def model_config(architecture: Architecture) -> dict[str, Any]:
     return own_class | architecture.source | {"eos_token_id": None}
 
 
-def _own_servers(
-    config: Config, architecture: Architecture, world: World, folder: Path, topology: Topology
-) -> dict[str, SglangServer]:
-    """The servers that this rank starts, by name; not started yet."""
-    if config.rollout.sglang.placement == "external" or not is_leader(world):
-        return {}
-    servers = {}
-    for place in topology.servers_of(world.data_rank):
-        if place.data_ranks[0] != world.data_rank:
-            continue
-        # a directory per data-parallel rank, because leaders write at the same time
-        model = write_model_config(architecture, folder / f"model_{world.data_rank}")
-        options = server_options(
-            config, model, place.number, place.gpus, topology.tensor, world.device.type
-        )
-        servers[place.name] = SglangServer(options, folder / f"{place.name}.log")
-    return servers
-
-
 def _members(
-    config: Config,
-    world: World,
-    topology: Topology,
-    own: Mapping[str, SglangServer],
-    started: Sequence[tuple[str, str, str]],
+    config: Config, architecture: Architecture, world: World, folder: Path, topology: Topology
 ) -> list[Member]:
-    """The servers that this leader talks to.
-
-    Args:
-        started: name, URL and API key of every server that some leader starts.
-    """
+    """The servers that this rank talks to; those that it starts are not started yet. Collective."""
     sglang = config.rollout.sglang
-    addresses = {name: (url, key) for name, url, key in started}
+    places = topology.servers_of(world.data_rank) if is_leader(world) else []
+    own: dict[str, SglangServer] = {}
+    if sglang.placement == "external":
+        api_key = read_api_key(sglang.api_key_file)
+        addresses = {place.name: (sglang.urls[place.number], api_key) for place in places}
+    else:
+        # a directory per data-parallel rank, because leaders write at the same time
+        model = folder / f"model_{world.data_rank}"
+        for place in places:
+            if place.data_ranks[0] == world.data_rank:
+                options = server_options(
+                    config,
+                    write_model_config(architecture, model),
+                    place.number,
+                    place.gpus,
+                    topology.tensor,
+                    world.device.type,
+                )
+                own[place.name] = SglangServer(options, folder / f"{place.name}.log")
+        started = {name: (server.url, server.api_key) for name, server in own.items()}
+        addresses = dict(ChainMap(*gather_objects(started)))
     members = []
-    for place in topology.servers_of(world.data_rank):
-        if place.name in own:
-            server = own[place.name]
-            members.append(Member(place.name, server.client(), server, tensor=topology.tensor))
-            continue
-        if sglang.placement == "external":
-            url, api_key = sglang.urls[place.number], read_api_key(sglang.api_key_file)
-        else:
-            url, api_key = addresses[place.name]
+    for place in places:
+        url, api_key = addresses[place.name]
         timeout = sglang.request_timeout_seconds
         client = SglangClient(url, api_key=api_key, request_timeout_seconds=timeout)
-        members.append(Member(place.name, client, None))
+        members.append(Member(place.name, client, own.get(place.name), tensor=topology.tensor))
     return members
 
 

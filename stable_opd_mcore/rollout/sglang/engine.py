@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
+from dataclasses import dataclass
 
 import torch
 from torch.nn import Module
@@ -57,42 +58,24 @@ _MAX_ATTEMPTS = 8  # at one publish; external servers have no restarts that coul
 _SEE_LOGS = "see sglang/events.jsonl and the servers' logs in the run directory"
 
 
+@dataclass(eq=False)
 class SglangEngine(RolloutEngine):
-    """A `RolloutEngine` over running servers.
+    """A `RolloutEngine` over running servers."""
 
-    Args:
-        chunks: this rank's model chunks of the student.
-        fleet: this rank's servers; on ranks that are not leaders it has no members.
-        transport: how weights travel; None on ranks that send nothing.
-        vocab_size: of the tokenizer; larger ids are never drawn.
-        memory: the trainer's parts on this rank's device, which colocated servers need.
-    """
+    config: Config
+    world: World
+    chunks: Sequence[Module]  # this rank's model chunks of the student
+    fleet: Fleet  # this rank's servers; on ranks that are not leaders it has no members
+    transport: Transport | None  # how weights travel; None on ranks that send nothing
+    events: EventLog
+    decode: Decode
+    vocab_size: int  # of the tokenizer; larger ids are never drawn
+    memory: DeviceMemory  # the trainer's parts on this rank's device, for colocated servers
 
-    def __init__(
-        self,
-        config: Config,
-        world: World,
-        chunks: Sequence[Module],
-        fleet: Fleet,
-        transport: Transport | None,
-        events: EventLog,
-        decode: Decode,
-        vocab_size: int,
-        memory: DeviceMemory,
-    ) -> None:
+    def __post_init__(self) -> None:
         self.weight_version = -1  # nothing is published yet
-        self._config = config
-        self._world = world
-        self._chunks = chunks
-        self._architecture = architecture_of(chunks)
-        self._fleet = fleet
-        self._is_leader = is_leader(world)
-        self._transport = transport
-        self._events = events
-        self._decode = decode
-        self._vocab_size = vocab_size
-        self._memory = memory
-        self._is_colocated = config.is_colocated
+        self._architecture = architecture_of(self.chunks)
+        self._is_leader = is_leader(self.world)
         self._ahead: Draw | None = None
         self._held: dict[int, dict[tuple[str, int], Rollout]] = {}  # restored rollouts, by step
         self._num_publishes = 0
@@ -101,7 +84,7 @@ class SglangEngine(RolloutEngine):
 
     def close(self) -> None:
         """End the servers that this run started."""
-        self._fleet.stop()
+        self.fleet.stop()
 
     # ---- drawing
 
@@ -118,7 +101,7 @@ class SglangEngine(RolloutEngine):
         if self.weight_version < 0:
             self.publish(0)  # servers start with random weights
         self._raise_if_lost()
-        if self._is_colocated:
+        if self.config.is_colocated:
             self._take_gpu()
         held = self._held.pop(step, {})
         answers = self._take_ahead(prompts, sampling, step)
@@ -132,19 +115,19 @@ class SglangEngine(RolloutEngine):
             rollouts = [
                 rollout
                 for prompt, answer in zip(prompts, answers, strict=True)
-                for rollout in rollouts_of(prompt, answer, held, sampling.num_samples, self._decode)
+                for rollout in rollouts_of(prompt, answer, held, sampling.num_samples, self.decode)
             ]
             self._metrics = self._metrics | cached_share(requests, answers)
-        return broadcast_object(rollouts, self._world.model_group)
+        return broadcast_object(rollouts, self.world.model_group)
 
     def _take_gpu(self) -> None:
         """Colocated: give the servers the GPU and the weights that they lack. Collective."""
-        if not self._memory.is_lent:
-            self._memory.lend(self._fleet.release_memory, keep=("student",))
-            self._fleet.resume_memory()
+        if not self.memory.is_lent:
+            self.memory.lend(self.fleet.release_memory, keep=("student",))
+            self.fleet.resume_memory()
         self._send_weights(resent=False)
         self._raise_if_lost()
-        left = Metrics({"memory/left_gib": Max(self._memory.bytes_left() / 2**30)})
+        left = Metrics({"memory/left_gib": Max(self.memory.bytes_left() / 2**30)})
         self._metrics = self._metrics | left
 
     def _draw_missing(
@@ -162,17 +145,17 @@ class SglangEngine(RolloutEngine):
         while True:
             missing = [i for i in drawn_here if answers[i] is None]
             if missing:
-                accept = self._accept(self._config.rollout.max_staleness)
-                drawn = self._fleet.draw([requests[i] for i in missing], accept)
+                accept = self._accept(self.config.rollout.max_staleness)
+                drawn = self.fleet.draw([requests[i] for i in missing], accept)
                 for i, answer in zip(missing, drawn, strict=True):
                     answers[i] = answer
                 missing = [i for i in missing if answers[i] is None]
             if not any(gather_objects(bool(missing))):
                 return
-            if missing and not self._fleet.is_restarting:
+            if missing and not self.fleet.is_restarting:
                 rounds += 1
                 if rounds == _MAX_ROUNDS:
-                    self._fleet.lose(f"no usable rollouts after {rounds} rounds")
+                    self.fleet.lose(f"no usable rollouts after {rounds} rounds")
             if self._ahead is not None:  # a server that is sent weights drops its requests
                 wait([self._ahead.answers])
             self._send_weights(resent=True)
@@ -183,13 +166,13 @@ class SglangEngine(RolloutEngine):
 
         Does nothing unless async_steps=1.
         """
-        if not self._config.rollout.async_steps:
+        if not self.config.rollout.async_steps:
             return
         assert self._ahead is None, "the rollouts drawn ahead have not been collected"
         requests = self._requests(prompts, sampling)
         # they will be one version older when they are trained on
-        accept = self._accept(self._config.rollout.max_staleness - 1)
-        answers = in_daemon(lambda: self._fleet.draw(requests, accept), "prefetch")
+        accept = self._accept(self.config.rollout.max_staleness - 1)
+        answers = in_daemon(lambda: self.fleet.draw(requests, accept), "prefetch")
         self._ahead = Draw(step, tuple(prompts), sampling, answers)
 
     def in_flight(self) -> tuple[int, list[Rollout]] | None:
@@ -201,9 +184,9 @@ class SglangEngine(RolloutEngine):
             rollout
             for prompt, answer in zip(ahead.prompts, ahead.answers.result(), strict=True)
             if answer is not None
-            for rollout in rollouts_of(prompt, answer, {}, len(answer), self._decode)
+            for rollout in rollouts_of(prompt, answer, {}, len(answer), self.decode)
         ]
-        return ahead.step, broadcast_object(rollouts, self._world.model_group)
+        return ahead.step, broadcast_object(rollouts, self.world.model_group)
 
     def restore(self, step: int, rollouts: Sequence[Rollout]) -> None:
         """See `RolloutEngine.restore`. `generate` draws only what is missing."""
@@ -212,14 +195,14 @@ class SglangEngine(RolloutEngine):
     def take_metrics(self) -> Metrics:
         """See `RolloutEngine.take_metrics`."""
         metrics, self._metrics = self._metrics, Metrics()
-        return metrics | self._events.take_metrics() if self._is_leader else metrics
+        return metrics | self.events.take_metrics() if self._is_leader else metrics
 
     def _requests(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Generation]:
         window, rows = self._architecture.max_positions, self._architecture.vocab_size
-        check_prompts(prompts, sampling, vocab_size=self._vocab_size, window=window)
-        routing = routing_of(self._architecture) if self._config.rollout.routing_replay else None
+        check_prompts(prompts, sampling, vocab_size=self.vocab_size, window=window)
+        routing = routing_of(self._architecture) if self.config.rollout.routing_replay else None
         return [
-            Generation(prompt.token_ids, sampling, self._vocab_size, rows, routing)
+            Generation(prompt.token_ids, sampling, self.vocab_size, rows, routing)
             for prompt in prompts
         ]
 
@@ -231,9 +214,9 @@ class SglangEngine(RolloutEngine):
             versions = {version for completion in answer for version in completion.weight_versions}
             if all(v.isdecimal() and 0 <= current - int(v) <= max_age for v in versions):
                 return True
-            self._fleet.weights_outdated(member)
+            self.fleet.weights_outdated(member)
             detail = f"weights {sorted(versions)}, expected {current}"
-            self._events.add("stale", member.name, detail, count=len(answer))
+            self.events.add("stale", member.name, detail, count=len(answer))
             return False
 
         return accept
@@ -260,57 +243,57 @@ class SglangEngine(RolloutEngine):
         if self._ahead is not None:
             self._ahead.answers.result()
         self.weight_version = weight_version
-        for member in self._fleet.members:
-            self._fleet.weights_outdated(member)
-        if not self._is_colocated:
+        for member in self.fleet.members:
+            self.fleet.weights_outdated(member)
+        if not self.config.is_colocated:
             self._send_weights(resent=False)
 
     def _send_weights(self, *, resent: bool) -> None:
         """Send until every server has the weights or some fleet is lost. Collective."""
         attempt = 0  # only those that no restart of this run's servers pays for
         while True:
-            self._fleet.await_restarts()
+            self.fleet.await_restarts()
             targets = [s for s in self._statuses() if s.state == "needs_weights"]
             if self._lost is not None or not targets:
                 break
-            for member in self._fleet.members:  # another leader may have seen that it lacks them
+            for member in self.fleet.members:  # another leader may have seen that it lacks them
                 if member.name in {status.name for status in targets}:
-                    self._fleet.weights_outdated(member)
+                    self.fleet.weights_outdated(member)
             self._num_publishes += 1
             outcome = self._send_to(targets)
             failures = [reason for reason in outcome.values() if reason is not None]
             if failures and attempt == _MAX_ATTEMPTS and self._is_leader:
-                self._fleet.lose(f"weights did not arrive {attempt + 1} times: {failures[0]}")
+                self.fleet.lose(f"weights did not arrive {attempt + 1} times: {failures[0]}")
             else:
                 self._apply(outcome, resent, attempt < _MAX_ROUNDS)
             resent = True
-            attempt += not any(gather_objects(self._fleet.is_restarting))
-        if self._is_colocated:
-            if self._transport is not None:
-                self._transport.buffers.free()
-            self._memory.keep_only()
+            attempt += not any(gather_objects(self.fleet.is_restarting))
+        if self.config.is_colocated:
+            if self.transport is not None:
+                self.transport.buffers.free()
+            self.memory.keep_only()
 
     def _send_to(self, statuses: Sequence[ServerStatus]) -> dict[str, str | None]:
         """Per server, why it does not have the weights; None if it has. The same on every rank."""
         outcome: dict[str, str | None] = {}
         for sender in sorted({s.sender for s in statuses if s.sender is not None}):
-            if not self._world.shares_experts_with(sender):
+            if not self.world.shares_experts_with(sender):
                 continue  # it needs no weight of this rank
-            is_sender = sender == self._world.data_rank
+            is_sender = sender == self.world.data_rank
             mine = [s for s in statuses if is_sender and s.sender == sender]
-            if self._is_colocated:
-                self._memory.bring("student")
+            if self.config.is_colocated:
+                self.memory.bring("student")
             result = publish_weights(
-                self._chunks,
+                self.chunks,
                 [
                     Target(s.name, SglangClient(s.url, api_key=s.api_key), s.tensor, s.life)
                     for s in mine
                 ],
-                self._transport if is_sender else None,
+                self.transport if is_sender else None,
                 version=self.weight_version,
                 label=f"{self.weight_version}-{self._num_publishes}",
-                dtype=getattr(torch, server_dtype(self._config)),
-                bucket_bytes=self._config.rollout.sglang.bucket_mib * 2**20,
+                dtype=getattr(torch, server_dtype(self.config)),
+                bucket_bytes=self.config.rollout.sglang.bucket_mib * 2**20,
             )
             outcome |= dict.fromkeys(result.verified) | result.failed
             if result.num_bytes:
@@ -326,31 +309,31 @@ class SglangEngine(RolloutEngine):
                 be another server's or the network's; else restart it.
         """
         version = f"version {self.weight_version}"
-        for member in self._fleet.members:
+        for member in self.fleet.members:
             if member.name not in outcome:
                 continue
             reason = outcome[member.name]
             if reason is None:
-                self._fleet.weights_arrived(member)
-                self._events.add("published", member.name, version)
+                self.fleet.weights_arrived(member)
+                self.events.add("published", member.name, version)
                 if resent:
-                    self._events.add("resent", member.name, version)
+                    self.events.add("resent", member.name, version)
             elif spare_healthy and any(member.client.is_healthy() for _ in range(2)):
-                self._events.add("failure", member.name, f"weights did not arrive: {reason}")
+                self.events.add("failure", member.name, f"weights did not arrive: {reason}")
             else:
-                self._fleet.fail(member, f"weights did not arrive: {reason}")
+                self.fleet.fail(member, f"weights did not arrive: {reason}")
 
     def _statuses(self) -> list[ServerStatus]:
         """All servers of all fleets; also sets `_lost`. Collective."""
-        mine = [self._status(member) for member in self._fleet.members]
-        gathered = gather_objects((mine, self._fleet.lost))
+        mine = [self._status(member) for member in self.fleet.members]
+        gathered = gather_objects((mine, self.fleet.lost))
         self._lost = next((lost for _, lost in gathered if lost is not None), None)
         return one_per_server([status for statuses, _ in gathered for status in statuses])
 
     def _status(self, member: Member) -> ServerStatus:
         sender: int | None = 0
-        if self._config.rollout.sglang.transport == "tensor":  # its memory is shared with its owner
-            sender = self._world.data_rank if member.server is not None else None
+        if self.config.rollout.sglang.transport == "tensor":  # its memory is shared with its owner
+            sender = self.world.data_rank if member.server is not None else None
         return ServerStatus(
             name=member.name,
             url=member.client.url,

@@ -35,7 +35,7 @@ from stable_opd_mcore.serving.process import (
     SglangServer,
     UnsupportedRelease,
     await_answer,
-    require_release,
+    check_release,
 )
 from stable_opd_mcore.serving.requests import Completion, Generation
 
@@ -64,29 +64,20 @@ class Member:
         self.life += 1
 
 
+@dataclass(eq=False)
 class Fleet:
-    """Draws responses until each request is answered or no member is ready.
+    """Draws responses until each request is answered or no member is ready."""
 
-    Args:
-        stop_requested: whether the run is about to end; then no member is waited for.
-        progress: called from worker threads after each accepted answer.
-    """
+    members: Sequence[Member]
+    events: EventLog
+    settings: SglangConfig
+    # whether the run is about to end; then no member is waited for
+    stop_requested: Callable[[], bool] = lambda: False
+    progress: Callable[[], None] = lambda: None  # called by worker threads: an accepted answer
 
-    def __init__(
-        self,
-        members: Sequence[Member],
-        events: EventLog,
-        settings: SglangConfig,
-        stop_requested: Callable[[], bool] = lambda: False,
-        progress: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.members = list(members)
+    def __post_init__(self) -> None:
         self.lost: str | None = None  # why the fleet cannot go on
-        self._events = events
-        self._settings = settings
         self._restarts: deque[float] = deque()  # when, in monotonic seconds, the oldest first
-        self._stop_requested = stop_requested
-        self._progress = progress
         self._redrawn: Counter[str] = Counter()  # responses to draw again, by the failed member
         self._retried: Counter[str] = Counter()  # requests repeated to the same member
         self._watcher: threading.Thread | None = None  # of the newest draw
@@ -133,11 +124,11 @@ class Fleet:
         finally:
             done.set()  # not joined: its health probe may take another second
             for name, count in self._redrawn.items():
-                self._events.add("redrawn", name, f"{count} responses after a failure", count)
+                self.events.add("redrawn", name, f"{count} responses after a failure", count)
             for name, count in self._retried.items():
                 if count > 1:
                     detail = f"{count} requests were repeated in all"
-                    self._events.add("retried", name, detail, count - 1)
+                    self.events.add("retried", name, detail, count - 1)
             self._redrawn.clear()
             self._retried.clear()
 
@@ -150,7 +141,7 @@ class Fleet:
             if member.state in ("failed", "restarting"):
                 return  # another thread has reported the failure
             member.state = "failed"
-            self._events.add("failure", member.name, reason)
+            self.events.add("failure", member.name, reason)
             member.reconnect()
             if member.server is None:
                 member.state = "restarting"  # an external server: wait until it answers again
@@ -160,14 +151,14 @@ class Fleet:
                 member.server.stop()
                 self.lose(
                     f"{member.name} failed and max_restarts is used up: "
-                    f"{self._settings.max_restarts} in {RESTART_WINDOW_MINUTES:g} "
+                    f"{self.settings.max_restarts} in {RESTART_WINDOW_MINUTES:g} "
                     f"minutes ({reason})"
                 )
 
     def lose(self, reason: str) -> None:
         """Declare that the fleet cannot go on."""
         self.lost = reason
-        self._events.add("lost", "fleet", reason)
+        self.events.add("lost", "fleet", reason)
 
     def await_restarts(self) -> None:
         """Wait until every restarting member answers and needs weights, or the fleet is lost."""
@@ -220,19 +211,19 @@ class Fleet:
         """Wait for one start; after a failed one restart the server or lose the fleet."""
         try:
             if member.server is not None:
-                member.server.wait_until_healthy(self._stop_requested)
+                member.server.wait_until_healthy(self.stop_requested)
             else:
-                limit = self._settings.startup_timeout_seconds
-                defect = await_answer(member.client, limit, self._stop_requested)
+                limit = self.settings.startup_timeout_seconds
+                defect = await_answer(member.client, limit, self.stop_requested)
                 if defect is not None:
                     raise ServerStartError(f"{member.client.url} {defect}")
-            require_release(member.client)
+            check_release(member.client.release(), member.client.url)
             if member.server is None:
                 member.tensor = member.client.tensor_ranks()  # may differ after each start
         except (ServerStartError, ServerFailure, RefusedRequest) as error:
             with self._lock:
-                self._events.add("failure", member.name, f"did not start: {error}")
-                hopeless = isinstance(error, UnsupportedRelease) or self._stop_requested()
+                self.events.add("failure", member.name, f"did not start: {error}")
+                hopeless = isinstance(error, UnsupportedRelease) or self.stop_requested()
                 if member.server is not None and self._may_restart() and not hopeless:
                     self._restart(member, member.server)
                 else:
@@ -246,14 +237,14 @@ class Fleet:
         begin = time.monotonic() - 60 * RESTART_WINDOW_MINUTES
         while self._restarts and self._restarts[0] < begin:
             self._restarts.popleft()
-        return len(self._restarts) < self._settings.max_restarts
+        return len(self._restarts) < self.settings.max_restarts
 
     def _restart(self, member: Member, server: SglangServer) -> None:
         server.stop()
         self._restarts.append(time.monotonic())
-        detail = f"{len(self._restarts)} of {self._settings.max_restarts}"
+        detail = f"{len(self._restarts)} of {self.settings.max_restarts}"
         minutes = f"{RESTART_WINDOW_MINUTES:g} minutes"
-        self._events.add("restart", member.name, f"{detail} in {minutes}")
+        self.events.add("restart", member.name, f"{detail} in {minutes}")
         server.start()
         member.state = "restarting"
 
@@ -277,7 +268,7 @@ class Fleet:
                 with self._lock:
                     self._redrawn[member.name] += request.sampling.num_samples
             elif accept(member, answer):
-                self._progress()
+                self.progress()
                 return answer
 
     def _generate(self, member: Member, request: Generation) -> list[Completion] | None:
@@ -300,7 +291,7 @@ class Fleet:
                 with self._lock:
                     self._retried[member.name] += 1
                     if self._retried[member.name] == 1:
-                        self._events.add("retried", member.name, reason)
+                        self.events.add("retried", member.name, reason)
                 time.sleep(pause_seconds(attempt))
 
     def _watch(self, done: threading.Event) -> None:
@@ -308,7 +299,7 @@ class Fleet:
 
         A probe is not missed while servers of this machine compile kernels.
         """
-        interval = self._settings.health_interval_seconds
+        interval = self.settings.health_interval_seconds
         compilers = CompilerWatch()
         while not done.wait(interval):
             compiled = compilers.has_compiled()

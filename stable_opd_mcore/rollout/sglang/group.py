@@ -9,6 +9,7 @@ here: what is common to all transports (transports.py).
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import secrets
 import socket
@@ -36,7 +37,6 @@ from stable_opd_mcore.rollout.sglang.transports import (
     description,
 )
 from stable_opd_mcore.serving.command import NCCL_SETTINGS
-from stable_opd_mcore.serving.process import is_loopback
 
 Result = TypeVar("Result")
 
@@ -66,7 +66,7 @@ def listen(host: str | None, urls: Sequence[str]) -> socket.socket:
 def _address_towards(urls: Sequence[str]) -> str:
     """This machine's address towards the servers, if possible towards one on another machine."""
     addresses = [address_towards(urlsplit(url).hostname or url) for url in urls]
-    return next((each for each in addresses if not is_loopback(each)), addresses[0])
+    return next((a for a in addresses if not ipaddress.ip_address(a).is_loopback), addresses[0])
 
 
 def prepare_nccl(config: Config) -> None:

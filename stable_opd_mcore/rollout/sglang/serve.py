@@ -26,7 +26,7 @@ from stable_opd_mcore.planning.topology import machine_servers, server_gpus
 from stable_opd_mcore.rollout.sglang.build import server_options, write_model_config
 from stable_opd_mcore.run_inputs import configured_architecture
 from stable_opd_mcore.serving.api_key import make_api_key, read_api_key
-from stable_opd_mcore.serving.process import SglangServer, require_release
+from stable_opd_mcore.serving.process import SglangServer, check_release
 
 _POLL_SECONDS = 1.0
 _END_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -68,7 +68,7 @@ def serve(config: Config, *, teacher: bool, tell: Callable[[str], None]) -> None
         for server in servers:
             server.wait_until_healthy()
             if not teacher:
-                require_release(server.client())
+                check_release(server.client().release(), server.url)
         tell(f"api_key_file: {key_file}")
         tell("urls: " + ",".join(server.url for server in servers))
         while not (dead := [server.log for server in servers if not server.is_running]):

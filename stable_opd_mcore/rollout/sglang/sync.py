@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +26,10 @@ from torch.nn import Module
 from stable_opd_mcore.models import tensors
 from stable_opd_mcore.models.weights import architecture_of, iter_hf_tensors
 from stable_opd_mcore.rollout.sglang.checksums import ExpectedChecksums, differences
-from stable_opd_mcore.rollout.sglang.transports import Bucket, Buffers, Target, Transport
+from stable_opd_mcore.rollout.sglang.group import in_daemon
+from stable_opd_mcore.rollout.sglang.transports import Bucket, Buffers, Target, Transport, ask_all
 from stable_opd_mcore.serving import timeouts
-from stable_opd_mcore.serving.client import ATTEMPTS, RefusedRequest, ServerFailure, SglangClient
+from stable_opd_mcore.serving.client import ATTEMPTS, RefusedRequest, SglangClient
 
 _PROBE_TOKENS = 160  # more than a page of any cache
 
@@ -74,7 +74,10 @@ def publish_weights(
         _gather(chunks)
         return Outcome((), {}, 0)
     window = architecture_of(chunks).max_positions
-    sessions = begin_all(transport, targets, label, [0] * min(_PROBE_TOKENS, window - 1))
+    probe = [0] * min(_PROBE_TOKENS, window - 1)
+    sessions, failed = ask_all(targets, lambda target: _Session(target.client, probe))
+    transport.open([target for target in targets if target.name in sessions], label)
+    transport.failed |= failed
     num_bytes = 0
     for bucket in make_buckets(chunks, dtype, bucket_bytes, transport.buffers):
         transport.send(bucket)
@@ -132,34 +135,18 @@ def verify_all(
         size: ExpectedChecksums(architecture_of(chunks), size, on_gpu=on_gpu)
         for size in {target.tensor for target in alive}
     }
-    with ThreadPoolExecutor(max(1, len(alive)), thread_name_prefix="verify") as pool:
-        answers = [pool.submit(sessions[target.name].finish) for target in alive]
-        for name, tensor in iter_hf_tensors(chunks):
-            for checksums in expected.values():
-                checksums.add(name, tensor.to(dtype))
-    for target, answer in zip(alive, answers, strict=True):
-        try:
-            sessions[target.name].stamp(answer.result(), expected[target.tensor].per_rank, version)
-        except (ServerFailure, RefusedRequest) as error:
-            transport.fail(target, str(error))
+    finish = in_daemon(lambda: ask_all(alive, lambda t: sessions[t.name].finish()), "verify")
+    for name, tensor in iter_hf_tensors(chunks):
+        for checksums in expected.values():
+            checksums.add(name, tensor.to(dtype))
+    answers, failed = finish.result()
 
+    def stamp(target: Target) -> None:
+        of_ranks = expected[target.tensor].per_rank
+        sessions[target.name].stamp(answers[target.name], of_ranks, version)
 
-def begin_all(
-    transport: Transport, targets: Sequence[Target], label: str, probe: Sequence[int]
-) -> dict[str, _Session]:
-    """Begin a session on every target, then open the transport to those that did."""
-    with ThreadPoolExecutor(max(1, len(targets)), thread_name_prefix="begin") as pool:
-        begun = [pool.submit(_Session, target.client, probe) for target in targets]
-    sessions: dict[str, _Session] = {}
-    failed: dict[str, str] = {}
-    for target, session in zip(targets, begun, strict=True):
-        try:
-            sessions[target.name] = session.result()
-        except (ServerFailure, RefusedRequest) as error:
-            failed[target.name] = str(error)
-    transport.open([target for target in targets if target.name in sessions], label)
-    transport.failed |= failed
-    return sessions
+    _, unverified = ask_all([target for target in alive if target.name in answers], stamp)
+    transport.failed |= failed | unverified
 
 
 class _Session:
@@ -205,11 +192,21 @@ class _Session:
         Raises:
             ServerFailure, RefusedRequest: the server does not hold exactly what was sent.
         """
-        self._verify(answer, expected)
+        client = self._client
+        try:
+            by_rank = {_tensor_rank(rank): rank["checksums"] for rank in answer["ranks"]}
+        except (KeyError, TypeError, IndexError) as error:
+            raise client.garbage(f"not checksums: {error!r}") from error
+        if sorted(by_rank) != list(range(len(expected))):
+            raise client.garbage(f"checksums of ranks {sorted(by_rank)}, expected {len(expected)}")
+        for rank, checksums in enumerate(expected):
+            if names := differences(checksums, by_rank[rank]):
+                raise client.garbage(
+                    f"after the sync {len(names)} of {len(checksums)} parameters of rank {rank} "
+                    f"differ from the trainer's, e.g. {', '.join(names[:3])}"
+                )
         stamp = {"new_version": str(version), "abort_all_requests": False}
-        self._client.call(
-            "POST", "/update_weight_version", stamp, timeouts.QUESTION, attempts=ATTEMPTS
-        )
+        client.call("POST", "/update_weight_version", stamp, timeouts.QUESTION, attempts=ATTEMPTS)
 
     def _begin(self) -> bool:
         try:
@@ -226,31 +223,9 @@ class _Session:
         path = "/flush_cache?timeout=5"
         reply = self._client.call("POST", path, {}, timeouts.QUESTION, attempts=ATTEMPTS)
         if not str(reply).startswith("Cache flushed"):
-            raise ServerFailure(self._client.url, "garbage", f"/flush_cache: {reply!r}")
+            raise self._client.garbage(f"/flush_cache: {reply!r}")
         if cached := self._client.cached_tokens(self._probe):
-            detail = f"{cached} tokens of the probe are cached after /flush_cache"
-            raise ServerFailure(self._client.url, "garbage", detail)
-
-    def _verify(self, answer: Any, expected: Sequence[dict[str, str]]) -> None:
-        try:
-            by_rank = {_tensor_rank(rank): rank["checksums"] for rank in answer["ranks"]}
-        except (KeyError, TypeError, IndexError) as error:
-            raise ServerFailure(self._client.url, "garbage", f"not checksums: {error!r}") from error
-        if sorted(by_rank) != list(range(len(expected))):
-            raise ServerFailure(
-                self._client.url,
-                "garbage",
-                f"checksums of ranks {sorted(by_rank)}, expected {len(expected)}",
-            )
-        for rank, checksums in enumerate(expected):
-            names = differences(checksums, by_rank[rank])
-            if names:
-                raise ServerFailure(
-                    self._client.url,
-                    "garbage",
-                    f"after the sync {len(names)} of {len(checksums)} parameters of rank {rank} "
-                    f"differ from the trainer's, e.g. {', '.join(names[:3])}",
-                )
+            raise self._client.garbage(f"{cached} tokens of the probe are cached after {path}")
 
 
 def _tensor_rank(rank: Any) -> int:

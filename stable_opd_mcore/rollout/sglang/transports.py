@@ -21,7 +21,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from stable_opd_mcore.host.tensor_files import save_tensors
 from stable_opd_mcore.parallel.world import broadcast_object, gather_objects
 from stable_opd_mcore.serving.client import RefusedRequest, ServerFailure, SglangClient
 
+Result = TypeVar("Result")
 GROUP_LOST = "the process group is lost"  # begins a failure that another server may have caused
 INCOMPLETE = "incomplete"  # the version that a server states from the first bucket to verification
 
@@ -80,6 +81,8 @@ class Buffers:
 class Transport:
     """Common to the three: targets, buffers, and requests to all targets at once."""
 
+    is_sender = True  # this rank talks to the servers; others only share the memory of their GPUs
+
     def __init__(self, timeout_seconds: float) -> None:
         self.failed: dict[str, str] = {}
         self.buffers = Buffers()
@@ -104,11 +107,6 @@ class Transport:
         """Wait until all buckets have arrived."""
         self._settle()
 
-    @property
-    def is_sender(self) -> bool:
-        """Whether this rank talks to the servers. Others only share the memory of their GPUs."""
-        return True
-
     def clean_up(self) -> None:
         """Remove what servers may have read until now. Called once their weights are verified."""
 
@@ -124,6 +122,21 @@ class Transport:
 
     def fail(self, target: Target, reason: str) -> None:
         self.failed.setdefault(target.name, reason)
+
+
+def ask_all(
+    targets: Sequence[Target], ask: Callable[[Target], Result]
+) -> tuple[dict[str, Result], dict[str, str]]:
+    """Ask all targets at the same time: results by name, and why the other targets failed."""
+    with ThreadPoolExecutor(max(1, len(targets)), thread_name_prefix="sync") as pool:
+        futures = {target.name: pool.submit(ask, target) for target in targets}
+    results, failed = {}, {}
+    for name, future in futures.items():
+        try:
+            results[name] = future.result()
+        except (ServerFailure, RefusedRequest) as error:
+            failed[name] = str(error)
+    return results, failed
 
 
 class Pending:
@@ -204,10 +217,7 @@ class TensorTransport(Transport):
         self._group = group
         self._rank = 0 if group is None else dist.get_rank(group)
         self._sources = sources or {}
-
-    @property
-    def is_sender(self) -> bool:
-        return self._rank == 0
+        self.is_sender = self._rank == 0
 
     def send(self, bucket: Bucket) -> None:
         """As `Transport.send`; collective over `group`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,7 +76,8 @@ def test_servers_without_a_route_are_recorded(monkeypatch):
 def test_the_trainer_listens_where_servers_on_other_machines_reach_it(monkeypatch):
     addresses = {"localhost": "127.0.0.2", "other": "127.0.0.1"}
     monkeypatch.setattr(group, "address_towards", addresses.__getitem__)
-    monkeypatch.setattr(group, "is_loopback", lambda address: address == "127.0.0.2")
+    is_loopback = lambda address: SimpleNamespace(is_loopback=address == "127.0.0.2")  # noqa: E731
+    monkeypatch.setattr(group, "ipaddress", SimpleNamespace(ip_address=is_loopback))
     with listen(None, ["http://localhost:1", "http://other:1"]) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
     with listen(None, ["http://localhost:1"]) as listener:
