@@ -21,6 +21,8 @@ class ColumnsConfig(Section):
     """The final answer, for grading; `null`: the data has none."""
     solution: str | None = "solution"
     """The golden solution; `null`: the data has none."""
+    messages: str | None = None
+    """A conversation in OpenAI's form, in place of `problem`: docs/data.md. `null`: none."""
 
 
 class SourceConfig(Section):
@@ -46,9 +48,11 @@ class DataConfig(Section):
     eval: SourceConfig | None = None
     """Held-out problems; `null`: no evaluation while training."""
     prompt_template: str = "{problem}"
-    """The user's message; `{problem}` is replaced by the problem."""
+    """The user's message; `{problem}` is replaced by the problem. A conversation stays as
+    it is."""
     system_prompt: str | None = None
-    """The system message; `null`: the chat template's own, if it has one."""
+    """The system message; `null`: the chat template's own, if it has one. A conversation's own
+    system message goes before it."""
     overlong: Literal["error", "drop"] = "error"
     """What to do with a row whose prompt leaves no room for `sampling.max_new_tokens`, or whose
     golden solution does not fit in the model's window: end the run, or drop the row and count

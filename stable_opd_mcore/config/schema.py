@@ -295,7 +295,8 @@ class Config(Section):
                 f"{self.rollout.sglang.placement}; leave it out, or colocate SGLang servers"
             )
         self._require_waits_below_watchdog()
-        if self.largest_lambda and self.data.train.columns.solution is None:
+        columns = self.data.train.columns
+        if self.largest_lambda and columns.solution is None and columns.messages is None:
             raise ValueError(
                 "mixture.lambda > 0 needs golden solutions: set data.train.columns.solution"
                 + ("" if self.mixture.lambda_ else ", or guard.max_lambda=0")

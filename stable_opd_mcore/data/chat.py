@@ -26,6 +26,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
+from stable_opd_mcore.data.messages import Message
 from stable_opd_mcore.data.synthetic import PAD, PROMPT_END, SECOND_STOP, STOP, VOCABULARY
 from stable_opd_mcore.data.template_variables import refuse_unread
 from stable_opd_mcore.errors import DataError
@@ -257,9 +258,7 @@ class Tokenizer:
     def render_prompt(
         self, problem: str, template: str = "{problem}", system: str | None = None
     ) -> str:
-        """The problem after prompt template, chat template and generation prompt.
-
-        Without a chat template: the system prompt, a blank line, the problem.
+        """The problem after prompt template, and as the one turn of `render_turns`.
 
         Raises:
             DataError: a prompt template without "{problem}", or a chat template that fails.
@@ -270,10 +269,28 @@ class Tokenizer:
             )
         # Not str.format: LaTeX braces in templates are text.
         user = template.replace("{problem}", problem)
-        if not self.has_template:
-            return user if system is None else f"{system}\n\n{user}"
-        messages = [] if system is None else [{"role": "system", "content": system}]
-        return self.render([*messages, {"role": "user", "content": user}], generation_prompt=True)
+        return self.render_turns([{"role": "user", "content": user}], system)
+
+    def render_turns(self, messages: Sequence[Message], system: str | None = None) -> str:
+        """The turns of a prompt after chat template and generation prompt.
+
+        Without a chat template: their texts with blank lines between them.
+
+        Args:
+            system: the system message where the turns have none.
+
+        Raises:
+            DataError: a chat template that fails, or an assistant's turn without one.
+        """
+        if system is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system}, *messages]
+        if self.has_template:
+            return self.render(messages, generation_prompt=True)
+        if any(message["role"] == "assistant" for message in messages):
+            raise DataError(
+                f"{self.path}: it has no chat template, which a conversation of several turns needs"
+            )
+        return "\n\n".join(message["content"] for message in messages)
 
     def response_text(self, solution: str, prompt_text: str) -> str:
         """A golden solution as the response to a prompt, which may have opened <think> already.
@@ -288,7 +305,7 @@ class Tokenizer:
         opening = solution.lstrip()
         return opening.removeprefix(_THINK).lstrip("\n") if opening.startswith(_THINK) else solution
 
-    def render(self, messages: Sequence[dict[str, str]], generation_prompt: bool = False) -> str:
+    def render(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
         """The text that the chat template makes of these messages.
 
         Raises:
@@ -296,7 +313,7 @@ class Tokenizer:
         """
         try:
             text = self._backend.apply_chat_template(
-                list(messages),
+                [dict(message) for message in messages],
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
                 **self._template_kwargs,

@@ -93,10 +93,7 @@ class PromptSet:
                 bare answer.
         """
         self.window, self._max_new_tokens = window, max_new_tokens
-        texts = [
-            tokenizer.render_prompt(row.problem, config.prompt_template, config.system_prompt)
-            for row in rows
-        ]
+        texts = [_prompt_text(row, tokenizer, config) for row in rows]
         prompts = tokenizer.encode_many(
             [text + row.prefix for text, row in zip(texts, rows, strict=True)]
         )
@@ -169,6 +166,16 @@ class PromptSet:
         return None
 
 
+def _prompt_text(row: Row, tokenizer: Tokenizer, config: DataConfig) -> str:
+    system = config.system_prompt
+    if not row.messages:
+        return tokenizer.render_prompt(row.problem, config.prompt_template, system)
+    try:
+        return tokenizer.render_turns(row.messages, system)
+    except DataError as error:  # many templates refuse some orders of turns
+        raise DataError(f"{row.row_id}: {error}") from error
+
+
 def _encode_golden(
     rows: Sequence[Row], prompt_texts: Sequence[str], tokenizer: Tokenizer, golden: str
 ) -> list[list[int]]:
@@ -202,7 +209,9 @@ def _refuse_control_tokens(row: Row, tokenizer: Tokenizer, golden: str) -> None:
     would train on other tokens than the row shows, and a data set has few such rows.
     """
     solution = row.solution or "" if golden != "none" else ""
-    for role, text in (("problem", row.problem), ("solution", solution)):
+    system = next((each["content"] for each in row.messages if each["role"] == "system"), "")
+    texts = {"problem": row.problem, "solution": solution, "system message": system}
+    for role, text in texts.items():
         token = tokenizer.control_token_in(text)
         if token is not None:
             raise DataError(

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from stable_opd_mcore.data.messages import Message
 from stable_opd_mcore.records import AnswerFormat
 
 
@@ -17,10 +18,11 @@ class Row:
     """One problem, with its gold answer and golden solution if the source has them."""
 
     row_id: str  # "<source>:<row>", unique within a source
-    problem: str
+    problem: str  # of a conversation: all its turns but the system message
     answer: str | None = None  # gold final answer
     solution: str | None = None  # golden response as text, without its stop token
     answer_format: AnswerFormat = "boxed"
+    messages: tuple[Message, ...] = ()  # the prompt's turns; empty: the problem is the one turn
     prefix: str = ""  # begins the response and is not trained on; encoded with the prompt
     # All columns under their own names, where something reads them: a user's reward
     columns: Mapping[str, Any] | None = None

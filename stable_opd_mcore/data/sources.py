@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from stable_opd_mcore.config.data import ColumnsConfig, SourceConfig
+from stable_opd_mcore.data.messages import parse_messages
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.synthetic import ARITHMETIC, SYNTHETIC, arithmetic_rows
 from stable_opd_mcore.errors import DataError
@@ -112,16 +113,24 @@ def parse_row(record: Record, columns: ColumnsConfig, place: str, row_id: str) -
     Raises:
         DataError: a missing column, an empty problem or answer, a value that is no text.
     """
-    problem = _text(record, columns.problem, place, "problem")
-    answer = solution = None
+    messages, answer, solution = (), None, None
+    if columns.messages is None:
+        problem = _text(record, columns.problem, place, "problem")
+    else:
+        value = _lookup(record, columns.messages, place, "messages")
+        where = f"{place}: column {columns.messages!r} (messages)"
+        messages, solution = parse_messages(value, where, _content)
+        solution = solution and boxed_solution(solution)
+        problem = "\n\n".join(each["content"] for each in messages if each["role"] != "system")
     if columns.answer is not None:
         answer = _text(record, columns.answer, place, "answer")
         final = _GSM8K_ANSWER.search(answer)
         if final:
             answer = final.group(1).replace(",", "")
-    if columns.solution is not None and not _is_absent(record, columns.solution):
+    has_column = columns.solution is not None and not _is_absent(record, columns.solution)
+    if solution is None and columns.solution is not None and has_column:
         solution = boxed_solution(_text(record, columns.solution, place, "solution"))
-    return Row(row_id=row_id, problem=problem, answer=answer, solution=solution)
+    return Row(row_id, problem, answer, solution, messages=messages)
 
 
 def boxed_solution(solution: str) -> str:
@@ -144,6 +153,10 @@ def _is_absent(record: Record, column: str) -> bool:
     if column not in record:
         return column == _DEFAULT_COLUMNS.solution
     return record[column] in (None, "")
+
+
+def _content(message: Record, where: str) -> str:
+    return _text({"content": None} | message, "content", where, "message")
 
 
 def _text(record: Record, column: str, place: str, role: str) -> str:

@@ -1,0 +1,61 @@
+"""A conversation in OpenAI's form, as a row of a source has it: [{"role": ..., "content": ...}].
+
+The turns up to the last one of the user are the prompt; an assistant's turn after it is the golden
+solution. Not here: the chat template (chat.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from stable_opd_mcore.errors import DataError
+
+Message = Mapping[str, str]  # role and content
+_ROLES = ("system", "user", "assistant")
+
+
+def parse_messages(
+    value: object, where: str, text: Callable[[Mapping[str, Any], str], str]
+) -> tuple[tuple[Message, ...], str | None]:
+    """The turns of the prompt, and the golden solution where the last turn is an assistant's.
+
+    Args:
+        value: of the row's column.
+        where: file, row and column, for errors.
+        text: checks the content of a message; (message, where) -> its text.
+
+    Raises:
+        DataError: no list of messages, another role or key, a system message that is not the first,
+            no turn of the user before the end.
+    """
+    if not isinstance(value, list) or not value:
+        raise DataError(
+            f"{where} holds {type(value).__name__} {value!r:.60}; expected a list of messages, "
+            "[{role: user, content: ...}, ...]"
+        )
+    turns: list[Message] = []
+    for number, message in enumerate(cast("list[object]", value)):
+        place = f"{where}, message {number}"
+        if not isinstance(message, Mapping):
+            raise DataError(f"{place} is {message!r:.60}; expected {{role: ..., content: ...}}")
+        # Tables of several conversations write keys that a message lacks as null.
+        given = {str(k): v for k, v in cast("Any", message).items() if v not in (None, [], {})}
+        if more := given.keys() - {"role", "content"}:
+            raise DataError(
+                f"{place} has {', '.join(sorted(more))}; only role and content are read, and tool "
+                "calls are not trained on: remove the key or the row"
+            )
+        role = given.get("role")
+        if role not in _ROLES or (role == "system" and number):
+            raise DataError(
+                f"{place}: role {role!r:.60}; expected user or assistant, or system in the first"
+            )
+        turns.append({"role": str(role), "content": text(given, place)})
+    solution = turns.pop()["content"] if turns[-1]["role"] == "assistant" else None
+    if not turns or turns[-1]["role"] != "user":
+        raise DataError(
+            f"{where}: nothing of the user to answer; expected a turn of the user at the end, or "
+            "one and the assistant's answer"
+        )
+    return tuple(turns), solution
