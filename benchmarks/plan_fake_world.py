@@ -17,10 +17,9 @@ from pathlib import Path
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch: tensors without memory are the CPU's
 
 from stable_opd_mcore.config.load import load_config
-from stable_opd_mcore.planning.hardware import GIB
+from stable_opd_mcore.planning.hardware import GIB, Cluster
 from stable_opd_mcore.planning.layout import layout_of
-from stable_opd_mcore.planning.plan import Cluster
-from stable_opd_mcore.rehearsal.worlds import rehearse_stage, with_known_models
+from stable_opd_mcore.rehearsal.worlds import rehearse_stage
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 LAYERS = 8  # of a model chunk; with more, both figures come closer to each other
@@ -65,15 +64,14 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for name, nodes, server_nodes, stage, settings in ROWS:
         config = load_config(CONFIGS / f"{name}.yaml", settings.split())
-        config, _ = with_known_models(config)
         cluster = Cluster(nodes, 8, server_nodes)
         report = rehearse_stage(config, cluster, "h200", stage, LAYERS)
-        planned, fake = report.planned_bytes / GIB, report.fake_bytes / GIB
+        planned, fake = report.planned_bytes / GIB, report.rank.peak_bytes / GIB
         layout = layout_of(config.parallel, cluster.trainer_gpus)
         print(
             f"| `{Path(name).name}` | {settings.replace('parallel.', '')} | {layout} | "
             f"{stage} | {planned:.1f} | {fake:.1f} | {planned / fake:.3f} | "
-            f"{report.seconds:.0f} |",
+            f"{report.rank.seconds:.0f} |",
             flush=True,
         )
 

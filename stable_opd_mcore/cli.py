@@ -278,7 +278,8 @@ def topology(
     from stable_opd_mcore.config.load import load_config
 
     settings = load_config(config, overrides or [])
-    from stable_opd_mcore.planning.plan import Cluster, plan_topology
+    from stable_opd_mcore.planning.hardware import Cluster
+    from stable_opd_mcore.planning.job import plan_topology
 
     derived = plan_topology(settings, Cluster(nodes, gpus_per_node, server_nodes), gpu)
     if as_json or as_shell:

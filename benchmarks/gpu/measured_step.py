@@ -23,12 +23,11 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.models.families import Architecture, read_architecture
 from stable_opd_mcore.models.spec import transformer_engine_is_usable
 from stable_opd_mcore.parallel.world import start_world
-from stable_opd_mcore.planning.hardware import DEVICES, GIB, Device
-from stable_opd_mcore.planning.layout import Layout, layout_of
+from stable_opd_mcore.planning.hardware import DEVICES, GIB, Cluster, Device
+from stable_opd_mcore.planning.job import Job, Work, read_models
+from stable_opd_mcore.planning.layout import Layout
 from stable_opd_mcore.planning.memory import MemoryPlan, memory_plan
 from stable_opd_mcore.planning.model_size import ModelSize
-from stable_opd_mcore.planning.plan import read_models
-from stable_opd_mcore.planning.work import Work
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.train.persistence.state import TrainState
@@ -148,9 +147,12 @@ def shape_config(shape: Shape, folder: Path) -> Config:
 
 
 def plan_of(shape: Shape, config: Config, device: Device) -> MemoryPlan:
-    layers = "transformer_engine" if transformer_engine_is_usable() else "torch"
-    layout, models = layout_of(config.parallel, 1), read_models(config)
-    return memory_plan(config, models, layout, device, shape.work, layers)
+    return memory_plan(job_of(shape, config, device))
+
+
+def job_of(shape: Shape, config: Config, device: Device = HOST) -> Job:
+    models, is_torch = read_models(config), not transformer_engine_is_usable()
+    return Job(config, models, Cluster(1, 1), device, shape.work, is_torch)
 
 
 def planned_gib(plan: MemoryPlan) -> float:
@@ -187,8 +189,8 @@ class Flops:
 
 
 def flops_of(shape: Shape, config: Config) -> Flops:
-    tokens, rows = shape.work.trained_tokens(config), shape.work.scored_rows(config)
-    mean_context = (PROMPT_WORDS + shape.response_tokens) / 2
+    job = job_of(shape, config)
+    tokens, rows, mean_context = job.trained_tokens, job.scored_rows, shape.work.tokens / 2
 
     def forward(architecture: Architecture) -> float:
         return ModelSize(architecture, Layout(1)).forward_flops(tokens, mean_context)

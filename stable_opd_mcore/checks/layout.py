@@ -12,8 +12,8 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import Architecture, layout_refusal
 from stable_opd_mcore.models.fp8 import refuse_fp8
 from stable_opd_mcore.planning.hardware import DEVICES, GIB
+from stable_opd_mcore.planning.job import plan_topology
 from stable_opd_mcore.planning.layout import layout_of
-from stable_opd_mcore.planning.plan import plan_topology
 from stable_opd_mcore.planning.topology import server_dtype
 from stable_opd_mcore.run_inputs import (
     refuse_routing_without_experts,
@@ -87,7 +87,7 @@ def facts(known: Known) -> list[str]:
         held, usable = known.plan.memory.peak_bytes, known.plan.memory.usable_bytes
         lines.append(
             f"memory by `stable-opd plan`: {held / GIB:.1f} of {usable / GIB:.1f} GiB of a "
-            f"{known.plan.device.name}, in the {known.plan.memory.peak_phase} phase"
+            f"{known.plan.job.device.name}, in the {known.plan.memory.peak_phase} phase"
         )
     return lines
 
@@ -111,7 +111,7 @@ def memory(known: Known) -> Iterator[Finding]:
         "memory" if is_mendable else "memory-for-good",
         phase=plan.memory.peak_phase,
         needed=plan.memory.peak_bytes / GIB,
-        gpu=plan.device.name,
+        gpu=plan.job.device.name,
         usable=plan.memory.usable_bytes / GIB,
         mended=plan.remedy,
     )

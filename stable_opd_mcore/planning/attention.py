@@ -13,10 +13,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.planning.hardware import GIB
+from stable_opd_mcore.planning.job import Job
 from stable_opd_mcore.planning.model_size import ModelSize
-from stable_opd_mcore.planning.work import Work, micro_batch_tokens
 
 FUSED_ELEMENTS = 2**30
 # Per element. The figure is that of Transformer Engine's authors for two sequences; for four they
@@ -88,10 +87,7 @@ class Attention:
         )
 
 
-def deterministic_attention(config: Config, size: ModelSize, work: Work) -> Attention:
-    """The attention of one model in the run's largest micro-batch."""
-    tokens = micro_batch_tokens(config, size.layout, work)
-    length = work.prompt_tokens + work.response_tokens
-    heads = size.architecture.num_attention_heads // size.layout.tensor
-    longest = work.prompt_tokens + config.sampling.max_new_tokens
-    return Attention(math.ceil(tokens / length), heads, longest)
+def deterministic_attention(job: Job, size: ModelSize) -> Attention:
+    """The attention of one of the job's models in the largest micro-batch."""
+    heads = size.architecture.num_attention_heads // job.layout.tensor
+    return Attention(math.ceil(job.micro_batch_tokens / job.work.tokens), heads, job.longest)

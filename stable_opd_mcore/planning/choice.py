@@ -1,46 +1,60 @@
 """Which `train.recompute` and `memory.offload` of a run is fastest among those that fit its GPUs.
 
-    choice = choose(config, models, layout, device, work, servers, gpus_per_node)
+    choice = choose(job)
     print(choice.line())
 
-All combinations are planned; there are at most 48. Layout and micro-batch stay the config's. Host
+All combinations are predicted; there are at most 48. Layout and micro-batch stay the config's. Host
 memory is not counted. Not here: what a combination needs (memory.py) and takes (seconds.py).
 """
 
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations, product
 from typing import Any, Literal, get_args
 
-from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.config.training import Offloadable
-from stable_opd_mcore.planning.hardware import GIB, Device
-from stable_opd_mcore.planning.layout import Layout
-from stable_opd_mcore.planning.memory import MemoryPlan, Models, memory_plan
-from stable_opd_mcore.planning.seconds import Servers, StepSeconds, step_seconds
-from stable_opd_mcore.planning.work import Work
+from stable_opd_mcore.planning.hardware import GIB
+from stable_opd_mcore.planning.job import Job
+from stable_opd_mcore.planning.memory import MemoryPlan, memory_plan
+from stable_opd_mcore.planning.seconds import StepSeconds, step_seconds
 
 Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
-class Combination:
-    """A value of both settings, and what it needs and takes."""
+class Prediction:
+    """What a job needs and takes."""
 
-    recompute: Recompute
-    offload: tuple[Offloadable, ...]
-    memory: MemoryPlan
-    seconds: StepSeconds
+    job: Job
+
+    @cached_property
+    def memory(self) -> MemoryPlan:
+        return memory_plan(self.job)
+
+    @cached_property
+    def seconds(self) -> StepSeconds:
+        return step_seconds(self.job)
+
+    @property
+    def recompute(self) -> Recompute:
+        return self.job.config.train.recompute
+
+    @property
+    def offload(self) -> tuple[Offloadable, ...]:
+        """The offloaded parts that the run has, in the schema's order."""
+        parts = offloadable(self.job)
+        return tuple(part for part in parts if part in self.job.config.offloaded)
 
 
 @dataclass(frozen=True)
 class Choice:
     """The chosen combination beside the config's own."""
 
-    own: Combination
-    best: Combination  # the fastest that fits; where none fits, that which needs least
+    own: Prediction
+    best: Prediction  # the fastest that fits; where none fits, that which needs least
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -80,38 +94,21 @@ class Choice:
         }
 
 
-def choose(
-    config: Config,
-    models: Models,
-    layout: Layout,
-    device: Device,
-    work: Work,
-    servers: Servers,
-    gpus_per_node: int,
-) -> Choice:
+def choose(job: Job) -> Choice:
     """The fastest combination that fits.
 
     Among equally fast ones it is the config's own, then the one that keeps the trainer least busy:
     rollouts of the next step may hide the difference (rollout.async_steps).
     """
-
-    def plan(recompute: Recompute, offload: tuple[Offloadable, ...]) -> Combination:
-        changed = with_settings(config, recompute, offload)
-        memory = memory_plan(changed, models, layout, device, work)
-        seconds = step_seconds(changed, models, layout, device, work, servers, gpus_per_node)
-        return Combination(recompute, offload, memory, seconds)
-
-    parts = offloadable(config, models)
-    own = plan(config.train.recompute, tuple(part for part in parts if part in config.offloaded))
+    own, parts = Prediction(job), offloadable(job)
     subsets = [subset for n in range(len(parts) + 1) for subset in combinations(parts, n)]
-    plans = [own, *(plan(*both) for both in product(get_args(Recompute), subsets))]
-    fitting = [each for each in plans if each.memory.fits]
+    others = (with_settings(job, *both) for both in product(get_args(Recompute), subsets))
+    every = [own, *map(Prediction, others)]
+    fitting = [each for each in every if each.memory.fits]
     if not fitting:
-        return Choice(
-            own, min(plans, key=lambda each: (each.memory.peak_bytes, each.seconds.total))
-        )
+        return Choice(own, min(every, key=lambda it: (it.memory.peak_bytes, it.seconds.total)))
 
-    def order(each: Combination) -> tuple[float, bool, float]:
+    def order(each: Prediction) -> tuple[float, bool, float]:
         seconds = each.seconds
         busy = seconds.score + seconds.update + seconds.offload
         return round(seconds.total, 6), each is not own, busy
@@ -119,18 +116,18 @@ def choose(
     return Choice(own, min(fitting, key=order))
 
 
-def with_settings(config: Config, recompute: Recompute, offload: tuple[Offloadable, ...]) -> Config:
-    """The config with these values of both settings."""
-    train = config.train.model_copy(update={"recompute": recompute})
-    memory = config.memory.model_copy(update={"offload": offload})
-    return config.model_copy(update={"train": train, "memory": memory})
+def with_settings(job: Job, recompute: Recompute, offload: tuple[Offloadable, ...]) -> Job:
+    """The job with these values of both settings."""
+    train = job.config.train.model_copy(update={"recompute": recompute})
+    memory = job.config.memory.model_copy(update={"offload": offload})
+    return replace(job, config=job.config.model_copy(update={"train": train, "memory": memory}))
 
 
-def offloadable(config: Config, models: Models) -> tuple[Offloadable, ...]:
+def offloadable(job: Job) -> tuple[Offloadable, ...]:
     """The parts that `memory.offload` may name in this run."""
     absent: set[Offloadable] = set()
-    if not config.is_colocated:
+    if not job.config.is_colocated:
         absent.add("student")
-    if models.teacher is None and not models.reference:
+    if not job.frozen:
         absent.add("frozen")
     return tuple(part for part in get_args(Offloadable) if part not in absent)

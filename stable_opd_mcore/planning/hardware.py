@@ -1,4 +1,4 @@
-"""What a GPU and its links offer, and the share of it that this project expects to reach.
+"""A job's GPUs: how many, what one and its links offer, and the share that is expected of it.
 
 Peaks are the vendors'. Shares are assumptions until `BENCHMARKS.md` holds measured ones.
 """
@@ -10,6 +10,25 @@ from dataclasses import dataclass
 from stable_opd_mcore.errors import UserError
 
 GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The GPUs of a job: trainer nodes first, then nodes of SGLang servers."""
+
+    nodes: int
+    gpus_per_node: int
+    server_nodes: int = 0
+    spare_gpus: int = 0  # of the trainer's machine, for disaggregated servers
+
+    @property
+    def trainer_gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def gpus(self) -> int:
+        """Of trainer and servers together."""
+        return self.trainer_gpus + self.server_nodes * self.gpus_per_node
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,17 @@ from typing import Any
 
 import yaml
 
-from stable_opd_mcore.config.schema import ModelConfig
+from stable_opd_mcore.config.schema import Config, ModelConfig
+from stable_opd_mcore.config.training import Fp8Role
 from stable_opd_mcore.errors import UserError
+
+
+def models_in_trainer(config: Config) -> dict[Fp8Role, ModelConfig]:
+    """The student, and a teacher that no server holds."""
+    models: dict[Fp8Role, ModelConfig] = {"student": config.student}
+    if config.teacher is not None and config.teacher.engine == "megatron":
+        models["teacher"] = config.teacher
+    return models
 
 
 def model_source(model: ModelConfig, name: str) -> tuple[str | dict[str, Any], str | None]:

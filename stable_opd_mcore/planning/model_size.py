@@ -1,8 +1,8 @@
 """Parameters, saved activations and floating-point operations of one model on one rank.
 
 Parameter counts are exact. Saved activations follow Transformer Engine's layers (fused norm and
-rotary embedding, flash attention); layers="torch" follows the torch layers of a CPU run, without
-context parallelism, whose torch form keeps a mask of [slice, sequence] and is for tests only.
+rotary embedding, flash attention); is_torch follows the torch layers of a CPU run, without context
+parallelism, whose torch form keeps a mask of [slice, sequence] and is for tests only.
 
 A mixture of experts is counted as if every expert were chosen equally often.
 
@@ -13,14 +13,12 @@ rows of the stored embedding, t tensor ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.fp8 import is_in_fp8
 from stable_opd_mcore.planning.layout import Layout
 
-Layers = Literal["transformer_engine", "torch"]
 # Of a parameter: its weight, and Adam's state. With bf16 Adam keeps fp32 weights and two moments;
 # with fp32 the weights are the model's own.
 WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
@@ -34,6 +32,8 @@ class ModelSize:
     architecture: Architecture
     layout: Layout
     balances_experts: bool = False  # trained with train.moe_aux_loss_coeff
+    element: int = 2  # bytes of an activation
+    is_torch: bool = False  # with the torch layers of a CPU run
 
     @property
     def layers_per_stage(self) -> int:
@@ -110,9 +110,7 @@ class ModelSize:
 
     def total_parameters(self) -> int:
         """Of the whole model, embedding and head included."""
-        model = self.architecture
-        one = ModelSize(model, Layout(1))
-        return one.stage_parameters(0)
+        return ModelSize(self.architecture, Layout(1)).stage_parameters(0)
 
     def read_parameters(self, tokens: float) -> float:
         """Of the whole model, those that some of `tokens` tokens need: all but unchosen experts."""
@@ -123,81 +121,76 @@ class ModelSize:
         unchosen = (1 - experts.per_token / experts.number) ** tokens
         return one.shared_parameters(0) + one.expert_parameters() * (1 - unchosen)
 
-    def saved_bytes(self, recompute: str, layers: Layers, element_bytes: int) -> float:
+    def saved_bytes(self, recompute: str) -> float:
         """Saved for backward by one layer, per token of this rank's slice of a micro-batch."""
-        model, t = self.architecture, self.layout.tensor
-        hidden = model.hidden_size / self.norm_ranks
+        model, t, hidden = self.architecture, self.layout.tensor, self.local_hidden
         if recompute == "full":
-            return element_bytes * hidden
+            return self.element * hidden
         queries, keys = self.query_width / t, self.key_width / t
-        mlp = self.mlp_bytes(layers, element_bytes)
-        norms = 2 * self._norm_bytes(hidden, 1 / self.norm_ranks, layers, element_bytes)
-        if layers == "transformer_engine":
-            # Rotated queries and keys, values, output.
-            elements = 2 * queries + 2 * keys
-        else:
-            # The values are a view that keeps all of q, k and v.
-            elements = 3 * queries + 3 * keys
-        saved = element_bytes * elements + norms + mlp
+        mlp = self.mlp_bytes()
+        norms = 2 * self._norm_bytes(hidden, 1 / self.norm_ranks)
+        # Rotated queries and keys, values, output; torch's values are a view of all of q, k and v.
+        elements = (3 if self.is_torch else 2) * (queries + keys)
+        saved = self.element * elements + norms + mlp
         if recompute == "selective":  # the MLP, from the input of Transformer Engine's fused norm
             saved -= mlp
-            if layers == "transformer_engine" and model.experts is None:
-                saved -= element_bytes * hidden + 4 / self.norm_ranks
+            if not self.is_torch and model.experts is None:
+                saved -= self.element * hidden + 4 / self.norm_ranks
         if model.family.qk_norm:
             heads = (model.num_attention_heads + model.num_key_value_heads) / t
-            saved += self._norm_bytes(queries + keys, heads, layers, element_bytes)
-            saved -= element_bytes * (queries + keys)  # their outputs are not kept
+            saved += self._norm_bytes(queries + keys, heads)
+            saved -= self.element * (queries + keys)  # their outputs are not kept
         return saved + 4 * model.num_attention_heads / t  # log-sums of the attention
 
-    def mlp_bytes(self, layers: Layers, element_bytes: int) -> float:
+    def mlp_bytes(self) -> float:
         """Saved by one layer's MLP, or by its router and this rank's experts."""
-        model, is_torch = self.architecture, layers == "torch"
+        model = self.architecture
         # Gate and up, their product; torch's layers also keep the gate's activation and its input.
-        width = (5 if is_torch else 3) * model.ffn_hidden_size
+        width = (5 if self.is_torch else 3) * model.ffn_hidden_size
         experts = model.experts
         if experts is None:
-            return element_bytes * width / self.layout.tensor
+            return self.element * width / self.layout.tensor
         # Torch's experts keep the product also times its probability, and not their output.
-        kept = width + (
-            model.ffn_hidden_size + model.hidden_size if is_torch else 2 * model.hidden_size
-        )
+        kept = width + model.hidden_size
+        kept += model.ffn_hidden_size if self.is_torch else model.hidden_size
         # fp32: logits and probabilities of the router; probabilities again in the balancing loss.
         router = (3 if self.balances_experts else 2) * 4 * experts.number / self.norm_ranks
-        return element_bytes * self.expert_copies() * kept + router
+        return self.element * self.expert_copies() * kept + router
 
     def expert_copies(self) -> float:
         """Tokens at this rank's experts, per token of a micro-batch; 0 in a dense model."""
         experts = self.architecture.experts
         return 0.0 if experts is None else experts.per_token / self.norm_ranks
 
-    def saved_outside_layers(self, last: bool, layers: Layers, element_bytes: int) -> float:
+    def saved_outside_layers(self, last: bool) -> float:
         """As saved_bytes: the stage's ids and rotary angles, and the last stage's final norm."""
         # models/rotary.py keeps cosines and sines for both halves of a head.
-        angles = (2 if layers == "torch" else 1) * self.architecture.head_dim
-        inputs = 9 + element_bytes * angles
-        return inputs + self.final_norm_bytes(layers, element_bytes) if last else inputs
+        angles = (2 if self.is_torch else 1) * self.architecture.head_dim
+        inputs = 9 + self.element * angles
+        return inputs + self.final_norm_bytes() if last else inputs
 
-    def final_norm_bytes(self, layers: Layers, element_bytes: int) -> float:
+    def final_norm_bytes(self) -> float:
         """Saved by the last stage's norm per token; its output is the loss's (memory.py)."""
-        width = self.architecture.hidden_size / self.norm_ranks
-        norm = self._norm_bytes(width, 1 / self.norm_ranks, layers, element_bytes)
-        return norm - element_bytes * width
+        norm = self._norm_bytes(self.local_hidden, 1 / self.norm_ranks)
+        return norm - self.element * self.local_hidden
 
-    def final_norm_workspace(self, layers: Layers) -> float:
+    def final_norm_workspace(self) -> float:
         """Of its backward pass per token, beside all that is saved: torch's computes in fp32."""
-        width = self.architecture.hidden_size / self.norm_ranks
-        return 4 * 4 * width if layers == "torch" else 0
+        return 4 * 4 * self.local_hidden if self.is_torch else 0
 
     @property
     def norm_ranks(self) -> int:
         """Ranks over which sequence parallelism cuts norms and the residual stream."""
         return self.layout.tensor if self.layout.sequence else 1
 
-    def _norm_bytes(self, width: float, rows: float, layers: Layers, element_bytes: int) -> float:
+    @property
+    def local_hidden(self) -> float:
+        """Width of the residual stream on one rank."""
+        return self.architecture.hidden_size / self.norm_ranks
+
+    def _norm_bytes(self, width: float, rows: float) -> float:
         """RMSNorm: input and output; torch's also keeps an fp32 copy of both sides."""
-        if layers == "transformer_engine":
-            return 2 * element_bytes * width + 4 * rows
-        return (8 + element_bytes) * width + 4 * rows
+        return (self.element + (8 if self.is_torch else self.element)) * width + 4 * rows
 
     def forward_flops(self, tokens: float, mean_context: float) -> float:
         """Of the whole model over all its ranks, head excluded; causal attention."""

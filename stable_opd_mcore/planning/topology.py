@@ -17,7 +17,7 @@ from typing import Literal
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import Architecture
-from stable_opd_mcore.planning.hardware import GIB
+from stable_opd_mcore.planning.hardware import GIB, Cluster
 from stable_opd_mcore.planning.layout import Layout, layout_of
 from stable_opd_mcore.planning.model_size import ModelSize
 
@@ -136,26 +136,20 @@ class Topology:
 def derive_topology(
     config: Config,
     architecture: Architecture,
-    *,
-    nodes: int,
-    gpus_per_node: int,
-    server_nodes: int = 0,
+    cluster: Cluster,
     memory_gib: float | None,
-    spare_gpus: int = 0,
 ) -> Topology:
     """The places of a run, from the config's layout and the student.
 
     Args:
-        nodes: of the trainer, which has one rank per GPU.
-        server_nodes: nodes that hold nothing but servers.
         memory_gib: of one GPU. None: a CPU, where nothing has to fit and no GPU can be idle.
-        spare_gpus: of the trainer's machine, for rollout.sglang.placement=disaggregated.
 
     Raises:
         UserError: a layout that does not divide the GPUs, a student that no server size holds,
             servers that do not divide a node's GPUs, GPUs without a server.
     """
-    layout = layout_of(config.parallel, nodes * gpus_per_node)
+    nodes, gpus_per_node, server_nodes = cluster.nodes, cluster.gpus_per_node, cluster.server_nodes
+    layout = layout_of(config.parallel, cluster.trainer_gpus)
     if config.rollout.engine != "sglang" and not server_nodes:
         return Topology(nodes, gpus_per_node, 0, layout, None, 0, ())
     sglang = config.rollout.sglang
@@ -164,7 +158,7 @@ def derive_topology(
         shares = ranks_of_servers(len(sglang.urls), layout.gradient_ranks)
         urls = tuple(ServerPlace(n, nodes, (), ranks) for n, ranks in enumerate(shares))
         return Topology(nodes, gpus_per_node, 0, layout, placement, 0, urls)
-    gpus = spare_gpus if placement == "disaggregated" else gpus_per_node
+    gpus = cluster.spare_gpus if placement == "disaggregated" else gpus_per_node
     if not gpus and memory_gib is not None:
         raise _no_spare_gpu(gpus_per_node)
     count, tensor = machine_servers(config, architecture, gpus, memory_gib, placement)

@@ -13,72 +13,65 @@ over the tensor ranks, C copies of a token at this rank's experts.
 
 from __future__ import annotations
 
-from stable_opd_mcore.planning.model_size import Layers, ModelSize
+from stable_opd_mcore.planning.model_size import ModelSize
 
 
-def forward_bytes(size: ModelSize, layers: Layers, element: int, tokens: float) -> float:
+def forward_bytes(size: ModelSize, tokens: float) -> float:
     """Largest sum of one layer's tensors in a pass without gradients over `tokens` tokens."""
-    hidden, local = size.architecture.hidden_size, _local_hidden(size)
     # The embeddings, which the model holds to its end, the layer's input and the attention's
     # output. Transformer Engine's fused norm frees its output; torch's stays to the MLP's end.
-    streams = 3 * local + (local if layers == "torch" else 0)
+    streams = (4 if size.is_torch else 3) * size.local_hidden
     if size.architecture.experts is not None:
-        return element * tokens * (streams + _dispatched(size) + size.expert_copies() * hidden)
+        outputs = size.expert_copies() * size.architecture.hidden_size
+        return size.element * tokens * (streams + _dispatched(size) + outputs)
     ffn = size.architecture.ffn_hidden_size / size.layout.tensor
-    gathered = hidden if size.layout.sequence else 0
     # Gate and up; then beside them the gate's activation, torch's copy of up, and their product.
-    moments = 2 * ffn + gathered, (5 if layers == "torch" else 3) * ffn
-    return element * tokens * (streams + max(moments))
+    moments = 2 * ffn + _gathered(size), (5 if size.is_torch else 3) * ffn
+    return size.element * tokens * (streams + max(moments))
 
 
-def backward_bytes(
-    size: ModelSize, recompute: str, layers: Layers, element: int, tokens: float
-) -> float:
+def backward_bytes(size: ModelSize, recompute: str, tokens: float) -> float:
     """Largest sum of what the backward pass of the last layer holds beside all saved tensors."""
-    held = _recomputed_bytes(size, recompute, layers, element) + element * _local_hidden(size)
-    return tokens * held + max(_moments(size, layers, element, tokens))
+    held = _recomputed_bytes(size, recompute) + size.element * size.local_hidden
+    return tokens * held + max(_moments(size, tokens))
 
 
-def gathered_input_bytes(size: ModelSize, layers: Layers, element: int, tokens: float) -> float:
+def gathered_input_bytes(size: ModelSize, tokens: float) -> float:
     """Megatron's buffer for a linear layer's input under sequence parallelism: kept for good.
 
     Transformer Engine gathers into new memory and frees it.
     """
-    if layers == "transformer_engine" or not size.layout.sequence:
-        return 0
-    return element * tokens * size.architecture.hidden_size
+    return size.element * tokens * _gathered(size) if size.is_torch else 0
 
 
-def _recomputed_bytes(size: ModelSize, recompute: str, layers: Layers, element: int) -> float:
+def _recomputed_bytes(size: ModelSize, recompute: str) -> float:
     """Per token: what one layer saves when it is computed again, and that pass's output."""
     if recompute == "none":
         return 0
-    again = size.saved_bytes("none", layers, element) - size.saved_bytes(recompute, layers, element)
-    output = element * _local_hidden(size)
+    again = size.saved_bytes("none") - size.saved_bytes(recompute)
+    output = size.element * size.local_hidden
     # Torch's norm saves its input in fp32, so the layer's saved input is not among its tensors.
-    own_input = output if recompute == "full" and layers == "torch" else 0
+    own_input = output if recompute == "full" and size.is_torch else 0
     return again + output + own_input
 
 
-def _moments(size: ModelSize, layers: Layers, element: int, tokens: float) -> tuple[float, ...]:
+def _moments(size: ModelSize, tokens: float) -> tuple[float, ...]:
     """Bytes beside saved tensors and the gradient of the layer's output."""
-    hidden, local = size.architecture.hidden_size, _local_hidden(size)
+    element, local = size.element, size.local_hidden
     if size.architecture.experts is not None:
         # In the layer's own forward pass, when the experts' outputs are put in order: beside the
         # saved inputs of the experts what was sent, received and computed. And the residual.
         return (element * tokens * (_dispatched(size) + local),)
     ffn = size.architecture.ffn_hidden_size / size.layout.tensor
-    gathered = hidden if size.layout.sequence else 0
     # Torch makes the gradient of the down projection's weight before it adds it to the sum.
-    weight = element * ffn * hidden if layers == "torch" else 0
-    product = element * tokens * (ffn + gathered) + weight
+    weight = element * ffn * size.architecture.hidden_size if size.is_torch else 0
+    product = element * tokens * (ffn + _gathered(size)) + weight
     # The product's gradient is read, those of gate and up are written; the product is freed.
     gate_and_up = element * tokens * 2 * ffn
-    if layers == "transformer_engine":
+    if not size.is_torch:
         return product, gate_and_up
     # The norm before the MLP, in fp32, when all that the MLP saved is freed.
-    norm = tokens * (3.5 * 4 * local - size.mlp_bytes(layers, element))
-    return product, gate_and_up, norm
+    return product, gate_and_up, tokens * (3.5 * 4 * local - size.mlp_bytes())
 
 
 def _dispatched(size: ModelSize) -> float:
@@ -86,5 +79,6 @@ def _dispatched(size: ModelSize) -> float:
     return 4 * size.expert_copies() * size.architecture.hidden_size
 
 
-def _local_hidden(size: ModelSize) -> float:
-    return size.architecture.hidden_size / size.norm_ranks
+def _gathered(size: ModelSize) -> int:
+    """Elements per token of a linear layer's input that sequence parallelism gathers."""
+    return size.architecture.hidden_size if size.layout.sequence else 0

@@ -9,22 +9,21 @@ held against the GPU. Not here: one rank (rank.py), Transformer Engine's own lay
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from stable_opd_mcore.config.models import TeacherConfig
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.data.chat import SYNTHETIC, Tokenizer
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.families import read_fields
-from stable_opd_mcore.planning.hardware import GIB
-from stable_opd_mcore.planning.known_models import model_source
-from stable_opd_mcore.planning.layout import Layout, layout_of
-from stable_opd_mcore.planning.memory import Models, stage_plan
-from stable_opd_mcore.planning.plan import Cluster, Plan, make_plan, read_models
-from stable_opd_mcore.planning.work import Work
+from stable_opd_mcore.models.families import Architecture, read_fields
+from stable_opd_mcore.planning.hardware import GIB, Cluster
+from stable_opd_mcore.planning.job import Job, Work, make_job, read_models
+from stable_opd_mcore.planning.known_models import model_source, models_in_trainer
+from stable_opd_mcore.planning.layout import layout_of
+from stable_opd_mcore.planning.memory import stage_plan
+from stable_opd_mcore.planning.plan import Plan, make_plan
 from stable_opd_mcore.rehearsal import te_layers
-from stable_opd_mcore.rehearsal.rank import rehearse_rank
+from stable_opd_mcore.rehearsal.rank import RankReport, rehearse_rank
 
 PROMPT_TOKENS = 256  # of every prompt, fewer where the window leaves less
 # Of a model chunk with experts: the CPU takes each expert of each layer alone, and all are alike.
@@ -35,34 +34,33 @@ LAYERS_WITH_EXPERTS = 2
 class StageReport:
     """One rank of one stage. The fake world and `planned_bytes` have the torch layers."""
 
-    stage: int
+    rank: RankReport
     layers: int | None  # of the stage, where fewer than the config's are rehearsed
-    seconds: float
-    fake_bytes: float  # peak of the rehearsed step
-    planned_bytes: float  # of the same step
-    gpu_bytes: float  # planned for the whole step on the GPU
-    usable_bytes: float  # of the GPU
-    host_waits: dict[str, int]  # places where the rehearsed step's host waits for the GPU
+    planned_bytes: float  # of the rehearsed step
+    plan: Plan  # of the whole step on the GPU
 
     @property
     def line(self) -> str:
-        fake, planned, gpu, usable = (
-            f"{value / GIB:.1f}"
-            for value in (self.fake_bytes, self.planned_bytes, self.gpu_bytes, self.usable_bytes)
-        )
+        on_gpu, ranks = self.plan.memory, self.plan.job.layout.data
+        sizes = (self.rank.peak_bytes, self.planned_bytes, on_gpu.peak_bytes, on_gpu.usable_bytes)
+        fake, planned, gpu, usable = (f"{size / GIB:.1f}" for size in sizes)
         cut = "" if self.layers is None else f" (layers: {self.layers})"
+        idle = ranks - self.plan.job.sequences
+        idle_ranks = f" ({idle} of {ranks} data-parallel ranks have no sequence)"
         return (
-            f"stage {self.stage}  {self.seconds:5.1f} s  fake world{cut} {fake}, "
+            f"stage {self.rank.stage}  {self.rank.seconds:5.1f} s  fake world{cut} {fake}, "
             f"plan {planned} GiB; on the GPU {gpu} of {usable} GiB; {self.waits}  ok"
+            f"{idle_ranks if idle > 0 else ''}"
         )
 
     @property
     def waits(self) -> str:
         """How often the host waits for the GPU in the rehearsed step, and where."""
+        counts = self.rank.host_waits
         places = ", ".join(
-            place + (f" x {count}" if count > 1 else "") for place, count in self.host_waits.items()
+            place + (f" x {count}" if count > 1 else "") for place, count in counts.items()
         )
-        return f"the host waits {sum(self.host_waits.values())} times: {places}"
+        return f"the host waits {sum(counts.values())} times: {places}"
 
 
 def rehearse_worlds(
@@ -79,9 +77,9 @@ def rehearse_worlds(
     tell(_layers())
     passed = True
     for config in configs:
-        config, notes = with_known_models(config)
-        for note in notes:
-            tell(f"{config.run.name}: {note}")
+        for name, model in models_in_trainer(config).items():
+            if note := model_source(model, name)[1]:
+                tell(f"{config.run.name}: {note}")
         divided = False
         for cluster in clusters:
             name = f"{config.run.name}  {cluster.nodes} x {cluster.gpus_per_node} {gpu}"
@@ -94,9 +92,9 @@ def rehearse_worlds(
             try:
                 for stage in range(layout.pipeline):
                     report = rehearse_stage(config, cluster, gpu, stage, layers)
-                    tell(f"{name}  {layout}  {report.line}{_idle(config, layout)}")
+                    tell(f"{name}  {layout}  {report.line}")
                 if te_layers.is_installed():
-                    tell(f"{name}  {layout}  {_compare_layers(config, cluster, layout, layers)}")
+                    tell(f"{name}  {layout}  {_compare_layers(config, cluster, layers)}")
             except UserError as error:
                 passed = False
                 tell(f"{name}  {layout}  REFUSED: {error}")
@@ -107,13 +105,9 @@ def rehearse_worlds(
 
 
 def rehearse_stage(
-    config: Config,
-    cluster: Cluster,
-    gpu: str,
-    stage: int,
-    layers: int | None = None,
+    config: Config, cluster: Cluster, gpu: str, stage: int, layers: int | None = None
 ) -> StageReport:
-    """The first rank of one pipeline stage; the config's models must be readable.
+    """The first rank of one pipeline stage.
 
     Models are cut to `layers` layers a model chunk; None: those with experts to
     LAYERS_WITH_EXPERTS, and others not at all.
@@ -121,50 +115,34 @@ def rehearse_stage(
     Raises:
         UserError: layout, memory, lengths or servers do not fit.
     """
-    models = read_models(config)
-    work = longest_work(config, models)
-    plan = make_plan(config, cluster, gpu, work)
+    plan = make_plan(config, cluster, gpu, longest_work(config, read_models(config).student))
     _require_fit(plan)
-    vocab_size = _vocabulary(config)
-    config, of_stage = with_few_layers(config, models, plan.layout, layers)
-    config = with_few_prompts(config, plan.layout, work)
-    models = read_models(config)
-    planned = stage_plan(config, models, plan.layout, stage, plan.device, work, "torch")
-    rank = stage * (cluster.trainer_gpus // plan.layout.pipeline)
+    job, of_stage = with_few_layers(replace(plan.job, config=config, is_torch=True), layers)
+    job = with_few_prompts(job)
     report = rehearse_rank(
-        config,
+        job.config,
         cluster.trainer_gpus,
-        rank,
-        prompt_tokens=work.prompt_tokens,
-        vocab_size=vocab_size,
+        rank=stage * (cluster.trainer_gpus // job.layout.pipeline),
+        prompt_tokens=job.work.prompt_tokens,
+        vocab_size=_vocabulary(config, job),
     )
-    return StageReport(
-        stage=report.stage,
-        layers=of_stage,
-        seconds=report.seconds,
-        fake_bytes=report.peak_bytes,
-        planned_bytes=planned.rehearsed_bytes,
-        gpu_bytes=plan.memory.peak_bytes,
-        usable_bytes=plan.memory.usable_bytes,
-        host_waits=report.host_waits,
-    )
+    return StageReport(report, of_stage, stage_plan(job, stage).rehearsed_bytes, plan)
 
 
-def _compare_layers(config: Config, cluster: Cluster, layout: Layout, layers: int | None) -> str:
+def _compare_layers(config: Config, cluster: Cluster, layers: int | None) -> str:
     """As te_layers.compare_layers, on the ranks and with the layers that are rehearsed."""
-    config, _ = with_few_layers(config, read_models(config), layout, layers)
-    gpus = cluster.trainer_gpus
-    ranks = [stage * (gpus // layout.pipeline) for stage in range(layout.pipeline)]
-    return te_layers.compare_layers(config, gpus, ranks)
+    job, _ = with_few_layers(make_job(config, cluster), layers)
+    gpus, stages = cluster.trainer_gpus, job.layout.pipeline
+    return te_layers.compare_layers(job.config, gpus, range(0, gpus, gpus // stages))
 
 
-def longest_work(config: Config, models: Models) -> Work:
+def longest_work(config: Config, student: Architecture) -> Work:
     """Every response at the limit.
 
     Raises:
         UserError: responses leave no room for a prompt, or exceed a micro-batch.
     """
-    window, response = models.student.max_positions, config.sampling.max_new_tokens
+    window, response = student.max_positions, config.sampling.max_new_tokens
     if response >= window:
         raise UserError(
             f"sampling.max_new_tokens={response} leaves no prompt in the student's window of "
@@ -182,7 +160,7 @@ def longest_work(config: Config, models: Models) -> Work:
     return Work(prompt_tokens=prompt, response_tokens=response)
 
 
-def with_few_prompts(config: Config, layout: Layout, work: Work) -> Config:
+def with_few_prompts(job: Job) -> Job:
     """One prompt a minibatch, with as many responses as fill the pipeline's micro-batches.
 
     Later micro-batches take the same memory. A micro-batch that is not full would take less than
@@ -191,69 +169,46 @@ def with_few_prompts(config: Config, layout: Layout, work: Work) -> Config:
     The budget becomes what whole sequences fill of it, which is what packing makes and plan counts.
     Nothing is offloaded: fake storages cannot move to the host.
     """
-    length = work.prompt_tokens + work.response_tokens
-    in_micro_batch = config.train.micro_batch_tokens // length
+    config, layout = job.config, job.layout
+    in_micro_batch = config.train.micro_batch_tokens // job.work.tokens
     minibatches = config.train.minibatches
-    of_rank = work.sequences(config) // layout.data // minibatches
+    of_rank = job.sequences // layout.data // minibatches
     if of_rank > in_micro_batch:
         micro_batches = min(of_rank // in_micro_batch, layout.pipeline * layout.virtual)
         of_rank = micro_batches * in_micro_batch
     sequences = max(1, of_rank) * layout.data  # of a minibatch
-    golden = work.sequences(_with(config, 1)) - config.rollout.samples_per_prompt
     if config.objective.name == "sft":
-        config = _with(config, minibatches * sequences)
+        changes = {"prompts_per_step": minibatches * sequences}
     else:
-        config = _with(config, minibatches, max(1, sequences - golden))
-    train = config.train.model_copy(update={"micro_batch_tokens": in_micro_batch * length})
-    memory = config.memory.model_copy(update={"offload": ()})
-    return config.model_copy(update={"train": train, "memory": memory})
+        samples = max(1, sequences - (1 if job.golden else 0))
+        changes = {"prompts_per_step": minibatches, "samples_per_prompt": samples}
+    budget = {"micro_batch_tokens": in_micro_batch * job.work.tokens}
+    few = {
+        "rollout": config.rollout.model_copy(update=changes),
+        "train": config.train.model_copy(update=budget),
+        "memory": config.memory.model_copy(update={"offload": ()}),
+    }
+    return replace(job, config=config.model_copy(update=few))
 
 
-def with_few_layers(
-    config: Config, models: Models, layout: Layout, layers: int | None
-) -> tuple[Config, int | None]:
-    """As rehearse_stage cuts the models; and how many layers a stage then has.
+def with_few_layers(job: Job, layers: int | None) -> tuple[Job, int | None]:
+    """Sizes in place of model directories, cut as rehearse_stage says; and a stage's layers then.
 
     None: no model was cut.
     """
-    chunks, cut = layout.pipeline * layout.virtual, None
+    layout, cut = job.layout, None
     changes: dict[str, ModelConfig] = {}
-    for name, model in (("student", config.student), ("teacher", config.teacher)):
-        size = getattr(models, name)
-        if model is None or size is None or (layers is None and size.experts is None):
-            continue
-        of_chunk = layers or LAYERS_WITH_EXPERTS
-        if size.num_layers > of_chunk * chunks:
-            fields = read_fields(model_source(model, name)[0])[1]
-            fields = {**fields, "num_hidden_layers": of_chunk * chunks}
-            changes[name] = model.model_copy(update={"path": None, "architecture": fields})
+    for name, model in models_in_trainer(job.config).items():
+        fields = dict(read_fields(model_source(model, name)[0])[1])
+        size = job.student if name == "student" else job.frozen["teacher"]
+        of_chunk = layers or (LAYERS_WITH_EXPERTS if size.architecture.experts else None)
+        chunks = layout.pipeline * layout.virtual
+        if of_chunk and size.architecture.num_layers > of_chunk * chunks:
+            fields["num_hidden_layers"] = of_chunk * chunks
             cut = of_chunk * layout.virtual
-    return config.model_copy(update=changes), cut
-
-
-def _with(config: Config, prompts: int, samples: int | None = None) -> Config:
-    changes = {"prompts_per_step": prompts}
-    if samples is not None:
-        changes["samples_per_prompt"] = samples
-    rollout = config.rollout.model_copy(update=changes)
-    return config.model_copy(update={"rollout": rollout})
-
-
-def with_known_models(config: Config) -> tuple[Config, list[str]]:
-    """The config with published sizes in place of absent model directories, and what was replaced.
-
-    Raises:
-        UserError: a directory is absent, and its model is not known.
-    """
-    changes, notes = {}, []
-    for name, model in (("student", config.student), ("teacher", config.teacher)):
-        if model is None or (isinstance(model, TeacherConfig) and model.engine == "sglang"):
-            continue
-        source, note = model_source(model, name)
-        if note is not None:
-            notes.append(note)
-            changes[name] = model.model_copy(update={"path": None, "architecture": source})
-    return config.model_copy(update=changes), notes
+        changes[name] = model.model_copy(update={"path": None, "architecture": fields})
+    config = job.config.model_copy(update=changes)
+    return replace(job, config=config, models=read_models(config)), cut
 
 
 def _require_fit(plan: Plan) -> None:
@@ -262,22 +217,17 @@ def _require_fit(plan: Plan) -> None:
     needed, usable = plan.memory.peak_bytes / GIB, plan.memory.usable_bytes / GIB
     raise UserError(
         f"memory does not fit: {needed:.1f} GiB are needed in the {plan.memory.peak_phase} phase, "
-        f"{usable:.1f} GiB of a {plan.device.name} are usable: set {plan.remedy}"
+        f"{usable:.1f} GiB of a {plan.job.device.name} are usable: set {plan.remedy}"
     )
 
 
-def _vocabulary(config: Config) -> int:
+def _vocabulary(config: Config, job: Job) -> int:
     """Entries of the tokenizer; where it is absent, of the smallest model."""
     path = config.tokenizer.path or config.student.path
     if path is not None and (path == SYNTHETIC or (Path(path) / "tokenizer.json").is_file()):
         return Tokenizer.load(path, config.student.stop_token_ids).vocab_size
-    models = read_models(config)
-    return min(m.vocab_size for m in (models.student, models.teacher) if m is not None)
-
-
-def _idle(config: Config, layout: Layout) -> str:
-    idle = layout.data - Work().sequences(config)
-    return f" ({idle} of {layout.data} data-parallel ranks have no sequence)" if idle > 0 else ""
+    sizes = (job.student, *job.frozen.values())
+    return min(size.architecture.vocab_size for size in sizes)
 
 
 def _layers() -> str:

@@ -1,13 +1,18 @@
-"""A 7B config whose models are directories with nothing but a config.json."""
+"""A 7B config whose models are directories with nothing but a config.json; shapes of layers."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.planning.plan import Cluster
+from stable_opd_mcore.data.packing import pack
+from stable_opd_mcore.models.families import Architecture, read_architecture
+from stable_opd_mcore.planning.hardware import Cluster
+from stable_opd_mcore.records import MicroBatch, Sample
+from tests.shares import weights_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QWEN_7B = {
@@ -29,3 +34,45 @@ def config_7b(directory: Path, *overrides: str) -> Config:
     (directory / "config.json").write_text(json.dumps(QWEN_7B))
     paths = [f"student.path={directory}", f"teacher.path={directory}"]
     return load_config(CONFIGS / "stable_opd_7b.yaml", [*paths, *overrides])
+
+
+TOKENS = 4096
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2": {
+        "hidden_size": 3584,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18944,
+    },
+    "qwen3": {
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12288,
+    },
+    "llama": {
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def layers_of(family: str, layers: int = 4, **fields: Any) -> Architecture:
+    """A model of this family's shapes; experts have Qwen3's."""
+    fields = {"vocab_size": 152065, "max_position_embeddings": TOKENS, "rope_theta": 1e4} | fields
+    shapes = SHAPES.get(family, SHAPES["qwen3"])
+    return read_architecture(
+        {"model_type": family, "num_hidden_layers": layers, **shapes, **fields}
+    )
+
+
+def micro_batch(tokens: int = TOKENS) -> MicroBatch:
+    """One sequence."""
+    response = (0,) * (tokens - 1)
+    sample = Sample("rollout", "p", (0,), response, (True,) * len(response))
+    (batch,) = pack([sample], weights_of([sample]), max_tokens=tokens)
+    return batch

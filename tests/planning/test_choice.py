@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from stable_opd_mcore.config.load import load_config
-from stable_opd_mcore.planning.choice import with_settings
-from stable_opd_mcore.planning.memory import memory_plan
-from stable_opd_mcore.planning.plan import Cluster, Plan, make_plan
-from stable_opd_mcore.planning.seconds import step_seconds
+from stable_opd_mcore.planning.choice import Prediction, choose, with_settings
+from stable_opd_mcore.planning.hardware import Cluster
+from stable_opd_mcore.planning.plan import Plan, make_plan
 from tests.planning.cases import CONFIGS, NODE, config_7b
 
 PARTS = ("optimizer", "gradients", "frozen")
@@ -49,13 +48,10 @@ def test_the_choice_fits_and_every_faster_combination_does_not(name, tmp_path):
     choice, needed = plan.choice, []
     subsets = chain.from_iterable(combinations(PARTS, n) for n in range(len(PARTS) + 1))
     for recompute, subset in product(("none", "selective", "full"), subsets):
-        config = with_settings(plan.config, recompute, subset)
-        sizes = (plan.models, plan.layout, plan.device, plan.work)
-        memory = memory_plan(config, *sizes)
-        seconds = step_seconds(config, *sizes, plan.servers, plan.cluster.gpus_per_node)
-        needed.append(memory.peak_bytes)
-        assert not memory.fits or seconds.total > choice.best.seconds.total - 1e-5
-    assert choice.best.memory.fits == (min(needed) <= plan.device.usable_bytes)
+        other = Prediction(with_settings(plan.job, recompute, subset))
+        needed.append(other.memory.peak_bytes)
+        assert not other.memory.fits or other.seconds.total > choice.best.seconds.total - 1e-5
+    assert choice.best.memory.fits == (min(needed) <= plan.job.device.usable_bytes)
     assert choice.best.memory.fits == (name != "nothing fits")
     if not choice.best.memory.fits:
         assert choice.best.memory.peak_bytes == min(needed)
@@ -64,9 +60,9 @@ def test_the_choice_fits_and_every_faster_combination_does_not(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["everything fits", "one tensor rank", "long responses"])
 def test_less_memory_never_makes_the_choice_faster(name, tmp_path):
-    plan = plan_of(name, tmp_path)
-    devices = [replace(plan.device, memory_gib=float(gib)) for gib in range(139, 20, -7)]
-    choices = [replace(plan, device=device).choice.best for device in devices]
+    plan = plan_of(name, tmp_path, "rollout.sglang.tensor=1")  # the same servers at any memory
+    devices = [replace(plan.job.device, memory_gib=float(gib)) for gib in range(139, 20, -7)]
+    choices = [choose(replace(plan.job, device=device)).best for device in devices]
     fitting = [best.seconds.total for best in choices if best.memory.fits]
     assert [best.memory.fits for best in choices] == [i < len(fitting) for i in range(len(choices))]
     assert fitting == sorted(fitting)

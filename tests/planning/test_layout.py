@@ -7,9 +7,10 @@ import pytest
 from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.config.training import ParallelConfig
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.planning.hardware import Cluster
+from stable_opd_mcore.planning.job import read_models
 from stable_opd_mcore.planning.layout import Layout, layout_of, refusal, valid_layouts
-from stable_opd_mcore.planning.plan import Cluster, make_plan, read_models
-from stable_opd_mcore.rehearsal.worlds import with_known_models
+from stable_opd_mcore.planning.plan import make_plan
 from tests.planning.cases import CONFIGS, NODE, config_7b
 
 
@@ -36,8 +37,7 @@ def test_every_valid_layout_divides_gpus_heads_and_layers(tmp_path):
 
 
 def test_experts_are_shared_out_over_ranks_of_a_stage():
-    config = with_known_models(load_config(CONFIGS / "stable_opd_8b_235b.yaml"))[0]
-    models = read_models(config)
+    models = read_models(load_config(CONFIGS / "stable_opd_8b_235b.yaml"))
     assert models.teacher is not None
     both = [models.student, models.teacher]
     layouts = list(valid_layouts(both, gpus=16, gpus_per_node=8))

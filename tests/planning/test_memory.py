@@ -8,7 +8,8 @@ import pytest
 
 from stable_opd_mcore.losses import output_head
 from stable_opd_mcore.planning import memory
-from stable_opd_mcore.planning.plan import Cluster, Plan, make_plan
+from stable_opd_mcore.planning.hardware import Cluster
+from stable_opd_mcore.planning.plan import Plan, make_plan
 from tests.planning.cases import NODE, QWEN_7B, config_7b
 
 EMBEDDED = "rollout.engine=embedded"

@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 
 from stable_opd_mcore.config.load import load_config, parse_config
-from stable_opd_mcore.planning.hardware import Device
-from stable_opd_mcore.planning.layout import Layout
-from stable_opd_mcore.planning.plan import Cluster, Plan, make_plan, read_models
-from stable_opd_mcore.planning.seconds import Servers, step_seconds
-from stable_opd_mcore.planning.work import Work
-from stable_opd_mcore.rehearsal.worlds import with_known_models
+from stable_opd_mcore.planning.hardware import Cluster, Device
+from stable_opd_mcore.planning.job import Job, Work, read_models
+from stable_opd_mcore.planning.plan import Plan, make_plan
+from stable_opd_mcore.planning.seconds import step_seconds
 from tests.planning.cases import CONFIGS, NODE, config_7b
 
 
@@ -44,7 +42,6 @@ def test_recompute_adds_a_forward_pass_or_that_of_the_mlps(tmp_path):
 def test_balanced_experts_cost_the_update_another_forward_pass(tmp_path):
     def update(*overrides: str) -> float:
         config = load_config(CONFIGS / "stable_opd_30b_a3b.yaml", overrides)
-        config, _ = with_known_models(config)
         return make_plan(config, Cluster(4, 8, 2)).seconds.update
 
     recomputed = update("train.recompute=full")
@@ -73,6 +70,13 @@ def test_offloaded_parts_are_copied_once_each_way_a_step(tmp_path):
     assert plan().seconds.offload == pytest.approx(sum(expected.values()))
     followed = plan("memory.offload=[frozen]", "reference.update=every", "reference.every=4")
     assert followed.seconds.offload == pytest.approx(2.5 * once)
+
+
+def test_external_servers_of_unknown_size_are_taken_for_single_gpus(tmp_path):
+    urls = ("rollout.sglang.urls=[http://a:1,http://b:1]", "rollout.sglang.placement=external")
+    two = make_plan(config_7b(tmp_path, *urls), NODE).seconds.rollout
+    of_two_gpus = (*urls, "rollout.sglang.tensor=2")
+    assert make_plan(config_7b(tmp_path, *of_two_gpus), NODE).seconds.rollout < two
 
 
 def benchmarked_model(hidden: int, layers: int, heads: int) -> dict[str, object]:
@@ -106,7 +110,7 @@ def test_cpu_steps_reach_most_of_the_rate_of_their_products(response, score, upd
         "train": {"micro_batch_tokens": 1152},
     }
     config = parse_config(values, origin="benchmark")
-    work, servers = Work(16, response), Servers(1, 1, own_gpus=False)
-    predicted = step_seconds(config, read_models(config), Layout(1), cpu, work, servers, 1)
+    job = Job(config, read_models(config), Cluster(1, 1), cpu, Work(16, response))
+    predicted = step_seconds(job)
     assert 0.6 < predicted.score / score < 0.8
     assert 0.6 < predicted.update / update < 0.8

@@ -12,11 +12,9 @@ from typer.testing import CliRunner
 
 from stable_opd_mcore.cli import app
 from stable_opd_mcore.config.load import load_config
-from stable_opd_mcore.config.models import ModelConfig
-from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.families import read_architecture
-from stable_opd_mcore.planning.known_models import model_source
+from stable_opd_mcore.planning.hardware import Cluster
+from stable_opd_mcore.planning.job import read_models
 from stable_opd_mcore.planning.layout import Layout
 from stable_opd_mcore.planning.topology import (
     Topology,
@@ -26,33 +24,7 @@ from stable_opd_mcore.planning.topology import (
 )
 from tests.planning.cases import CONFIGS, QWEN_7B
 
-QWEN_1P5B = QWEN_7B | {
-    "hidden_size": 1536,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "intermediate_size": 8960,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-}
-QWEN_32B = QWEN_7B | {
-    "hidden_size": 5120,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 64,
-    "intermediate_size": 27648,
-}
-MODELS = {
-    "1p5b": QWEN_1P5B,
-    "7b": QWEN_7B,
-    "32b": QWEN_32B,
-    "8b_235b": model_source(ModelConfig(path="Qwen3-8B"), "student")[0],
-    "30b_a3b": model_source(ModelConfig(path="Qwen3-30B-A3B"), "student")[0],
-}
 H200 = 139.0
-
-
-def config_of(name: str, *overrides: str) -> Config:
-    return load_config(CONFIGS / f"stable_opd_{name}.yaml", overrides)
 
 
 def topology(
@@ -64,15 +36,10 @@ def topology(
     memory_gib: float | None = H200,
     spare_gpus: int = 0,
 ) -> Topology:
-    return derive_topology(
-        config_of(name, *overrides),
-        read_architecture(MODELS[name]),
-        nodes=nodes,
-        gpus_per_node=gpus,
-        server_nodes=server_nodes,
-        memory_gib=memory_gib,
-        spare_gpus=spare_gpus,
-    )
+    config = load_config(CONFIGS / f"stable_opd_{name}.yaml", overrides)
+    student = read_models(config).student
+    cluster = Cluster(nodes, gpus, server_nodes, spare_gpus)
+    return derive_topology(config, student, cluster, memory_gib)
 
 
 def check_places(made: Topology) -> None:

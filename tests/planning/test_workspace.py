@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from stable_opd_mcore.config.schema import ParallelConfig
-from stable_opd_mcore.data.packing import pack
-from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import Recompute, build_model
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, forward_hidden
 from stable_opd_mcore.planning.layout import layout_of
@@ -19,11 +17,10 @@ from stable_opd_mcore.planning.workspace import (
     forward_bytes,
     gathered_input_bytes,
 )
-from stable_opd_mcore.records import MicroBatch, Sample
+from stable_opd_mcore.records import MicroBatch
 from stable_opd_mcore.rehearsal.fake_tensors import fake_tensors
 from stable_opd_mcore.rehearsal.fake_world import fake_world
-from tests.planning.test_model_size import SHAPES, TOKENS
-from tests.shares import weights_of
+from tests.planning.cases import TOKENS, layers_of, micro_batch
 
 EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 768}
 LAYOUTS = [  # family, tensor, sequence, recompute, expert
@@ -42,12 +39,9 @@ LAYOUTS = [  # family, tensor, sequence, recompute, expert
 def test_the_peak_of_a_pass_is_that_of_the_built_layers(
     family, tensor, sequence, recompute, expert
 ):
-    fields = {"vocab_size": 1024, "max_position_embeddings": TOKENS, "rope_theta": 1e4}
-    source = {"model_type": family, "num_hidden_layers": 4, **fields}
-    source |= SHAPES["qwen3"] | EXPERTS if family == "qwen3_moe" else SHAPES[family]
-    architecture = read_architecture(source)
+    architecture = layers_of(family, vocab_size=1024, **EXPERTS)
     parallel = ParallelConfig(tensor=tensor, pipeline=2, sequence=sequence, expert=expert)
-    size = ModelSize(architecture, layout_of(parallel, 16))
+    size = ModelSize(architecture, layout_of(parallel, 16), is_torch=True)
 
     def peak(run: Callable[[HiddenStatesGPTModel, MicroBatch], None], how: Recompute) -> int:
         with fake_world(parallel, gpus=16) as world, fake_tensors() as live:
@@ -58,23 +52,15 @@ def test_the_peak_of_a_pass_is_that_of_the_built_layers(
             run(chunk, micro_batch())
             return live.peak_bytes - before
 
-    outside = TOKENS * size.saved_outside_layers(False, "torch", 2)
-    planned = forward_bytes(size, "torch", 2, TOKENS) + outside
+    outside = TOKENS * size.saved_outside_layers(False)
+    planned = forward_bytes(size, TOKENS) + outside
     assert peak(forward, "none") == pytest.approx(planned, rel=0.05)
 
     output = TOKENS * 2 * architecture.hidden_size / size.norm_ranks
-    planned = size.layers_per_stage * TOKENS * size.saved_bytes(recompute, "torch", 2) + outside
-    planned += output + gathered_input_bytes(size, "torch", 2, TOKENS)
-    planned += backward_bytes(size, recompute, "torch", 2, TOKENS)
+    planned = size.layers_per_stage * TOKENS * size.saved_bytes(recompute) + outside
+    planned += output + gathered_input_bytes(size, TOKENS)
+    planned += backward_bytes(size, recompute, TOKENS)
     assert peak(forward_and_backward, recompute) == pytest.approx(planned, rel=0.03)
-
-
-def micro_batch() -> MicroBatch:
-    """One sequence of TOKENS tokens."""
-    response = (0,) * (TOKENS - 1)
-    sample = Sample("rollout", "p", (0,), response, (True,) * len(response))
-    (batch,) = pack([sample], weights_of([sample]), max_tokens=TOKENS)
-    return batch
 
 
 def forward(chunk: HiddenStatesGPTModel, batch: MicroBatch) -> None:

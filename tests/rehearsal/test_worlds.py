@@ -8,25 +8,24 @@ from typer.testing import CliRunner
 from stable_opd_mcore.cli import app
 from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.planning.layout import layout_of
-from stable_opd_mcore.planning.plan import Cluster, read_models
+from stable_opd_mcore.planning.hardware import Cluster
+from stable_opd_mcore.planning.job import make_job, read_models
 from stable_opd_mcore.rehearsal.worlds import (
     StageReport,
     longest_work,
     rehearse_stage,
     rehearse_worlds,
     with_few_prompts,
-    with_known_models,
 )
 from tests.planning import cases
-from tests.planning.cases import CONFIGS
+from tests.planning.cases import CONFIGS, NODE
 
 pytestmark = pytest.mark.slow
 
 
 def rehearse(name: str, cluster: Cluster, *overrides: str, stage: int = 0) -> StageReport:
     config = load_config(CONFIGS / f"{name}.yaml", overrides)
-    return rehearse_stage(with_known_models(config)[0], cluster, "h200", stage)
+    return rehearse_stage(config, cluster, "h200", stage)
 
 
 @pytest.mark.parametrize(
@@ -36,8 +35,8 @@ def test_the_plan_has_the_memory_of_the_fake_world(tmp_path, monkeypatch, overri
     monkeypatch.setitem(cases.QWEN_7B, "num_hidden_layers", 4)
     config = cases.config_7b(tmp_path, "train.micro_batch_tokens=8448", *overrides)
     report = rehearse_stage(config, Cluster(1, 8, 1), "h200", stage)
-    assert report.fake_bytes == pytest.approx(report.planned_bytes, rel=0.02)
-    assert report.gpu_bytes < report.usable_bytes
+    assert report.rank.peak_bytes == pytest.approx(report.planned_bytes, rel=0.02)
+    assert report.plan.memory.fits
 
 
 @pytest.mark.parametrize(
@@ -61,9 +60,9 @@ def test_the_plan_has_the_memory_of_the_fake_world(tmp_path, monkeypatch, overri
 def test_few_prompts_fill_the_micro_batches_of_the_pipeline(
     name, overrides, prompts, samples, tokens
 ):
-    config, _ = with_known_models(load_config(CONFIGS / f"{name}.yaml", overrides))
-    layout, work = layout_of(config.parallel, 8), longest_work(config, read_models(config))
-    few = with_few_prompts(config, layout, work)
+    config = load_config(CONFIGS / f"{name}.yaml", overrides)
+    work = longest_work(config, read_models(config).student)
+    few = with_few_prompts(make_job(config, NODE, work=work)).config
     assert few.train.micro_batch_tokens == tokens
     assert (few.rollout.prompts_per_step, few.rollout.samples_per_prompt) == (prompts, samples)
 

@@ -23,7 +23,7 @@ from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World, gather_objects, ranks_on_this_machine
-from stable_opd_mcore.planning.hardware import GIB
+from stable_opd_mcore.planning.hardware import GIB, Cluster
 from stable_opd_mcore.planning.topology import (
     MEMORY_SHARES,
     Topology,
@@ -92,14 +92,8 @@ def run_topology(config: Config, architecture: Architecture, world: World) -> To
     if world.device.type == "cuda":
         memory_gib = torch.cuda.get_device_properties(world.device).total_memory / GIB
         spare_gpus = max(0, torch.cuda.device_count() - ranks)
-    return derive_topology(
-        config,
-        architecture,
-        nodes=world.world_size // ranks,
-        gpus_per_node=ranks,
-        memory_gib=memory_gib,
-        spare_gpus=spare_gpus,
-    )
+    cluster = Cluster(world.world_size // ranks, ranks, spare_gpus=spare_gpus)
+    return derive_topology(config, architecture, cluster, memory_gib)
 
 
 def server_options(

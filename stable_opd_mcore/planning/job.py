@@ -1,0 +1,190 @@
+"""A run on given GPUs: its models, how they are cut, its servers, and the tokens of a step.
+
+    job = make_job(config, Cluster(nodes=1, gpus_per_node=8), gpu="h200")
+    job.layout, job.student.stage_parameters(0), job.micro_batch_tokens
+
+Needs each model's config.json, no weights and no GPU. Not here: what a job takes in memory
+(memory.py) and time (seconds.py).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from stable_opd_mcore.config.schema import Config, ModelConfig
+from stable_opd_mcore.config.training import Fp8Role
+from stable_opd_mcore.models.families import Architecture, read_architecture
+from stable_opd_mcore.planning.hardware import Cluster, Device, device_named
+from stable_opd_mcore.planning.known_models import model_source, models_in_trainer
+from stable_opd_mcore.planning.layout import Layout, layout_of
+from stable_opd_mcore.planning.model_size import WEIGHT_BYTES, ModelSize
+from stable_opd_mcore.planning.topology import Topology, derive_topology
+
+
+@dataclass(frozen=True)
+class Work:
+    """Lengths of one step's sequences that the config does not fix."""
+
+    prompt_tokens: int = 256  # mean
+    response_tokens: int = 4096  # mean, of rollouts and golden solutions
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.response_tokens
+
+
+@dataclass(frozen=True)
+class Models:
+    """The models of a run; None where it has none."""
+
+    student: Architecture
+    teacher: Architecture | None = None  # in the trainer; a served one takes no memory here
+    reference: bool = False  # the student's architecture
+
+
+@dataclass(frozen=True)
+class Job:
+    config: Config
+    models: Models
+    cluster: Cluster
+    device: Device
+    work: Work
+    is_torch: bool = False  # with the torch layers of a CPU run, not Transformer Engine's
+
+    @cached_property
+    def layout(self) -> Layout:
+        return layout_of(self.config.parallel, self.cluster.trainer_gpus)
+
+    @cached_property
+    def topology(self) -> Topology:
+        memory_gib = self.device.memory_gib
+        return derive_topology(self.config, self.models.student, self.cluster, memory_gib)
+
+    @cached_property
+    def student(self) -> ModelSize:
+        return self._size(self.models.student, self.config.train.moe_aux_loss_coeff > 0)
+
+    @cached_property
+    def frozen(self) -> dict[Fp8Role, ModelSize]:
+        """The scorers in the trainer."""
+        sizes: dict[Fp8Role, ModelSize] = {}
+        if self.models.teacher is not None:
+            sizes["teacher"] = self._size(self.models.teacher)
+        if self.models.reference:
+            sizes["reference"] = self.student
+        return sizes
+
+    def _size(self, architecture: Architecture, balances_experts: bool = False) -> ModelSize:
+        return ModelSize(architecture, self.layout, balances_experts, self.element, self.is_torch)
+
+    @property
+    def element(self) -> int:
+        """Bytes of an activation and of a weight."""
+        return WEIGHT_BYTES[self.config.train.precision]
+
+    @property
+    def golden(self) -> int:
+        """Golden solutions among the sequences of one step, over all ranks."""
+        is_sft = self.config.objective.name == "sft"
+        return self.config.rollout.prompts_per_step if self.config.largest_lambda or is_sft else 0
+
+    @property
+    def drawn(self) -> int:
+        """Rollouts of one step, over all ranks."""
+        rollout = self.config.rollout
+        is_sft = self.config.objective.name == "sft"
+        return 0 if is_sft else rollout.prompts_per_step * rollout.samples_per_prompt
+
+    @property
+    def sequences(self) -> int:
+        """Rollouts and golden solutions of one step, over all ranks."""
+        return self.drawn + self.golden
+
+    @property
+    def trained_tokens(self) -> int:
+        """Prompt and response tokens of one step, over all ranks."""
+        return self.sequences * self.work.tokens
+
+    @property
+    def scored_rows(self) -> int:
+        """Response tokens of one step, over all ranks."""
+        return self.sequences * self.work.response_tokens
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.work.prompt_tokens + self.config.sampling.max_new_tokens
+
+    @property
+    def _share(self) -> int:
+        """Tokens of one data-parallel rank in one minibatch."""
+        sequences = math.ceil(self.sequences / self.layout.data / self.config.train.minibatches)
+        return sequences * self.work.tokens
+
+    @property
+    def largest_share(self) -> int:
+        """Tokens of one rank in one minibatch, at least the longest sequence, up to 1,024 more."""
+        return 1024 * math.ceil(max(self._share, self.longest) / 1024)
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of the largest micro-batch: a sequence longer than the budget stands alone."""
+        return min(max(self.config.train.micro_batch_tokens, self.longest), self._share)
+
+    @property
+    def rank_tokens(self) -> float:
+        """Tokens of the largest micro-batch that one context rank holds."""
+        return self.micro_batch_tokens / self.layout.context
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of one data-parallel rank and one optimizer step."""
+        tokens = self.trained_tokens / self.layout.data / self.config.train.minibatches
+        return max(1, round(tokens / self.micro_batch_tokens))
+
+
+def make_job(config: Config, cluster: Cluster, gpu: str = "h200", work: Work | None = None) -> Job:
+    """The job on GPUs of this name.
+
+    Raises:
+        UserError: an unknown GPU, or a model whose config.json cannot be read.
+    """
+    device, models = device_named(gpu), read_models(config)
+    if cluster.server_nodes:  # rollouts from SGLang, as in slurm/servers.sh
+        sglang = config.rollout.sglang.model_copy(update={"placement": "external"})
+        rollout = config.rollout.model_copy(update={"engine": "sglang", "sglang": sglang})
+        config = config.model_copy(update={"rollout": rollout})
+    return Job(config, models, cluster, device, work or default_work(config))
+
+
+def default_work(config: Config) -> Work:
+    """Responses of half the limit on average."""
+    return Work(response_tokens=max(1, config.sampling.max_new_tokens // 2))
+
+
+def read_models(config: Config) -> Models:
+    """Architectures of the models that lie on the trainer's GPUs.
+
+    Raises:
+        UserError: a model directory without a readable config.json.
+    """
+    models = models_in_trainer(config).items()
+    sizes = {name: _architecture(model, name) for name, model in models}
+    return Models(sizes["student"], sizes.get("teacher"), reference=config.largest_beta > 0)
+
+
+def _architecture(model: ModelConfig, name: str) -> Architecture:
+    source, _ = model_source(model, name)
+    return read_architecture(source, window=model.window, rope_theta=model.rope_theta)
+
+
+def plan_topology(config: Config, cluster: Cluster, gpu: str) -> Topology:
+    """The topology on GPUs of this name; `cpu`: on a CPU, as the tests have it.
+
+    Raises:
+        UserError: as `derive_topology` and `read_models`.
+    """
+    memory_gib = None if gpu == "cpu" else device_named(gpu).memory_gib
+    return derive_topology(config, _architecture(config.student, "student"), cluster, memory_gib)
