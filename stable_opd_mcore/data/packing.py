@@ -101,13 +101,11 @@ def pack(
 
     Returns:
         Micro-batches whose sample_index_N indexes `samples`; those without samples have N = 0.
-
-    Raises:
-        ValueError: a sample without a prompt, or whose number of masks or log-probabilities differs
-            from its number of response tokens.
     """
-    for index, sample in enumerate(samples):
-        _check(index, sample)
+    for sample in samples:
+        assert len(sample.prompt_token_ids), "nothing predicts the first token of the response"
+        for values in (sample.trained, sample.rollout_logprobs):
+            assert values is None or len(values) == len(sample.response_token_ids)
     tokens_B = np.array([_length(sample) for sample in samples], dtype=np.int64)
     costs_B = costs(tokens_B, attention_length, sequence_multiple)
     lengths_B = _up_to(sequence_multiple, tokens_B)
@@ -165,24 +163,6 @@ def level(
 
 def _length(sample: Sample) -> int:
     return len(sample.prompt_token_ids) + len(sample.response_token_ids)
-
-
-def _check(index: int, sample: Sample) -> None:
-    if not len(sample.prompt_token_ids):
-        raise ValueError(
-            f"sample {index} ({sample.prompt_id}) has an empty prompt: "
-            "nothing predicts its first token"
-        )
-    expected = len(sample.response_token_ids)
-    for name, values in (
-        ("trained", sample.trained),
-        ("rollout_logprobs", sample.rollout_logprobs),
-    ):
-        if values is not None and len(values) != expected:
-            raise ValueError(
-                f"sample {index} ({sample.prompt_id}) has {len(values)} values of {name} for "
-                f"{expected} response tokens"
-            )
 
 
 def _build(

@@ -60,8 +60,7 @@ def tail_loop(
     Cost: at most 16 vectorised passes over the periods, then one comparison over the response for
     each remaining period that is no multiple of one that was found.
     """
-    if min_repeats < 2:
-        raise ValueError(f"min_repeats={min_repeats}: a repetition needs 2 or more")
+    assert min_repeats > 1
     total = len(token_ids)
     if total < min_length:
         return TailLoop()
@@ -95,21 +94,12 @@ def tail_loop_of_text(text: str) -> TailLoop:
     return tail_loop(characters, MAX_PERIOD_CHARACTERS, min_length=MIN_LOOP_CHARACTERS)
 
 
-def compression_ratio(text: str, tail_characters: int) -> float | None:
-    """UTF-8 bytes over zlib bytes of the last `tail_characters` characters of `text`.
+def is_repetitive(text: str, tail_characters: int, ratio: float) -> bool | None:
+    """Whether zlib shortens the last `tail_characters` of `text`, in UTF-8, by more than `ratio`.
 
-    None for a text of up to `tail_characters` characters.
+    None for a text of up to `tail_characters` characters, which the paper's rate counts as no.
     """
     if len(text) <= tail_characters:
         return None
     tail = text[-tail_characters:].encode("utf-8", "surrogatepass")
-    return len(tail) / len(zlib.compress(tail, ZLIB_LEVEL))
-
-
-def is_repetitive(text: str, tail_characters: int, ratio: float) -> bool | None:
-    """Whether the last `tail_characters` of `text` compress by more than `ratio`.
-
-    None for a text of up to `tail_characters` characters, which the paper's rate counts as no.
-    """
-    compressed = compression_ratio(text, tail_characters)
-    return None if compressed is None else compressed > ratio
+    return len(tail) > ratio * len(zlib.compress(tail, ZLIB_LEVEL))

@@ -36,33 +36,27 @@ def read_json_object(path: Path, limit_bytes: int = 16 * MIB) -> dict[str, Any]:
         DataError: too large, not readable, no JSON text, or no object in it.
     """
     require_size(path, limit_bytes)
-    try:
-        values = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:  # no JSON, not UTF-8, nested too deep
-        raise DataError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise DataError(f"{path}: a JSON {type(values).__name__}, not an object")
-    return cast("dict[str, Any]", values)
+    return _object(path.read_bytes(), str(path), "download it again")
 
 
 def object_in_line(line: bytes | str, place: str) -> dict[str, Any]:
     """The object in a line of JSON Lines; `place` is its file and number.
 
-    Half an emoji, as a decoder may leave it, is text: orjson refuses it, so this is json.
-
     Raises:
         DataError: no JSON text, or no object in it.
     """
+    return _object(line, place, "every line must be one object, complete, in UTF-8")
+
+
+def _object(text: bytes | str, place: str, remedy: str) -> dict[str, Any]:
+    """Half an emoji, as a decoder may leave it, is text: orjson refuses it, so this is json."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{place}: not a JSON value ({error}); every line must be one object, complete, in "
-            "UTF-8"
-        ) from None
-    if not isinstance(record, dict):
-        raise DataError(f"{place}: a JSON {type(record).__name__}, not an object with columns")
-    return cast("dict[str, Any]", record)
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:  # no JSON, not UTF-8, nested too deep
+        raise DataError(f"{place}: not valid JSON: {error}; {remedy}") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{place}: a JSON {type(value).__name__}, not an object; {remedy}")
+    return cast("dict[str, Any]", value)
 
 
 def validated(model: type[_Model], record: dict[str, Any], place: str) -> _Model:

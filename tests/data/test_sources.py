@@ -97,7 +97,7 @@ GOOD = json.dumps(RECORDS[0])
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([GOOD, '{"problem": "cut'], r"bad\.jsonl:2: not a JSON value"),
+        ([GOOD, '{"problem": "cut'], r"bad\.jsonl:2: not valid JSON"),
         ([GOOD, "", "[1, 2]"], r"bad\.jsonl:3: a JSON list, not an object"),
         (['{"question": "x", "answer": "1"}'], r":1: no column 'problem'.*it has question, answer"),
         (['{"problem": "x", "solution": "y"}'], r":1: no column 'answer'.*or to null"),
@@ -114,8 +114,8 @@ GOOD = json.dumps(RECORDS[0])
         (['{"problem": "x", "answer": -Infinity}'], r":1: column 'answer' \(answer\) is -inf"),
         (['{"problem": "x", "answer": [1, 1e999]}'], r":1: column 'answer' \(answer\) is inf"),
         (['{"problem": "\\ud83d", "answer": "1"}'], r"'problem' \(problem\) has a lone surrogate"),
-        (["[" * 100_000], r"bad\.jsonl:1: not a JSON value \(maximum recursion"),
-        (["\x00\x01\x7fELF"], r"bad\.jsonl:1: not a JSON value"),
+        (["[" * 100_000], r"bad\.jsonl:1: not valid JSON: maximum recursion"),
+        (["\x00\x01\x7fELF"], r"bad\.jsonl:1: not valid JSON"),
         (['{"problem": "x", "answer": "1", "solution": 2}'], None),
         ([], r"bad\.jsonl: no rows in it"),
     ],

@@ -33,7 +33,7 @@ def test_numbers_have_four_digits_and_are_finite(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("{", "not a JSON value"),
+        ("{", "not valid JSON"),
         ("[]", "a JSON list, not an object"),
         ('{"prompt_id": 1}', "column prompt_id is 1: Input should be a valid string"),
         ('{"prompt_id": "a", "sample_index": 0, "golden": 1}', "column golden is 1: Input"),

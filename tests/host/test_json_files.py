@@ -31,7 +31,7 @@ def test_a_broken_file_is_named(content, words, tmp_path):
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [(b"{", "not a JSON value"), (b"\xff", "not a JSON value"), (b"[1]", "a JSON list, not an")],
+    [(b"{", "not valid JSON"), (b"\xff", "not valid JSON"), (b"[1]", "a JSON list, not an")],
 )
 def test_a_line_without_an_object_is_named(line, words):
     assert object_in_line(b'{"a": 1}\n', "rows.jsonl:7") == {"a": 1}

@@ -217,7 +217,7 @@ def test_a_file_that_breaks_off_and_a_line_that_is_no_row_end_the_command(inputs
     (tmp_path / "a.jsonl").write_text('{"problem": " ", "answer": "1"}\n')
     ends(tmp_path / "a.jsonl", r"none of 1 rows is kept; the first one, a\.jsonl:1 malformed")
     (tmp_path / "b.jsonl").write_text('{"problem": "1", "answer": "1"}\n{"problem')
-    ends(tmp_path / "b.jsonl", r"b\.jsonl:2: not a JSON value")
+    ends(tmp_path / "b.jsonl", r"b\.jsonl:2: not valid JSON")
 
 
 def test_a_second_preparation_in_the_same_place_is_refused(inputs, tmp_path):
