@@ -35,13 +35,3 @@ from tests.config.cases import run_with
 def test_models_with_two_sources_or_none_are_refused(sections, message):
     with pytest.raises(ConfigError, match=message):
         run_with(**sections)
-
-
-@pytest.mark.parametrize(
-    "servers", [{"urls": ["http://a", "http://b"]}, {"routes": {"math": ["http://a"]}}]
-)
-def test_a_served_teacher_has_replicas_or_routes(servers):
-    teacher = run_with(teacher={"engine": "sglang"} | servers).teacher
-    assert teacher is not None
-    assert teacher.urls == tuple(servers.get("urls", ()))
-    assert teacher.routes == {key: tuple(x) for key, x in servers.get("routes", {}).items()}

@@ -44,12 +44,6 @@ def test_settings_that_cannot_work_are_refused(sections, message):
         run_with(**sections)
 
 
-def test_layouts_that_need_each_other_are_accepted_together():
-    layout = {"tensor": 2, "sequence": True, "pipeline": 2, "virtual_pipeline": 3}
-    found = run_with(parallel=layout).parallel
-    assert {key: getattr(found, key) for key in layout} == layout
-
-
 def test_the_watchdog_ends_a_hang_long_before_the_collectives_time_out():
     assert run_with(fault={"watchdog_minutes": LONGEST}).fault.watchdog_minutes == LONGEST
     assert run_with().fault.watchdog_minutes < LONGEST

@@ -62,12 +62,6 @@ def test_the_limits_of_period_repeats_and_length():
     assert tail_loop([1, 2] * 16) == TailLoop(32, 2)
 
 
-def test_a_loop_before_the_end_is_no_repetitive_tail():
-    assert tail_loop([1, 2] * 20 + [3]) == TailLoop()
-    assert tail_loop([9, 8] + [1, 2] * 20) == TailLoop(40, 2)
-    assert tail_loop([]) == TailLoop()
-
-
 def test_text_is_measured_in_characters():
     assert tail_loop_of_text("x" + "é😀" * 40) == TailLoop(80, 2)
     assert tail_loop_of_text("." * 63) == TailLoop()
