@@ -10,6 +10,7 @@ import subprocess
 import tokenize
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import typer
@@ -135,6 +136,8 @@ def test_cited_commands_exist():
     for path in CITING:
         text = prose(path)
         verbs = set(re.findall(r"(?:`|^ *)(?:\S*/)?stable-opd ([a-z][\w-]+)", text, re.MULTILINE))
-        cited = set(re.findall(r"`make ([a-z][\w-]+)", text))
+        cited = set(re.findall(r"(?:^|`)make ([a-z][\w-]+)", text, re.MULTILINE))
+        modules = re.findall(rf"python3? -m ((?:{PACKAGE}|benchmarks|tools)[\w.]*)", text)
+        wrong += [f"{path} cites {name}" for name in modules if not find_spec(name)]
         wrong += [f"{path} cites {name}" for name in (verbs - commands.keys()) | (cited - targets)]
     assert wrong == []

@@ -1,6 +1,5 @@
 """The documents against the repository: what they name exists, and what cites them is there."""
 
-import importlib.util
 import re
 import shlex
 import subprocess
@@ -61,21 +60,6 @@ def test_named_files_exist(document):
     for name in re.findall(r"`([\w./-]+\.py|[\w./-]+/)`", text):
         found = any(f"/{name}" in f"/{path}" for path in TRACKED)
         assert found or name.startswith(WRITTEN), f"{document.name} names {name}"
-
-
-@every_document
-def test_named_commands_exist(document):
-    text = document.read_text(encoding="utf-8")
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
-    for module in re.findall(r"python3? -m ((?:stable_opd_mcore|benchmarks|tools)[\w.]*)", text):
-        assert importlib.util.find_spec(module), f"python -m {module}"
-    commands = {
-        command.callback.__name__ for command in app.registered_commands if command.callback
-    }
-    for line in re.findall(r"(?:^|`)[\w./-]*?stable-opd ([a-z]+)", text, re.MULTILINE):
-        assert line in commands, f"stable-opd {line}"
 
 
 COMMAND = typer.main.get_command(app)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.config.schema import Config
 
@@ -20,3 +22,9 @@ def run_with(**sections: Any) -> Config:
         | sections,
         origin="here",
     )
+
+
+def run_of(settings: str) -> Config:
+    """As `run_with`, from overrides with spaces between them."""
+    sections = OmegaConf.to_container(OmegaConf.from_dotlist(settings.split()))
+    return run_with(**sections)

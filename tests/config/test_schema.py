@@ -5,54 +5,52 @@ from pathlib import Path
 import pytest
 
 from stable_opd_mcore.errors import ConfigError
-from tests.config.cases import run_with
+from tests.config.cases import run_of, run_with
 
-SERVED = {"engine": "sglang", "urls": ["http://a"]}
+SERVED = "teacher.engine=sglang teacher.urls=[a:1]"
+SGLANG = "rollout.engine=sglang"
 
 
 @pytest.mark.parametrize(
-    ("sections", "message"),
+    ("settings", "message"),
     [
-        ({"student": {}}, r"student needs path \(a Hugging Face directory\) or architecture"),
-        ({"tokenizer": {}}, "tokenizer.path is needed when the student has no path"),
+        ("student={}", r"student needs path \(a Hugging Face directory\) or architecture"),
+        ("tokenizer={}", "tokenizer.path is needed when the student has no path"),
         (
-            {"teacher": SERVED, "sampling": {"temperature": 0.7}},
+            f"{SERVED} sampling.temperature=0.7",
             "temperature=0.7 .* scores prompts at temperature 1 alone.*set sampling.temperature=1",
         ),
         (
-            {"teacher": SERVED, "parallel": {"context": 2}},
+            f"{SERVED} parallel.context=2",
             "parallel.context=2 .* set parallel.context=1 or teacher.engine=megatron",
         ),
         (
-            {
-                "mixture": {"lambda": 0.1},
-                "data": {"train": {"path": "d.jsonl", "columns": {"solution": None}}},
-            },
+            "mixture.lambda=0.1 data.train.path=d.jsonl data.train.columns.solution=null",
             "needs golden solutions: set data.train.columns.solution",
         ),
         (
-            {"rollout": {"engine": "sglang"}, "fault": {"watchdog_minutes": 30}},
+            f"{SGLANG} fault.watchdog_minutes=30",
             r"rollout.sglang.request_timeout_seconds=1800 is not below .*=30 \(1800 s\)",
         ),
         (
-            {"teacher": SERVED, "fault": {"watchdog_minutes": 9.5}},
+            f"{SERVED} fault.watchdog_minutes=9.5",
             r"teacher.request_timeout_seconds=600 is not below .*=9.5 \(570 s\): .* only waits",
         ),
         (
-            {"rollout": {"engine": "sglang"}, "memory": {"offload": ["student"]}},
+            f"{SGLANG} memory.offload=[student]",
             "`student`.*placement=disaggregated; leave it out, or colocate SGLang servers",
         ),
-        ({"objective": {"jsd_beta": 1}}, "objective.jsd_beta: Input should be less than 1"),
-        ({"objective": {"discount": 1.1}}, "objective.discount: Input should be less than or eq"),
+        ("objective.jsd_beta=1", "objective.jsd_beta: Input should be less than 1"),
+        ("objective.discount=1.1", "objective.discount: Input should be less than or eq"),
     ],
 )
-def test_sections_that_do_not_go_together_are_refused(sections, message):
+def test_sections_that_do_not_go_together_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
-        run_with(**sections)
+        run_of(settings)
 
 
 def test_what_a_conflict_needs_alone_is_accepted():
-    assert run_with(teacher=SERVED).sampling.temperature == 1
+    assert run_of(SERVED).sampling.temperature == 1
     assert run_with(sampling={"temperature": 0.7}, parallel={"context": 2}).teacher is None
     assert run_with(student={"path": "somewhere"}, tokenizer={}).tokenizer.path is None
 

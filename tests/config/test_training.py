@@ -4,44 +4,35 @@ import pytest
 
 from stable_opd_mcore.config.training import COLLECTIVE_TIMEOUT_MINUTES, Fp8
 from stable_opd_mcore.errors import ConfigError
-from tests.config.cases import run_with
+from tests.config.cases import run_of, run_with
 
 LONGEST = COLLECTIVE_TIMEOUT_MINUTES / 4
 
 
 @pytest.mark.parametrize(
-    ("sections", "message"),
+    ("settings", "message"),
     [
-        ({"parallel": {"sequence": True}}, "parallel.sequence=true needs parallel.tensor > 1"),
-        ({"parallel": {"virtual_pipeline": 2}}, "virtual_pipeline needs parallel.pipeline > 1"),
-        ({"parallel": {"expert": 3, "tensor": 2}}, "expert=3 and parallel.tensor=2: one must"),
-        ({"parallel": {"tensor": 0}}, "parallel.tensor: Input should be greater than 0"),
+        ("parallel.sequence=true", "parallel.sequence=true needs parallel.tensor > 1"),
+        ("parallel.virtual_pipeline=2", "virtual_pipeline needs parallel.pipeline > 1"),
+        ("parallel.expert=3 parallel.tensor=2", "expert=3 and parallel.tensor=2: one must"),
+        ("parallel.tensor=0", "parallel.tensor: Input should be greater than 0"),
         (
-            {"fault": {"watchdog_minutes": LONGEST + 1}},
+            f"fault.watchdog_minutes={LONGEST + 1}",
             r"watchdog_minutes=361 .* time-out of 1440 minutes.* set at most 360, or null",
         ),
-        ({"optimizer": {"beta2": 1}}, "optimizer.beta2: Input should be less than 1"),
+        ("optimizer.beta2=1", "optimizer.beta2: Input should be less than 1"),
+        ("train.moe_aux_loss_coeff=-0.1", "moe_aux_loss_coeff: Input should be greater than or"),
+        ("train.moe_aux_loss_coeff=.nan", "moe_aux_loss_coeff: Input should be a finite number"),
+        ("cold_start.steps=3", "cold_start.lr is required"),
         (
-            {"train": {"moe_aux_loss_coeff": -0.1}},
-            "train.moe_aux_loss_coeff: Input should be greater than or equal to 0",
-        ),
-        (
-            {"train": {"moe_aux_loss_coeff": float("nan")}},
-            "train.moe_aux_loss_coeff: Input should be a finite number",
-        ),
-        ({"cold_start": {"steps": 3}}, "cold_start.lr is required"),
-        (
-            {
-                "teacher": {"engine": "sglang", "urls": ["http://a"]},
-                "fp8": {"teacher": "blockwise"},
-            },
+            "teacher.engine=sglang teacher.urls=[a:1] fp8.teacher=blockwise",
             "fp8.teacher=blockwise with teacher.engine=sglang",
         ),
     ],
 )
-def test_settings_that_cannot_work_are_refused(sections, message):
+def test_settings_that_cannot_work_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
-        run_with(**sections)
+        run_of(settings)
 
 
 def test_the_watchdog_ends_a_hang_long_before_the_collectives_time_out():
