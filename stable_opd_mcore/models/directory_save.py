@@ -1,8 +1,8 @@
 """Write a checkpoint directory on all ranks together, while they go on computing.
 
-    save = begin_save(tree, chunks, directory, describe)    # copies to the host, starts a writer
-    while not save.is_written(): ...                        # train on
-    save.finish()                                           # one rename: the directory appears
+    save = DirectorySave(tree, chunks, directory, describe)  # copies to the host, starts a writer
+    while not save.is_written(): ...                         # train on
+    save.finish()                                            # one rename: the directory appears
 
 Each rank's writer is a process of Megatron's asynchronous strategy, forked with the tensors as they
 are. It also hashes the files. Ranks that hold the same weights write a share each. A crash before
@@ -84,48 +84,56 @@ def sharding() -> dict[str, Any]:
 
 
 class DirectorySave:
-    """A directory that is being written; `begin_save` makes it. All methods are collective."""
+    """A checkpoint directory that all ranks write. Its tensors may change once this is made.
 
-    def __init__(self, directory: Path, needed_bytes: int, describe: Callable[[Path], None]):
-        self._directory = directory
-        self._partial = directory.with_name(f"partial-{directory.name}")
-        self._describe = describe
-        self._needed_bytes = needed_bytes
-        self._writer = TemporalAsyncCaller()
-        self._finalize: list[Callable[[], None]] = []
+    All methods but `abort` are collective.
 
-    def start(
+    Args:
+        tree: the sharded tensors, as `weights_of` gives them, and others.
+        chunks: the model, for config.json.
+        describe: called on rank 0 by `finish` to write the small files.
+        add_own_files: called on every rank, now, to write files with the rank's number in their
+            names.
+
+    Raises:
+        UserError: a rank could not write. The message has the space that was missing. An older
+            `directory` is untouched.
+    """
+
+    def __init__(
         self,
         tree: dict[str, Any],
-        same_weights: dist.ProcessGroup,
-        add_own_files: Callable[[Path], object],
-    ) -> None:
-        """Copy the tensors to the host and start this rank's writer; see `begin_save`.
-
-        Args:
-            same_weights: the ranks that share the writing of the tensors that all of them hold.
-        """
-
-        def plan() -> Any:
-            if filesystem_async._results_queue is None:  # Megatron's own helper outlives its rank
-                filesystem_async._results_queue = start_save_helper()
-            return dist_checkpointing.save(
-                tree,
-                str(self._partial),
-                FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), same_weights),
-                async_sharded_save=True,
-                content_metadata=sharding(),
-                **_OWN_WRITERS,
-            )
-
+        chunks: Sequence[Module],
+        directory: Path,
+        describe: Callable[[Path], object],
+        add_own_files: Callable[[Path], object] = lambda _: None,
+    ):
+        self._chunks, self._directory, self._describe = chunks, directory, describe
+        self._partial = directory.with_name(f"partial-{directory.name}")
+        self._needed_bytes = sum(gather_objects(_bytes_of(tree)))
+        self._writer = TemporalAsyncCaller()
         self._together(self._prepare, first_rank_only=True)
-        request = self._together(plan)
-        self._finalize = request.finalize_fns
+        request = self._together(partial(self._plan, tree))
+        self._finalize: list[Callable[[], None]] = request.finalize_fns
         self._together(partial(add_own_files, self._partial))  # the writer hashes these files too
         if request.async_fn is not None:
             write = partial(_write_and_hash, self._partial, request.async_fn)
             request = request._replace(async_fn=write)
         self._writer.schedule_async_call(request)
+
+    def _plan(self, tree: dict[str, Any]) -> Any:
+        """Copy the tensors to the host. Ranks that hold the same weights share the writing."""
+        if filesystem_async._results_queue is None:  # Megatron's own helper outlives its rank
+            filesystem_async._results_queue = start_save_helper()
+        same_weights = unwrap(self._chunks[0]).pg_collection.dp_cp
+        return dist_checkpointing.save(
+            tree,
+            str(self._partial),
+            FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), same_weights),
+            async_sharded_save=True,
+            content_metadata=sharding(),
+            **_OWN_WRITERS,
+        )
 
     def is_written(self) -> bool:
         """Whether all ranks' writers have ended; then `finish` does not wait."""
@@ -147,6 +155,8 @@ class DirectorySave:
             entries.update(read_own_entries(self._partial))
 
         def complete() -> None:
+            dtype = unwrap(self._chunks[0]).config.params_dtype
+            write_config(architecture_of(self._chunks), dtype, self._partial)
             self._describe(self._partial)
             write_manifest(self._partial, gathered)
             if self._directory.exists():
@@ -197,37 +207,6 @@ class DirectorySave:
             f"{self._partial}: cannot be written: {reasons[0]}; {space}. "
             "Older checkpoints are intact"
         )
-
-
-def begin_save(
-    tree: dict[str, Any],
-    chunks: Sequence[Module],
-    directory: Path,
-    describe: Callable[[Path], object],
-    add_own_files: Callable[[Path], object] = lambda _: None,
-) -> DirectorySave:
-    """Start to write a checkpoint directory on all ranks. Its tensors may change afterwards.
-
-    Args:
-        tree: the sharded tensors, as `weights_of` gives them, and others.
-        chunks: the model, for config.json.
-        describe: called on rank 0 by `finish` to write the small files.
-        add_own_files: called on every rank, now, to write files with the rank's number in their
-            names.
-
-    Raises:
-        UserError: a rank could not write. The message has the space that was missing. An older
-            `directory` is untouched.
-    """
-    model, architecture = unwrap(chunks[0]), architecture_of(chunks)
-
-    def write_small_files(path: Path) -> None:
-        write_config(architecture, model.config.params_dtype, path)
-        describe(path)
-
-    save = DirectorySave(directory, sum(gather_objects(_bytes_of(tree))), write_small_files)
-    save.start(tree, model.pg_collection.dp_cp, add_own_files)
-    return save
 
 
 def _write_and_hash(directory: Path, write: Callable[..., None], *args: Any) -> None:

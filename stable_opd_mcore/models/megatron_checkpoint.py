@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn import Module
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.directory_save import begin_save, sharding
+from stable_opd_mcore.models.directory_save import DirectorySave, sharding
 from stable_opd_mcore.models.hidden_states import unwrap
 from stable_opd_mcore.models.manifest import find_damage
 from stable_opd_mcore.models.weights import refuse_non_finite
@@ -84,7 +84,7 @@ def save_weights(
     if directory.exists():
         raise UserError(f"{directory} exists; name a directory that does not")
     refuse_non_finite(chunks, f"{directory} is not written")
-    begin_save(weights_of(chunks), chunks, directory, describe=save_tokenizer).finish()
+    DirectorySave(weights_of(chunks), chunks, directory, describe=save_tokenizer).finish()
 
 
 def load_weights(chunks: Sequence[Module], path: str | Path) -> None:

@@ -5,20 +5,13 @@
         hidden_TH = forward_hidden(chunk, microbatch)
     metrics = routers.take()            # after the backward pass, on every rank together
 
-Counted are the trained positions: tokens whose successor is a response token. Padding, which
-depends on the layout, is not among them, so every layout gives the same numbers (docs/method.md
-§5).
-
-The loss that balances experts is E · Σ_e f_e P_e of each layer, over the minibatch's trained
-positions (docs/method.md §11). f_e is known before (`weigh`), so the loss is a sum over tokens, and
-packing and layout do not change it. Megatron's own auxiliary losses take f_e of a micro-batch or of
-those before it, count the router's choice in place of a replayed one, and are scaled for losses
-that are divided by the number of tokens.
-
-A router that sums in another order than the rollout engine may choose another expert where two
-logits are close, and the token's log-probability then jumps. A micro-batch with
-`routed_experts_TLC` replays the engine's choices; probabilities and gradients are the trainer's own
-(docs/experts.md).
+Counted are the trained positions, tokens whose successor is a response token, so every layout gives
+the same numbers (docs/method.md §5). The loss that balances experts is over them, too (§11): f_e is
+known before (`weigh`), so it is a sum over tokens. Megatron's own auxiliary losses take f_e of a
+micro-batch or of those before it, count the router's choice in place of a replayed one, and are
+scaled for losses that are divided by the number of tokens. A micro-batch with `routed_experts_TLC`
+replays the rollout engine's choices: a router that sums in another order may choose another expert
+where two logits are close. Probabilities and gradients are the trainer's own (docs/experts.md).
 
 A dense model has no routers: nothing is computed or communicated. Not here: the routing itself,
 which is Megatron's; what the engine sends (rollout/sglang/records.py).

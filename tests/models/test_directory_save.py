@@ -17,7 +17,7 @@ from xxhash import xxh3_64_hexdigest
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.models import directory_save
-from stable_opd_mcore.models.directory_save import begin_save
+from stable_opd_mcore.models.directory_save import DirectorySave
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
 from stable_opd_mcore.models.manifest import Entries, find_damage, read_own_entries
@@ -52,7 +52,7 @@ def test_training_goes_on_and_the_directory_appears_complete(
     before = [weight.detach().clone() for weight in chunks[0].parameters()]
     with pytest.MonkeyPatch.context() as patch:
         gate = _hold_writers(patch, tmp_path)
-        save = begin_save(weights_of(chunks), chunks, tmp_path / "model", lambda _: None)
+        save = DirectorySave(weights_of(chunks), chunks, tmp_path / "model", lambda _: None)
         assert not save.is_written()
         for weight in chunks[0].parameters():
             torch.nn.init.constant_(weight, 3.0)
@@ -103,9 +103,9 @@ from tests.models import tiny
 world = tests.start_world(tests.ParallelConfig(), 0)
 chunks = tests.build_model(tiny.architecture("qwen3", num_hidden_layers=1), world)
 home = Path(sys.argv[1])
-tests.begin_save(tests.weights_of(chunks), chunks, home / "step_1", lambda _: None).finish()
+tests.DirectorySave(tests.weights_of(chunks), chunks, home / "step_1", lambda _: None).finish()
 tests._hold_writers(pytest.MonkeyPatch(), home)
-save = tests.begin_save(tests.weights_of(chunks), chunks, home / "step_2", lambda _: None)
+save = tests.DirectorySave(tests.weights_of(chunks), chunks, home / "step_2", lambda _: None)
 print(save._writer.process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -134,6 +134,6 @@ def test_a_killed_rank_takes_its_writer_along_and_leaves_the_older_directory(
         time.sleep(0.05)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["partial-step_2", "step_1"]
     assert find_damage(tmp_path / "step_1") is None
-    begin_save(weights_of(chunks), chunks, tmp_path / "step_2", lambda _: None).finish()
+    DirectorySave(weights_of(chunks), chunks, tmp_path / "step_2", lambda _: None).finish()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_2"]
     assert find_damage(tmp_path / "step_2") is None

@@ -1,4 +1,4 @@
-"""Context-parallel slices: Megatron's token order, every token and row once, and the losses and
+"""Context-parallel slices: Megatron's token order, and the losses, values of every token and
 gradients of whole sequences."""
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stable_opd_mcore.config.schema import OptimizerConfig, ParallelConfig
-from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.losses.objectives import build_objective
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
@@ -93,38 +92,6 @@ def test_slices_have_the_order_of_megatrons_rotary_embedding(size: int) -> None:
             for sequence in tokens.split(lengths)
         ]
         assert torch.equal(token_indices(cu_seqlens, rank, size), torch.cat(expected))
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_token_and_row_is_on_one_rank_with_its_own_target(size: int) -> None:
-    samples, weights = make_samples()
-    multiple = 2 * size if size > 1 else 1
-    (whole,) = pack(
-        samples,
-        weights,
-        max_tokens=10_000,
-        pad_to_multiple=5 * size,
-        sequence_multiple=multiple,
-    )
-    assert len(whole.tokens_T) % (5 * size) == 0
-    assert not (whole.cu_seqlens.diff() % multiple).any()
-    slices = [slice_microbatch(whole, rank, size) for rank in range(size)]
-    assert {len(batch.tokens_T) for batch in slices} == {len(whole.tokens_T) // size}
-    tokens = torch.cat([batch.tokens_T for batch in slices])
-    assert torch.equal(tokens.sort().values, whole.tokens_T.sort().values)
-    pairs = set()
-    for batch in slices:
-        for row in range(len(batch.rows_N)):
-            index, token = int(batch.sample_index_N[row]), int(batch.token_index_N[row])
-            pairs.add((index, token))
-            sample, place = samples[index], int(batch.rows_N[row])
-            before = len(sample.prompt_token_ids) - 1 + token
-            text = [*sample.prompt_token_ids, *sample.response_token_ids]
-            assert int(batch.positions_T[place]) == before
-            assert int(batch.tokens_T[place]) == text[before]
-            assert int(batch.targets_N[row]) == text[before + 1]
-            assert float(batch.pg_weight_N[row]) == pytest.approx(weights.pg_B[index])
-    assert len(pairs) == sum(len(batch.rows_N) for batch in slices) == sum(r for _, r in SIZES)
 
 
 def test_slices_give_the_losses_and_gradients_of_whole_sequences(tmp_path: Path) -> None:

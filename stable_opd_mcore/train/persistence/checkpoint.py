@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import naming_disk_errors
 from stable_opd_mcore.host.tensor_files import save_tensors
-from stable_opd_mcore.models.directory_save import DirectorySave, begin_save
+from stable_opd_mcore.models.directory_save import DirectorySave
 from stable_opd_mcore.models.manifest import find_damage
 from stable_opd_mcore.models.megatron_checkpoint import (
     refuse_foreign_pickle,
@@ -194,7 +194,7 @@ def _begin_save(
         reference is not None,
         {name: version(name) for name in ("torch", "megatron-core")},
     )
-    return begin_save(
+    return DirectorySave(
         _state_dict(student, reference, loading=False),
         student.chunks,
         path,
