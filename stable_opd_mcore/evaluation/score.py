@@ -39,7 +39,9 @@ from stable_opd_mcore.evaluation.score_rows import (
     read_lines,
 )
 from stable_opd_mcore.evaluation.score_summary import summarise
+from stable_opd_mcore.evaluation.store import require_same
 from stable_opd_mcore.host.atomic_files import naming_disk_errors, write_atomically
+from stable_opd_mcore.host.json_files import read_json_object
 
 MAX_GROUPS = 1000
 STANDARD_INPUT = Path("-")
@@ -301,18 +303,14 @@ def _resume(file: BinaryIO, verdicts: Path, numbers: Path, identity: _Record) ->
     if not numbers.is_file() and not end:
         _write_summary(numbers, {"settings": identity})
     try:
-        earlier = json.loads(numbers.read_bytes())["settings"]
-        name = next((name for name in identity if earlier[name] != identity[name]), None)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        earlier = read_json_object(numbers)["settings"]
+    except (OSError, DataError, KeyError):
         raise UserError(
             f"{verdicts}: there is no {numbers.name} of this command beside it; give another "
             "--output"
         ) from None
-    if name is not None:
-        raise UserError(
-            f"{verdicts}: begun with {name} {earlier[name]!r}, now {identity[name]!r}; give "
-            "another --output, or remove that directory to score again"
-        )
+    remedy = "give another --output, or remove that directory to score again"
+    require_same(earlier, identity, verdicts, remedy)
     file.truncate(end)
     return num_rows
 

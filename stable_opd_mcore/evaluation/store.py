@@ -19,6 +19,7 @@ from typing import Any
 from stable_opd_mcore.data.rollout_files import read_rollouts
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import write_atomically
+from stable_opd_mcore.host.json_files import read_json_object
 from stable_opd_mcore.records import Rollout
 
 IDENTITY = "identity.json"
@@ -46,7 +47,8 @@ class ResponseStore:
         wanted = json.dumps(self._identity, indent=1, sort_keys=True)
         if not path.is_file():
             write_atomically(path, wanted.encode())
-        self._require(path, json.loads(wanted))
+        remedy = "give another run.name=NAME for the results, or remove that directory"
+        require_same(read_json_object(path), json.loads(wanted), self._directory, remedy)
         number = 0
         while self.path(number).is_file():
             number += 1
@@ -61,20 +63,16 @@ class ResponseStore:
         """The file of a part; it must be written atomically."""
         return self._directory / f"part_{number:05d}.jsonl"
 
-    def _require(self, path: Path, wanted: dict[str, Any]) -> None:
-        try:
-            found: Any = json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}: not JSON ({error}); remove {self._directory}") from error
-        if found == wanted:
-            return
-        found = found if isinstance(found, dict) else {}
-        lines = "\n".join(
-            f"  {key}: {found.get(key)!r} -> {wanted.get(key)!r}"
-            for key in sorted(found.keys() | wanted.keys())
-            if found.get(key) != wanted.get(key)
-        )
-        raise UserError(
-            f"{self._directory} holds responses of another evaluation:\n{lines}\n"
-            "Give another run.name=NAME for the results, or remove that directory"
-        )
+
+def require_same(
+    earlier: Mapping[str, Any], wanted: Mapping[str, Any], place: Path, remedy: str
+) -> None:
+    """
+    Raises:
+        UserError: what stands in `place` was begun with other settings; the first one is named.
+    """
+    for name, value in wanted.items():
+        if earlier.get(name) != value:
+            raise UserError(
+                f"{place}: begun with {name} {earlier.get(name)!r}, now {value!r}; {remedy}"
+            )

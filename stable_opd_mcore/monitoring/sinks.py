@@ -14,14 +14,16 @@ from __future__ import annotations
 import json
 import logging
 import math
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import write_atomically
+from stable_opd_mcore.host.json_files import validated
 from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.monitoring.names import require_known
 from stable_opd_mcore.monitoring.trackers import MlflowSink, TensorBoardSink, WandbSink
@@ -91,14 +93,17 @@ class JsonlSink:
     def __init__(self, path: str | Path, first_step: int = 0):
         self._path = Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        kept = _drop_from(self._path, first_step) if self._path.exists() else []
-        self._last_step = kept[-1]["step"] if kept else -1
+        self._last_step = _drop_from(self._path, first_step) if self._path.exists() else -1
         self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
         if step <= self._last_step:
             raise ValueError(f"{self._path}: step {step} after step {self._last_step}")
-        non_finite = {key: str(value) for key, value in values.items() if not _is_finite(value)}
+        non_finite = {
+            key: str(value)
+            for key, value in values.items()
+            if value is not None and not math.isfinite(value)
+        }
         row: dict[str, Any] = {"step": step}
         for key in sorted(values):
             row[key] = None if key in non_finite else values[key]
@@ -119,6 +124,23 @@ class JsonlSink:
         self._file.close()
 
 
+class _Row(BaseModel):
+    """A row of metrics."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    __pydantic_extra__: dict[str, FiniteFloat | None] = Field(init=False)
+    step: Annotated[int, Field(ge=0, lt=2**63)]
+    non_finite: Any = None
+
+
+class _Event(BaseModel):
+    """A line that is no row of metrics, with any details."""
+
+    model_config = ConfigDict(strict=True)
+    event: str
+    after_step: Annotated[int, Field(ge=0, lt=2**63)]
+
+
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl; see `read_run`."""
     return read_run(path)[0]
@@ -135,35 +157,36 @@ def read_run(path: str | Path) -> tuple[list[dict[str, Any]], list[dict[str, Any
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path}: no such file; give the directory of a run that has started")
-    lines = [row for _, row in _lines(path, path.read_bytes())]
+    lines = [row for _, row in _lines(path)]
     rows = [row for row in lines if "event" not in row]
     if not rows:
         raise UserError(f"{path}: no rows; the run has not finished its first step")
     return rows, [row for row in lines if "event" in row]
 
 
-def _drop_from(path: Path, first_step: int) -> list[dict[str, Any]]:
-    """Rewrite `path` without the rows of step >= first_step; return the rows that are kept.
+def _drop_from(path: Path, first_step: int) -> int:
+    """Rewrite `path` without the rows of step >= first_step; return the last step, -1 without one.
 
     Decisions of the guard are dropped like rows, since a resumed run writes them again; other
     events are kept.
     """
-    data = path.read_bytes()
-    kept: list[tuple[bytes, dict[str, Any]]] = []
-    for line, row in _lines(path, data):
-        repeated = row.get("event", GUARD_EVENT) == GUARD_EVENT
-        if not repeated or row["after_step" if "event" in row else "step"] < first_step:
-            kept.append((line, row))
+    kept = [
+        (line, row)
+        for line, row in _lines(path)
+        if row.get("event", GUARD_EVENT) != GUARD_EVENT
+        or row["after_step" if "event" in row else "step"] < first_step
+    ]
     text = b"".join(line + b"\n" for line, _ in kept)
-    if text != data:
+    if text != path.read_bytes():
         write_atomically(path, text)
-    return [row for _, row in kept if "event" not in row]
+    return max((row["step"] for _, row in kept if "event" not in row), default=-1)
 
 
-def _lines(path: Path, data: bytes) -> list[tuple[bytes, dict[str, Any]]]:
+def _lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     """The lines with their rows and events, without a last line that is no JSON."""
     found: list[tuple[bytes, dict[str, Any]]] = []
-    lines, last_step = data.rstrip(b"\n").split(b"\n") if data.strip() else [], -1
+    data, last_step = path.read_bytes(), -1
+    lines = data.rstrip(b"\n").split(b"\n") if data.strip() else []
     for number, line in enumerate(lines, start=1):
         where = f"{path}, line {number}"
         try:
@@ -173,39 +196,11 @@ def _lines(path: Path, data: bytes) -> list[tuple[bytes, dict[str, Any]]]:
                 break
             raise UserError(f"{where}: not JSON ({error})") from error
         if isinstance(row, dict) and "event" in row:
-            _require_event(row, where)
+            validated(_Event, row, where)
         else:
-            last_step = _require_row(row, last_step, where)
+            step = validated(_Row, row, where).step
+            if step <= last_step:
+                raise UserError(f"{where}: step {step} after step {last_step}; steps must increase")
+            last_step = step
         found.append((line, row))
     return found
-
-
-def _require_event(row: dict[str, Any], where: str) -> None:
-    name, step = row["event"], row.get("after_step")
-    if not isinstance(name, str) or not _is_step(step):
-        raise UserError(
-            f"{where}: an event needs a name and the integer after_step; "
-            f"it has {name!r:.60} and {step!r:.60}"
-        )
-
-
-def _require_row(row: Any, last_step: int, where: str) -> int:
-    """The step of a row of metrics, which must be above `last_step`."""
-    if not isinstance(row, dict) or not _is_step(row.get("step")):
-        raise UserError(f"{where}: not a metrics row: it has no integer step")
-    step: int = row["step"]
-    for key, value in row.items():
-        is_number = type(value) in (int, float) and abs(value) <= sys.float_info.max
-        if key != "non_finite" and value is not None and not is_number:
-            raise UserError(f"{where}: {key} is {value!r:.60}, not a finite number")
-    if step <= last_step:
-        raise UserError(f"{where}: step {step} after step {last_step}; steps must increase")
-    return step
-
-
-def _is_step(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
-
-
-def _is_finite(value: float | None) -> bool:
-    return value is None or math.isfinite(value)

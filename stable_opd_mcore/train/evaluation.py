@@ -43,7 +43,7 @@ from stable_opd_mcore.host.run_lock import RunLock
 from stable_opd_mcore.metrics import Max, Metrics, reduce_over_ranks
 from stable_opd_mcore.models.weights import weights_hash
 from stable_opd_mcore.parallel.world import World, object_group, stop_world
-from stable_opd_mcore.records import Prompt, Rollout, Sampling
+from stable_opd_mcore.records import Prompt, Sampling
 from stable_opd_mcore.rollout.choice import evaluation_engine
 from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.run_inputs import (
@@ -92,8 +92,8 @@ def evaluate_student(run: Run, state: TrainState) -> Metrics:
         sampling = evaluation_sampling(config, run.tokenizer.stop_token_ids, greedy=greedy)
         rollouts = [
             rollout
-            for batch in _parts(prompts, sampling)
-            for rollout in _graded(engine, run.grader, run.world, batch, sampling)
+            for batch in _parts(run.world, prompts, sampling)
+            for rollout in draw_graded(engine, run.grader, run.world, batch, sampling, step=0)
         ]
         metrics = metrics | measured(run, rollouts, sampling.max_new_tokens, area)
     seconds = Metrics({"time/eval": Max(time.perf_counter() - started)})
@@ -133,7 +133,13 @@ def evaluate_config(
             model = replace(model, name=f"{model.name}_first_{limit}")
         config = evaluated_config(config, model)
         on_first_rank(world, lambda: _take_directory(home, config.run.path, stack))
-        evaluation = _begin(config, world, model, limit, stack)
+        tokenizer = load_tokenizer(config)
+        problems = _problems(config, tokenizer, limit)
+        chunks = load_model(config, world, config.student, tokenizer.vocab_size, trainable=False)
+        engine = stack.enter_context(closing(evaluation_engine(config, world, chunks, tokenizer)))
+        grader = stack.enter_context(Grader())
+        weights = weights_hash(chunks)
+        evaluation = Evaluation(config, world, model, weights, engine, grader, problems)
         try:
             for name, problems in evaluation.problems.items():
                 _draw(evaluation, name, problems, stop, show_progress)
@@ -188,17 +194,6 @@ def _take_directory(home: Path, directory: Path, stack: ExitStack) -> None:
         clear_outcome(home)
 
 
-def _begin(
-    config: Config, world: World, model: EvaluatedModel, limit: int | None, stack: ExitStack
-) -> Evaluation:
-    tokenizer = load_tokenizer(config)
-    problems = _problems(config, tokenizer, limit)
-    chunks = load_model(config, world, config.student, tokenizer.vocab_size, trainable=False)
-    engine = stack.enter_context(closing(evaluation_engine(config, world, chunks, tokenizer)))
-    grader = stack.enter_context(Grader())
-    return Evaluation(config, world, model, weights_hash(chunks), engine, grader, problems)
-
-
 def _problems(config: Config, tokenizer: Tokenizer, limit: int | None) -> dict[str, Problems]:
     """The sets of problems by name, of each the first `limit`."""
     if config.evaluation.benchmarks:
@@ -242,41 +237,35 @@ def _draw(
     world, sampling = evaluation.world, problems.sampling
     store = evaluation.store(name)
     first = on_first_rank(world, store.open)
-    parts = _parts(problems.prompts, sampling)
-    columns = (
+    parts = _parts(world, problems.prompts, sampling)
+    bar = (
         TextColumn("[bold]{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
     hidden = not show_progress or world.rank != 0
-    with Progress(*columns, console=Console(stderr=True), disable=hidden) as bar:
+    with Progress(*bar, console=Console(stderr=True), disable=hidden) as shown:
         total = len(problems.prompts)
-        task = bar.add_task(name, total=total, completed=sum(map(len, parts[:first])))
-        for number, prompts in list(enumerate(parts))[first:]:
-            rollouts = _graded(evaluation.engine, evaluation.grader, world, prompts, sampling)
+        each = -(-total // len(parts))  # the last part has fewer
+        task = shown.add_task(name, total=total, completed=first * each)
+        for number in range(first, len(parts)):
+            rollouts = draw_graded(
+                evaluation.engine, evaluation.grader, world, parts[number], sampling, step=0
+            )
             write_together(store.path(number), rollouts, world)
-            bar.advance(task, len(prompts))
+            shown.update(task, completed=min(total, (number + 1) * each))
             if reason := stop.requested_on_any_rank():
                 if world.rank == 0:
                     print(f"stopped in {name}; the same command goes on there", file=sys.stderr)
                 raise Stopped(0, reason, None)
 
 
-def _parts(prompts: Sequence[Prompt], sampling: Sampling) -> list[Sequence[Prompt]]:
+def _parts(world: World, prompts: Sequence[Prompt], sampling: Sampling) -> list[Sequence[Prompt]]:
+    """This rank's share of each part."""
     size = max(1, SAMPLES_PER_PART // sampling.num_samples)
-    return [prompts[start : start + size] for start in range(0, len(prompts), size)]
-
-
-def _graded(
-    engine: RolloutEngine,
-    grader: Grader,
-    world: World,
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-) -> list[Rollout]:
-    """The graded responses to this rank's share of the prompts."""
-    return draw_graded(engine, grader, world, own_share(world, prompts), sampling, step=0)
+    starts = range(0, len(prompts), size)
+    return [own_share(world, prompts[start : start + size]) for start in starts]
 
 
 def _write_results(evaluation: Evaluation, print_line: Callable[[str], None]) -> None:

@@ -100,11 +100,13 @@ def test_values_that_are_not_finite_are_null_and_named(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"step": 0}\n{"loss/total": 1}\n', "line 2: not a metrics row: it has no integer step"),
-        ('{"step": 0}\n[]\n', "line 2: not a metrics row"),
-        ('{"step": 0, "loss/total": "low"}\n', "line 1: loss/total is 'low', not a finite number"),
-        ('{"step": 0, "loss/total": 1e999}\n', "line 1: loss/total is inf, not a finite number"),
-        ('{"step": -1}\n', "line 1: not a metrics row"),
+        ('{"step": 0}\n{"loss/total": 1}\n', "line 2: column step is missing"),
+        ('{"step": 0}\n[]\n', "line 2: .*valid dictionary"),
+        ('{"step": 0, "loss/total": "low"}\n', "line 1: column loss/total is 'low': .*number"),
+        ('{"step": 0, "loss/total": 1e999}\n', "line 1: column loss/total is inf: .*finite number"),
+        ('{"step": -1}\n', "line 1: column step is -1"),
+        ('{"event": 5, "after_step": 1}\n', "line 1: column event is 5"),
+        ('{"event": "guard"}\n', "line 1: column after_step is missing"),
         ('{"step": 1}\n{"step": 1}\n', "line 2: step 1 after step 1"),
         ("", "no rows"),
     ],
