@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from stable_opd_mcore.monitoring.sinks import METRICS_FILE, read_run
 
 CONFIG_FILE = "config.resolved.yaml"
 RESULT_FILES = "evaluation/*/results.json"  # of a run's evaluated models
+SEEDS = re.compile(r"train\.seed|data\.\w+\.options\.seed")  # in which an arm's runs differ
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it is
 
 
@@ -85,6 +88,44 @@ def read_written(run: ReportRun) -> WrittenRun:
     results = {path.parent.name: _results(path) for path in run.directory.glob(RESULT_FILES)}
     rows, events = read_run(run.directory / METRICS_FILE)
     return WrittenRun(run, rows, events, read_settings(run.directory), results)
+
+
+def seeds_together(runs: Sequence[WrittenRun]) -> list[WrittenRun]:
+    """The runs; those of a section that differ in their seed alone share a label.
+
+    It is what their names have in common. A label that was given stays.
+    """
+    arms: dict[object, list[WrittenRun]] = {}
+    for one in runs:
+        if one.run.label == one.run.name:
+            arms.setdefault(_arm(one), []).append(one)
+    labels = {
+        one.run: _in_common([each.run.name for each in arm])
+        for arm in arms.values()
+        if len(arm) == len({frozenset(one.settings.items()) for one in arm}) > 1
+        for one in arm
+    }
+    return [
+        replace(one, run=replace(one.run, label=labels.get(one.run, one.run.label))) for one in runs
+    ]
+
+
+def _arm(written: WrittenRun) -> object:
+    """The section, and the settings without seeds."""
+    items = written.settings.items()
+    return written.run.section, frozenset(i for i in items if not SEEDS.fullmatch(i[0]))
+
+
+def _in_common(names: Sequence[str]) -> str:
+    """The beginning that the names share, without "seed"; else the end that they share."""
+
+    def shared(texts: Iterable[str]) -> str:
+        columns = zip(*texts, strict=False)
+        return "".join(column[0] for column in takewhile(lambda c: len(set(c)) == 1, columns))
+
+    begin = re.sub(r"[_./-]*(seed\d*)?[_./-]*$", "", shared(names))
+    end = shared(name[::-1] for name in names)[::-1].lstrip("_./-")
+    return begin or end or names[0]
 
 
 def read_settings(directory: Path) -> dict[str, str]:

@@ -151,18 +151,20 @@ def style(index: int) -> dict[str, str]:
 
 
 def draw_all(
-    runs: Sequence[Sequence[Row]], points: int = MAX_POINTS
+    runs: Sequence[Sequence[Row]], points: int = MAX_POINTS, arms: Sequence[int] = ()
 ) -> tuple[list[dict[str, Any]], list[tuple[int, ...]]]:
     """The figures that have values, with the metrics of no figure last; the steps of their curves.
 
     A figure has a title, a caption, `closed` and panels. A panel has key, title, meaning, unit and
     a curve per run that has values. A curve has its run's place in `runs`, the place of its steps
     in the steps, which most curves share, values, the `window` of the trailing mean to draw, 1 for
-    none, and `faint`: single points are drawn behind the mean.
+    none, and `faint`: single points are drawn behind the mean. The mean over the runs of an arm
+    is a curve with `mean`, of its first run.
 
     Args:
         runs: the rows of each run.
         points: of one curve, at most.
+        arms: of each run; runs of one arm are its seeds. Empty: each run is an arm.
     """
     figures: list[dict[str, Any]] = []
     steps: dict[tuple[int, ...], int] = {}
@@ -170,6 +172,7 @@ def draw_all(
         closed, panels = figure.title == OTHERS, []
         for key, title in figure.panels.items():
             curves = _curves(key, runs, points, steps)
+            curves += _means(curves, arms, list(steps), steps)
             is_zero = not any(value for curve in curves for value in curve["values"])
             if curves and not (is_zero and (closed or key.startswith(TERMS))):
                 name = NAMES.get(key, Name("", ""))._asdict()
@@ -217,6 +220,31 @@ def _curves(
             }
         )
     return curves
+
+
+def _means(
+    curves: Sequence[dict[str, Any]],
+    arms: Sequence[int],
+    steps: Sequence[tuple[int, ...]],
+    all_steps: dict[tuple[int, ...], int],
+) -> list[dict[str, Any]]:
+    """The mean over the seeds of each arm that has several, at every step that one of them has."""
+    means: list[dict[str, Any]] = []
+    for arm in dict.fromkeys(arms):
+        seeds = [curve for curve in curves if arms[curve["run"]] == arm]
+        if len(seeds) < 2:
+            continue
+        found: dict[int, list[float]] = {}
+        for curve in seeds:
+            curve["faint"] = False
+            for step, value in zip(steps[curve["steps"]], curve["values"], strict=True):
+                found.setdefault(step, []).extend([] if value is None else [value])
+        values = [
+            float(f"{sum(at) / len(at):.5g}") if at else None for _, at in sorted(found.items())
+        ]
+        place = all_steps.setdefault(tuple(sorted(found)), len(all_steps))
+        means.append(seeds[0] | {"steps": place, "values": values, "mean": True})
+    return means
 
 
 def _thinned(

@@ -30,6 +30,7 @@ from stable_opd_mcore.monitoring.chosen_runs import (
     WrittenRun,
     named_runs,
     read_written,
+    seeds_together,
 )
 from stable_opd_mcore.monitoring.figures import draw_all, points_that_fit, style
 from stable_opd_mcore.monitoring.reader import BUDGET_BYTES, embedded
@@ -67,8 +68,8 @@ def write_report(
     named = named_runs(runs)
     if not named:
         raise UserError("no runs to report on: give at least one run directory")
-    written = [read_written(run) for run in named]
-    values = _page_values(named, written, title, captions)
+    written = seeds_together([read_written(run) for run in named])
+    values = _page_values([one.run for one in written], written, title, captions)
     room = MAX_BYTES - len(_rendered(values, rollouts="", has_reader=True))
     if room < LEAST_ROLLOUT_BYTES:
         raise UserError(
@@ -96,7 +97,9 @@ def live_page(runs: Sequence[ReportRun]) -> bytes:
         "problems": problems,
         "waiting": _shown(", ".join(str(run.directory) for run in waiting)),
     }
-    return _rendered(_page_values(runs, written) | shown, rollouts="", has_reader=True)
+    written = seeds_together(written)
+    values = _page_values([*(one.run for one in written), *waiting], written)
+    return _rendered(values | shown, rollouts="", has_reader=True)
 
 
 def _page_values(
@@ -142,7 +145,7 @@ def _section(
     labels = list(dict.fromkeys(one.run.label for one in written))
     of_run = [labels.index(one.run.label) for one in written]
     styled = [{"name": label, **styles[label]} for label in labels]
-    figures, steps = draw_all([one.rows for one in written], points)
+    figures, steps = draw_all([one.rows for one in written], points, of_run)
     half = max(2, MAX_EVENTS // len(written)) // 2  # of a run's events: the first and the last
     events = [
         {**mark, "of": of_run[index]}
@@ -152,7 +155,7 @@ def _section(
     ]
     return {
         "name": name,
-        "seeds": len(labels) < len(written),
+        "seeds": tables.seed_table(written),
         "labels": styled,
         "figures": figures,
         "events": events,

@@ -13,15 +13,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stable_opd_mcore.config.guard import GuardConfig
+from stable_opd_mcore.evaluation.estimates import bootstrap_interval
 from stable_opd_mcore.host.printable_text import beginning, printable
 from stable_opd_mcore.monitoring.chosen_runs import WrittenRun, whole_number
 from stable_opd_mcore.monitoring.figures import WINDOW, Row
 from stable_opd_mcore.monitoring.onset import DETECTORS
-from stable_opd_mcore.monitoring.outcomes import defined, first_damage, outcome
+from stable_opd_mcore.monitoring.outcomes import Outcome, defined, first_damage, outcome
 
 MISSING = "\N{EN DASH}"
 MAX_CELL = 200  # characters of a cell; of a longer one the beginning is kept
 MAX_ROWS = 100  # of a table
+OF_SEEDS = (  # column, field of Outcome
+    ("accuracy at start", "initial_accuracy"),
+    ("accuracy at peak", "peak_accuracy"),
+    ("accuracy at end", "final_accuracy"),
+    ("greedy at end", "greedy_final_accuracy"),
+    ("truncated at worst", "max_truncation_rate"),
+    ("truncated at end", "final_truncation_rate"),
+    ("repetitive at end", "final_repetition_rate"),
+)
 
 
 @dataclass
@@ -48,6 +58,28 @@ def outcome_table(runs: Sequence[WrittenRun]) -> Table:
     if the run's settings hold the teacher's accuracy (`evaluation.teacher_accuracy`).
     """
     return _table([_outcome_cells(run) for run in runs], texts=3)
+
+
+def seed_table(runs: Sequence[WrittenRun]) -> Table | None:
+    """One row per label of several runs, with means over them; None if there is no such label."""
+    arms: dict[str, list[Outcome]] = {}
+    for written in runs:
+        arms.setdefault(written.run.label, []).append(outcome(written.rows))
+    records = [
+        {"arm": label, "seeds": str(len(found))}
+        | {title: _over_seeds([getattr(one, name) for one in found]) for title, name in OF_SEEDS}
+        for label, found in arms.items()
+        if len(found) > 1
+    ]
+    return _table(records, texts=1) if records else None
+
+
+def _over_seeds(values: Sequence[float]) -> str:
+    """Their mean and its interval; MISSING where a run has none."""
+    if any(map(math.isnan, values)):
+        return MISSING
+    low, high = bootstrap_interval([values])
+    return f"{sum(values) / len(values):.3f} [{low:.3f}, {high:.3f}]"
 
 
 def _table(records: Sequence[Mapping[str, Any]], texts: int) -> Table:

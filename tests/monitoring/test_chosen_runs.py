@@ -5,7 +5,13 @@ from pathlib import Path
 import pytest
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.monitoring.chosen_runs import ReportRun, named_runs, read_written
+from stable_opd_mcore.monitoring.chosen_runs import (
+    ReportRun,
+    WrittenRun,
+    named_runs,
+    read_written,
+    seeds_together,
+)
 from tests.monitoring.make_run import make_run
 
 
@@ -52,3 +58,17 @@ def test_what_a_run_has_written(tmp_path):
         read_written(run)
     (run.directory / "config.resolved.yaml").unlink()  # a run that died early has none
     assert read_written(run).settings == {}
+
+
+def test_runs_that_differ_in_the_seed_alone_share_a_label():
+    def run(name: str, seed: int, label: str = "", **settings: str) -> WrittenRun:
+        at = ReportRun(Path(name), label or name, "", name)
+        return WrittenRun(at, [], [], {"train.seed": str(seed), **settings}, {})
+
+    opd = [run(f"sweep_beta0_seed{seed}", seed, beta="0") for seed in (1, 12)]
+    below = [run(f"seed{seed}/grpo", seed, beta="1") for seed in (1, 2)]
+    alone, given = run("sft", 1, beta="2"), run("x", 3, "mine", beta="0")
+    unknown = [WrittenRun(ReportRun(Path(n), n, "", n), [], [], {}, {}) for n in ("y0", "y1")]
+    found = seeds_together([opd[0], *below, opd[1], alone, given, *unknown])
+    labels = [one.run.label for one in found]
+    assert labels == ["sweep_beta0", "grpo", "grpo", "sweep_beta0", "sft", "mine", "y0", "y1"]

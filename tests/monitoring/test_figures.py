@@ -95,3 +95,16 @@ def test_long_curves_are_means_over_equal_numbers_of_steps():
     wide = [{"step": 1} | {f"own/{number}": 0.5 for number in range(200)}]
     assert LEAST_POINTS < points_that_fit([wide] * 5) < MAX_POINTS // 5
     assert points_that_fit([wide] * 500) == LEAST_POINTS
+
+
+def test_seeds_of_an_arm_have_a_mean():
+    runs = [
+        [{"step": 1, "grad_norm": 1.0}, {"step": 2, "grad_norm": None}],
+        [{"step": 1, "grad_norm": 4.0}, {"step": 2, "grad_norm": 6.0}, {"step": 3}],
+        [{"step": 1, "grad_norm": 9.0}],
+    ]
+    figures, steps = draw_all(runs, arms=[0, 0, 1])
+    (panel,) = [p for figure in figures for p in figure["panels"] if p["key"] == "grad_norm"]
+    means = [curve for curve in panel["curves"] if "mean" in curve]
+    assert [(curve["run"], curve["values"]) for curve in means] == [(0, [2.5, 6.0])]
+    assert steps[means[0]["steps"]] == (1, 2)

@@ -173,7 +173,13 @@ def test_a_label_has_one_colour_in_all_sections_and_seeds(tmp_path):
     assert [label["name"] for label in second["labels"]] == ["opd", "fixed"]
     assert first["labels"][0] == second["labels"][0]
     assert first["runs"] == [0, 0, 1, 1]
-    assert [curve["run"] for curve in first["figures"][0][0]["curves"]] == [0, 1, 2, 3]
+    curves = first["figures"][0][0]["curves"]
+    assert [(curve["run"], "mean" in curve) for curve in curves] == [
+        *((run, False) for run in range(4)),
+        (0, True),
+        (2, True),
+    ]
+    assert "Means over seeds" in page.text
     assert page.count("button", type="button", **{"aria-pressed": "true", "data-label": "0"}) == (
         2 * len(FIGURES)
     )

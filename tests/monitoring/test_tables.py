@@ -13,6 +13,7 @@ from stable_opd_mcore.monitoring.tables import (
     config_differences,
     described,
     outcome_table,
+    seed_table,
     verdict,
 )
 
@@ -95,3 +96,15 @@ def test_a_run_is_described_by_what_it_trains():
     settings |= {"student.path": "s", "teacher.path": "None", "data.train.path": "d"}
     assert described(settings) == "opd, \u03b2 = 0.5 \u00b7 student s \u00b7 data d"
     assert described({}) == "on-policy distillation"
+
+
+def test_arms_of_several_seeds_have_means_with_intervals():
+    def rows(*accuracies):
+        return [{"step": step, "eval/accuracy": a} for step, a in enumerate(accuracies)]
+
+    runs = [written("opd-1", rows(0.2, 0.6)), written("opd-2", rows(0.4, 0.7))]
+    assert seed_table([runs[0], written("sft-1", rows(0.1))]) is None
+    table = seed_table([*runs, written("sft-1", rows(0.1))])
+    ((arm, seeds, start, _, end, greedy, *_),) = table.rows
+    assert (arm, seeds, greedy) == ("opd", "2", MISSING)
+    assert (start, end) == ("0.300 [0.200, 0.400]", "0.650 [0.600, 0.700]")

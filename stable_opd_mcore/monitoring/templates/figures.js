@@ -39,11 +39,13 @@
   const labelOf = (section, run) => section.labels[section.runs[run]];
   const eventsOf = (section) => section.events.filter((event) => isShown(section, labelOf(section, event.run)));
 
-  function seriesOf(section, curve, seeds) {
+  function seriesOf(section, curve) {
+    const seeds = section.runs.filter((label) => label === section.runs[curve.run]).length > 1;
     const label = labelOf(section, curve.run);
-    const line = { label: label.name, show: isShown(section, label), stroke: colour(label.colour), spanGaps: true };
+    const line = { label: label.name + (curve.mean ? ", mean" : ""), show: isShown(section, label), stroke: colour(label.colour), spanGaps: true };
     const dash = label.dash ? label.dash.split(" ").map(Number) : [];
-    const mean = { ...line, width: seeds ? 1.2 : 2, dash, value: (_, value) => (value == null ? "–" : shortNumber(value)) };
+    const width = curve.mean ? 2.4 : seeds ? 1 : 2, alpha = seeds && !curve.mean ? 0.5 : 1;
+    const mean = { ...line, width, alpha, dash, value: (_, value) => (value == null ? "–" : shortNumber(value)) };
     return curve.faint ? [{ ...line, class: "faint", width: 1, alpha: 0.28, points: { show: false } }, mean] : [mean];
   }
 
@@ -104,7 +106,6 @@
   function drawPlot(plot) {
     const section = sections[plot.dataset.section];
     const { curves, unit } = section.figures[plot.dataset.figure][plot.dataset.panel];
-    const seeds = section.runs.length > section.labels.length;
     const axis = { stroke: colour("var(--soft)"), font: "11px system-ui, sans-serif", grid: { stroke: colour("var(--grid)"), width: 1 }, ticks: { show: false } };
     const drawn = new uPlot({
       width: Math.max(120, plot.clientWidth), height: plot.clientHeight, padding: [8, 12, 0, 0],
@@ -118,7 +119,7 @@
         { ...axis, size: 26, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? tick.toLocaleString("en-US") : "")) },
         { ...axis, size: 56, space: 34, values: (_, ticks) => ticks.map((tick) => shortNumber(tick, 6)) },
       ],
-      series: [{ label: "step", value: (_, step) => step?.toLocaleString("en-US") ?? "" }, ...curves.flatMap((curve) => seriesOf(section, curve, seeds))],
+      series: [{ label: "step", value: (_, step) => step?.toLocaleString("en-US") ?? "" }, ...curves.flatMap((curve) => seriesOf(section, curve))],
       hooks: { draw: [(u) => drawEvents(u, section)], setCursor: [(u) => placeTip(u, section)] },
     }, columns(section, curves), plot);
     plot.dataset.drawn = "yes";
