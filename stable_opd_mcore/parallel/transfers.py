@@ -1,6 +1,6 @@
 """Copies between host and device that the host does not wait for.
 
-    batch = to_device(batch, world.device)  # one copy, from pinned memory
+    batch = to_device(batch, world.device)  # from pinned memory
     numbers = OnHost(sums_R)                # begins the copy; the device goes on
     numbers.values().tolist()               # later: waits for this copy alone
 
@@ -13,46 +13,27 @@ before. `stable-opd rehearse` counts such places (rehearsal/host_waits.py).
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from stable_opd_mcore.records import MicroBatch
 
-_ALIGNMENT = 16  # bytes; a view of the buffer as another dtype needs it
-
 
 def to_device(batch: MicroBatch, device: torch.device | str) -> MicroBatch:
-    """A micro-batch from the host on `device`: one copy of one pinned buffer.
+    """A micro-batch from the host on `device`.
 
     golden_rows_G, which the host reads, stays there; pinned, so that copies of it need no wait.
     """
     device = torch.device(device)
     if device.type == "cpu":
         return batch
-    pinned = device.type == "cuda"
     tensors = {name: x for name, x in vars(batch).items() if isinstance(x, Tensor)}
-    golden_rows_G = tensors.pop("golden_rows_G")
-    sizes = [-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in tensors.values()]
-    buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
-    starts = list(accumulate(sizes, initial=0))[:-1]
-    for start, tensor in zip(starts, tensors.values(), strict=True):
-        _view(buffer, start, tensor).copy_(tensor)
-    moved = buffer.to(device, non_blocking=True)
-    return replace(
-        batch,
-        golden_rows_G=golden_rows_G.pin_memory() if pinned else golden_rows_G,
-        **{
-            name: _view(moved, start, tensor)
-            for start, (name, tensor) in zip(starts, tensors.items(), strict=True)
-        },
-    )
-
-
-def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
-    """A part of the buffer with the dtype and shape of `like`."""
-    return buffer[start : start + like.nbytes].view(like.dtype).view(like.shape)
+    if device.type == "cuda":
+        tensors = {name: x.pin_memory() for name, x in tensors.items()}
+    kept = {"golden_rows_G": tensors.pop("golden_rows_G")}
+    moved = {name: x.to(device, non_blocking=True) for name, x in tensors.items()}
+    return replace(batch, **kept, **moved)
 
 
 class OnHost:

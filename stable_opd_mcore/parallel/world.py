@@ -63,7 +63,6 @@ class World:
     context_size: int
     batch_rank: int  # as data_rank, but replicas that share micro-batches count once
     batch_size: int
-    expert_rank: int
     expert_size: int  # ranks of one pipeline stage; each holds a part of the experts
     # for Megatron's constructors; the properties below are its members
     groups: ProcessGroupCollection
@@ -203,7 +202,6 @@ def start_world(parallel: ParallelConfig, seed: int) -> World:
         context_size=groups.cp.size(),
         batch_rank=groups.dp.rank(),
         batch_size=groups.dp.size(),
-        expert_rank=groups.ep.rank(),
         expert_size=groups.ep.size(),
         groups=groups,
     )
