@@ -12,7 +12,7 @@ from pathlib import Path
 
 from stable_opd_mcore.checks.finding import Finding, finding
 from stable_opd_mcore.checks.known import Known
-from stable_opd_mcore.data.decontamination import BenchmarkIndex, BenchmarkProblem
+from stable_opd_mcore.data.decontamination import BenchmarkIndex
 from stable_opd_mcore.data.synthetic import SYNTHETIC
 from stable_opd_mcore.evaluation.benchmarks import load_benchmark
 
@@ -30,11 +30,7 @@ def benchmark_problems(known: Known) -> Iterator[Finding]:
     if not Path(directory).is_dir():
         yield finding("absent-benchmarks", directory=directory)
         return
-    index = BenchmarkIndex(
-        BenchmarkProblem(name, row.row_id, row.problem)
-        for name in evaluation.benchmarks
-        for row in load_benchmark(name, directory)
-    )
+    index = BenchmarkIndex({n: load_benchmark(n, directory) for n in evaluation.benchmarks})
     problems = known.prompts.problems()
     matches = [match for match in map(index.find, problems) if match is not None]
     if matches:

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
+
+from stable_opd_mcore.data.rows import Row
 
 NGRAM_WORDS = 13
 _MIN_WORDS = 8  # of a benchmark problem that is found inside a longer text
@@ -43,46 +45,35 @@ class Match:
     words: str  # what both have in common, normalised
 
 
-@dataclass(frozen=True)
-class BenchmarkProblem:
-    """One problem that must not be trained on."""
-
-    benchmark: str
-    row_id: str
-    text: str
-
-
 class BenchmarkIndex:
     """The problems of all benchmarks, looked up by their text and by their runs of words."""
 
-    def __init__(self, problems: Iterable[BenchmarkProblem]) -> None:
-        self._exact: dict[str, BenchmarkProblem] = {}
-        self._runs: dict[int, dict[tuple[str, ...], BenchmarkProblem]] = {}
-        for problem in problems:
-            key = problem_key(problem.text)
-            if not key:
-                continue
-            self._exact.setdefault(key, problem)
-            words = problem_words(problem.text)
+    def __init__(self, benchmarks: Mapping[str, Iterable[Row]]) -> None:
+        # A text or a run of words -> benchmark and row
+        self._exact: dict[str, tuple[str, str]] = {}
+        self._runs: dict[int, dict[tuple[str, ...], tuple[str, str]]] = {}
+        for name, row in ((name, row) for name, rows in benchmarks.items() for row in rows):
+            key, words = problem_key(row.problem), problem_words(row.problem)
+            if key:
+                self._exact.setdefault(key, (name, row.row_id))
             if len(words) >= _MIN_WORDS:
                 size = min(len(words), NGRAM_WORDS)
                 runs = self._runs.setdefault(size, {})
                 for run in _runs(words, size):
-                    runs.setdefault(run, problem)
+                    runs.setdefault(run, (name, row.row_id))
 
     def find(self, problem: str) -> Match | None:
         """The first benchmark problem that `problem` repeats, or None."""
         same = self._exact.get(problem_key(problem))
         words = problem_words(problem)
         if same is not None:
-            return Match(same.benchmark, same.row_id, "exact", " ".join(words))
+            return Match(*same, "exact", " ".join(words))
         for size in sorted(self._runs, reverse=True):
             known = self._runs[size]
             for run in _runs(words, size):
                 if run in known:
-                    found = known[run]
                     kind = "13-gram" if size == NGRAM_WORDS else "whole problem"
-                    return Match(found.benchmark, found.row_id, kind, " ".join(run))
+                    return Match(*known[run], kind, " ".join(run))
         return None
 
 

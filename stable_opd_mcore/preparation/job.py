@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -20,8 +20,6 @@ from typing import Any
 
 from stable_opd_mcore.config.data import ColumnsConfig
 from stable_opd_mcore.data.chat import Tokenizer
-from stable_opd_mcore.data.decontamination import BenchmarkProblem
-from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS, load_benchmark
 from stable_opd_mcore.host.hub import TOKENIZER_FILES, download, is_hub_id
@@ -44,7 +42,6 @@ class Job:
     files: tuple[InputFile, ...]
     columns: tuple[str, ...]  # read from parquet files
     rules: RuleSettings
-    benchmarks: Mapping[str, Sequence[Row]]
     directory: Path
     outputs: tuple[str, ...]  # files of rows, without their ending
     writes_benchmarks: bool  # False: they are read from `directory`
@@ -86,7 +83,7 @@ class Job:
                         "rows": len(rows),
                         "sha256": digest([(row.row_id, row.problem) for row in rows]),
                     }
-                    for name, rows in self.benchmarks.items()
+                    for name, rows in rules.benchmarks.items()
                 },
                 "inputs": [
                     {"name": f.name, "bytes": f.num_bytes, "sha256": f.sha256} for f in self.files
@@ -141,7 +138,11 @@ def job_of(
             raise UserError(
                 f"{directory / output}.jsonl would replace its own source; name another --directory"
             )
-    given = _given_columns(columns) if columns else chosen.columns
+    if columns.get("problem") == "":
+        raise UserError("--problem '': every row needs a problem; name its column")
+    given = chosen.columns
+    if columns:
+        given = ColumnsConfig.model_validate({role: name or None for role, name in columns.items()})
     required, read = _columns(chosen, given)
     names = [path.name if path == place else path.relative_to(place).as_posix() for path in paths]
     return Job(
@@ -156,13 +157,8 @@ def job_of(
             max_tokens=max_tokens,
             tokenizer_json=tokenizer.json_text,
             control_tokens=tokenizer.control_tokens,
-            benchmarks=tuple(
-                BenchmarkProblem(benchmark, row.row_id, row.problem)
-                for benchmark, rows in loaded.items()
-                for row in rows
-            ),
+            benchmarks=loaded,
         ),
-        benchmarks=loaded,
         directory=directory,
         outputs=outputs,
         writes_benchmarks=benchmarks is None or benchmarks.resolve() != directory.resolve(),
@@ -203,12 +199,6 @@ def _source(recipe: Recipe, source: str | None, revision: str | None) -> tuple[P
         return Path(hub_id), hub_id
     folder, commit = download(hub_id, "dataset", recipe.files[:1], revision)
     return folder, f"{hub_id}@{commit}"
-
-
-def _given_columns(columns: Mapping[str, str]) -> ColumnsConfig:
-    if columns.get("problem") == "":
-        raise UserError("--problem '': every row needs a problem; name its column")
-    return ColumnsConfig.model_validate({role: name or None for role, name in columns.items()})
 
 
 def _columns(recipe: Recipe, columns: ColumnsConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:

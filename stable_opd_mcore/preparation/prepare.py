@@ -188,7 +188,7 @@ def _write_all(job: Job, rows: datasets.Dataset, new: Path, tell: Callable[[str]
         tell(f"{len(chosen):,} rows: {job.directory / name}.jsonl")
     others = {f"{job.name}_dropped": _records(rows, dropped, ("source", "reason", "detail"))}
     if job.writes_benchmarks:
-        for benchmark, problems in job.benchmarks.items():
+        for benchmark, problems in job.rules.benchmarks.items():
             others[benchmark] = ({"problem": r.problem, "answer": r.answer} for r in problems)
     for name, records in others.items():
         outputs[f"{name}.jsonl"] = _write(new / f"{name}.jsonl", records)

@@ -17,7 +17,8 @@ from typing import Any
 from tokenizers import Tokenizer as RawTokenizer
 
 from stable_opd_mcore.config.data import ColumnsConfig
-from stable_opd_mcore.data.decontamination import BenchmarkIndex, BenchmarkProblem
+from stable_opd_mcore.data.decontamination import BenchmarkIndex
+from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.sources import SURROGATE, is_bare_answer, parse_row
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.preparation.openr1 import (
@@ -51,7 +52,7 @@ class RuleSettings:
     max_tokens: int
     tokenizer_json: str  # the text of the student's tokenizer.json
     control_tokens: re.Pattern[str] | None
-    benchmarks: tuple[BenchmarkProblem, ...]
+    benchmarks: Mapping[str, Sequence[Row]]
 
 
 class Rules:

@@ -6,10 +6,11 @@ import pytest
 
 from stable_opd_mcore.data.decontamination import (
     BenchmarkIndex,
-    BenchmarkProblem,
     problem_key,
     problem_words,
 )
+from stable_opd_mcore.data.rows import Row
+from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS, load_benchmark
 from tests.real_data import real_data
 
 LONG = (
@@ -23,7 +24,7 @@ SHORT = "Compute $\\sin 60^\\circ$."  # 4 words
 @pytest.fixture(scope="module")
 def index():
     texts = [LONG, MIDDLE, SHORT]
-    return BenchmarkIndex(BenchmarkProblem("bench", f"r:{i}", t) for i, t in enumerate(texts))
+    return BenchmarkIndex({"bench": [Row(f"r:{i}", text) for i, text in enumerate(texts)]})
 
 
 def find(index, problem):
@@ -73,21 +74,19 @@ def test_operators_and_decimal_points_tell_problems_apart():
 
 
 def test_an_empty_benchmark_matches_nothing():
-    assert BenchmarkIndex([]).find("") is None
-    assert BenchmarkIndex([BenchmarkProblem("b", "r", "$.$")]).find("") is None
+    assert BenchmarkIndex({}).find("") is None
+    assert BenchmarkIndex({"b": [Row("r", "$.$")]}).find("") is None
 
 
 def test_real_benchmarks_find_themselves_and_nothing_in_gsm8k():
-    problems = [
-        BenchmarkProblem(name, str(number), json.loads(line)["problem"])
-        for name in ("aime24", "aime25", "amc", "math500", "minerva", "olympiadbench")
-        for number, line in enumerate(real_data(f"eval/{name}.jsonl").read_text().splitlines())
-    ]
-    index = BenchmarkIndex(problems)
+    directory = real_data("eval/amc.jsonl").parent
+    benchmarks = {name: load_benchmark(name, directory) for name in BENCHMARKS}
+    index = BenchmarkIndex(benchmarks)
+    problems = [(name, row) for name, rows in benchmarks.items() for row in rows]
     assert len(problems) == 1590
-    for problem in problems[::5]:
-        assert find(index, problem.text) == (problem.benchmark, problem.row_id, "exact")
-        if len(problem_words(problem.text)) >= 8:
-            assert index.find(f"Problem 4: {problem.text}\nReason step by step.") is not None
+    for name, row in problems[::5]:
+        assert find(index, row.problem) == (name, row.row_id, "exact")
+        if len(problem_words(row.problem)) >= 8:
+            assert index.find(f"Problem 4: {row.problem}\nReason step by step.") is not None
     gsm8k = real_data("gsm8k/test.jsonl").read_text().splitlines()
     assert not any(index.find(json.loads(line)["question"]) for line in gsm8k)

@@ -4,7 +4,7 @@ import pytest
 
 from stable_opd_mcore.config.data import ColumnsConfig
 from stable_opd_mcore.data.chat import Tokenizer
-from stable_opd_mcore.data.decontamination import BenchmarkProblem
+from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.preparation.openr1 import Dropped
 from stable_opd_mcore.preparation.rules import Kept, Rules, RuleSettings
 from tests.preparation.tokenizers import word_tokenizer
@@ -25,7 +25,7 @@ def rules(tokenizer, openr1=False, columns=None):
             max_tokens=4,
             tokenizer_json=tokenizer.json_text,
             control_tokens=tokenizer.control_tokens,
-            benchmarks=(BenchmarkProblem("aime24", "aime24.jsonl:3", "How many primes?"),),
+            benchmarks={"aime24": [Row("aime24.jsonl:3", "How many primes?")]},
         )
     )
 
