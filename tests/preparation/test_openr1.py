@@ -1,4 +1,4 @@
-"""The selection of OpenR1-Math-220k's rows."""
+"""The selection of OpenR1-Math-220k's rows; test_prepare.py has a row of every reason."""
 
 import json
 
@@ -8,7 +8,6 @@ from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.preparation.openr1 import (
     COLUMNS,
     Candidate,
-    Dropped,
     openr1_candidate,
     openr1_problem,
 )
@@ -41,23 +40,6 @@ def test_correct_and_complete_generations_are_offered():
 def test_truncated_generations_are_not_used():
     reasons = ["stop", "length", None, "stop"]
     assert candidate(finish_reasons=reasons) == Candidate("1+1?", "2", ("a a a",))
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"problem": None}, "empty problem"),
-        ({"answer": ""}, "empty answer"),
-        ({"answer": None}, "empty answer"),
-        ({"answer": "Proof"}, "proof"),
-        ({"question_type": "proof"}, "proof"),
-        ({"correctness_math_verify": [False] * 4}, "no correct and complete generation"),
-        ({"correctness_math_verify": None}, "no correct and complete generation"),
-        ({"is_reasoning_complete": None}, "no correct and complete generation"),
-    ],
-)
-def test_reasons(changes, reason):
-    assert candidate(**changes) == Dropped(reason)
 
 
 def test_a_real_row():

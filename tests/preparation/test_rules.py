@@ -65,12 +65,6 @@ def test_solutions_with_control_tokens_or_without_steps_are_passed_over(tokenize
     assert dropped == Dropped("control token in the problem", "<|im_end|>")
 
 
-def test_a_benchmark_problem_is_dropped_before_any_other_reason(tokenizer):
-    record = openr1_record(problem="How many \\text{primes}", answer=None)
-    dropped = rules(tokenizer, openr1=True).apply(record, "f:1")
-    assert dropped == Dropped("stands in aime24 (exact)", "aime24.jsonl:3: how many primes")
-
-
 def test_malformed_rows_are_named(tokenizer):
     apply = rules(tokenizer, openr1=True).apply
     dropped = apply(openr1_record("a b", finish_reasons=[]), "f:1")
