@@ -10,6 +10,7 @@ words in which `train` refuses it; checks that do not need that file still run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError, UserError
 from stable_opd_mcore.host.printable_text import printable
-from stable_opd_mcore.planning.plan import Cluster
+from stable_opd_mcore.planning.hardware import Cluster
 
 # Findings of a pair, of what is known of a run, or of the software; an error that `train` has too
 # is raised.
@@ -108,7 +109,7 @@ def check_models(student: ModelFiles, teacher: ModelFiles) -> Report:
         if not model.settings
     ]
     findings += _found(OF_A_PAIR, pair)
-    return Report(tuple(findings), tuple(_pair_facts(pair)), _prompts(pair, EXAMPLE))
+    return Report(tuple(findings), tuple(_facts(pair)), _prompts(pair, EXAMPLE))
 
 
 def check_config(config: Config, place: Place | None, accept_changes: bool = False) -> Report:
@@ -119,9 +120,7 @@ def check_config(config: Config, place: Place | None, accept_changes: bool = Fal
         accept_changes: as of `train`.
     """
     known = Known(config, place, accept_changes)
-    findings: list[Finding] = []
-    facts: list[str] = []
-    prompts: tuple[tuple[str, str], ...] = ()
+    findings, facts, prompts = [], [], ()
     try:
         pair = known.pair
     except UserError as error:
@@ -130,15 +129,17 @@ def check_config(config: Config, place: Place | None, accept_changes: bool = Fal
         if pair.teacher_gap is not None:
             findings.append(finding("unknown-teacher", gap=pair.teacher_gap))
         findings += _found(OF_A_PAIR, pair)
-        facts, prompts = _pair_facts(pair), _prompts(pair, known.example)
+        facts, prompts = _facts(pair), _prompts(pair, known.example)
     findings += _found(OF_A_RUN, known)
     if config.cold_start is not None:
         cold = Known(cold_start_config(config), place, accept_changes)
         findings += _found(OF_A_COLD_START, cold)
     here = installed(on_gpu=place is not None and place.on_gpu)
     findings += _found(OF_THE_SOFTWARE, here)
-    facts += [*_facts(data.facts, known), *_facts(layout.facts, known), here.line()]
-    return Report(tuple(_distinct(findings)), tuple(facts), prompts)
+    for read in (data.facts, layout.facts):
+        with suppress(UserError):  # a finding says so
+            facts += read(known)
+    return Report(tuple(_distinct(findings)), (*facts, here.line()), prompts)
 
 
 def check_file(
@@ -192,20 +193,13 @@ def _distinct(findings: Iterable[Finding]) -> list[Finding]:
     return list(seen.values())
 
 
-def _pair_facts(pair: Pair) -> list[str]:
+def _facts(pair: Pair) -> list[str]:
     lines = [
         f"{model.role}  {model.place}: {model.tokenizer.vocab_size} tokens in "
         f"{model.settings.get('vocab_size', 'an unknown number of')} rows"
         for model in pair.models
     ]
     return [*lines, *stops.stop_class(pair)]
-
-
-def _facts(read: Callable[[Known], list[str]], known: Known) -> list[str]:
-    try:
-        return read(known)
-    except UserError:  # a finding says so
-        return []
 
 
 def _prompts(pair: Pair, problem: str) -> tuple[tuple[str, str], ...]:

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from stable_opd_mcore.checks.pair import EXAMPLE, Pair, configured_pair
-from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.checks.pair import EXAMPLE, ModelFiles, Pair
+from stable_opd_mcore.config.schema import Config, ModelConfig
+from stable_opd_mcore.config.training import Fp8Role
+from stable_opd_mcore.data.chat import Tokenizer, stop_sources
 from stable_opd_mcore.data.prompts import PromptSet
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.losses.objectives import Objective, build_objective
-from stable_opd_mcore.models.families import Architecture
-from stable_opd_mcore.planning.hardware import DEVICES
-from stable_opd_mcore.planning.plan import Cluster, Plan, make_plan
+from stable_opd_mcore.models.families import Architecture, read_fields
+from stable_opd_mcore.planning.hardware import DEVICES, Cluster
+from stable_opd_mcore.planning.plan import Plan, make_plan
 from stable_opd_mcore.run_inputs import (
     configured_architecture,
     load_held_out,
@@ -108,10 +110,50 @@ class Known:
             return None
         return configured_architecture(teacher)
 
+    @property
+    def models(self) -> dict[Fp8Role, tuple[ModelConfig, Architecture]]:
+        """The student, and a teacher whose architecture is known: settings and architecture."""
+        models: dict[Fp8Role, tuple[ModelConfig, Architecture]] = {
+            "student": (self.config.student, self.architecture)
+        }
+        if self.config.teacher is not None and self.teacher_architecture is not None:
+            models["teacher"] = self.config.teacher, self.teacher_architecture
+        return models
+
     @once
     def pair(self) -> Pair:
-        own, teacher = self.tokenizer, self.teacher_tokenizer
-        return configured_pair(self.config, own, teacher, self.teacher_stops, self.objective)
+        """The models of the config, and the stop class of its loss."""
+        teacher, objective, stops = self.config.teacher, self.objective, self.teacher_stops
+        own = self.tokenizer.stop_token_ids
+        student = self._files("student", self.config.student, self.tokenizer, own)
+        if teacher is None or stops is None or objective.teacher_needs == "none":
+            return Pair(student, None, objective.stop_ids)
+        gap, tokenizer = None, self.teacher_tokenizer
+        if tokenizer is None and teacher.architecture is None:
+            has_path = teacher.path is not None
+            gap = f"{teacher.path} has no tokenizer.json" if has_path else "teacher.path is null"
+        files = self._files("teacher", teacher, tokenizer or self.tokenizer, stops)
+        return Pair(student, files, objective.stop_ids, gap)
+
+    def _files(
+        self, role: str, model: ModelConfig, tokenizer: Tokenizer, stops: tuple[int, ...]
+    ) -> ModelFiles:
+        source = model.path if model.architecture is None else model.architecture
+        if model.stop_token_ids is not None:
+            sources = {f"{role}.stop_token_ids": model.stop_token_ids}
+        else:
+            directory = tokenizer.path if Path(tokenizer.path).is_dir() else None
+            sources = stop_sources(directory, tokenizer)
+        return ModelFiles(
+            role=role,
+            place=model.path or "inline architecture",
+            tokenizer=tokenizer,
+            stop_ids=stops,
+            stop_sources=sources,
+            settings={} if source is None else read_fields(source)[1],
+            prompt_template=self.config.data.prompt_template,
+            system_prompt=self.config.data.system_prompt,
+        )
 
     @once
     def plan(self) -> Plan | None:

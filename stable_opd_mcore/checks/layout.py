@@ -6,14 +6,13 @@ from collections.abc import Iterator
 
 from stable_opd_mcore.checks.finding import Finding, finding
 from stable_opd_mcore.checks.known import Known
-from stable_opd_mcore.config.schema import ModelConfig
 from stable_opd_mcore.config.training import Fp8Role
-from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.families import Architecture, layout_refusal
+from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.fp8 import refuse_fp8
 from stable_opd_mcore.planning.hardware import DEVICES, GIB
 from stable_opd_mcore.planning.job import plan_topology
-from stable_opd_mcore.planning.layout import layout_of
+from stable_opd_mcore.planning.known_models import models_in_trainer
+from stable_opd_mcore.planning.layout import layout_of, refuse_layout
 from stable_opd_mcore.planning.topology import server_dtype
 from stable_opd_mcore.run_inputs import (
     refuse_routing_without_experts,
@@ -25,45 +24,21 @@ def layout(known: Known) -> None:
     """Models that do not fit these ranks, also in FP8; expert ranks without experts; GPUs that the
     ranks do not divide.
     """
-    parallel = known.config.parallel
-    models: tuple[tuple[Fp8Role, Architecture | None], ...] = (
-        ("student", known.architecture),
-        ("teacher", known.teacher_architecture),
-    )
-    for name, model in models:
-        reason = model and layout_refusal(
-            model,
-            parallel.tensor,
-            parallel.pipeline,
-            parallel.virtual_pipeline or 1,
-            expert=parallel.expert,
-            sequence=parallel.sequence,
-        )
-        if reason:
-            raise UserError(f"the {name} does not fit the layout: {reason}")
-        _refuse_fp8(known, name, model)
-    _refuse_fp8(known, "reference", known.architecture)
-    refuse_unused_expert_ranks(known.config, known.architecture)
-    refuse_routing_without_experts(known.config, known.architecture)
-    place = known.place
+    config, parallel, place = known.config, known.config.parallel, known.place
+    models: dict[Fp8Role, Architecture] = {role: model for role, (_, model) in known.models.items()}
+    models["reference"] = known.architecture
+    precision = config.train.precision if place is not None and place.on_gpu else None
+    cuts = {"tensor": parallel.tensor, "pipeline": parallel.pipeline}
+    for role, model in models.items():
+        refuse_layout(role, model, parallel)
+        if fp8 := config.fp8.of(role):
+            refuse_fp8(model, fp8, **cuts, precision=precision)
+    refuse_unused_expert_ranks(config, known.architecture)
+    refuse_routing_without_experts(config, known.architecture)
     if place is not None:
         layout_of(parallel, place.cluster.trainer_gpus)
         if place.gpu in DEVICES or not place.on_gpu:
-            plan_topology(known.config, place.cluster, place.gpu)
-
-
-def _refuse_fp8(known: Known, role: Fp8Role, model: Architecture | None) -> None:
-    config, fp8 = known.config, known.config.fp8.of(role)
-    if fp8 is None or model is None:
-        return
-    on_gpu = known.place is not None and known.place.on_gpu
-    refuse_fp8(
-        model,
-        fp8,
-        tensor=config.parallel.tensor,
-        pipeline=config.parallel.pipeline,
-        precision=config.train.precision if on_gpu else None,
-    )
+            plan_topology(config, place.cluster, place.gpu)
 
 
 def facts(known: Known) -> list[str]:
@@ -129,14 +104,11 @@ def precision(known: Known) -> Iterator[Finding]:
     """Weights stored, trained, sampled and served in different precisions."""
     config = known.config
     trained = {"fp32": "float32", "bf16": "bfloat16"}[config.train.precision]
-    models: list[tuple[str, ModelConfig]] = [("student", config.student)]
-    if config.teacher is not None and config.teacher.engine == "megatron":
-        models.append(("teacher", config.teacher))
+    models = models_in_trainer(config).items()
     for model, (name, settings) in zip(known.pair.models, models, strict=False):
         stored = model.settings.get("torch_dtype", model.settings.get("dtype"))
-        if settings.path is None or not isinstance(stored, str):
-            continue
-        if trained == "bfloat16" and stored in ("float16", "float32"):
+        loses_bits = trained == "bfloat16" and stored in ("float16", "float32")
+        if settings.path is not None and loses_bits:
             yield finding(f"{name}-loses-bits", role=name, stored=stored)
     if not known.objective.needs_rollouts:
         return

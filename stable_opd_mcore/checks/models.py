@@ -17,13 +17,11 @@ def teacher_settings(known: Known) -> None:
 
 def weights(known: Known) -> None:
     """Files that `train` refuses when it loads a model; no value is read."""
-    config = known.config
-    models = [(config.student.path, known.architecture)]
-    if config.teacher is not None and known.teacher_architecture is not None:
-        models.append((config.teacher.path, known.teacher_architecture))
+    config, models = known.config, known.models.values()
+    places = [(settings.path, model) for settings, model in models]
     if config.largest_beta:
-        models.append((config.reference.path, known.architecture))
-    read = [(path, built) for path, built in models if path is not None]
+        places.append((config.reference.path, known.architecture))
+    read = [(path, built) for path, built in places if path is not None]
     if read:
         # imports Megatron, which takes seconds
         from stable_opd_mcore.models.huggingface import check_hf

@@ -1,9 +1,8 @@
 """What the files of a student and of its teacher say, without their weights.
 
-    pair = read_pair("models/student", "models/teacher")     # two directories
-    pair = configured_pair(config, ...)                      # the models of a config
+    model = read_model("student", "models/student")
 
-Not here: what does not go together (the other files of this folder).
+Not here: the models of a config (known.py), what does not go together (the other files).
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.data.chat import Tokenizer, stop_sources
 from stable_opd_mcore.data.vocabulary import RenamedToken, same_vocabulary
-from stable_opd_mcore.losses.objectives import Objective
 from stable_opd_mcore.losses.stop_tokens import shared_stop_ids
 from stable_opd_mcore.models.families import read_fields
 
@@ -118,52 +115,3 @@ def read_model(role: str, path: str) -> ModelFiles:
 def read_pair(student: ModelFiles, teacher: ModelFiles) -> Pair:
     """Two directories that no config names; the loss merges their stop ids, as is its default."""
     return Pair(student, teacher, shared_stop_ids(student.stop_ids, teacher.stop_ids))
-
-
-def configured_pair(
-    config: Config,
-    tokenizer: Tokenizer,
-    teacher_tokenizer: Tokenizer | None,
-    teacher_stops: tuple[int, ...] | None,
-    objective: Objective,
-) -> Pair:
-    """The models of a config, and the stop class of its loss.
-
-    Args:
-        teacher_tokenizer: None where the teacher's directory has none.
-        teacher_stops: None without a teacher.
-
-    Raises:
-        UserError: a file cannot be read.
-    """
-    student = _configured(config, "student", config.student, tokenizer, tokenizer.stop_token_ids)
-    if config.teacher is None or teacher_stops is None or objective.teacher_needs == "none":
-        return Pair(student, None, objective.stop_ids)
-    own = teacher_tokenizer or tokenizer
-    teacher = _configured(config, "teacher", config.teacher, own, teacher_stops)
-    gap = None
-    if teacher_tokenizer is None and config.teacher.architecture is None:
-        path = config.teacher.path
-        gap = "teacher.path is null" if path is None else f"{path} has no tokenizer.json"
-    return Pair(student, teacher, objective.stop_ids, gap)
-
-
-def _configured(
-    config: Config, role: str, model: ModelConfig, tokenizer: Tokenizer, stops: tuple[int, ...]
-) -> ModelFiles:
-    source = model.path if model.architecture is None else model.architecture
-    if model.stop_token_ids is not None:
-        sources = {f"{role}.stop_token_ids": model.stop_token_ids}
-    else:
-        directory = tokenizer.path if Path(tokenizer.path).is_dir() else None
-        sources = stop_sources(directory, tokenizer)
-    return ModelFiles(
-        role=role,
-        place=model.path or "inline architecture",
-        tokenizer=tokenizer,
-        stop_ids=stops,
-        stop_sources=sources,
-        settings={} if source is None else read_fields(source)[1],
-        prompt_template=config.data.prompt_template,
-        system_prompt=config.data.system_prompt,
-    )

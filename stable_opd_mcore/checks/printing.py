@@ -49,12 +49,9 @@ class Report:
 
     def as_json(self) -> str:
         values: dict[str, Any] = {
-            "findings": [
-                asdict(finding) | {"values": [list(value) for value in finding.values]}
-                for finding in self.findings
-            ],
+            "findings": list(map(asdict, self.findings)),
             "errors": len(self.errors),
-            "facts": list(self.facts),
+            "facts": self.facts,
             "prompts": dict(self.prompts),
         }
         return json.dumps(values, indent=1)

@@ -60,11 +60,8 @@ def nucleus(known: Known) -> Iterator[Finding]:
 
 def embedding_rows(known: Known) -> None:
     """Embeddings with fewer rows than the tokenizer has tokens; `train` refuses them."""
-    refuse_small_vocabulary(known.config.student, known.architecture, known.tokenizer.vocab_size)
-    if known.config.teacher is not None and known.teacher_architecture is not None:
-        refuse_small_vocabulary(
-            known.config.teacher, known.teacher_architecture, known.tokenizer.vocab_size
-        )
+    for settings, model in known.models.values():
+        refuse_small_vocabulary(settings, model, known.tokenizer.vocab_size)
 
 
 def _window(model: Architecture) -> str:

@@ -7,7 +7,6 @@ imported here: a package of the wrong kind may run anything at its import.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
@@ -58,7 +57,7 @@ def installed(on_gpu: bool, paths: Sequence[str] | None = None) -> Software:
         transformer_engine=_folder("transformer_engine", paths) is not None,
         apex=apex,
         apex_is_nvidias=apex is not None and (apex / "optimizers" / "fused_adam.py").is_file(),
-        apex_is_built=PathFinder.find_spec("amp_C", _search(paths)) is not None,
+        apex_is_built=PathFinder.find_spec("amp_C", paths) is not None,
         on_gpu=on_gpu,
     )
 
@@ -77,15 +76,7 @@ def unfused(software: Software) -> Iterator[Finding]:
         yield finding("no-transformer-engine", adam=software.adam, norms=software.norms)
 
 
-def _search(paths: Sequence[str] | None) -> list[str]:
-    return list(sys.path if paths is None else paths)
-
-
 def _folder(name: str, paths: Sequence[str] | None) -> Path | None:
-    spec = PathFinder.find_spec(name, _search(paths))
-    if spec is None:
-        return None
-    folders = list(spec.submodule_search_locations or ())
-    if folders:
-        return Path(folders[0])
-    return Path(spec.origin) if spec.origin else None
+    spec = PathFinder.find_spec(name, paths)
+    places = [*(spec.submodule_search_locations or ()), spec.origin] if spec else []
+    return next((Path(place) for place in places if place), None)

@@ -87,6 +87,17 @@ def refusal(architecture: Architecture, layout: Layout) -> str | None:
     )
 
 
+def refuse_layout(role: str, architecture: Architecture, parallel: ParallelConfig) -> None:
+    """
+    Raises:
+        UserError: the model cannot be laid out so on any number of GPUs.
+    """
+    replica = parallel.tensor * parallel.pipeline * parallel.context
+    any_gpus = layout_of(parallel, replica * parallel.expert)
+    if reason := refusal(architecture, any_gpus):
+        raise UserError(f"the {role} does not fit the layout: {reason}")
+
+
 def valid_layouts(
     architectures: Sequence[Architecture], gpus: int, gpus_per_node: int
 ) -> Iterator[Layout]:

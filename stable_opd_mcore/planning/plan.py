@@ -23,7 +23,7 @@ from stable_opd_mcore.planning.attention import Attention, deterministic_attenti
 from stable_opd_mcore.planning.choice import Choice, Prediction, choose
 from stable_opd_mcore.planning.hardware import GIB, Cluster
 from stable_opd_mcore.planning.job import Job, Work, make_job
-from stable_opd_mcore.planning.layout import Layout, refusal, valid_layouts
+from stable_opd_mcore.planning.layout import Layout, refuse_layout, valid_layouts
 from stable_opd_mcore.planning.memory import PHASES, largest_micro_batch
 
 
@@ -143,9 +143,10 @@ def make_plan(
             config.json cannot be read, servers without a place, attention without a kernel.
     """
     job = make_job(config, cluster, gpu, work)
-    for name, model in (("student", job.models.student), ("teacher", job.models.teacher)):
-        if reason := model and refusal(model, job.layout):
-            raise UserError(f"the {name} does not fit the layout: {reason}")
+    _ = job.layout  # refuses GPUs that it does not divide
+    for role, model in (("student", job.models.student), ("teacher", job.models.teacher)):
+        if model is not None:
+            refuse_layout(role, model, config.parallel)
     return _plan(job)
 
 
