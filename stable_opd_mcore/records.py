@@ -80,6 +80,8 @@ class Prompt:
     opens_thinking: bool = False  # the prompt ends inside <think>, and the response must close it
     # The row as its source has it, where something reads its columns (data/rows.py)
     columns: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
+    # `teacher.prompt` of the row; None: the teacher reads token_ids. Not in files of rollouts.
+    teacher_token_ids: tuple[int, ...] | None = field(default=None, compare=False)
 
 
 class _WithArrays:
@@ -135,6 +137,7 @@ class Sample(_WithArrays):
     _DTYPES: ClassVar = {
         "prompt_token_ids": np.int32,
         "response_token_ids": np.int32,
+        "teacher_prompt_token_ids": np.int32,
         "trained": np.bool_,
         "rollout_logprobs": np.float32,
     }
@@ -150,6 +153,8 @@ class Sample(_WithArrays):
     truncated: bool = False  # the rollout did not end with a stop token
     routed_experts: NDArray[np.int16] | None = None  # as Rollout.routed_experts
     off_policy: bool = False  # the golden solution, not the rollouts, carries the policy term (gkd)
+    # as Prompt.teacher_token_ids; None where the teacher reads prompt_token_ids
+    teacher_prompt_token_ids: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True)

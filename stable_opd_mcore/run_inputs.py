@@ -15,11 +15,12 @@ from stable_opd_mcore.data.chat import Tokenizer, resolve_stop_ids
 from stable_opd_mcore.data.prompts import PromptSet
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.sources import load_rows
+from stable_opd_mcore.data.teacher_prompt import TeacherPrompt
 from stable_opd_mcore.data.vocabulary import same_vocabulary
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.hub import MODEL_FILES, download, is_hub_id
 from stable_opd_mcore.losses.objectives import Objective
-from stable_opd_mcore.models.families import Architecture, read_architecture
+from stable_opd_mcore.models.families import Architecture, read_architecture, read_fields
 
 
 def with_downloads(config: Config) -> Config:
@@ -92,6 +93,32 @@ def teacher_stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...] | 
     return tokenizer.stop_token_ids
 
 
+def load_teacher_prompt(
+    config: Config, tokenizer: Tokenizer, objective: Objective
+) -> TeacherPrompt | None:
+    """`teacher.prompt` with the teacher's chat template; None where the student's prompt serves.
+
+    Raises:
+        UserError: no valid template, or a teacher whose files cannot be read.
+    """
+    teacher = config.teacher
+    if teacher is None or teacher.prompt is None or objective.teacher_needs == "none":
+        return None
+    own = load_teacher_tokenizer(config)
+    own = own or tokenizer.with_template_kwargs(teacher.chat_template_kwargs)
+    return TeacherPrompt(teacher.prompt, own, config.data.system_prompt, _window_of(teacher))
+
+
+def _window_of(teacher: TeacherConfig) -> int | None:
+    """The teacher's positions; None where only its address is known."""
+    if teacher.engine == "megatron":
+        return configured_architecture(teacher).max_positions
+    if teacher.path is None or not (Path(teacher.path) / "config.json").is_file():
+        return None
+    window = read_fields(teacher.path)[1].get("max_position_embeddings")
+    return window if type(window) is int else None
+
+
 def load_prompts(
     config: Config, tokenizer: Tokenizer, architecture: Architecture, objective: Objective
 ) -> PromptSet:
@@ -100,13 +127,19 @@ def load_prompts(
     Raises:
         UserError: rows that cannot be used, or fewer of them than rollout.prompts_per_step.
     """
+    teacher = load_teacher_prompt(config, tokenizer, objective)
     prompts = PromptSet(
-        load_rows(config.data.train, with_columns=config.reward.function is not None),
+        load_rows(
+            config.data.train,
+            with_columns=config.reward.function is not None,
+            required=teacher.columns if teacher else (),
+        ),
         tokenizer,
         config.data,
         window=architecture.max_positions,
         max_new_tokens=config.sampling.max_new_tokens if objective.needs_rollouts else 0,
         golden="required" if objective.needs_golden else "none",
+        teacher=teacher,
     )
     if config.rollout.prompts_per_step > len(prompts):
         raise UserError(

@@ -53,6 +53,7 @@ OF_A_PAIR: tuple[Check, ...] = (
     templates.different_prompts,
     templates.thought_tokens,
     templates.opened_thoughts,
+    templates.different_endings,
     templates.deleted_thoughts,
 )
 OF_A_COLD_START: tuple[Check, ...] = (
@@ -129,7 +130,7 @@ def check_config(config: Config, place: Place | None, accept_changes: bool = Fal
         if pair.teacher_gap is not None:
             findings.append(finding("unknown-teacher", gap=pair.teacher_gap))
         findings += _found(OF_A_PAIR, pair)
-        facts, prompts = _facts(pair), _prompts(pair, known.example)
+        facts, prompts = _facts(pair), _prompts(pair, known.example, known.teacher_example)
     findings += _found(OF_A_RUN, known)
     if config.cold_start is not None:
         cold = Known(cold_start_config(config), place, accept_changes)
@@ -202,12 +203,19 @@ def _facts(pair: Pair) -> list[str]:
     return [*lines, *stops.stop_class(pair)]
 
 
-def _prompts(pair: Pair, problem: str) -> tuple[tuple[str, str], ...]:
-    """A problem's prompt by each template; the student's alone where the teacher has the same."""
+def _prompts(
+    pair: Pair, problem: str, of_teacher: str | None = None
+) -> tuple[tuple[str, str], ...]:
+    """A problem's prompt by each template; the student's alone where the teacher has the same.
+
+    Args:
+        of_teacher: the teacher's prompt, where it has one of its own.
+    """
     shown = []
     for model in pair.models_with_own_tokenizer:
         try:
-            text = templates.shown_prompt(model, problem)
+            text = of_teacher if model is pair.teacher else None
+            text = templates.shown_prompt(model, text or model.prompt_of(problem))
         except UserError:  # a finding says so
             text = "the template fails"
         shown.append((model.role, text))

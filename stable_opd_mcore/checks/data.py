@@ -31,6 +31,8 @@ def facts(known: Known) -> list[str]:
             continue
         dropped = f", {prompts.num_dropped} dropped" if prompts.num_dropped else ""
         line = f"{name}  {len(prompts)} rows{dropped}; prompts {_lengths(prompts.prompt_lengths())}"
+        if own := prompts.teacher_prompt_lengths():
+            line += f"; the teacher's {_lengths(own)}"
         goldens = [length for length in prompts.golden_lengths() if length]
         if goldens:
             limit = known.config.sampling.max_new_tokens

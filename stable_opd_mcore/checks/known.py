@@ -132,8 +132,12 @@ class Known:
         if tokenizer is None and teacher.architecture is None:
             has_path = teacher.path is not None
             gap = f"{teacher.path} has no tokenizer.json" if has_path else "teacher.path is null"
-        files = self._files("teacher", teacher, tokenizer or self.tokenizer, stops)
-        return Pair(student, files, objective.stop_ids, gap)
+        has_own_prompt = teacher.prompt is not None
+        if tokenizer is None:
+            kwargs = teacher.chat_template_kwargs if has_own_prompt else None
+            tokenizer = self.tokenizer.with_template_kwargs(kwargs)
+        files = self._files("teacher", teacher, tokenizer, stops)
+        return Pair(student, files, objective.stop_ids, gap, has_own_prompt)
 
     def _files(
         self, role: str, model: ModelConfig, tokenizer: Tokenizer, stops: tuple[int, ...]
@@ -179,3 +183,12 @@ class Known:
             return self.prompts.problems()[0]
         except UserError:
             return EXAMPLE
+
+    @property
+    def teacher_example(self) -> str | None:
+        """teacher.prompt of the same problem; None without, or where `train` refuses the rows."""
+        try:
+            own, ids = self.prompts.teacher, self.prompts[0].teacher_token_ids
+        except UserError:
+            return None
+        return None if own is None or ids is None else own.decode(ids)

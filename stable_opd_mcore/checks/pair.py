@@ -70,6 +70,7 @@ class Pair:
     teacher: ModelFiles | None  # None: the objective has none
     merged_stops: tuple[int, ...]  # one outcome in the loss; empty: it compares single tokens
     teacher_gap: str | None = None  # what is not known of the teacher, and why
+    has_own_prompt: bool = False  # the teacher: teacher.prompt
 
     @property
     def models(self) -> tuple[ModelFiles, ...]:

@@ -16,13 +16,8 @@ _THOUGHT, _ANSWER = "One and one are two.", "The answer is 2."
 _SHOWN_CHARACTERS = 160
 
 
-def shown_prompt(model: ModelFiles, problem: str) -> str:
-    """A problem's prompt by the model's own template, and the added tokens among its ids.
-
-    Raises:
-        DataError: the template fails.
-    """
-    text = model.prompt_of(problem)
+def shown_prompt(model: ModelFiles, text: str) -> str:
+    """A prompt, and the added tokens among its ids."""
     ids = model.tokenizer.encode(text)
     special = [token for token in dict.fromkeys(ids) if token in model.tokenizer.added_ids]
     return f"{text}\n({len(ids)} tokens; special: {model.named_all(tuple(special))})"
@@ -49,7 +44,7 @@ def absent_templates(pair: Pair) -> Iterator[Finding]:
 def different_prompts(pair: Pair) -> Iterator[Finding]:
     """Templates that render the same problem differently."""
     student, teacher = pair.student, pair.teacher
-    if teacher is None or not teacher.tokenizer.has_template:
+    if teacher is None or not teacher.tokenizer.has_template or pair.has_own_prompt:
         return
     if student.prompt_text != teacher.prompt_text:
         shown = (_shown(model.prompt_text) for model in (student, teacher))
@@ -90,6 +85,15 @@ def opened_thoughts(pair: Pair) -> Iterator[Finding]:
     if opened[0] != opened[1]:
         words = ("opens <think>" if one else "does not" for one in opened)
         yield finding("opened-thoughts", **_of_both(words))
+
+
+def different_endings(pair: Pair) -> Iterator[Finding]:
+    """With teacher.prompt: what stands between the user's message and the response."""
+    if not pair.has_own_prompt or any(opened_thoughts(pair)):
+        return
+    endings = [m.tokenizer.render_prompt(EXAMPLE).rpartition(EXAMPLE)[2] for m in pair.models]
+    if endings[0] != endings[1]:
+        yield finding("different-endings", **_of_both(map(_shown, endings)))
 
 
 def _of_both(texts: Iterator[str]) -> dict[str, str]:

@@ -49,6 +49,10 @@ class TeacherConfig(ModelConfig):
     """The teacher: a model in the trainer, or SGLang servers. Objectives without a teacher ignore
     the section, so that runs of one comparison can share it."""
 
+    prompt: str | None = None
+    """The teacher's own prompt: a Jinja template of the user's message over the columns of a row
+    (`{{ problem }}`, `{{ solution }}`), which the teacher's chat template then renders
+    (docs/teacher_prompt.md). `null`: the teacher reads the student's prompt."""
     engine: Literal["megatron", "sglang"] = "megatron"
     """`megatron`: the teacher runs in the trainer, on the trainer's ranks. `sglang`: servers score
     the rollouts over HTTP, at temperature 1."""

@@ -18,6 +18,7 @@ from stable_opd_mcore.config.schema import DataConfig
 from stable_opd_mcore.data.chat import Tokenizer, opens_thinking
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.sources import is_bare_answer
+from stable_opd_mcore.data.teacher_prompt import TeacherPrompt
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.records import Prompt
 
@@ -78,6 +79,7 @@ class PromptSet:
         window: int,
         max_new_tokens: int,
         golden: Literal["none", "optional", "required"] = "optional",
+        teacher: TeacherPrompt | None = None,
     ):
         """Encode and check all rows.
 
@@ -85,23 +87,30 @@ class PromptSet:
             window: positions of the model, in tokens.
             max_new_tokens: tokens that every prompt must leave for a rollout; 0 without rollouts.
             golden: whether golden solutions are encoded, and whether every row must have one.
+            teacher: the teacher's own prompt; None: the teacher reads the student's.
 
         Raises:
             DataError: a row without the golden solution it needs; no row that fits the window; with
-                data.overlong=error, a prompt or golden solution that exceeds the window; a problem
-                or golden solution with the text of a control token; a golden solution that is the
-                bare answer.
+                data.overlong=error, a prompt or golden solution that exceeds its model's window; a
+                problem or golden solution with the text of a control token; a golden solution that
+                is the bare answer; a row that `teacher` cannot render.
         """
         self.window, self._max_new_tokens = window, max_new_tokens
+        self.teacher = teacher
         texts = [_prompt_text(row, tokenizer, config) for row in rows]
         prompts = tokenizer.encode_many(
             [text + row.prefix for text, row in zip(texts, rows, strict=True)]
         )
         goldens = _encode_golden(rows, texts, tokenizer, golden)
+        own = [] if teacher is None else teacher.encode(rows)
         kept: list[int] = []
         for index, row in enumerate(rows):
             _refuse_control_tokens(row, tokenizer, golden)
-            problem = self._length_problem(len(prompts[index]), len(goldens[index]))
+            num_golden = len(goldens[index])
+            problem = self._length_problem(len(prompts[index]), num_golden, window)
+            if problem is None and teacher is not None and teacher.window is not None:
+                lengths = len(own[index]), num_golden, teacher.window
+                problem = self._length_problem(*lengths, "teacher's ")
             if problem is None:
                 kept.append(index)
             elif config.overlong == "error":
@@ -117,12 +126,14 @@ class PromptSet:
         # 4 bytes a token: golden solutions may hold 10^8 tokens.
         self._prompts = [np.array(prompts[index], np.int32) for index in kept]
         self._goldens = [np.array(goldens[index], np.int32) for index in kept]
+        self._teacher_prompts = [np.array(own[index], np.int32) for index in kept if own]
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Prompt:
         row = self._rows[index]
+        own = tuple(self._teacher_prompts[index].tolist()) if self._teacher_prompts else None
         return Prompt(
             prompt_id=row.row_id,
             text=row.problem,
@@ -132,6 +143,7 @@ class PromptSet:
             answer_format=row.answer_format,
             opens_thinking=self._opens_thinking[index],
             columns=row.columns,
+            teacher_token_ids=own,
         )
 
     def problems(self) -> list[str]:
@@ -142,6 +154,10 @@ class PromptSet:
         """Tokens of every prompt."""
         return list(map(len, self._prompts))
 
+    def teacher_prompt_lengths(self) -> list[int]:
+        """Tokens of every prompt of the teacher's own; empty where it reads the student's."""
+        return list(map(len, self._teacher_prompts))
+
     def golden_lengths(self) -> list[int]:
         """Tokens of every golden solution; 0 for a row without one."""
         return list(map(len, self._goldens))
@@ -150,18 +166,19 @@ class PromptSet:
         """The prompts of these rows, in this order."""
         return [self[index] for index in indices]
 
-    def _length_problem(self, prompt: int, golden: int) -> str | None:
+    def _length_problem(self, prompt: int, golden: int, window: int, whose: str = "") -> str | None:
         """What is wrong with these numbers of tokens."""
-        if prompt + self._max_new_tokens > self.window:
+        model = whose or "model's "
+        if prompt + self._max_new_tokens > window:
             return (
-                f"its prompt has {prompt} tokens, and with max_new_tokens={self._max_new_tokens} "
-                f"that exceeds the model's window of {self.window}; lower sampling.max_new_tokens, "
-                "shorten or drop the row"
+                f"its {whose}prompt has {prompt} tokens, and with max_new_tokens="
+                f"{self._max_new_tokens} that exceeds the {model}window of {window}; lower "
+                "sampling.max_new_tokens, shorten or drop the row"
             )
-        if prompt + golden > self.window:
+        if prompt + golden > window:
             return (
-                f"its golden solution has {golden} tokens, and with the prompt's {prompt} that "
-                f"exceeds the model's window of {self.window}; shorten or drop the row"
+                f"its golden solution has {golden} tokens, and with the {whose}prompt's {prompt} "
+                f"that exceeds the {model}window of {window}; shorten or drop the row"
             )
         return None
 

@@ -38,11 +38,14 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 _GSM8K_CALCULATION = re.compile(r"<<[^<>\n]*>>")
 
 
-def load_rows(source: SourceConfig, with_columns: bool = False) -> list[Row]:
+def load_rows(
+    source: SourceConfig, with_columns: bool = False, required: Collection[str] = ()
+) -> list[Row]:
     """All rows of a source, or its first `limit`.
 
     Args:
         with_columns: keep all columns in Row.columns, too.
+        required: names of columns that teacher.prompt reads; Row.columns keeps them.
 
     Raises:
         DataError: missing file or column, malformed line, empty or wrongly typed value, no rows.
@@ -50,12 +53,17 @@ def load_rows(source: SourceConfig, with_columns: bool = False) -> list[Row]:
     if source.path.startswith(SYNTHETIC):
         if source.path != ARITHMETIC:
             raise DataError(f"{source.path}: no such synthetic task; there is {ARITHMETIC}")
-        return arithmetic_rows(source.options, source.split, source.limit)
+        rows = arithmetic_rows(source.options, source.split, source.limit)
+        return [
+            replace(row, columns=_kept(vars(row), with_columns, required, row.row_id))
+            for row in rows
+        ]
     name = source_name(source)
     rows: list[Row] = []
     for number, record in read_records(source):
-        row = parse_row(record, source.columns, f"{source.path}:{number}", f"{name}:{number}")
-        rows.append(replace(row, columns=record) if with_columns else row)
+        place = f"{source.path}:{number}"
+        row = parse_row(record, source.columns, place, f"{name}:{number}")
+        rows.append(replace(row, columns=_kept(record, with_columns, required, place)))
     if not rows:
         raise DataError(f"{source.path}: no rows in it; check the file and data split")
     return rows
@@ -131,6 +139,21 @@ def parse_row(record: Record, columns: ColumnsConfig, place: str, row_id: str) -
     if solution is None and columns.solution is not None and has_column:
         solution = boxed_solution(_text(record, columns.solution, place, "solution"))
     return Row(row_id, problem, answer, solution, messages=messages)
+
+
+def _kept(record: Record, whole: bool, required: Collection[str], place: str) -> Record | None:
+    """The columns of a record that its row keeps.
+
+    Raises:
+        DataError: the record lacks a required column.
+    """
+    for name in required:
+        if name not in record:
+            raise DataError(
+                f"{place}: no column {name!r}, which teacher.prompt reads; it has "
+                f"{', '.join(map(str, record))}"
+            )
+    return record if whole else {name: record[name] for name in required} or None
 
 
 def boxed_solution(solution: str) -> str:

@@ -10,7 +10,7 @@ Needs each model's config.json, no weights and no GPU. Not here: what a job take
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from stable_opd_mcore.config.schema import Config, ModelConfig
@@ -21,6 +21,8 @@ from stable_opd_mcore.planning.known_models import model_source, models_in_train
 from stable_opd_mcore.planning.layout import Layout, layout_of
 from stable_opd_mcore.planning.model_size import WEIGHT_BYTES, ModelSize
 from stable_opd_mcore.planning.topology import Topology, derive_topology
+
+PRIVILEGED_TOKENS = 1024  # mean, that teacher.prompt has beyond the student's prompt: assumed
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,14 @@ class Job:
         if self.models.reference:
             sizes["reference"] = self.student
         return sizes
+
+    def of_scorer(self, role: Fp8Role) -> Job:
+        """The job with the sequences of this scorer: the teacher may read another prompt."""
+        teacher = self.config.teacher
+        if role != "teacher" or teacher is None or teacher.prompt is None:
+            return self
+        longer = self.work.prompt_tokens + PRIVILEGED_TOKENS
+        return replace(self, work=replace(self.work, prompt_tokens=longer))
 
     def _size(self, architecture: Architecture, balances_experts: bool = False) -> ModelSize:
         return ModelSize(architecture, self.layout, balances_experts, self.element, self.is_torch)

@@ -176,7 +176,7 @@ def _passes(job: Job, stage: int) -> Iterator[Component]:
     """What forward and backward passes hold, and on the last stage the loss."""
     student, tokens = job.student, job.rank_tokens
     if job.frozen:
-        widest = max(forward_bytes(size, tokens) for size in job.frozen.values())
+        widest = max(forward_bytes(n, job.of_scorer(r).rank_tokens) for r, n in job.frozen.items())
         yield Component("one layer's activations", widest, ("score",))
     yield Component("activations", _activation_bytes(job, stage), ("update",))
     if job.config.train.deterministic and not job.is_torch:
@@ -230,7 +230,10 @@ def _attention(job: Job, stage: int) -> Iterator[Component]:
         layers = job.student.layers_per_stage * _in_flight(job, stage)
     trained = deterministic_attention(job, job.student)
     yield Component(trained.name, trained.trained_bytes(layers), ("update",))
-    scored = [deterministic_attention(job, size).scored_bytes for size in job.frozen.values()]
+    scored = [
+        deterministic_attention(job.of_scorer(role), size).scored_bytes
+        for role, size in job.frozen.items()
+    ]
     if held := max(scored, default=0):
         yield Component("frozen attention's scores, unfused", held, ("score",))
 
@@ -248,6 +251,11 @@ def _loss_inputs(job: Job) -> Iterator[Component]:
         yield Component("heads of the scorers", columns, ("update",))
     kept = element * (job.scored_rows / job.layout.gradient_ranks) * widths
     yield Component("hidden states of the scorers", kept, ("score", "update"))
+    of_teacher = _hidden_states_needed(replace(job, models=replace(job.models, reference=False)))
+    if of_teacher and job.of_scorer("teacher") is not job:
+        # scoring/own_prompt.py: those of all context ranks, in the teacher's order
+        moved = job.element * (job.scored_rows / job.layout.data) * sum(of_teacher)
+        yield Component("teacher's hidden states on their way", moved, ("score",))
 
 
 def _loss_bytes(job: Job) -> float:

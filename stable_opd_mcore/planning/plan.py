@@ -131,6 +131,9 @@ class Plan(Prediction):
             f"assumed: {job.work.prompt_tokens} prompt and {job.work.response_tokens} response "
             "tokens on average; rates are estimates that no GPU has confirmed",
         ]
+        of_teacher = job.of_scorer("teacher").work
+        if of_teacher != job.work:
+            lines.append(f"assumed: {of_teacher.prompt_tokens} tokens of teacher.prompt on average")
         return "\n".join(lines)
 
 

@@ -56,7 +56,7 @@ def step_seconds(job: Job) -> StepSeconds:
     head_flops = sum(size.head_flops(job.scored_rows) for size in heads)
     head = device.matmul_seconds(head_flops / (job.layout.gpus / job.layout.pipeline))
     counting = forward if config.train.moe_aux_loss_coeff else 0.0
-    score = sum(_forward_seconds(job, size) for size in job.frozen.values())
+    score = sum(_forward_seconds(job.of_scorer(role), size) for role, size in job.frozen.items())
     # Forward, two products backward, and what the backward pass computes again.
     update = 3 * forward + again + counting + head + _optimizer_seconds(job)
     offload, publish, rollout = _offload_seconds(job), 0.0, _rollout_seconds(job)

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from stable_opd_mcore.parallel import transfers
 from stable_opd_mcore.records import MicroBatch
-from stable_opd_mcore.train import step
+from stable_opd_mcore.train.samples import sharing
 
 _READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "equal"}
 _SIZED_BY_VALUES = {"nonzero", "unique", "unique_consecutive", "masked_select", "bincount"}
@@ -51,7 +51,7 @@ class HostWaits(TorchFunctionMode):
         self._on_device: dict[int, None] = {}
         self._on_host: dict[int, int] = {}
         self._patches = (
-            patch.object(step, "to_device", self._to_device),
+            patch.object(sharing, "to_device", self._to_device),
             patch.object(FakeTensor, "tolist", lambda tensor: self._tolist(tensor)),
         )
 

@@ -29,6 +29,7 @@ from stable_opd_mcore.losses.output_head import accumulation_dtype
 from stable_opd_mcore.metrics import Metrics, Sum
 from stable_opd_mcore.models.weights import iter_hf_tensors
 from stable_opd_mcore.parallel.world import World
+from stable_opd_mcore.planning.job import PRIVILEGED_TOKENS
 from stable_opd_mcore.records import Prompt, Rollout, Sample, SampleFacts
 from stable_opd_mcore.rehearsal.fake_tensors import fake_tensors
 from stable_opd_mcore.rehearsal.fake_world import fake_world
@@ -116,7 +117,13 @@ class _Inputs:
         """As PromptSet.select."""
         response = self._response()
         return [
-            Prompt(f"rehearsal:{i}", "", (0,) * self.prompt_tokens, golden_token_ids=response)
+            Prompt(
+                f"rehearsal:{i}",
+                "",
+                (0,) * self.prompt_tokens,
+                golden_token_ids=response,
+                teacher_token_ids=self._teacher_prompt(),
+            )
             for i in indices
         ]
 
@@ -145,6 +152,10 @@ class _Inputs:
             place: samples[index]
             for place, index in zip(mine.tolist(), facts.index_B[mine].tolist(), strict=True)
         }
+
+    def _teacher_prompt(self) -> tuple[int, ...] | None:
+        has_own = self.config.teacher is not None and self.config.teacher.prompt is not None
+        return (0,) * (self.prompt_tokens + PRIVILEGED_TOKENS) if has_own else None
 
     def _response(self) -> tuple[int, ...]:
         usable = max(1, self.vocab_size - len(self.stop_token_ids))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from stable_opd_mcore.losses.output_head import Head
-from stable_opd_mcore.records import MicroBatch, Scores
+from stable_opd_mcore.records import MicroBatch, Sample, Scores
 
 
 class Scorer:
@@ -21,8 +21,8 @@ class Scorer:
 
     head: Head | None = None  # this rank's shard of the output head; None off the last stage
 
-    def about(self, prompt_ids: Sequence[str]) -> Scorer:  # noqa: ARG002
-        """The scorer of the following micro-batches, whose sample i answers `prompt_ids[i]`."""
+    def about(self, samples: Sequence[Sample]) -> Scorer:  # noqa: ARG002
+        """The scorer of the following micro-batches, which hold `samples`: `sample_index_N`."""
         return self
 
     def score(self, microbatches: Sequence[MicroBatch]) -> list[Scores]:

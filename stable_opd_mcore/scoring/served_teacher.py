@@ -29,7 +29,7 @@ from torch import Tensor
 from stable_opd_mcore.config.schema import TeacherConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.parallel.world import World, gather_objects
-from stable_opd_mcore.records import MicroBatch, Scores
+from stable_opd_mcore.records import MicroBatch, Sample, Scores
 from stable_opd_mcore.scoring.scorer import Scorer
 from stable_opd_mcore.serving.api_key import read_api_key
 from stable_opd_mcore.serving.client import ServerFailure, SglangClient, pause_seconds
@@ -93,15 +93,15 @@ class ServedTeacher(Scorer):
         self._turn = itertools.count()
         self._prompt_ids: list[str] = []
 
-    def about(self, prompt_ids: Sequence[str]) -> ServedTeacher:
+    def about(self, samples: Sequence[Sample]) -> ServedTeacher:
         """See `Scorer.about`: a prompt's source selects the teacher.
 
         Raises:
             UserError: no route names a prompt's source.
         """
-        for prompt_id in prompt_ids:
+        self._prompt_ids = [sample.prompt_id for sample in samples]
+        for prompt_id in self._prompt_ids:
             self._route(prompt_id)
-        self._prompt_ids = list(prompt_ids)
         return self
 
     def score(self, microbatches: Sequence[MicroBatch]) -> list[Scores]:

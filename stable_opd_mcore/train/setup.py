@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 
+import numpy as np
 import torch
 
 from stable_opd_mcore.checks.known import Place
@@ -29,6 +30,7 @@ from stable_opd_mcore.parallel.determinism import make_deterministic
 from stable_opd_mcore.parallel.world import World, ranks_on_this_machine, start_world
 from stable_opd_mcore.planning.hardware import DEVICES
 from stable_opd_mcore.planning.plan import Cluster
+from stable_opd_mcore.records import MicroBatch, Sample, SampleWeights
 from stable_opd_mcore.rollout.choice import build_engine, embedded_engine, training_sampling
 from stable_opd_mcore.rollout.sglang.group import prepare_nccl
 from stable_opd_mcore.run_inputs import (
@@ -42,12 +44,14 @@ from stable_opd_mcore.run_inputs import (
     teacher_stop_ids,
 )
 from stable_opd_mcore.scoring.megatron import MegatronScorer
+from stable_opd_mcore.scoring.own_prompt import OwnPromptScorer
 from stable_opd_mcore.scoring.scorer import Scorer
 from stable_opd_mcore.scoring.served_teacher import ServedTeacher
 from stable_opd_mcore.train.phases import device_memory
 from stable_opd_mcore.train.reference import MovingReference
 from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.samples.overlap import TOP_K, OverlapModel, OverlapPair
+from stable_opd_mcore.train.samples.sharing import micro_batches
 from stable_opd_mcore.train.student import Student
 
 
@@ -271,12 +275,13 @@ class _Models:
         stop_ids, merged_ids = self.objective.stop_ids, self.objective.terms.merged_ids
         top_k = self.objective.top_k if needs == "topk" else None
         if self.config.teacher.engine == "megatron":
-            return self._teacher_scorer(
+            scorer = self._teacher_scorer(
                 stop_ids=stop_ids,
                 top_k=top_k,
                 merged_ids=merged_ids,
                 hidden_alone=needs == "hidden",
             )
+            return self._reading_its_prompt(scorer)
         if needs == "hidden":
             raise UserError(
                 f"objective.name={self.config.objective.name} compares whole distributions, which "
@@ -284,7 +289,23 @@ class _Models:
             )
         served = self._served_teacher(self.config.teacher, stop_ids, top_k, merged_ids)
         served.self_test(range(min(64, self.vocab_size)))
-        return served
+        return self._reading_its_prompt(served)
+
+    def _reading_its_prompt(self, scorer: Scorer) -> Scorer:
+        """The teacher with `teacher.prompt`, or as it is without."""
+        config, teacher = self.config, self.config.teacher
+        assert teacher is not None
+        if teacher.prompt is None:
+            return scorer
+        # SGLang packs for itself
+        model = teacher if teacher.engine == "megatron" else config.student
+        length = configured_architecture(model).attention_length
+
+        def pack(samples: Sequence[Sample]) -> list[MicroBatch]:
+            weights = SampleWeights(*np.zeros((3, len(samples))))
+            return micro_batches(config, self.world, samples, weights, attention_length=length)
+
+        return OwnPromptScorer(scorer, self.world, pack)
 
     def reference(self) -> MegatronScorer | None:
         """The frozen reference: `reference.path`, or the student before its first update."""
@@ -333,7 +354,7 @@ class _Models:
             student=OverlapModel(
                 self._megatron_scorer(self.student, stop_ids=own, top_k=top_k), own
             ),
-            teacher=OverlapModel(scorer, others),
+            teacher=OverlapModel(self._reading_its_prompt(scorer), others),
         )
 
     def _load(

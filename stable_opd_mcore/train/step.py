@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.data.packing import costs, pack
+from stable_opd_mcore.data.packing import costs
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.losses.fused import finite_scores, require_finite_scores
 from stable_opd_mcore.losses.token_weights import (
@@ -31,19 +31,13 @@ from stable_opd_mcore.losses.token_weights import (
     weigh_positions,
 )
 from stable_opd_mcore.metrics import Mean, Metrics, Same, Sum, reduce_over_ranks
-from stable_opd_mcore.models.fp8 import MULTIPLE
 from stable_opd_mcore.models.hidden_states import forward_hidden
 from stable_opd_mcore.models.weights import refuse_non_finite
 from stable_opd_mcore.monitoring.health import sample_metrics, token_metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
-from stable_opd_mcore.parallel.context import slice_microbatch
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
-from stable_opd_mcore.parallel.transfers import OnHost, to_device
-from stable_opd_mcore.parallel.world import (
-    World,
-    gather_objects,
-    object_group,
-)
+from stable_opd_mcore.parallel.transfers import OnHost
+from stable_opd_mcore.parallel.world import World, object_group
 from stable_opd_mcore.records import (
     LossOutput,
     MicroBatch,
@@ -66,7 +60,7 @@ from stable_opd_mcore.train.samples.drawing import (
     training_samples,
 )
 from stable_opd_mcore.train.samples.overlap import overlap_metrics
-from stable_opd_mcore.train.samples.sharing import Minibatch, gather_facts, share_out
+from stable_opd_mcore.train.samples.sharing import Minibatch, gather_facts, micro_batches, share_out
 from stable_opd_mcore.train.samples.token_values import Record, RolloutValues, TokenRecorder
 from stable_opd_mcore.train.strengths import adapt, strengths_of
 
@@ -170,30 +164,24 @@ def minibatches_of(run: Run, drawn: Sequence[Sample], facts: SampleFacts) -> lis
 
 def pack_minibatch(run: Run, minibatch: Minibatch) -> list[MicroBatch]:
     """This rank's micro-batches of a minibatch on its device, sliced under context parallelism."""
-    world, architecture = run.world, run.student.chunks[0].architecture
+    architecture = run.student.chunks[0].architecture
     experts = architecture.experts if run.config.rollout.routing_replay else None
-    batches = pack(
+    batches = micro_batches(
+        run.config,
+        run.world,
         minibatch.samples,
         minibatch.weights,
-        max_tokens=run.config.train.micro_batch_tokens,
-        agree=lambda count: max(gather_objects(count, world.data_group)),
         attention_length=architecture.attention_length,
-        pad_to_multiple=world.token_multiple * (MULTIPLE if run.config.fp8.is_on else 1),
-        sequence_multiple=world.sequence_multiple,
-        microbatch_multiple=world.microbatch_multiple,
         routing=experts and (architecture.num_layers, experts.per_token),
     )
-    slices = (slice_microbatch(b, world.context_rank, world.context_size) for b in batches)
-    on_device = [to_device(batch, world.device) for batch in slices]
-    return weigh_positions(on_device, run.config.objective.position_half_life)
+    return weigh_positions(batches, run.config.objective.position_half_life)
 
 
 def score(run: Run, batches: Sequence[MicroBatch], minibatch: Minibatch) -> list[MicroBatch]:
     """The micro-batches with the scores of teacher, reference and behaviour policy."""
-    prompt_ids = [sample.prompt_id for sample in minibatch.samples]
     return with_scores(
         batches,
-        teacher=run.teacher and run.teacher.about(prompt_ids),
+        teacher=run.teacher and run.teacher.about(minibatch.samples),
         reference=run.reference,
         behaviour=run.behaviour,
     )

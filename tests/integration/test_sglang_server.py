@@ -219,9 +219,9 @@ def test_teachers_are_routed_by_source_and_unknown_ones_refused(server, world, k
     )
     samples, weights = _samples()
     batches = pack(samples, weights, max_tokens=64)
-    assert teacher.about([s.prompt_id for s in samples]).score(batches)
+    assert teacher.about(samples).score(batches)
     with pytest.raises(ValueError, match=r"no teacher is routed for its source 'code'.*math"):
-        teacher.about(["math:0", "code:7"])
+        teacher.about([replace(samples[0], prompt_id="code:7")])
     with pytest.raises(ValueError, match="rollouts are drawn at"):
         ServedTeacher(config, world, vocab_size=VOCABULARY, temperature=0.7)
 

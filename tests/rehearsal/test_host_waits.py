@@ -10,7 +10,7 @@ from stable_opd_mcore.rehearsal import host_waits
 from stable_opd_mcore.rehearsal.fake_tensors import fake_tensors
 from stable_opd_mcore.rehearsal.host_waits import HostWaits
 from stable_opd_mcore.rehearsal.rank import rehearse_rank
-from stable_opd_mcore.train import step
+from stable_opd_mcore.train.samples import sharing
 from tests.models.tiny import microbatch
 from tests.planning import cases
 
@@ -35,7 +35,7 @@ def counting(monkeypatch):
     """Values on the device, and the places that were counted; this file counts as the package."""
     monkeypatch.setattr(host_waits, "_place", lambda: "here")
     with fake_tensors(), HostWaits() as waits:
-        batch = step.to_device(microbatch([5, 3]), "cpu")
+        batch = sharing.to_device(microbatch([5, 3]), "cpu")
         yield torch.zeros(len(batch.rows_N)), batch.golden_N, waits.places
 
 

@@ -26,6 +26,7 @@ from stable_opd_mcore.train import step
 from stable_opd_mcore.train.learning_rate import learning_rate
 from stable_opd_mcore.train.oversight.guard import GuardState
 from stable_opd_mcore.train.persistence.state import TrainState
+from stable_opd_mcore.train.samples import sharing
 from stable_opd_mcore.train.student import Student
 from tests.config.test_load import SMOKE
 from tests.parallel.launch import run_ranks
@@ -147,8 +148,8 @@ class Scorer:
     def __init__(self, logprob: float):
         self.logprob, self.prompts = logprob, None
 
-    def about(self, prompt_ids):
-        self.prompts = prompt_ids
+    def about(self, samples):
+        self.prompts = [sample.prompt_id for sample in samples]
         return self
 
     def score(self, batches):
@@ -176,7 +177,7 @@ def test_routing_is_packed_for_replay_and_tokens_are_padded_for_fp8(run, replaye
     changes = {"rollout": rollout, "fp8": Fp8Config(teacher=fp8)}
     config = run.config.model_copy(update=changes)
     student = SimpleNamespace(chunks=[SimpleNamespace(architecture=architecture)])
-    with patch.object(step, "pack", return_value=[]) as pack:
+    with patch.object(sharing, "pack", return_value=[]) as pack:
         step.pack_minibatch(replace(run, config=config, student=student), minibatch)
     assert {key: pack.call_args.kwargs[key] for key in expected} == expected
 

@@ -99,7 +99,18 @@ def training_samples(
         )
         off_policy = own_share(run.world, off_policy)
         samples, golden = mark_off_policy(samples, off_policy), mark_off_policy(golden, off_policy)
-    return samples + golden
+    return with_teacher_prompts(samples + golden, prompts)
+
+
+def with_teacher_prompts(samples: list[Sample], prompts: Sequence[Prompt]) -> list[Sample]:
+    """The samples with `teacher.prompt` of their prompts; as they are where there is none.
+
+    Not from a rollout's own prompt: one that was read from a file lacks it.
+    """
+    own = {prompt.prompt_id: prompt.teacher_token_ids for prompt in prompts}
+    if all(token_ids is None for token_ids in own.values()):
+        return samples
+    return [replace(one, teacher_prompt_token_ids=own[one.prompt_id]) for one in samples]
 
 
 def measured(

@@ -76,7 +76,7 @@ def _stop_scores(
         replace(batch, targets_N=batch.targets_N.masked_fill(is_last_N, stop_id))
         for batch, is_last_N in zip(batches, is_last, strict=True)
     ]
-    return model.scorer.about([sample.prompt_id for sample in samples]).score(retargeted)
+    return model.scorer.about(samples).score(retargeted)
 
 
 def _compare(

@@ -3,9 +3,10 @@
 A data-parallel rank draws rollouts for its share of the prompts. Their lengths, rewards and counts
 go to every rank (`gather_facts`). From these facts each rank computes the same minibatches,
 normalisers and shares. Then each sample goes from the rank that drew it to the ranks that train on
-it (`share_out`), so the host work of a rank depends on its own share.
+it (`share_out`), so the host work of a rank depends on its own share, and becomes part of a
+micro-batch on its device (`micro_batches`).
 
-Not here: token weights (losses/token_weights.py), balance and micro-batches (data/packing.py).
+Not here: token weights (losses/token_weights.py), balance and packing (data/packing.py).
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stable_opd_mcore.data.packing import partition, split_by_prompt
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.data.packing import pack, partition, split_by_prompt
+from stable_opd_mcore.models.fp8 import MULTIPLE
+from stable_opd_mcore.parallel.context import slice_microbatch
+from stable_opd_mcore.parallel.transfers import to_device
 from stable_opd_mcore.parallel.world import World, exchange_objects, gather_objects
-from stable_opd_mcore.records import Sample, SampleFacts, SampleWeights
+from stable_opd_mcore.records import MicroBatch, Sample, SampleFacts, SampleWeights
 
 _TRAVELLING = 6  # numbers of each sample that go to every rank, see `_numbers_of`
 
@@ -140,3 +145,33 @@ def collect(
         places = mine[facts.holder_B[mine] == data_rank].tolist()
         held.update(zip(places, received, strict=True))
     return held
+
+
+def micro_batches(
+    config: Config,
+    world: World,
+    samples: Sequence[Sample],
+    weights: SampleWeights,
+    *,
+    attention_length: float,
+    routing: tuple[int, int] | None = None,
+) -> list[MicroBatch]:
+    """This rank's micro-batches, sliced under context parallelism. Collective over all ranks.
+
+    Args:
+        attention_length: of the model that reads them (Architecture.attention_length).
+        routing: as in `pack`.
+    """
+    batches = pack(
+        samples,
+        weights,
+        max_tokens=config.train.micro_batch_tokens,
+        agree=lambda count: max(gather_objects(count, world.data_group)),
+        attention_length=attention_length,
+        pad_to_multiple=world.token_multiple * (MULTIPLE if config.fp8.is_on else 1),
+        sequence_multiple=world.sequence_multiple,
+        microbatch_multiple=world.microbatch_multiple,
+        routing=routing,
+    )
+    slices = (slice_microbatch(b, world.context_rank, world.context_size) for b in batches)
+    return [to_device(batch, world.device) for batch in slices]

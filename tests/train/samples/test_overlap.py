@@ -33,8 +33,8 @@ class Listing:
         self.prompts: list[str] = []
         self.batches: list[MicroBatch] = []
 
-    def about(self, prompt_ids):
-        self.prompts = list(prompt_ids)
+    def about(self, samples):
+        self.prompts = [sample.prompt_id for sample in samples]
         return self
 
     def score(self, microbatches):

@@ -1,0 +1,107 @@
+"""A teacher that reads another prompt than the student: `teacher.prompt`.
+
+The student's response follows the teacher's prompt token for token. The teacher so has sequences of
+its own lengths, packed into micro-batches of its own, and its scores are brought back to the rows
+of the student's micro-batches: number r of R counts the response tokens of this rank's samples, in
+order. Under context parallelism a token may lie on different ranks in the two packings; its values
+are then summed over the context ranks, of which one has them and the others have zeros.
+
+Not here: the text of the prompt (data/teacher_prompt.py), scoring itself (megatron.py,
+served_teacher.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stable_opd_mcore.parallel.world import World
+from stable_opd_mcore.records import MicroBatch, Sample, Scores
+from stable_opd_mcore.scoring.scorer import Scorer
+
+Pack = Callable[[Sequence[Sample]], list[MicroBatch]]  # on this rank's device; collective
+
+
+class OwnPromptScorer(Scorer):
+    """A `Scorer` that gives `scorer` the teacher's prompts.
+
+    Args:
+        pack: the micro-batches of samples that `scorer` reads. Token weights are not read.
+    """
+
+    def __init__(self, scorer: Scorer, world: World, pack: Pack) -> None:
+        self._scorer, self._world, self._pack = scorer, world, pack
+        self._samples: Sequence[Sample] = ()
+        self._num_rows = 0  # R
+        self.head = scorer.head
+
+    def about(self, samples: Sequence[Sample]) -> OwnPromptScorer:
+        """See `Scorer.about`."""
+        about = OwnPromptScorer(self._scorer.about(samples), self._world, self._pack)
+        about._samples = samples
+        about._num_rows = sum(len(sample.response_token_ids) for sample in samples)
+        return about
+
+    def score(self, microbatches: Sequence[MicroBatch]) -> list[Scores]:
+        """See `Scorer.score`. Collective over the context ranks."""
+        own = self._pack([_with_teacher_prompt(sample) for sample in self._samples])
+        starts_B = self._starts()
+        rows_of_teacher = [_numbers(batch, starts_B) for batch in own]
+        rows_of_student = [_numbers(batch, starts_B) for batch in microbatches]
+        # The student's targets: a caller may ask for others than the response tokens.
+        targets = self._moved([b.targets_N for b in microbatches], rows_of_student, rows_of_teacher)
+        scores = self._scorer.score(
+            [replace(batch, targets_N=ids) for batch, ids in zip(own, targets, strict=True)]
+        )
+        if not scores:
+            return []
+        columns = {field.name: [getattr(s, field.name) for s in scores] for field in fields(Scores)}
+        del scores  # so that each field is freed once it is moved
+        moved = {
+            name: self._moved(values, rows_of_teacher, rows_of_student)
+            if values[0] is not None
+            else [None] * len(microbatches)
+            for name, values in columns.items()
+        }
+        return [
+            Scores(**dict(zip(moved, values, strict=True)))
+            for values in zip(*moved.values(), strict=True)
+        ]
+
+    def _starts(self) -> Tensor:
+        """int64 [B], the number of each sample's first response token."""
+        lengths_B = np.array([len(s.response_token_ids) for s in self._samples], np.int64)
+        starts_B = torch.from_numpy(np.cumsum(lengths_B) - lengths_B)
+        if self._world.device.type == "cuda":
+            starts_B = starts_B.pin_memory()
+        return starts_B.to(self._world.device, non_blocking=True)
+
+    def _moved(
+        self, values: list[Tensor], origins: Sequence[Tensor], destinations: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Values of the rows `origins`, one tensor a micro-batch, as those of `destinations`.
+
+        `values` is emptied, so that its tensors can be freed.
+        """
+        all_R = values[0].new_zeros(self._num_rows, *values[0].shape[1:])
+        for rows, numbers in zip(values, origins, strict=True):
+            all_R[numbers] = rows
+        values.clear()
+        if self._world.context_group is not None:
+            dist.all_reduce(all_R, group=self._world.context_group)
+        return [all_R[numbers] for numbers in destinations]
+
+
+def _with_teacher_prompt(sample: Sample) -> Sample:
+    assert sample.teacher_prompt_token_ids is not None, "train/samples/drawing.py sets it"
+    return replace(sample, prompt_token_ids=sample.teacher_prompt_token_ids, routed_experts=None)
+
+
+def _numbers(batch: MicroBatch, starts_B: Tensor) -> Tensor:
+    """int64 [N], the number of each row's response token among those of all samples."""
+    return starts_B[batch.sample_index_N] + batch.token_index_N
