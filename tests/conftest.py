@@ -1,4 +1,4 @@
-"""The order of the tests, the bytecode of the processes that they start, quick imports."""
+"""A world of one rank, the order of the tests, bytecode of the processes they start, imports."""
 
 import gc
 import os
@@ -11,6 +11,19 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 gc.disable()  # while all test files and what they import are loaded: there is nothing to collect
+
+
+@pytest.fixture(scope="module")
+def world():
+    """The world of a run of one rank."""
+    import torch
+
+    from stable_opd_mcore.config.schema import ParallelConfig
+    from stable_opd_mcore.parallel.world import start_world, stop_world
+
+    torch.set_num_threads(1)
+    yield start_world(ParallelConfig(), seed=0)
+    stop_world()
 
 
 def pytest_collection_finish() -> None:

@@ -14,6 +14,7 @@ import math
 import random
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import orjson
@@ -50,20 +51,22 @@ class RefusedRequest(UserError):
         self.status = status
 
 
+@dataclass(eq=False, repr=False)  # no log shows the key
 class SglangClient:
     """Requests to one server. Safe to use from many threads."""
 
-    def __init__(
-        self, url: str, *, api_key: str | None = None, request_timeout_seconds: float = 600.0
-    ) -> None:
-        self.url = url.rstrip("/")
-        self.api_key = api_key
-        self._timeout = request_timeout_seconds
-        self._connections = Connections(self.url, api_key)
+    url: str
+    _: KW_ONLY
+    api_key: str | None = None
+    request_timeout_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        self.url = self.url.rstrip("/")
+        self._connections = Connections(self.url, self.api_key)
 
     def copy(self) -> SglangClient:
         """A new client of the same server."""
-        return SglangClient(self.url, api_key=self.api_key, request_timeout_seconds=self._timeout)
+        return replace(self)
 
     def close(self) -> None:
         """Send no more requests; those in flight fail at once as unreachable."""
@@ -177,7 +180,7 @@ class SglangClient:
             RefusedRequest: any other 4xx.
         """
         body = None if payload is None else json.dumps(payload, allow_nan=False)
-        seconds = timeout_seconds or self._timeout
+        seconds = timeout_seconds or self.request_timeout_seconds
         attempt = 0
         while True:
             attempt += 1

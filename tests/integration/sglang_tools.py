@@ -6,22 +6,23 @@ Without the servers' venv (`make sglang`) these tests are skipped; under CI they
 
 from __future__ import annotations
 
-import http.server
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.integration.hosts import Host
+from tests.serving.http_server import Request, http_server
 
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("STABLE_OPD_SGLANG_PYTHON", str(ROOT / ".venv-sglang" / "bin" / "python"))
@@ -181,34 +182,21 @@ def _settings(directory: Path, name: str) -> list[str]:
 
 def group_lives(group: int) -> bool:
     """Whether a process of the group runs; zombies do not count."""
-    return any(int(fields[2]) == group and fields[0] != "Z" for _, fields in _processes())
+    for process in psutil.process_iter(["status"]):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE:
+                return True
+    return False
 
 
 def servers_of(owner: int) -> list[int]:
     """The process groups of the servers that `owner` started, the oldest first."""
-    groups = []
-    for pid, fields in _processes():
-        if int(fields[1]) != owner:
-            continue
-        try:
-            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue  # it has ended meanwhile
-        if any(part.endswith(b"launch_server.py") for part in arguments):
-            groups.append(pid)
-    return sorted(groups)
-
-
-def _processes() -> list[tuple[int, list[str]]]:
-    """(pid, [state, parent, group]) of every process."""
-    processes = []
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = entry.read_text().rpartition(")")[2].split()[:3]
-        except OSError:
-            continue  # it has ended meanwhile
-        processes.append((int(entry.parent.name), fields))
-    return processes
+    found = []
+    for process in psutil.Process(owner).children():
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            if any(part.endswith("launch_server.py") for part in process.cmdline()):
+                found.append(process.pid)
+    return sorted(found)
 
 
 # ---- files of a run
@@ -247,54 +235,24 @@ def rollouts(run: Path, step: int) -> list[dict[str, Any]]:
 # ---- faults between client and server
 
 
-class FaultyProxy:
+@contextlib.contextmanager
+def faulty_proxy(
+    target: str,
+    fault: Callable[[str], tuple[int, bytes] | None] = lambda _: None,
+    change: Callable[[bytes], bytes] = lambda body: body,
+) -> Iterator[str]:
     """Forwards to a real server; `fault(path)` may reply instead, and `change` alters the replies
-    of /generate.
-    """
+    of /generate."""
 
-    def __init__(self, target: str) -> None:
-        self.fault: Callable[[str], tuple[int, bytes] | None] = lambda path: None
-        self.change: Callable[[bytes], bytes] = lambda body: body
-        self.requests = 0  # to /generate
-        outer = self
+    def reply(request: Request) -> tuple[int, bytes]:
+        if (answer := fault(request.path)) is not None:
+            return answer
+        kept = ("Authorization", "Content-Type")
+        headers = {name: request.headers[name] for name in kept if name in request.headers}
+        url, content = target + request.path, request.body
+        response = httpx.request(request.method, url, content=content, headers=headers, timeout=60)
+        alter = change if request.path == "/generate" else bytes
+        return response.status_code, alter(response.content)
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                self._answer("POST", body)
-
-            def do_GET(self) -> None:
-                self._answer("GET", b"")
-
-            def _answer(self, method: str, body: bytes) -> None:
-                outer.requests += self.path == "/generate"
-                fault = outer.fault(self.path)
-                if fault is None:
-                    kept = ("Authorization", "Content-Type")
-                    headers = {name: self.headers[name] for name in kept if name in self.headers}
-                    response = httpx.request(
-                        method, target + self.path, content=body, headers=headers, timeout=60
-                    )
-                    fault = (response.status_code, response.content)
-                    if self.path == "/generate":
-                        fault = (fault[0], outer.change(fault[1]))
-                self.send_response(fault[0])
-                self.send_header("Content-Length", str(len(fault[1])))
-                self.end_headers()
-                self.wfile.write(fault[1])
-
-            def log_message(self, *arguments) -> None:
-                pass
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def __enter__(self) -> FaultyProxy:
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+    with http_server(reply) as url:
+        yield url

@@ -9,11 +9,9 @@ import os
 import pytest
 import torch
 
-from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
-from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.records import Sample, Sampling
 from stable_opd_mcore.rollout.sglang.build import model_config, write_model_config
 from stable_opd_mcore.rollout.sglang.group import DistributedTransport
@@ -49,12 +47,6 @@ pytestmark = [needs_old_sglang, pytest.mark.cluster]
 RELEASE = ".".join(map(str, OLDEST_RELEASE))
 FIELDS = architecture("qwen3", tied=True, head_dim=16, intermediate_size=80)  # padded to 96
 PROMPT = tuple(range(3, 20))
-
-
-@pytest.fixture
-def world():
-    yield start_world(ParallelConfig(), seed=0)
-    stop_world()
 
 
 @pytest.fixture

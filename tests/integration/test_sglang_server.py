@@ -21,7 +21,6 @@ from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.huggingface import export_hf
-from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.records import Sample, SampleWeights, Sampling
 from stable_opd_mcore.rollout.sglang.build import model_config
 from stable_opd_mcore.scoring.megatron import MegatronScorer
@@ -33,8 +32,8 @@ from tests.integration.sglang_tools import (
     PYTHON,
     SERVER_ARGUMENTS,
     VOCABULARY,
-    FaultyProxy,
     architecture,
+    faulty_proxy,
     group_lives,
     needs_sglang,
     rows,
@@ -45,14 +44,6 @@ from tests.shares import weights_of
 
 pytestmark = [needs_sglang, pytest.mark.cluster]
 FIELDS = architecture("qwen3", tied=False, head_dim=16)
-
-
-@pytest.fixture(scope="module")
-def world():
-    from stable_opd_mcore.config.schema import ParallelConfig
-
-    yield start_world(ParallelConfig(), seed=0)
-    stop_world()
 
 
 @pytest.fixture(scope="module")
@@ -227,15 +218,14 @@ def test_teachers_are_routed_by_source_and_unknown_ones_refused(server, world, k
 
 
 def test_an_absent_teacher_is_named_after_the_patience(server, world, key_file):
-    with FaultyProxy(server.url) as proxy:
-        config = TeacherConfig(engine="sglang", urls=(proxy.url, server.url), api_key_file=key_file)
-        proxy.fault = lambda path: (503, b"busy")
+    with faulty_proxy(server.url, lambda _: (503, b"busy")) as busy:
+        config = TeacherConfig(engine="sglang", urls=(busy, server.url), api_key_file=key_file)
         teacher = ServedTeacher(config, world, vocab_size=VOCABULARY, temperature=1.0)
         samples, weights = _samples()
         batches = pack(samples, weights, max_tokens=64)
         assert teacher.score(batches)  # the other replica answers
         alone = ServedTeacher(
-            TeacherConfig(engine="sglang", urls=(proxy.url,)),
+            TeacherConfig(engine="sglang", urls=(busy,)),
             world,
             vocab_size=VOCABULARY,
             temperature=1.0,

@@ -2,6 +2,7 @@
 and access to the servers. `stable-opd serve` starts the servers once for the whole file.
 """
 
+import itertools
 import json
 import math
 import shutil
@@ -17,17 +18,16 @@ import torch
 from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
-from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.records import Prompt, Sampling
 from stable_opd_mcore.rollout.sglang.build import build_sglang_engine
 from stable_opd_mcore.rollout.sglang.engine import SglangEngine
 from stable_opd_mcore.serving.client import SglangClient
 from tests.integration.sglang_tools import (
     ROOT,
-    FaultyProxy,
     Process,
     events,
     external,
+    faulty_proxy,
     group_lives,
     needs_sglang,
     rollouts,
@@ -234,14 +234,6 @@ def test_each_tensor_rank_of_a_colocated_server_reads_the_rank_on_its_gpu(tmp_pa
 # ---- answers from other weights
 
 
-@pytest.fixture(scope="module")
-def world():
-    from stable_opd_mcore.config.schema import ParallelConfig
-
-    yield start_world(ParallelConfig(), seed=0)
-    stop_world()
-
-
 def _engine(directory: Path, world, pair: Pair, url: str, *overrides: str) -> SglangEngine:
     """An engine over `url`, with versions 0 and 1 published."""
     config = load_config(
@@ -303,28 +295,22 @@ def test_a_server_back_with_other_weights_is_given_the_right_ones(
 @pytest.mark.parametrize(("max_staleness", "versions"), [(0, {1}), (1, {0, 1})])
 def test_a_response_from_two_versions(tmp_path, world, pair, max_staleness, versions):
     """It counts as of the older version, and is drawn again if that is too old."""
-    with FaultyProxy(pair.urls[0]) as proxy:
-        engine = _engine(tmp_path, world, pair, proxy.url, f"rollout.max_staleness={max_staleness}")
-        proxy.change = _mixed_once()
-        drawn, happened = _drawn(engine, tmp_path)
-    assert drawn == versions
-    assert happened == ([] if max_staleness else DROPPED)
+    mixes = itertools.cycle([False])
 
-
-def _mixed_once():
-    """A function that makes the first prompt's responses state two versions."""
-    left = [None]
-
-    def change(body: bytes) -> bytes:
-        if not left:
+    def mixed(body: bytes) -> bytes:
+        if not next(mixes):
             return body
-        left.pop()
         answers = json.loads(body)
         for answer in answers:
             answer["meta_info"]["weight_versions"] = [{"version": "0"}, {"version": "1"}]
         return json.dumps(answers).encode()
 
-    return change
+    with faulty_proxy(pair.urls[0], change=mixed) as url:
+        engine = _engine(tmp_path, world, pair, url, f"rollout.max_staleness={max_staleness}")
+        mixes = itertools.chain([True], mixes)  # the first prompt's responses
+        drawn, happened = _drawn(engine, tmp_path)
+    assert drawn == versions
+    assert happened == ([] if max_staleness else DROPPED)
 
 
 # ---- access to the servers; the last test ends them

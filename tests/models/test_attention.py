@@ -6,18 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.models.attention import Buckets, _packed
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden
-from stable_opd_mcore.parallel.world import World, start_world, stop_world
+from stable_opd_mcore.parallel.world import World
 from tests.models import tiny
-
-
-@pytest.fixture(scope="module")
-def world():
-    yield start_world(ParallelConfig(), seed=0)
-    stop_world()
 
 
 @pytest.mark.parametrize("lengths", [[7], [5, 5, 5], [1, 90, 3, 64, 2, 65, 1], [4, 0, 6], [1, 1]])

@@ -7,19 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.models import gpt
 from stable_opd_mcore.models.gpt import build_model, check_layout
 from stable_opd_mcore.models.hidden_states import forward_hidden
 from stable_opd_mcore.models.megatron_checkpoint import weights_of
-from stable_opd_mcore.parallel.world import World, start_world, stop_world
+from stable_opd_mcore.parallel.world import World
 from tests.models import tiny
-
-
-@pytest.fixture(scope="module")
-def world():
-    yield start_world(ParallelConfig(), seed=0)
-    stop_world()
 
 
 @pytest.mark.parametrize(

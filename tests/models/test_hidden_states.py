@@ -14,12 +14,6 @@ from tests.models import tiny
 from tests.parallel.launch import run_ranks
 
 
-@pytest.fixture(scope="module")
-def world():
-    yield start_world(ParallelConfig(), seed=0)
-    stop_world()
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_head_is_the_models_own_parameter(world: World, tied: bool) -> None:
     architecture = tiny.architecture("qwen2", tie_word_embeddings=tied)

@@ -16,13 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import FAMILIES, read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
 from stable_opd_mcore.models.huggingface import export_hf, load_hf
-from stable_opd_mcore.parallel.world import World, start_world, stop_world
+from stable_opd_mcore.parallel.world import World
 from tests.models import tiny
 
 LLAMA3 = {
@@ -45,12 +44,6 @@ MODELS = {model_type: tiny.config(model_type) for model_type in FAMILIES} | {
         "llama", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def world():
-    yield start_world(ParallelConfig(), seed=0)
-    stop_world()
 
 
 def _save_transformers_model(fields: dict, directory: Path):

@@ -5,18 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.weights import refuse_non_finite
-from stable_opd_mcore.parallel.world import World, start_world, stop_world
+from stable_opd_mcore.parallel.world import World
 from tests.models import tiny
-
-
-@pytest.fixture(scope="module")
-def world():
-    yield start_world(ParallelConfig(), seed=0)
-    stop_world()
 
 
 def test_error_names_a_non_finite_weight(world: World) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from stable_opd_mcore.models.families import Architecture, read_architecture
 from stable_opd_mcore.records import MicroBatch
@@ -44,6 +45,12 @@ def config(model_type: str, **changes: Any) -> dict[str, Any]:
 
 def architecture(model_type: str, **changes: Any) -> Architecture:
     return read_architecture(config(model_type, **changes))
+
+
+def transformer(fields: dict[str, Any], seed: int) -> PreTrainedModel:
+    """The model of transformers with these fields of config.json and random weights."""
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields)).eval()
 
 
 def microbatch(lengths: list[int], seed: int = 0) -> MicroBatch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.models.families import read_architecture
@@ -14,6 +14,7 @@ from stable_opd_mcore.models.huggingface import load_hf
 from stable_opd_mcore.records import Prompt, Sample, Sampling
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
 from stable_opd_mcore.scoring.megatron import MegatronScorer
+from tests.models import tiny
 from tests.rollout.tiny import VOCAB, WINDOW, build_engine, decode, make_prompts
 from tests.shares import weights_of
 
@@ -177,20 +178,9 @@ def test_the_trainer_agrees_with_the_rollouts(tiny_path, world, precision, large
 
 
 def test_normalised_queries_and_a_tied_head(world, tmp_path):
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=WINDOW,
-        tie_word_embeddings=True,
-        initializer_range=0.25,
-    )
-    torch.manual_seed(1)
-    model = Qwen3ForCausalLM(config).eval()
+    changes = {"vocab_size": VOCAB, "num_key_value_heads": 1, "head_dim": 16}
+    changes |= {"tie_word_embeddings": True, "initializer_range": 0.25}
+    model = tiny.transformer(tiny.config("qwen3", **changes), seed=1)
     model.save_pretrained(tmp_path)
     engine = build_engine(tmp_path, world)
     sampling = Sampling(max_new_tokens=30, num_samples=2, stop_token_ids=(4,))

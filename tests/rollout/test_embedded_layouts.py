@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
+from collections import ChainMap
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from megatron.core.models.common.embeddings import RotaryEmbedding
 
@@ -61,7 +62,11 @@ def run_layouts(rank: int, world_size: int, model: Path, odd_window: Path, resul
         world = start_world(ParallelConfig(**layout), seed=0)
         engine = build_engine(model, world)
         prompts = make_prompts(4)[world.data_rank :: world.data_size]
-        rollouts = [r for s in SAMPLINGS for r in engine.generate(prompts, s, step=2)]
+        rollouts = {
+            (number, rollout.prompt.prompt_id, rollout.sample_index): rollout
+            for number, sampling in enumerate(SAMPLINGS)
+            for rollout in engine.generate(prompts, sampling, step=2)
+        }
         chunks = build_model(read_architecture(model), world, trainable=False)
         load_hf(chunks, model)
         teacher, alone = (
@@ -69,36 +74,11 @@ def run_layouts(rank: int, world_size: int, model: Path, odd_window: Path, resul
             for asked in ({"top_k": 4}, {"hidden_alone": True})
         )
         scores = [
-            replace(said, hidden_NH=states.hidden_NH)
+            (said.topk_ids_NK, said.logprob_N, said.topk_logprobs_NK, states.hidden_NH)
             for said, states in zip(teacher.score(BATCHES), alone.score(BATCHES), strict=True)
         ]
         assert bool(scores) == world.is_last_stage
-        record = {
-            "rollouts": [
-                (
-                    r.prompt.prompt_id,
-                    r.sample_index,
-                    r.token_ids.tolist(),
-                    r.rollout_logprobs.tolist(),
-                    r.finish_reason,
-                )
-                for r in rollouts
-            ],
-            "scores": [
-                [
-                    getattr(s, field).tolist()
-                    for field in (
-                        "logprob_N",
-                        "topk_ids_NK",
-                        "topk_logprobs_NK",
-                        "hidden_NH",
-                    )
-                ]
-                for s in scores
-            ],
-            "replica": world.data_rank,
-        }
-        (results / f"{name}_{rank}.json").write_text(json.dumps(record))
+        torch.save((world.data_rank, rollouts, scores), results / f"{name}_{rank}.pt")
         stop_world()
 
 
@@ -107,51 +87,26 @@ def test_rollouts_and_scores_do_not_depend_on_the_layout(tmp_path):
     odd_window = save_tiny(tmp_path / "odd_window", window=95)
     run_ranks(4, run_layouts, model, odd_window, tmp_path)
     found = {
-        name: [json.loads((tmp_path / f"{name}_{rank}.json").read_text()) for rank in range(4)]
+        name: [torch.load(tmp_path / f"{name}_{rank}.pt", weights_only=False) for rank in range(4)]
         for name in LAYOUTS
     }
     # The unsharded ranks of dp4 together hold every prompt: they are what the others must say.
-    expected = {
-        tuple(map(str, (row[0], row[1], number))): row
-        for rank in found["dp4"]
-        for number, row in numbered(rank["rollouts"])
-    }
+    expected = ChainMap(*(rollouts for _, rollouts, _ in found["dp4"]))
     assert len(expected) == 4 * 4
-    assert {row[4] for row in expected.values()} == {"stop", "length"}
-    scores = found["dp4"][0]["scores"]
+    assert {rollout.finish_reason for rollout in expected.values()} == {"stop", "length"}
+    expected_scores = found["dp4"][0][2]
     for name, ranks in found.items():
-        seen = set()
-        for record in ranks:
-            for number, row in numbered(record["rollouts"]):
-                key = tuple(map(str, (row[0], row[1], number)))
-                seen.add(key)
-                assert row[2] == expected[key][2], (name, key)
-                torch.testing.assert_close(
-                    torch.tensor(row[3]), torch.tensor(expected[key][3]), atol=1e-5, rtol=0
+        replicas: dict[int, dict] = {}
+        for replica, rollouts, scores in ranks:
+            # Ranks of one replica return the same, log-probabilities included.
+            assert replicas.setdefault(replica, rollouts) == rollouts, name
+            for key, rollout in rollouts.items():
+                other = expected[key]
+                np.testing.assert_allclose(
+                    rollout.rollout_logprobs, other.rollout_logprobs, atol=1e-5, rtol=0
                 )
-                assert row[4] == expected[key][4]
-            for batch, batch_expected in zip(record["scores"], scores, strict=False):
-                assert batch[1] == batch_expected[1], name
-                for field in (0, 2, 3):
-                    torch.testing.assert_close(
-                        torch.tensor(batch[field]),
-                        torch.tensor(batch_expected[field]),
-                        atol=1e-5,
-                        rtol=1e-5,
-                    )
-        assert seen == expected.keys(), name
-        # Ranks of one replica return the same list, log-probabilities included.
-        for record in ranks:
-            same = next(r for r in ranks if r["replica"] == record["replica"])
-            assert record["rollouts"] == same["rollouts"], name
-
-
-def numbered(rows: list) -> list[tuple[int, list]]:
-    """Rows with how often their (prompt, sample) came before: the number of the sampling."""
-    counts: dict[tuple, int] = {}
-    out = []
-    for row in rows:
-        key = (row[0], row[1])
-        out.append((counts.setdefault(key, 0), row))
-        counts[key] += 1
-    return out
+                assert rollout == replace(other, rollout_logprobs=rollout.rollout_logprobs)
+            for ours, theirs in zip(scores, expected_scores, strict=False):
+                assert torch.equal(ours[0], theirs[0]), name
+                torch.testing.assert_close(ours[1:], theirs[1:], atol=1e-5, rtol=1e-5)
+        assert ChainMap(*replicas.values()).keys() == expected.keys(), name

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
@@ -13,6 +12,7 @@ from stable_opd_mcore.models.huggingface import load_hf
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import Prompt
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
+from tests.models import tiny
 
 VOCAB = 37  # odd: tensor parallelism pads it
 WINDOW = 96
@@ -20,19 +20,8 @@ WINDOW = 96
 
 def save_tiny(directory: Path, window: int = WINDOW) -> Path:
     """Four layers, grouped queries, weights large enough that distributions are uneven."""
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=window,
-        tie_word_embeddings=False,
-        initializer_range=0.25,
-    )
-    torch.manual_seed(5)
-    model = Qwen2ForCausalLM(config)
+    fields = {"vocab_size": VOCAB, "max_position_embeddings": window, "initializer_range": 0.25}
+    model = tiny.transformer(tiny.config("qwen2", **fields), seed=5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import http.server
 import io
 import json
 import multiprocessing
 import pickle
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.rollout.sglang.checksums import ExpectedChecksums
+from tests.serving.http_server import Request, http_server
 
 _LOADING_SECONDS = 0.03  # packing a bucket of these tests takes a hundredth of it
 
@@ -54,7 +55,7 @@ def receiver(
     process = context.Process(target=_serve, args=arguments, daemon=True)
     process.start()
     try:
-        yield f"http://127.0.0.1:{ours.recv()}"
+        yield ours.recv()
     finally:
         process.terminate()
         process.join()
@@ -68,26 +69,14 @@ def _serve(
         torch.cuda.set_device(device)
     state = _State(fields, loses, fault, device)
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        wbufsize = -1  # headers and body in one packet: a second one would wait 40 ms for an ACK
+    def reply(request: Request) -> tuple[int, bytes]:
+        route = request.path.strip("/").partition("?")[0]
+        found = getattr(state, route)(json.loads(request.body))
+        return 200, found.encode() if isinstance(found, str) else json.dumps(found).encode()
 
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            route = self.path.strip("/").partition("?")[0]
-            reply = getattr(state, route)(json.loads(body))
-            content = reply.encode() if isinstance(reply, str) else json.dumps(reply).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *arguments: Any) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    pipe.send(server.server_port)
-    server.serve_forever()
+    with http_server(reply) as url:
+        pipe.send(url)
+        threading.Event().wait()
 
 
 class _State:

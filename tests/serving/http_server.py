@@ -6,19 +6,28 @@ import contextlib
 import http.server
 import threading
 from collections.abc import Callable, Iterator
+from email.message import Message
+from typing import NamedTuple
+
+
+class Request(NamedTuple):
+    method: str
+    path: str
+    headers: Message
+    body: bytes
 
 
 @contextlib.contextmanager
-def http_server(reply: Callable[[str], tuple[int, bytes]]) -> Iterator[str]:
-    """Yields the URL of a server that answers every request with `reply(path)`."""
+def http_server(reply: Callable[[Request], tuple[int, bytes]]) -> Iterator[str]:
+    """Yields the URL of a server that answers every request with `reply(request)`."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        wbufsize = -1
+        wbufsize = -1  # headers and body in one packet: a second one would wait 40 ms for an ACK
 
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            status, content = reply(self.path)
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, content = reply(Request(self.command, self.path, self.headers, body))
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()

@@ -32,7 +32,7 @@ def test_a_compressed_reply_is_not_decompressed():
 )
 def test_hostile_replies_are_refused_by_name(body, message):
     with (
-        http_server(lambda path: (200, body)) as url,
+        http_server(lambda _: (200, body)) as url,
         pytest.raises(ServerFailure, match=f"{url}: garbage: .*{message}"),
     ):
         SglangClient(url).call("POST", "/weights_checker", {})
@@ -46,7 +46,7 @@ def test_top_ids_outside_the_vocabulary_are_refused(token):
     }
     reply = json.dumps({"meta_info": meta}).encode()
     with (
-        http_server(lambda path: (200, reply)) as url,
+        http_server(lambda _: (200, reply)) as url,
         pytest.raises(ServerFailure, match=f"{url}: garbage"),
     ):
         SglangClient(url).score(Scoring((1, 2), 1, 5, top_k=1))

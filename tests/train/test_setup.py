@@ -9,20 +9,12 @@ import pytest
 import torch
 
 from stable_opd_mcore.checks.known import Place
-from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.huggingface import export_hf
-from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.planning.plan import Cluster
 from stable_opd_mcore.train import setup
 from tests.train.runs import tiny_architecture, tiny_config
-
-
-@pytest.fixture(scope="module")
-def world():
-    yield start_world(ParallelConfig(), seed=0)
-    stop_world()
 
 
 @pytest.mark.parametrize("reference", ["copied", "from a directory"])

@@ -16,7 +16,7 @@ from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
 from stable_opd_mcore.serving.client import SglangClient
 from stable_opd_mcore.serving.process import ServerOptions, SglangServer, free_port
 from stable_opd_mcore.serving.requests import Completion, Generation
-from tests.serving.http_server import http_server
+from tests.serving.http_server import Request, http_server
 
 RESPONSE = {
     "output_ids": [2],
@@ -141,7 +141,7 @@ def test_broken_replies_are_repeated_and_counted(tmp_path, monkeypatch):
     """Half of the replies are broken in some way; every request is answered once."""
     monkeypatch.setattr(fleet_module, "pause_seconds", lambda attempt: 0.0)
     replies = itertools.chain.from_iterable((reply, GOOD) for reply in BROKEN)
-    with http_server(lambda path: next(replies, GOOD)) as url:
+    with http_server(lambda _: next(replies, GOOD)) as url:
         fleet = fleet_of(tmp_path, url)
         for _ in BROKEN:
             (answer,) = fleet.draw([request()], lambda *_: True)
@@ -153,7 +153,7 @@ def test_broken_replies_are_repeated_and_counted(tmp_path, monkeypatch):
 
 def test_a_failing_servers_requests_go_to_the_other_server(tmp_path, monkeypatch):
     monkeypatch.setattr(fleet_module, "pause_seconds", lambda attempt: 0.0)
-    with http_server(lambda path: (502, b"")) as fails, http_server(lambda path: GOOD) as answers:
+    with http_server(lambda _: (502, b"")) as fails, http_server(lambda _: GOOD) as answers:
         fleet = fleet_of(tmp_path, fails, answers)
         assert None not in fleet.draw([request()] * 10, lambda *_: True)
     assert [member.state for member in fleet.members] == ["restarting", "ready"]
@@ -164,7 +164,7 @@ def test_a_failing_servers_requests_go_to_the_other_server(tmp_path, monkeypatch
 
 def test_without_a_server_a_request_has_no_answer(tmp_path):
     """Its only server's responses come from old weights, and are dropped."""
-    with http_server(lambda path: GOOD) as url:
+    with http_server(lambda _: GOOD) as url:
         fleet = fleet_of(tmp_path, url)
 
         def refuse(member: Member, answer: object) -> bool:
@@ -177,7 +177,7 @@ def test_without_a_server_a_request_has_no_answer(tmp_path):
 
 def test_too_old_a_release_is_refused_before_any_weights(tmp_path):
     reply = (200, b'{"version": "0.5.12.post1", "tp_size": 1}')
-    with http_server(lambda path: reply) as url:
+    with http_server(lambda _: reply) as url:
         fleet = fleet_of(tmp_path, url)
         fleet.fail(fleet.members[0], "for the test")
         fleet.await_restarts()
@@ -189,11 +189,11 @@ def test_the_gpu_is_given_to_the_trainer_and_back(tmp_path):
     """Weights are sent again afterwards. A server that does not release its memory has failed."""
     paths: list[str] = []
 
-    def reply(path: str) -> tuple[int, bytes]:
-        paths.append(path)
+    def reply(request: Request) -> tuple[int, bytes]:
+        paths.append(request.path)
         return 200, b"{}"
 
-    with http_server(reply) as url, http_server(lambda path: (500, b"")) as refuses:
+    with http_server(reply) as url, http_server(lambda _: (500, b"")) as refuses:
         fleet = fleet_of(tmp_path, url)
         fleet.release_memory()
         fleet.weights_outdated(fleet.members[0])

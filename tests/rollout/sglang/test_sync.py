@@ -10,10 +10,8 @@ import time
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from stable_opd_mcore.config.schema import ParallelConfig
-from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.weights import iter_hf_tensors
@@ -22,7 +20,6 @@ from stable_opd_mcore.rollout.sglang import group
 from stable_opd_mcore.rollout.sglang.group import (
     DistributedTransport,
     join_group,
-    listen,
     prepare_nccl,
 )
 from stable_opd_mcore.rollout.sglang.sync import make_buckets, publish_weights
@@ -31,7 +28,6 @@ from stable_opd_mcore.rollout.sglang.transports import (
     DiskTransport,
     Target,
     TensorTransport,
-    write_safetensors,
 )
 from stable_opd_mcore.serving.client import SglangClient
 from tests.integration.sglang_tools import architecture
@@ -73,15 +69,6 @@ def test_buckets_hold_every_tensor_once_in_two_buffers(chunks, dtype):
 def test_a_small_models_bucket_is_as_large_as_the_model(chunks):
     (bucket,) = make_buckets(chunks, torch.float32, 2**40, Buffers())
     assert bucket.flat.untyped_storage().nbytes() == bucket.flat.numel()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_bucket_is_a_safetensors_file(chunks, tmp_path, dtype):
-    bucket = next(make_buckets(chunks, dtype, 400_000, Buffers()))
-    write_safetensors(tmp_path / "bucket.safetensors", bucket)
-    loaded = load_file(tmp_path / "bucket.safetensors")
-    assert len(loaded) == len(bucket.tensors) > 3
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in bucket.tensors)
 
 
 def transport_of(method: str, tmp_path):
@@ -215,10 +202,3 @@ def test_a_cache_that_was_not_flushed_fails_the_publish(chunks, tmp_path):
         outcome = publish(chunks, transport_of("tensor", tmp_path), [url], 0)
     assert outcome.verified == ()
     assert "160 tokens of the probe are cached after /flush_cache" in outcome.failed["receiver_0"]
-
-
-def test_the_trainer_listens_on_an_address_that_the_servers_reach():
-    with listen(None, ["http://localhost:1"]) as listener:
-        assert listener.getsockname()[0] == "127.0.0.1"
-    with pytest.raises(ConfigError, match=r"sync_host=192.0.2.1: .* own address as the servers"):
-        listen("192.0.2.1", [])  # RFC 5737: no machine has it

@@ -10,23 +10,22 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch.multiprocessing import reductions
 
 from stable_opd_mcore.rollout.sglang.transports import (
     GROUP_LOST,
-    INCOMPLETE,
     Bucket,
     Buffers,
     DiskTransport,
     Target,
     Transport,
-    description,
     handle_of,
 )
 from stable_opd_mcore.serving.client import SglangClient
 from tests.rollout.weight_receiver import read_handle
-from tests.serving.http_server import http_server
+from tests.serving.http_server import Request, http_server
 
 CPU = torch.device("cpu")
 DONE = 200, b'{"success": true}'
@@ -60,11 +59,11 @@ def test_two_buffers_are_used_in_turn_and_grow_alone():
     assert buffers.take(20, CPU).data_ptr() == larger.data_ptr()
 
 
-def recording(reply: tuple[int, bytes]) -> tuple[list[str], Callable[[str], tuple[int, bytes]]]:
+def recording(reply: tuple[int, bytes]) -> tuple[list[str], Callable[[Request], tuple[int, bytes]]]:
     paths: list[str] = []
 
-    def answer(path: str) -> tuple[int, bytes]:
-        paths.append(path)
+    def answer(request: Request) -> tuple[int, bytes]:
+        paths.append(request.path)
         return reply
 
     return paths, answer
@@ -95,51 +94,30 @@ def test_the_first_reason_of_a_failure_is_kept_until_the_next_publish():
     assert transport.alive == [target]
 
 
-def test_a_failure_does_not_drop_the_requests_to_slower_servers():
-    failed = threading.Event()
+@pytest.mark.parametrize("grace_seconds", [None, 0.05])
+def test_after_a_failure_other_servers_are_waited_for_no_longer_than_the_grace(grace_seconds):
+    """The second server replies only after the first has failed, or after the wait is over."""
+    released = threading.Event()
 
-    def refuse(path: str) -> tuple[int, bytes]:
-        failed.set()
+    def refuse(_: Request) -> tuple[int, bytes]:
+        if grace_seconds is None:
+            released.set()
         return 400, b"refused"
 
-    def reply_late(path: str) -> tuple[int, bytes]:
-        failed.wait(30)
+    def reply_late(_: Request) -> tuple[int, bytes]:
+        released.wait(30)
         time.sleep(0.2)
         return DONE
 
-    with http_server(refuse) as fails, http_server(reply_late) as loads:
-        transport = opened(fails, loads)
-        transport.post("/update", lambda _: {}).wait()
-    assert transport.failed.keys() == {"server_0"}
-
-
-def test_after_a_failure_other_servers_are_waited_for_no_longer_than_the_grace():
-    """The second server does not reply before the test ends."""
-    released = threading.Event()
-
-    def reply_late(path: str) -> tuple[int, bytes]:
-        released.wait(30)
-        return DONE
-
-    with http_server(lambda path: (400, b"refused")) as fails, http_server(reply_late) as hangs:
+    with http_server(refuse) as fails, http_server(reply_late) as hangs:
         transport = opened(fails, hangs)
         pending = transport.post("/update", lambda _: {})
-        pending.wait(grace_seconds=0.05)
+        pending.wait(grace_seconds)
         assert pending.has_failed()
         released.set()
-    assert transport.failed["server_1"] == f"{GROUP_LOST}: another server failed"
-    assert "refused" in transport.failed["server_0"]
-
-
-def test_the_description_of_a_bucket():
-    bucket = bucket_of(a=torch.zeros(2, 3), b=torch.zeros(4, dtype=torch.bfloat16))
-    assert description(bucket) == {
-        "names": ["a", "b"],
-        "dtypes": ["float32", "bfloat16"],
-        "shapes": [[2, 3], [4]],
-        "flush_cache": False,
-        "weight_version": INCOMPLETE,
-    }
+    assert "refused" in transport.failed.pop("server_0")
+    dropped = {"server_1": f"{GROUP_LOST}: another server failed"}
+    assert transport.failed == ({} if grace_seconds is None else dropped)
 
 
 def test_a_handle_names_the_gpu_by_its_uuid_and_the_receiver_finds_it(monkeypatch):
@@ -161,8 +139,8 @@ def test_servers_read_a_directory_when_all_its_files_are_written(tmp_path):
     """Files of an earlier publish with the same label are gone."""
     seen: list[dict[str, int]] = []
 
-    def read(path: str) -> tuple[int, bytes]:
-        assert path == "/update_weights_from_disk"
+    def read(request: Request) -> tuple[int, bytes]:
+        assert request.path == "/update_weights_from_disk"
         seen.append({file.name: file.stat().st_size for file in (tmp_path / "3-1").iterdir()})
         return DONE
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.records import Prompt, Rollout
@@ -31,12 +29,6 @@ class Engine(RolloutEngine):
 
     def restore(self, step, rollouts):
         self.restored.append((step, list(rollouts)))
-
-
-@pytest.fixture(scope="module")
-def world():
-    yield start_world(ParallelConfig(), seed=0)
-    stop_world()
 
 
 def make_checkpoint(directory: Path, step: int) -> None:
