@@ -30,8 +30,9 @@ def parse_messages(
             no turn of the user before the end.
     """
     if not isinstance(value, list) or not value:
+        found = cast("object", value)
         raise DataError(
-            f"{where} holds {type(value).__name__} {value!r:.60}; expected a list of messages, "
+            f"{where} holds {type(found).__name__} {found!r:.60}; expected a list of messages, "
             "[{role: user, content: ...}, ...]"
         )
     turns: list[Message] = []

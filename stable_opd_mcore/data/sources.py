@@ -179,7 +179,7 @@ def _is_absent(record: Record, column: str) -> bool:
 
 
 def _content(message: Record, where: str) -> str:
-    return _text({"content": None} | message, "content", where, "message")
+    return _text({"content": None, **message}, "content", where, "message")
 
 
 def _text(record: Record, column: str, place: str, role: str) -> str:
