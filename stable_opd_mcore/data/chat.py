@@ -19,37 +19,29 @@ import shutil
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from tokenizers import Regex, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
 from stable_opd_mcore.data.messages import Message
-from stable_opd_mcore.data.synthetic import PAD, PROMPT_END, SECOND_STOP, STOP, VOCABULARY
+from stable_opd_mcore.data.synthetic import VOCABULARY
+from stable_opd_mcore.data.synthetic_tokenizer import SYNTHETIC, check_symbols, synthetic_backend
 from stable_opd_mcore.data.template_variables import refuse_unread
 from stable_opd_mcore.errors import DataError
-from stable_opd_mcore.host.json_files import read_json_object, require_size
+from stable_opd_mcore.host.json_files import MIB, read_json_object, require_size
 
-SYNTHETIC = "synthetic"
 _THINK, _THINK_END = "<think>", "</think>"
 _MARK = "assistant-turn-mark"
+_TURNS = [{"role": "user", "content": "0"}, {"role": "assistant", "content": _MARK}]
 _GENERATION = "generation_config.json"
-_MIB = 2**20
-_JSON_FILES = {  # the most bytes of each; the largest published tokenizers have 35 MiB
-    "tokenizer.json": 256 * _MIB,
-    "tokenizer_config.json": 16 * _MIB,
-    "special_tokens_map.json": 16 * _MIB,
-    "added_tokens.json": 16 * _MIB,
+_LARGEST_BYTES = {  # the largest published tokenizers have 35 MiB
+    "tokenizer.json": 256 * MIB,
+    "tokenizer_config.json": 16 * MIB,
+    "special_tokens_map.json": 16 * MIB,
+    "added_tokens.json": 16 * MIB,
+    "chat_template.jinja": 1 * MIB,
 }
-_TEMPLATE_FILE, _TEMPLATE_LIMIT = "chat_template.jinja", 1 * _MIB
-# The stop token ends an assistant turn; PROMPT_END ends a user turn.
-_SYNTHETIC_TEMPLATE = (
-    "{% for message in messages %}{{ message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}"
-    "{% elif message['role'] == 'user' %}" + PROMPT_END + "{% endif %}{% endfor %}"
-)
 
 
 class Tokenizer:
@@ -91,7 +83,7 @@ class Tokenizer:
                 valid stop token, or an argument that the chat template never reads.
         """
         if path == SYNTHETIC:
-            return cls(_synthetic_backend(), SYNTHETIC, stop_token_ids, template_kwargs)
+            return cls(synthetic_backend(), SYNTHETIC, stop_token_ids, template_kwargs)
         directory = Path(path)
         if not directory.is_dir():
             raise DataError(
@@ -103,15 +95,16 @@ class Tokenizer:
                 f"{path}: no tokenizer.json in it; download the model with its tokenizer, "
                 "or set tokenizer.path"
             )
-        for name, limit in {**_JSON_FILES, _TEMPLATE_FILE: _TEMPLATE_LIMIT}.items():
-            if (directory / name).is_file():
-                require_size(directory / name, limit)
+        files = [(directory / name, limit) for name, limit in _LARGEST_BYTES.items()]
+        files = [(file, limit) for file, limit in files if file.is_file()]
+        for file, limit in files:
+            require_size(file, limit)
         try:
             backend = PreTrainedTokenizerFast.from_pretrained(path)
         except Exception as error:  # tokenizers raises no narrower class
-            for name in _JSON_FILES:
-                if (directory / name).is_file():
-                    read_json_object(directory / name, _JSON_FILES[name])
+            for file, limit in files:
+                if file.suffix == ".json":
+                    read_json_object(file, limit)
             raise DataError(
                 f"{path}: its tokenizer files cannot be loaded: {error}; download them again"
             ) from error
@@ -147,13 +140,11 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        eos = self._backend.eos_token_id
-        return eos if isinstance(eos, int) else None
+        return cast("int | None", self._backend.eos_token_id)
 
     @property
     def bos_token_id(self) -> int | None:
-        bos = self._backend.bos_token_id
-        return bos if isinstance(bos, int) else None
+        return cast("int | None", self._backend.bos_token_id)
 
     @property
     def adds_bos(self) -> int | None:
@@ -187,8 +178,7 @@ class Tokenizer:
         """The token that ends an assistant turn of the chat template; None without one."""
         if not self.has_template:
             return None
-        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
-        tail = self.encode(self.render(messages).rpartition(_MARK)[2])
+        tail = self.encode(self.render(_TURNS).rpartition(_MARK)[2])
         return next((token for token in tail if token in self.added_ids), None)
 
     @property
@@ -202,8 +192,7 @@ class Tokenizer:
 
         Not every mark of a turn is special (R1-Distill's are not). Think tokens are content.
         """
-        messages = [{"role": "user", "content": "0"}, {"role": "assistant", "content": _MARK}]
-        turns = self.render(messages, generation_prompt=True) if self.has_template else ""
+        turns = self.render(_TURNS, generation_prompt=True) if self.has_template else ""
         control = {*self.stop_token_ids, *self.encode(turns.replace(_MARK, ""))}
         texts = [
             token.content
@@ -227,10 +216,8 @@ class Tokenizer:
         Raises:
             DataError: the synthetic tokenizer lacks a character.
         """
-        if not texts:
-            return []
         if self._is_synthetic:
-            _check_symbols(texts)
+            check_symbols(texts)
         encodings = self._backend.backend_tokenizer.encode_batch_fast(
             list(texts), add_special_tokens=False
         )
@@ -241,11 +228,9 @@ class Tokenizer:
         ids = list(token_ids)
         if ids and ids[-1] in self.stop_token_ids:
             ids.pop()
-        text = self._backend.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        return str(
+            self._backend.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
-        assert isinstance(text, str)
-        return text
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """The text of each token, special ones included; together the text of all.
@@ -312,18 +297,18 @@ class Tokenizer:
             DataError: the template fails.
         """
         try:
-            text = self._backend.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=generation_prompt,
-                **self._template_kwargs,
+            return str(
+                self._backend.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tokenize=False,
+                    add_generation_prompt=generation_prompt,
+                    **self._template_kwargs,
+                )
             )
         except Exception as error:  # a template is foreign code, which may raise anything
             raise DataError(
                 f"{self.path}: its chat template fails on {messages!s:.300}: {error}"
             ) from error
-        assert isinstance(text, str)
-        return text
 
 
 def opens_thinking(prompt_text: str) -> bool:
@@ -385,28 +370,3 @@ def _eos_of(path: Path) -> tuple[int, ...]:
             f"{path}: eos_token_id is {eos!s:.80}; expected a token id or a list of them"
         )
     return tuple(token for token in ids if token is not None)
-
-
-def _check_symbols(texts: Sequence[str]) -> None:
-    known = set(VOCABULARY)
-    for text in texts:
-        strange = sorted(set(text) - known)
-        if strange:
-            raise DataError(
-                f"{text[:60]!r} has {''.join(strange)!r}, which the synthetic tokenizer lacks; it "
-                "reads only the arithmetic task: set tokenizer.path to a model's directory"
-            )
-
-
-def _synthetic_backend() -> PreTrainedTokenizerFast:
-    vocabulary = {symbol: token_id for token_id, symbol in enumerate(VOCABULARY)}
-    raw = RawTokenizer(models.WordLevel(vocabulary))
-    raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    raw.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=raw,
-        eos_token=STOP,
-        pad_token=PAD,
-        additional_special_tokens=[SECOND_STOP],
-        chat_template=_SYNTHETIC_TEMPLATE,
-    )
