@@ -124,8 +124,7 @@ class ResponseTotals:
         """max_length: the length budget, whose quarters are the positions of loops; None: none."""
         self.max_length = max_length
         self.num_responses = 0
-        self._sums = dict.fromkeys(_MEANS, 0.0)
-        self._counts = dict.fromkeys(_MEANS, 0.0)
+        self._means = dict.fromkeys(_MEANS, Mean(0.0, 0.0))
         self._lengths: Counter[int] = Counter()
         self._failures: Counter[GradingFailure | None] = Counter()
 
@@ -135,22 +134,19 @@ class ResponseTotals:
         self._lengths[response.length] += 1
         self._failures[response.grading_failure] += 1
         for name, value, weight in _terms(response, self.max_length):
-            self._sums[name] += value
-            self._counts[name] += weight
+            self._means[name] += Mean(value, weight)
 
     def metrics(self, area: str) -> Metrics:
         """`<area>/<name>` for every name; a mean over nothing is None.
 
         `grading_timeouts`, `grading_crashes`, `grading_invalid`: only if a response was graded.
         """
-        metrics: dict[str, Metric] = {
-            name: Mean(self._sums[name], self._counts[name]) for name in _MEANS
-        }
+        metrics: dict[str, Metric] = dict(self._means)
         lengths, counts = tuple(self._lengths), tuple(self._lengths.values())
         metrics["response_length_p50"] = Quantile(0.5, lengths, counts)
         metrics["response_length_p95"] = Quantile(0.95, lengths, counts)
         metrics["response_length_max"] = Max(float(max(self._lengths)) if self._lengths else None)
-        if self._counts["accuracy"]:
+        if self._means["accuracy"].count:
             metrics["grading_timeouts"] = Sum(float(self._failures["timeout"]))
             metrics["grading_crashes"] = Sum(float(self._failures["crash"]))
             metrics["grading_invalid"] = Sum(float(self._failures["invalid"]))
