@@ -1,4 +1,7 @@
-"""Stop ids of two models as one outcome: probabilities, shares and the merged columns by hand."""
+"""Stop ids of two models as one outcome: refusals, shares, and exact logits in bf16.
+
+Merged distributions are compared with the definition in test_fused.py.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,12 @@ import torch
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.losses.stop_tokens import (
-    NEVER,
-    compared_sums,
     looked_up_ids,
     merge_stops_,
     shared_stop_ids,
     target_logprobs,
 )
 from stable_opd_mcore.losses.torch_ops import Normaliser
-from stable_opd_mcore.losses.vocabulary_sums import PairStatistics, merge_shards
 from tests.losses.cases import (
     assert_close,
     make_case,
@@ -28,11 +28,9 @@ from tests.losses.cases import (
     run_fused,
     teacher_scores,
 )
-from tests.losses.definitions import merge_ids
 
 close = torch.testing.assert_close
 STUDENT = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]]).log()
-TEACHER = torch.tensor([[0.4, 0.2, 0.3, 0.1], [0.1, 0.1, 0.1, 0.7]]).log()
 HEAD = Head(torch.empty(4, 1), 0, 4)
 ONE = Normaliser(torch.zeros(2), torch.zeros(2))  # of logits that are log-probabilities
 
@@ -65,13 +63,6 @@ def test_stop_targets_have_the_probability_of_all_stop_ids(shift):
     close(gradient, torch.tensor([[0, *stop.softmax(0)], [1, 0, 0]]))
 
 
-def test_without_stop_ids_a_target_has_its_own_probability():
-    ids = looked_up_ids(torch.tensor([3, 2]), (), 4)
-    outcome, token = target_logprobs(STUDENT.gather(1, ids), ONE, ids)
-    assert outcome is token
-    close(outcome.exp(), torch.tensor([0.4, 0.2]))
-
-
 def test_stop_ids_outside_the_common_vocabulary_are_refused():
     message = r"stop ids \[4, -1\] lie outside the common vocabulary of 4"
     with pytest.raises(UserError, match=message):
@@ -80,43 +71,10 @@ def test_stop_ids_outside_the_common_vocabulary_are_refused():
         merge_stops_({"student": STUDENT.clone()}, (3, 4, -1), 1.0, HEAD)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_merged_columns_hold_the_sum_of_their_probabilities(temperature):
-    """Logits are those before the temperature, and the sum is of probabilities after it."""
-    logits = {"student": STUDENT * temperature, "teacher": TEACHER * temperature}
-    merged = merge_stops_(logits, (1, 3), 1 / temperature, HEAD)
-    probabilities = {name: (x / temperature).exp() for name, x in logits.items()}
-    close(probabilities["student"], torch.tensor([[0.1, 0.6, 0.3, 0.0], [0.4, 0.4, 0.2, 0.0]]))
-    close(probabilities["teacher"], torch.tensor([[0.4, 0.3, 0.3, 0.0], [0.1, 0.8, 0.1, 0.0]]))
-    close(merged.share_CJ, torch.tensor([[1 / 3, 2 / 3], [3 / 4, 1 / 4]]))
-    assert (logits["student"][:, 3] == NEVER).all()
-
-
 def test_one_dominant_stop_id_keeps_its_logit_bit_for_bit():
     logits = torch.tensor([[0.1, -1e4, 40.1, 3.3]])
     merged = merge_stops_({"student": logits}, (1, 2), 1 / 0.7, HEAD)
     assert merged.logit_C1["student"].item() == torch.tensor(40.1).item()
-
-
-def test_sums_with_merged_stop_ids_are_those_of_the_merged_distributions():
-    logits = {"student": STUDENT.clone(), "teacher": TEACHER.clone()}
-    merged = merge_stops_(logits, (1, 3), 1.0, HEAD)
-    sums = compared_sums(logits, ("teacher",), merged, HEAD, 1.0)
-    (statistics,), _ = merge_shards(sums, [STUDENT[:, :0]], HEAD)
-    assert isinstance(statistics, PairStatistics)
-    log_p, log_q = (merge_ids(x, (1, 3)) for x in (STUDENT, TEACHER))
-    close(statistics.reverse_kl_C, (log_p.exp() * (log_p - log_q)).sum(1))
-    close(merged.token_entropy(statistics, 1.0), -(STUDENT.exp() * STUDENT).sum(1))
-
-
-@pytest.mark.parametrize("scale", [1.0, 2.0])
-def test_the_exact_logit_of_the_outcome_replaces_its_rounded_column(scale):
-    logits = {"student": STUDENT.clone(), "teacher": TEACHER.clone()}
-    merged = merge_stops_(logits, (1, 3), scale, HEAD)
-    ids = torch.tensor([[1, 2], [3, 1]])
-    for name, x in logits.items():
-        exact = x.gather(1, ids) * scale
-        close(merged.exact(ids, exact + (ids == 1), name, scale), exact)
 
 
 @pytest.mark.parametrize("name", ["gkd", "lsm"])

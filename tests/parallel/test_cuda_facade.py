@@ -17,16 +17,12 @@ def test_the_generator_is_torchs_default_one():
     assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(5)))
 
 
-def test_streams_and_events_do_nothing_but_keep_time():
+def test_streams_and_events_do_nothing():
     stream = FACADE.current_stream()
     with stream as entered, FACADE.stream(stream):
         assert entered is stream
-    first, last = FACADE.Event(enable_timing=True), FACADE.Event()
-    first.record(stream)
-    torch.rand(1000).sort()
-    last.record()
-    assert 0 < first.elapsed_time(last) == -last.elapsed_time(first)
-    assert last.query()
-    assert stream.wait_event(first) is last.synchronize() is None
-    assert stream.record_event(first) is first
+    event = FACADE.Event(enable_timing=True)
+    assert event.query()
+    assert event.record(stream) is stream.wait_event(event) is event.synchronize() is None
+    assert stream.record_event(event) is event
     assert isinstance(stream.record_event(), Stream)
