@@ -50,8 +50,8 @@ from stable_opd_mcore.models.manifest import (
     write_own_entries,
 )
 from stable_opd_mcore.models.weights import architecture_of
-from stable_opd_mcore.parallel.save_helper import end_with_parent, start_save_helper
 from stable_opd_mcore.parallel.world import gather_objects
+from stable_opd_mcore.parallel.writer_process import WriterResult, end_with_parent
 
 _BYTES_PER_TENSOR = 3 * 2**10  # of torch's zip format and of the metadata
 # RuntimeErrors of torch's and of Megatron's file writers. The last is of newer releases, which log
@@ -123,8 +123,7 @@ class DirectorySave:
 
     def _plan(self, tree: dict[str, Any]) -> Any:
         """Copy the tensors to the host. Ranks that hold the same weights share the writing."""
-        if filesystem_async._results_queue is None:  # Megatron's own helper outlives its rank
-            filesystem_async._results_queue = start_save_helper()
+        filesystem_async._results_queue = WriterResult()
         same_weights = unwrap(self._chunks[0]).pg_collection.dp_cp
         return dist_checkpointing.save(
             tree,
@@ -212,7 +211,7 @@ class DirectorySave:
 def _write_and_hash(directory: Path, write: Callable[..., None], *args: Any) -> None:
     """The writer process: write this rank's tensors, then hash all files of this rank.
 
-    A failed write reaches `finish` through Megatron's queue. `finish` hashes the files again where
+    A failed write reaches `finish` as the writer's result. `finish` hashes the files again where
     a full disk had no room for the hashes.
     """
     end_with_parent()

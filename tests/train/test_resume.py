@@ -91,7 +91,6 @@ def test_metrics_of_a_killed_and_restarted_run_are_identical(runs):
         process.kill()
         process.wait()
         wait_until_ended(helpers)
-    assert len(helpers) > 1  # the save helper, and the processes that multiprocessing starts
     assert start(runs / "killed.yaml").wait(timeout=240) == 0
 
     assert metrics_of(runs / "killed") == metrics_of(runs / "uninterrupted")

@@ -135,8 +135,7 @@ class StopSignals:
 def shielded() -> Iterator[None]:
     """Block SIGTERM and SIGINT until the end of the block; processes started inside never get them.
 
-    For checkpoints: the first one starts a helper process that later ones use. A signal to every
-    process of a step would end that helper, and Megatron could not save again.
+    For checkpoints: a signal to every process of a step would end their writers.
     """
     resource_tracker.ensure_running()  # multiprocessing unblocks them when it starts the tracker
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})

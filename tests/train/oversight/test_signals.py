@@ -22,8 +22,6 @@ from stable_opd_mcore.train.oversight.signals import (
 )
 from tests.parallel.launch import run_ranks
 
-REPOSITORY = Path(__file__).parents[2]
-
 
 def stop_when_one_rank_is_signalled(rank, world_size, directory):
     before = signal.getsignal(signal.SIGTERM)
@@ -83,33 +81,6 @@ def test_sigterm_is_deferred_while_shielded():
         assert stop.requested_on_any_rank()
         child.communicate(b"go on\n", timeout=30)
         assert child.returncode == 0
-
-
-SHIELDED_HELPER = """
-if __name__ == "__main__":  # multiprocessing's spawn imports this file again
-    import os, signal
-    from stable_opd_mcore.parallel.save_helper import start_save_helper
-    from stable_opd_mcore.train.oversight.signals import shielded
-
-    with shielded():
-        queue = start_save_helper()
-        os.kill(queue._queue._manager._process.pid, signal.SIGTERM)
-        queue.put("written")
-        print(queue.get_nowait())
-"""
-
-
-def test_save_helper_started_while_shielded_survives_sigterm(tmp_path):
-    script = tmp_path / "save.py"
-    script.write_text(SHIELDED_HELPER)
-    result = subprocess.run(
-        [sys.executable, str(script)],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert result.stdout == "written\n", result.stderr
 
 
 def test_signal_at_the_end_of_the_block_does_not_kill_the_process():
