@@ -12,7 +12,7 @@ what is saved (megatron_checkpoint.py, train/persistence/checkpoint.py).
 
 from __future__ import annotations
 
-import contextlib
+import queue
 import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -42,13 +42,7 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import describe_space
 from stable_opd_mcore.models.hidden_states import unwrap
 from stable_opd_mcore.models.huggingface import write_config
-from stable_opd_mcore.models.manifest import (
-    Entries,
-    hash_own_files,
-    read_own_entries,
-    write_manifest,
-    write_own_entries,
-)
+from stable_opd_mcore.models.manifest import Entries, hash_own_files, write_manifest
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.world import gather_objects
 from stable_opd_mcore.parallel.writer_process import WriterResult, end_with_parent
@@ -111,13 +105,13 @@ class DirectorySave:
         self._chunks, self._directory, self._describe = chunks, directory, describe
         self._partial = directory.with_name(f"partial-{directory.name}")
         self._needed_bytes = sum(gather_objects(_bytes_of(tree)))
-        self._writer = TemporalAsyncCaller()
+        self._writer, self._hashed = TemporalAsyncCaller(), WriterResult()
         self._together(self._prepare, first_rank_only=True)
         request = self._together(partial(self._plan, tree))
         self._finalize: list[Callable[[], None]] = request.finalize_fns
         self._together(partial(add_own_files, self._partial))  # the writer hashes these files too
         if request.async_fn is not None:
-            write = partial(_write_and_hash, self._partial, request.async_fn)
+            write = partial(_write_and_hash, self._partial, self._hashed, request.async_fn)
             request = request._replace(async_fn=write)
         self._writer.schedule_async_call(request)
 
@@ -151,7 +145,10 @@ class DirectorySave:
             self._writer.close()
             for finalize in self._finalize:
                 finalize()
-            entries.update(read_own_entries(self._partial))
+            try:
+                entries.update(self._hashed.get_nowait())
+            except queue.Empty:  # this rank had no tensor to write
+                entries.update(hash_own_files(self._partial))
 
         def complete() -> None:
             dtype = unwrap(self._chunks[0]).config.params_dtype
@@ -208,16 +205,16 @@ class DirectorySave:
         )
 
 
-def _write_and_hash(directory: Path, write: Callable[..., None], *args: Any) -> None:
+def _write_and_hash(
+    directory: Path, hashed: WriterResult, write: Callable[..., None], *args: Any
+) -> None:
     """The writer process: write this rank's tensors, then hash all files of this rank.
 
-    A failed write reaches `finish` as the writer's result. `finish` hashes the files again where
-    a full disk had no room for the hashes.
+    A failed write reaches `finish` as Megatron's own result.
     """
     end_with_parent()
     write(*args)
-    with contextlib.suppress(OSError):
-        write_own_entries(directory, hash_own_files(directory))
+    hashed.put(hash_own_files(directory))
 
 
 def _write_error(error: BaseException) -> str | None:

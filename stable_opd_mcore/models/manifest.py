@@ -1,7 +1,6 @@
 """The manifest of a checkpoint directory: the size and checksum of every file in it.
 
-    write_own_entries(directory, hash_own_files(directory))   # by a rank's writer process
-    entries = read_own_entries(directory)   # on every rank, when its writer has ended
+    entries = hash_own_files(directory)     # by a rank's writer process
     write_manifest(directory, gathered)     # on rank 0, which hashes the other files
     fault = find_damage(directory)          # on all ranks together, before any file is read
 
@@ -21,7 +20,6 @@ from typing import Any
 import torch.distributed as dist
 import xxhash
 
-from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.parallel.world import broadcast_object, gather_objects
 
 MANIFEST = "manifest.json"
@@ -35,25 +33,6 @@ def hash_own_files(directory: Path) -> Entries:
     matches = ((path, _RANK_OF_FILE.fullmatch(path.name)) for path in directory.iterdir())
     rank = dist.get_rank()
     return {path.name: _hash(path) for path, m in matches if m and int(m[1] or m[2]) == rank}
-
-
-def write_own_entries(directory: Path, entries: Entries) -> None:
-    """Leave `entries` in a file for `read_own_entries` of the same rank."""
-    write_atomically(_own_entries(directory), json.dumps(entries).encode())
-
-
-def read_own_entries(directory: Path) -> Entries:
-    """What this rank's writer has hashed, and remove its file; hash here what had no writer."""
-    path = _own_entries(directory)
-    if not path.exists():  # this rank had no tensor to write
-        return hash_own_files(directory)
-    entries: Any = json.loads(path.read_bytes())
-    path.unlink()
-    return {name: (size, checksum) for name, (size, checksum) in entries.items()}
-
-
-def _own_entries(directory: Path) -> Path:
-    return directory / f"hashed_by_rank_{dist.get_rank():05d}.json"
 
 
 def write_manifest(directory: Path, gathered: Sequence[Entries]) -> None:

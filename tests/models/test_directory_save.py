@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
 import time
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import torch
-from xxhash import xxh3_64_hexdigest
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.models import directory_save
 from stable_opd_mcore.models.directory_save import DirectorySave
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
-from stable_opd_mcore.models.manifest import Entries, find_damage, read_own_entries
+from stable_opd_mcore.models.manifest import find_damage
 from stable_opd_mcore.models.megatron_checkpoint import load_weights, weights_of
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from tests.models import tiny
@@ -65,33 +62,9 @@ def test_training_goes_on_and_the_directory_appears_complete(
         assert not (tmp_path / "model").exists()
         save.finish()
     assert find_damage(tmp_path / "model") is None
-    assert not list(tmp_path.glob("*/hashed_by*"))
     load_weights(chunks, tmp_path / "model")
     for weight, expected in zip(chunks[0].parameters(), before, strict=True):
         assert torch.equal(weight, expected)
-
-
-def test_the_writer_leaves_hashing_to_finish_where_a_disk_is_full(
-    chunks: list[HiddenStatesGPTModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A limit on file sizes stands for the full disk; the writer process alone has it."""
-    hashing = directory_save.hash_own_files
-
-    def hash_and_fill(path: Path) -> Entries:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
-        return hashing(path)
-
-    def write() -> None:
-        (tmp_path / "__0_0.distcp").write_bytes(b"weights")
-
-    monkeypatch.setattr(directory_save, "hash_own_files", hash_and_fill)
-    writer = get_context("fork").Process(
-        target=directory_save._write_and_hash, args=(tmp_path, write)
-    )
-    writer.start()
-    writer.join()
-    assert writer.exitcode == 0
-    assert read_own_entries(tmp_path) == {"__0_0.distcp": (7, xxh3_64_hexdigest(b"weights"))}
 
 
 KILLED = """
