@@ -66,19 +66,7 @@ def build_model(
             are not cut over its tensor ranks, Transformer Engine would attend over
             slices in fp32, or `fp8` does not suit sizes, precision or GPU.
     """
-    check_layout(architecture, world)
-    _check_attention(world, precision)
-    if fp8 is not None:
-        fused = transformer_engine_is_usable()
-        refuse_fp8(
-            architecture,
-            fp8,
-            tensor=world.tensor_size,
-            pipeline=world.pipeline_size,
-            precision=precision if fused else None,
-        )
-        if fused:
-            refuse_fp8_on_device(fp8)
+    _refuse_unfit(architecture, world, precision, fp8)
     config = transformer_config(architecture, world, precision, recompute, fp8, trainable)
     # Under no_grad Transformer Engine keeps no second copy of weights in FP8, for gradients.
     with nullcontext() if trainable else torch.no_grad():
@@ -95,8 +83,10 @@ def build_model(
     return chunks
 
 
-def check_layout(architecture: Architecture, world: World) -> None:
-    """Refuse a layout that cannot hold this architecture; see `build_model`."""
+def _refuse_unfit(
+    architecture: Architecture, world: World, precision: Precision, fp8: Fp8 | None
+) -> None:
+    """See `build_model`."""
     reason = layout_refusal(
         architecture,
         world.tensor_size,
@@ -107,14 +97,17 @@ def check_layout(architecture: Architecture, world: World) -> None:
     )
     if reason is not None:
         raise UserError(reason)
-
-
-def _check_attention(world: World, precision: Precision) -> None:
-    if world.context_size > 1 and precision == "fp32" and transformer_engine_is_usable():
+    fused = transformer_engine_is_usable()
+    if world.context_size > 1 and precision == "fp32" and fused:
         raise UserError(
             f"parallel.context={world.context_size} with train.precision=fp32: Transformer Engine "
             "attends over slices in bf16 only; set train.precision=bf16 or parallel.context=1"
         )
+    if fp8 is not None:
+        sizes = {"tensor": world.tensor_size, "pipeline": world.pipeline_size}
+        refuse_fp8(architecture, fp8, **sizes, precision=precision if fused else None)
+        if fused:
+            refuse_fp8_on_device(fp8)
 
 
 def transformer_config(

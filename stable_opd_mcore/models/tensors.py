@@ -176,7 +176,7 @@ _UNCUT = ("whole", "expert_gate_up", "expert_down")
 def own_part(shape: Sequence[int], layout: Layout, rank: int, size: int) -> tuple[slice, ...]:
     """The part of an HF tensor of this shape that tensor rank `rank` of `size` holds.
 
-    All layouts but "vocab" divide evenly (build.check_layout).
+    All layouts but "vocab" divide evenly (families.layout_refusal).
     """
     if layout in _UNCUT:
         return (slice(None),)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stable_opd_mcore.models import gpt
-from stable_opd_mcore.models.gpt import build_model, check_layout
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden
 from stable_opd_mcore.models.megatron_checkpoint import weights_of
 from stable_opd_mcore.parallel.world import World
@@ -28,7 +28,7 @@ def test_layout_that_cannot_hold_the_model_is_refused(
     layout: dict, message: str, world: World
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        check_layout(tiny.architecture("qwen3"), replace(world, **layout))
+        build_model(tiny.architecture("qwen3"), replace(world, **layout))
 
 
 def test_context_parallelism_in_fp32_is_refused_with_transformer_engine(
