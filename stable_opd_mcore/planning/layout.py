@@ -7,7 +7,7 @@ The same arithmetic as parallel/world.py, without a process group. Not here: wha
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.errors import UserError
@@ -75,51 +75,53 @@ def layout_of(parallel: ParallelConfig, gpus: int) -> Layout:
     )
 
 
-def refusal(architecture: Architecture, layout: Layout) -> str | None:
+def refusal(architecture: Architecture, parallel: ParallelConfig) -> str | None:
     """Why the model cannot be laid out so; None where it can."""
     return layout_refusal(
         architecture,
-        layout.tensor,
-        layout.pipeline,
-        layout.virtual,
-        expert=layout.expert,
-        sequence=layout.sequence,
+        parallel.tensor,
+        parallel.pipeline,
+        parallel.virtual_pipeline or 1,
+        expert=parallel.expert,
+        sequence=parallel.sequence,
     )
 
 
 def refuse_layout(role: str, architecture: Architecture, parallel: ParallelConfig) -> None:
     """
     Raises:
-        UserError: the model cannot be laid out so on any number of GPUs.
+        UserError: the model cannot be laid out so.
     """
-    replica = parallel.tensor * parallel.pipeline * parallel.context
-    any_gpus = layout_of(parallel, replica * parallel.expert)
-    if reason := refusal(architecture, any_gpus):
+    if reason := refusal(architecture, parallel):
         raise UserError(f"the {role} does not fit the layout: {reason}")
 
 
 def valid_layouts(
     architectures: Sequence[Architecture], gpus: int, gpus_per_node: int
-) -> Iterator[Layout]:
+) -> Iterator[ParallelConfig]:
     """Every layout that holds all models, tensor ranks within a node; one chunk a stage."""
     for tensor in _divisors(gpus_per_node):
         for pipeline in _divisors(gpus // tensor if gpus % tensor == 0 else 1):
             for context in _divisors(gpus // (tensor * pipeline)):
                 if gpus % (tensor * pipeline * context) or context > gpus_per_node:
                     continue
-                layout = Layout(gpus, tensor, pipeline, 1, context, sequence=tensor > 1)
-                for expert in _expert_sizes(architectures, layout):
-                    layout = replace(layout, expert=expert)
-                    if all(refusal(model, layout) is None for model in architectures):
-                        yield layout
+                for expert in _expert_sizes(architectures, gpus // pipeline, tensor):
+                    parallel = ParallelConfig(
+                        tensor=tensor,
+                        pipeline=pipeline,
+                        context=context,
+                        sequence=tensor > 1,
+                        expert=expert,
+                    )
+                    if all(refusal(model, parallel) is None for model in architectures):
+                        yield parallel
 
 
-def _expert_sizes(architectures: Sequence[Architecture], layout: Layout) -> list[int]:
-    """Values of parallel.expert: whole replicas, or equal parts of one."""
+def _expert_sizes(architectures: Sequence[Architecture], ranks: int, tensor: int) -> list[int]:
+    """Values of parallel.expert for the ranks of a stage: whole replicas, or equal parts of one."""
     if all(model.experts is None for model in architectures):
         return [1]
-    sizes = _divisors(layout.gpus // layout.pipeline)
-    return [n for n in sizes if n % layout.tensor == 0 or layout.tensor % n == 0]
+    return [n for n in _divisors(ranks) if n % tensor == 0 or tensor % n == 0]
 
 
 def _divisors(number: int) -> list[int]:

@@ -23,7 +23,7 @@ from stable_opd_mcore.planning.attention import Attention, deterministic_attenti
 from stable_opd_mcore.planning.choice import Choice, Prediction, choose
 from stable_opd_mcore.planning.hardware import GIB, Cluster
 from stable_opd_mcore.planning.job import Job, Work, make_job
-from stable_opd_mcore.planning.layout import Layout, refuse_layout, valid_layouts
+from stable_opd_mcore.planning.layout import refuse_layout, valid_layouts
 from stable_opd_mcore.planning.memory import PHASES, largest_micro_batch
 
 
@@ -160,9 +160,10 @@ def rank_layouts(
     job = make_job(config, cluster, gpu, work)
     models = [model for model in (job.models.student, job.models.teacher) if model is not None]
     plans = []
-    for layout in valid_layouts(models, cluster.trainer_gpus, cluster.gpus_per_node):
+    for parallel in valid_layouts(models, cluster.trainer_gpus, cluster.gpus_per_node):
+        changed = job.config.model_copy(update={"parallel": parallel})
         with contextlib.suppress(UserError):  # colocated servers do not fit every layout
-            plans.append(_plan(replace(job, config=_with_layout(job.config, layout))))
+            plans.append(_plan(replace(job, config=changed)))
     return sorted(plans, key=lambda plan: (not plan.memory.fits, plan.seconds.total))
 
 
@@ -197,19 +198,6 @@ def _plan(job: Job) -> Plan:
             "train.deterministic=false, or a smaller train.micro_batch_tokens"
         )
     return plan
-
-
-def _with_layout(config: Config, layout: Layout) -> Config:
-    """The config with this layout in place of its own."""
-    changes = {
-        "tensor": layout.tensor,
-        "pipeline": layout.pipeline,
-        "context": layout.context,
-        "sequence": layout.sequence,
-        "virtual_pipeline": layout.virtual if layout.virtual > 1 else None,
-        "expert": layout.expert,
-    }
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update=changes)})
 
 
 def _gib(num_bytes: float) -> str:

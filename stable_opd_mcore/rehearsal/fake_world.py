@@ -42,7 +42,7 @@ def fake_world(parallel: ParallelConfig, gpus: int, rank: int = 0) -> Iterator[W
         UserError: the layout does not divide the ranks.
     """
     new_group = dist.new_group
-    messages = _PipelineMessages(parallel)
+    messages = _PipelineMessages()
 
     def fake_group(ranks: Any = None, *unused: Any, **also_unused: Any) -> Any:
         return new_group(ranks, backend="fake")
@@ -139,59 +139,30 @@ def _layer(names: tuple[str, ...]) -> int | None:
 
 
 class _PipelineMessages:
-    """The shapes that neighbouring stages would send before each tensor of a micro-batch."""
+    """The shapes that neighbouring stages would send before each tensor of a micro-batch.
 
-    def __init__(self, parallel: ParallelConfig) -> None:
-        self._chunks = parallel.virtual_pipeline or 1
-        self._stages = parallel.pipeline
-        self._tokens: list[int] = []  # of every micro-batch, on this rank's slice
-        self._received = {"forward": 0, "backward": 0}
+    All micro-batches of a rehearsal are equally long.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = 0  # of every micro-batch, on this rank's slice
 
     def schedule(self) -> Callable[..., Any]:
-        """In place of Megatron's `get_forward_backward_func`: notes the micro-batches' lengths."""
+        """In place of Megatron's `get_forward_backward_func`: notes the micro-batches' length."""
         run = get_forward_backward_func()
 
         def noting(*, data_iterator: list[Iterator[Any]], **options: Any) -> Any:
             lists = [list(iterator) for iterator in data_iterator]
-            self._tokens = [batch.tokens_T.numel() for batch in lists[0]]
-            self._received = {"forward": 0, "backward": 0}
+            (self._tokens,) = {batch.tokens_T.numel() for batch in lists[0]}
             return run(data_iterator=[iter(batches) for batches in lists], **options)
 
         return noting
 
     def shapes(
-        self,
-        communicator: Any,
-        _send_next: Any,
-        _send_prev: Any,
-        recv_prev: bool,
-        recv_next: bool,
+        self, communicator: Any, _next: Any, _previous: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[list[int], list[int]]:
         """In place of P2PCommunicator's exchange: [tokens, 1, hidden] from either side."""
-        received: list[list[int]] = []
-        for direction, wanted in (("forward", recv_prev), ("backward", recv_next)):
-            shape = [0, 0, 0]
-            if wanted:
-                order = self._order(direction, communicator.pp_group.rank())
-                tokens = self._tokens[order[self._received[direction]]]
-                self._received[direction] += 1
-                config = communicator.config
-                cut = config.tensor_model_parallel_size if config.sequence_parallel else 1
-                shape = [tokens // cut, 1, config.hidden_size]
-            received.append(shape)
-        return received[0], received[1]
-
-    def _order(self, direction: str, stage: int) -> list[int]:
-        """Micro-batches in the order in which this stage receives them.
-
-        An interleaved schedule runs groups of as many micro-batches as stages through all chunks of
-        a rank. The first chunk of the first stage receives nothing, nor the last of the last.
-        """
-        end = 0 if direction == "forward" else self._stages - 1
-        order: list[int] = []
-        for start in range(0, len(self._tokens), self._stages):
-            group = range(start, min(start + self._stages, len(self._tokens)))
-            for chunk in range(self._chunks):
-                if stage != end or chunk > 0:
-                    order += group
-        return order
+        config = communicator.config
+        cut = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        shape, none = [self._tokens // cut, 1, config.hidden_size], [0, 0, 0]
+        return shape if recv_prev else none, shape if recv_next else none

@@ -27,7 +27,7 @@ def test_refusals_name_both_numbers(tmp_path):
 
 def test_every_valid_layout_divides_gpus_heads_and_layers(tmp_path):
     model = read_models(config_7b(tmp_path)).student
-    layouts = list(valid_layouts([model], gpus=64, gpus_per_node=8))
+    layouts = [layout_of(valid, 64) for valid in valid_layouts([model], 64, gpus_per_node=8)]
     assert len(set(layouts)) == len(layouts)
     assert Layout(64, 4, 4, 1, 2, sequence=True) in layouts
     for layout in layouts:
@@ -40,7 +40,7 @@ def test_experts_are_shared_out_over_ranks_of_a_stage():
     models = read_models(load_config(CONFIGS / "stable_opd_8b_235b.yaml"))
     assert models.teacher is not None
     both = [models.student, models.teacher]
-    layouts = list(valid_layouts(both, gpus=16, gpus_per_node=8))
+    layouts = [layout_of(valid, 16) for valid in valid_layouts(both, 16, gpus_per_node=8)]
     assert Layout(16, 4, 1, 1, sequence=True, expert=16) in layouts
     assert Layout(16, 1, 2, 1, expert=8) in layouts
     for layout in layouts:
@@ -48,6 +48,6 @@ def test_experts_are_shared_out_over_ranks_of_a_stage():
         assert layout.tensor % layout.expert == 0 or layout.expert % layout.tensor == 0
     with pytest.raises(UserError, match=r"parallel.expert=16 does not divide the 8 GPUs of each"):
         layout_of(ParallelConfig(pipeline=2, expert=16), 16)
-    refused = refusal(models.teacher, Layout(32, expert=3))
+    refused = refusal(models.teacher, ParallelConfig(expert=3))
     assert refused is not None
     assert refused.startswith("parallel.expert=3 does not divide the 128 experts")

