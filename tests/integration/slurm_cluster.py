@@ -30,6 +30,7 @@ from tests.integration.hosts import Host
 from tests.integration.processes import running
 
 REPOSITORY = Path(__file__).parents[2]
+CONFIGURATION = Path(__file__).with_name("slurm.conf")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol")
 SEARCH_PATH = f"{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin"
 PREEMPTION_GRACE_SECONDS = 60
@@ -260,50 +261,18 @@ class SlurmCluster:
         return "\n".join(f"== {log.name}\n{log.read_text(errors='replace')[-800:]}" for log in logs)
 
     def _write_configuration(self) -> None:
-        at, user, host = self.directory, getpass.getuser(), socket.gethostname().split(".")[0]
         controller, daemon, *ports = _free_ports(2 + len(self.nodes))
         nodes = [*self.nodes.values()]
-        lines = [
-            "ClusterName=test",
-            f"SlurmctldHost={host}({nodes[0].controller})",
-            f"SlurmctldPort={controller}",
-            f"SlurmdPort={daemon}",
-            "AuthType=auth/munge",
-            "CredType=cred/munge",
-            # a requeued job waits for cred_expire, by default 120 s
-            f"AuthInfo=socket={at}/run/munge.sock,cred_expire=5",
-            f"SlurmUser={user}",
-            f"SlurmdUser={user}",
-            f"StateSaveLocation={at}/state",
-            f"SlurmdSpoolDir={at}/spool/%n",
-            f"SlurmctldPidFile={at}/run/slurmctld.pid",
-            f"SlurmdPidFile={at}/run/slurmd-%n.pid",
-            f"SlurmctldLogFile={at}/log/slurmctld.log",
-            f"SlurmdLogFile={at}/log/slurmd-%n.log",
-            "ProctrackType=proctrack/linuxproc",
-            "TaskPlugin=task/none",
-            "MpiDefault=none",
-            "SwitchType=switch/none",
-            "SelectType=select/cons_tres",
-            "SelectTypeParameters=CR_CPU",
-            "SlurmdParameters=config_overrides",
-            "SchedulerType=sched/backfill",
-            "SchedulerParameters=bf_interval=1,sched_interval=2,batch_sched_delay=0,sched_min_interval=0",
-            "ReturnToService=2",
-            "KillWait=30",
-            "MinJobAge=3600",
-            # a job's ports follow from its number, and clusters on one machine share the ports
-            f"FirstJobId={random.randrange(1, 9000)}",
-            # only tests set nodes down; when Slurm 22.05 does, it may requeue a job without GPUs
-            "SlurmdTimeout=3600",
-            "JobRequeue=1",
-            "JobAcctGatherType=jobacct_gather/none",
-            "AccountingStorageType=accounting_storage/none",
-            "GresTypes=gpu",
-            "PreemptType=preempt/partition_prio",
-            "PreemptMode=REQUEUE",
-            "SlurmctldParameters=preempt_send_user_signal",
-        ]
+        settings = CONFIGURATION.read_text().format(
+            at=self.directory,
+            user=getpass.getuser(),
+            host=socket.gethostname().split(".")[0],
+            address=nodes[0].controller,
+            controller=controller,
+            daemon=daemon,
+            first_job=random.randrange(1, 9000),
+        )
+        lines = [settings]
         lines += [
             f"NodeName={node.name} NodeHostname={node.hostname} NodeAddr={node.address} Port={port}"
             " CPUs=8 RealMemory=8000 Gres=gpu:8"
@@ -318,6 +287,7 @@ class SlurmCluster:
             f"PartitionName=high Nodes={self._partitions['main']} MaxTime=INFINITE State=UP"
             " PriorityTier=100 PreemptMode=OFF",
         ]
+        at = self.directory
         (at / "slurm.conf").write_text("\n".join(lines) + "\n")
         # `ip netns exec` mounts a /sys without cgroups, so Slurm cannot detect their version
         (at / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")

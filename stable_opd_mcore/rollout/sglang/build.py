@@ -78,7 +78,7 @@ def build_sglang_engine(
         memory.lend(fleet.release_memory)
     fleet.start()
     transport = _transport(config, architecture, world, folder, topology)
-    return SglangEngine(config, world, chunks, fleet, transport, events, decode, vocab_size, memory)
+    return SglangEngine(config, world, chunks, fleet, transport, decode, vocab_size, memory)
 
 
 def run_topology(config: Config, architecture: Architecture, world: World) -> Topology:

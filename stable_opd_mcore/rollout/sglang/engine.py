@@ -37,8 +37,7 @@ from stable_opd_mcore.parallel.world import World, broadcast_object, gather_obje
 from stable_opd_mcore.planning.topology import server_dtype
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.engine import EngineLost, RolloutEngine, check_prompts
-from stable_opd_mcore.rollout.sglang.event_log import EventLog
-from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
+from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, ServerStatus, one_per_server
 from stable_opd_mcore.rollout.sglang.group import in_daemon
 from stable_opd_mcore.rollout.sglang.records import (
     Decode,
@@ -47,7 +46,6 @@ from stable_opd_mcore.rollout.sglang.records import (
     rollouts_of,
     routing_of,
 )
-from stable_opd_mcore.rollout.sglang.status import ServerStatus, one_per_server
 from stable_opd_mcore.rollout.sglang.sync import publish_weights
 from stable_opd_mcore.rollout.sglang.transports import Target, Transport
 from stable_opd_mcore.serving.client import SglangClient
@@ -67,7 +65,6 @@ class SglangEngine(RolloutEngine):
     chunks: Sequence[Module]  # this rank's model chunks of the student
     fleet: Fleet  # this rank's servers; on ranks that are not leaders it has no members
     transport: Transport | None  # how weights travel; None on ranks that send nothing
-    events: EventLog
     decode: Decode
     vocab_size: int  # of the tokenizer; larger ids are never drawn
     memory: DeviceMemory  # the trainer's parts on this rank's device, for colocated servers
@@ -195,7 +192,7 @@ class SglangEngine(RolloutEngine):
     def take_metrics(self) -> Metrics:
         """See `RolloutEngine.take_metrics`."""
         metrics, self._metrics = self._metrics, Metrics()
-        return metrics | self.events.take_metrics() if self._is_leader else metrics
+        return metrics | self.fleet.events.take_metrics() if self._is_leader else metrics
 
     def _requests(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Generation]:
         window, rows = self._architecture.max_positions, self._architecture.vocab_size
@@ -216,7 +213,7 @@ class SglangEngine(RolloutEngine):
                 return True
             self.fleet.weights_outdated(member)
             detail = f"weights {sorted(versions)}, expected {current}"
-            self.events.add("stale", member.name, detail, count=len(answer))
+            self.fleet.events.add("stale", member.name, detail, count=len(answer))
             return False
 
         return accept
@@ -315,11 +312,11 @@ class SglangEngine(RolloutEngine):
             reason = outcome[member.name]
             if reason is None:
                 self.fleet.weights_arrived(member)
-                self.events.add("published", member.name, version)
+                self.fleet.events.add("published", member.name, version)
                 if resent:
-                    self.events.add("resent", member.name, version)
+                    self.fleet.events.add("resent", member.name, version)
             elif spare_healthy and any(member.client.is_healthy() for _ in range(2)):
-                self.events.add("failure", member.name, f"weights did not arrive: {reason}")
+                self.fleet.events.add("failure", member.name, f"weights did not arrive: {reason}")
             else:
                 self.fleet.fail(member, f"weights did not arrive: {reason}")
 

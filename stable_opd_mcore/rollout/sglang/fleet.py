@@ -17,7 +17,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stable_opd_mcore.config.rollouts import SglangConfig
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
@@ -62,6 +62,19 @@ class Member:
         self.client.close()
         self.client = self.client.copy()
         self.life += 1
+
+
+@dataclass(frozen=True)
+class ServerStatus:
+    """A server as one leader tells all ranks about it, or as all its leaders together."""
+
+    name: str
+    url: str
+    api_key: str | None
+    state: str  # of Member
+    tensor: int
+    life: int  # how often leaders saw it fail
+    sender: int | None  # the data-parallel rank that sends it the weights; None: another knows
 
 
 @dataclass(eq=False)
@@ -314,3 +327,22 @@ class Fleet:
                 member.missed_probes += 1
                 if member.missed_probes >= _MAX_MISSED_PROBES and not done.is_set():
                     self.fail(member, f"hung: {_MAX_MISSED_PROBES} health probes went unanswered")
+
+
+def one_per_server(statuses: Sequence[ServerStatus]) -> list[ServerStatus]:
+    """One status per server, from those of all leaders that share it.
+
+    A server needs weights if any leader says so. Its lives are added up, so they differ after each
+    failure that any leader has seen.
+    """
+    by_name: dict[str, ServerStatus] = {}
+    for other in statuses:
+        status = by_name.setdefault(other.name, other)
+        if status is not other:
+            by_name[other.name] = replace(
+                status,
+                state=other.state if other.state == "needs_weights" else status.state,
+                life=status.life + other.life,
+                sender=other.sender if status.sender is None else status.sender,
+            )
+    return list(by_name.values())

@@ -43,7 +43,7 @@ def publish_on_two_ranks(rank: int, _: int, urls: list[str], method: str, folder
     transport: Any = TensorTransport(60.0, world.model_group, {})
     if method == "distributed":
         transport = DistributedTransport(60.0, "127.0.0.1", "gloo") if rank == 0 else None
-    engine = SglangEngine(config, world, chunks, fleet, transport, events, str, 32, DeviceMemory())
+    engine = SglangEngine(config, world, chunks, fleet, transport, str, 32, DeviceMemory())
     for version in range(2):
         engine.weight_version = version
         if rank == 1:
