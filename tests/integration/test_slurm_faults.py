@@ -1,5 +1,7 @@
 """Faults of the site or of the user on a real Slurm: the right verdict at the first attempt."""
 
+import re
+
 import pytest
 
 from tests.integration.slurm_run import PATIENCE_SECONDS, Run
@@ -8,26 +10,37 @@ pytestmark = pytest.mark.cluster
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "reason"),
+    ("name", "overrides", "settings", "reason"),
     [
-        ("venv", {"VENV": "/wrong"}, "/wrong/bin/python"),
+        ("venv", (), {"VENV": "/wrong"}, "/wrong/bin/python"),
         (
             "floor",
+            (),
             {"PREFLIGHT": "on", "MIN_ALLREDUCE_GBPS": "1e6"},
-            "MIN_ALLREDUCE_GBPS=1e+06; the same fault on 2 of 2 nodes",
+            r"MIN_ALLREDUCE_GBPS=1e\+06; the same fault on 2 of 2 nodes",
+        ),
+        ("misspelt", ("train.stepz=3",), {}, r"train\.stepz"),
+        (
+            "refused",  # SLURM_GRES is an option of srun
+            (),
+            {"SLURM_GRES": "unicorn:1", "MAX_REQUEUES": "0"},
+            "^Slurm did not start the checks: srun: error: .*Invalid generic resource",
         ),
     ],
 )
 def test_a_fault_of_every_node_fails_at_the_first_attempt(
-    cluster, tmp_path, name, settings, reason
+    cluster, tmp_path, name, overrides, settings, reason
 ):
+    """No node is excluded, and no step is trained."""
     run = Run(cluster, tmp_path, name)
-    job = run.submit(settings=settings)
+    job = run.submit(*overrides, settings=settings)
     cluster.wait(job, {"FAILED"}, PATIENCE_SECONDS)
     (verdict,) = run.verdicts()
     assert verdict["verdict"] == "failed"
-    assert reason in verdict["reason"]
+    assert re.search(reason, verdict["reason"], re.DOTALL)
     assert cluster.field(job, "ExcNodeList") in ("", "(null)")
+    assert "bad node" not in run.text()
+    assert not run.rows()
 
 
 def test_a_job_without_permission_to_be_queued_again_says_so(cluster, tmp_path):

@@ -228,25 +228,6 @@ def test_the_script_draws_on_the_trainers_gpus_and_evaluates_there(cluster, tmp_
     assert all("POST /generate" in log for log in logs)
 
 
-def test_a_wrong_setting_ends_before_anything_starts(cluster, tmp_path):
-    run = Run(cluster, tmp_path, "misspelt")
-    job = run.submit("train.stepz=3", options=("--nodes=1",))
-    cluster.wait(job, {"FAILED"}, PATIENCE_SECONDS)
-    assert "train.stepz" in run.verdicts()[0]["reason"]
-    assert not run.directory.exists()
-
-
-def test_no_node_is_excluded_when_slurm_does_not_start_the_checks(cluster, tmp_path):
-    run = Run(cluster, tmp_path, "refused")
-    settings = {"SLURM_GRES": "unicorn:1", "MAX_REQUEUES": "0"}  # the first is an option of srun
-    job = run.submit(settings=settings)
-    cluster.wait(job, {"FAILED"}, PATIENCE_SECONDS)
-    reason = run.verdicts()[0]["reason"]
-    assert reason.startswith("Slurm did not start the checks: srun: error: ")
-    assert "Invalid generic resource" in reason
-    assert "bad node" not in run.text()
-
-
 def test_a_server_that_never_gets_healthy_is_named(cluster, tmp_path):
     run = Run(cluster, tmp_path, "serverless")
     settings = {"SERVER_NODES": "1", "SERVER_COMMAND": "false", "SERVER_RESTARTS": "1"}
