@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,35 +13,22 @@ from stable_opd_mcore.demo.relabel import WEIGHTS, swap_stop_tokens
 ROWS = ("model.embed_tokens.weight", "lm_head.weight")
 
 
-def write_model(directory: Path) -> dict[str, torch.Tensor]:
-    directory.mkdir()
+def test_only_the_rows_of_the_two_stop_tokens_are_exchanged_and_twice_gives_the_original(tmp_path):
+    model, once, twice = (tmp_path / name for name in ("model", "once", "twice"))
+    model.mkdir()
     weights = {name: torch.randn(len(VOCABULARY), 4) for name in ROWS}
     weights["model.norm.weight"] = torch.randn(4)
-    save_file(weights, directory / WEIGHTS)
-    (directory / "config.json").write_text(json.dumps({"vocab_size": len(VOCABULARY)}))
-    return weights
-
-
-def test_only_the_rows_of_the_two_stop_tokens_are_exchanged(tmp_path):
-    weights = write_model(tmp_path / "model")
-    swap_stop_tokens(tmp_path / "model", tmp_path / "swapped")
-    swapped = load_file(tmp_path / "swapped" / WEIGHTS)
-    order = list(range(len(VOCABULARY)))
+    save_file(weights, model / WEIGHTS)
+    (model / "config.json").write_text(json.dumps({"vocab_size": len(VOCABULARY)}))
+    swap_stop_tokens(model, once)
+    swap_stop_tokens(once, twice)
     first, second = VOCABULARY.index(STOP), VOCABULARY.index(SECOND_STOP)
+    order = list(range(len(VOCABULARY)))
     order[first], order[second] = second, first
-    assert swapped.keys() == weights.keys()
+    swapped, original = load_file(once / WEIGHTS), load_file(twice / WEIGHTS)
+    assert swapped.keys() == original.keys() == weights.keys()
     for name, tensor in weights.items():
-        expected = tensor[order] if name in ROWS else tensor
-        assert torch.equal(swapped[name], expected)
-    assert (tmp_path / "swapped" / "config.json").read_text() == (
-        tmp_path / "model" / "config.json"
-    ).read_text()
-
-
-def test_two_exchanges_give_the_original_without_partial_copies(tmp_path):
-    weights = write_model(tmp_path / "model")
-    swap_stop_tokens(tmp_path / "model", tmp_path / "once")
-    swap_stop_tokens(tmp_path / "once", tmp_path / "twice")
-    twice = load_file(tmp_path / "twice" / WEIGHTS)
-    assert all(torch.equal(twice[name], tensor) for name, tensor in weights.items())
-    assert {path.name for path in tmp_path.iterdir()} == {"model", "once", "twice"}
+        assert torch.equal(swapped[name], tensor[order] if name in ROWS else tensor)
+        assert torch.equal(original[name], tensor)
+    assert (once / "config.json").read_text() == (model / "config.json").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "once", "twice"}  # no partial

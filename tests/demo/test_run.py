@@ -115,12 +115,9 @@ def test_a_worker_does_not_print_what_guards_say(tmp_path: Path):
         logger.setLevel(level)
 
 
-def test_an_unknown_act_is_refused_with_the_known_ones(tmp_path: Path):
+def test_an_unknown_act_is_refused_and_a_failed_run_named_with_its_error(tmp_path: Path):
     with pytest.raises(ValueError, match="expected one of collapse, stop_mismatch, ablation"):
         run.run_demo(tmp_path, act="stops")
-
-
-def test_a_failed_run_is_named_with_its_error(tmp_path: Path):
     job = Job(name="seed0/student", directory=tmp_path / "student", swap_from=tmp_path / "absent")
     with pytest.raises(ValueError, match=r"run seed0/student failed: FileNotFoundError: .*absent"):
         run.run_jobs([job])

@@ -1,4 +1,4 @@
-"""A real headless Chromium, driven over its debugging pipe: pages, keys, screenshots, messages.
+"""A real headless Chromium, driven over its debugging pipe: pages, keys, messages.
 
 with Browser(tmp_path) as browser:
     browser.open("file:///page.html", width=400, dark=True)
@@ -8,7 +8,6 @@ with Browser(tmp_path) as browser:
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -18,39 +17,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-BROWSER = next(
-    (
-        path
-        for name in ("chromium", "chromium-browser", "google-chrome")
-        if (path := shutil.which(name))
-    ),
-    None,
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
+    "--disable-background-networking --disable-component-update --hide-scrollbars "
+    "--remote-debugging-pipe"
 )
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--hide-scrollbars",
-    "--remote-debugging-pipe",
-]
 TIMEOUT = 60.0
 # Keys without a character of their own: name -> virtual key code.
-CODES = {
-    "Tab": 9,
-    "Enter": 13,
-    "Escape": 27,
-    "End": 35,
-    "Home": 36,
-    "ArrowLeft": 37,
-    "ArrowUp": 38,
-    "ArrowRight": 39,
-    "ArrowDown": 40,
-}
+CODES = {"Escape": 27, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
 
 
 class Browser:
@@ -60,7 +36,7 @@ class Browser:
         assert BROWSER is not None
         commands, self._to = os.pipe()
         self._from, answers = os.pipe()
-        flags = [*FLAGS, f"--user-data-dir={directory / 'profile'}", "about:blank"]
+        flags = [*FLAGS.split(), f"--user-data-dir={directory / 'profile'}", "about:blank"]
         self._process = subprocess.Popen(
             # The browser reads commands from descriptor 3 and writes answers to descriptor 4.
             ["bash", "-c", f'exec "$0" "$@" 3<&{commands} 4>&{answers}', BROWSER, *flags],
@@ -93,20 +69,12 @@ class Browser:
 
     def open(self, url: str, width: int = 1400, height: int = 900, dark: bool = False) -> None:
         """Load a page and wait until its `load` event has passed."""
-        self.size(width, height)
+        screen = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.send("Emulation.setDeviceMetricsOverride", **screen)
         theme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[theme])
         self.send("Page.navigate", url=url)
         self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
-
-    def size(self, width: int, height: int) -> None:
-        self.send(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
 
     def run(self, expression: str) -> Any:
         """The value of a script's expression in the page; promises are awaited."""
@@ -137,20 +105,9 @@ class Browser:
                     **(text if kind == "keyDown" else {}),
                 )
 
-    def screenshot(self, path: Path, full: bool = False) -> None:
-        """A PNG of the window or of the whole page."""
-        found = self.send("Page.captureScreenshot", captureBeyondViewport=full, **self._clip(full))
-        path.write_bytes(base64.b64decode(found["data"]))
-
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
         """One command of the debugging protocol to the page; its result."""
         return self._send(method, self._session, **parameters)
-
-    def _clip(self, full: bool) -> dict[str, Any]:
-        if not full:
-            return {}
-        size = self.send("Page.getLayoutMetrics")["cssContentSize"]
-        return {"clip": {**size, "scale": 1}}
 
     def _send(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
         self._number += 1

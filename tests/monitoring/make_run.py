@@ -15,6 +15,15 @@ from stable_opd_mcore.records import Prompt, Rollout
 HOSTILE = "</script></pre><script>fail()</script><img src=x onerror=fail()> {{ 7 * 7 }} \x00\u202e"
 
 
+def config(name: str = "a-run", **sections) -> Config:
+    values = {
+        "run": {"name": name},
+        "student": {"path": "somewhere"},
+        "data": {"train": {"path": "synthetic:arithmetic"}},
+    }
+    return Config.model_validate(values | sections)
+
+
 def make_run(
     directory: Path,
     steps: int = 30,
@@ -40,11 +49,5 @@ def make_run(
             Rollout(prompt, 1, (3,), (-0.1,), "length", step, text + loop, 0.0),
         ]
         write_rollouts(rollout_path(directory, step), rollouts)
-    values = {
-        "run": {"name": directory.name},
-        "student": {"path": "somewhere"},
-        "data": {"train": {"path": "synthetic:arithmetic"}},
-        "kl": kl,
-    }
-    save_config(Config.model_validate(values), directory / "config.resolved.yaml")
+    save_config(config(directory.name, kl=kl), directory / "config.resolved.yaml")
     return directory

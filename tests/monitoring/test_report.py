@@ -138,6 +138,10 @@ def test_the_largest_runs_fit_into_two_megabytes_and_the_page_says_what_is_left_
 def test_no_runs_and_too_many_runs_are_refused_and_a_title_names_some(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="give at least one run"):
         write_report([], tmp_path / "r.html")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name in ("nothing", "loop"):
+        with pytest.raises(ValueError, match=rf"{name}/metrics\.jsonl: no such file"):
+            write_report([tmp_path / name], tmp_path / "r.html")
     runs = [make_run(tmp_path / name, 2) for name in ("w", "x", "y", "z")]
     page = page_of(write_report(runs, tmp_path / "r.html"))
     assert page.text.count("w, x, y and 1 more") == 3  # title, bar, heading
@@ -232,10 +236,3 @@ def test_broken_files_are_named_and_nothing_is_written(tmp_path, file, text, mes
         write_report([run], tmp_path / "r.html")
     assert len(str(found.value).splitlines()) == 1
     assert not (tmp_path / "r.html").exists()
-
-
-def test_runs_that_are_not_there_are_named(tmp_path):
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    for name in ("nothing", "loop"):
-        with pytest.raises(ValueError, match=rf"{name}/metrics\.jsonl: no such file"):
-            write_report([tmp_path / name], tmp_path / "r.html")

@@ -16,20 +16,10 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.metrics import Mean, Metrics
 from stable_opd_mcore.monitoring.sinks import Sinks
 from stable_opd_mcore.monitoring.trackers import MlflowSink, WandbSink
+from tests.monitoring.make_run import config
 
 HAS_WANDB = importlib.util.find_spec("wandb") is not None
 HAS_MLFLOW = all(importlib.util.find_spec(name) for name in ("mlflow", "sqlalchemy", "alembic"))
-
-
-def config(**monitoring) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"name": "a-run"},
-            "student": {"path": "somewhere"},
-            "data": {"train": {"path": "synthetic:arithmetic"}},
-            "monitoring": monitoring,
-        }
-    )
 
 
 def write(directory, settings: Config, steps, first_step=0):
@@ -62,15 +52,14 @@ def test_a_missing_package_is_refused_with_its_remedy(
 ):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError, match=rf"the {package} package.*\[trackers\]', or set {off}"):
-        Sinks(tmp_path, config(tensorboard=False, **settings), first_step=0)
+        Sinks(tmp_path, config(monitoring={"tensorboard": False, **settings}), first_step=0)
 
 
 @pytest.mark.skipif(not HAS_WANDB, reason="needs wandb")
 def test_wandb_keeps_project_entity_tags_and_the_run_over_a_resume(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    settings = config(
-        tensorboard=False, wandb=True, wandb_project="p", wandb_entity="e", wandb_tags=["x", "y"]
-    )
+    named = {"wandb_project": "p", "wandb_entity": "e", "wandb_tags": ["x", "y"]}
+    settings = config(monitoring={"tensorboard": False, "wandb": True} | named)
     sink = WandbSink(tmp_path, settings)
     run = sink._run
     assert (run.project, run.entity, run.tags, run.name) == ("p", "e", ("x", "y"), "a-run")
@@ -91,7 +80,8 @@ def test_mlflow_keeps_settings_steps_and_the_run_over_a_resume(tmp_path):
     from mlflow.tracking import MlflowClient
 
     address = f"sqlite:///{tmp_path}/mlflow.db"
-    settings = config(tensorboard=False, mlflow=address, mlflow_experiment="an experiment")
+    named = {"mlflow": address, "mlflow_experiment": "an experiment"}
+    settings = config(monitoring={"tensorboard": False} | named)
     write(tmp_path, settings, range(3))
     write(tmp_path, settings, range(2, 4), first_step=2)
     client = MlflowClient(tracking_uri=address)
@@ -105,13 +95,14 @@ def test_mlflow_keeps_settings_steps_and_the_run_over_a_resume(tmp_path):
     assert sorted(set(found)) == [(step, float(step)) for step in range(4)]
     assert client.get_metric_history(name, "kl/reference") == []
     with pytest.raises(UserError, match="Give the address of a server"):
-        MlflowSink(tmp_path / "other", config(mlflow="nonsense://x"))
+        MlflowSink(tmp_path / "other", config(monitoring={"mlflow": "nonsense://x"}))
 
 
 def test_a_run_without_them_does_not_import_them(tmp_path):
     code = (
         "import sys; from tests.monitoring.test_trackers import config, write; from pathlib import "
-        f"Path; write(Path({str(tmp_path)!r}), config(tensorboard=False), range(2)); "
+        "Path; settings = config(monitoring={'tensorboard': False}); "
+        f"write(Path({str(tmp_path)!r}), settings, range(2)); "
         "print(sorted({'wandb', 'mlflow', 'tensorboard'} & set(sys.modules)))"
     )
     root = Path(__file__).parents[2]
