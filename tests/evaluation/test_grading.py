@@ -215,21 +215,6 @@ def test_the_example_of_a_reward():
         assert reward({"answer": "4"}, response) == expected, response
 
 
-def test_an_endless_sympy_computation_is_stopped():
-    with Grader(timeout_seconds=2.0, workers=1) as grader:
-        began = time.monotonic()
-        verdicts = right(
-            grader,
-            [
-                GradingItem(r"\boxed{7}", "7"),
-                GradingItem(r"\boxed{9^{9^{9^{9}}}+1}", "7"),
-                GradingItem(r"\boxed{8}", "8"),
-            ],
-        )
-        assert verdicts == [True, False, True]
-        assert time.monotonic() - began < 30
-
-
 def test_rollouts_become_items():
     prompt = Prompt("s:1", "1+1", (1,), "2", answer_format="bracket", opens_thinking=True)
     rollout = Rollout(prompt, 0, (5, 6), (0.0, 0.0), "length", 0, text="[2]")

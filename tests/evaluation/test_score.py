@@ -72,29 +72,21 @@ def test_the_numbers_of_a_run_s_rollouts_are_the_run_s(tmp_path):
     assert [record["reward"] for record in records(tmp_path / "out")] == [1, 0, 0, 0, 0]
 
 
-def test_a_budget_of_tokens_sets_the_tail_as_in_a_run(tmp_path):
+def test_a_budget_of_tokens_sets_the_tail_as_in_a_run_and_one_of_characters_does_not(tmp_path):
     path = write(tmp_path / "rows.jsonl", [{"text": "ab" * 60, "token_ids": [1, 2] * 20}])
     score_file(path, tmp_path / "out", ScoreSettings(max_length=40))
     header = settings_of(tmp_path / "out")
     assert (header["tail_characters"], header["ratio"], header["unit"]) == (100, 10.0, "tokens")
     (record,) = records(tmp_path / "out")
-    assert record["finish_reason"] == "length"
-    assert record["loop"] == {"length": 40, "period": 2}
-    characters = score_file(path, tmp_path / "c", ScoreSettings(Columns(tokens="none"), None, 200))
-    assert (characters["unit"], characters["all"]["numbers"]["truncation_rate"]) == (
-        "characters",
-        0.0,
-    )
-    assert characters["all"]["numbers"]["response_length_mean"] == 120
-    assert (
-        settings_of(tmp_path / "c")["tail_characters"] == 10_000
-    )  # a budget in characters says nothing of tokens
-
-
-def test_a_tokenizer_measures_rows_without_token_ids(tmp_path):
-    path = write(tmp_path / "rows.jsonl", [{"text": "1+2=3;"}])
-    summary = score_file(path, tmp_path / "out", ScoreSettings(tokenizer="synthetic"))
-    assert (summary["unit"], summary["all"]["numbers"]["response_length_mean"]) == ("tokens", 6)
+    assert (record["finish_reason"], record["loop"]) == ("length", {"length": 40, "period": 2})
+    found = score_file(path, tmp_path / "c", ScoreSettings(Columns(tokens="none"), None, 200))
+    numbers = found["all"]["numbers"]
+    assert (found["unit"], numbers["truncation_rate"]) == ("characters", 0.0)
+    assert numbers["response_length_mean"] == 120
+    assert settings_of(tmp_path / "c")["tail_characters"] == 10_000
+    path = write(tmp_path / "plain.jsonl", [{"text": "1+2=3;"}])
+    found = score_file(path, tmp_path / "t", ScoreSettings(tokenizer="synthetic"))
+    assert (found["unit"], found["all"]["numbers"]["response_length_mean"]) == ("tokens", 6)
 
 
 def rows_to_interrupt():
@@ -205,13 +197,10 @@ def test_a_loop_that_its_budget_cuts_is_not_right_without_a_word(tmp_path):
     assert summary["right_in_loop"] == {"2": None}
 
 
-@pytest.mark.parametrize("ratio", [float("nan"), 0.0, -1.0])
-def test_a_ratio_that_is_none_is_refused(ratio):
-    with pytest.raises(UserError, match=r"--ratio .*: expected a number above 0"):
-        ScoreSettings(ratio=ratio)
-
-
-def test_more_groups_than_the_limit_are_refused(tmp_path, monkeypatch):
+def test_what_cannot_be_scored_is_refused(tmp_path, monkeypatch):
+    for ratio in (float("nan"), 0.0, -1.0):
+        with pytest.raises(UserError, match=r"--ratio .*: expected a number above 0"):
+            ScoreSettings(ratio=ratio)
     monkeypatch.setattr(score, "MAX_GROUPS", 2)
     path = write(tmp_path / "rows.jsonl", [{"response": "x", "id": k} for k in range(3)])
     with pytest.raises(UserError, match="row 3: more than 2 groups; --group id names a column"):
@@ -225,19 +214,15 @@ def test_more_groups_than_the_limit_are_refused(tmp_path, monkeypatch):
 def test_a_hanging_expression_and_a_megabyte_cost_one_row_each(tmp_path):
     responses = [r"\boxed{8}", r"\boxed{9^{9^{9^{9}}}+1}", "0" * 2**20, *[r"\boxed{7}"] * 4]
     path = write(tmp_path / "rows.jsonl", [{"response": r, "gold": "7"} for r in responses])
-    settings = ScoreSettings(timeout_seconds=4, workers=2)
-    summary = score_file(path, tmp_path / "out", settings)
-    assert [record["row"] for record in records(tmp_path / "out")] == [1, 2, 3, 4, 5, 6, 7]
-    rewards = [record["reward"] for record in records(tmp_path / "out")]
-    assert rewards == [0, 0, 0, 1, 1, 1, 1]
-    failures = [record["grading_failure"] for record in records(tmp_path / "out")]
-    assert failures[0] is None
-    assert failures[1] in ("timeout", "crash")  # by what the machine runs out of first
-    assert (
-        summary["all"]["numbers"]["grading_timeouts"] + summary["all"]["numbers"]["grading_crashes"]
-        >= 1
-    )
-    assert records(tmp_path / "out")[2]["loop"] == {"length": 2**20, "period": 1}
+    summary = score_file(path, tmp_path / "out", ScoreSettings(timeout_seconds=4, workers=2))
+    found = records(tmp_path / "out")
+    assert [record["row"] for record in found] == [1, 2, 3, 4, 5, 6, 7]
+    assert [record["reward"] for record in found] == [0, 0, 0, 1, 1, 1, 1]
+    assert found[0]["grading_failure"] is None
+    failure = found[1]["grading_failure"]  # by what the machine runs out of first
+    kind = {"timeout": "grading_timeouts", "crash": "grading_crashes"}[failure]
+    assert summary["all"]["numbers"][kind] >= 1
+    assert found[2]["loop"] == {"length": 2**20, "period": 1}
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path):
@@ -273,16 +258,8 @@ def test_the_command_prints_a_table_and_says_where_the_verdicts_are(tmp_path, mo
 
 
 # Our verdict differs from the upstream label in these rows; docs/score.md says why.
-DIFFERING = {
-    "math500-20",
-    "minerva_math-100",
-    "minerva_math-161",
-    "minerva_math-252",
-    "minerva_math-30",
-    "minerva_math-56",
-    "minerva_math-67",
-    "minerva_math-71",
-}
+MATH, MINERVA = ("math500-20",), (100, 161, 252, 30, 56, 67, 71)
+DIFFERING = {*MATH, *(f"minerva_math-{number}" for number in MINERVA)}
 
 
 def test_real_generations_get_the_upstream_labels_but_for_known_rows(tmp_path):

@@ -73,26 +73,25 @@ def test_every_column_is_read():
 
 
 @pytest.mark.parametrize(
-    ("value", "reason"),
+    ("column", "value", "expected"),
     [
-        ("MAX_TOKENS", "length"),
-        (True, "length"),
-        (False, "stop"),
-        (None, None),
-        ({"type": "stop", "matched": 5}, "stop"),
-        ("abort", "abort"),
+        ("f", "MAX_TOKENS", "length"),
+        ("f", True, "length"),
+        ("f", False, "stop"),
+        ("f", None, None),
+        ("f", {"type": "stop", "matched": 5}, "stop"),
+        ("f", "abort", "abort"),
+        ("g", 2, "2"),
+        ("g", 2.5, "2.5"),
+        ("g", ["a", 3], "a, 3"),
+        ("g", None, None),
+        ("g", "  ", None),
+        ("g", [], None),
     ],
 )
-def test_finish_reasons_of_several_engines(value, reason):
-    assert parsed(f=value).finish == reason
-
-
-@pytest.mark.parametrize(
-    ("value", "gold"),
-    [(2, "2"), (2.5, "2.5"), (["a", 3], "a, 3"), (None, None), ("  ", None), ([], None)],
-)
-def test_golds_are_text_numbers_or_lists(value, gold):
-    assert parsed(g=value).gold == gold
+def test_values_of_several_forms_are_read(column, value, expected):
+    row = parsed(**{column: value})
+    assert (row.finish if column == "f" else row.gold) == expected
 
 
 @pytest.mark.parametrize(
