@@ -75,7 +75,9 @@ def load_benchmark(
     Raises:
         DataError: unknown name, no file of that name in the directory, or bad rows.
     """
-    benchmark = _find(name)
+    if name not in BENCHMARKS:
+        raise DataError(f"no benchmark {name!r}; there are {', '.join(BENCHMARKS)}")
+    benchmark = BENCHMARKS[name]
     source = SourceConfig(
         path=benchmark.hub_id if directory is None else str(_local_file(name, Path(directory))),
         split=benchmark.split,
@@ -103,17 +105,10 @@ def load_benchmark(
     return rows
 
 
-def _find(name: str) -> Benchmark:
-    if name not in BENCHMARKS:
-        raise DataError(f"no benchmark {name!r}; there are {', '.join(BENCHMARKS)}")
-    return BENCHMARKS[name]
-
-
 def _local_file(name: str, directory: Path) -> Path:
-    for suffix in (".jsonl", ".parquet"):
-        path = directory / f"{name}{suffix}"
-        if path.is_file():
-            return path
+    found = (directory / f"{name}{suffix}" for suffix in (".jsonl", ".parquet"))
+    if file := next((path for path in found if path.is_file()), None):
+        return file
     raise DataError(
         f"{directory}: neither {name}.jsonl nor {name}.parquet in it; `stable-opd prepare` writes "
         "them, or set evaluation.benchmark_directory=null to read the hub"

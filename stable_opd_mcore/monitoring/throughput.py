@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import Any
 
 import torch
 
@@ -40,7 +40,7 @@ class PhaseTimer:
     ):
         self._device = torch.device(device)
         self._tell = tell
-        self._phases: list[tuple[str, _Moment, _Moment]] = []  # name, start, end
+        self._phases: list[tuple[str, Any, Any]] = []  # name, start, end
         self._start = self._now()
 
     @contextmanager
@@ -77,7 +77,8 @@ class PhaseTimer:
             }
         )
 
-    def _now(self) -> _Moment:
+    def _now(self) -> Any:
+        """A moment of this timer: seconds, or an event in the queue of a CUDA device."""
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -85,15 +86,9 @@ class PhaseTimer:
         return event
 
 
-_Moment: TypeAlias = "float | torch.cuda.Event"
-
-
-def _seconds(start: _Moment, end: _Moment) -> float:
+def _seconds(start: Any, end: Any) -> float:
     """Between two moments of one timer, which have passed."""
-    if isinstance(start, float) and isinstance(end, float):
-        return end - start
-    assert isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
-    return start.elapsed_time(end) / 1e3
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
 
 def peak_memory_gib(device: torch.device | str = "cpu") -> float:

@@ -147,7 +147,13 @@ class _Handler(BaseHTTPRequestHandler):
             "/rollout": self._rollout,
         }
         try:
-            path, values = _parsed(self.path)
+            parts = urlsplit(self.path)
+            fields = parse_qs(parts.query, max_num_fields=8)
+        except ValueError as error:
+            self._json(HTTPStatus.BAD_REQUEST, {"error": f"not an address of this server: {error}"})
+            return
+        path, values = parts.path, {name: texts[-1] for name, texts in fields.items()}
+        try:
             if path == "/":
                 self._send(HTTPStatus.OK, "text/html; charset=utf-8", self.server.page())
             elif path in answers:
@@ -219,16 +225,6 @@ def run_state(run: ReportRun) -> dict[str, Any]:
     if total is not None and times:
         left = max(0, total - step) * sum(times) / len(times)
     return state | {"step": step, "total": total, "age": max(0.0, age), "left": left}
-
-
-def _parsed(address: str) -> tuple[str, dict[str, str]]:
-    """Path and values of a request's address."""
-    try:
-        parts = urlsplit(address)
-        fields = parse_qs(parts.query, max_num_fields=8)
-    except ValueError as error:
-        raise UserError(f"not an address of this server: {error}") from error
-    return parts.path, {name: texts[-1] for name, texts in fields.items()}
 
 
 def _number(values: Mapping[str, str], name: str, end: int) -> int:

@@ -75,9 +75,6 @@ def test_sampling_follows_the_evaluation_settings():
     assert evaluation_sampling(settings, [20], greedy=True) == Sampling(0.0, 1.0, 50, 1, (20,), 4)
     zero = config(temperature=0, num_samples=8, max_new_tokens=9)
     assert evaluation_sampling(zero, []) == Sampling(0.0, 1.0, 9, 1, (), 4)
-
-
-def test_the_number_of_samples_is_that_of_the_benchmark_unless_set():
     assert evaluation_sampling(config(), []).num_samples == 1
-    assert evaluation_sampling(config(), [], num_samples=32).num_samples == 32
+    assert evaluation_sampling(config(), [], num_samples=32).num_samples == 32  # the benchmark's
     assert evaluation_sampling(config(num_samples=4), [], num_samples=32).num_samples == 4

@@ -126,8 +126,24 @@ def part(record, rows: slice):
     return replace(record, **changes)
 
 
-def test_token_metrics_by_hand():
-    values = token_metrics([OUTPUT], [MICROBATCH], BUDGET)().values_by_key()
+MASKED = torch.arange(6) == 3
+SPOILED = {
+    name: torch.where(MASKED, math.nan, getattr(OUTPUT, name))
+    for name in ("student_logprob_N", "token_logprob_N")
+}
+HIDDEN = {"teacher": Scores(None, hidden_NH=torch.zeros(6, 1))}  # scores come from the loss
+
+
+@pytest.mark.parametrize(
+    ("output", "microbatch"),
+    [
+        (OUTPUT, MICROBATCH),
+        (replace(OUTPUT, **SPOILED), MICROBATCH),
+        (replace(OUTPUT, teacher_entropy_N=torch.full((6,), 2.0)), replace(MICROBATCH, **HIDDEN)),
+    ],
+)
+def test_token_metrics_by_hand(output, microbatch):
+    values = token_metrics([output], [microbatch], BUDGET)().values_by_key()
     require_known(values)
     assert values == EXPECTED
 
@@ -138,20 +154,7 @@ def test_token_metrics_do_not_depend_on_micro_batching(cut):
     outputs = [part(half, slice(0, cut)), part(half, slice(cut, None))]
     microbatches = [part(MICROBATCH, slice(0, cut)), part(MICROBATCH, slice(cut, None))]
     assert token_metrics(outputs, microbatches, BUDGET)().values_by_key() == EXPECTED
-
-
-def test_a_pipeline_stage_before_the_last_has_no_token_metrics():
-    assert token_metrics([], [MICROBATCH], BUDGET)().values_by_key() == {}
-
-
-def test_non_finite_values_of_masked_tokens_are_ignored():
-    masked = torch.arange(6) == 3
-    spoiled = {
-        name: torch.where(masked, math.nan, getattr(OUTPUT, name))
-        for name in ("student_logprob_N", "token_logprob_N")
-    }
-    values = token_metrics([replace(OUTPUT, **spoiled)], [MICROBATCH], BUDGET)()
-    assert values.values_by_key() == EXPECTED
+    assert token_metrics([], microbatches, BUDGET)().values_by_key() == {}  # an earlier stage
 
 
 @pytest.mark.parametrize(("pg", "sft"), [(0.0, 0.0), (0.7, 0.0), (0.7, 1.0)])
@@ -163,12 +166,6 @@ def test_golden_tokens_are_told_by_their_source_not_by_their_weights(pg, sft):
     batch = replace(MICROBATCH, pg_weight_N=pg_N, sft_weight_N=sft_N)
     counted = {"tokens/trained": 3.0, "tokens/golden_share": 0.0} if pg == 0 else {}
     assert token_metrics([OUTPUT], [batch], BUDGET)().values_by_key() == EXPECTED | counted
-
-
-def test_teacher_metrics_from_the_loss_when_scores_are_hidden_states():
-    alone = replace(MICROBATCH, teacher=Scores(None, hidden_NH=torch.zeros(6, 1)))
-    output = replace(OUTPUT, teacher_entropy_N=torch.full((6,), 2.0))
-    assert token_metrics([output], [alone], BUDGET)().values_by_key() == EXPECTED
 
 
 def test_without_teacher_and_reference_their_numbers_are_undefined():

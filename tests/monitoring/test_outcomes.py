@@ -47,21 +47,12 @@ def test_a_run_with_rollouts():
 
 def test_a_run_without_rollouts_is_read_from_its_evaluations():
     last = evaluated(0.75, 0.8) | {"eval/truncation_rate": 0.125, "eval/repetition_rate": 0.0}
-    rows = [
-        {"step": 0, **evaluated(0.25, 0.9)},
-        {"step": 1, "rollout/truncation_rate": None},
-        {"step": 2, **last},
-    ]
-    found = outcome(rows)
+    found = outcome([{"step": 0, **evaluated(0.25, 0.9)}, {"step": 1}, {"step": 2, **last}])
     assert (found.max_truncation_rate, found.final_truncation_rate) == (0.5, 0.125)
-    assert found.final_repetition_rate == 0.0
-    assert found.lowest_accuracy_after_peak == found.final_accuracy == 0.75
-
-
-def test_what_a_run_does_not_have_is_nan():
+    assert (found.final_repetition_rate, found.lowest_accuracy_after_peak) == (0.0, 0.75)
     found = outcome([{"step": 0, "rollout/accuracy": 0.25}, {"step": 1, "rollout/accuracy": 0.5}])
     assert (found.initial_accuracy, found.final_accuracy) == (0.25, 0.5)
-    assert math.isnan(found.greedy_final_accuracy)
+    assert math.isnan(found.greedy_final_accuracy)  # what a run does not have
     assert math.isnan(found.max_truncation_rate)
 
 

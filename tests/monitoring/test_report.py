@@ -65,6 +65,9 @@ def rollouts_of(page: Page) -> dict:
 
 def test_one_run(tmp_path):
     run = make_run(tmp_path / "a-run")
+    event = {"event": "guard", "after_step": 2, "action": "raise beta", "evidence": {"slope": 0.5}}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(event) + "\n")
     (run / "evaluation" / "step_000030").mkdir(parents=True)
     values = '{"benchmarks": {"aime24": {"accuracy": 0.25}}}'
     (run / "evaluation" / "step_000030" / "results.json").write_text(values)
@@ -76,19 +79,15 @@ def test_one_run(tmp_path):
     assert page.elements.count(("h1", {})) == 1
     assert {"a-run", "Held-out accuracy", "aime24"} <= set(page.text)
     assert page.count("details", id="differences-0") == 0
+    assert data_of(page)[0]["events"] == [{"run": 0, "step": 2, "title": "guard: raise beta"}]
+    assert {"after step 2", "guard: raise beta", "slope: 0.5"} <= set(page.text)
     assert [r["step"] for r in rollouts_of(page)["rollouts"]] == [1, 1, 30, 30]
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["report.html"]
-
-
-def test_events_are_listed_and_marked(tmp_path):
-    runs = [make_run(tmp_path / name, 3) for name in ("a", "b")]
-    event = {"event": "guard", "after_step": 2, "action": "raise beta", "evidence": {"slope": 0.5}}
-    with (runs[1] / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(event) + "\n")
-    page = page_of(write_report(runs, tmp_path / "r.html"))
-    mark = {"run": 1, "step": 2, "title": "guard: raise beta"}
-    assert data_of(page)[0]["events"] == [mark]
-    assert {"after step 2", "guard: raise beta", "slope: 0.5"} <= set(page.text)
+    links = [a[key] for _, a in page.elements for key in ("src", "href") if key in a]
+    targets = {a["id"] for _, a in page.elements if "id" in a}
+    assert {link for link in links if link[1:] not in targets} == {"data:,"}  # nothing outside
+    (policy,) = [a["content"] for t, a in page.elements if a.get("http-equiv")]
+    assert policy.startswith("default-src 'none'")
 
 
 def make_largest_run(directory, seed: int) -> None:
@@ -151,18 +150,6 @@ def test_no_runs_and_too_many_runs_are_refused_and_a_title_names_some(tmp_path, 
         write_report(runs, tmp_path / "r.html")
 
 
-def test_the_page_refers_to_nothing_outside_itself(tmp_path):
-    page = page_of(write_report([make_run(tmp_path / "a-run")], tmp_path / "report.html"))
-    links = [a[key] for _, a in page.elements for key in ("src", "href") if key in a]
-    assert {link.partition("-")[0] for link in links} == {
-        "data:,", "#index", "#figure", "#rollouts",
-    }  # fmt: skip
-    targets = {a["id"] for _, a in page.elements if "id" in a}
-    assert {link[1:] for link in links if link[0] == "#"} <= targets
-    (policy,) = [a["content"] for t, a in page.elements if a.get("http-equiv")]
-    assert policy.startswith("default-src 'none'")
-
-
 def test_a_label_has_one_colour_in_all_sections_and_seeds(tmp_path):
     runs = [
         ReportRun(make_run(tmp_path / f"{act}-{arm}-{seed}", 2), arm, act)
@@ -196,11 +183,16 @@ def test_a_folder_of_runs_whose_last_lines_are_cut(tmp_path):
         run = make_run(tmp_path / parent / "run", 2)
         tokens = token_path(run, 2)
         write_tokens(tokens, [TokenText("train:0", 0, ("a", "b"), {}, None)])
+        event = {"event": "of", "after_step": 2, "in": parent}
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(event) + "\n")
         for path in (run / "metrics.jsonl", rollout_path(run, 2), tokens):
             path.write_bytes(path.read_bytes() + b'{"cut": "of')
     page = page_of(write_report([tmp_path], tmp_path / "r.html"))
     (section,) = data_of(page)
     assert [label["name"] for label in section["labels"]] == ["x/run", "y/run"]
+    assert [(event["run"], event["step"]) for event in section["events"]] == [(0, 2), (1, 2)]
+    assert page.text.count("y/run") == page.text.count("x/run") > 1  # each event names its run
     assert [run["label"] for run in rollouts_of(page)["runs"]] == ["x/run", "y/run"]
     assert len(rollouts_of(page)["rollouts"]) == 8
 
