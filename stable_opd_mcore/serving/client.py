@@ -14,7 +14,7 @@ import math
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import orjson
@@ -63,10 +63,6 @@ class SglangClient:
     def __post_init__(self) -> None:
         self.url = self.url.rstrip("/")
         self._connections = Connections(self.url, self.api_key)
-
-    def copy(self) -> SglangClient:
-        """A new client of the same server."""
-        return replace(self)
 
     def close(self) -> None:
         """Send no more requests; those in flight fail at once as unreachable."""

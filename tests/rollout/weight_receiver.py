@@ -71,7 +71,10 @@ def _serve(
 
     def reply(request: Request) -> tuple[int, bytes]:
         route = request.path.strip("/").partition("?")[0]
-        found = getattr(state, route)(json.loads(request.body))
+        body = json.loads(request.body)
+        if route.startswith("update_weights_from"):
+            assert (body["flush_cache"], body["weight_version"]) == (False, "incomplete")
+        found = getattr(state, route)(body)
         return 200, found.encode() if isinstance(found, str) else json.dumps(found).encode()
 
     with http_server(reply) as url:

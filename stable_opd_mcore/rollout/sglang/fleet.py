@@ -60,7 +60,7 @@ class Member:
     def reconnect(self) -> None:
         """Fail the requests in flight; later requests use new connections."""
         self.client.close()
-        self.client = self.client.copy()
+        self.client = replace(self.client)
         self.life += 1
 
 
