@@ -57,7 +57,7 @@ def outcome_table(runs: Sequence[WrittenRun]) -> Table:
     The gap recovered is (accuracy at end - at start) / (teacher's - at start), docs/method.md §5,
     if the run's settings hold the teacher's accuracy (`evaluation.teacher_accuracy`).
     """
-    return _table([_outcome_cells(run) for run in runs], texts=3)
+    return _table([_outcome_cells(run) for run in runs], texts=2)
 
 
 def seed_table(runs: Sequence[WrittenRun]) -> Table | None:
@@ -97,8 +97,8 @@ def _outcome_cells(written: WrittenRun) -> dict[str, Any]:
     distance = _teacher_accuracy(written.settings) - start
     return {
         "run": written.run.name,
-        "steps": f"{rows[-1]['step']:,}" + ("" if total is None else f" of {total:,}"),
         "first damage": verdict(rows),
+        "steps": f"{rows[-1]['step']:,}" + ("" if total is None else f" of {total:,}"),
         "accuracy at start": start,
         "accuracy at peak": found.peak_accuracy,
         "accuracy at end": end,

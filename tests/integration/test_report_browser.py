@@ -197,7 +197,7 @@ def test_the_live_view_follows_a_run_over_its_restart(browser, tmp_path):
             sink.write(step, {"rollout/truncation_rate": 0.5, "time/total": 1.0})
         sink.write_event("guard_warn", 22, {"evidence": {"slope": 0.5}})
         sink.close()
-        browser.wait("document.querySelector('.tile .value').textContent === '22 of 800'")
+        browser.wait("document.querySelector('.tiles').textContent.includes('22 of 800')")
         browser.wait("document.querySelector('.events')?.textContent.includes('guard warn')")
         assert not browser.run("document.querySelector('details.figure').open")
         plots = browser.run("document.querySelectorAll('.figure[open] .plot').length")
