@@ -170,13 +170,16 @@ class SampleFacts:
     response_tokens_B: NDArray[np.int64]
     trained_tokens_B: NDArray[np.int64]
     reward_B: NDArray[np.float64]  # NaN: not graded
+    truncated_B: NDArray[np.bool_]  # as Sample.truncated
+    source_B: NDArray[np.int64] | None = None  # its place in data.train; None: there is one source
 
     def __len__(self) -> int:
         return len(self.holder_B)
 
     def select(self, index_B: NDArray[Any] | slice) -> SampleFacts:
         """The facts of some samples; `index_B` is their places, a slice, or a mask."""
-        return SampleFacts(**{name: values[index_B] for name, values in vars(self).items()})
+        given = {name: values for name, values in vars(self).items() if values is not None}
+        return SampleFacts(**{name: values[index_B] for name, values in given.items()})
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,18 @@ data, in the same words. Not here: models, engines, the objective (train/setup.p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from stable_opd_mcore.config.models import TeacherConfig
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.data.chat import Tokenizer, resolve_stop_ids
-from stable_opd_mcore.data.prompts import PromptSet
+from stable_opd_mcore.data.prompts import PromptOrder, PromptSet
 from stable_opd_mcore.data.rows import Row
-from stable_opd_mcore.data.sources import load_rows
+from stable_opd_mcore.data.source_order import SourceOrder
+from stable_opd_mcore.data.sources import load_rows, source_name
 from stable_opd_mcore.data.teacher_prompt import TeacherPrompt
 from stable_opd_mcore.data.vocabulary import same_vocabulary
 from stable_opd_mcore.errors import UserError
@@ -119,6 +122,42 @@ def _window_of(teacher: TeacherConfig) -> int | None:
     return window if type(window) is int else None
 
 
+def load_sources(config: Config, required: Collection[str] = ()) -> list[Row]:
+    """The rows of all sources of `data.train`, one source after the other.
+
+    Args:
+        required: as of `load_rows`.
+
+    Raises:
+        UserError: rows that cannot be used, or two sources of one name.
+    """
+    rows: dict[str, list[Row]] = {}
+    for source in config.data.sources:
+        name = source_name(source)
+        if name in rows:
+            raise UserError(f"data.train: two sources are named {name}; give one another `name`")
+        rewarded = (source.reward or config.reward).function is not None
+        own = load_rows(source, with_columns=rewarded, required=required)
+        ids = [f"{name}:{row.row_id.rpartition(':')[2]}" for row in own]
+        rows[name] = [replace(row, row_id=row_id) for row, row_id in zip(own, ids, strict=True)]
+    return [row for own in rows.values() for row in own]
+
+
+def prompt_order(config: Config, prompts: PromptSet) -> PromptOrder | SourceOrder:
+    """The order in which a run draws its prompts.
+
+    Raises:
+        UserError: a step could draw more rows of a source than there are.
+    """
+    seed, per_step = config.train.seed, config.rollout.prompts_per_step
+    sources = config.data.sources
+    if len(sources) == 1:
+        return PromptOrder(len(prompts), seed, per_step)
+    counts = Counter(prompts.source_names())
+    sizes = {name: counts[name] for name in map(source_name, sources)}
+    return SourceOrder(sizes, [source.weight for source in sources], seed, per_step)
+
+
 def load_prompts(
     config: Config, tokenizer: Tokenizer, architecture: Architecture, objective: Objective
 ) -> PromptSet:
@@ -129,11 +168,7 @@ def load_prompts(
     """
     teacher = load_teacher_prompt(config, tokenizer, objective)
     prompts = PromptSet(
-        load_rows(
-            config.data.train,
-            with_columns=config.reward.function is not None,
-            required=teacher.columns if teacher else (),
-        ),
+        load_sources(config, teacher.columns if teacher else ()),
         tokenizer,
         config.data,
         window=architecture.max_positions,
@@ -147,6 +182,7 @@ def load_prompts(
             f"{len(prompts)} usable rows of data.train ({prompts.num_dropped} dropped): a step "
             "would train on one prompt several times; lower it, or add rows"
         )
+    prompt_order(config, prompts)
     return prompts
 
 

@@ -24,6 +24,7 @@ def facts_of(samples: Sequence[Sample]) -> SampleFacts:
         response_tokens_B=np.array([len(s.response_token_ids) for s in samples], np.int64),
         trained_tokens_B=np.array([s.trained.sum() for s in samples], np.int64),
         reward_B=np.array(rewards, np.float64),
+        truncated_B=np.array([sample.truncated for sample in samples], np.bool_),
     )
 
 

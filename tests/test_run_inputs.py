@@ -9,6 +9,7 @@ from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.run_inputs import (
     configured_architecture,
+    load_sources,
     load_teacher_tokenizer,
     load_tokenizer,
     refuse_routing_without_experts,
@@ -117,3 +118,19 @@ def test_settings_of_a_routing_that_does_not_exist_are_refused(tmp_path, section
     config = tiny_config(tmp_path, "run", **sections)
     with pytest.raises(UserError, match=message + r": the student \(qwen2\) has no experts"):
         refuse_routing_without_experts(config, configured_architecture(config.student))
+
+
+def test_sources_follow_each_other_and_a_list_of_one_is_that_source(tmp_path):
+    def rows(train):
+        return load_sources(tiny_config(tmp_path, "run", data={"train": train}))
+
+    one = {"path": "synthetic:arithmetic", "options": {"rows": 3}}
+    assert rows([one]) == rows(one)
+    both = rows([one | {"name": "a"}, one])
+    assert [row.row_id for row in both[:4]] == [
+        *(f"a:{k}" for k in range(3)),
+        "synthetic:arithmetic/train:0",
+    ]
+    assert [row.problem for row in both[:3]] == [row.problem for row in both[3:]]
+    with pytest.raises(UserError, match="two sources are named synthetic:arithmetic/train; give"):
+        rows([one, one])

@@ -39,11 +39,15 @@ def _section_tables(prefix: str, model: Schema, models: Schema) -> list[str]:
     """A table for each section, those inside it after it."""
     tables: list[str] = []
     for name, field in model["properties"].items():
-        section = _section_of(field, models)
-        if section is not None:
-            key = f"{prefix}{name}"
+        held, key = _sections_of(field, models), f"{prefix}{name}"
+        if (section := held.get("")) is not None:
             tables.append(f"## {key}\n{_text(section)}\n\n{_table(f'{key}.', section, models)}")
             tables += _section_tables(f"{key}.", section, models)
+        if (section := held.get("[]")) is not None:  # of each: what the single one has, and more
+            more = section["properties"].keys() - held[""]["properties"].keys()
+            own = {k: v for k, v in section["properties"].items() if k in more}
+            table = _table(f"{key}[].", section | {"properties": own}, models)
+            tables.append(f"## {key}[]\n{_text(section)}\n\n{table}")
     return tables
 
 
@@ -52,7 +56,7 @@ def _table(prefix: str, model: Schema, models: Schema) -> str:
     for name, field in model["properties"].items():
         required = name in model.get("required", ())
         kind, default = _type(field), "" if required else _code(field.get("default"))
-        section = _section_of(field, models)
+        section = _sections_of(field, models).get("")
         if section is not None:
             kind, default = "section", "`null`" if default == "`null`" else ""
             field = section | field
@@ -60,12 +64,20 @@ def _table(prefix: str, model: Schema, models: Schema) -> str:
     return "\n".join(rows) + "\n"
 
 
-def _section_of(field: Schema, models: Schema) -> Schema | None:
-    """The model that a field holds; None for a plain value."""
-    for option in [field, *field.get("anyOf", ()), *field.get("allOf", ())]:
-        if "$ref" in option:
-            return models[option["$ref"].rpartition("/")[2]]
-    return None
+def _sections_of(field: Schema, models: Schema) -> dict[str, Schema]:
+    """The models that a field holds, under "", and a list of them holds, under "[]"; none for a
+    plain value.
+    """
+    found: dict[str, Schema] = {}
+    options = [
+        field,
+        *(each for kind in ("anyOf", "allOf", "oneOf") for each in field.get(kind, ())),
+    ]
+    for option in options:
+        for suffix, held in (("", option), ("[]", option.get("items", {}))):
+            if "$ref" in held:
+                found[suffix] = models[held["$ref"].rpartition("/")[2]]
+    return found
 
 
 def _type(field: Schema) -> str:

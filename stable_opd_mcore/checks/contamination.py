@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from stable_opd_mcore.checks.data import train_paths
 from stable_opd_mcore.checks.finding import Finding, finding
 from stable_opd_mcore.checks.known import Known
 from stable_opd_mcore.data.decontamination import BenchmarkIndex
-from stable_opd_mcore.data.synthetic import SYNTHETIC
 from stable_opd_mcore.evaluation.benchmarks import load_benchmark
 
 
@@ -23,9 +23,9 @@ def benchmark_problems(known: Known) -> Iterator[Finding]:
     Raises:
         DataError: the directory lacks one of the benchmarks, or a row is broken.
     """
-    evaluation, source = known.config.evaluation, known.config.data.train
-    directory = evaluation.benchmark_directory
-    if directory is None or not evaluation.benchmarks or source.path.startswith(SYNTHETIC):
+    evaluation = known.config.evaluation
+    directory, paths = evaluation.benchmark_directory, train_paths(known)
+    if directory is None or not evaluation.benchmarks or not paths:
         return
     if not Path(directory).is_dir():
         yield finding("absent-benchmarks", directory=directory)
@@ -43,5 +43,5 @@ def benchmark_problems(known: Known) -> Iterator[Finding]:
             row_id=first.row_id,
             kind=first.kind,
             words=first.words,
-            path=source.path,
+            path=paths,
         )

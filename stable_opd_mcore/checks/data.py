@@ -12,6 +12,7 @@ import numpy as np
 
 from stable_opd_mcore.checks.finding import Finding, finding
 from stable_opd_mcore.checks.known import Known
+from stable_opd_mcore.config.data import SourceConfig
 from stable_opd_mcore.data.prompts import PromptSet
 from stable_opd_mcore.data.sources import read_records
 from stable_opd_mcore.data.synthetic import SYNTHETIC
@@ -76,9 +77,18 @@ def golden_lengths(known: Known) -> Iterator[Finding]:
 
 def repeated_ids(known: Known) -> Iterator[Finding]:
     """Rows with the same id, in files that have a column of ids."""
-    source = known.config.data.train
-    if source.path.startswith(SYNTHETIC):
-        return
+    for source in known.config.data.sources:
+        if not source.path.startswith(SYNTHETIC):
+            yield from _repeated_ids(source)
+
+
+def train_paths(known: Known) -> str:
+    """The sources of `data.train` that are files or data sets."""
+    paths = [source.path for source in known.config.data.sources]
+    return ", ".join(path for path in paths if not path.startswith(SYNTHETIC))
+
+
+def _repeated_ids(source: SourceConfig) -> Iterator[Finding]:
     counts: Counter[tuple[str, str]] = Counter()
     for _, record in read_records(source):
         for column in ID_COLUMNS:
@@ -99,8 +109,8 @@ def repeated_ids(known: Known) -> Iterator[Finding]:
 
 def repeated_problems(known: Known) -> Iterator[Finding]:
     """Problems that occur more than once in the training set, or also in the held-out one."""
-    path = known.config.data.train.path
-    if path.startswith(SYNTHETIC):
+    path = train_paths(known)
+    if not path:
         return
     counts, held_out = Counter(_problems(known.prompts)), known.held_out
     if repeated := [text for text, count in counts.items() if count > 1]:

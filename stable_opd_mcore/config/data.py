@@ -5,10 +5,11 @@ Not here: how many prompts a step takes (rollouts.py).
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveInt
+from pydantic import Discriminator, Field, PositiveInt, Tag, model_validator
 
+from stable_opd_mcore.config.reward import RewardConfig
 from stable_opd_mcore.config.section import Section
 
 
@@ -40,11 +41,32 @@ class SourceConfig(Section):
     `configuration`."""
 
 
+class TrainSource(SourceConfig):
+    """One of several sources, which has the keys of a single one too: docs/data.md."""
+
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """In metrics, and the first part of its rows' ids; `null`: from `path`."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the prompts that are drawn, over the sum of all weights."""
+    teacher: str | None = None
+    """A key of `teacher.routes`, whose teacher scores its rows; `null`: its name."""
+    reward: RewardConfig | None = None
+    """Of its rows; `null`: the run's `reward`."""
+
+
+def _kind(value: object) -> str:
+    return "<several>" if isinstance(value, list | tuple) else "<one>"
+
+
 class DataConfig(Section):
     """Problems to train and to evaluate on."""
 
-    train: SourceConfig
-    """Problems to train on."""
+    train: Annotated[
+        Annotated[SourceConfig, Tag("<one>")]
+        | Annotated[tuple[TrainSource, ...], Tag("<several>")],
+        Discriminator(_kind),
+    ]
+    """Problems to train on: a source, or a list of sources."""
     eval: SourceConfig | None = None
     """Held-out problems; `null`: no evaluation while training."""
     prompt_template: str = "{problem}"
@@ -57,3 +79,16 @@ class DataConfig(Section):
     """What to do with a row whose prompt leaves no room for `sampling.max_new_tokens`, or whose
     golden solution does not fit in the model's window: end the run, or drop the row and count
     it."""
+
+    @model_validator(mode="after")
+    def _some_source(self) -> Self:
+        if self.train == ():
+            raise ValueError("train is an empty list; give a source, or a list of sources")
+        return self
+
+    @property
+    def sources(self) -> tuple[TrainSource, ...]:
+        """All that is trained on; the one source as one of weight 1."""
+        if isinstance(self.train, tuple):
+            return self.train
+        return (TrainSource(**self.train.model_dump()),)

@@ -40,11 +40,9 @@ def load_config(
         if "=" not in item:
             raise ConfigError(f"override {item!r}: expected key=value, e.g. train.steps=10")
     try:
-        tree = OmegaConf.merge(
-            _with_bases(path),
-            OmegaConf.create(dict(changes or {})),
-            *map(_parse_override, overrides),
-        )
+        tree = _with_bases(path)
+        for over in (OmegaConf.create(dict(changes or {})), *map(_parse_override, overrides)):
+            tree = _merged(tree, over)
         values = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: not readable as YAML settings: {error}") from error
@@ -64,7 +62,22 @@ def _with_bases(path: Path, within: tuple[Path, ...] = ()) -> DictConfig:
     if not isinstance(base, str):
         raise ConfigError(f"{path}: base={base!r}; expected the path of one YAML file")
     del tree[BASE]
-    return cast("DictConfig", OmegaConf.merge(_with_bases(path.parent / base, chain), tree))
+    return _merged(_with_bases(path.parent / base, chain), tree)
+
+
+def _merged(under: DictConfig, over: DictConfig) -> DictConfig:
+    """`over` over `under`, section by section; a list and a section replace each other."""
+    _drop_other_forms(under, cast("dict[str, Any]", OmegaConf.to_container(over)))
+    return cast("DictConfig", OmegaConf.merge(under, over))
+
+
+def _drop_other_forms(under: DictConfig, over: Mapping[str, Any]) -> None:
+    plain = cast("dict[str, Any]", OmegaConf.to_container(under))
+    for key, value in over.items():
+        if isinstance(value, dict) and isinstance(plain.get(key), dict):
+            _drop_other_forms(under[key], cast("dict[str, Any]", value))
+        elif isinstance(value, dict | list) and isinstance(plain.get(key), dict | list):
+            del under[key]
 
 
 def _parse_override(override: str) -> DictConfig:
@@ -120,7 +133,8 @@ def config_yaml(config: Config) -> bytes:
 
 
 def _explain(item: Any, origin: str, overrides: Sequence[str]) -> str:
-    key = ".".join(str(part) for part in item["loc"])
+    # "<one>" and the like are pydantic's names of the forms that a value may have.
+    key = ".".join(part for part in map(str, item["loc"]) if not part.startswith("<"))
     unknown = item["type"] == "extra_forbidden"
     for override in overrides:
         name = override.partition("=")[0]
@@ -137,7 +151,7 @@ def _explain(item: Any, origin: str, overrides: Sequence[str]) -> str:
 
 def _advice(unknown: str) -> str:
     """What an unknown key may have meant: a key of its section, or one of that name elsewhere."""
-    known = _known_keys(Config)
+    known = list(dict.fromkeys(_known_keys(Config)))
     section, _, name = unknown.rpartition(".")
     while section and section not in known:  # the section is unknown too
         section, _, name = section.rpartition(".")
@@ -156,7 +170,13 @@ def _known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     for name, field in model.model_fields.items():
         key = f"{prefix}{field.alias or name}"
         keys.append(key)
-        for kind in (field.annotation, *get_args(field.annotation)):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                keys.extend(_known_keys(kind, f"{key}."))
+        for section in _sections_in(field.annotation):
+            keys.extend(_known_keys(section, f"{key}."))
     return keys
+
+
+def _sections_in(kind: Any) -> list[type[BaseModel]]:
+    """The sections that a type holds, such as both of `SourceConfig | tuple[TrainSource, ...]`."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return [kind]
+    return [section for part in get_args(kind) for section in _sections_in(part)]

@@ -21,6 +21,7 @@ from stable_opd_mcore.config.models import (
     TeacherConfig,
     TokenizerConfig,
 )
+from stable_opd_mcore.config.reward import RewardConfig
 from stable_opd_mcore.config.rollouts import RolloutConfig, SamplingConfig
 from stable_opd_mcore.config.section import Section
 from stable_opd_mcore.config.training import (
@@ -149,31 +150,6 @@ class ObjectiveConfig(Section):
         return self.read().words("NEEDS", OWN_NEEDS) if own else frozenset()
 
 
-class RewardConfig(Section):
-    """What a response is worth, where a function of the user's says it: docs/own_code.md."""
-
-    function: str | None = None
-    """`path/to/file.py:function`, relative to the working directory. It is called with a row, as a
-    dict of its columns, and the text of a response, and returns a number in [0, 1]. `null`: 1 where
-    the response has the row's answer, else 0."""
-    sha256: str | None = None
-    """SHA-256 of the function's file, which then may be no other. `null`: the present one; a run's
-    config.resolved.yaml has it."""
-    timeout_seconds: float = Field(default=10.0, gt=0)
-    """Longest time for one response, which then counts as wrong."""
-
-    @model_validator(mode="after")
-    def _hashed(self) -> Self:
-        sha256 = self.read().sha256 if self.function else None
-        object.__setattr__(self, "sha256", sha256)  # it is frozen
-        return self
-
-    def read(self) -> UserFunction:
-        """The function, unchanged since the settings were read."""
-        assert self.function is not None
-        return read_user_function(self.function, ("row", "response"), self.sha256)
-
-
 class AdaptiveSection(Section):
     """A weight that may follow a target: docs/method.md §10."""
 
@@ -220,6 +196,10 @@ class Config(Section):
     tokens. `token_mean`: mean over all tokens. `constant`: sum over tokens divided by the number of
     responses times `sampling.max_new_tokens`."""
     reward: RewardConfig = RewardConfig()
+    normaliser: Literal["global", "per_source"] = "global"
+    """What the means of every term are over, where `data.train` is a list. `global`: all samples of
+    the minibatch. `per_source`: those of each source, and the sources by their weights:
+    docs/method.md §6."""
     kl: KLConfig = KLConfig()
     mixture: MixtureConfig = MixtureConfig()
     guard: GuardConfig = GuardConfig()
@@ -295,12 +275,7 @@ class Config(Section):
                 f"{self.rollout.sglang.placement}; leave it out, or colocate SGLang servers"
             )
         self._require_waits_below_watchdog()
-        columns = self.data.train.columns
-        if self.largest_lambda and columns.solution is None and columns.messages is None:
-            raise ValueError(
-                "mixture.lambda > 0 needs golden solutions: set data.train.columns.solution"
-                + ("" if self.mixture.lambda_ else ", or guard.max_lambda=0")
-            )
+        self._require_sources_fit()
         self._require_guard_fits()
         for key, weight, section in (
             ("kl.beta", self.kl.beta, self.kl),
@@ -312,6 +287,21 @@ class Config(Section):
                     f"weight to start from; set {key} > 0"
                 )
         return self
+
+    def _require_sources_fit(self) -> None:
+        routes = self.teacher.routes if self.teacher else {}
+        for source in self.data.sources:
+            columns = source.columns
+            if self.largest_lambda and columns.solution is None and columns.messages is None:
+                raise ValueError(
+                    "mixture.lambda > 0 needs golden solutions: set data.train.columns.solution"
+                    + ("" if self.mixture.lambda_ else ", or guard.max_lambda=0")
+                )
+            if self.teacher and source.teacher is not None and source.teacher not in routes:
+                raise ValueError(
+                    f"data.train: teacher {source.teacher!r} of {source.path} is no key of "
+                    f"teacher.routes, which has {', '.join(routes) or 'none'}"
+                )
 
     def _require_guard_fits(self) -> None:
         if not self.guard.acts:

@@ -9,10 +9,11 @@ chat template (data/chat.py).
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stable_opd_mcore.config.schema import DataConfig
 from stable_opd_mcore.data.chat import Tokenizer, opens_thinking
@@ -33,14 +34,27 @@ class PromptOrder:
 
     Args:
         per_step: draws of a step, at most num_rows.
+        step_of: the first draw of the step that a given one is in, and the first of the next step;
+            None: every step has per_step draws.
     """
 
-    def __init__(self, num_rows: int, seed: int, per_step: int = 1):
+    def __init__(
+        self,
+        num_rows: int,
+        seed: int,
+        per_step: int = 1,
+        step_of: Callable[[int], tuple[int, int]] | None = None,
+    ):
         assert 1 <= per_step <= num_rows
+        self._step_of = step_of or self._own_step_of
         self.num_rows = num_rows
         self.seed = seed
         self.per_step = per_step
         self._newest: tuple[int, list[int]] = (-1, [])  # the epoch drawn last and its rows
+
+    def sources(self, _rows: Sequence[int]) -> NDArray[np.int64] | None:
+        """The source of each row; None: there is one."""
+        return None
 
     def indices(self, cursor: int, count: int) -> list[int]:
         """Rows of draws cursor .. cursor + count - 1, however that range is split into calls."""
@@ -56,15 +70,20 @@ class PromptOrder:
         number, rows = self._newest if self._newest[0] <= epoch else (-1, [])
         while number < epoch:
             number += 1
-            crossing = number * self.num_rows % self.per_step  # draws of that step before `number`
+            start, end = self._step_of(number * self.num_rows)
+            crossing = number * self.num_rows - start  # draws of that step before `number`
             drawn = set(rows[len(rows) - crossing :])
             rows = np.random.default_rng([self.seed, number]).permutation(self.num_rows).tolist()
             if drawn:
-                first = [row for row in rows if row not in drawn][: self.per_step - crossing]
+                first = [row for row in rows if row not in drawn][: end - start - crossing]
                 later = set(rows).difference(first)
                 rows = first + [row for row in rows if row in later]
         self._newest = (number, rows)
         return rows
+
+    def _own_step_of(self, draw: int) -> tuple[int, int]:
+        start = draw - draw % self.per_step
+        return start, start + self.per_step
 
 
 class PromptSet:
@@ -149,6 +168,10 @@ class PromptSet:
     def problems(self) -> list[str]:
         """The problem of every row, as its source writes it."""
         return [row.problem for row in self._rows]
+
+    def source_names(self) -> list[str]:
+        """The source of every row: its id before the last colon."""
+        return [row.row_id.rpartition(":")[0] for row in self._rows]
 
     def prompt_lengths(self) -> list[int]:
         """Tokens of every prompt."""

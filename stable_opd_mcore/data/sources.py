@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from stable_opd_mcore.config.data import ColumnsConfig, SourceConfig
+from stable_opd_mcore.config.data import ColumnsConfig, SourceConfig, TrainSource
 from stable_opd_mcore.data.messages import parse_messages
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.synthetic import ARITHMETIC, SYNTHETIC, arithmetic_rows
@@ -71,6 +71,8 @@ def load_rows(
 
 def source_name(source: SourceConfig) -> str:
     """First part of every row id; it does not depend on the directory of the data."""
+    if isinstance(source, TrainSource) and source.name is not None:
+        return source.name
     path = Path(source.path)
     if path.is_file():
         return path.name

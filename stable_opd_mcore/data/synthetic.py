@@ -129,7 +129,6 @@ def arithmetic_row(options: ArithmeticOptions, split: str, index: int) -> Row:
         problem=problem.text,
         answer=problem.answer,
         solution=solution,
-        columns={"problem": problem.text, "answer": problem.answer, "solution": solution},
         answer_format="bracket",
         prefix=prefix,
         complete=complete,

@@ -26,6 +26,8 @@ from stable_opd_mcore.records import AnswerFormat, GradingFailure, Rollout
 CONSTS.term_timeout = 0.0  # pebble's wait between SIGTERM, which workers ignore, and SIGKILL
 _THINK_END = "</think>"
 _LOG = logging.getLogger(__name__)
+Rewards = Mapping[str, tuple[UserFunction, float]]
+_NO_REWARDS: Rewards = {}
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,9 @@ class GradingItem:
 
 @dataclass(frozen=True)
 class RewardItem:
-    """One response for the user's function."""
+    """One response for a function of the user's."""
 
+    reward: str  # which one: a key of Grader.rewards
     columns: Mapping[str, Any]  # the row, as its source has it
     response: str  # without its stop token
 
@@ -79,14 +82,15 @@ class Grader:
     Verdicts depend on time limits. Ranks that need equal verdicts must take those of one rank.
 
     Args:
-        reward: judges rollouts in place of their gold answers.
+        rewards: functions that judge rollouts in place of their gold answers, with the time limit
+            of each: by the source of the prompt; "" for all others.
     """
 
     def __init__(
-        self, timeout_seconds: float = 10.0, workers: int = 2, reward: UserFunction | None = None
+        self, timeout_seconds: float = 10.0, workers: int = 2, rewards: Rewards = _NO_REWARDS
     ):
         assert timeout_seconds > 0 and workers > 0
-        self._reward = reward
+        self.rewards = rewards
         self.timeout_seconds = timeout_seconds
         self._num_workers = workers
         self._pool: ProcessPool | None = None
@@ -130,7 +134,10 @@ class Grader:
                 if isinstance(work, Verdict):
                     yield index, work
                     continue
-                pending[self._submit(*work)] = index
+                timeout = self.timeout_seconds
+                if isinstance(item, RewardItem):
+                    timeout = self.rewards[item.reward][1]
+                pending[self._submit(timeout, *work)] = index
                 if len(pending) >= 2 * self._num_workers:  # one graded, one ready for each
                     yield from self._finished(pending)
             while pending:
@@ -143,28 +150,34 @@ class Grader:
         """The rollouts with rewards: those of the user's function, which sees the rows' columns; or
         1.0 and 0.0, and None without a gold answer.
         """
-        if self._reward is not None:
-            items = [RewardItem(each.prompt.columns or {}, each.text) for each in rollouts]
-            return list(map(_with_verdict, rollouts, self.grade(items)))
-        with_gold = [rollout for rollout in rollouts if rollout.prompt.answer is not None]
-        verdicts = iter(self.grade([grading_item(rollout) for rollout in with_gold]))
+        items = {place: self._item(rollout) for place, rollout in enumerate(rollouts)}
+        graded = {place: item for place, item in items.items() if item is not None}
+        verdicts = dict(zip(graded, self.grade(list(graded.values())), strict=True))
         return [
-            rollout if rollout.prompt.answer is None else _with_verdict(rollout, next(verdicts))
-            for rollout in rollouts
+            _with_verdict(rollout, verdicts[place]) if place in verdicts else rollout
+            for place, rollout in enumerate(rollouts)
         ]
 
-    def _submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    def _item(self, rollout: Rollout) -> GradingItem | RewardItem | None:
+        prompt = rollout.prompt
+        source = prompt.prompt_id.rpartition(":")[0]
+        reward = source if source in self.rewards else ""
+        if reward in self.rewards:
+            return RewardItem(reward, prompt.columns or {}, rollout.text)
+        return None if prompt.answer is None else grading_item(rollout)
+
+    def _submit(self, timeout: float, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         if self._pool is None or not self._pool.active:  # not active: a worker died while idle
             self.close()
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPool(
                 self._num_workers,
                 initializer=start_worker,
-                initargs=(self._reward,),
+                initargs=({name: function for name, (function, _) in self.rewards.items()},),
                 context=context,
             )
-        arguments = (*arguments, 2 * self.timeout_seconds + 10)  # an orphan ends itself then
-        return self._pool.schedule(function, args=arguments, timeout=self.timeout_seconds)
+        arguments = (*arguments, 2 * timeout + 10)  # an orphan ends itself then
+        return self._pool.schedule(function, args=arguments, timeout=timeout)
 
     def _finished(self, pending: dict[Future[Any], int]) -> list[tuple[int, Verdict]]:
         """Wait for at least one item; take it from `pending`."""
@@ -180,10 +193,11 @@ class Grader:
         except ProcessExpired:
             return Verdict(False, "crash")
         except BrokenProcessPool as error:
-            if not self._has_graded and self._reward is not None:
+            if not self._has_graded and self.rewards:
+                paths = ", ".join(dict.fromkeys(each.path for each, _ in self.rewards.values()))
                 raise UserError(
-                    f"{self._reward.path}: running it fails, or takes more than a minute; its "
-                    "error stands above"
+                    f"{paths}: running it fails, or takes more than a minute; its error stands "
+                    "above"
                 ) from error
             if not self._has_graded:
                 raise RuntimeError(
@@ -208,7 +222,7 @@ def _with_verdict(rollout: Rollout, verdict: Verdict) -> Rollout:
 def _verdict_or_call(item: GradingItem | RewardItem) -> Verdict | tuple[Any, ...]:
     """The verdict where it is clear, else what a worker calls, with its arguments."""
     if isinstance(item, RewardItem):
-        return rewarded, item.columns, item.response
+        return rewarded, item.reward, item.columns, item.response
     if item.answer_format == "bracket":
         return Verdict(item.stopped and item.response.endswith(f"[{item.gold}]"))
     answer = _after_thought(item)

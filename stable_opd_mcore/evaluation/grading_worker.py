@@ -52,10 +52,10 @@ def _parsed_gold(gold: str) -> list[Any]:
     return parse(gold if _LATEX.search(gold) else f"${gold}$", parsing_timeout=0)
 
 
-_users: list[Callable[..., Any]] = []  # the user's function, in a process that has one
+_users: dict[str, Callable[..., Any]] = {}  # the user's functions, in a process that has some
 
 
-def start_worker(reward: UserFunction | None = None) -> None:
+def start_worker(rewards: Mapping[str, UserFunction]) -> None:
     """Import and warm up before the first item's time limit starts.
 
     SIGTERM is ignored: Slurm sends it to every process of a job step, and the trainer still
@@ -64,12 +64,11 @@ def start_worker(reward: UserFunction | None = None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    if reward is None:
+    if "" not in rewards:  # then some responses are compared with answers
         is_right("\\boxed{1}", "1")
-    else:
-        signal.setitimer(signal.ITIMER_REAL, _LOADING_SECONDS)  # it ends the process
-        _users[:] = [reward.load()]
-        signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.setitimer(signal.ITIMER_REAL, _LOADING_SECONDS)  # it ends the process
+    _users.update({name: function.load() for name, function in rewards.items()})
+    signal.setitimer(signal.ITIMER_REAL, 0)
     gc.freeze()  # collections need not visit sympy's 80,000 objects
     gc.set_threshold(50_000)
     with open(os.devnull, "wb") as null:  # what libraries print is of no use to anyone
@@ -79,7 +78,7 @@ def start_worker(reward: UserFunction | None = None) -> None:
 
 
 def rewarded(
-    columns: Mapping[str, Any], response: str, orphan_seconds: float
+    reward: str, columns: Mapping[str, Any], response: str, orphan_seconds: float
 ) -> float | tuple[str, str]:
     """The user's reward in [0, 1]; else "crash" or "invalid", and why.
 
@@ -87,7 +86,7 @@ def rewarded(
     """
     signal.setitimer(signal.ITIMER_REAL, orphan_seconds)
     try:
-        value = _users[0](dict(columns), response)
+        value = _users[reward](dict(columns), response)
         if isinstance(value, Real) and 0 <= float(value) <= 1:
             return float(value)
         return "invalid", f"{value!r:.200} is no number in [0, 1]"

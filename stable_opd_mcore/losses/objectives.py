@@ -152,6 +152,12 @@ class Objective:
         Raises:
             UserError: a rollout without reward (grpo).
         """
+        if self.config.normaliser == "per_source":
+            weights = [source.weight for source in self.config.data.sources]
+            return token_weights.per_source(facts, self._sample_weights, weights)
+        return self._sample_weights(facts)
+
+    def _sample_weights(self, facts: SampleFacts) -> SampleWeights:
         config = self.config
         advantage_B = None
         if self.needs_rewards:
@@ -294,6 +300,7 @@ def _check(config: Config, spec: ObjectiveSpec) -> None:
         ("fp8.reference", "kl.beta > 0", config.largest_beta > 0),
         ("fp8.keep_first_layers", "a model in FP8", config.fp8.is_on),
         ("fp8.keep_last_layers", "a model in FP8", config.fp8.is_on),
+        ("normaliser", "several sources in data.train", len(config.data.sources) > 1),
         ("reference.every", "reference.update=every", config.reference.update == "every"),
         ("reference.decay", "reference.update=ema", config.reference.update == "ema"),
         (

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stable_opd_mcore.monitoring.names import NAMES, Name
+from stable_opd_mcore.monitoring.names import NAMES, Name, name_of
 
 WINDOW = 5  # steps of the trailing mean
 SMOOTH_FROM = 25  # rows from which curves are trailing means
@@ -175,7 +175,7 @@ def draw_all(
             curves += _means(curves, arms, list(steps), steps)
             is_zero = not any(value for curve in curves for value in curve["values"])
             if curves and not (is_zero and (closed or key.startswith(TERMS))):
-                name = NAMES.get(key, Name("", ""))._asdict()
+                name = (name_of(key) or Name("", ""))._asdict()
                 panels.append({"key": key, "title": title, **name, "curves": curves})
         if panels:
             shown = {"title": figure.title, "caption": figure.caption, "closed": closed}

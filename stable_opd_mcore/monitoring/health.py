@@ -9,8 +9,11 @@ repetitive tokens (data/repetition.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from stable_opd_mcore.data.responses import QUARTERS
 from stable_opd_mcore.metrics import Max, Mean, Metrics, Sum
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_NO_GROUPS: Mapping[str, NDArray[np.bool_]] = {}
 SPLIT_KEYS = ("advantage/mean", "kl/teacher", "entropy/student")
 
 
@@ -30,7 +34,10 @@ def sample_metrics(facts: SampleFacts) -> Metrics:
 
 
 def token_metrics(
-    outputs: Sequence[LossOutput], microbatches: Sequence[MicroBatch], max_new_tokens: int
+    outputs: Sequence[LossOutput],
+    microbatches: Sequence[MicroBatch],
+    max_new_tokens: int,
+    groups: Mapping[str, NDArray[np.bool_]] = _NO_GROUPS,
 ) -> Callable[[], Metrics]:
     """Metrics of the scored tokens of this rank's micro-batches; reduce them over ranks.
 
@@ -46,6 +53,10 @@ def token_metrics(
     loss tensor in place. A mean is None if no micro-batch has its values (no teacher, no
     reference).
 
+    Args:
+        groups: key -> which samples of this rank, by MicroBatch.sample_index_N; "<key>/kl" is their
+            KL to the teacher.
+
     Returns:
         A function that gives the metrics. Where it is called after the host has waited for the
         device, it does not wait again.
@@ -57,7 +68,7 @@ def token_metrics(
     if not outputs:  # of a pipeline stage before the last
         return Metrics
     pairs = zip(outputs, microbatches, strict=True)
-    keys, sums = zip(*(_token_sums(*pair, max_new_tokens) for pair in pairs), strict=True)
+    keys, sums = zip(*(_token_sums(*pair, max_new_tokens, groups) for pair in pairs), strict=True)
     numbers = OnHost(torch.stack(sums))
 
     def metrics() -> Metrics:
@@ -70,7 +81,10 @@ def token_metrics(
 
 
 def _token_sums(
-    output: LossOutput, microbatch: MicroBatch, max_new_tokens: int
+    output: LossOutput,
+    microbatch: MicroBatch,
+    max_new_tokens: int,
+    groups: Mapping[str, NDArray[np.bool_]],
 ) -> tuple[list[str], Tensor]:
     """The keys of the means, and in fp64 their sums, their counts and `_metrics_of`'s scalars."""
     import torch
@@ -82,6 +96,10 @@ def _token_sums(
     for key in SPLIT_KEYS:
         values, mask = means[key]
         means |= {f"{key}_{part}": (values, mask & part_N) for part, part_N in parts.items()}
+    kl_N, mask_N = means["kl/teacher"]
+    for key, member_B in groups.items():
+        member_N = torch.from_numpy(member_B).to(pg_N.device)[microbatch.sample_index_N]
+        means[f"{key}/kl"] = kl_N, mask_N & member_N
     zeros_N = torch.zeros_like(pg_N, dtype=torch.float64)
     values_RN = torch.stack(
         [zeros_N if values is None else values.detach().double() for values, _ in means.values()]

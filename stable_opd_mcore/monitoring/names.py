@@ -140,7 +140,24 @@ _ALL: dict[str, tuple[str, str]] = {
     "memory/peak_gib": ("peak memory since start: of the GPU, or of the process on a CPU", "GiB"),
 }
 
+# Of each source of data.train and each served teacher: source/<name>/<key>, teacher/<name>/<key>.
+_OF_SOURCES = {
+    "row_share": Name("share of the rollouts", "share"),
+    "token_share": Name("share of the rollouts' tokens", "share"),
+    "weight_share": Name("share of the policy term's weights, summed over tokens", "share"),
+    "kl": Name("KL(student || teacher) on its rollouts", "nats/token"),
+    "accuracy": Name("mean reward of its graded rollouts", "share"),
+    "truncation_rate": Name("share of its rollouts cut by the length budget", "share"),
+}
 NAMES: dict[str, Name] = {key: Name(*value) for key, value in _ALL.items()}
+
+
+def name_of(key: str) -> Name | None:
+    """Meaning and unit of a metric; None of an unknown one."""
+    area, _, rest = key.partition("/")
+    if area in ("source", "teacher") and "/" in rest:
+        return _OF_SOURCES.get(rest.rpartition("/")[2])
+    return NAMES.get(key)
 
 
 def require_known(keys: Iterable[str]) -> None:
@@ -149,7 +166,7 @@ def require_known(keys: Iterable[str]) -> None:
     Raises:
         ValueError: a key is not; the message names it.
     """
-    unknown = sorted(set(keys) - NAMES.keys())
+    unknown = sorted(key for key in keys if name_of(key) is None)
     if unknown:
         raise ValueError(
             f"unknown metrics {', '.join(unknown)}: describe them in monitoring/names.py"

@@ -17,9 +17,9 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -63,6 +63,8 @@ class ServedTeacher(Scorer):
     stop_ids: tuple[int, ...] = ()  # scored together, as one outcome (docs/method.md §4)
     top_k: int | None = None  # also score the K most probable tokens
     merged_ids: tuple[int, ...] = ()  # stop ids that are one entry of this list
+    # source of a prompt -> its route; a source that is not here is routed by its own name
+    route_of: Mapping[str, str] = field(default_factory=dict[str, str])
     patience_seconds: float = 600.0  # for which requests are repeated when no replica answers
     progress: Callable[[], None] = lambda: None  # called from worker threads after each answer
 
@@ -181,6 +183,7 @@ class ServedTeacher(Scorer):
         if _ANY in self._clients:
             return _ANY
         source = prompt_id.rpartition(":")[0]
+        source = self.route_of.get(source, source)
         if source not in self._clients:
             raise UserError(
                 f"prompt {prompt_id}: no teacher is routed for its source {source!r}; "

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.prompts import PromptOrder, PromptSet
+from stable_opd_mcore.data.source_order import SourceOrder
 from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.losses.objectives import Objective
 from stable_opd_mcore.losses.output_head import Head
@@ -45,6 +46,6 @@ class Run:
     objective: Objective
     prompts: PromptSet
     held_out: PromptSet | None
-    order: PromptOrder
+    order: PromptOrder | SourceOrder
     grader: Grader
     phase: Callable[[str], object] = lambda _: None  # is told what the run does now

@@ -15,9 +15,9 @@ import torch
 from stable_opd_mcore.checks.known import Place
 from stable_opd_mcore.config.schema import Config, ModelConfig, TeacherConfig
 from stable_opd_mcore.config.training import Fp8
-from stable_opd_mcore.data.prompts import PromptOrder
+from stable_opd_mcore.data.sources import source_name
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.evaluation.grading import Grader
+from stable_opd_mcore.evaluation.grading import Grader, Rewards
 from stable_opd_mcore.losses.objectives import Objective, build_objective
 from stable_opd_mcore.losses.output_head import align_head
 from stable_opd_mcore.models.gpt import Precision, build_model
@@ -38,6 +38,7 @@ from stable_opd_mcore.run_inputs import (
     load_held_out,
     load_prompts,
     load_tokenizer,
+    prompt_order,
     refuse_routing_without_experts,
     refuse_small_vocabulary,
     refuse_unused_expert_ranks,
@@ -97,7 +98,7 @@ def build_run(
     Raises:
         UserError: settings, data, weights or layout that do not fit together.
     """
-    tell(f"reading prompts: {config.data.train.path}")
+    tell(f"reading prompts: {', '.join(source.path for source in config.data.sources)}")
     tokenizer = load_tokenizer(config)
     teacher_stops = teacher_stop_ids(config, tokenizer)
     objective = build_objective(config, tokenizer.stop_token_ids, teacher_stops)
@@ -145,12 +146,20 @@ def build_run(
         objective=objective,
         prompts=prompts,
         held_out=held_out,
-        order=PromptOrder(len(prompts), config.train.seed, config.rollout.prompts_per_step),
-        grader=Grader(
-            config.reward.timeout_seconds,
-            reward=config.reward.read() if config.reward.function else None,
-        ),
+        order=prompt_order(config, prompts),
+        grader=Grader(rewards=rewards_of(config)),
     )
+
+
+def rewards_of(config: Config) -> Rewards:
+    """The functions of the user's that judge rollouts, as `Grader` takes them."""
+    named = {source_name(each): each.reward for each in config.data.sources if each.reward}
+    given = {"": config.reward, **named}
+    return {
+        name: (reward.read(), reward.timeout_seconds)
+        for name, reward in given.items()
+        if reward.function
+    }
 
 
 def models_text(config: Config) -> str:
@@ -384,9 +393,11 @@ class _Models:
         top_k: int | None,
         merged_ids: tuple[int, ...] = (),
     ) -> ServedTeacher:
+        sources = {source_name(each): each.teacher for each in self.config.data.sources}
         return ServedTeacher(
             teacher,
             self.world,
+            route_of={name: route for name, route in sources.items() if route is not None},
             vocab_size=self.vocab_size,
             temperature=self.objective.temperature,
             stop_ids=stop_ids,

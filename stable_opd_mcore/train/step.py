@@ -61,6 +61,12 @@ from stable_opd_mcore.train.samples.drawing import (
 )
 from stable_opd_mcore.train.samples.overlap import overlap_metrics
 from stable_opd_mcore.train.samples.sharing import Minibatch, gather_facts, micro_batches, share_out
+from stable_opd_mcore.train.samples.source_metrics import (
+    NO_GROUPS,
+    Groups,
+    groups_of,
+    source_metrics,
+)
 from stable_opd_mcore.train.samples.token_values import Record, RolloutValues, TokenRecorder
 from stable_opd_mcore.train.strengths import adapt, strengths_of
 
@@ -92,7 +98,7 @@ def train_step(run: Run, state: TrainState) -> StepResult:
         rollouts = draw_rollouts(run, prompts, state.step)
         prefetch_rollouts(run, state)
         drawn = training_samples(run, prompts, rollouts, state.cursor)
-        facts = gather_facts(run.world, drawn, rows)
+        facts = gather_facts(run.world, drawn, rows, run.order.sources(rows))
         parts = minibatches_of(run, drawn, facts)
 
     with timer.phase("score"):
@@ -106,8 +112,10 @@ def train_step(run: Run, state: TrainState) -> StepResult:
         lr = learning_rate(state.step, config.train.steps, config.optimizer)
         values = TokenRecorder(config, facts)
         updates = [
-            update(run, batches, lr, state.step + 1, values.of(part))
-            for batches, part in zip(minibatches, parts, strict=True)
+            update(run, batches, lr, state.step + 1, values.of(part), groups)
+            for batches, part, groups in zip(
+                minibatches, parts, [_groups(run, facts, part) for part in parts], strict=True
+            )
         ]
     del minibatches  # a publish gathers whole tensors in the memory of the scores
 
@@ -229,11 +237,24 @@ def correct_mismatch(
     return corrected, reduce_row_metrics(run.world, metrics)
 
 
+def _groups(run: Run, facts: SampleFacts, part: Minibatch) -> Groups:
+    """Which of this rank's samples of a minibatch are of each source."""
+    return groups_of(run.config, facts.select(part.places).source_B)
+
+
 def update(
-    run: Run, batches: Sequence[MicroBatch], lr: float, step: int, record: Record = lambda *_: None
+    run: Run,
+    batches: Sequence[MicroBatch],
+    lr: float,
+    step: int,
+    record: Record = lambda *_: None,
+    groups: Groups = NO_GROUPS,
 ) -> Metrics:
     """One optimizer step on scored micro-batches; returns its metrics, the same on every rank.
-    `record` receives the results of the loss.
+
+    Args:
+        record: receives the results of the loss.
+        groups: as of `token_metrics`.
 
     Raises:
         UserError: a score, the loss, the gradient norm or an updated weight is not finite.
@@ -250,7 +271,7 @@ def update(
     run.student.zero_grad()
     results = run_forward_backward(run.student.model, batches, forward_step, world=run.world)
     record(results, batches)
-    row_metrics = token_metrics(results, batches, run.config.sampling.max_new_tokens)
+    row_metrics = token_metrics(results, batches, run.config.sampling.max_new_tokens, groups)
     scored = list(zip(batches, results, strict=True)) if results else []  # on the last stage
     finite = [OnHost(finite_scores(*pair)) for pair in scored]
     grad_norm = run.student.finish_grads()  # the host waits for the device here
@@ -329,7 +350,7 @@ def step_metrics(
     """
     num_tokens = int((facts.prompt_tokens_B + facts.response_tokens_B).sum())
     own = timer.metrics(num_tokens) | run.engine.take_metrics()
-    metrics = sample_metrics(facts)
+    metrics = sample_metrics(facts) | source_metrics(run.config, run.objective, facts)
     if run.objective.needs_rollouts:
         own = own | measured(run, rollouts, run.sampling.max_new_tokens)
         strengths = {"kl/beta": run.objective.beta, "mixture/lambda": run.objective.golden_weight}

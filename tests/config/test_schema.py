@@ -40,6 +40,16 @@ SGLANG = "rollout.engine=sglang"
             f"{SGLANG} memory.offload=[student]",
             "`student`.*placement=disaggregated; leave it out, or colocate SGLang servers",
         ),
+        ("data.train=[]", "data: train is an empty list"),
+        ('data.train=[{"path":a,"wight":1}]', "unknown key data.train.0.wight; keys of data.train"),
+        (
+            'data.train=[{"path":a,"weight":0}]',
+            "data.train.0.weight: Input should be",
+        ),
+        (
+            SERVED + ' data.train=[{"path":a,"teacher":b}]',
+            "teacher 'b' of a is no key of teacher.routes, which has none",
+        ),
         ("objective.jsd_beta=1", "objective.jsd_beta: Input should be less than 1"),
         ("objective.discount=1.1", "objective.discount: Input should be less than or eq"),
     ],

@@ -163,12 +163,14 @@ def reward(row, response):
 """
 
 
-def rewarded(path: Path, texts: list[str], **options) -> list[tuple[float | None, str | None]]:
+def rewarded(
+    path: Path, texts: list[str], timeout: float = 10
+) -> list[tuple[float | None, str | None]]:
     """Rewards and failures by the function `reward` of a file; no row has an answer."""
     prompt = Prompt("s:1", "?", (1,), columns={"worth": 0.25})
     rollouts = [Rollout(prompt, 0, (5,), (0.0,), "stop", 0, text=text) for text in texts]
     function = read_user_function(f"{path}:reward", ("row", "response"))
-    with Grader(reward=function, **options) as grader:
+    with Grader(rewards={"": (function, timeout)}) as grader:
         return [(r.reward, r.grading_failure) for r in grader.grade_rollouts(rollouts)]
 
 
@@ -187,7 +189,7 @@ def test_a_user_s_reward_that_fails_costs_its_response(tmp_path, caplog):
         "none": (0.0, "invalid"),
         "row": (0.25, None),
     }
-    found = rewarded(tmp_path / "own.py", list(expected), timeout_seconds=1.0)
+    found = rewarded(tmp_path / "own.py", list(expected), timeout=1.0)
     assert dict(zip(expected, found, strict=True)) == expected
     (warned,) = caplog.messages
     assert "KeyError: 'raise'" in warned

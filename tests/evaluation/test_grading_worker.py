@@ -51,7 +51,7 @@ def test_the_answer_after_the_hashes_of_gsm8k_s_own_solutions_is_theirs():
 
 def test_a_worker_survives_sigterm_and_an_alarm_ends_it_in_an_endless_item():
     context = multiprocessing.get_context("spawn")
-    with ProcessPool(1, initializer=start_worker, context=context) as pool:
+    with ProcessPool(1, initializer=start_worker, initargs=({},), context=context) as pool:
         pid = pool.schedule(os.getpid).result()
         os.kill(pid, signal.SIGTERM)
         assert pool.schedule(graded, (r"\boxed{7}", "7", 60)).result() is True

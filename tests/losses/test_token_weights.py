@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -132,3 +133,18 @@ def test_returns_are_discounted_sums_in_any_order(discount, length):
     ]
     torch.testing.assert_close(found, torch.tensor(expected).double())
     assert return_to_go(values[:0], sample[:0], token[:0], discount).shape == (0,)
+
+
+def test_every_source_has_a_normaliser_of_its_own():
+    """docs/method.md §6: the mean over sources, by their weights, of each one's own terms."""
+    sources = [{"path": name, "weight": weight} for name, weight in (("x", 3), ("y", 1), ("z", 4))]
+    changes = {"normaliser": "per_source", "kl__beta": 0.9, "mixture__lambda": 0.5}
+    objective = build_objective(make_config(**changes, data__train=sources), (1,), (1,))
+    batch = [*BATCH, sample("c", 6), sample("c", 2), sample("c", 3, source="golden")]
+    facts = replace(facts_of(batch), source_B=np.array([0] * 5 + [1] * 3))  # none of the third
+    alone = [weights(part, kl__beta=0.9, mixture__lambda=0.5) for part in (BATCH, batch[5:])]
+    found = objective.sample_weights(facts)
+    for name in ("pg_B", "kl_B", "sft_B"):
+        expected = [*getattr(alone[0], name) * 3 / 4, *getattr(alone[1], name) / 4]
+        assert getattr(found, name).tolist() == pytest.approx(expected)
+    assert found.advantage_B is None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stable_opd_mcore.monitoring.names import _ALL, NAMES, require_known
+from stable_opd_mcore.monitoring.names import _ALL, NAMES, name_of, require_known
 
 
 def test_every_metric_is_listed_once_with_an_area_and_a_meaning():
@@ -10,6 +10,14 @@ def test_every_metric_is_listed_once_with_an_area_and_a_meaning():
     for key, name in NAMES.items():
         assert key == "grad_norm" or key.count("/") == 1
         assert name.meaning
+
+
+def test_metrics_of_sources_have_a_meaning_under_any_name():
+    require_known(["source/a.jsonl/kl", "teacher/math/row_share"])
+    assert name_of("source/x/accuracy") == name_of("teacher/y/accuracy")
+    assert name_of("source/x/accuracy") is not None
+    with pytest.raises(ValueError, match="source/kl, source/x/gain"):
+        require_known(["source/x/gain", "source/kl"])
 
 
 def test_unknown_metrics_are_refused_by_name():

@@ -25,7 +25,7 @@ from stable_opd_mcore.parallel.transfers import to_device
 from stable_opd_mcore.parallel.world import World, exchange_objects, gather_objects
 from stable_opd_mcore.records import MicroBatch, Sample, SampleFacts, SampleWeights
 
-_TRAVELLING = 6  # numbers of each sample that go to every rank, see `_numbers_of`
+_TRAVELLING = 7  # numbers of each sample that go to every rank, see `_numbers_of`
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,10 @@ class Minibatch:
 
 
 def gather_facts(
-    world: World, samples: Sequence[Sample], prompt_rows: Sequence[int]
+    world: World,
+    samples: Sequence[Sample],
+    prompt_rows: Sequence[int],
+    sources: NDArray[np.int64] | None = None,
 ) -> SampleFacts:
     """The facts of the step's samples, of all ranks: first the rollouts in the order of the
     prompts, then the golden solutions. Collective over the data-parallel ranks.
@@ -46,10 +49,11 @@ def gather_facts(
     Args:
         samples: those that this rank drew, in the same order; equally many rollouts per prompt.
         prompt_rows: the row of each prompt of the step, of all ranks.
+        sources: the source of each; None: there is one.
     """
     parts = gather_objects(_numbers_of(samples), world.data_group)
     counts = [part.shape[1] for part in parts]
-    golden, off_policy, prompt_tokens, response_tokens, trained, reward = np.concatenate(
+    golden, off_policy, prompt_tokens, response_tokens, trained, reward, truncated = np.concatenate(
         parts, axis=1
     )
     is_golden = golden.astype(np.bool_)
@@ -71,6 +75,8 @@ def gather_facts(
         response_tokens_B=response_tokens.astype(np.int64),
         trained_tokens_B=trained.astype(np.int64),
         reward_B=reward,
+        truncated_B=truncated.astype(np.bool_),
+        source_B=None if sources is None else sources[prompt],
     ).select(order)
 
 
@@ -84,6 +90,7 @@ def _numbers_of(samples: Sequence[Sample]) -> NDArray[np.float64]:
             len(sample.response_token_ids),
             np.count_nonzero(sample.trained),
             np.nan if sample.reward is None else sample.reward,
+            sample.truncated,
         )
         for sample in samples
     ]

@@ -1,0 +1,86 @@
+"""The order of prompts of several sources: each draw takes the source that lacks most.
+
+The n-th draw of a run, from 0, takes the source s with the largest w_s (n + 1) - (its draws so
+far), w_s its share of the weights, the first of equals. Within a source the rows come as in
+`PromptOrder`. All of it is a function of sizes, weights, seed and cursor. Not here: reading sources
+(sources.py).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stable_opd_mcore.data.prompts import PromptOrder
+from stable_opd_mcore.errors import UserError
+
+
+class SourceOrder:
+    """An endless, seeded order of the rows of several sources, which follow each other.
+
+    Args:
+        sizes: rows of each source, by its name.
+        weights: of each source; any positive numbers.
+        per_step: draws of a step, in which no row stands twice.
+
+    Raises:
+        UserError: a step could draw more rows of a source than there are.
+    """
+
+    def __init__(
+        self, sizes: Mapping[str, int], weights: Sequence[float], seed: int, per_step: int
+    ):
+        self._shares = np.array(weights) / sum(weights)
+        self._ends = np.cumsum([0, *sizes.values()])
+        self._per_step = per_step
+        self._source_of: list[int] = []  # of every draw so far
+        self._draws: list[list[int]] = [[] for _ in sizes]  # those of each source
+        for (name, size), share in zip(sizes.items(), self._shares, strict=True):
+            most = min(per_step, int(np.ceil(share * per_step)) + 1)
+            if size < most:
+                raise UserError(
+                    f"data.train: {name} has {size} usable rows, and a step may draw {most} of "
+                    f"them ({share:.3g} of {per_step} prompts): lower its weight or "
+                    "rollout.prompts_per_step, or add rows"
+                )
+        self._orders = [
+            PromptOrder(size, seed + source, step_of=partial(self._step_of, source))
+            for source, size in enumerate(sizes.values())
+        ]
+
+    def sources(self, rows: Sequence[int]) -> NDArray[np.int64] | None:
+        """The source of each row."""
+        return np.searchsorted(self._ends, rows, side="right") - 1
+
+    def indices(self, cursor: int, count: int) -> list[int]:
+        """Rows of draws cursor .. cursor + count - 1, however that range is split into calls."""
+        self._draw_until(cursor + count)
+        rows: list[int] = []
+        for draw in range(cursor, cursor + count):
+            source = self._source_of[draw]
+            place = bisect_left(self._draws[source], draw)
+            rows.append(int(self._ends[source]) + self._orders[source].indices(place, 1)[0])
+        return rows
+
+    def _draw_until(self, end: int) -> None:
+        counts = np.array([len(draws) for draws in self._draws])
+        for draw in range(len(self._source_of), end):
+            source = int(np.argmax(self._shares * (draw + 1) - counts))
+            counts[source] += 1
+            self._source_of.append(source)
+            self._draws[source].append(draw)
+
+    def _step_of(self, source: int, place: int) -> tuple[int, int]:
+        """Of the step that has a source's draw number `place`: its first such number, and the
+        first of the next step.
+        """
+        draws = self._draws[source]
+        while len(draws) <= place:
+            self._draw_until(len(self._source_of) + self._per_step)
+        start = draws[place] - draws[place] % self._per_step
+        self._draw_until(start + self._per_step)
+        return bisect_left(draws, start), bisect_left(draws, start + self._per_step)

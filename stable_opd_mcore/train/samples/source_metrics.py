@@ -1,0 +1,73 @@
+"""Metrics of every source of `data.train` where there are several, and of every served teacher.
+
+A source of a fifth of the prompts may have a hundredth of the tokens, and a teacher that gets no
+rows looks healthy in the means over all. Not here: KL over tokens, which monitoring/health.py adds
+up by the groups of this file; the order of sources (data/source_order.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.data.packing import split_by_prompt
+from stable_opd_mcore.data.sources import source_name
+from stable_opd_mcore.losses.objectives import Objective
+from stable_opd_mcore.metrics import Mean, Metric, Metrics
+from stable_opd_mcore.records import SampleFacts
+
+Groups = Mapping[str, NDArray[np.bool_]]  # the first part of a metric's key -> which samples
+NO_GROUPS: Groups = {}
+_NOT_IN_KEYS = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+def groups_of(config: Config, source_B: NDArray[np.int64] | None) -> Groups:
+    """The samples of each source and of each teacher of `teacher.routes`; none of one source."""
+    if source_B is None:
+        return NO_GROUPS
+    groups: dict[str, NDArray[np.bool_]] = {}
+    routes = config.teacher.routes if config.teacher else {}
+    for number, source in enumerate(config.data.sources):
+        name = source_name(source)
+        keys = [f"source/{_NOT_IN_KEYS.sub('_', name)}"]
+        if routes:
+            keys.append(f"teacher/{_NOT_IN_KEYS.sub('_', source.teacher or name)}")
+        for key in keys:
+            groups[key] = groups.get(key, np.zeros(len(source_B), np.bool_)) | (source_B == number)
+    return groups
+
+
+def source_metrics(config: Config, objective: Objective, facts: SampleFacts) -> Metrics:
+    """Shares, accuracy and truncation of each group; `facts` are of all samples: do not reduce it.
+
+    Of the rollouts; in a run without them of the golden solutions. The share of gradient weight is
+    that of the sum over trained tokens of the weight of the policy term, or of sft.
+    """
+    groups, metrics = groups_of(config, facts.source_B), dict[str, Metric]()
+    if not groups:
+        return Metrics()
+    counted_B = ~facts.golden_B if objective.needs_rollouts else facts.golden_B
+    weight_B = np.zeros(len(facts))
+    for places in split_by_prompt(facts, config.train.minibatches):
+        weights = objective.sample_weights(facts.select(places))
+        weight_B[places] = weights.pg_B if objective.needs_rollouts else weights.sft_B
+    shares = {
+        "row_share": counted_B.astype(np.float64),
+        "token_share": counted_B * facts.response_tokens_B,
+        "weight_share": weight_B * facts.trained_tokens_B,
+    }
+    graded_B = counted_B & ~np.isnan(facts.reward_B)
+    for key, member_B in groups.items():
+        for name, values_B in shares.items():
+            total = float(values_B.sum())
+            metrics[f"{key}/{name}"] = Mean(float(values_B[member_B].sum()), total)
+        for name, values_B, of_B in (
+            ("accuracy", facts.reward_B, graded_B & member_B),
+            ("truncation_rate", facts.truncated_B, counted_B & member_B),
+        ):
+            metrics[f"{key}/{name}"] = Mean(float(values_B[of_B].sum()), int(of_B.sum()))
+    return Metrics(metrics)

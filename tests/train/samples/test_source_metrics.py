@@ -1,0 +1,74 @@
+"""Metrics of sources and of teachers, by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from stable_opd_mcore.losses.objectives import build_objective
+from stable_opd_mcore.monitoring.names import require_known
+from stable_opd_mcore.records import Sample
+from stable_opd_mcore.train.samples.source_metrics import groups_of, source_metrics
+from tests.losses.cases import make_config
+from tests.shares import facts_of
+
+SOURCES = [
+    {"path": "mine/math.jsonl"},
+    {"path": "c", "name": "code", "teacher": "t"},
+    {"path": "d", "name": "d", "teacher": "t"},
+]
+TEACHER = {"engine": "sglang", "routes": {"math.jsonl/train": ["http://a"], "t": ["http://b"]}}
+
+
+def sample(prompt: str, length: int, source="rollout", reward=None, truncated=False) -> Sample:
+    ids = (3,) * length
+    trained = (True,) * length
+    return Sample(source, prompt, (5,), ids, trained, reward=reward, truncated=truncated)
+
+
+def facts():
+    batch = [
+        sample("a", 90, reward=1.0),
+        sample("a", 6, reward=0.5),
+        sample("b", 2, reward=0.0),
+        sample("b", 2, truncated=True),
+        sample("a", 50, "golden"),
+    ]
+    return replace(facts_of(batch), source_B=np.array([0, 0, 1, 1, 0]))
+
+
+def test_shares_accuracy_and_truncation_of_each_source_and_teacher():
+    config = make_config(data__train=SOURCES, teacher=TEACHER)
+    objective = build_objective(config, (1,), (1,))
+    found = source_metrics(config, objective, facts())
+    values = found.values_by_key()
+    require_known(values)
+    names = ("mine_math.jsonl_train", "code", "d"), ("mine_math.jsonl_train", "t")
+    expected = {f"source/{name}" for name in names[0]} | {f"teacher/{name}" for name in names[1]}
+    names = ("mine_math.jsonl_train", "code", "d"), ("mine_math.jsonl_train", "t")
+    expected = {f"source/{name}" for name in names[0]} | {f"teacher/{name}" for name in names[1]}
+    assert {key.rpartition("/")[0] for key in values} == expected
+    code = {"row_share": 0.5, "token_share": 0.04, "weight_share": 0.5}
+    code |= {"accuracy": 0.0, "truncation_rate": 0.5}
+    for area in ("source/code", "teacher/t"):
+        assert {key: values[f"{area}/{key}"] for key in code} == pytest.approx(code)
+    assert values["source/mine_math.jsonl_train/accuracy"] == 0.75
+    assert values["source/d/row_share"] == 0.0
+    assert values["source/d/accuracy"] is None
+    by_tokens = make_config(data__train=SOURCES, teacher=TEACHER, aggregation="token_mean")
+    found = source_metrics(by_tokens, build_objective(by_tokens, (1,), (1,)), facts())
+    assert found.values_by_key()["source/code/weight_share"] == pytest.approx(0.04)
+
+
+def test_one_source_has_no_metrics_of_its_own():
+    config = make_config()
+    one = replace(facts(), source_B=None)
+    assert not source_metrics(config, build_objective(config, (1,), (1,)), one)
+    assert groups_of(config, None) == {}
+
+
+def test_a_run_without_rollouts_counts_golden_solutions():
+    config = make_config(data__train=SOURCES, objective__name="sft", teacher=None)
+    found = source_metrics(config, build_objective(config, (1,), None), facts())
+    assert found.values_by_key()["source/mine_math.jsonl_train/weight_share"] == 1.0
+    assert found.values_by_key()["source/code/token_share"] == 0.0
