@@ -103,7 +103,7 @@ def pack(
         Micro-batches whose sample_index_N indexes `samples`; those without samples have N = 0.
     """
     for sample in samples:
-        assert len(sample.prompt_token_ids), "nothing predicts the first token of the response"
+        assert len(sample.prompt_token_ids)  # its last token predicts the response's first
         for values in (sample.trained, sample.rollout_logprobs):
             assert values is None or len(values) == len(sample.response_token_ids)
     tokens_B = np.array([_length(sample) for sample in samples], dtype=np.int64)

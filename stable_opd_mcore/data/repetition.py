@@ -60,7 +60,6 @@ def tail_loop(
     Cost: at most 16 vectorised passes over the periods, then one comparison over the response for
     each remaining period that is no multiple of one that was found.
     """
-    assert min_repeats > 1
     total = len(token_ids)
     if total < min_length:
         return TailLoop()
