@@ -27,7 +27,8 @@ def test_an_objective_without_rollouts_draws_none(run):
 
 def test_prefetch_asks_for_the_next_steps_prompts_of_this_rank(run):
     rollout = SimpleNamespace(async_steps=1, prompts_per_step=3)
-    config = SimpleNamespace(rollout=rollout, train=SimpleNamespace(steps=5))
+    steps = SimpleNamespace(steps=5)
+    config = SimpleNamespace(rollout=rollout, train=steps, sampling=run.config.sampling)
     world = SimpleNamespace(data_rank=1, data_size=2)
     engine = Recorder(run.engine)
     ahead = replace(run, config=config, world=world, engine=engine)
