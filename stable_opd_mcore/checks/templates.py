@@ -47,8 +47,8 @@ def different_prompts(pair: Pair) -> Iterator[Finding]:
     if teacher is None or not teacher.tokenizer.has_template or pair.has_own_prompt:
         return
     if student.prompt_text != teacher.prompt_text:
-        shown = (_shown(model.prompt_text) for model in (student, teacher))
-        yield finding("different-prompts", **_of_both(shown))
+        shown = {model.role: _shown(model.prompt_text) for model in pair.models}
+        yield finding("different-prompts", **shown)
 
 
 def deleted_thoughts(pair: Pair) -> Iterator[Finding]:
@@ -73,8 +73,9 @@ def thought_tokens(pair: Pair) -> Iterator[Finding]:
             continue  # text in both, and their base vocabularies are the same
         ids = [tuple(model.tokenizer.encode(mark)) for model in pair.models]
         if ids[0] != ids[1]:
-            named = (model.named_all(own) for model, own in zip(pair.models, ids, strict=True))
-            yield finding("thought-tokens", mark=mark, **_of_both(named))
+            both = zip(pair.models, ids, strict=True)
+            named = {model.role: model.named_all(own) for model, own in both}
+            yield finding("thought-tokens", mark=mark, **named)
 
 
 def opened_thoughts(pair: Pair) -> Iterator[Finding]:

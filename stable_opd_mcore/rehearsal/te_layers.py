@@ -23,14 +23,14 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from stable_opd_mcore.config.models import ModelConfig, TeacherConfig
-from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.config.training import Fp8Role
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models import gpt, spec
 from stable_opd_mcore.models.megatron_checkpoint import weights_of
 from stable_opd_mcore.models.weights import described_parameters
 from stable_opd_mcore.parallel.world import World
+from stable_opd_mcore.planning.known_models import models_in_trainer
 from stable_opd_mcore.rehearsal.fake_tensors import fake_tensors
 from stable_opd_mcore.rehearsal.fake_world import fake_world
 from stable_opd_mcore.run_inputs import configured_architecture
@@ -89,11 +89,7 @@ def answer() -> None:
 
 def _models(config: Config) -> dict[Fp8Role, ModelConfig]:
     """The models that a run builds from these layers, by their role."""
-    models: dict[Fp8Role, ModelConfig] = {"student": config.student, "reference": config.student}
-    teacher = config.teacher
-    if isinstance(teacher, TeacherConfig) and teacher.engine == "megatron":
-        models["teacher"] = teacher
-    return models
+    return {"student": config.student, "reference": config.student, **models_in_trainer(config)}
 
 
 def facts(config: Config, world: World, role: Fp8Role, fused: bool) -> Facts:
