@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from stable_opd_mcore.config.models import TeacherConfig
+from stable_opd_mcore.config.models import SELF, TeacherConfig
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.data.chat import Tokenizer, resolve_stop_ids
 from stable_opd_mcore.data.prompts import PromptOrder, PromptSet
@@ -35,7 +35,7 @@ def with_downloads(config: Config) -> Config:
     """
     changes: dict[str, ModelConfig] = {}
     for name, model in (("student", config.student), ("teacher", config.teacher)):
-        if model is None or model.path is None:
+        if model is None or model.path is None or (name == "teacher" and model.path == SELF):
             continue
         if not is_hub_id(model.path):
             if not (isinstance(model, TeacherConfig) and model.engine == "sglang"):
@@ -69,8 +69,8 @@ def load_tokenizer(config: Config) -> Tokenizer:
 
 
 def load_teacher_tokenizer(config: Config) -> Tokenizer | None:
-    """The tokenizer in the teacher's directory; None where there is none, or no teacher."""
-    path = config.teacher.path if config.teacher else None
+    """The tokenizer in the teacher's directory; None where there is none, or no other teacher."""
+    path = config.teacher.path if config.teacher and not config.teacher.is_self else None
     if path is None or not (Path(path) / "tokenizer.json").is_file():
         return None
     assert config.teacher is not None
@@ -91,6 +91,8 @@ def teacher_stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...] | 
         same_vocabulary(tokenizer, own)
         return own.stop_token_ids
     path, given = config.teacher.path, config.teacher.stop_token_ids
+    if config.teacher.is_self and given is None:
+        return tokenizer.stop_token_ids
     if path is not None or given is not None:
         return resolve_stop_ids(path, tokenizer, given)
     return tokenizer.stop_token_ids
@@ -109,13 +111,15 @@ def load_teacher_prompt(
         return None
     own = load_teacher_tokenizer(config)
     own = own or tokenizer.with_template_kwargs(teacher.chat_template_kwargs)
-    return TeacherPrompt(teacher.prompt, own, config.data.system_prompt, _window_of(teacher))
+    return TeacherPrompt(teacher.prompt, own, config.data.system_prompt, _teacher_window(config))
 
 
-def _window_of(teacher: TeacherConfig) -> int | None:
+def _teacher_window(config: Config) -> int | None:
     """The teacher's positions; None where only its address is known."""
+    teacher = config.teacher
+    assert teacher is not None
     if teacher.engine == "megatron":
-        return configured_architecture(teacher).max_positions
+        return configured_architecture(config.teacher_model or teacher).max_positions
     if teacher.path is None or not (Path(teacher.path) / "config.json").is_file():
         return None
     window = read_fields(teacher.path)[1].get("max_position_embeddings")
@@ -239,8 +243,8 @@ def refuse_unused_expert_ranks(config: Config, student: Architecture) -> None:
             ranks has experts.
     """
     models = [student]
-    if config.teacher is not None and config.teacher.engine == "megatron":
-        models.append(configured_architecture(config.teacher))
+    if config.teacher_model and config.teacher and config.teacher.engine == "megatron":
+        models.append(configured_architecture(config.teacher_model))
     if config.parallel.expert > 1 and all(model.experts is None for model in models):
         names = " and ".join(model.model_type for model in models)
         raise UserError(

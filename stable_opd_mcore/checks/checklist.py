@@ -64,6 +64,7 @@ OF_A_RUN: tuple[Check, ...] = (
     models.student_settings,
     models.teacher_settings,
     models.weights,
+    models.same_weights,
     sampling.embedding_rows,
     sampling.student_window,
     sampling.teacher_window,

@@ -102,9 +102,11 @@ class Known:
 
     @once
     def teacher_architecture(self) -> Architecture | None:
-        """None without a teacher, or where only its address is known."""
+        """None without another model as teacher, or where only its address is known."""
         teacher = self.config.teacher
-        if teacher is None or (teacher.path is None and teacher.architecture is None):
+        if teacher is None or teacher.is_self:
+            return None
+        if teacher.path is None and teacher.architecture is None:
             return None
         if teacher.engine == "sglang":  # SGLang builds it, whatever its family
             return None
@@ -129,14 +131,15 @@ class Known:
         if teacher is None or stops is None or objective.teacher_needs == "none":
             return Pair(student, None, objective.stop_ids)
         gap, tokenizer = None, self.teacher_tokenizer
-        if tokenizer is None and teacher.architecture is None:
+        if tokenizer is None and teacher.architecture is None and not teacher.is_self:
             has_path = teacher.path is not None
             gap = f"{teacher.path} has no tokenizer.json" if has_path else "teacher.path is null"
         has_own_prompt = teacher.prompt is not None
         if tokenizer is None:
             kwargs = teacher.chat_template_kwargs if has_own_prompt else None
             tokenizer = self.tokenizer.with_template_kwargs(kwargs)
-        files = self._files("teacher", teacher, tokenizer, stops)
+        model = self.config.teacher_model or teacher
+        files = self._files("teacher", model, tokenizer, stops)
         return Pair(student, files, objective.stop_ids, gap, has_own_prompt)
 
     def _files(

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from os import SEEK_END
+from pathlib import Path
+
+from stable_opd_mcore.checks.finding import Finding, finding
 from stable_opd_mcore.checks.known import Known
+
+_END_BYTES = 65536
 
 
 def student_settings(known: Known) -> None:
@@ -13,6 +20,28 @@ def student_settings(known: Known) -> None:
 def teacher_settings(known: Known) -> None:
     """A config.json that `train` refuses."""
     _ = known.teacher_architecture
+
+
+def same_weights(known: Known) -> Iterator[Finding]:
+    """A teacher with the student's weights and prompt; no whole file is read."""
+    teacher, student = known.config.teacher, known.config.student.path
+    if teacher is None or teacher.prompt is not None or known.objective.teacher_needs == "none":
+        return
+    if teacher.is_self or (
+        student and teacher.path and _ends(student) == _ends(teacher.path) != {}
+    ):
+        yield finding("same-weights", student=student, teacher=teacher.path)
+
+
+def _ends(directory: str) -> dict[str, tuple[int, bytes]]:
+    """Size and last values of each file of weights."""
+    ends: dict[str, tuple[int, bytes]] = {}
+    for path in Path(directory).glob("*.safetensors"):
+        with path.open("rb") as file:
+            size = file.seek(0, SEEK_END)
+            file.seek(max(0, size - _END_BYTES))
+            ends[path.name] = size, file.read()
+    return ends
 
 
 def weights(known: Known) -> None:

@@ -45,10 +45,19 @@ class ModelConfig(Section):
         return self
 
 
-class TeacherConfig(ModelConfig):
-    """The teacher: a model in the trainer, or SGLang servers. Objectives without a teacher ignore
-    the section, so that runs of one comparison can share it."""
+SELF = "self"  # teacher.path of a student that is its own teacher
 
+
+class TeacherConfig(ModelConfig):
+    """The teacher: a model in the trainer, the student itself (`path: self`), or SGLang servers.
+    Objectives without a teacher ignore the section, so that runs of one comparison can share it."""
+
+    weights: Literal["frozen", "ema", "live"] = "frozen"
+    """With `path: self`. `frozen`: the student's at the start of the run. `ema`: an fp32 average
+    that moves towards the student after every step. `live`: the student's present ones, without a
+    gradient."""
+    ema_decay: float = Field(default=0.999, gt=0, lt=1)
+    """With `weights: ema`: the share of the teacher that a step keeps."""
     prompt: str | None = None
     """The teacher's own prompt: a Jinja template of the user's message over the columns of a row
     (`{{ problem }}`, `{{ solution }}`), which the teacher's chat template then renders
@@ -65,6 +74,34 @@ class TeacherConfig(ModelConfig):
     """File with the servers' API key; `null`: the servers have none."""
     request_timeout_seconds: float = Field(default=600.0, gt=0)
     """Longest time one scoring request may take."""
+
+    @property
+    def is_self(self) -> bool:
+        """Whether the student is its own teacher."""
+        return self.path == SELF
+
+    @model_validator(mode="after")
+    def _own_weights(self) -> Self:
+        others = {"engine": "megatron", "revision": None, "window": None, "rope_theta": None}
+        if self.is_self:
+            for key, default in others.items():
+                if getattr(self, key) != default:
+                    raise ValueError(
+                        f"teacher.{key}={getattr(self, key)} with teacher.path=self: the teacher "
+                        f"is the student in the trainer; drop teacher.{key}"
+                    )
+        elif self.weights != "frozen":
+            raise ValueError(
+                f"teacher.weights={self.weights} with teacher.path={self.path}: it says which of "
+                "its own weights the student learns from; set teacher.path=self"
+            )
+        if self.weights == "live" and self.prompt is None:
+            raise ValueError(
+                "teacher.path=self with teacher.weights=live and no teacher.prompt: the teacher is "
+                "the student with the same prompt, so there is nothing to learn; set "
+                "teacher.prompt, or teacher.weights=frozen"
+            )
+        return self
 
     @model_validator(mode="after")
     def _served(self) -> Self:

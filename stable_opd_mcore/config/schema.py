@@ -225,6 +225,28 @@ class Config(Section):
         return self.rollout.engine == "sglang" and self.rollout.sglang.placement == "colocated"
 
     @property
+    def teacher_model(self) -> ModelConfig | None:
+        """Whose files the teacher has: its own, or the student's where it teaches itself."""
+        return self.student if self.teacher and self.teacher.is_self else self.teacher
+
+    @property
+    def teacher_shares(self) -> Literal["student", "reference"] | None:
+        """The model whose weights in memory are the teacher's; None: it has its own, or none."""
+        if self.teacher is None or not self.teacher.is_self:
+            return None
+        if self.teacher.weights == "live":
+            return "student"
+        is_start = self.reference.path is None and self.reference.update == "never"
+        same = self.fp8.teacher == self.fp8.reference and self.teacher.weights == "frozen"
+        return "reference" if self.largest_beta and is_start and same else None
+
+    @property
+    def frozen_models_move(self) -> bool:
+        """Whether the weights of teacher or reference follow the student."""
+        moves = self.teacher is not None and self.teacher.weights == "ema"
+        return moves or self.reference.update != "never"
+
+    @property
     def largest_beta(self) -> float:
         """The largest weight that the KL to the reference may have in the run."""
         return max(self.kl.beta, self.guard.max_beta if self.guard.acts else 0.0)
@@ -251,23 +273,7 @@ class Config(Section):
             raise ValueError(
                 "tokenizer.path is needed when the student has no path to take it from"
             )
-        if self.teacher and self.teacher.engine == "sglang" and self.sampling.temperature != 1:
-            raise ValueError(
-                f"sampling.temperature={self.sampling.temperature} with teacher.engine=sglang: a "
-                "server scores prompts at temperature 1 alone, so its log-probabilities would not "
-                "compare with the student's; set sampling.temperature=1 or teacher.engine=megatron"
-            )
-        if self.teacher and self.teacher.engine == "sglang" and self.parallel.context > 1:
-            raise ValueError(
-                f"parallel.context={self.parallel.context} with teacher.engine=sglang: a server "
-                "scores whole sequences, and each rank holds a slice; set parallel.context=1 or "
-                "teacher.engine=megatron"
-            )
-        if self.teacher and self.teacher.engine == "sglang" and self.fp8.teacher:
-            raise ValueError(
-                f"fp8.teacher={self.fp8.teacher} with teacher.engine=sglang: the precision of a "
-                "served teacher is its servers'; set fp8.teacher=null or teacher.engine=megatron"
-            )
+        self._require_teacher_fits()
         if "student" in (self.memory.offload or ()) and not self.is_colocated:
             raise ValueError(
                 "memory.offload names `student`, whose weights only colocated servers do not need: "
@@ -302,6 +308,31 @@ class Config(Section):
                     f"data.train: teacher {source.teacher!r} of {source.path} is no key of "
                     f"teacher.routes, which has {', '.join(routes) or 'none'}"
                 )
+
+    def _require_teacher_fits(self) -> None:
+        served = self.teacher is not None and self.teacher.engine == "sglang"
+        if served and self.sampling.temperature != 1:
+            raise ValueError(
+                f"sampling.temperature={self.sampling.temperature} with teacher.engine=sglang: a "
+                "server scores prompts at temperature 1 alone, so its log-probabilities would not "
+                "compare with the student's; set sampling.temperature=1 or teacher.engine=megatron"
+            )
+        if served and self.parallel.context > 1:
+            raise ValueError(
+                f"parallel.context={self.parallel.context} with teacher.engine=sglang: a server "
+                "scores whole sequences, and each rank holds a slice; set parallel.context=1 or "
+                "teacher.engine=megatron"
+            )
+        if served and self.fp8.teacher:
+            raise ValueError(
+                f"fp8.teacher={self.fp8.teacher} with teacher.engine=sglang: the precision of a "
+                "served teacher is its servers'; set fp8.teacher=null or teacher.engine=megatron"
+            )
+        if self.teacher_shares == "student" and self.fp8.teacher:
+            raise ValueError(
+                f"fp8.teacher={self.fp8.teacher} with teacher.weights=live: the teacher is the "
+                "student as it trains; set fp8.teacher=null"
+            )
 
     def _require_guard_fits(self) -> None:
         if not self.guard.acts:

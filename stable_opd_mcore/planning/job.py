@@ -182,7 +182,9 @@ def read_models(config: Config) -> Models:
     """
     models = models_in_trainer(config).items()
     sizes = {name: _architecture(model, name) for name, model in models}
-    return Models(sizes["student"], sizes.get("teacher"), reference=config.largest_beta > 0)
+    student, is_self = sizes["student"], config.teacher is not None and config.teacher.is_self
+    teacher = student if is_self else sizes.get("teacher")
+    return Models(student, teacher, reference=config.largest_beta > 0)
 
 
 def _architecture(model: ModelConfig, name: str) -> Architecture:

@@ -19,10 +19,11 @@ from stable_opd_mcore.errors import UserError
 
 
 def models_in_trainer(config: Config) -> dict[Fp8Role, ModelConfig]:
-    """The student, and a teacher that no server holds."""
+    """The student, and a teacher of other files that no server holds."""
     models: dict[Fp8Role, ModelConfig] = {"student": config.student}
-    if config.teacher is not None and config.teacher.engine == "megatron":
-        models["teacher"] = config.teacher
+    teacher = config.teacher
+    if teacher is not None and teacher.engine == "megatron" and not teacher.is_self:
+        models["teacher"] = teacher
     return models
 
 

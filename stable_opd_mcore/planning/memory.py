@@ -136,20 +136,22 @@ def _student(job: Job, stage: int) -> Iterator[Component]:
 
 
 def _frozen(job: Job, stage: int) -> Iterator[Component]:
-    """Weights of the scorers, and what a reference that moves keeps beside them."""
+    """Weights of the scorers, and what one that moves keeps beside them."""
     config, element = job.config, job.element
     for role, size in job.frozen.items():
+        if role == "teacher" and config.teacher_shares:
+            continue
         weights, fp8 = element * size.stage_parameters(stage), config.fp8.of(role)
         if fp8 is not None and not job.is_torch:
             weights -= (element - 1) * size.fp8_parameters(stage, fp8)
         yield Component(f"{role} weights", weights, part="frozen")
-        if role == "teacher":
-            continue
         update, parameters = config.reference.update, size.stage_parameters(stage)
+        if role == "teacher":
+            update = "ema" if config.teacher and config.teacher.weights == "ema" else "never"
         if update == "ema" and element == 2:
-            yield Component("reference's average, fp32", 4 * parameters, part="frozen")
-        elif update != "never" and config.fp8.reference:
-            yield Component("reference without FP8", element * parameters, part="frozen")
+            yield Component(f"{role}'s average, fp32", 4 * parameters, part="frozen")
+        elif update != "never" and fp8 is not None:
+            yield Component(f"{role} without FP8", element * parameters, part="frozen")
 
 
 def _rollouts(job: Job, stage: int) -> Iterator[Component]:

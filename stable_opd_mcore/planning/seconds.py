@@ -137,7 +137,9 @@ def _offload_seconds(job: Job) -> float:
     scores, and again at each of its updates.
     """
     reference, device, seconds = job.config.reference, job.device, []
-    frozen = {"never": 1, "every": 2 + 2 / reference.every, "ema": 4}[reference.update]
+    teacher_moves = job.config.teacher is not None and job.config.teacher.weights == "ema"
+    update = "ema" if teacher_moves else reference.update
+    frozen = {"never": 1, "every": 2 + 2 / reference.every, "ema": 4}[update]
     for stage in {0, job.layout.pipeline - 1}:
         held = stage_plan(job, stage).bytes_of
         of_part = {

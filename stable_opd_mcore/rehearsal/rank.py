@@ -37,7 +37,7 @@ from stable_opd_mcore.rehearsal.host_waits import HostWaits
 from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.rollout.sglang.sync import make_buckets
 from stable_opd_mcore.rollout.sglang.transports import Buffers
-from stable_opd_mcore.train import setup, step
+from stable_opd_mcore.train import reference, setup, step
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.samples import drawing, sharing
@@ -211,6 +211,7 @@ def _absent(inputs: _Inputs) -> Iterator[None]:
     }
     with (
         patch.multiple(setup, **of_setup),
+        patch.object(reference, "read_weights", of_setup["read_weights"]),
         patch.multiple(torch_ops, **of_loss),
         patch.object(output_head, "MAX_CPU_BLOCK_ELEMENTS", 2**62),  # blocks as on a GPU
         patch.object(clip_grads, "l2_norm_impl", lambda *unused: (torch.ones(1), None)),

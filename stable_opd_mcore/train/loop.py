@@ -35,6 +35,7 @@ from stable_opd_mcore.train.oversight.measures import (
     is_collapsed,
     refuse_collapsed,
     roll_back,
+    warn_of_equal_models,
     write_actions,
 )
 from stable_opd_mcore.train.oversight.signals import (
@@ -188,7 +189,7 @@ def _train_phase(config: Config, session: Session) -> None:
             directory / CHECKPOINTS,
             run.student,
             config.checkpoint.keep,
-            run.moving_reference,
+            run.moving,
             run.tokenizer.save,
         )
         stack.enter_context(saver)
@@ -247,6 +248,7 @@ def _train_steps(
             sinks.write(state.step, metrics)
             now = strengths_of(config, state.adapted, state.guard)
             write_actions(sinks, state.step, result.actions, now)
+            warn_of_equal_models(state.step, metrics.values_by_key())
         if failed is not None:  # the step itself is finished; a resumed run continues after it
             _save_without_servers(run, state, saver, session.stop, failed)
             raise failed
@@ -302,7 +304,7 @@ def _resume(run: Run) -> TrainState:
     if newest is None:
         return TrainState()
     run.memory.hold(*phases.save_parts(run.config))
-    state = load_checkpoint(newest, run.student, run.moving_reference)
+    state = load_checkpoint(newest, run.student, run.moving)
     restore_in_flight(directory, state.step, run.engine)
     run.engine.publish(state.weight_version)
     return state

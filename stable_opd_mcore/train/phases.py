@@ -37,7 +37,7 @@ _PARTS = {  # value of memory.offload -> parts
 
 def save_parts(config: Config) -> tuple[str, ...]:
     """What a checkpoint is written from, and read into."""
-    return SAVE if config.reference.update == "never" else (*SAVE, *FROZEN)
+    return (*SAVE, *FROZEN) if config.frozen_models_move else SAVE
 
 
 def device_memory(
@@ -61,7 +61,7 @@ def device_memory(
             "memory.offload names `frozen`, but objective.name="
             f"{config.objective.name} has no teacher or reference in the trainer: leave it out"
         )
-    content = "constant" if config.reference.update == "never" else "changes"
+    content = "changes" if config.frozen_models_move else "constant"
     parts = [
         Part("student", lambda: _tensors(student.chunks)),
         Part("gradients", student.gradient_buffers, "scratch"),

@@ -1,7 +1,8 @@
-"""The reference that follows the student: `reference.update`.
+"""A reference or self-teacher that follows the student: `reference.update`, `teacher.weights: ema`.
 
-The KL then keeps the student close to its own past (docs/method.md §2). The weights are part of the
-run's checkpoints. Not here: scoring with the reference (scoring/megatron.py), beta (strengths.py).
+The KL then keeps the student close to its own past (docs/method.md §2), or the student learns from
+its own average (§1). The weights are part of the run's checkpoints. Not here: scoring with them
+(scoring/megatron.py), beta (strengths.py).
 """
 
 from __future__ import annotations
@@ -10,15 +11,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stable_opd_mcore.config.models import ReferenceConfig
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.config.training import Fp8
+from stable_opd_mcore.models.gpt import Precision, build_model
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
-from stable_opd_mcore.models.weights import copy_weights
+from stable_opd_mcore.models.huggingface import load_hf
+from stable_opd_mcore.models.megatron_checkpoint import is_megatron, load_weights
+from stable_opd_mcore.models.weights import architecture_of, copy_weights
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
+from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.train import phases
 
 
 @dataclass(frozen=True)
-class MovingReference:
-    """The reference's weights on this rank, which change between steps.
+class MovingWeights:
+    """The weights of one such model on this rank, which change between steps.
 
     Under `ema` with bf16 weights, `kept` is an fp32 model, because an average in bf16 stands still
     as soon as a step's change is below its precision. Where `chunks` may hold weights in FP8,
@@ -43,3 +50,44 @@ class MovingReference:
         """Score with the kept weights from now on."""
         if self.kept is not self.chunks:
             copy_weights(self.kept, self.chunks)
+
+
+def frozen_student(
+    config: Config,
+    world: World,
+    student: Sequence[HiddenStatesGPTModel],
+    settings: ReferenceConfig,
+    fp8: Fp8 | None,
+) -> tuple[list[HiddenStatesGPTModel], MovingWeights | None]:
+    """Frozen chunks of the student's architecture with the weights of `settings.path`, or with the
+    student's present ones; and how they follow the student, None where they never do.
+
+    Raises:
+        UserError: weights that `load_hf` or `load_weights` refuse.
+    """
+
+    def built(precision: Precision, fp8: Fp8 | None) -> list[HiddenStatesGPTModel]:
+        like = architecture_of(student)
+        chunks = build_model(like, world, precision=precision, fp8=fp8, trainable=False, seed=None)
+        if settings.path is None:
+            copy_weights(student, chunks)
+        else:
+            read_weights(chunks, settings.path)
+        return chunks
+
+    precision = config.train.precision
+    chunks = built(precision, fp8)
+    if settings.update == "never":
+        return chunks, None
+    averages = settings.update == "ema" and precision == "bf16"
+    # `chunks` may hold the weights rounded to FP8.
+    kept = built("fp32" if averages else precision, None) if averages or fp8 else chunks
+    return chunks, MovingWeights(settings, student, chunks, kept)
+
+
+def read_weights(chunks: Sequence[HiddenStatesGPTModel], path: str) -> None:
+    """Read weights from a Hugging Face directory or a Megatron checkpoint."""
+    if is_megatron(path):
+        load_weights(chunks, path)
+    else:
+        load_hf(chunks, path)

@@ -5,7 +5,7 @@ Not here: how they are built (setup.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from stable_opd_mcore.config.schema import Config
@@ -20,7 +20,7 @@ from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import Sampling
 from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.scoring.scorer import Scorer
-from stable_opd_mcore.train.reference import MovingReference
+from stable_opd_mcore.train.reference import MovingWeights
 from stable_opd_mcore.train.samples.overlap import OverlapPair
 from stable_opd_mcore.train.student import Student
 
@@ -36,7 +36,7 @@ class Run:
     head: Head | None  # the student's output head; None off the last pipeline stage
     teacher: Scorer | None
     reference: Scorer | None
-    moving_reference: MovingReference | None  # the reference's weights where they change
+    moving: Mapping[str, MovingWeights]  # "reference", "teacher": those that follow the student
     behaviour: Scorer | None  # scores with the student's weights from before the step's updates
     overlap: OverlapPair | None  # student and teacher, scored for the overlap/* and stop/* metrics
     memory: DeviceMemory  # what of all these lies on the device

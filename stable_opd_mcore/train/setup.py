@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from stable_opd_mcore.checks.known import Place
+from stable_opd_mcore.config.models import ReferenceConfig
 from stable_opd_mcore.config.schema import Config, ModelConfig, TeacherConfig
 from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.data.sources import source_name
@@ -20,12 +21,10 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.grading import Grader, Rewards
 from stable_opd_mcore.losses.objectives import Objective, build_objective
 from stable_opd_mcore.losses.output_head import align_head
-from stable_opd_mcore.models.gpt import Precision, build_model
+from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
-from stable_opd_mcore.models.huggingface import load_hf
-from stable_opd_mcore.models.megatron_checkpoint import is_megatron, load_weights
 from stable_opd_mcore.models.spec import fp8_engine
-from stable_opd_mcore.models.weights import architecture_of, copy_weights, random_weights
+from stable_opd_mcore.models.weights import random_weights
 from stable_opd_mcore.parallel.determinism import make_deterministic
 from stable_opd_mcore.parallel.world import World, ranks_on_this_machine, start_world
 from stable_opd_mcore.planning.hardware import DEVICES
@@ -49,7 +48,7 @@ from stable_opd_mcore.scoring.own_prompt import OwnPromptScorer
 from stable_opd_mcore.scoring.scorer import Scorer
 from stable_opd_mcore.scoring.served_teacher import ServedTeacher
 from stable_opd_mcore.train.phases import device_memory
-from stable_opd_mcore.train.reference import MovingReference
+from stable_opd_mcore.train.reference import MovingWeights, frozen_student, read_weights
 from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.samples.overlap import TOP_K, OverlapModel, OverlapPair
 from stable_opd_mcore.train.samples.sharing import micro_batches
@@ -120,7 +119,7 @@ def build_run(
     teacher, reference = models.teacher(), models.reference()
     overlap = models.overlap(tokenizer.stop_token_ids, teacher_stops)
     scorers = (teacher, reference, overlap and overlap.teacher.scorer)
-    heads = [scorer.head for scorer in scorers if scorer is not None]
+    heads = [scorer.head for scorer in scorers if scorer and scorer.head is not models.head]
     memory = device_memory(config, world, student, models.frozen, heads)
     if config.rollout.engine == "sglang":
         tell(f"waiting for {config.rollout.sglang.placement} SGLang servers")
@@ -132,7 +131,7 @@ def build_run(
         head=models.head,
         teacher=teacher,
         reference=reference,
-        moving_reference=models.moving_reference,
+        moving=models.moving,
         behaviour=models.behaviour(student),
         overlap=overlap,
         memory=memory,
@@ -209,48 +208,6 @@ def load_model(
     return chunks
 
 
-def load_reference(
-    config: Config, world: World, student: Sequence[HiddenStatesGPTModel]
-) -> list[HiddenStatesGPTModel]:
-    """The frozen reference's chunks: `reference.path`, or the student's present weights.
-
-    Raises:
-        UserError: weights that `load_hf` or `load_weights` refuse.
-    """
-    chunks = _like_student(student, world, config.train.precision, config.fp8.of("reference"))
-    _fill_reference(chunks, config, student)
-    return chunks
-
-
-def _fill_reference(
-    chunks: Sequence[HiddenStatesGPTModel], config: Config, student: Sequence[HiddenStatesGPTModel]
-) -> None:
-    if config.reference.path is None:
-        copy_weights(student, chunks)
-    else:
-        read_weights(chunks, config.reference.path)
-
-
-def _like_student(
-    student: Sequence[HiddenStatesGPTModel],
-    world: World,
-    precision: Precision,
-    fp8: Fp8 | None = None,
-) -> list[HiddenStatesGPTModel]:
-    """Frozen chunks of the student's architecture, without weights."""
-    return build_model(
-        architecture_of(student), world, precision=precision, fp8=fp8, trainable=False, seed=None
-    )
-
-
-def read_weights(chunks: Sequence[HiddenStatesGPTModel], path: str) -> None:
-    """Read weights from a Hugging Face directory or a Megatron checkpoint."""
-    if is_megatron(path):
-        load_weights(chunks, path)
-    else:
-        load_hf(chunks, path)
-
-
 class _Models:
     """The models of a run on this rank: the student, and the scorers that the objective needs."""
 
@@ -265,7 +222,7 @@ class _Models:
         self.config, self.world, self.objective = config, world, objective
         self.vocab_size, self.progress = vocab_size, progress
         self.frozen: list[HiddenStatesGPTModel] = []  # chunks of teacher and reference
-        self.moving_reference: MovingReference | None = None
+        self.moving: dict[str, MovingWeights] = {}
         self.student = self._load(config.student, config.fp8.of("student"), trainable=True)
         self.head = output_head(self.student, vocab_size)
         self._megatron_scorer = partial(
@@ -307,8 +264,8 @@ class _Models:
         if teacher.prompt is None:
             return scorer
         # SGLang packs for itself
-        model = teacher if teacher.engine == "megatron" else config.student
-        length = configured_architecture(model).attention_length
+        model = config.teacher_model if teacher.engine == "megatron" else None
+        length = configured_architecture(model or config.student).attention_length
 
         def pack(samples: Sequence[Sample]) -> list[MicroBatch]:
             weights = SampleWeights(*np.zeros((3, len(samples))))
@@ -321,20 +278,24 @@ class _Models:
         needs = self.objective.reference_needs
         if needs == "none":
             return None
-        chunks = load_reference(self.config, self.world, self.student)
-        self.frozen += chunks
-        if self.config.reference.update != "never":
-            self.moving_reference = self._moving(chunks)
-        return self._megatron_scorer(chunks, hidden_alone=needs == "hidden")
+        return self._megatron_scorer(self._reference_chunks, hidden_alone=needs == "hidden")
 
-    def _moving(self, chunks: list[HiddenStatesGPTModel]) -> MovingReference:
-        kept, precision = chunks, self.config.train.precision
-        averages = self.config.reference.update == "ema" and precision == "bf16"
-        if averages or self.config.fp8.reference:
-            kept = _like_student(self.student, self.world, "fp32" if averages else precision)
-            _fill_reference(kept, self.config, self.student)  # `chunks` may hold it rounded to FP8
-            self.frozen += kept
-        return MovingReference(self.config.reference, self.student, chunks, kept)
+    @cached_property
+    def _reference_chunks(self) -> list[HiddenStatesGPTModel]:
+        """Also a self-teacher's where `config.teacher_shares` says so."""
+        settings = self.config.reference
+        return self._following("reference", settings, self.config.fp8.of("reference"))
+
+    def _following(
+        self, role: str, settings: ReferenceConfig, fp8: Fp8 | None
+    ) -> list[HiddenStatesGPTModel]:
+        """As `frozen_student`, known to the run under the model's role."""
+        chunks, moving = frozen_student(self.config, self.world, self.student, settings, fp8)
+        self.frozen += chunks
+        if moving is not None:
+            self.frozen += () if moving.kept is chunks else moving.kept
+            self.moving[role] = moving
+        return chunks
 
     def behaviour(self, student: Student) -> MegatronScorer | None:
         """The student before the step's updates, where its probabilities are compared later."""
@@ -379,12 +340,34 @@ class _Models:
     @cached_property
     def _teacher_scorer(self) -> Callable[..., MegatronScorer]:
         """Builds scorers on the one teacher; all share its head, cut as the student's."""
-        assert self.config.teacher is not None
-        chunks = self._load(self.config.teacher, self.config.fp8.of("teacher"), trainable=False)
+        teacher, fp8 = self.config.teacher, self.config.fp8.of("teacher")
+        assert teacher is not None
+        if teacher.is_self:
+            return self._self_teacher(teacher, fp8)
+        chunks = self._load(teacher, fp8, trainable=False)
         head = output_head(chunks, self.vocab_size)
         if head is not None and self.head is not None:  # both on the last stage
             head = align_head(head, like=self.head)
         return partial(self._megatron_scorer, chunks, head=head)
+
+    def _self_teacher(
+        self, teacher: TeacherConfig, fp8: Fp8 | None
+    ) -> Callable[..., MegatronScorer]:
+        config = self.config
+        if config.teacher_shares == "student":
+            if self.objective.teacher_needs == "hidden" and config.train.minibatches > 1:
+                raise UserError(
+                    f"teacher.weights=live with train.minibatches={config.train.minibatches}: "
+                    f"objective.name={config.objective.name} reads the teacher's hidden states and "
+                    "head, and from the second update on they are not of the same weights; set "
+                    "train.minibatches=1, or teacher.weights=ema"
+                )
+            return partial(self._megatron_scorer, self.student, head=self.head)
+        if config.teacher_shares == "reference":
+            return partial(self._megatron_scorer, self._reference_chunks)
+        update = "ema" if teacher.weights == "ema" else "never"
+        follows = ReferenceConfig(update=update, decay=teacher.ema_decay)
+        return partial(self._megatron_scorer, self._following("teacher", follows, fp8))
 
     def _served_teacher(
         self,

@@ -120,8 +120,8 @@ def train_step(run: Run, state: TrainState) -> StepResult:
     del minibatches  # a publish gathers whole tensors in the memory of the scores
 
     state = state.advance(num_prompts=len(rows), optimizer_steps=len(updates))
-    if run.moving_reference is not None:
-        run.moving_reference.follow(state.step, run.memory)
+    for moving in run.moving.values():
+        moving.follow(state.step, run.memory)
     with timer.phase("sync"):
         run.engine.publish(state.weight_version)
     metrics = step_metrics(run, rollouts, facts, [overlap, correction, *updates], timer)

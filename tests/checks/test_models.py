@@ -1,5 +1,7 @@
 """Weights are refused as train refuses them, from their headers alone."""
 
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -31,6 +33,26 @@ def check(tmp_path, path, **fields):
 
 def test_whole_weights_give_no_finding(tmp_path, model):
     check(tmp_path, model[0])
+
+
+def test_a_teacher_with_the_students_weights_and_prompt_is_found(tmp_path, model):
+    path, tensors = model
+    copy = shutil.copytree(path, tmp_path / "copy")
+    other = shutil.copytree(path, tmp_path / "other")
+    changed = {name: tensor + 1 for name, tensor in tensors.items()}
+    save_file(changed, other / "model.safetensors")
+    student = {"path": path, "architecture": None}
+    for teacher, found in (
+        ({"path": str(copy)}, 1),
+        ({"path": "self"}, 1),
+        ({"path": str(other)}, 0),
+        ({"path": str(copy), "prompt": "{{ problem }}"}, 0),
+    ):
+        teacher = teacher | {"architecture": None}
+        config = tiny_config(
+            tmp_path, "run", student=student, teacher=teacher, tokenizer={"path": None}
+        )
+        assert len(list(models.same_weights(Known(config, None)))) == found
 
 
 def test_missing_misshapen_truncated_and_absent_weights_are_refused(tmp_path, model):

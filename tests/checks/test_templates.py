@@ -2,7 +2,9 @@
 
 import pytest
 
-from tests.checks.directories import TEMPLATE, findings, the
+from stable_opd_mcore.checks.pair import Pair, read_model
+from stable_opd_mcore.checks.templates import different_endings, different_prompts
+from tests.checks.directories import TEMPLATE, findings, the, write_model
 
 DELETES = TEMPLATE.replace(
     "{{ message['content'] }}", "{{ message['content'].split('</think>')[-1] }}"
@@ -54,3 +56,16 @@ def test_a_mutated_template_is_found(case, tmp_path):
     assert finding.severity == severity
     for (_, value), begins in zip(finding.values, values, strict=True):
         assert value.startswith(begins)
+
+
+def test_different_endings_are_found_with_a_prompt_of_the_teachers_own(tmp_path):
+    """As without thinking: the student's prompt ends with an empty thought."""
+    empty = TEMPLATE.replace("assistant\n{% endif", "assistant\n<think>\n</think>\n{% endif")
+    student, teacher = (
+        read_model(role, write_model(tmp_path / role, template=template))
+        for role, template in (("student", empty), ("teacher", TEMPLATE))
+    )
+    for has_own_prompt in (True, False):
+        pair = Pair(student, teacher, (), has_own_prompt=has_own_prompt)
+        assert len(list(different_endings(pair))) == has_own_prompt
+        assert len(list(different_prompts(pair))) == (not has_own_prompt)

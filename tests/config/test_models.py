@@ -19,6 +19,16 @@ from tests.config.cases import run_of
             "give either teacher.urls",
         ),
         ("teacher.engine=sglang teacher.urls=[a:1] teacher.window=9", "teacher.window and"),
+        (
+            "teacher.path=self teacher.weights=live",
+            r"weights=live and no teacher\.prompt: .*nothing to learn",
+        ),
+        ("teacher.path=a teacher.weights=ema", r"weights=ema with teacher\.path=a"),
+        ("teacher.path=self teacher.window=9", r"teacher\.window=9 with teacher\.path=self"),
+        (
+            "teacher.path=self teacher.weights=live teacher.prompt=x fp8.teacher=tensorwise",
+            r"fp8\.teacher=tensorwise with teacher\.weights=live",
+        ),
         ("student.window=0", "student.window: Input should be greater than 0"),
         ("student.rope_theta=.inf", "student.rope_theta: Input should"),
     ],

@@ -1,4 +1,4 @@
-"""A reference that follows the student: its weights against a definition, resumed, on two ranks."""
+"""References and self-teachers: their weights against a definition, resumed, on two ranks."""
 
 import shutil
 from pathlib import Path
@@ -17,6 +17,7 @@ from tests.train.runs import metrics_of, tiny_architecture, tiny_config
 pytestmark = pytest.mark.slow
 
 EMA = {"update": "ema", "decay": 0.5}
+SELF = {"path": "self", "architecture": None, "prompt": "{{ problem }};{{ solution }}"}
 
 
 def config_of(directory: Path, name: str, steps: int = 6, **sections):
@@ -24,7 +25,7 @@ def config_of(directory: Path, name: str, steps: int = 6, **sections):
         directory,
         name,
         student={"architecture": tiny_architecture(16, 2)},
-        teacher={"architecture": tiny_architecture(32, 2)},
+        teacher=sections.pop("teacher", {"architecture": tiny_architecture(32, 2)}),
         rollout={"prompts_per_step": 2, "samples_per_prompt": 2},
         sampling={"max_new_tokens": 8},
         train={"steps": steps, **sections.pop("train", {})},
@@ -47,7 +48,7 @@ def three_steps(directory: Path, **sections):
             if number:
                 state = train_step(run, state).state
             students.append(weights(run.student.chunks))
-            references.append(weights(run.moving_reference.chunks))
+            references.append(weights(run.moving["reference"].chunks))
         return students, references
     finally:
         run.engine.close()
@@ -86,7 +87,7 @@ def test_average_of_bf16_weights_is_kept_in_fp32(tmp_path):
     )
     run = build_run(config, start_world(config.parallel, 0))
     try:
-        moving = run.moving_reference
+        moving = run.moving["reference"]
         before = weights(moving.kept)
         for chunk in run.student.chunks:
             for parameter in chunk.parameters():
@@ -106,11 +107,13 @@ def test_average_of_bf16_weights_is_kept_in_fp32(tmp_path):
 
 
 def train_to(rank: int, world_size: int, directory: str, name: str, steps: int, parallel: dict):
-    config = config_of(Path(directory), name, steps, reference=EMA, parallel=parallel)
+    teacher = {"weights": "ema", "ema_decay": 0.6, **SELF}
+    models = {"reference": EMA, "teacher": teacher}
+    config = config_of(Path(directory), name, steps, parallel=parallel, **models)
     train(config, show_progress=False)
 
 
-def test_moving_reference_survives_a_resume_and_other_layouts(tmp_path):
+def test_moving_models_survive_a_resume_and_other_layouts(tmp_path):
     run_ranks(1, train_to, str(tmp_path), "whole", 6, {})
     run_ranks(1, train_to, str(tmp_path), "resumed", 3, {})
     shutil.copytree(tmp_path / "resumed", tmp_path / "layouts")
@@ -118,8 +121,36 @@ def test_moving_reference_survives_a_resume_and_other_layouts(tmp_path):
     whole = metrics_of(tmp_path / "whole")
     assert metrics_of(tmp_path / "resumed") == whole
     run_ranks(2, train_to, str(tmp_path), "layouts", 6, {"tensor": 2})
-    found, expected = (
-        [row["kl/reference"] for row in rows] for rows in (metrics_of(tmp_path / "layouts"), whole)
-    )
-    assert found == pytest.approx(expected, rel=1e-3)
-    assert found[-1] > 0
+    for key in ("kl/reference", "kl/teacher"):
+        found, expected = (
+            [row[key] for row in rows] for rows in (metrics_of(tmp_path / "layouts"), whole)
+        )
+        assert found == pytest.approx(expected, rel=1e-3)
+        assert found[-1] != 0
+
+
+@pytest.mark.parametrize("objective", ["opd", "gkd"])
+def test_a_self_teacher_has_the_weights_of_its_setting(tmp_path, objective):
+    """All are the student's in the first step, and only the average is a copy of its own."""
+    first: list[float] = []
+    for weights_of_teacher in ("frozen", "ema", "live"):
+        teacher = {"weights": weights_of_teacher, "ema_decay": 0.6, **SELF}
+        config = config_of(tmp_path, "parts", teacher=teacher, objective={"name": objective})
+        run = build_run(config, start_world(config.parallel, 0))
+        try:
+            chunks = run.teacher._scorer.chunks
+            shared = {"frozen": run.reference.chunks, "live": run.student.chunks, "ema": chunks}
+            assert chunks[0] is shared[weights_of_teacher][0]
+            before = weights(run.student.chunks)
+            metrics = train_step(run, TrainState()).metrics
+            after = weights(run.student.chunks)
+            follows = {"frozen": before, "live": after, "ema": 0.6 * before + 0.4 * after}
+            expected = follows[weights_of_teacher]
+            torch.testing.assert_close(weights(chunks), expected, atol=1e-6, rtol=1e-5)
+            assert not torch.equal(before, after)
+            first += [metrics["loss/total"].value(), metrics["grad_norm"].value()]
+        finally:
+            run.engine.close()
+            run.grader.close()
+            stop_world()
+    assert first[:2] == first[2:4] == first[4:]

@@ -14,6 +14,7 @@ from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.huggingface import export_hf
 from stable_opd_mcore.planning.plan import Cluster
 from stable_opd_mcore.train import setup
+from stable_opd_mcore.train.reference import frozen_student
 from tests.train.runs import tiny_architecture, tiny_config
 
 
@@ -32,7 +33,8 @@ def test_student_and_reference_are_filled_without_drawing(
     monkeypatch.setattr(setup, "random_weights", None)  # calling it would fail
     before = torch.get_rng_state()
     student = setup.load_model(config, world, config.student, 27, trainable=True)
-    frozen = setup.load_reference(config, world, student)
+    frozen, moving = frozen_student(config, world, student, config.reference, None)
+    assert moving is None
     assert torch.equal(torch.get_rng_state(), before)
     assert not any(weight.requires_grad for weight in frozen[0].parameters())
     for own, other in zip(student[0].parameters(), frozen[0].parameters(), strict=True):

@@ -7,7 +7,7 @@ Not here: the decision (guard.py); beta and lambda, which a step takes from the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,11 +27,25 @@ from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.strengths import Strengths
 
+_FIRST_STEPS = 3
+_NO_DIFFERENCE = 1e-3  # nats a token; other weights, or another prompt, differ by more
 logger = logging.getLogger(__name__)
 
 
 class CollapsedError(UserError):
     """The guard has stopped the run."""
+
+
+def warn_of_equal_models(step: int, metrics: Mapping[str, float | None]) -> None:
+    """A line of the log where the teacher says what the student says, in the first steps."""
+    kl = metrics.get("kl/teacher")
+    if kl is not None and step <= _FIRST_STEPS and abs(kl) < _NO_DIFFERENCE:
+        logger.warning(
+            "step %d: KL(student || teacher) is %.1g, so the student learns nothing from the "
+            "teacher: teacher.path may hold the student's own weights",
+            step,
+            kl,
+        )
 
 
 def write_actions(sinks: Sinks, step: int, actions: Sequence[Action], now: Strengths) -> None:
@@ -80,7 +94,7 @@ def roll_back(run: Run, state: TrainState, saver: CheckpointSaver) -> TrainState
             "Resume from an earlier checkpoint, or set guard.policy=warn with --accept-changes"
         )
     run.memory.hold(*phases.save_parts(run.config))
-    load_checkpoint(path, run.student, run.moving_reference)
+    load_checkpoint(path, run.student, run.moving)
     state = replace(
         state,
         weight_version=state.weight_version + 1,

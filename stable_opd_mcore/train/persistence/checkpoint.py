@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -42,11 +42,11 @@ from stable_opd_mcore.parallel.world import broadcast_object
 from stable_opd_mcore.train.oversight.signals import shielded
 from stable_opd_mcore.train.persistence.optimizer_state import set_state, sharded_state
 from stable_opd_mcore.train.persistence.state import TrainState
-from stable_opd_mcore.train.reference import MovingReference
+from stable_opd_mcore.train.reference import MovingWeights
 from stable_opd_mcore.train.student import Student
 
 STATE_FILE = "state.json"
-_REFERENCE = "reference"
+_NONE: Mapping[str, MovingWeights] = {}
 logger = logging.getLogger(__name__)
 
 
@@ -59,6 +59,7 @@ class Record:
     distributed_optimizer: bool
     reference: bool  # whether the weights of a moving reference are saved too
     versions: dict[str, str]
+    teacher: bool = False  # the same of a self-teacher
     format: Literal[2] = 2
 
 
@@ -82,7 +83,7 @@ class CheckpointSaver:
         directory: of the checkpoints `step_NNNNNN`.
         keep: newest checkpoints to keep, beside those that their guards may return to. A later
             step's checkpoint, from which the run could not resume, stays until it is overwritten.
-        reference: saved beside the student where it changes.
+        moving: saved beside the student, under their names.
         save_tokenizer: writes the tokenizer's files into the directory it is given.
     """
 
@@ -91,12 +92,12 @@ class CheckpointSaver:
         directory: Path,
         student: Student,
         keep: int,
-        reference: MovingReference | None = None,
+        moving: Mapping[str, MovingWeights] = _NONE,
         save_tokenizer: Callable[[Path], object] = lambda _: None,
     ):
         self._directory = directory
         self._student = student
-        self._reference = reference
+        self._moving = moving
         self._keep = keep
         self._save_tokenizer = save_tokenizer
         self._pending: tuple[Path, DirectorySave] | None = None
@@ -135,7 +136,7 @@ class CheckpointSaver:
         with shielded():
             self._pending = (
                 path,
-                _begin_save(path, state, self._student, self._reference, self._save_tokenizer),
+                _begin_save(path, state, self._student, self._moving, self._save_tokenizer),
             )
         return path
 
@@ -179,7 +180,7 @@ def _begin_save(
     path: Path,
     state: TrainState,
     student: Student,
-    reference: MovingReference | None,
+    moving: Mapping[str, MovingWeights],
     save_tokenizer: Callable[[Path], object],
 ) -> DirectorySave:
     def describe(path: Path) -> None:
@@ -191,11 +192,12 @@ def _begin_save(
         state,
         _shape_of(student),
         student.distributed,
-        reference is not None,
+        "reference" in moving,
         {name: version(name) for name in ("torch", "megatron-core")},
+        "teacher" in moving,
     )
     return DirectorySave(
-        _state_dict(student, reference, loading=False),
+        _state_dict(student, moving, loading=False),
         student.chunks,
         path,
         describe=describe,
@@ -233,12 +235,11 @@ def newest_checkpoint(directory: Path) -> Path | None:
 
 
 def load_checkpoint(
-    path: Path, student: Student, reference: MovingReference | None = None
+    path: Path, student: Student, moving: Mapping[str, MovingWeights] = _NONE
 ) -> TrainState:
     """Restore weights, optimizer and RNG of this rank in place.
 
-    A moving reference keeps its weights if the checkpoint has none: its run had
-    `reference.update: never`.
+    A model of `moving` keeps its weights if the checkpoint has none: they did not move in its run.
 
     Raises:
         UserError: another architecture or optimizer layout, or a file that is not ours.
@@ -260,13 +261,13 @@ def load_checkpoint(
             f"resumed with {student.distributed}; set it back"
         )
     refuse_foreign_pickle(path)
-    moving = reference if record.reference else None
+    moving = {name: model for name, model in moving.items() if getattr(record, name)}
     wanted_state = _state_dict(student, moving, loading=True)
     loaded: Any = dist_checkpointing.load(wanted_state, str(path))
-    if moving is not None:
-        set_weights(moving.kept, loaded.pop(_REFERENCE))
-        refuse_non_finite(moving.kept, f"{path}: the reference")
-        moving.restore()
+    for name, model in moving.items():
+        set_weights(model.kept, loaded.pop(name))
+        refuse_non_finite(model.kept, f"{path}: the {name}")
+        model.restore()
     set_weights(student.chunks, loaded)
     refuse_non_finite(student.chunks, str(path))
     set_state(student.optimizer, loaded["optimizer"])
@@ -277,14 +278,14 @@ def load_checkpoint(
 
 
 def _state_dict(
-    student: Student, reference: MovingReference | None, loading: bool
+    student: Student, moving: Mapping[str, MovingWeights], loading: bool
 ) -> dict[str, Any]:
     tree = weights_of(student.chunks)
     tree["optimizer"] = sharded_state(student.optimizer, tree, loading=loading)
-    if reference is not None:
-        kept = weights_of(reference.kept)
-        add_prefix_for_sharding(kept, f"{_REFERENCE}.")
-        tree[_REFERENCE] = kept
+    for name, model in moving.items():
+        kept = weights_of(model.kept)
+        add_prefix_for_sharding(kept, f"{name}.")
+        tree[name] = kept
     return tree
 
 

@@ -18,7 +18,11 @@ from stable_opd_mcore.train import loop
 from stable_opd_mcore.train.loop import train
 from stable_opd_mcore.train.oversight import guard
 from stable_opd_mcore.train.oversight.guard import Action, GuardState
-from stable_opd_mcore.train.oversight.measures import CollapsedError, write_actions
+from stable_opd_mcore.train.oversight.measures import (
+    CollapsedError,
+    warn_of_equal_models,
+    write_actions,
+)
 from stable_opd_mcore.train.strengths import Adapted, strengths_of
 from tests.parallel.launch import run_ranks
 from tests.train.runs import VOLATILE, tiny_architecture, tiny_config
@@ -74,6 +78,13 @@ def run_and_die(rank: int, world_size: int, directory: str) -> None:
 
     loop.write_actions = write_and_die
     train(config_of(Path(directory), "killed"), show_progress=False)
+
+
+def test_a_teacher_that_says_what_the_student_says_is_named_at_the_start(caplog):
+    for step, kl in ((1, 0.1), (2, -5e-4), (3, None), (4, 0.0)):
+        warn_of_equal_models(step, {"kl/teacher": kl})
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("step 2: KL(student || teacher) is -0.0005, so")
 
 
 def test_a_recovered_run_says_what_is_in_force(tmp_path, caplog):
