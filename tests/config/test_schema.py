@@ -41,7 +41,7 @@ SGLANG = "rollout.engine=sglang"
             "`student`.*placement=disaggregated; leave it out, or colocate SGLang servers",
         ),
         ("data.train=[]", "data: train is an empty list"),
-        ('data.train=[{"path":a,"wight":1}]', "unknown key data.train.0.wight; keys of data.train"),
+        ('data.train=[{"path":a,"wigth":1}]', "unknown key data.train.0.wigth; keys of data.train"),
         (
             'data.train=[{"path":a,"weight":0}]',
             "data.train.0.weight: Input should be",
