@@ -112,7 +112,7 @@ class PromptSet:
             DataError: a row without the golden solution it needs; no row that fits the window; with
                 data.overlong=error, a prompt or golden solution that exceeds its model's window; a
                 problem or golden solution with the text of a control token; a golden solution that
-                is the bare answer; a row that `teacher` cannot render.
+                is the bare answer; a row that `teacher` cannot render; a prompt without tokens.
         """
         self.window, self._max_new_tokens = window, max_new_tokens
         self.teacher = teacher
@@ -125,6 +125,8 @@ class PromptSet:
         kept: list[int] = []
         for index, row in enumerate(rows):
             _refuse_control_tokens(row, tokenizer, golden)
+            if not len(prompts[index]):
+                raise DataError(f"{row.row_id}: the chat template renders its prompt to no tokens")
             num_golden = len(goldens[index])
             problem = self._length_problem(len(prompts[index]), num_golden, window)
             if problem is None and teacher is not None and teacher.window is not None:

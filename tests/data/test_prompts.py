@@ -160,3 +160,15 @@ def test_control_tokens_in_a_row_are_refused_by_row():
 def test_lengths_that_just_fit_are_kept():
     assert len(make_set(ROWS[:2], window=30, max_new_tokens=22, golden="required")) == 2
     assert PromptOrder(1, seed=0).indices(3, 2) == [0, 0]
+
+
+def test_a_template_that_renders_to_nothing_is_refused():
+    class Silent(ThinkingTokenizer):
+        def render_prompt(self, problem, template, system):
+            return ""
+
+        def response_text(self, solution, prompt_text):
+            return solution
+
+    with pytest.raises(DataError, match="s:1: the chat template renders its prompt to no tokens"):
+        PromptSet(ROWS[:1], Silent(), data_config(), window=64, max_new_tokens=9)
