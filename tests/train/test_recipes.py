@@ -81,7 +81,9 @@ def tiny(config: Config, directory: Path) -> tuple[str, Config]:
         }
 
     values["student"] = shrunk(config.student)
-    if config.teacher is not None:
+    if config.teacher is not None and config.teacher.is_self:
+        values["teacher"] = {"path": "self", "prompt": "{{ solution }}{{ problem }}"}
+    elif config.teacher is not None:
         values["teacher"] = shrunk(config.teacher)
     for unset in ("parallel", "memory", "fault", "checkpoint", "evaluation", "reference"):
         values[unset] = {}
