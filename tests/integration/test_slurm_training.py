@@ -299,7 +299,7 @@ def test_named_benchmarks_are_evaluated(cluster, tmp_path):
     counts = {name: (each["num_problems"], each["num_samples"]) for name, each in results.items()}
     assert counts == {"amc": (2, 32), "olympiadbench": (2, 1)}
     table = (run.logs / "attempt_0" / "rank_00000.log").read_text().splitlines()
-    assert [line.split()[0] for line in table[-4:-1]] == [*rows, "average"]
+    assert [line.split()[1] for line in table[-4:-1]] == [*rows, "average"]
     assert [v["verdict"] for v in run.verdicts()] == ["done"]
 
 
