@@ -78,7 +78,9 @@ def sharding() -> dict[str, Any]:
 
 
 class DirectorySave:
-    """A checkpoint directory that all ranks write. Its tensors may change once this is made.
+    """A checkpoint directory that all ranks write.
+
+    The saved tensors may change once the constructor has returned.
 
     All methods but `abort` are collective.
 

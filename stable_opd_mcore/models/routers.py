@@ -171,7 +171,7 @@ class _Router:
         self._now = self._value
         if self._now is None:
             self._now = self._for_recompute.popleft() if self._for_recompute else None
-        elif self._now.trains and not torch.is_grad_enabled():  # this pass records nothing
+        elif self._now.trains and not torch.is_grad_enabled():  # the backward pass runs it again
             self._for_recompute.append(self._now)
 
     def get_replay_topk(

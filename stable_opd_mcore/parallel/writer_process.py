@@ -41,7 +41,7 @@ def _kill_with(parent_id: int) -> None:
 
 
 class WriterResult:
-    """One value from a writer to the rank that forks it, in memory that both have.
+    """One value that a forked writer process gives to its rank, in shared memory.
 
     Megatron calls these methods of it, in place of a queue in a process of its own: that process
     would outlive a killed rank. A pipe would block a writer until its rank reads.

@@ -140,7 +140,7 @@ class Job:
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Tokens of the largest micro-batch: a sequence longer than the budget stands alone."""
+        """Tokens of the largest micro-batch: a sequence longer than the budget has its own."""
         return min(max(self.config.train.micro_batch_tokens, self.longest), self._share)
 
     @property

@@ -22,6 +22,6 @@ def test_a_micro_batch_is_no_larger_than_a_ranks_share(tmp_path):
     assert one.micro_batch_tokens == 12 * 1024 == one.largest_share
     assert one.num_micro_batches == 1
     assert job("train.minibatches=3").largest_share == 4 * 1024
-    # A sequence may be longer than the mean: it stands alone.
+    # A sequence longer than the mean has a micro-batch of its own.
     eight = job("train.minibatches=6", "parallel.tensor=1", "parallel.sequence=false")
     assert eight.largest_share == 2 * 1024
