@@ -110,6 +110,14 @@ def _equal(left: Any, right: Any) -> bool:
     return left == right
 
 
+@dataclass(frozen=True)
+class Segment:
+    """Tokens of a response, one after the other, that weights of one version sampled."""
+
+    num_tokens: int
+    weight_version: int
+
+
 @dataclass(frozen=True, eq=False)
 class Rollout(_WithArrays):
     """One response of L tokens, sampled from the student for a prompt."""
@@ -121,13 +129,21 @@ class Rollout(_WithArrays):
     token_ids: NDArray[np.int32]  # [L], ends with its stop token when finish_reason is "stop"
     rollout_logprobs: NDArray[np.float32]  # [L], nats, full softmax at sampling temperature
     finish_reason: FinishReason
-    weight_version: int  # version of the student's weights that sampled it
+    weight_version: int  # version of the student's weights that sampled its first token
     text: str = ""  # decoded response, without the stop token
     reward: float | None = None  # in [0, 1]: 1 right, 0 wrong; None: not graded
     grading_failure: GradingFailure | None = None  # why grading ended without a verdict
     # int16 [prompt and response tokens - 1, L, C]: the experts that the engine chose for each
     # token but the last; None without rollout.routing_replay
     routed_experts: NDArray[np.int16] | None = None
+    # in order, L tokens together; not given: all of weight_version
+    segments: tuple[Segment, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.segments:
+            whole = (Segment(len(self.token_ids), self.weight_version),)
+            object.__setattr__(self, "segments", whole)
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,7 +267,7 @@ class MicroBatch:
     # [T, L, C] int16, the experts that the rollout engine chose; -1 where it chose none
     routed_experts_TLC: Tensor | None = None
     # Of the behaviour policy; both are None where it is the current student. A policy known by its
-    # rollouts alone (async_steps) has only token_logprobs.
+    # rollouts alone (rollout.max_staleness) has only token_logprobs.
     old_logprob_N: Tensor | None = None  # [N] fp32, nats, of the stop class as in Scores
     old_token_logprob_N: Tensor | None = None  # [N] fp32, nats, of the token itself
     teacher: Scores | None = None

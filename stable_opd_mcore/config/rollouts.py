@@ -146,10 +146,14 @@ class RolloutConfig(Section):
     save: Literal["all", "samples", "none"] = "all"
     """Which rollouts are written to `rollouts/`; `samples`: the first 16 of each step."""
     sglang: SglangConfig = SglangConfig()
-    async_steps: Literal[0, 1] = 0
-    """1: the servers sample the next step's rollouts while this step trains."""
-    max_staleness: int = Field(default=0, ge=0)
-    """Most weight versions by which a rollout may be behind; older ones are sampled again."""
+    max_staleness: int = Field(default=0, ge=0, le=8)
+    """Most updates between the weights that sampled a response's first token and the update that
+    trains on it. 0: on-policy. K: the rollouts of the next K steps are sampled while this step
+    trains; the `embedded` engine samples as much ahead, but not at the same time."""
+    partial: bool = False
+    """With `max_staleness`: a response that is unfinished when the weights change goes on with the
+    new ones. Each token keeps the log-probability and the weight version that sampled it. `false`:
+    new weights wait until every response has ended."""
     routing_replay: bool = False
     """Of a student with experts: the trainer's forward pass uses the experts that the servers
     chose for each token of a rollout. Needs `sglang`, which starts its servers for it."""
@@ -172,27 +176,26 @@ class RolloutConfig(Section):
                 f"rollout.routing_replay=true with rollout.engine={self.engine}: only sglang "
                 "servers send the experts that they chose"
             )
-        if self.routing_replay and self.async_steps:
+        if self.routing_replay and self.max_staleness:
             raise ValueError(
-                "rollout.routing_replay=true with rollout.async_steps=1: rollouts in flight are "
-                "saved without their experts; set one of them to its default"
+                f"rollout.routing_replay=true with rollout.max_staleness={self.max_staleness}: "
+                "rollouts in flight are saved without their experts; set one of them to its default"
             )
         return self
 
     @model_validator(mode="after")
-    def _one_step_off(self) -> Self:
-        if self.async_steps and self.engine != "sglang":
+    def _ahead(self) -> Self:
+        stale = f"rollout.max_staleness={self.max_staleness}"
+        if self.partial and not self.max_staleness:
             raise ValueError(
-                "rollout.async_steps=1 needs rollout.engine=sglang: other engines share the "
-                "trainer's ranks"
+                "rollout.partial=true with rollout.max_staleness=0: on-policy responses end before "
+                "the weights change; set max_staleness to at least 1"
             )
-        if self.async_steps and self.sglang.placement == "colocated":
+        if self.max_staleness and self.engine == "replay":
             raise ValueError(
-                "rollout.async_steps=1 needs servers with devices of their own, not colocated ones"
+                f"{stale} with rollout.engine=replay: stored rollouts are not drawn ahead; set "
+                "max_staleness to 0"
             )
-        if self.async_steps > self.max_staleness:
-            raise ValueError(
-                f"rollout.async_steps={self.async_steps} draws from weights one step old: "
-                "set rollout.max_staleness=1"
-            )
+        if self.max_staleness and self.engine == "sglang" and self.sglang.placement == "colocated":
+            raise ValueError(f"{stale} needs servers with devices of their own, not colocated ones")
         return self

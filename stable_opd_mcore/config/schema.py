@@ -347,12 +347,6 @@ class Config(Section):
                 f"guard.max_rollbacks={self.guard.max_rollbacks} with checkpoint.every=0: there "
                 "would be no checkpoint to return to; set checkpoint.every or guard.max_rollbacks=0"
             )
-        if self.guard.max_rollbacks and self.rollout.async_steps:
-            raise ValueError(
-                f"guard.max_rollbacks={self.guard.max_rollbacks} with rollout.async_steps=1: the "
-                "rollouts drawn ahead would be those of the abandoned weights; set "
-                "guard.max_rollbacks=0 or rollout.async_steps=0"
-            )
 
     def _require_waits_below_watchdog(self) -> None:
         """A wait that ends by itself must end before the watchdog takes it for a hang."""

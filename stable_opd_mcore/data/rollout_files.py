@@ -24,7 +24,14 @@ from stable_opd_mcore.data.token_files import decode_line
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.host.atomic_files import atomic_file
 from stable_opd_mcore.host.json_files import object_in_line, validated
-from stable_opd_mcore.records import AnswerFormat, FinishReason, GradingFailure, Prompt, Rollout
+from stable_opd_mcore.records import (
+    AnswerFormat,
+    FinishReason,
+    GradingFailure,
+    Prompt,
+    Rollout,
+    Segment,
+)
 
 _LARGEST = float(np.finfo(np.float32).max)
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -54,6 +61,13 @@ class _PromptColumns(_Columns):
     golden_token_ids: _TokenIds | None
 
 
+class _Segment(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    num_tokens: int = Field(ge=0)
+    weight_version: int
+
+
 class _RolloutColumns(_Columns):
     sample_index: int
     text: str = Field(alias="response")
@@ -63,6 +77,7 @@ class _RolloutColumns(_Columns):
     weight_version: int
     token_ids: list[TokenId] = Field(alias="response_token_ids")
     rollout_logprobs: list[_Float32]
+    segments: list[_Segment] | None = None  # where weights of several versions sampled it
 
 
 def rollout_path(run_directory: str | Path, step: int) -> Path:
@@ -122,6 +137,8 @@ def encode_rollout(rollout: Rollout) -> bytes:
         position = int(np.isfinite(logprobs).argmin())
         raise ValueError(f"{name}: log-probability {logprobs[position]} at token {position}")
     row = _PromptColumns.row(prompt) | _RolloutColumns.row(rollout)
+    if len(rollout.segments) == 1:
+        del row["segments"]
     return orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
 
 
@@ -138,11 +155,19 @@ def _for_orjson(value: Any) -> Any:
 def _from_line(line: bytes, where: str, strict: bool) -> Rollout:
     record = object_in_line(line if strict else decode_line(line), where)
     prompt = Prompt(**validated(_PromptColumns, record, where).model_dump())
-    rollout = Rollout(prompt, **validated(_RolloutColumns, record, where).model_dump())
+    columns = validated(_RolloutColumns, record, where).model_dump()
+    segments = tuple(Segment(**segment) for segment in columns.pop("segments") or ())
+    rollout = Rollout(prompt, **columns, segments=segments)
     if len(rollout.token_ids) != len(rollout.rollout_logprobs):
         raise DataError(
             f"{where}: {len(rollout.token_ids)} response_token_ids but "
             f"{len(rollout.rollout_logprobs)} rollout_logprobs; each token needs its "
             "log-probability"
+        )
+    in_segments = sum(segment.num_tokens for segment in rollout.segments)
+    if in_segments != len(rollout.token_ids):
+        raise DataError(
+            f"{where}: segments of {in_segments} tokens in all for {len(rollout.token_ids)} "
+            "response_token_ids; each token belongs to one segment"
         )
     return rollout

@@ -310,8 +310,8 @@ def _check(config: Config, spec: ObjectiveSpec) -> None:
         ),
         (
             "objective.clip",
-            "train.minibatches > 1 or rollout.async_steps=1: the ratio is 1 otherwise",
-            config.train.minibatches > 1 or config.rollout.async_steps > 0,
+            "train.minibatches > 1 or rollout.max_staleness > 0: the ratio is 1 otherwise",
+            config.train.minibatches > 1 or config.rollout.max_staleness > 0,
         ),
     ):
         if not is_met:

@@ -98,7 +98,7 @@ def choose(job: Job) -> Choice:
     """The fastest combination that fits.
 
     Among equally fast ones it is the config's own, then the one that keeps the trainer least busy:
-    rollouts of the next step may hide the difference (rollout.async_steps).
+    rollouts of the next step may hide the difference (rollout.max_staleness).
     """
     own, parts = Prediction(job), offloadable(job)
     subsets = [subset for n in range(len(parts) + 1) for subset in combinations(parts, n)]

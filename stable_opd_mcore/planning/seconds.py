@@ -64,7 +64,7 @@ def step_seconds(job: Job) -> StepSeconds:
         weights = 2 * student.total_parameters()
         publish = PUBLISH_SECONDS + device.link_seconds(weights, within_node=False)
     own_gpus = job.topology.placement not in (None, "colocated")
-    if own_gpus and config.rollout.async_steps == 1:  # the next step's, at the same time
+    if own_gpus and config.rollout.max_staleness:  # later steps', at the same time
         rollout = max(0.0, rollout - score - update - offload)
     return StepSeconds(rollout, score, update, publish, offload)
 

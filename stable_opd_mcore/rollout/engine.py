@@ -10,7 +10,7 @@ prompts and may pass none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.metrics import Metrics
@@ -39,16 +39,30 @@ class RolloutEngine:
         """Draw from the student's current weights from now on."""
         self.weight_version = weight_version
 
-    def prefetch(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> None:
-        """Start to draw the rollouts of the future `step`, if the engine can."""
+    def prefetch(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int, weight_version: int
+    ) -> None:
+        """Draw the rollouts of the future `step` ahead, or go on with them, if the engine can.
 
-    def in_flight(self) -> tuple[int, list[Rollout]] | None:
-        """The step that was drawn ahead and this rank's rollouts of it, for a checkpoint."""
-        return None
+        Each step calls it for all of the next rollout.max_staleness steps, the nearest first, and
+        then `generate` for its own.
 
-    def restore(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Use a checkpoint's rollouts for `step`, if the engine prefetches; they may be of any
-        rank's prompts."""
+        Args:
+            weight_version: of the weights that `step` will update.
+        """
+
+    def in_flight(self) -> dict[int, list[Rollout]]:
+        """This rank's rollouts that are drawn ahead, by step, for a checkpoint.
+
+        The finish_reason of an unfinished one is "abort"; one that has no token may be missing.
+        """
+        return {}
+
+    def restore(self, rollouts: Mapping[int, Sequence[Rollout]]) -> None:
+        """Go on from a checkpoint's rollouts, by step; they may be of any rank's prompts."""
+
+    def drop_ahead(self) -> None:
+        """Forget what is drawn ahead: its weights are abandoned."""
 
     def take_metrics(self) -> Metrics:
         """This rank's metrics since the last call; the caller reduces them over ranks."""

@@ -95,8 +95,8 @@ def train_step(run: Run, state: TrainState) -> StepResult:
 
     with timer.phase("rollout"):
         run.memory.keep_only(*phases.ROLLOUT)
-        rollouts = draw_rollouts(run, prompts, state.step)
         prefetch_rollouts(run, state)
+        rollouts = draw_rollouts(run, prompts, state.step)
         drawn = training_samples(run, prompts, rollouts, state.cursor)
         facts = gather_facts(run.world, drawn, rows, run.order.sources(rows))
         parts = minibatches_of(run, drawn, facts)
@@ -217,11 +217,11 @@ def correct_mismatch(
     """Account for rollouts whose engine had other probabilities than the student has now.
 
     rollout.importance_correction multiplies their token weights. Without it, stale rollouts
-    (rollout.async_steps=1) use the engine's log-probabilities as the old policy's.
+    (rollout.max_staleness) use the engine's log-probabilities as the old policy's.
     """
     settings = run.config.rollout
     if settings.importance_correction == "none":
-        if settings.async_steps:
+        if settings.max_staleness:
             minibatches = [use_rollout_policy(batches) for batches in minibatches]
         return minibatches, Metrics()
     corrected, metrics = [], Metrics()

@@ -11,7 +11,6 @@ def test_cold_start_of_an_sglang_run_uses_the_embedded_engine(tmp_path):
         cold_start={"steps": 2, "lr": 1e-3, "prompts_per_step": 4},
         rollout={
             "engine": "sglang",
-            "async_steps": 1,
             "max_staleness": 1,
             "importance_correction": "truncated",
         },

@@ -15,11 +15,6 @@ NO_SOLUTIONS = "data.train.columns.solution=null"
     [
         ([ACT, "objective.name=sft", "kl.beta=0", "mixture.lambda=0"], r"guard\.policy=off"),
         ([ACT, "checkpoint.every=0"], r"checkpoint\.every or guard\.max_rollbacks=0"),
-        (
-            [ACT, "checkpoint.every=5", "rollout.async_steps=1", "rollout.max_staleness=1",
-             "rollout.engine=sglang"],
-            r"rollout\.async_steps=0",
-        ),
         ([ACT, "checkpoint.every=5", "mixture.lambda=0", NO_SOLUTIONS], r"guard\.max_lambda=0"),
     ],
 )  # fmt: skip

@@ -6,7 +6,7 @@ from stable_opd_mcore.config.rollouts import SglangConfig
 from stable_opd_mcore.errors import ConfigError
 from tests.config.cases import run_of
 
-OFF_BY_ONE = "rollout.async_steps=1 rollout.max_staleness=1"
+STALE = "rollout.max_staleness=1"
 SGLANG = "rollout.engine=sglang"
 COLOCATED = f"{SGLANG} rollout.sglang.placement=colocated"
 EXTERNAL = f"{SGLANG} rollout.sglang.placement=external"
@@ -15,12 +15,13 @@ EXTERNAL = f"{SGLANG} rollout.sglang.placement=external"
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (OFF_BY_ONE, "needs rollout.engine=sglang: other engines share the trainer's ranks"),
-        (f"{SGLANG} rollout.async_steps=1", "set rollout.max_staleness=1"),
-        (f"{COLOCATED} {OFF_BY_ONE}", "servers with devices of their own"),
+        (f"rollout.engine=replay rollout.replay_from=a {STALE}", "not drawn ahead; set max_stalen"),
+        ("rollout.partial=true", "set max_staleness to at least 1"),
+        ("rollout.max_staleness=9", "max_staleness: Input should be less than or equal to 8"),
+        (f"{COLOCATED} {STALE}", "servers with devices of their own"),
         ("rollout.routing_replay=true", "engine=embedded: only sglang servers send the experts"),
         (
-            f"{SGLANG} {OFF_BY_ONE} rollout.routing_replay=true",
+            f"{SGLANG} {STALE} rollout.routing_replay=true",
             "rollouts in flight are saved without their experts",
         ),
         ("rollout.engine=replay", r"rollout.replay_from=RUN go together"),
@@ -62,8 +63,3 @@ def test_the_transport_follows_from_the_placement_unless_it_is_set():
     assert transport(placement="disaggregated") == "distributed"
     assert transport(placement="external", urls=["http://a:1"]) == "distributed"
     assert transport(placement="colocated", sync="disk") == "disk"
-
-
-def test_rollouts_one_step_old_need_servers_and_a_staleness_of_one():
-    config = run_of(f"{SGLANG} {OFF_BY_ONE}")
-    assert (config.rollout.async_steps, config.rollout.max_staleness) == (1, 1)

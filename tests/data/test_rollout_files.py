@@ -13,7 +13,7 @@ from stable_opd_mcore.data.rollout_files import (
     write_rollouts,
 )
 from stable_opd_mcore.errors import DataError
-from stable_opd_mcore.records import Prompt, Rollout
+from stable_opd_mcore.records import Prompt, Rollout, Segment
 
 ROLLOUTS = [
     Rollout(
@@ -38,6 +38,15 @@ ROLLOUTS = [
         reward=0.0,
         grading_failure="timeout",
     ),
+    Rollout(
+        prompt=Prompt("train:5", "", (1,)),
+        sample_index=0,
+        token_ids=(4, 5, 6),
+        rollout_logprobs=(-0.5, -1.0, -1.5),
+        finish_reason="length",
+        weight_version=3,
+        segments=(Segment(1, 3), Segment(2, 5)),
+    ),
 ]
 
 
@@ -60,7 +69,8 @@ def test_every_number_comes_back_and_older_files_are_read(tmp_path):
     numbers = draw.integers(0, 2**32, 200_000, dtype=np.uint32).view(np.float32)
     edges = [10.0**k for k in range(-45, 39)] + [9.9999999e-5, 0.99999994, 1.1754944e-38]
     numbers = np.concatenate([numbers[np.isfinite(numbers)], -np.array(edges, np.float32), [0.0]])
-    given = replace(ROLLOUTS[0], token_ids=np.zeros(len(numbers)), rollout_logprobs=numbers)
+    tokens = np.zeros(len(numbers))
+    given = replace(ROLLOUTS[0], token_ids=tokens, rollout_logprobs=numbers, segments=())
     write_rollouts(tmp_path / "new.jsonl", [given])
     row = json.loads((tmp_path / "new.jsonl").read_text("utf-8", "surrogatepass"))
     row["rollout_logprobs"] = given.rollout_logprobs.tolist()
@@ -97,6 +107,7 @@ def test_the_error_of_a_missing_file_names_the_setting(tmp_path):
             r"response_token_ids\[1\] is -2: Input should be greater than or equal to 0",
         ),
         ("response_token_ids", [1, 2], "2 response_token_ids but 3 rollout_logprobs"),
+        ("segments", [{"num_tokens": 2, "weight_version": 1}], "segments of 2 tokens in all for 3"),
         ("golden_token_ids", ["a"], r"golden_token_ids\[0\] is 'a'"),
         (
             "response_token_ids",

@@ -112,7 +112,6 @@ def test_data_parallel_ranks_share_the_servers_one_step_off(tmp_path, pair):
         tmp_path,
         "shared",
         "train.steps=3",
-        "rollout.async_steps=1",
         "rollout.max_staleness=1",
         "rollout.importance_correction=truncated",
         "rollout.importance_threshold=1.01",
@@ -147,7 +146,7 @@ def test_ranks_share_one_server_for_rollouts_and_evaluation(tmp_path, pair):
 def test_one_step_off_trains_on_rollouts_one_version_old(tmp_path, pair):
     """The ratio uses the rollouts' own probabilities; rollouts in flight survive a restart."""
     settings = ("train.steps=3", "checkpoint.every=2", *pair.overrides)
-    settings += ("rollout.async_steps=1", "rollout.max_staleness=1")
+    settings += ("rollout.max_staleness=1",)
     run = train(tmp_path, "ahead", *settings)
     versions = [{row["weight_version"] for row in rollouts(run, step)} for step in (1, 2, 3)]
     assert versions == [{0}, {0}, {1}]
@@ -157,7 +156,7 @@ def test_one_step_off_trains_on_rollouts_one_version_old(tmp_path, pair):
     assert first["ratio/clip_share"] == 0
 
     # interrupted after the checkpoint of step 2, with step 3's rollouts in flight
-    in_flight = (run / "in_flight/step_000002.jsonl").read_text().splitlines()
+    in_flight = (run / "in_flight/step_000002/step_000002.jsonl").read_text().splitlines()
     held = [json.loads(line)["response_token_ids"] for line in in_flight]
     assert held == [row["response_token_ids"] for row in rollouts(run, 3)]
     last_loss = rows(run)[-1]["loss/total"]

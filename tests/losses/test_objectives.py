@@ -144,7 +144,8 @@ def test_settings_of_the_reference_need_its_kl(changes):
         ({"objective__name": "sft", "mixture__lambda": 0.1}, "mixture.lambda=0.1 would"),
         (
             {"objective__clip": 0.1},
-            "it needs train.minibatches > 1 or rollout.async_steps=1: the ratio is 1 otherwise;",
+            "it needs train.minibatches > 1 or rollout.max_staleness > 0: the ratio is 1 "
+            "otherwise;",
         ),
         ({"objective__jsd_beta": 0.3, "objective__name": "gkd"}, "it needs objective.divergence=j"),
         ({"rollout__importance_threshold": 3.0}, "it needs rollout.importance_correction; drop it"),

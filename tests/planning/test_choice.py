@@ -28,7 +28,6 @@ RUNS = {
         Cluster(1, 8, 1),
         "h200",
         (
-            "rollout.async_steps=1",
             "rollout.max_staleness=1",
             "rollout.sglang.placement=disaggregated",
         ),

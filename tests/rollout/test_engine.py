@@ -62,9 +62,9 @@ def test_greedy_sampling_of_one_token_is_possible():
 
 def test_an_engine_without_servers_draws_nothing_ahead():
     engine = RolloutEngine()
-    engine.prefetch([Prompt("a", "", (1,))], Sampling(), step=3)
-    assert engine.in_flight() is None
-    engine.restore(3, [])
-    assert engine.in_flight() is None
+    engine.prefetch([Prompt("a", "", (1,))], Sampling(), step=3, weight_version=3)
+    engine.restore({3: []})
+    assert engine.in_flight() == {}
+    engine.drop_ahead()
     assert engine.take_metrics() == Metrics()
     engine.close()

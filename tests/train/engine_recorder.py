@@ -20,8 +20,9 @@ class Recorder:
         self.calls.append(("publish", weight_version))
         self._engine.publish(weight_version)
 
-    def prefetch(self, prompts, sampling, *, step):
-        self.calls.append(("prefetch", [p.prompt_id for p in prompts], sampling, step))
+    def prefetch(self, prompts, sampling, *, step, weight_version):
+        call = ("prefetch", [p.prompt_id for p in prompts], sampling, step, weight_version)
+        self.calls.append(call)
 
     def take_metrics(self):
         return Metrics({"engine/noted": Sum(1)})

@@ -219,14 +219,14 @@ def test_mismatch_is_corrected_as_configured(run):
         [replace(b, old_token_logprob_N=b.rollout_logprob_N + 1.0) for b in part] for part in scored
     ]
     settings = SimpleNamespace(
-        importance_correction="none", importance_threshold=2.0, async_steps=0
+        importance_correction="none", importance_threshold=2.0, max_staleness=0
     )
     kl = SimpleNamespace(estimator="exact")
     one = replace(run, config=SimpleNamespace(rollout=settings, kl=kl))
     same, metrics = step.correct_mismatch(one, batches)
     assert same is batches
     assert not metrics
-    settings.async_steps = 1
+    settings.max_staleness = 1
     stale, metrics = step.correct_mismatch(one, batches)
     assert not metrics
     for batch in [b for part in stale for b in part]:

@@ -4,7 +4,7 @@ Each data-parallel rank's first rank (its leader) talks to its share of the serv
 share with other leaders. Global rank 0 sends the weights to all servers; through shared memory each
 data-parallel rank sends them to the servers that it started. Ordering:
 
-- `publish` waits for rollouts in flight (async_steps=1); then every rank takes part in sending, and
+- `publish` waits for rollouts in flight; then every rank takes part in sending, and
   again while some server failed and a restart is left. It never raises for a server, because the
   step is finished and its weights are good. The next `generate` raises EngineLost instead, when the
   training state is complete and can be saved.
@@ -22,7 +22,7 @@ Not here: one rank's requests (fleet.py), one publish (sync.py), the transfer of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 
@@ -73,7 +73,7 @@ class SglangEngine(RolloutEngine):
         self.weight_version = -1  # nothing is published yet
         self._architecture = architecture_of(self.chunks)
         self._is_leader = is_leader(self.world)
-        self._ahead: Draw | None = None
+        self._ahead: dict[int, Draw] = {}  # by step
         self._held: dict[int, dict[tuple[str, int], Rollout]] = {}  # restored rollouts, by step
         self._num_publishes = 0
         self._lost: str | None = None  # why some rank's fleet cannot go on
@@ -153,41 +153,50 @@ class SglangEngine(RolloutEngine):
                 rounds += 1
                 if rounds == _MAX_ROUNDS:
                     self.fleet.lose(f"no usable rollouts after {rounds} rounds")
-            if self._ahead is not None:  # a server that is sent weights drops its requests
-                wait([self._ahead.answers])
+            self._await_ahead()  # a server that is sent weights drops its requests
             self._send_weights(resent=True)
             self._raise_if_lost()
 
-    def prefetch(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> None:
-        """Start drawing `step`'s rollouts from the current weights; `generate` collects them.
-
-        Does nothing unless async_steps=1.
-        """
-        if not self.config.rollout.async_steps:
+    def prefetch(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int, weight_version: int
+    ) -> None:
+        """Start drawing `step`'s rollouts from the current weights; `generate` collects them."""
+        if step in self._ahead or step in self._held:
             return
-        assert self._ahead is None, "the rollouts drawn ahead have not been collected"
+        if self.weight_version < 0:
+            self.publish(0)  # servers start with random weights
         requests = self._requests(prompts, sampling)
-        # they will be one version older when they are trained on
-        accept = self._accept(self.config.rollout.max_staleness - 1)
+        max_age = self.config.rollout.max_staleness - (weight_version - self.weight_version)
+        accept = self._accept(max_age)
         answers = in_daemon(lambda: self.fleet.draw(requests, accept), "prefetch")
-        self._ahead = Draw(step, tuple(prompts), sampling, answers)
+        self._ahead[step] = Draw(step, tuple(prompts), sampling, answers)
 
-    def in_flight(self) -> tuple[int, list[Rollout]] | None:
+    def in_flight(self) -> dict[int, list[Rollout]]:
         """See `RolloutEngine.in_flight`. Waits for the rollouts; leaves incomplete prompts out."""
-        ahead = self._ahead
-        if ahead is None:
-            return None
-        rollouts = [  # only leaders have any
-            rollout
-            for prompt, answer in zip(ahead.prompts, ahead.answers.result(), strict=True)
-            if answer is not None
-            for rollout in rollouts_of(prompt, answer, {}, len(answer), self.decode)
-        ]
-        return ahead.step, broadcast_object(rollouts, self.world.model_group)
+        drawn: dict[int, list[Rollout]] = {}
+        for step, ahead in self._ahead.items():
+            rollouts = [  # only leaders have any
+                rollout
+                for prompt, answer in zip(ahead.prompts, ahead.answers.result(), strict=True)
+                if answer is not None
+                for rollout in rollouts_of(prompt, answer, {}, len(answer), self.decode)
+            ]
+            drawn[step] = broadcast_object(rollouts, self.world.model_group)
+        return drawn
 
-    def restore(self, step: int, rollouts: Sequence[Rollout]) -> None:
+    def restore(self, rollouts: Mapping[int, Sequence[Rollout]]) -> None:
         """See `RolloutEngine.restore`. `generate` draws only what is missing."""
-        self._held[step] = {(r.prompt.prompt_id, r.sample_index): r for r in rollouts}
+        for step, held in rollouts.items():
+            self._held[step] = {(r.prompt.prompt_id, r.sample_index): r for r in held}
+
+    def drop_ahead(self) -> None:
+        """See `RolloutEngine.drop_ahead`. Waits for the rollouts."""
+        self._await_ahead()
+        self._ahead.clear()
+        self._held.clear()
+
+    def _await_ahead(self) -> None:
+        wait([ahead.answers for ahead in self._ahead.values()])
 
     def take_metrics(self) -> Metrics:
         """See `RolloutEngine.take_metrics`."""
@@ -222,11 +231,10 @@ class SglangEngine(RolloutEngine):
         self, prompts: Sequence[Prompt], sampling: Sampling, step: int
     ) -> list[list[Completion] | None]:
         """What was drawn ahead if it is for this call (it may be an evaluation); else nothing."""
-        ahead, call = self._ahead, (step, sampling, tuple(prompts))
+        ahead, call = self._ahead.get(step), (step, sampling, tuple(prompts))
         if ahead is None or (ahead.step, ahead.sampling, ahead.prompts) != call:
             return [None] * len(prompts)
-        self._ahead = None
-        return ahead.answers.result()
+        return self._ahead.pop(step).answers.result()
 
     # ---- weights
 
@@ -237,8 +245,7 @@ class SglangEngine(RolloutEngine):
         """
         if weight_version == self.weight_version:
             return
-        if self._ahead is not None:
-            self._ahead.answers.result()
+        self._await_ahead()
         self.weight_version = weight_version
         for member in self.fleet.members:
             self.fleet.weights_outdated(member)

@@ -95,6 +95,7 @@ def roll_back(run: Run, state: TrainState, saver: CheckpointSaver) -> TrainState
         )
     run.memory.hold(*phases.save_parts(run.config))
     load_checkpoint(path, run.student, run.moving)
+    run.engine.drop_ahead()
     state = replace(
         state,
         weight_version=state.weight_version + 1,

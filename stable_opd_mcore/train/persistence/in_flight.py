@@ -1,12 +1,15 @@
-"""Prefetched rollouts, stored for each checkpoint (rollout.async_steps=1).
+"""Rollouts drawn ahead, stored for each checkpoint (rollout.max_staleness).
 
-`in_flight/step_000100.jsonl` holds the rollouts of the step after checkpoint step_000100, so a
-resumed run trains on the same rollouts as the interrupted one would have. It is written before the
-checkpoint; without that checkpoint it is not read. Not here: prefetching itself (rollout/).
+`in_flight/step_000100/` belongs to checkpoint step_000100 and holds one file of rollouts for each
+later step, such as step_000101.jsonl, with the tokens that unfinished responses have. A resumed run
+goes on from them, so it trains on the rollouts that the interrupted one would have had. They are
+written before the checkpoint; without that checkpoint they are not read. Not here: drawing ahead
+(rollout/).
 """
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from stable_opd_mcore.data.rollout_files import read_rollouts
@@ -18,28 +21,25 @@ FOLDER = "in_flight"
 
 
 def save_in_flight(directory: Path, step: int, engine: RolloutEngine, world: World) -> None:
-    """Store the rollouts prefetched after `step`; delete those of deleted checkpoints.
+    """Store what is drawn ahead after `step`; delete what belongs to deleted checkpoints.
 
     Collective.
     """
-    prefetched = engine.in_flight()
-    if prefetched is None:
-        return
-    write_together(_path(directory, step), prefetched[1], world)
-    if world.rank != 0:
-        return
-    kept = {path.name for path in (directory / "checkpoints").glob("step_*")}
-    for path in (directory / FOLDER).glob("step_*.jsonl"):
-        if path.stem not in kept and path != _path(directory, step):
-            path.unlink()
+    home, drawn = _folder(directory, step), engine.in_flight()
+    if world.rank == 0:
+        kept = {path.name for path in (directory / "checkpoints").glob("step_*")}
+        for path in (directory / FOLDER).glob("step_*"):
+            if path.name not in kept or path == home:  # a run that was killed may have left it
+                shutil.rmtree(path)
+    for later, rollouts in drawn.items():
+        write_together(home / f"step_{later:06d}.jsonl", rollouts, world)
 
 
 def restore_in_flight(directory: Path, step: int, engine: RolloutEngine) -> None:
-    """Give the engine the rollouts stored for the checkpoint of `step`, if there are any."""
-    path = _path(directory, step)
-    if path.is_file():
-        engine.restore(step, read_rollouts(path))
+    """Give the engine what was stored with the checkpoint of `step`."""
+    paths = sorted(_folder(directory, step).glob("step_*.jsonl"))
+    engine.restore({int(path.stem.removeprefix("step_")): read_rollouts(path) for path in paths})
 
 
-def _path(directory: Path, step: int) -> Path:
-    return directory / FOLDER / f"step_{step:06d}.jsonl"
+def _folder(directory: Path, step: int) -> Path:
+    return directory / FOLDER / f"step_{step:06d}"

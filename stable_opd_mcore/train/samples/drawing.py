@@ -73,14 +73,16 @@ def draw_graded(
 
 
 def prefetch_rollouts(run: Run, state: TrainState) -> None:
-    """With rollout.async_steps=1, start sampling for the next step from the current weights."""
+    """Draw the rollouts of the next rollout.max_staleness steps ahead, or go on with them."""
     config = run.config
-    if config.rollout.async_steps and state.step + 1 < config.train.steps:
-        rows = next_rows(run, state.cursor + config.rollout.prompts_per_step)
+    left = config.train.steps - state.step - 1
+    for ahead in range(1, 1 + min(config.rollout.max_staleness, left)):
+        rows = next_rows(run, state.cursor + ahead * config.rollout.prompts_per_step)
         prompts = run.prompts.select(own_share(run.world, rows))
-        budget = config.sampling.budget(state.step + 1)
+        budget = config.sampling.budget(state.step + ahead)
         sampling = replace(run.sampling, max_new_tokens=budget)
-        run.engine.prefetch(prompts, sampling, step=state.step + 1)
+        version = state.weight_version + ahead
+        run.engine.prefetch(prompts, sampling, step=state.step + ahead, weight_version=version)
 
 
 def training_samples(

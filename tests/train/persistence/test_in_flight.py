@@ -1,4 +1,4 @@
-"""Prefetched rollouts beside their checkpoint: stored for all ranks, deleted with it, restored."""
+"""Rollouts drawn ahead beside their checkpoint: stored for all ranks, deleted with it, restored."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.parallel.world import start_world, stop_world
-from stable_opd_mcore.records import Prompt, Rollout
+from stable_opd_mcore.records import Prompt, Rollout, Segment
 from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.train.persistence.in_flight import restore_in_flight, save_in_flight
 from tests.parallel.launch import run_ranks
@@ -22,13 +22,13 @@ class Engine(RolloutEngine):
 
     def __init__(self, *drawn: Rollout) -> None:
         self.drawn = list(drawn)
-        self.restored: list[tuple[int, list[Rollout]]] = []
+        self.restored: dict[int, list[Rollout]] = {}
 
     def in_flight(self):
-        return (5, self.drawn) if self.drawn else None
+        return {5: self.drawn[:2], 6: self.drawn[2:]} if self.drawn else {}
 
-    def restore(self, step, rollouts):
-        self.restored.append((step, list(rollouts)))
+    def restore(self, rollouts):
+        self.restored = dict(rollouts)
 
 
 def make_checkpoint(directory: Path, step: int) -> None:
@@ -40,13 +40,18 @@ def stored(directory: Path) -> list[str]:
 
 
 def test_rollouts_of_a_checkpoint_come_back(tmp_path, world):
-    drawn = [rollout("s:1"), rollout("s:1", 1), rollout("s:4")]
+    segments = (Segment(1, 3), Segment(1, 4))
+    unfinished = replace(rollout("s:4"), finish_reason="abort", segments=segments)
+    drawn = [rollout("s:1"), rollout("s:1", 1), unfinished]
     save_in_flight(tmp_path, 4, Engine(*drawn), world)
     engine = Engine()
     restore_in_flight(tmp_path, 4, engine)
-    assert engine.restored == [(4, drawn)]
-    restore_in_flight(tmp_path, 3, engine)  # a checkpoint without prefetched rollouts
-    assert len(engine.restored) == 1
+    assert engine.restored == {5: drawn[:2], 6: [unfinished]}
+    save_in_flight(tmp_path, 4, Engine(*drawn[:1]), world)  # the same step after a resume
+    restore_in_flight(tmp_path, 4, engine)
+    assert engine.restored == {5: drawn[:1], 6: []}
+    restore_in_flight(tmp_path, 3, engine)  # a checkpoint without rollouts drawn ahead
+    assert engine.restored == {}
 
 
 def test_files_of_deleted_checkpoints_are_deleted(tmp_path, world):
@@ -55,15 +60,12 @@ def test_files_of_deleted_checkpoints_are_deleted(tmp_path, world):
         make_checkpoint(tmp_path, step)
     (tmp_path / "checkpoints" / "step_000002").rmdir()
     save_in_flight(tmp_path, 8, Engine(rollout("s:1")), world)  # before its checkpoint is written
-    assert stored(tmp_path) == [f"step_00000{step}.jsonl" for step in (4, 6, 8)]
+    assert stored(tmp_path) == [f"step_00000{step}" for step in (4, 6, 8)]
 
 
-def test_an_engine_that_draws_nothing_ahead_stores_and_deletes_nothing(tmp_path, world):
+def test_an_engine_that_draws_nothing_ahead_stores_nothing(tmp_path, world):
     save_in_flight(tmp_path, 2, Engine(), world)
     assert not list(tmp_path.iterdir())
-    save_in_flight(tmp_path, 2, Engine(rollout("s:1")), world)
-    save_in_flight(tmp_path, 4, Engine(), world)
-    assert stored(tmp_path) == ["step_000002.jsonl"]
 
 
 def save_shares(rank: int, world_size: int, directory: str) -> None:
@@ -77,5 +79,4 @@ def test_the_shares_of_all_ranks_are_in_one_file(tmp_path):
     run_ranks(2, save_shares, str(tmp_path))
     engine = Engine()
     restore_in_flight(tmp_path, 4, engine)
-    ((_, rollouts),) = engine.restored
-    assert [rollout.sample_index for rollout in rollouts] == [0, 1, 10, 11]
+    assert [rollout.sample_index for rollout in engine.restored[5]] == [0, 1, 10, 11]

@@ -26,17 +26,17 @@ def test_an_objective_without_rollouts_draws_none(run):
 
 
 def test_prefetch_asks_for_the_next_steps_prompts_of_this_rank(run):
-    rollout = SimpleNamespace(async_steps=1, prompts_per_step=3)
+    rollout = SimpleNamespace(max_staleness=2, prompts_per_step=3)
     steps = SimpleNamespace(steps=5)
     config = SimpleNamespace(rollout=rollout, train=steps, sampling=run.config.sampling)
     world = SimpleNamespace(data_rank=1, data_size=2)
     engine = Recorder(run.engine)
     ahead = replace(run, config=config, world=world, engine=engine)
-    drawing.prefetch_rollouts(ahead, TrainState(step=3, cursor=6))
+    drawing.prefetch_rollouts(ahead, TrainState(step=3, cursor=6, weight_version=7))
     ids = [p.prompt_id for p in run.prompts.select(run.order.indices(9, 3))]
-    assert engine.calls == [("prefetch", [ids[1]], run.sampling, 4)]
+    assert engine.calls == [("prefetch", [ids[1]], run.sampling, 4, 8)]
     drawing.prefetch_rollouts(ahead, TrainState(step=4, cursor=9))  # the last step
-    rollout.async_steps = 0
+    rollout.max_staleness = 0
     drawing.prefetch_rollouts(ahead, TrainState(step=3, cursor=6))
     assert len(engine.calls) == 1
 
