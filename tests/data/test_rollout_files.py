@@ -138,5 +138,5 @@ def test_a_line_that_is_no_rollout_is_named(tmp_path, line):
     write_rollouts(path, ROLLOUTS[1:])
     with path.open("ab") as file:
         file.write(line)
-    with pytest.raises(DataError, match=r"x.jsonl, line 2: "):
+    with pytest.raises(DataError, match=r"x.jsonl, line 3: "):
         read_rollouts(path)
