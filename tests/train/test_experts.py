@@ -48,7 +48,6 @@ OTHERS: dict[str, tuple[dict, dict]] = {
         },
     ),
 }
-STEPS_PER_LAYOUT = 2
 KEYS = ("loss/total", "loss/pg", "grad_norm", "moe/load_max_over_mean", "moe/unused_experts")
 BALANCED = {"moe_aux_loss_coeff": 0.3}  # in the run of all layouts
 
@@ -66,8 +65,8 @@ def config_of(directory: Path, name: str, steps: int = 2, **sections: Any) -> Co
 
 
 def on_one_rank(rank: int, world_size: int, directory: str) -> None:
-    steps = STEPS_PER_LAYOUT * len(LAYOUTS)
-    train(config_of(Path(directory), "one_rank", steps, train=BALANCED), show_progress=False)
+    config = config_of(Path(directory), "one_rank", len(LAYOUTS), train=BALANCED)
+    train(config, show_progress=False)
     for name, (_, sections) in OTHERS.items():
         train(config_of(Path(directory), f"{name}_one_rank", **sections), show_progress=False)
 
@@ -76,8 +75,8 @@ def on_every_layout(rank: int, world_size: int, directory: str) -> None:
     path = Path(directory)
     for name, (parallel, sections) in OTHERS.items():
         train(config_of(path, name, parallel=parallel, **sections), show_progress=False)
-    for index, parallel in enumerate(LAYOUTS.values(), start=1):
-        steps, recomputed = STEPS_PER_LAYOUT * index, BALANCED | {"recompute": "full"}
+    recomputed = BALANCED | {"recompute": "full"}
+    for steps, parallel in enumerate(LAYOUTS.values(), start=1):  # each shows the last one's update
         config = config_of(path, "resumed", steps, parallel=parallel, train=recomputed)
         train(config, show_progress=False)
 

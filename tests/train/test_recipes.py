@@ -97,7 +97,7 @@ def tiny(config: Config, directory: Path) -> tuple[str, Config]:
     if config.objective.name in ("lsm", "student_topk"):
         values["objective"]["top_k"] //= 4  # of 24 symbols
     values["optimizer"] |= {"warmup_steps": min(1, config.optimizer.warmup_steps)}
-    values["train"] |= {"steps": 3, "precision": "fp32", "micro_batch_tokens": 256}
+    values["train"] |= {"steps": 2, "precision": "fp32", "micro_batch_tokens": 256}
     values["train"] |= {"recompute": "none"}
     values["evaluation"] = values["checkpoint"] = {"every": 0}
     values["monitoring"] = {"tensorboard": False, "overlap_every": 0}
@@ -115,9 +115,9 @@ def train_all(rank: int, world_size: int, directory: Path) -> None:
             done.add(same)
             train(config, show_progress=False)
             steps = [row["step"] for row in metrics_of(directory / config.run.name)]
-            assert steps == [1, 2, 3], path
+            assert steps == [1, 2], path
     assert 12 <= len(done) < len(RECIPES)
 
 
-def test_every_recipe_trains_three_steps_of_tiny_models(tmp_path):
+def test_every_recipe_trains_two_steps_of_tiny_models(tmp_path):
     run_ranks(1, train_all, tmp_path)
