@@ -248,7 +248,7 @@ def one_step(run: Any, rollouts: list[Rollout], others: OtherRanks, clock: Clock
         with clock.phase("pack"):
             step.pack_minibatch(run, minibatch)
         with clock.phase("metrics"):
-            step.step_metrics(run, rollouts, facts, [], timer)
+            step.step_metrics(run, rollouts, facts, [], timer, trained_version=0)
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from pydantic import Field, PositiveInt, model_validator
 
 from stable_opd_mcore.config.section import Section
 
+MAX_STALENESS = 8  # the largest rollout.max_staleness
+
 
 class SamplingConfig(Section):
     """How rollouts are sampled."""
@@ -146,7 +148,7 @@ class RolloutConfig(Section):
     save: Literal["all", "samples", "none"] = "all"
     """Which rollouts are written to `rollouts/`; `samples`: the first 16 of each step."""
     sglang: SglangConfig = SglangConfig()
-    max_staleness: int = Field(default=0, ge=0, le=8)
+    max_staleness: int = Field(default=0, ge=0, le=MAX_STALENESS)
     """Most updates between the weights that sampled a response's first token and the update that
     trains on it. 0: on-policy. K: the rollouts of the next K steps are sampled while this step
     trains; the `embedded` engine samples as much ahead, but not at the same time."""

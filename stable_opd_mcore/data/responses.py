@@ -179,6 +179,32 @@ def rollout_metrics(
     return totals.metrics(area)
 
 
+def version_metrics(
+    rollouts: Sequence[Rollout], trained_version: int, max_staleness: int
+) -> Metrics:
+    """How many updates the weights that sampled `rollouts` are behind those that they train.
+
+    `perf/staleness_<n>`: share of responses by the weights of their first token.
+    `perf/tokens_age_<n>`: share of tokens by their own weights.
+    `perf/continued_share`: share of responses that weights of several versions sampled.
+
+    Args:
+        trained_version: of the weights that the step updates.
+        max_staleness: the largest n.
+    """
+    responses, tokens = Counter[int](), Counter[int]()
+    for rollout in rollouts:
+        responses[trained_version - rollout.weight_version] += 1
+        for segment in rollout.segments:
+            tokens[trained_version - segment.weight_version] += segment.num_tokens
+    continued = sum(len(rollout.segments) > 1 for rollout in rollouts)
+    shares = {"perf/continued_share": Mean(continued, len(rollouts))}
+    for age in range(max_staleness + 1):
+        shares[f"perf/staleness_{age}"] = Mean(responses[age], responses.total())
+        shares[f"perf/tokens_age_{age}"] = Mean(tokens[age], tokens.total())
+    return Metrics(shares)
+
+
 def _terms(
     response: MeasuredResponse, max_length: int | None
 ) -> Iterator[tuple[str, float, float]]:

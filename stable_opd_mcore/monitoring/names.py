@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from stable_opd_mcore.config.rollouts import MAX_STALENESS
+
 
 class Name(NamedTuple):
     meaning: str
@@ -131,11 +133,28 @@ _ALL: dict[str, tuple[str, str]] = {
     "engine/prefix_cached_share": ("prompt tokens found in the servers' prefix cache", "share"),
     "time/sync": ("sending weights to the rollout engine", "s"),
     "time/rollout": ("sampling and grading rollouts", "s"),
+    "time/wait": ("waiting for responses of servers, a part of time/rollout", "s"),
     "time/score": ("teacher and reference scores", "s"),
     "time/update": ("forward, backward and optimizer", "s"),
     "time/total": ("the whole step", "s"),
     "time/eval": ("held-out evaluation", "s"),
     "throughput/tokens_per_second": ("tokens of the rollout batch over step time", "tokens/s"),
+    "perf/trainer_waited": (
+        "share of the step that the trainer waits for servers: for responses, and in time/sync",
+        "share",
+    ),
+    "perf/continued_share": (
+        "share of responses that weights of several versions sampled",
+        "share",
+    ),
+    **{
+        f"perf/{key}_{age}": (f"share of {what} {age} updates older than those trained", "share")
+        for age in range(MAX_STALENESS + 1)
+        for key, what in (
+            ("staleness", "responses whose first token is of weights"),
+            ("tokens_age", "response tokens of weights"),
+        )
+    },
     "memory/left_gib": ("the trainer's memory on the GPU while colocated servers draw", "GiB"),
     "memory/peak_gib": ("peak memory since start: of the GPU, or of the process on a CPU", "GiB"),
 }

@@ -47,6 +47,12 @@ class PhaseTimer:
     def phase(self, name: str) -> Iterator[None]:
         """Add the time of the block to `time/<name>`, also if it raises."""
         self._tell(name)
+        with self.part(name):
+            yield
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """As `phase`, of a block inside a phase that is not told apart."""
         start = self._now()
         try:
             yield
@@ -55,6 +61,9 @@ class PhaseTimer:
 
     def metrics(self, num_tokens: int) -> Metrics:
         """`time/<phase>` and `time/total` in seconds, tokens per second, peak memory.
+
+        With a part "wait", in which the trainer waits for the responses of servers, also the share
+        of the step that it waits for them: there and while they take the weights ("sync").
 
         Args:
             num_tokens: prompt and response tokens of the step's global batch, the same number on
@@ -68,9 +77,13 @@ class PhaseTimer:
         for name, start, stop in self._phases:
             seconds[name] = seconds.get(name, 0.0) + _seconds(start, stop)
         times = {f"time/{name}": Max(value) for name, value in seconds.items()}
+        waited: dict[str, Mean] = {}
+        if "wait" in seconds:
+            waited["perf/trainer_waited"] = Mean(seconds["wait"] + seconds.get("sync", 0.0), total)
         return Metrics(
             {
                 **times,
+                **waited,
                 "time/total": Max(total),
                 "throughput/tokens_per_second": Mean(num_tokens, total),
                 "memory/peak_gib": Max(peak_memory_gib(self._device)),

@@ -23,6 +23,7 @@ from torch.nn import Module
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.packing import costs
+from stable_opd_mcore.data.responses import version_metrics
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.losses.fused import finite_scores, require_finite_scores
 from stable_opd_mcore.losses.token_weights import (
@@ -52,6 +53,7 @@ from stable_opd_mcore.train.oversight.guard import Action, decide
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.samples.drawing import (
+    NOT_TIMED,
     draw_rollouts,
     measured,
     next_rows,
@@ -96,7 +98,9 @@ def train_step(run: Run, state: TrainState) -> StepResult:
     with timer.phase("rollout"):
         run.memory.keep_only(*phases.ROLLOUT)
         prefetch_rollouts(run, state)
-        rollouts = draw_rollouts(run, prompts, state.step)
+        waits = config.rollout.engine == "sglang"
+        drawing = timer.part("wait") if waits else NOT_TIMED
+        rollouts = draw_rollouts(run, prompts, state.step, drawing)
         drawn = training_samples(run, prompts, rollouts, state.cursor)
         facts = gather_facts(run.world, drawn, rows, run.order.sources(rows))
         parts = minibatches_of(run, drawn, facts)
@@ -119,12 +123,14 @@ def train_step(run: Run, state: TrainState) -> StepResult:
         ]
     del minibatches  # a publish gathers whole tensors in the memory of the scores
 
+    trained_version = state.weight_version
     state = state.advance(num_prompts=len(rows), optimizer_steps=len(updates))
     for moving in run.moving.values():
         moving.follow(state.step, run.memory)
     with timer.phase("sync"):
         run.engine.publish(state.weight_version)
-    metrics = step_metrics(run, rollouts, facts, [overlap, correction, *updates], timer)
+    reduced = [overlap, correction, *updates]
+    metrics = step_metrics(run, rollouts, facts, reduced, timer, trained_version)
     state, actions = guarded(config, state, metrics)
     return StepResult(state, metrics, rollouts, actions, values.gather(run.world, rollouts))
 
@@ -340,6 +346,7 @@ def step_metrics(
     facts: SampleFacts,
     reduced: Sequence[Metrics],
     timer: PhaseTimer,
+    trained_version: int,
 ) -> Metrics:
     """All metrics of the step, the same on every rank.
 
@@ -347,12 +354,16 @@ def step_metrics(
         rollouts: of this data-parallel rank.
         facts: of all samples.
         reduced: metrics that are already the same on every rank.
+        trained_version: of the weights that the step has updated.
     """
     num_tokens = int((facts.prompt_tokens_B + facts.response_tokens_B).sum())
     own = timer.metrics(num_tokens) | run.engine.take_metrics()
     metrics = sample_metrics(facts) | source_metrics(run.config, run.objective, facts)
     if run.objective.needs_rollouts:
         own = own | measured(run, rollouts, run.sampling.max_new_tokens)
+        max_staleness = run.config.rollout.max_staleness
+        if max_staleness and dist.get_rank(run.world.model_group) == 0:
+            own = own | version_metrics(rollouts, trained_version, max_staleness)
         strengths = {"kl/beta": run.objective.beta, "mixture/lambda": run.objective.golden_weight}
         strengths["rollout/max_new_tokens"] = run.sampling.max_new_tokens
         metrics = metrics | Metrics({key: Same(value) for key, value in strengths.items()})

@@ -16,9 +16,10 @@ from stable_opd_mcore.data.responses import (
     compression_limits,
     measure,
     rollout_metrics,
+    version_metrics,
 )
 from stable_opd_mcore.monitoring.names import require_known
-from stable_opd_mcore.records import Prompt, Rollout
+from stable_opd_mcore.records import Prompt, Rollout, Segment
 
 LIMITS = CompressionLimits(64, 2.0)
 
@@ -91,6 +92,18 @@ def test_rollout_metrics_of_a_batch_by_hand():
         "rollout/loop_rate_truncated": 1.0,
         "rollout/response_length_mean_finished": 3.0,
         "rollout/response_length_mean_truncated": 100.0,
+    }
+
+
+def test_shares_of_responses_and_tokens_by_the_age_of_their_weights():
+    crossed = replace(rollout(range(5), "stop"), segments=(Segment(2, 4), Segment(3, 5)))
+    drawn = [replace(crossed, weight_version=4), replace(crossed, weight_version=6, segments=())]
+    metrics = version_metrics(drawn, trained_version=6, max_staleness=2)
+    require_known(metrics)
+    assert metrics.values_by_key() == {
+        "perf/continued_share": 0.5,
+        **{"perf/staleness_0": 0.5, "perf/staleness_1": 0.0, "perf/staleness_2": 0.5},
+        **{"perf/tokens_age_0": 0.5, "perf/tokens_age_1": 0.3, "perf/tokens_age_2": 0.2},
     }
 
 

@@ -24,6 +24,18 @@ def test_phases_add_up_to_less_than_the_total():
     assert values["throughput/tokens_per_second"] == pytest.approx(1000 / values["time/total"])
 
 
+def test_the_trainer_waits_for_responses_and_while_servers_take_weights():
+    timer = PhaseTimer()
+    with timer.phase("rollout"), timer.part("wait"):
+        time.sleep(0.02)
+    with timer.phase("sync"):
+        time.sleep(0.02)
+    values = timer.metrics(num_tokens=1).values_by_key()
+    require_known(values)
+    waited = values["time/wait"] + values["time/sync"]
+    assert 0.04 <= waited == pytest.approx(values["perf/trainer_waited"] * values["time/total"])
+
+
 def test_over_ranks_times_are_the_slowest_and_the_rate_is_over_the_mean():
     fast, slow = PhaseTimer(), PhaseTimer()
     fast_metrics = fast.metrics(300)

@@ -291,7 +291,8 @@ def test_non_finite_numbers_stop_the_step_that_made_them(run):
 def measure_on_two_ranks(rank: int, _world_size: int, directory: Path) -> None:
     """Two replicas have rollouts of their own, two tensor-parallel ranks the same ones."""
     for tensor in (1, 2):
-        config = tiny_config(directory, "measure", parallel={"tensor": tensor})
+        ahead = {"max_staleness": tensor - 1}
+        config = tiny_config(directory, "measure", parallel={"tensor": tensor}, rollout=ahead)
         world = start_world(config.parallel, 0)
         counted = step.reduce_row_metrics(world, Metrics({"rows": Sum(3)}))
         assert counted == Metrics({"rows": Sum(6 if tensor == 1 else 3)})
@@ -301,9 +302,10 @@ def measure_on_two_ranks(rank: int, _world_size: int, directory: Path) -> None:
         run = SimpleNamespace(**parts, sampling=Sampling(max_new_tokens=8))
         names = "abcd" if tensor == 2 else "ac" if rank == 0 else "bd"
         drawn = [Rollout(Prompt(n, "", ()), 0, (5,), (0.0,), "stop", 0, reward=0.0) for n in names]
-        metrics = step.step_metrics(run, drawn, facts_of([]), [], PhaseTimer())
+        metrics = step.step_metrics(run, drawn, facts_of([]), [], PhaseTimer(), trained_version=1)
         assert metrics["engine/noted"] == Sum(2)
         assert metrics["rollout/response_length_mean"] == Mean(4, 4)
+        assert ("perf/staleness_1" in metrics) == (tensor == 2)
         stop_world()
 
 

@@ -6,6 +6,7 @@ Not here: the engines (rollout/), which rank trains on which sample (sharing.py)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TypeVar
 
@@ -27,6 +28,7 @@ from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
 
 Item = TypeVar("Item")
+NOT_TIMED = nullcontext()
 
 
 def next_rows(run: Run, cursor: int) -> Sequence[int]:
@@ -39,13 +41,21 @@ def own_share(world: World, items: Sequence[Item]) -> Sequence[Item]:
     return items[world.data_rank :: world.data_size]
 
 
-def draw_rollouts(run: Run, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
+def draw_rollouts(
+    run: Run,
+    prompts: Sequence[Prompt],
+    step: int,
+    drawing: AbstractContextManager[object] = NOT_TIMED,
+) -> list[Rollout]:
     """Graded rollouts of this rank's prompts; none where the objective trains on golden solutions
     only.
+
+    Args:
+        drawing: entered while the engine draws.
     """
     if not run.objective.needs_rollouts:
         return []
-    return draw_graded(run.engine, run.grader, run.world, prompts, run.sampling, step)
+    return draw_graded(run.engine, run.grader, run.world, prompts, run.sampling, step, drawing)
 
 
 def draw_graded(
@@ -55,9 +65,11 @@ def draw_graded(
     prompts: Sequence[Prompt],
     sampling: Sampling,
     step: int,
+    drawing: AbstractContextManager[object] = NOT_TIMED,
 ) -> list[Rollout]:
     """Rollouts of this data-parallel rank's prompts with rewards, in the order of the prompts."""
-    rollouts = engine.generate(prompts, sampling, step=step)
+    with drawing:
+        rollouts = engine.generate(prompts, sampling, step=step)
     own = {prompt.prompt_id: prompt for prompt in prompts}  # those of stored rollouts lack columns
     rollouts = [replace(rollout, prompt=own[rollout.prompt.prompt_id]) for rollout in rollouts]
     # Grade on one rank and broadcast, so that a timeout cannot give ranks different rewards.
