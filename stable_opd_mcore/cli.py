@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -241,6 +242,13 @@ def plan(
     gpus_per_node: GpusPerNode = 8,
     server_nodes: ServerNodes = 0,
     gpu: Annotated[str, typer.Option(help="h200 or h100.")] = "h200",
+    teacher_prompt_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Of teacher.prompt, on average; by default 1,024 more than the student's prompt.",
+        ),
+    ] = None,
     layouts: Annotated[bool, typer.Option("--layouts", help="Rank all valid layouts.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
@@ -248,13 +256,17 @@ def plan(
     from stable_opd_mcore.config.load import load_config
 
     settings = load_config(config, overrides or [])
+    from stable_opd_mcore.planning.job import default_work
     from stable_opd_mcore.planning.plan import Cluster, layouts_table, make_plan, rank_layouts
 
+    if teacher_prompt_tokens and (settings.teacher is None or settings.teacher.prompt is None):
+        raise UserError("--teacher-prompt-tokens is given, but the config has no teacher.prompt")
     cluster = Cluster(nodes, gpus_per_node, server_nodes)
+    work = replace(default_work(settings), teacher_prompt_tokens=teacher_prompt_tokens)
     if layouts:
-        typer.echo(layouts_table(rank_layouts(settings, cluster, gpu)))
+        typer.echo(layouts_table(rank_layouts(settings, cluster, gpu, work)))
         return
-    made = make_plan(settings, cluster, gpu)
+    made = make_plan(settings, cluster, gpu, work)
     typer.echo(made.as_json() if as_json else made.table())
     if not made.memory.fits:
         raise typer.Exit(1)

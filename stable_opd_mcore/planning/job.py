@@ -31,6 +31,8 @@ class Work:
 
     prompt_tokens: int = 256  # mean
     response_tokens: int = 4096  # mean, of rollouts and golden solutions
+    # mean, of teacher.prompt; None: PRIVILEGED_TOKENS more than the student's prompt has
+    teacher_prompt_tokens: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -80,11 +82,17 @@ class Job:
 
     def of_scorer(self, role: Fp8Role) -> Job:
         """The job with the sequences of this scorer: the teacher may read another prompt."""
-        teacher = self.config.teacher
-        if role != "teacher" or teacher is None or teacher.prompt is None:
+        tokens = self.teacher_prompt_tokens
+        if role != "teacher" or tokens is None:
             return self
-        longer = self.work.prompt_tokens + PRIVILEGED_TOKENS
-        return replace(self, work=replace(self.work, prompt_tokens=longer))
+        return replace(self, work=replace(self.work, prompt_tokens=tokens))
+
+    @property
+    def teacher_prompt_tokens(self) -> int | None:
+        """Mean tokens of teacher.prompt; None: the teacher reads the student's prompt."""
+        if self.config.teacher is None or self.config.teacher.prompt is None:
+            return None
+        return self.work.teacher_prompt_tokens or self.work.prompt_tokens + PRIVILEGED_TOKENS
 
     def _size(self, architecture: Architecture, balances_experts: bool = False) -> ModelSize:
         return ModelSize(architecture, self.layout, balances_experts, self.element, self.is_torch)

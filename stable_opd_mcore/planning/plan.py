@@ -80,7 +80,7 @@ class Plan(Prediction):
                 "count": len(job.topology.servers),
                 "tensor": job.topology.tensor,
             },
-            "assumed": asdict(job.work),
+            "assumed": asdict(job.work) | {"teacher_prompt_tokens": job.teacher_prompt_tokens},
             "memory_gib": {
                 "components": {c.name: round(c.bytes / GIB, 3) for c in self.memory.components},
                 "phases": {p: round(self.memory.bytes_in(p) / GIB, 3) for p in PHASES},
@@ -131,9 +131,10 @@ class Plan(Prediction):
             f"assumed: {job.work.prompt_tokens} prompt and {job.work.response_tokens} response "
             "tokens on average; rates are estimates that no GPU has confirmed",
         ]
-        of_teacher = job.of_scorer("teacher").work
-        if of_teacher != job.work:
-            lines.append(f"assumed: {of_teacher.prompt_tokens} tokens of teacher.prompt on average")
+        if job.teacher_prompt_tokens is not None:
+            lines.append(
+                f"assumed: {job.teacher_prompt_tokens} tokens of teacher.prompt on average"
+            )
         return "\n".join(lines)
 
 

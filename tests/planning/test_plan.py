@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -51,6 +52,26 @@ def test_json_holds_the_table(tmp_path):
     phases = values["memory_gib"]["phases"]
     assert max(phases, key=phases.get) == plan.memory.peak_phase == "rollout"  # the server's share
     assert all(f"{value:.1f}" in plan.table() for value in phases.values())
+
+
+OWN_PROMPT = "teacher.prompt='{{ solution }}'"
+
+
+def test_the_length_of_the_teachers_prompt_is_given_or_assumed(tmp_path):
+    config_7b(tmp_path)
+    arguments = ["plan", str(CONFIGS / "stable_opd_7b.yaml"), "--json"]
+    arguments += [f"student.path={tmp_path}", f"teacher.path={tmp_path}"]
+
+    def planned(*more: str) -> dict[str, Any]:
+        return json.loads(CliRunner().invoke(app, [*arguments, *more]).stdout)
+
+    plans = [planned(OWN_PROMPT, *o) for o in ((), ("--teacher-prompt-tokens=4096",))]
+    assert [plan["assumed"]["teacher_prompt_tokens"] for plan in plans] == [256 + 1024, 4096]
+    assert (
+        planned()["seconds"]["score"] < plans[0]["seconds"]["score"] < plans[1]["seconds"]["score"]
+    )
+    refused = CliRunner().invoke(app, [*arguments, "--teacher-prompt-tokens=4096"])
+    assert "the config has no teacher.prompt" in str(refused.exception)
 
 
 def test_the_command_prints_table_json_and_layouts(tmp_path):
