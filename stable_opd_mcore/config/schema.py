@@ -58,6 +58,10 @@ class RunConfig(Section):
 class AdvantageConfig(Section):
     """Options on the advantage of a sampled token: docs/method.md §3."""
 
+    policy: Literal["present", "rollout"] | None = None
+    """The student in the teacher's log-ratio. `present`: the one of this update, which stale
+    rollouts need for the gradient of the KL to the teacher. `rollout`: the one of the ratio's
+    denominator. `null`: `present` with `rollout.max_staleness`, `rollout` otherwise."""
     control_variate: bool = False
     """`opd`: add KL(student || teacher) of the prefix (vOPD)."""
     power: float | None = Field(default=None, gt=0)
@@ -72,9 +76,19 @@ class AdvantageConfig(Section):
     teacher_weight: float = Field(default=1.0, gt=0)
     """`grpo_opd`: weight of the teacher's log-ratio beside the advantage from rewards."""
 
+    def resolved(self, is_stale: bool) -> AdvantageConfig:
+        """With the policy that `null` stands for."""
+        default = "present" if is_stale else "rollout"
+        return self.model_copy(update={"policy": self.policy or default})
+
     @model_validator(mode="after")
     def _constant_alone(self) -> Self:
-        others = {"power": self.power, "log": self.log or None, "clamp": self.clamp}
+        others = {
+            "policy": self.policy,
+            "power": self.power,
+            "log": self.log or None,
+            "clamp": self.clamp,
+        }
         if self.constant is not None and (names := [k for k, v in others.items() if v is not None]):
             raise ValueError(
                 f"objective.advantage.constant={self.constant:g} leaves nothing to change for "

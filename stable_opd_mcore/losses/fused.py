@@ -132,13 +132,13 @@ class _Evaluation:
     def _returns(self, context_group: dist.ProcessGroup | None) -> Tensor | None:
         """Discounted returns of the whole micro-batch, to which masked tokens add nothing.
 
-        A first, forward-only pass computes the advantages unless both log-probabilities are given.
+        A first, forward-only pass computes the advantages unless all log-probabilities are given.
         """
         batch, terms, teacher = self.batch, self.terms, self.batch.teacher or NO_SCORES
         if terms.discounted is None or terms.settings.discount == 0:
             return None
-        if batch.old_logprob_N is not None and teacher.logprob_N is not None:
-            given = batch.old_logprob_N
+        given = None if terms.settings.advantage.policy == "present" else batch.old_logprob_N
+        if given is not None and teacher.logprob_N is not None:
             rows = [Rows.of(batch, given, given, teacher_logprob=teacher.logprob_N)]
         else:
             rows = [block.rows(block.leaves) for _, block in self._blocks()]

@@ -61,6 +61,7 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
             "advantage.constant",
             "advantage.control_variate",
             "advantage.log",
+            "advantage.policy",
             "advantage.power",
         ),
         discounted=token_losses.from_teacher,
@@ -68,7 +69,7 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
     "grpo_opd": ObjectiveSpec(
         token_losses.grpo_opd,
         "sampled",
-        settings=(*_OF_REWARDS, "stop_class", "advantage.teacher_weight"),
+        settings=(*_OF_REWARDS, "stop_class", "advantage.policy", "advantage.teacher_weight"),
         rewards=True,
     ),
     "lsm": ObjectiveSpec(
@@ -227,11 +228,12 @@ def build_objective(
     stop_ids: tuple[int, ...] = ()
     if settings.stop_class and spec.teacher != "none" and teacher_stop_ids is not None:
         stop_ids = shared_stop_ids(student_stop_ids, teacher_stop_ids)
+    stale = config.rollout.max_staleness > 0
     terms = Terms(
         policy=spec.policy,
         discounted=spec.discounted,
         divergence=None if spec.divergence is None else spec.divergence(settings),
-        settings=settings,
+        settings=settings.model_copy(update={"advantage": settings.advantage.resolved(stale)}),
         temperature=config.sampling.temperature,
         stop_ids=stop_ids,
     )
@@ -260,7 +262,7 @@ def _own_spec(settings: ObjectiveConfig) -> ObjectiveSpec:
             "path/to/file.py:function"
         )
     needs, advantage = settings.needs, ("advantage.clamp", "advantage.log", "advantage.power")
-    used = ["clip", *advantage, "advantage.teacher_weight"]
+    used = ["clip", *advantage, "advantage.policy", "advantage.teacher_weight"]
     teacher: ScoresNeeded = "sampled" if "teacher_logprob" in needs else "none"
     divergence = ""
     if "support" in needs:
@@ -292,6 +294,13 @@ def _check(config: Config, spec: ObjectiveSpec) -> None:
     unused = dict.fromkeys(of_objectives - used, f"objective.name={name} has no use for it")
     if name == "sft":
         unused |= dict.fromkeys(_OF_ROLLOUTS, "objective.name=sft has no rollouts")
+    rollout = config.rollout
+    has_ratio = (
+        "train.minibatches > 1, or rollout.max_staleness > 0 without "
+        "rollout.importance_correction: the ratio is 1 otherwise",
+        config.train.minibatches > 1
+        or (rollout.max_staleness > 0 and rollout.importance_correction == "none"),
+    )
     for key, needs, is_met in (
         ("objective.jsd_beta", "objective.divergence=jsd", config.objective.divergence == "jsd"),
         ("kl.estimator", "kl.beta > 0", config.largest_beta > 0),
@@ -306,13 +315,10 @@ def _check(config: Config, spec: ObjectiveSpec) -> None:
         (
             "rollout.importance_threshold",
             "rollout.importance_correction",
-            config.rollout.importance_correction != "none",
+            rollout.importance_correction != "none",
         ),
-        (
-            "objective.clip",
-            "train.minibatches > 1 or rollout.max_staleness > 0: the ratio is 1 otherwise",
-            config.train.minibatches > 1 or config.rollout.max_staleness > 0,
-        ),
+        ("objective.clip", *has_ratio),
+        ("objective.advantage.policy", *has_ratio),
     ):
         if not is_met:
             unused.setdefault(key, f"it needs {needs}")

@@ -164,8 +164,8 @@ def divergence_from_teacher(rows: Rows, settings: ObjectiveConfig) -> PolicyLoss
 
 
 def from_teacher(rows: Rows, settings: AdvantageConfig) -> Tensor:
-    """A = log pi_T - log pi_old, or pi_T^alpha - pi_old^alpha with settings.power; compressed and
-    clamped. With settings.constant: that number.
+    """A = log pi_T - log pi, or pi_T^alpha - pi^alpha with settings.power; compressed and clamped.
+    With settings.constant: that number. pi is pi_old, or the present student by settings.policy.
 
     Raises:
         ValueError: the micro-batch carries no teacher scores.
@@ -176,8 +176,9 @@ def from_teacher(rows: Rows, settings: AdvantageConfig) -> Tensor:
         raise ValueError(
             "this objective needs teacher scores: attach them to the micro-batch first"
         )
-    teacher, old, alpha = rows.teacher_logprob, rows.old_logprob, settings.power
-    advantage = teacher - old if alpha is None else (alpha * teacher).exp() - (alpha * old).exp()
+    teacher, alpha = rows.teacher_logprob, settings.power
+    own = rows.logprob.detach() if settings.policy == "present" else rows.old_logprob
+    advantage = teacher - own if alpha is None else (alpha * teacher).exp() - (alpha * own).exp()
     if settings.log:
         advantage = advantage.sign() * advantage.abs().log1p()
     return _clamped(advantage, settings)

@@ -298,9 +298,11 @@ class _Models:
         return chunks
 
     def behaviour(self, student: Student) -> MegatronScorer | None:
-        """The student before the step's updates, where its probabilities are compared later."""
-        config = self.config
-        if config.train.minibatches == 1 and config.rollout.importance_correction == "none":
+        """The student before the step's updates, where its probabilities are compared later. The
+        old policy of stale rollouts is the engine's unless they are corrected.
+        """
+        several = self.config.train.minibatches > 1 and not self.config.rollout.max_staleness
+        if not several and self.config.rollout.importance_correction == "none":
             return None
         replaying = partial(student.routers.applying, trains=False, counts=False)
         return self._megatron_scorer(

@@ -18,7 +18,7 @@ from torch import Tensor
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.losses.objectives import Objective, build_objective
 from stable_opd_mcore.losses.output_head import Head
-from stable_opd_mcore.losses.token_weights import correct_importance
+from stable_opd_mcore.losses.token_weights import correct_importance, use_rollout_policy
 from stable_opd_mcore.records import MicroBatch, Scores
 from tests.losses.cases import make_config, teacher_scores
 from tests.losses.definitions import kl_divergence, merge_ids
@@ -97,7 +97,10 @@ class Policies:
         stops: stop ids of student and teacher.
         """
         objective = build_objective(config, *stops)
-        batch = self.microbatch(objective, weights)
+        return self.differentiate(objective, self.microbatch(objective, weights))
+
+    def differentiate(self, objective: Objective, batch: MicroBatch) -> Tensor:
+        """d loss / d logits [states, VOCAB] of a micro-batch."""
         logits = self.student.T.clone().requires_grad_()  # the head: [VOCAB, states]
         hidden = torch.eye(len(self.student), dtype=torch.float64)[batch.rows_N]
         teacher_head = Head(self.teacher.T, 0, VOCAB)
@@ -171,6 +174,60 @@ def test_any_stop_ids_have_the_gradient_of_the_merged_kl(control_variate):
         found = policies.gradient(config, stops=stops)
         union = tuple(sorted({*stops[0], *stops[1]}))
         torch.testing.assert_close(found, merged_kl_gradient(policies, union), msg=str(stops))
+
+
+SEGMENTS = [table(6, seed) for seed in (7, 8)]  # the weights that sampled tokens 1 and 2
+
+
+def stale(policies: Policies, objective: Objective) -> MicroBatch:
+    """All sequences of two tokens, with the probability that the weights of each gave them."""
+    batch = policies.microbatch(objective)
+    log_old_SXV = torch.stack(SEGMENTS).log_softmax(2)
+    log_old_N = log_old_SXV[batch.token_index_N, batch.rows_N, batch.targets_N]
+    total_B = torch.zeros(len(policies.sequences), dtype=torch.float64)
+    total_B.index_add_(0, batch.sample_index_N, log_old_N)
+    weight_N = total_B.exp()[batch.sample_index_N]
+    return replace(batch, pg_weight_N=weight_N, rollout_logprob_N=log_old_N)
+
+
+UNCLIPPED = {"rollout__max_staleness": 4, "objective__clip": 1e9}
+CORRECTED = {
+    "rollout__max_staleness": 4,
+    "rollout__importance_correction": "truncated",
+    "rollout__importance_threshold": 1e9,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "stops", "away"),
+    [
+        (UNCLIPPED, ((0,), (0,)), False),
+        (UNCLIPPED, ((0, 3), (1,)), False),
+        (UNCLIPPED | {"objective__advantage__control_variate": True}, ((0, 3), (1,)), False),
+        (UNCLIPPED | {"objective__advantage__policy": "rollout"}, ((0,), (0,)), True),
+        (CORRECTED, ((0, 3), (1,)), False),
+    ],
+)
+def test_rollouts_of_several_weights_have_the_gradient_of_the_present_kl(changes, stops, away):
+    """At every prefix that they visit. With `rollout` the gradient also leads away from each
+    segment's weights.
+    """
+    policies = Policies.of(2)
+    objective = build_objective(make_config(**changes), *stops)
+    batch = stale(policies, objective)
+    if changes is CORRECTED:
+        log_p = policies.student.log_softmax(1)[batch.rows_N, batch.targets_N]
+        batch = replace(batch, old_token_logprob_N=log_p)
+        (batch,), _ = correct_importance([batch], "truncated", 1e9, sampled_kl=False)
+    else:
+        (batch,) = use_rollout_policy([batch])
+    first, second = SEGMENTS
+    visits = torch.cat([torch.ones(1, dtype=torch.float64), first[0].softmax(0)])
+    expected = merged_kl_gradient(policies, tuple({*stops[0], *stops[1]}))
+    if away:
+        expected = expected - kl_gradient(policies.student, torch.cat([first[:1], second[1:]]))
+    found = policies.differentiate(objective, batch)
+    torch.testing.assert_close(found, visits[:, None] * expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("sampled_from", ["student", "old policy", "old policy, corrected"])

@@ -117,10 +117,19 @@ def assert_same_loss(found: Case, expected: Case) -> None:
     assert_close(run_fused(found), run_fused(expected), 1e-9)
 
 
-@pytest.mark.parametrize("changes", [{"discount": 1.0}, {"advantage__power": 0.5}])
-def test_rollouts_one_step_old_equal_the_definition(changes):
-    """And of rollouts that the step before did not change, the loss on policy."""
-    case = several_stops(**{f"objective__{key}": value for key, value in changes.items()})
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"objective__discount": 1.0, "objective__advantage__policy": "rollout"},
+        {"objective__advantage__power": 0.5, "kl__beta": 0.1, "kl__estimator": "k3+"},
+        {"objective__advantage__control_variate": True, "kl__beta": 0.1, "kl__estimator": "k3"},
+    ],
+)
+def test_stale_rollouts_equal_the_definition(changes):
+    """With other old weights for each token, as segments have. Where those weights are the present
+    ones, it is the loss on policy.
+    """
+    case = several_stops(rollout__max_staleness=4, **changes)
     (same,) = use_rollout_policy([case.batch])
     assert_same_loss(replace(case, batch=same), case)
     moved = case.batch.rollout_logprob_N + 0.3 * torch.linspace(-1, 1, 40).double()

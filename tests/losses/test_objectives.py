@@ -45,6 +45,7 @@ SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "objective__advantage__power": (0.5, {}),
     "objective__advantage__log": (True, {}),
     "objective__advantage__clamp": (0.1, {}),
+    "objective__advantage__policy": ("present", {"train__minibatches": 2}),
     "objective__advantage__constant": (-0.3, {}),
     "objective__advantage__teacher_weight": (0.3, {}),
     "objective__masks__special_token_ids": ([9], {}),
@@ -144,8 +145,20 @@ def test_settings_of_the_reference_need_its_kl(changes):
         ({"objective__name": "sft", "mixture__lambda": 0.1}, "mixture.lambda=0.1 would"),
         (
             {"objective__clip": 0.1},
-            "it needs train.minibatches > 1 or rollout.max_staleness > 0: the ratio is 1 "
-            "otherwise;",
+            "it needs train.minibatches > 1, or rollout.max_staleness > 0 without rollout."
+            "importance_correction: the ratio is 1 otherwise; drop it",
+        ),
+        (
+            {
+                "objective__advantage__policy": "present",
+                "rollout__max_staleness": 1,
+                "rollout__importance_correction": "masked",
+            },
+            "advantage.policy=present would have no effect: it needs train.minibatches > 1, or",
+        ),
+        (
+            {"objective__advantage__policy": "present", "objective__name": "gkd"},
+            "gkd has no use for it",
         ),
         ({"objective__jsd_beta": 0.3, "objective__name": "gkd"}, "it needs objective.divergence=j"),
         ({"rollout__importance_threshold": 3.0}, "it needs rollout.importance_correction; drop it"),

@@ -114,6 +114,8 @@ P, Q = 0.5, 0.2  # of the sampled token, by student and teacher
         (P, {}, -math.log(Q / P)),
         (0.25, {}, -2 * math.log(Q / 0.25)),  # ratio 2, and A < 0: not clipped
         (0.16, {}, -1.2 * math.log(Q / 0.16)),  # ratio 3.125, and A > 0: clipped at 1.2
+        (0.25, {"policy": "present"}, -2 * math.log(Q / P)),
+        (0.25, {"policy": "present", "power": 0.5}, 2 * (math.sqrt(P) - math.sqrt(Q))),
         (P, {"power": 0.5}, math.sqrt(P) - math.sqrt(Q)),
         (P, {"log": True}, math.log(1 + math.log(P / Q))),
         (P, {"log": True, "clamp": 0.5}, 0.5),
@@ -136,6 +138,10 @@ def test_rewards_with_and_without_the_teachers_advantage():
     assert grpo(rows, settings_of(advantage={"clamp": 2})).loss.item() == 2
     both = settings_of(advantage={"teacher_weight": 0.5, "clamp": 1.5})
     assert grpo_opd(rows, both).advantage.item() == -1.5 - 0.5 * 1.5
+    stale = replace(rows, old_logprob=of(-1.5))
+    for policy, own in (("rollout", -1.5), ("present", -1.0)):
+        settings = settings_of(advantage={"policy": policy})
+        assert grpo_opd(stale, settings).advantage.item() == -3 + (-3 - own)
     divergence = of(0.5)
     assert divergence_from_teacher(replace(rows, divergence=divergence), both).loss is divergence
 

@@ -174,16 +174,17 @@ def check_scores(groups: list[dist.ProcessGroup]) -> None:
 
 def check_returns(groups: list[dist.ProcessGroup]) -> None:
     """The rows of a micro-batch on several context ranks, of which each has another number."""
-    case = case_of("opd_discounted", 13, 31)
-    head = Head(case.weight_VH, 0, 31)
-    whole = case.objective(case.hidden_NH, head, case.batch)
-    for group in groups:
-        bounds = [13 * k * k // group.size() ** 2 for k in range(group.size() + 1)]
-        rows = torch.arange(bounds[group.rank()], bounds[group.rank() + 1])
-        found = case.objective(
-            case.hidden_NH[rows], head, select(case.batch, rows), context_group=group
-        )
-        torch.testing.assert_close(found.advantage_N, whole.advantage_N[rows])
+    for variant in ("opd_discounted", "opd_present"):
+        case = case_of(variant, 13, 31, old=True)
+        head = Head(case.weight_VH, 0, 31)
+        whole = case.objective(case.hidden_NH, head, case.batch)
+        for group in groups:
+            bounds = [13 * k * k // group.size() ** 2 for k in range(group.size() + 1)]
+            rows = torch.arange(bounds[group.rank()], bounds[group.rank() + 1])
+            found = case.objective(
+                case.hidden_NH[rows], head, select(case.batch, rows), context_group=group
+            )
+            torch.testing.assert_close(found.advantage_N, whole.advantage_N[rows])
 
 
 def check_on_rank(rank: int, world_size: int) -> None:

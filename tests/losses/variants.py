@@ -32,6 +32,12 @@ VARIANTS = {
         "objective__discount": 1.0,
         "kl__beta": 0.1,
     },
+    "opd_present": {"rollout__max_staleness": 4, "objective__discount": 0.5},
+    "grpo_opd_present": {
+        "objective__name": "grpo_opd",
+        "objective__advantage__policy": "present",
+        "train__minibatches": 2,
+    },
     "grpo_opd_clamp": {
         "objective__name": "grpo_opd",
         "objective__advantage__teacher_weight": 0.3,

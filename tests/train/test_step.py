@@ -231,6 +231,7 @@ def test_mismatch_is_corrected_as_configured(run):
     assert not metrics
     for batch in [b for part in stale for b in part]:
         assert torch.equal(batch.old_token_logprob_N, batch.rollout_logprob_N)
+        assert batch.old_logprob_N is None
     settings.importance_correction = "truncated"
     for kl.estimator, factor in (("exact", 1), ("k3", 2), ("k3+", 2)):
         corrected, metrics = step.correct_mismatch(one, batches)
