@@ -127,7 +127,9 @@ class _Inputs:
             for i in indices
         ]
 
-    def rollouts(self, run: Run, prompts: Sequence[Prompt], version: int) -> list[Rollout]:
+    def rollouts(
+        self, run: Run, prompts: Sequence[Prompt], version: int, *unused: Any
+    ) -> list[Rollout]:
         """As train.samples.drawing.draw_rollouts: all responses are truncated at the limit."""
         if not run.objective.needs_rollouts:
             return []

@@ -20,10 +20,13 @@ MODELS = {  # settings of the student -> its parameters
     ),
 }
 BALANCED = ["train.recompute=full", "train.moe_aux_loss_coeff=0.01"]
+# The student as its own teacher, with a prompt of its own.
+SELF = ["teacher.architecture=null", "teacher.path=self", "teacher.prompt='{{ solution }}'"]
+CUT = ["parallel.tensor=2", "parallel.context=2", "parallel.sequence=true"]
 LAYOUTS = [  # student, settings of the layout, rank of 8, its stage
-    ("dense", ["parallel.pipeline=2", "parallel.virtual_pipeline=2"], 0, 0),
+    ("dense", ["parallel.pipeline=2", "parallel.virtual_pipeline=2", *SELF], 0, 0),
     ("dense", ["parallel.pipeline=2", "sampling.temperature=0.9", "train.minibatches=2"], 7, 1),
-    ("dense", ["parallel.tensor=2", "parallel.context=2", "parallel.sequence=true"], 0, 0),
+    ("dense", [*CUT, *SELF, "teacher.weights=ema"], 0, 0),
     ("experts", ["parallel.expert=4", "parallel.tensor=2", "parallel.sequence=true"], 0, 0),
     ("experts", ["parallel.expert=2", "parallel.pipeline=2", *BALANCED], 4, 1),
 ]

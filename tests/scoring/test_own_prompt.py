@@ -29,6 +29,8 @@ from tests.train.runs import tiny_config
 TOP_K = 3
 LAYOUTS = {
     "packed": {},
+    "tp2_sp": {"tensor": 2, "sequence": True},
+    "pp2": {"pipeline": 2},
     "tp2_sp_cp2": {"tensor": 2, "context": 2, "sequence": True},
     "pp2_cp2": {"pipeline": 2, "context": 2},
 }
@@ -105,6 +107,7 @@ def results(tmp_path_factory) -> tuple[Path, Path]:
     fields.pop("head_dim")
     Qwen2ForCausalLM(Qwen2Config(**fields)).save_pretrained(model)
     run_ranks(1, score_on_layouts, str(model), str(out), ["packed"])
+    run_ranks(2, score_on_layouts, str(model), str(out), ["tp2_sp", "pp2"])
     run_ranks(4, score_on_layouts, str(model), str(out), ["tp2_sp_cp2", "pp2_cp2"])
     return model, out
 
