@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch.nn import Module
 
@@ -47,7 +48,15 @@ def build_engine(
         case "embedded":
             if world.device.type == "cuda" and world.rank == 0:
                 warn_if_slow(config, architecture_of(chunks), world.world_size)
-            return embedded_engine(world, chunks, tokenizer, progress)
+            settings = config.rollout
+            return embedded_engine(
+                world,
+                chunks,
+                tokenizer,
+                progress,
+                max_staleness=settings.max_staleness,
+                partial=settings.partial,
+            )
         case "replay":
             return ReplayEngine(str(config.rollout.replay_from))  # the schema requires it
         case "sglang":
@@ -83,11 +92,15 @@ def embedded_engine(
     chunks: Sequence[Module],
     tokenizer: Tokenizer,
     progress: Callable[[], None] = lambda: None,
+    **ahead: Any,
 ) -> EmbeddedEngine:
-    """An engine that can draw responses to any prompt; evaluations use it too."""
-    return EmbeddedEngine(
-        chunks, world, tokenizer.decode, vocab_size=tokenizer.vocab_size, progress=progress
-    )
+    """An engine that can draw responses to any prompt; evaluations use it too.
+
+    Args:
+        ahead: `max_staleness` and `partial` of an engine that draws ahead.
+    """
+    size, decode = tokenizer.vocab_size, tokenizer.decode
+    return EmbeddedEngine(chunks, world, decode, vocab_size=size, progress=progress, **ahead)
 
 
 def training_sampling(config: Config, stop_token_ids: Sequence[int]) -> Sampling:

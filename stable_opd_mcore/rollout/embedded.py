@@ -1,6 +1,6 @@
 """Rollouts from the student's own Megatron model chunks.
 
-Each distinct prompt of a batch is run once; its keys and values are then repeated for its samples,
+Each distinct prefix of a batch is run once; its keys and values are then repeated for its samples,
 and all rows are decoded one token a step. Finished rows leave the batch. A token's noise depends
 only on seed, step, prompt, sample and position (noise.py), so batch size, other rows and the
 parallel layout do not change what is drawn.
@@ -17,22 +17,24 @@ fp32, given back before scores and gradients need memory.
 Replicas that share out experts run every forward pass together: one that has no row left runs a
 token of padding until all have finished.
 
-Ordering: the trained weights themselves are read, so `publish` only stores the version. Not here:
-servers, weight transfer. Letters: P prompts, R rollouts of one batch, B rows still running, T
-prompt slots, H hidden size, V vocabulary.
+`prefetch` decodes at once, in the trainer's own process: it saves no time, but rollouts are as old
+as those of servers would be, and the same in every run. A response that goes on after an update is
+decoded from its prompt and tokens anew, so its old tokens are read with the new weights.
+
+Ordering: the trained weights themselves are read, so `publish` sends nothing. Not here: servers,
+weight transfer. Letters: P prefixes, R rollouts of one batch, B rows still running, L new tokens, T
+prefix slots, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
-from numpy.typing import NDArray
 from torch import Tensor
 
 from stable_opd_mcore.errors import UserError
@@ -41,6 +43,7 @@ from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_h
 from stable_opd_mcore.models.linear import linear, packed
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
+from stable_opd_mcore.rollout.drawn_ahead import DrawnAhead, with_tokens
 from stable_opd_mcore.rollout.engine import RolloutEngine, check_prompts
 from stable_opd_mcore.rollout.inference import inference_mode, run_layers
 from stable_opd_mcore.rollout.kv_cache import KVCache
@@ -66,6 +69,8 @@ class EmbeddedEngine(RolloutEngine):
     vocab_size: int  # of the tokenizer of student and teacher; larger ids are never drawn
     max_rows: int = 256  # responses decoded at once; more are drawn in several batches
     progress: Callable[[], None] = lambda: None  # called after each decoded token of the batch
+    max_staleness: int = 0  # as rollout.max_staleness
+    partial: bool = False  # as rollout.partial
 
     def __post_init__(self) -> None:
         self._chunks: list[HiddenStatesGPTModel] = unwrap_model(list(self.chunks))
@@ -77,89 +82,148 @@ class EmbeddedEngine(RolloutEngine):
                 f"{self.vocab_size} of its tokenizer: it belongs to another tokenizer"
             )
         self._window = architecture.max_positions
+        self._ahead = DrawnAhead(self.max_staleness)
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int
     ) -> list[Rollout]:
         """See `RolloutEngine.generate`. All ranks of the replica call it together."""
         check_prompts(prompts, sampling, vocab_size=self.vocab_size, window=self._window)
-        rows = [(prompt, sample) for prompt in prompts for sample in range(sampling.num_samples)]
-        rollouts: list[Rollout] = []
+        begun = self._ahead.begun(prompts, sampling, step, self.weight_version)
+        rollouts = self._continue(begun, sampling, step, sampling.max_new_tokens)
+        self._ahead.hand_out(rollouts, sampling, step)
+        return rollouts
+
+    def prefetch(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int, weight_version: int
+    ) -> None:
+        """Draw the step's rollouts to the end, or with `partial` to their share of the budget.
+
+        Of the weights that are n updates older than `weight_version` that share is
+        (max_staleness + 1 - n) / (max_staleness + 1), so a response has a segment of each. Then a
+        call that is repeated with the same weights changes nothing.
+        """
+        check_prompts(prompts, sampling, vocab_size=self.vocab_size, window=self._window)
+        length = sampling.max_new_tokens
+        if self.partial:
+            pieces = self.max_staleness + 1
+            length = -(-length * (pieces - weight_version + self.weight_version) // pieces)
+        begun = self._ahead.begun(prompts, sampling, step, weight_version)
+        self._ahead.hold(self._continue(begun, sampling, step, length), sampling, step)
+
+    def publish(self, weight_version: int) -> None:
+        """See `RolloutEngine.publish`."""
+        if weight_version != self.weight_version:
+            self._ahead.new_weights()
+        self.weight_version = weight_version
+
+    def in_flight(self) -> dict[int, list[Rollout]]:
+        """See `RolloutEngine.in_flight`."""
+        return self._ahead.rollouts()
+
+    def restore(self, rollouts: Mapping[int, Sequence[Rollout]]) -> None:
+        """See `RolloutEngine.restore`. Prompts without a rollout are drawn anew."""
+        self._ahead.restore(rollouts)
+
+    def drop_ahead(self) -> None:
+        """See `RolloutEngine.drop_ahead`."""
+        self._ahead.clear()
+
+    def _continue(
+        self, begun: Sequence[Rollout], sampling: Sampling, step: int, length: int
+    ) -> list[Rollout]:
+        """The rollouts, decoded until they end or have `length` tokens."""
+        rollouts = list(begun)
+        waiting: dict[int, list[int]] = {}  # places of unfinished rollouts by their length
+        for place, rollout in enumerate(rollouts):
+            if rollout.finish_reason == "abort" and len(rollout.token_ids) < length:
+                waiting.setdefault(len(rollout.token_ids), []).append(place)
+        if not self._some_replica_runs(bool(waiting)):
+            return rollouts
         with inference_mode(self._chunks), self._packed_head():
-            for start in range(0, len(rows), self.max_rows):
-                rollouts += self._draw(rows[start : start + self.max_rows], sampling, step)
+            for drawn, places in sorted(waiting.items()):
+                for start in range(0, len(places), self.max_rows):
+                    batch = places[start : start + self.max_rows]
+                    longer = self._draw(
+                        [rollouts[place] for place in batch], sampling, step, length - drawn
+                    )
+                    for place, rollout in zip(batch, longer, strict=True):
+                        rollouts[place] = rollout
             while self._some_replica_runs(False):
                 padding_BT = torch.zeros(1, 1, dtype=torch.int64, device=self.world.device)
                 self._run(padding_BT, self._new_cache([1], 1))
         return rollouts
 
     def _draw(
-        self, rows: Sequence[tuple[Prompt, int]], sampling: Sampling, step: int
+        self, rollouts: Sequence[Rollout], sampling: Sampling, step: int, num_tokens: int
     ) -> list[Rollout]:
-        """Decode `rows` (prompt, sample index) together."""
+        """Decode up to `num_tokens` more tokens of rollouts that have equally many, together."""
         device = self.world.device
-        prompts: list[Prompt] = []
-        prompt_of_row: list[int] = []
-        for prompt, _ in rows:  # samples of one prompt are adjacent
-            if not prompts or prompts[-1] is not prompt:
-                prompts.append(prompt)
-            prompt_of_row.append(len(prompts) - 1)
-        keys = [row_key(sampling.seed, step, prompt.prompt_id, sample) for prompt, sample in rows]
+        prefixes: list[tuple[int, ...]] = []
+        prefix_of_row: list[int] = []
+        for rollout in rollouts:  # samples of one prompt are adjacent
+            prefix = (*rollout.prompt.token_ids, *rollout.token_ids.tolist())
+            if not prefixes or prefixes[-1] != prefix:
+                prefixes.append(prefix)
+            prefix_of_row.append(len(prefixes) - 1)
+        keys = [
+            row_key(sampling.seed, step, rollout.prompt.prompt_id, rollout.sample_index)
+            for rollout in rollouts
+        ]
+        first = len(rollouts[0].token_ids)
         tokens_RL, logprobs_RL = self._decode_rows(
-            prompts,
-            torch.tensor(prompt_of_row, device=device),
+            prefixes,
+            torch.tensor(prefix_of_row, device=device),
             torch.tensor(keys, dtype=torch.int64, device=device),
+            range(first, first + num_tokens),
             sampling,
         )
-        drawn = zip(rows, tokens_RL.cpu().numpy(), logprobs_RL.cpu().numpy(), strict=True)
-        return [self._rollout(*row, tokens, logprobs, sampling) for row, tokens, logprobs in drawn]
+        longer = [
+            with_tokens(*row, sampling, self.weight_version)
+            for row in zip(
+                rollouts, tokens_RL.cpu().numpy(), logprobs_RL.cpu().numpy(), strict=True
+            )
+        ]
+        return [replace(rollout, text=self._text(rollout)) for rollout in longer]
 
-    def _rollout(
-        self,
-        prompt: Prompt,
-        sample: int,
-        tokens_L: NDArray[np.int64],
-        logprobs_L: NDArray[np.float32],
-        sampling: Sampling,
-    ) -> Rollout:
-        stops = np.flatnonzero(np.isin(tokens_L, sampling.stop_token_ids))
-        stopped = len(stops) > 0
-        length = int(stops[0]) + 1 if stopped else len(tokens_L)
-        return Rollout(
-            prompt=prompt,
-            sample_index=sample,
-            token_ids=tokens_L[:length].astype(np.int32),
-            rollout_logprobs=logprobs_L[:length].copy(),
-            finish_reason="stop" if stopped else "length",
-            weight_version=self.weight_version,
-            text=self.decode(tokens_L[: length - stopped].tolist()),
-        )
+    def _text(self, rollout: Rollout) -> str:
+        length = len(rollout.token_ids) - (rollout.finish_reason == "stop")
+        return self.decode(rollout.token_ids[:length].tolist())
 
     def _decode_rows(
-        self, prompts: Sequence[Prompt], prompt_of_row_R: Tensor, keys_R: Tensor, sampling: Sampling
+        self,
+        prefixes: Sequence[tuple[int, ...]],
+        prefix_of_row_R: Tensor,
+        keys_R: Tensor,
+        positions: range,
+        sampling: Sampling,
     ) -> tuple[Tensor, Tensor]:
-        """The decode loop: tokens and log-probabilities [R, L], undefined after a stop token."""
-        num_rows, device = len(keys_R), self.world.device
-        tokens_RL = torch.zeros(num_rows, sampling.max_new_tokens, dtype=torch.int64, device=device)
-        logprobs_RL = torch.zeros(num_rows, sampling.max_new_tokens, device=device)
+        """The decode loop: tokens and log-probabilities [R, L], undefined after a stop token.
+
+        Args:
+            prefixes: prompts with the response tokens before `positions`.
+            positions: of the L tokens in their responses.
+        """
+        num_rows, num_tokens, device = len(keys_R), len(positions), self.world.device
+        tokens_RL = torch.zeros(num_rows, num_tokens, dtype=torch.int64, device=device)
+        logprobs_RL = torch.zeros(num_rows, num_tokens, device=device)
         stop_ids = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
 
-        lengths = [len(prompt.token_ids) for prompt in prompts]
-        cache = self._new_cache(lengths, sampling.max_new_tokens)
-        hidden_BH = self._forward(_left_padded(prompts, device), cache)
-        if len(prompts) < num_rows:
-            cache.select(prompt_of_row_R)
-            hidden_BH = None if hidden_BH is None else hidden_BH[prompt_of_row_R]
+        cache = self._new_cache([len(prefix) for prefix in prefixes], num_tokens)
+        hidden_BH = self._forward(_left_padded(prefixes, device), cache)
+        if len(prefixes) < num_rows:
+            cache.select(prefix_of_row_R)
+            hidden_BH = None if hidden_BH is None else hidden_BH[prefix_of_row_R]
 
         running_B, keys_B = torch.arange(num_rows, device=device), keys_R
         done_B = torch.zeros(num_rows, dtype=torch.bool, device=device)
-        for position in range(sampling.max_new_tokens):
+        for column, position in enumerate(positions):
             tokens_B, logprobs_B = self._sample(hidden_BH, keys_B, position, sampling)
             self.progress()
-            tokens_RL[running_B, position] = tokens_B
-            logprobs_RL[running_B, position] = logprobs_B
+            tokens_RL[running_B, column] = tokens_B
+            logprobs_RL[running_B, column] = logprobs_B
             done_B = done_B | (tokens_B[:, None] == stop_ids).any(dim=1)
-            if position + 1 == sampling.max_new_tokens:
+            if column + 1 == num_tokens:
                 break
             num_running = len(done_B) - int(done_B.sum())
             if num_running == 0:
@@ -259,8 +323,8 @@ class EmbeddedEngine(RolloutEngine):
         return logits_BV[:, : self.vocab_size].float()
 
 
-def _left_padded(prompts: Sequence[Prompt], device: torch.device) -> Tensor:
-    """Prompt ids [P, T], int64, each prompt's last token in the last column."""
-    longest = max(len(prompt.token_ids) for prompt in prompts)
-    rows = [(0,) * (longest - len(prompt.token_ids)) + prompt.token_ids for prompt in prompts]
+def _left_padded(prefixes: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+    """Token ids [P, T], int64, each prefix's last token in the last column."""
+    longest = max(map(len, prefixes))
+    rows = [(0,) * (longest - len(prefix)) + prefix for prefix in prefixes]
     return torch.tensor(rows, dtype=torch.int64, device=device)

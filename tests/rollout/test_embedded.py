@@ -3,6 +3,9 @@ batches."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from transformers import Qwen2ForCausalLM
@@ -11,11 +14,11 @@ from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.huggingface import load_hf
-from stable_opd_mcore.records import Prompt, Sample, Sampling
+from stable_opd_mcore.records import Prompt, Sample, Sampling, Segment
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from tests.models import tiny
-from tests.rollout.tiny import VOCAB, WINDOW, build_engine, decode, make_prompts
+from tests.rollout.tiny import VOCAB, WINDOW, build_engine, decode, draw_in_pieces, make_prompts
 from tests.shares import weights_of
 
 
@@ -80,6 +83,65 @@ def test_a_rollout_does_not_depend_on_the_other_rows(engine, tiny_path, world):
     assert engine.generate(prompts, sampling, step=3) == together
     other_step = engine.generate(prompts, sampling, step=4)
     assert all(tokens_of(a) != tokens_of(b) for a, b in zip(together, other_step, strict=True))
+
+
+def test_a_response_in_pieces_is_the_whole_one(engine, tiny_path, world):
+    prompts = make_prompts(6)
+    sampling = Sampling(max_new_tokens=20, num_samples=2, stop_token_ids=(4,), seed=11)
+    whole = engine.generate(prompts, sampling, step=3)
+    ahead = {"max_staleness": 2, "partial": True}
+    cut, resumed = (build_engine(tiny_path, world, max_rows=5, **ahead) for _ in range(2))
+    pieces = draw_in_pieces(cut, prompts, sampling, step=3)
+    for rollout, expected in zip(pieces, whole, strict=True):
+        np.testing.assert_allclose(
+            rollout.rollout_logprobs, expected.rollout_logprobs, atol=1e-5, rtol=0
+        )
+        lengths = [7, 7, 6][: len(rollout.segments)]
+        lengths[-1] = len(rollout.token_ids) - sum(lengths[:-1])
+        assert rollout.segments == tuple(map(Segment, lengths, (3, 4, 5)))
+        assert rollout == replace(
+            expected,
+            rollout_logprobs=rollout.rollout_logprobs,
+            segments=rollout.segments,
+            weight_version=3,
+        )
+    assert {len(rollout.segments) for rollout in pieces} == {1, 2, 3}
+
+    cut.drop_ahead()
+    cut.publish(3)
+    cut.prefetch(prompts, sampling, step=3, weight_version=5)
+    (held,) = cut.in_flight().values()
+    assert {len(rollout.token_ids) for rollout in held if rollout.finish_reason == "abort"} == {7}
+    resumed.restore({3: held[:-2]})  # also of prompts of another rank; not of the last prompt
+    resumed.publish(5)
+    rest = resumed.generate(prompts[2:], sampling, step=3)
+    assert list(map(tokens_of, rest)) == list(map(tokens_of, whole[4:]))
+    assert {rollout.weight_version for rollout in rest[:-2]} == {3}
+    assert {rollout.weight_version for rollout in rest[-2:]} == {5}
+
+
+def test_whole_responses_are_handed_out_to_their_step_alone(tiny_path, world):
+    engine, fresh = (build_engine(tiny_path, world, max_staleness=1) for _ in range(2))
+    prompts, sampling = make_prompts(3), Sampling(max_new_tokens=6, num_samples=2)
+    expected = engine.generate(prompts, sampling, step=4)
+    engine.prefetch(prompts, sampling, step=4, weight_version=1)
+    with torch.no_grad():
+        for parameter in (*engine._chunks[0].parameters(), *fresh._chunks[0].parameters()):
+            parameter.mul_(0.7)
+    for each in (engine, fresh):
+        each.publish(1)
+    engine.prefetch(prompts, sampling, step=4, weight_version=1)
+    evaluated = replace(sampling, num_samples=1)
+    now = fresh.generate(prompts, evaluated, step=4)
+    assert engine.generate(prompts, evaluated, step=4) == now  # of the present weights
+    for _ in range(2):  # a step that failed after sampling is repeated
+        assert engine.generate(prompts, sampling, step=4) == expected
+        assert engine.in_flight() == {4: expected}
+    engine.publish(2)
+    assert engine.in_flight() == {}
+    assert engine.generate(prompts, evaluated, step=4) == [
+        replace(rollout, weight_version=2, segments=()) for rollout in now
+    ]
 
 
 def test_rows_end_with_their_first_stop_token(engine):

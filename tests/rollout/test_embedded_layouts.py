@@ -20,7 +20,7 @@ from stable_opd_mcore.rollout.embedded import EmbeddedEngine
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from tests.models.tiny import microbatch
 from tests.parallel.launch import run_ranks
-from tests.rollout.tiny import VOCAB, build_engine, decode, make_prompts, save_tiny
+from tests.rollout.tiny import VOCAB, build_engine, decode, draw_in_pieces, make_prompts, save_tiny
 
 LAYOUTS = {
     "dp4": {},
@@ -67,6 +67,9 @@ def run_layouts(rank: int, world_size: int, model: Path, odd_window: Path, resul
             for number, sampling in enumerate(SAMPLINGS)
             for rollout in engine.generate(prompts, sampling, step=2)
         }
+        ahead = replace(engine, max_staleness=2, partial=True)
+        for rollout in draw_in_pieces(ahead, prompts, SAMPLINGS[0], step=2):
+            rollouts["pieces", rollout.prompt.prompt_id, rollout.sample_index] = rollout
         chunks = build_model(read_architecture(model), world, trainable=False)
         load_hf(chunks, model)
         teacher, alone = (
@@ -92,7 +95,8 @@ def test_rollouts_and_scores_do_not_depend_on_the_layout(tmp_path):
     }
     # The unsharded ranks of dp4 together hold every prompt: they are what the others must say.
     expected = ChainMap(*(rollouts for _, rollouts, _ in found["dp4"]))
-    assert len(expected) == 4 * 4
+    assert len(expected) == 4 * 6
+    assert max(len(rollout.segments) for rollout in expected.values()) == 3
     assert {rollout.finish_reason for rollout in expected.values()} == {"stop", "length"}
     expected_scores = found["dp4"][0][2]
     for name, ranks in found.items():

@@ -10,7 +10,7 @@ from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.huggingface import load_hf
 from stable_opd_mcore.parallel.world import World
-from stable_opd_mcore.records import Prompt
+from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
 from tests.models import tiny
 
@@ -35,6 +35,16 @@ def build_engine(path: Path, world: World, **options) -> EmbeddedEngine:
     load_hf(chunks, path)
     options = {"vocab_size": VOCAB} | options
     return EmbeddedEngine(chunks, world, decode, **options)
+
+
+def draw_in_pieces(engine: EmbeddedEngine, prompts, sampling, step: int) -> list[Rollout]:
+    """The step's rollouts in three pieces, of weight versions 3, 4 and 5, all of equal weights."""
+    for version in (3, 4):
+        engine.publish(version)
+        for _ in range(2):  # the second time it changes nothing
+            engine.prefetch(prompts, sampling, step=step, weight_version=5)
+    engine.publish(5)
+    return engine.generate(prompts, sampling, step=step)
 
 
 def decode(ids) -> str:

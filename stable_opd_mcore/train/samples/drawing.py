@@ -87,6 +87,8 @@ def draw_graded(
 def prefetch_rollouts(run: Run, state: TrainState) -> None:
     """Draw the rollouts of the next rollout.max_staleness steps ahead, or go on with them."""
     config = run.config
+    if not run.objective.needs_rollouts:
+        return
     left = config.train.steps - state.step - 1
     for ahead in range(1, 1 + min(config.rollout.max_staleness, left)):
         rows = next_rows(run, state.cursor + ahead * config.rollout.prompts_per_step)
