@@ -6,14 +6,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from stable_opd_mcore.config.schema import TeacherConfig
 from stable_opd_mcore.data.chat import Tokenizer
@@ -21,13 +21,15 @@ from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.huggingface import export_hf
-from stable_opd_mcore.records import Sample, SampleWeights, Sampling
+from stable_opd_mcore.records import MicroBatch, Sample, SampleWeights, Sampling
 from stable_opd_mcore.rollout.sglang.build import model_config
 from stable_opd_mcore.scoring.megatron import MegatronScorer
+from stable_opd_mcore.scoring.own_prompt import OwnPromptScorer
 from stable_opd_mcore.scoring.served_teacher import ServedTeacher, TeacherLost
 from stable_opd_mcore.serving.client import RefusedRequest
 from stable_opd_mcore.serving.process import ServerOptions, SglangServer
 from stable_opd_mcore.serving.requests import Generation
+from stable_opd_mcore.train.samples.sharing import micro_batches
 from tests.integration.sglang_tools import (
     PYTHON,
     SERVER_ARGUMENTS,
@@ -41,6 +43,7 @@ from tests.integration.sglang_tools import (
     wait_until,
 )
 from tests.shares import weights_of
+from tests.train.runs import tiny_config
 
 pytestmark = [needs_sglang, pytest.mark.cluster]
 FIELDS = architecture("qwen3", tied=False, head_dim=16)
@@ -215,6 +218,56 @@ def test_teachers_are_routed_by_source_and_unknown_ones_refused(server, world, k
         teacher.about([replace(samples[0], prompt_id="code:7")])
     with pytest.raises(ValueError, match="rollouts are drawn at"):
         ServedTeacher(config, world, vocab_size=VOCABULARY, temperature=0.7)
+
+
+def test_each_source_has_its_teacher_which_reads_a_prompt_of_its_own(
+    server, world, key_file, tmp_path
+):
+    """Scores are those of a plain forward over the teacher's prompt and the response."""
+    samples = [
+        replace(
+            sample,
+            prompt_id=f"code.jsonl:{index}" if index % 2 else sample.prompt_id,
+            teacher_prompt_token_ids=tuple(range(5, 10 + 9 * index)),
+        )
+        for index, sample in enumerate(_samples()[0])
+    ]
+    asked: list[str] = []
+    with faulty_proxy(server.url, asked.append) as second:  # a teacher that counts its requests
+        served = ServedTeacher(
+            TeacherConfig(
+                engine="sglang",
+                routes={"math": (server.url,), "coder": (second,)},
+                api_key_file=key_file,
+            ),
+            world,
+            vocab_size=VOCABULARY,
+            temperature=1.0,
+            top_k=4,
+            patience_seconds=20.0,
+            route_of={"code.jsonl": "coder"},
+        )
+        config = tiny_config(tmp_path, "own", train={"micro_batch_tokens": 64})
+
+        def packed(of: Sequence[Sample]) -> list[MicroBatch]:
+            return micro_batches(config, world, of, weights_of(of), attention_length=99.0)
+
+        batches = packed(samples)
+        found = OwnPromptScorer(served, world, packed).about(samples).score(batches)
+    assert len([path for path in asked if path.startswith("/generate")]) == 2
+
+    model = AutoModelForCausalLM.from_pretrained(server.options.model, dtype=torch.float32).eval()
+    for batch, scores in zip(batches, found, strict=True):
+        places = zip(batch.sample_index_N.tolist(), batch.token_index_N.tolist(), strict=True)
+        for row, (sample, token) in enumerate(places):
+            prompt = samples[sample].teacher_prompt_token_ids
+            response = samples[sample].response_token_ids
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt, *response]])).logits
+            log_p_V = logits[0, len(prompt) - 1 + token].log_softmax(0)
+            near = {"atol": 1e-4, "rtol": 0}
+            torch.testing.assert_close(scores.logprob_N[row], log_p_V[response[token]], **near)
+            torch.testing.assert_close(scores.topk_logprobs_NK[row], log_p_V.topk(4)[0], **near)
 
 
 def test_an_absent_teacher_is_named_after_the_patience(server, world, key_file):
