@@ -188,6 +188,8 @@ class SampleFacts:
     reward_B: NDArray[np.float64]  # NaN: not graded
     truncated_B: NDArray[np.bool_]  # as Sample.truncated
     source_B: NDArray[np.int64] | None = None  # its place in data.train; None: there is one source
+    # None: the teacher reads the student's prompts
+    teacher_prompt_tokens_B: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.holder_B)

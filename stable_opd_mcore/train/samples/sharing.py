@@ -25,7 +25,7 @@ from stable_opd_mcore.parallel.transfers import to_device
 from stable_opd_mcore.parallel.world import World, exchange_objects, gather_objects
 from stable_opd_mcore.records import MicroBatch, Sample, SampleFacts, SampleWeights
 
-_TRAVELLING = 7  # numbers of each sample that go to every rank, see `_numbers_of`
+_TRAVELLING = 8  # numbers of each sample that go to every rank, see `_numbers_of`
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,8 @@ def gather_facts(
     """
     parts = gather_objects(_numbers_of(samples), world.data_group)
     counts = [part.shape[1] for part in parts]
-    golden, off_policy, prompt_tokens, response_tokens, trained, reward, truncated = np.concatenate(
-        parts, axis=1
-    )
+    numbers = np.concatenate(parts, axis=1)
+    golden, off_policy, prompt_tokens, response_tokens, trained, reward, truncated, own = numbers
     is_golden = golden.astype(np.bool_)
     holder = np.repeat(np.arange(len(parts)), counts)
     index = np.concatenate([np.arange(count) for count in counts])
@@ -77,6 +76,7 @@ def gather_facts(
         reward_B=reward,
         truncated_B=truncated.astype(np.bool_),
         source_B=None if sources is None else sources[prompt],
+        teacher_prompt_tokens_B=own.astype(np.int64) if own.any() else None,
     ).select(order)
 
 
@@ -91,6 +91,7 @@ def _numbers_of(samples: Sequence[Sample]) -> NDArray[np.float64]:
             np.count_nonzero(sample.trained),
             np.nan if sample.reward is None else sample.reward,
             sample.truncated,
+            0 if sample.teacher_prompt_token_ids is None else len(sample.teacher_prompt_token_ids),
         )
         for sample in samples
     ]
@@ -107,6 +108,9 @@ def share_out(
 ) -> list[Minibatch]:
     """This rank's part of every minibatch. Collective over the data-parallel ranks.
 
+    Ranks are balanced by the cost of their sequences, and of the teacher's where it has prompts of
+    its own.
+
     Args:
         samples: those that this rank drew.
         facts: of all samples.
@@ -119,6 +123,8 @@ def share_out(
     for places in split_by_prompt(facts, num_minibatches):
         part = facts.select(places)
         costs_B = costs_of(part.prompt_tokens_B + part.response_tokens_B)
+        if part.teacher_prompt_tokens_B is not None:
+            costs_B = costs_B + costs_of(part.teacher_prompt_tokens_B + part.response_tokens_B)
         shares = partition(costs_B, world.batch_size)
         for batch_rank, share in enumerate(shares):
             trainer_B[places[share]] = batch_rank

@@ -89,3 +89,20 @@ def test_every_sample_reaches_the_ranks_that_train_on_it(tmp_path, ranks, contex
                     assert pg == whole.weights.pg_B[at]
             places = np.concatenate([part.places for part in parts[::context]])
             assert sorted(places.tolist()) == sorted(whole.places.tolist())
+
+
+def share_with_own_prompts(rank: int, world_size: int, directory: Path) -> None:
+    """Each rank draws two of four equal samples; of the first one the teacher reads 900 tokens."""
+    world = start_world(ParallelConfig(), seed=0)
+    sample = Sample("rollout", "s:0", (1,), (2,), (True,))
+    of_ranks = [(900, 10), (10, 10)]
+    own = [replace(sample, teacher_prompt_token_ids=np.zeros(n)) for n in of_ranks[rank]]
+    facts = gather_facts(world, own, range(4))
+    (part,) = share_out(world, own, facts, 1, weights_of, lambda tokens_B: costs(tokens_B, np.inf))
+    torch.save(sorted(len(s.teacher_prompt_token_ids) for s in part.samples), directory / str(rank))
+    stop_world()
+
+
+def test_ranks_are_balanced_by_the_teachers_prompts_too(tmp_path):
+    run_ranks(2, share_with_own_prompts, tmp_path)
+    assert [torch.load(tmp_path / str(rank)) for rank in range(2)] == [[900], [10, 10, 10]]
