@@ -20,7 +20,7 @@ NO_TEST = {
     "preparation/recipes": "a table; test_job.py reads it",
     "records": "records",
     "rehearsal/pretended_gpu": "changes its process for good; test_te_layers.py starts one",
-    "rollout/sglang/records": "records",
+    "rollout/sglang/records": "records; test_dispatch.py extends and continues them",
     "serving/timeouts": "numbers",
     "train/run": "a record",
     "train/persistence/state": "a record",

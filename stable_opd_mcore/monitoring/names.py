@@ -128,6 +128,7 @@ _ALL: dict[str, tuple[str, str]] = {
     "engine/retried": ("requests repeated after a broken reply", "requests"),
     "engine/redrawn": ("rollouts requested again after a failure", "responses"),
     "engine/stale": ("rollouts dropped because their weights were too old", "responses"),
+    "engine/continued": ("responses that were interrupted and went on", "responses"),
     "engine/resent": ("times the weights were sent to a server again", ""),
     "engine/sync_bytes": ("weights sent to rollout servers", "bytes"),
     "engine/prefix_cached_share": ("prompt tokens found in the servers' prefix cache", "share"),

@@ -88,6 +88,17 @@ class SglangClient:
         """The number of the server's tensor-parallel ranks."""
         return int(self._stated("/server_info", "tp_size"))
 
+    def capacity(self) -> tuple[int, int]:
+        """The responses that the server draws at a time, and the tokens that its cache holds."""
+        reply = self.call("GET", "/server_info", None, timeouts.QUESTION, attempts=ATTEMPTS)
+        try:
+            states = reply["internal_states"]  # one of each of the server's replicas
+            responses = [s["effective_max_running_requests_per_dp"] for s in states]
+            tokens = _whole_number(reply["max_total_num_tokens"]) * len(states)
+            return sum(map(_whole_number, responses)), tokens
+        except (KeyError, TypeError, ValueError) as error:
+            raise self.garbage(f"/server_info states no capacity: {error!r}") from error
+
     def _stated(self, path: str, key: str) -> str | int:
         reply = self.call("GET", path, None, timeouts.QUESTION, attempts=ATTEMPTS)
         if not isinstance(reply, dict) or not isinstance(reply.get(key), str | int):
@@ -96,6 +107,8 @@ class SglangClient:
 
     def generate(self, request: Generation) -> list[Completion]:
         """`num_samples` responses to one prompt, which is computed once for all of them.
+
+        The finish_reason of those that were aborted is "abort"; they may have no token.
 
         Raises:
             ServerFailure: no usable reply.
@@ -209,8 +222,6 @@ class SglangClient:
         try:
             meta = response["meta_info"]
             finish = meta["finish_reason"]["type"]
-            if finish == "abort":
-                raise ServerFailure(self.url, "aborted", str(meta["finish_reason"].get("message")))
             ids = tuple(_whole_number(token) for token in response["output_ids"])
             logprobs, scored_ids = _scored(meta["output_token_logprobs"])
             spans = meta.get("weight_versions") or [{"version": meta["weight_version"]}]
@@ -218,8 +229,10 @@ class SglangClient:
             cached = _whole_number(meta.get("cached_tokens") or 0)
             if ids and ids[-1] in request.sampling.stop_token_ids:
                 finish = "stop"  # SGLang states "length" for a stop token at max_new_tokens
+            elif finish == "abort" and len(ids) == request.sampling.max_new_tokens:
+                finish = "length"  # aborted while its last token was drawn
             routed_experts = None
-            if request.routing is not None:
+            if request.routing is not None and ids:
                 positions = len(request.token_ids) + len(ids) - 1
                 routed_experts = request.routing.parse(meta["routed_experts"], positions)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -244,13 +257,14 @@ def _defect(
     longest = request.sampling.max_new_tokens
     if ids != scored_ids:
         return f"{len(ids)} tokens, but {len(scored_ids)} log-probabilities of other tokens"
-    if not ids or len(ids) > longest:
-        return f"{len(ids)} tokens, requested 1 to {longest}"
+    least = 0 if finish == "abort" else 1
+    if not least <= len(ids) <= longest:
+        return f"{len(ids)} tokens, requested {least} to {longest}"
     if not all(0 <= token < request.vocab_size for token in ids):
         return f"a token outside the vocabulary of {request.vocab_size}"
-    if finish not in ("stop", "length"):
+    if finish not in ("stop", "length", "abort"):
         return f"finish reason {finish!r}"
-    if (finish == "stop") != (ids[-1] in request.sampling.stop_token_ids):
+    if (finish == "stop") != (ids[-1:] != () and ids[-1] in request.sampling.stop_token_ids):
         return f"finish reason {finish!r} with last token {ids[-1]}"
     if finish == "length" and len(ids) != longest:
         return f"finish reason 'length' after {len(ids)} of {longest} tokens"

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.records import Sampling
+from stable_opd_mcore.records import FinishReason, Sampling
 
 _EXCLUDED_LOGIT_BIAS = -1e9  # gives probability 0; JSON has no infinity
 # Every sampling setting is sent: for those left out, a server may have defaults of its own.
@@ -30,7 +30,7 @@ class Completion:
 
     token_ids: tuple[int, ...]  # with its stop token
     logprobs: tuple[float, ...]  # per token, full softmax at the sampling temperature
-    finish_reason: str  # "stop" or "length"
+    finish_reason: FinishReason
     weight_versions: tuple[str, ...]  # in order; several if the weights changed during the response
     cached_tokens: int  # prompt tokens that the server's prefix cache held
     # int16 [prompt and response tokens - 1, layers, experts of a token]; None: not requested

@@ -180,7 +180,9 @@ def _members(
         url, api_key = addresses[place.name]
         timeout = sglang.request_timeout_seconds
         client = SglangClient(url, api_key=api_key, request_timeout_seconds=timeout)
-        members.append(Member(place.name, client, own.get(place.name), tensor=topology.tensor))
+        leaders = len(place.data_ranks)
+        server = own.get(place.name)
+        members.append(Member(place.name, client, server, topology.tensor, leaders=leaders))
     return members
 
 

@@ -4,26 +4,32 @@ Each data-parallel rank's first rank (its leader) talks to its share of the serv
 share with other leaders. Global rank 0 sends the weights to all servers; through shared memory each
 data-parallel rank sends them to the servers that it started. Ordering:
 
-- `publish` waits for rollouts in flight; then every rank takes part in sending, and
-  again while some server failed and a restart is left. It never raises for a server, because the
-  step is finished and its weights are good. The next `generate` raises EngineLost instead, when the
-  training state is complete and can be saved.
+- `publish` pauses the requests: with rollout.partial they are aborted, else those in flight are
+  waited for. Then every rank takes part in sending, and again while some server failed and a
+  restart is left. It never raises for a server, because the step is finished and its weights are
+  good. The next `generate` raises EngineLost instead, when the training state is complete and can
+  be saved.
+- Without rollout.partial servers take new weights only every max_staleness - 1 updates, so that
+  few responses have to be waited for. Any other `publish` only records the version; what is not
+  drawn ahead, an evaluation say, needs the current weights, which are then sent first.
+- `prefetch` queues a step's requests. They may be in flight from then on until the `generate` of
+  that step, over several publishes. The first token of a response is at most max_staleness
+  versions older than the weights that its step updates: older responses are dropped.
 - `generate` draws what was not drawn ahead. What no server could draw is drawn after a restart and
   another publish of the same weights. All ranks loop together, so that their collectives match.
-- `prefetch` draws in a thread that makes no collective call.
 - Colocated, `publish` only records the version. `generate` takes the GPU: the trainer's parts but
   the student move to the host, servers resume, they receive the weights, the student moves too, and
   only then they draw. They keep the GPU, for another evaluation batch say, until the trainer holds
   a part again (parallel/device_memory.py); then they release it.
 
-Not here: one rank's requests (fleet.py), one publish (sync.py), the transfer of weights
-(transports.py).
+Not here: one rank's requests (dispatch.py) and servers (fleet.py), one publish (sync.py), the
+transfer of weights (transports.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -37,15 +43,9 @@ from stable_opd_mcore.parallel.world import World, broadcast_object, gather_obje
 from stable_opd_mcore.planning.topology import server_dtype
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.engine import EngineLost, RolloutEngine, check_prompts
+from stable_opd_mcore.rollout.sglang.dispatch import Dispatcher
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, ServerStatus, one_per_server
-from stable_opd_mcore.rollout.sglang.group import in_daemon
-from stable_opd_mcore.rollout.sglang.records import (
-    Decode,
-    Draw,
-    cached_share,
-    rollouts_of,
-    routing_of,
-)
+from stable_opd_mcore.rollout.sglang.records import Decode, Draw, Job, answer_of, routing_of
 from stable_opd_mcore.rollout.sglang.sync import publish_weights
 from stable_opd_mcore.rollout.sglang.transports import Target, Transport
 from stable_opd_mcore.serving.client import SglangClient
@@ -71,16 +71,20 @@ class SglangEngine(RolloutEngine):
 
     def __post_init__(self) -> None:
         self.weight_version = -1  # nothing is published yet
+        self._sent_version = -1  # the newest version that was sent to all servers
         self._architecture = architecture_of(self.chunks)
         self._is_leader = is_leader(self.world)
         self._ahead: dict[int, Draw] = {}  # by step
         self._held: dict[int, dict[tuple[str, int], Rollout]] = {}  # restored rollouts, by step
+        self._longest: dict[str, int] = {}  # tokens of the longest response, by prompt
+        self._dispatcher = Dispatcher(self.fleet)
         self._num_publishes = 0
         self._lost: str | None = None  # why some rank's fleet cannot go on
         self._metrics = Metrics()
 
     def close(self) -> None:
         """End the servers that this run started."""
+        self._dispatcher.close()
         self.fleet.stop()
 
     # ---- drawing
@@ -94,27 +98,29 @@ class SglangEngine(RolloutEngine):
             UserError: a prompt that the model cannot take; nothing was sent.
             EngineLost: neither a server nor a restart is left.
         """
-        requests = self._requests(prompts, sampling)
+        self._check(prompts, sampling)
         if self.weight_version < 0:
             self.publish(0)  # servers start with random weights
         self._raise_if_lost()
         if self.config.is_colocated:
             self._take_gpu()
-        held = self._held.pop(step, {})
-        answers = self._take_ahead(prompts, sampling, step)
-        if self._is_leader:
-            drawn_here = [i for i, p in enumerate(prompts) if (p.prompt_id, 0) not in held]
+        draw = self._ahead.get(step)
+        if draw is not None and (draw.prompts, draw.sampling) == (tuple(prompts), sampling):
+            del self._ahead[step]
         else:
-            drawn_here = []
-        self._draw_missing(requests, answers, drawn_here)
-        rollouts: list[Rollout] = []  # only leaders have any
-        if self._is_leader:
-            rollouts = [
-                rollout
-                for prompt, answer in zip(prompts, answers, strict=True)
-                for rollout in rollouts_of(prompt, answer, held, sampling.num_samples, self.decode)
-            ]
-            self._metrics = self._metrics | cached_share(requests, answers)
+            draw = None  # it is an evaluation, or nothing was drawn ahead
+        if self._sent_version != self.weight_version and any(gather_objects(draw is None)):
+            self._update_servers()
+        if draw is None:
+            oldest = self.weight_version - self.config.rollout.max_staleness
+            draw = self._start(prompts, sampling, step, oldest)
+        self._finish(draw)
+        rollouts = draw.rollouts(self.decode)  # only leaders have any
+        longest = {r.prompt.prompt_id: 0 for r in rollouts}
+        for rollout in rollouts:
+            length = len(rollout.token_ids)
+            longest[rollout.prompt.prompt_id] = max(length, longest[rollout.prompt.prompt_id])
+        self._longest |= longest
         return broadcast_object(rollouts, self.world.model_group)
 
     def _take_gpu(self) -> None:
@@ -127,114 +133,121 @@ class SglangEngine(RolloutEngine):
         left = Metrics({"memory/left_gib": Max(self.memory.bytes_left() / 2**30)})
         self._metrics = self._metrics | left
 
-    def _draw_missing(
-        self,
-        requests: Sequence[Generation],
-        answers: list[list[Completion] | None],
-        drawn_here: Sequence[int],
-    ) -> None:
-        """Draw the answers that are None, of the requests `drawn_here`. Collective.
+    def _start(self, prompts: Sequence[Prompt], sampling: Sampling, step: int, oldest: int) -> Draw:
+        """Queue the requests for what the checkpoint lacks.
+
+        Args:
+            oldest: the first version of the weights from which tokens are accepted.
+        """
+        held = self._held.pop(step, {})
+        jobs: list[Job] = []
+        if self._is_leader:
+            samples, accept = range(sampling.num_samples), self._accept(oldest)
+            jobs = [
+                Job(
+                    request,
+                    accept,
+                    [answer_of(held.get((prompt.prompt_id, sample))) for sample in samples],
+                    step,
+                    self._longest.get(prompt.prompt_id),
+                )
+                for prompt, request in zip(prompts, self._requests(prompts, sampling), strict=True)
+            ]
+            self._dispatcher.submit(jobs)
+        return Draw(tuple(prompts), sampling, jobs)
+
+    def _finish(self, draw: Draw) -> None:
+        """Wait for the draw's responses; give servers that came back the weights. Collective.
 
         Raises:
             EngineLost: as `generate`.
         """
         rounds = 0  # without a usable response although no server is being restarted
         while True:
-            missing = [i for i in drawn_here if answers[i] is None]
-            if missing:
-                accept = self._accept(self.config.rollout.max_staleness)
-                drawn = self.fleet.draw([requests[i] for i in missing], accept)
-                for i, answer in zip(missing, drawn, strict=True):
-                    answers[i] = answer
-                missing = [i for i in missing if answers[i] is None]
-            if not any(gather_objects(bool(missing))):
+            self._dispatcher.wait(draw.jobs)
+            is_missing = not all(job.is_done for job in draw.jobs)
+            if not any(gather_objects(is_missing)):
                 return
-            if missing and not self.fleet.is_restarting:
+            if is_missing and not self.fleet.is_restarting:
                 rounds += 1
                 if rounds == _MAX_ROUNDS:
                     self.fleet.lose(f"no usable rollouts after {rounds} rounds")
-            self._await_ahead()  # a server that is sent weights drops its requests
-            self._send_weights(resent=True)
+            with self._paused():
+                self._send_weights(resent=True)
             self._raise_if_lost()
 
     def prefetch(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int, weight_version: int
     ) -> None:
-        """Start drawing `step`'s rollouts from the current weights; `generate` collects them."""
-        if step in self._ahead or step in self._held:
-            return
+        """See `RolloutEngine.prefetch`. Does nothing while the servers' weights are too old."""
+        self._check(prompts, sampling)
         if self.weight_version < 0:
             self.publish(0)  # servers start with random weights
-        requests = self._requests(prompts, sampling)
-        max_age = self.config.rollout.max_staleness - (weight_version - self.weight_version)
-        accept = self._accept(max_age)
-        answers = in_daemon(lambda: self.fleet.draw(requests, accept), "prefetch")
-        self._ahead[step] = Draw(step, tuple(prompts), sampling, answers)
+        oldest = weight_version - self.config.rollout.max_staleness
+        if step not in self._ahead and self._sent_version >= oldest:
+            self._ahead[step] = self._start(prompts, sampling, step, oldest)
 
     def in_flight(self) -> dict[int, list[Rollout]]:
-        """See `RolloutEngine.in_flight`. Waits for the rollouts; leaves incomplete prompts out."""
-        drawn: dict[int, list[Rollout]] = {}
-        for step, ahead in self._ahead.items():
-            rollouts = [  # only leaders have any
-                rollout
-                for prompt, answer in zip(ahead.prompts, ahead.answers.result(), strict=True)
-                if answer is not None
-                for rollout in rollouts_of(prompt, answer, {}, len(answer), self.decode)
-            ]
-            drawn[step] = broadcast_object(rollouts, self.world.model_group)
-        return drawn
+        """See `RolloutEngine.in_flight`. With rollout.partial unfinished responses are interrupted
+        and then go on; else those that servers draw now are waited for."""
+        with self._paused():
+            drawn = {step: draw.rollouts(self.decode) for step, draw in self._ahead.items()}
+        group = self.world.model_group
+        return {step: broadcast_object(rollouts, group) for step, rollouts in drawn.items()}
 
     def restore(self, rollouts: Mapping[int, Sequence[Rollout]]) -> None:
-        """See `RolloutEngine.restore`. `generate` draws only what is missing."""
+        """See `RolloutEngine.restore`. Only what is missing is drawn."""
         for step, held in rollouts.items():
             self._held[step] = {(r.prompt.prompt_id, r.sample_index): r for r in held}
 
     def drop_ahead(self) -> None:
-        """See `RolloutEngine.drop_ahead`. Waits for the rollouts."""
-        self._await_ahead()
+        """See `RolloutEngine.drop_ahead`. The next publish sends the weights at once."""
+        self._dispatcher.pause(abort=True)
+        self._dispatcher.clear()
+        self._dispatcher.resume()
         self._ahead.clear()
         self._held.clear()
+        self._sent_version = -1
 
-    def _await_ahead(self) -> None:
-        wait([ahead.answers for ahead in self._ahead.values()])
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """No request is in flight within."""
+        self._dispatcher.pause(abort=self.config.rollout.partial)
+        yield
+        self._dispatcher.resume()
 
     def take_metrics(self) -> Metrics:
         """See `RolloutEngine.take_metrics`."""
         metrics, self._metrics = self._metrics, Metrics()
-        return metrics | self.fleet.events.take_metrics() if self._is_leader else metrics
+        if not self._is_leader:
+            return metrics
+        return metrics | self.fleet.events.take_metrics() | self._dispatcher.take_metrics()
+
+    def _check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+        window = self._architecture.max_positions
+        check_prompts(prompts, sampling, vocab_size=self.vocab_size, window=window)
 
     def _requests(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Generation]:
-        window, rows = self._architecture.max_positions, self._architecture.vocab_size
-        check_prompts(prompts, sampling, vocab_size=self.vocab_size, window=window)
+        rows = self._architecture.vocab_size
         routing = routing_of(self._architecture) if self.config.rollout.routing_replay else None
         return [
             Generation(prompt.token_ids, sampling, self.vocab_size, rows, routing)
             for prompt in prompts
         ]
 
-    def _accept(self, max_age: int) -> Callable[[Member, Sequence[Completion]], bool]:
-        """A function that refuses responses from weights more than `max_age` versions old."""
-        current = self.weight_version
+    def _accept(self, oldest: int) -> Callable[[Member, Sequence[Completion]], bool]:
+        """A function that refuses responses from weights before version `oldest`."""
 
-        def accept(member: Member, answer: Sequence[Completion]) -> bool:
-            versions = {version for completion in answer for version in completion.weight_versions}
-            if all(v.isdecimal() and 0 <= current - int(v) <= max_age for v in versions):
+        def accept(member: Member, pieces: Sequence[Completion]) -> bool:
+            versions = {version for piece in pieces for version in piece.weight_versions}
+            if all(v.isdecimal() and oldest <= int(v) <= self.weight_version for v in versions):
                 return True
             self.fleet.weights_outdated(member)
-            detail = f"weights {sorted(versions)}, expected {current}"
-            self.fleet.events.add("stale", member.name, detail, count=len(answer))
+            detail = f"weights {sorted(versions)}, expected {self.weight_version}"
+            self.fleet.events.add("stale", member.name, detail, count=len(pieces))
             return False
 
         return accept
-
-    def _take_ahead(
-        self, prompts: Sequence[Prompt], sampling: Sampling, step: int
-    ) -> list[list[Completion] | None]:
-        """What was drawn ahead if it is for this call (it may be an evaluation); else nothing."""
-        ahead, call = self._ahead.get(step), (step, sampling, tuple(prompts))
-        if ahead is None or (ahead.step, ahead.sampling, ahead.prompts) != call:
-            return [None] * len(prompts)
-        return self._ahead.pop(step).answers.result()
 
     # ---- weights
 
@@ -245,12 +258,20 @@ class SglangEngine(RolloutEngine):
         """
         if weight_version == self.weight_version:
             return
-        self._await_ahead()
         self.weight_version = weight_version
-        for member in self.fleet.members:
-            self.fleet.weights_outdated(member)
-        if not self.config.is_colocated:
-            self._send_weights(resent=False)
+        rollout = self.config.rollout
+        interval = 1 if rollout.partial else max(1, rollout.max_staleness - 1)
+        if self._sent_version < 0 or weight_version >= self._sent_version + interval:
+            self._update_servers()
+
+    def _update_servers(self) -> None:
+        """Send every server the current weights; colocated ones when they next draw."""
+        with self._paused():
+            self._sent_version = self.weight_version
+            for member in self.fleet.members:
+                self.fleet.weights_outdated(member)
+            if not self.config.is_colocated:
+                self._send_weights(resent=False)
 
     def _send_weights(self, *, resent: bool) -> None:
         """Send until every server has the weights or some fleet is lost. Collective."""

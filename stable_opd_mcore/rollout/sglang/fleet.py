@@ -1,34 +1,26 @@
-"""One data-parallel rank's servers: many requests in flight, none of them lost or counted twice.
+"""One data-parallel rank's servers: which of them may be sent requests.
 
-A request goes to the ready server with the fewest requests in flight. A server that fails takes no
-more requests; this run's own servers are killed and restarted at once, while the others work on.
-The failed server's requests go to the others; a request without any server left returns None.
+A server that fails takes no more requests; this run's own servers are killed and restarted at once,
+while the others work on. Servers with requests in flight are probed all the time.
 
 States of a member: restarting -> needs_weights -> ready -> failed -> restarting ... Only
 `weights_arrived` makes a member ready. Colocated ones are `released` while the trainer has the GPU,
-and need weights afterwards. Not here: sending weights (sync.py), agreement between ranks
-(engine.py).
+and need weights afterwards. Not here: requests (dispatch.py), sending weights (sync.py), agreement
+between ranks (engine.py).
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from stable_opd_mcore.config.rollouts import SglangConfig
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.serving import timeouts
-from stable_opd_mcore.serving.client import (
-    ATTEMPTS,
-    RefusedRequest,
-    ServerFailure,
-    SglangClient,
-    pause_seconds,
-)
+from stable_opd_mcore.serving.client import RefusedRequest, ServerFailure, SglangClient
 from stable_opd_mcore.serving.compiling import CompilerWatch
 from stable_opd_mcore.serving.process import (
     ServerStartError,
@@ -37,9 +29,7 @@ from stable_opd_mcore.serving.process import (
     await_answer,
     check_release,
 )
-from stable_opd_mcore.serving.requests import Completion, Generation
 
-_MAX_IN_FLIGHT = 256  # per server, which batches and queues them itself
 _MAX_MISSED_PROBES = 2
 RESTART_WINDOW_MINUTES = 60.0  # over which max_restarts counts
 
@@ -53,7 +43,12 @@ class Member:
     server: SglangServer | None  # None: external, so this run cannot restart it
     tensor: int = 1  # tensor-parallel ranks; an external server states its own
     state: str = "restarting"  # restarting | released | needs_weights | ready | failed
-    in_flight: int = 0
+    leaders: int = 1  # data-parallel ranks that share the server
+    in_flight: int = 0  # requests of this rank
+    responses_in_flight: int = 0
+    tokens_in_flight: int = 0  # places that they are expected to take in the server's cache
+    max_responses: int = 2**31  # in flight at a time; what this rank may have of the server's
+    max_tokens: int = 2**63
     missed_probes: int = 0
     life: int = 0  # the number of failures so far; each ends the server's process groups
 
@@ -79,7 +74,7 @@ class ServerStatus:
 
 @dataclass(eq=False)
 class Fleet:
-    """Draws responses until each request is answered or no member is ready."""
+    """Members, their starts, failures and restarts."""
 
     members: Sequence[Member]
     events: EventLog
@@ -91,9 +86,9 @@ class Fleet:
     def __post_init__(self) -> None:
         self.lost: str | None = None  # why the fleet cannot go on
         self._restarts: deque[float] = deque()  # when, in monotonic seconds, the oldest first
-        self._redrawn: Counter[str] = Counter()  # responses to draw again, by the failed member
-        self._retried: Counter[str] = Counter()  # requests repeated to the same member
-        self._watcher: threading.Thread | None = None  # of the newest draw
+        self._watcher: threading.Thread | None = None
+        self._probing = threading.Lock()  # held during a health probe
+        self._stopped = threading.Event()
         self._lock = threading.RLock()
 
     @property
@@ -110,40 +105,11 @@ class Fleet:
 
     def stop(self) -> None:
         """End this run's servers and close all connections."""
+        self._stopped.set()
         for member in self.members:
             member.client.close()
             if member.server is not None:
                 member.server.stop()
-
-    def draw(
-        self,
-        requests: Sequence[Generation],
-        accept: Callable[[Member, Sequence[Completion]], bool],
-    ) -> list[list[Completion] | None]:
-        """Responses in the order of the requests; None where no server was ready.
-
-        Args:
-            accept: whether a member's responses come from allowed weights; others are drawn again.
-        """
-        if not requests or not self.members:
-            return [None] * len(requests)
-        done = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, args=(done,), daemon=True)
-        self._watcher.start()
-        num_threads = min(len(requests), _MAX_IN_FLIGHT * len(self.members))
-        try:
-            with ThreadPoolExecutor(num_threads, thread_name_prefix="draw") as pool:
-                return list(pool.map(lambda request: self._answer(request, accept), requests))
-        finally:
-            done.set()  # not joined: its health probe may take another second
-            for name, count in self._redrawn.items():
-                self.events.add("redrawn", name, f"{count} responses after a failure", count)
-            for name, count in self._retried.items():
-                if count > 1:
-                    detail = f"{count} requests were repeated in all"
-                    self.events.add("retried", name, detail, count - 1)
-            self._redrawn.clear()
-            self._retried.clear()
 
     def fail(self, member: Member, reason: str) -> None:
         """Take a member out of use; kill and restart it if it is this run's and restarts are left.
@@ -151,8 +117,8 @@ class Fleet:
         Without restarts the fleet is lost.
         """
         with self._lock:
-            if member.state in ("failed", "restarting"):
-                return  # another thread has reported the failure
+            if member.state in ("failed", "restarting") or self._stopped.is_set():
+                return  # another thread has reported the failure, or `stop` has ended the request
             member.state = "failed"
             self.events.add("failure", member.name, reason)
             member.reconnect()
@@ -196,8 +162,8 @@ class Fleet:
 
         A server that is being restarted is waited for, because it takes its memory as it starts.
         """
-        if self._watcher is not None:
-            self._watcher.join()  # a server with a queued health probe crashes on release
+        with self._probing:  # a server with a queued health probe crashes on release
+            assert not any(member.in_flight for member in self.members)
         done, tags = ("released", "failed"), ["kv_cache", "weights"]
         while self.lost is None and any(member.state not in done for member in self.members):
             self.await_restarts()
@@ -233,6 +199,9 @@ class Fleet:
             check_release(member.client.release(), member.client.url)
             if member.server is None:
                 member.tensor = member.client.tensor_ranks()  # may differ after each start
+            responses, tokens = member.client.capacity()
+            member.max_responses = max(1, responses // member.leaders)
+            member.max_tokens = tokens // member.leaders
         except (ServerStartError, ServerFailure, RefusedRequest) as error:
             with self._lock:
                 self.events.add("failure", member.name, f"did not start: {error}")
@@ -261,72 +230,35 @@ class Fleet:
         server.start()
         member.state = "restarting"
 
-    def _answer(
-        self, request: Generation, accept: Callable[[Member, Sequence[Completion]], bool]
-    ) -> list[Completion] | None:
-        """Send a request until its responses are accepted; None when no member is ready."""
-        while True:
-            with self._lock:
-                ready = [member for member in self.members if member.state == "ready"]
-                member = min(ready, key=lambda member: member.in_flight, default=None)
-                if member is None:
-                    return None
-                member.in_flight += 1
-            try:
-                answer = self._generate(member, request)
-            finally:
-                with self._lock:
-                    member.in_flight -= 1
-            if answer is None:
-                with self._lock:
-                    self._redrawn[member.name] += request.sampling.num_samples
-            elif accept(member, answer):
-                self.progress()
-                return answer
+    def watch(self) -> None:
+        """Probe members in the background from now on, while requests are in flight."""
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=self._watch, name="health", daemon=True)
+            self._watcher.start()
 
-    def _generate(self, member: Member, request: Generation) -> list[Completion] | None:
-        """The member's responses; after transient failures the request is repeated, then it fails.
-
-        A member whose reply stays unusable is taken out of use.
-        """
-        client, attempt = member.client, 0
-        while True:
-            attempt += 1
-            try:
-                return client.generate(request)
-            except ServerFailure as failure:
-                reason = f"{failure.kind}: {failure.detail}"
-                if client is not member.client:
-                    return None  # the member failed meanwhile, so this request had to fail
-                if attempt == ATTEMPTS or not failure.transient:
-                    self.fail(member, reason)
-                    return None
-                with self._lock:
-                    self._retried[member.name] += 1
-                    if self._retried[member.name] == 1:
-                        self.events.add("retried", member.name, reason)
-                time.sleep(pause_seconds(attempt))
-
-    def _watch(self, done: threading.Event) -> None:
-        """Probe members while requests are in flight, and fail those that do not answer.
-
-        A probe is not missed while servers of this machine compile kernels.
-        """
+    def _watch(self) -> None:
+        """Fail members that do not answer. A probe is not missed while servers of this machine
+        compile kernels."""
         interval = self.settings.health_interval_seconds
         compilers = CompilerWatch()
-        while not done.wait(interval):
+        while not self._stopped.wait(interval):
+            if not any(member.in_flight for member in self.members):
+                continue
             compiled = compilers.has_compiled()
             for member in self.members:
-                if member.state != "ready":
-                    continue
-                if member.client.is_healthy(timeout_seconds=interval):
-                    member.missed_probes = 0
-                    continue
-                if member.server is not None and compiled:
-                    continue
-                member.missed_probes += 1
-                if member.missed_probes >= _MAX_MISSED_PROBES and not done.is_set():
-                    self.fail(member, f"hung: {_MAX_MISSED_PROBES} health probes went unanswered")
+                with self._probing:
+                    if member.state == "ready" and member.in_flight:
+                        self._probe(member, compiled, interval)
+
+    def _probe(self, member: Member, compiled: bool, seconds: float) -> None:
+        if member.client.is_healthy(timeout_seconds=seconds):
+            member.missed_probes = 0
+            return
+        if member.server is not None and compiled:
+            return
+        member.missed_probes += 1
+        if member.missed_probes >= _MAX_MISSED_PROBES and member.in_flight:
+            self.fail(member, f"hung: {_MAX_MISSED_PROBES} health probes went unanswered")
 
 
 def one_per_server(statuses: Sequence[ServerStatus]) -> list[ServerStatus]:

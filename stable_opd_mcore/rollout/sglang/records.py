@@ -2,38 +2,119 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from stable_opd_mcore.metrics import Mean, Metrics
 from stable_opd_mcore.models.families import Architecture
-from stable_opd_mcore.records import Prompt, Rollout, Sampling
+from stable_opd_mcore.records import FinishReason, Prompt, Rollout, Sampling, Segment
+from stable_opd_mcore.rollout.sglang.fleet import Member
 from stable_opd_mcore.serving.requests import Completion, Generation, Routing
 
 Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True)
-class Draw:
-    """Responses being drawn ahead."""
+class Answer:
+    """A response, or its tokens so far: what one request or several, one after the other, drew."""
 
-    step: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    segments: tuple[Segment, ...] = ()
+    finish_reason: FinishReason = "abort"  # "abort": it is not finished
+    routed_experts: np.ndarray | None = None  # as of Rollout; of a response that one request drew
+
+    @property
+    def is_done(self) -> bool:
+        return self.finish_reason != "abort"
+
+    def extended(self, piece: Completion) -> Answer:
+        """This answer and what a further request drew. Tokens of a piece from several versions
+        count as of the oldest."""
+        if not piece.token_ids:
+            return self
+        version = min(int(version) for version in piece.weight_versions)
+        segments, num_tokens = self.segments, len(piece.token_ids)
+        if segments and segments[-1].weight_version == version:
+            num_tokens += segments[-1].num_tokens
+            segments = segments[:-1]
+        return Answer(
+            self.token_ids + piece.token_ids,
+            self.logprobs + piece.logprobs,
+            (*segments, Segment(num_tokens, version)),
+            piece.finish_reason,
+            piece.routed_experts,
+        )
+
+
+@dataclass(eq=False)
+class Job:
+    """The responses to one prompt, while they are drawn."""
+
+    request: Generation  # for all of them, from their first tokens on
+    # whether a member's responses come from allowed weights
+    accept: Callable[[Member, Sequence[Completion]], bool]
+    answers: list[Answer]  # one a sample
+    step: int  # requests of a lower one are sent first
+    expected_tokens: int | None = None  # length of an earlier response; None: unknown
+    number: int = 0  # the order of submission
+
+    @property
+    def is_done(self) -> bool:
+        return all(answer.is_done for answer in self.answers)
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """One request of a job: several samples from their first tokens on, or the rest of one."""
+
+    job: Job
+    samples: tuple[int, ...]
+
+    @property
+    def rank(self) -> tuple[int, int, int, int]:
+        """Its place in the queue; no two tasks have the same."""
+        job = self.job
+        return job.step, -(job.expected_tokens or 0), job.number, self.samples[0]
+
+    def request(self) -> Generation:
+        request, so_far = self.job.request, self.job.answers[self.samples[0]].token_ids
+        left = request.sampling.max_new_tokens - len(so_far)
+        sampling = replace(request.sampling, num_samples=len(self.samples), max_new_tokens=left)
+        return replace(request, token_ids=request.token_ids + so_far, sampling=sampling)
+
+    def num_tokens(self, expected_tokens: int) -> int:
+        """Places in a server's cache that it will take; its samples share the prompt's."""
+        so_far = len(self.job.answers[self.samples[0]].token_ids)
+        longest = self.job.request.sampling.max_new_tokens
+        response = min(max(self.job.expected_tokens or expected_tokens, so_far + 1), longest)
+        return len(self.job.request.token_ids) + len(self.samples) * response
+
+
+def tasks_of(job: Job) -> list[Task]:
+    """The requests that finish the job: one for all samples without tokens, one for each other."""
+    fresh = tuple(i for i, a in enumerate(job.answers) if not a.is_done and not a.token_ids)
+    begun = [(i,) for i, a in enumerate(job.answers) if not a.is_done and a.token_ids]
+    return [Task(job, samples) for samples in ([fresh] if fresh else []) + begun]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The responses to a step's prompts, while they are drawn."""
+
     prompts: tuple[Prompt, ...]
     sampling: Sampling
-    answers: Future[list[list[Completion] | None]]
+    jobs: Sequence[Job]  # one a prompt; none on ranks that are not leaders
 
-
-def cached_share(
-    requests: Sequence[Generation], answers: Sequence[Sequence[Completion] | None]
-) -> Metrics:
-    """The share of prompt tokens that the servers' prefix caches held."""
-    drawn = [(r, c) for r, a in zip(requests, answers, strict=True) for c in a or ()]
-    prompt_tokens = sum(len(request.token_ids) for request, _ in drawn)
-    cached_tokens = sum(completion.cached_tokens for _, completion in drawn)
-    return Metrics({"engine/prefix_cached_share": Mean(cached_tokens, prompt_tokens)})
+    def rollouts(self, decode: Decode) -> list[Rollout]:
+        """All that have a token; the finish_reason of unfinished ones is "abort"."""
+        return [
+            rollout_of(prompt, sample, answer, decode)
+            for prompt, job in zip(self.prompts, self.jobs, strict=bool(self.jobs))
+            for sample, answer in enumerate(job.answers)
+            if answer.token_ids
+        ]
 
 
 def routing_of(architecture: Architecture) -> Routing | None:
@@ -44,26 +125,28 @@ def routing_of(architecture: Architecture) -> Routing | None:
     return Routing(architecture.num_layers, experts.number, experts.per_token)
 
 
-def rollouts_of(
-    prompt: Prompt,
-    answer: Sequence[Completion] | None,
-    held: Mapping[tuple[str, int], Rollout],
-    num_samples: int,
-    decode: Decode,
-) -> list[Rollout]:
-    """The rollouts of one prompt: from `answer`, or from the checkpoint's `held` without one."""
-    if answer is None:
-        return [held[prompt.prompt_id, sample] for sample in range(num_samples)]
-    return [
-        Rollout(
-            prompt=prompt,
-            sample_index=sample,
-            token_ids=np.array(completion.token_ids, np.int32),
-            rollout_logprobs=np.array(completion.logprobs, np.float32),
-            finish_reason="stop" if completion.finish_reason == "stop" else "length",
-            weight_version=min(int(version) for version in completion.weight_versions),
-            text=decode(completion.token_ids[: -1 if completion.finish_reason == "stop" else None]),
-            routed_experts=completion.routed_experts,
-        )
-        for sample, completion in enumerate(answer)
-    ]
+def rollout_of(prompt: Prompt, sample: int, answer: Answer, decode: Decode) -> Rollout:
+    stopped = answer.finish_reason == "stop"
+    return Rollout(
+        prompt=prompt,
+        sample_index=sample,
+        token_ids=np.array(answer.token_ids, np.int32),
+        rollout_logprobs=np.array(answer.logprobs, np.float32),
+        finish_reason=answer.finish_reason,
+        weight_version=answer.segments[0].weight_version,
+        text=decode(answer.token_ids[: -1 if stopped else None]),
+        routed_experts=answer.routed_experts,
+        segments=answer.segments,
+    )
+
+
+def answer_of(rollout: Rollout | None) -> Answer:
+    """A checkpoint's rollout as an answer; without one the answer has no tokens."""
+    if rollout is None:
+        return Answer()
+    return Answer(
+        tuple(rollout.token_ids.tolist()),
+        tuple(rollout.rollout_logprobs.tolist()),
+        rollout.segments,
+        rollout.finish_reason,
+    )

@@ -4,7 +4,6 @@ tests/integration has real servers.
 """
 
 import itertools
-import json
 import threading
 import time
 from pathlib import Path
@@ -13,23 +12,11 @@ import pytest
 
 import stable_opd_mcore.rollout.sglang.fleet as fleet_module
 from stable_opd_mcore.config.rollouts import SglangConfig
-from stable_opd_mcore.records import Sampling
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, ServerStatus, one_per_server
 from stable_opd_mcore.serving.client import SglangClient
 from stable_opd_mcore.serving.process import ServerOptions, SglangServer, free_port
-from stable_opd_mcore.serving.requests import Completion, Generation
 from tests.serving.http_server import Request, http_server
-
-RESPONSE = {
-    "output_ids": [2],
-    "meta_info": {
-        "finish_reason": {"type": "stop"},
-        "output_token_logprobs": [[-0.5, 2, None]],
-        "weight_version": "0",
-        "cached_tokens": 0,
-    },
-}
 
 
 def absent_external(directory: Path) -> Member:
@@ -46,30 +33,6 @@ def silent_owned(directory: Path) -> Member:
     options = ServerOptions(str(program), "model", port=free_port("127.0.0.1"))
     server = SglangServer(options, directory / "server.log")
     return Member("server_0", server.client(), server)
-
-
-class Answering:
-    """A client whose server answers every request with one empty response."""
-
-    def generate(self, request: Generation) -> list[Completion]:
-        return [Completion((), (), "length", ("0",), 0)] * request.sampling.num_samples
-
-    def is_healthy(self, timeout_seconds: float) -> bool:
-        return True
-
-
-def test_each_accepted_answer_is_progress(tmp_path):
-    answers = iter([False, True, True])
-    progress = []
-    fleet = Fleet(
-        [Member("server_0", Answering(), None, state="ready")],  # type: ignore[arg-type]
-        EventLog(tmp_path / "events.jsonl"),
-        SglangConfig(),
-        progress=lambda: progress.append(1),
-    )
-    request = Generation((1,), Sampling(max_new_tokens=4, stop_token_ids=(0,)), vocab_size=8)
-    fleet.draw([request, request], lambda _, __: next(answers))
-    assert len(progress) == 2
 
 
 @pytest.mark.parametrize("member", [absent_external, silent_owned])
@@ -111,10 +74,6 @@ def member_in_use(member: Member) -> Member:
     return member
 
 
-def request() -> Generation:
-    return Generation((1, 2), Sampling(max_new_tokens=1, stop_token_ids=(2,)), vocab_size=5)
-
-
 def fleet_of(path: Path, *urls: str) -> Fleet:
     """External servers that are ready."""
     members = [
@@ -122,60 +81,6 @@ def fleet_of(path: Path, *urls: str) -> Fleet:
     ]
     settings = SglangConfig(max_restarts=0, startup_timeout_seconds=0.1)
     return Fleet(members, EventLog(path / "events.jsonl"), settings)
-
-
-def happened(path: Path) -> list[str]:
-    return [json.loads(line)["event"] for line in (path / "events.jsonl").read_text().splitlines()]
-
-
-BROKEN = [
-    (500, b""),
-    (429, b"too many requests"),
-    (200, b"<html>"),
-    (200, b"[]"),
-    (200, b'{"output_ids": [1e999]}'),
-    (200, json.dumps(RESPONSE | {"output_ids": [4096]}).encode()),
-    (200, json.dumps({"output_ids": [2], "meta_info": {}}).encode()),
-]
-GOOD = (200, json.dumps(RESPONSE).encode())
-
-
-def test_broken_replies_are_repeated_and_counted(tmp_path, monkeypatch):
-    """Half of the replies are broken in some way; every request is answered once."""
-    monkeypatch.setattr(fleet_module, "pause_seconds", lambda attempt: 0.0)
-    replies = itertools.chain.from_iterable((reply, GOOD) for reply in BROKEN)
-    with http_server(lambda _: next(replies, GOOD)) as url:
-        fleet = fleet_of(tmp_path, url)
-        for _ in BROKEN:
-            (answer,) = fleet.draw([request()], lambda *_: True)
-            assert [completion.token_ids for completion in answer or ()] == [(2,)]
-    assert next(replies, None) is None
-    assert fleet.members[0].state == "ready"
-    assert happened(tmp_path) == ["retried"] * len(BROKEN)
-
-
-def test_a_failing_servers_requests_go_to_the_other_server(tmp_path, monkeypatch):
-    monkeypatch.setattr(fleet_module, "pause_seconds", lambda attempt: 0.0)
-    with http_server(lambda _: (502, b"")) as fails, http_server(lambda _: GOOD) as answers:
-        fleet = fleet_of(tmp_path, fails, answers)
-        assert None not in fleet.draw([request()] * 10, lambda *_: True)
-    assert [member.state for member in fleet.members] == ["restarting", "ready"]
-    kinds = happened(tmp_path)
-    assert kinds.index("retried") < kinds.index("failure") < kinds.index("redrawn")
-    assert "HTTP 502" in (tmp_path / "events.jsonl").read_text()
-
-
-def test_without_a_server_a_request_has_no_answer(tmp_path):
-    """Its only server's responses come from old weights, and are dropped."""
-    with http_server(lambda _: GOOD) as url:
-        fleet = fleet_of(tmp_path, url)
-
-        def refuse(member: Member, answer: object) -> bool:
-            fleet.weights_outdated(member)
-            return False
-
-        assert fleet.draw([request()], refuse) == [None]
-    assert fleet.members[0].state == "needs_weights"
 
 
 def test_too_old_a_release_is_refused_before_any_weights(tmp_path):
@@ -210,7 +115,7 @@ def test_the_gpu_is_given_to_the_trainer_and_back(tmp_path):
 
 
 def test_a_server_that_compiles_does_not_count_as_hung(tmp_path, monkeypatch):
-    """Its only answer comes when its compilers stand still; every probe before it is missed."""
+    """Every probe is missed; the fourth is the first for which its compilers stood still."""
     work = iter([True] * 4)
     answered = threading.Event()
 
@@ -218,21 +123,22 @@ def test_a_server_that_compiles_does_not_count_as_hung(tmp_path, monkeypatch):
         def has_compiled(self) -> bool:
             return next(work, None) or bool(answered.set())
 
-    class Compiling(Answering):
-        def generate(self, request: Generation) -> list[Completion]:
-            assert answered.wait(30)
-            return super().generate(request)
-
+    class Silent:
         def is_healthy(self, timeout_seconds: float) -> bool:
             return False
 
+        def close(self) -> None:
+            pass
+
     monkeypatch.setattr(fleet_module, "CompilerWatch", Watch)
     member = silent_owned(tmp_path)
-    member.client, member.state = Compiling(), "ready"  # type: ignore[assignment]
+    member.client, member.state, member.in_flight = Silent(), "ready", 1  # type: ignore[assignment]
     settings = SglangConfig(health_interval_seconds=0.05)
     fleet = Fleet([member], EventLog(tmp_path / "events.jsonl"), settings)
-    assert fleet.draw([request()], lambda *_: True) != [None]
+    fleet.watch()
+    assert answered.wait(30)
     assert member.state == "ready"
+    fleet.stop()
 
 
 def status(name: str, state: str, life: int = 0, sender: int | None = 0) -> ServerStatus:
