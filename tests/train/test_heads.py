@@ -42,14 +42,16 @@ def count_products_of_each_objective(rank: int, world_size: int, directory: Path
     # the heads of student and reference.
     assert products_per_token(directory, "two_minibatches", RETURNS, 2) == [2, 1, 1]
     assert products_per_token(directory, "one_minibatch", RETURNS, 1) == [2, 1, 2]
+    # The old policy of stale rollouts is the engine's, so the behaviour policy is not scored.
+    assert products_per_token(directory, "stale", RETURNS, 2, max_staleness=1) == [2, 1, 2]
 
 
 def products_per_token(
-    directory: Path, name: str, objective: dict[str, Any], minibatches: int
+    directory: Path, name: str, objective: dict[str, Any], minibatches: int, **rollout: int
 ) -> list[float]:
     """Rows multiplied per trained token in one step, of [student, teacher, reference] head."""
     train = {"minibatches": minibatches}
-    config = tiny_config(directory, name, objective=objective, train=train)
+    config = tiny_config(directory, name, objective=objective, train=train, rollout=rollout)
     run = build_run(config, start_world(config.parallel, 0))
     assert run.head
     assert run.teacher
