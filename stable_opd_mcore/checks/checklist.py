@@ -70,6 +70,7 @@ OF_A_RUN: tuple[Check, ...] = (
     sampling.teacher_window,
     sampling.rotary_base,
     sampling.nucleus,
+    sampling.mixed_groups,
     layout.layout,
     layout.memory,
     layout.deterministic_attention,

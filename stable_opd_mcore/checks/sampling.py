@@ -58,6 +58,13 @@ def nucleus(known: Known) -> Iterator[Finding]:
         yield finding("usual-nucleus" if usual else "nucleus", top_p=top_p)
 
 
+def mixed_groups(known: Known) -> Iterator[Finding]:
+    """Responses of one prompt from several weights, whose rewards are compared."""
+    settings = known.config.rollout
+    if known.objective.needs_rewards and settings.partial:
+        yield finding("mixed-groups", name=known.objective.name, count=settings.samples_per_prompt)
+
+
 def embedding_rows(known: Known) -> None:
     """Embeddings with fewer rows than the tokenizer has tokens; `train` refuses them."""
     for settings, model in known.models.values():

@@ -97,6 +97,10 @@ _ALL: dict[str, tuple[str, str]] = {
     "kl/reference": ("KL(student || reference) on visited prefixes, as in the loss", "nats/token"),
     "kl/beta": ("weight of the KL to the reference in the step", ""),
     "mixture/lambda": ("weight of the golden solutions in the step", ""),
+    "rollout/mixed_groups": (
+        "share of prompts whose responses have not all the same weight versions",
+        "share",
+    ),
     "rollout/max_new_tokens": ("longest response that the step allows", "tokens"),
     "kl/reference_sampled": ("KL(student || reference), sampled: mean log-ratio", "nats/token"),
     **_split("entropy/student", "mean entropy of the student on visited prefixes", "nats"),

@@ -44,12 +44,15 @@ class DrawnAhead:
             weight_version: of the weights that the step will update.
         """
         held = self._held[step].rollouts if self.has(step, sampling) else {}
+        no_tokens, no_logprobs = np.empty(0, np.int32), np.empty(0, np.float32)
         oldest, begun = weight_version - self._max_staleness, []
         for prompt in prompts:
             for sample in range(sampling.num_samples):
                 rollout = held.get((prompt.prompt_id, sample))
                 if rollout is None or not _serves(rollout, prompt, sampling, oldest):
-                    rollout = Rollout(prompt, sample, (), (), "abort", weight_version)
+                    rollout = Rollout(
+                        prompt, sample, no_tokens, no_logprobs, "abort", weight_version
+                    )
                 begun.append(rollout)
         return begun
 

@@ -38,6 +38,16 @@ CASES = {  # check, sections -> severity and the two values
         {"sampling": {"top_p": 0.9}},
         ("warning", "0.9", "the full softmax, top_p 1"),
     ),
+    "groups of several weights": (
+        sampling.mixed_groups,
+        {
+            "rollout": {"max_staleness": 1, "partial": True, "samples_per_prompt": 4},
+            "objective": {"name": "grpo"},
+            "teacher": None,
+            "kl": {"beta": 0},
+        },
+        ("warning", "true", "4"),
+    ),
     "the nucleus of LSM's recipe": (
         sampling.nucleus,
         {"sampling": {"top_p": 0.9}, "objective": {"name": "lsm"}},
@@ -58,12 +68,18 @@ def test_a_setting_that_does_not_fit_is_found(case, tmp_path):
     "sections",
     [
         {},
+        {"rollout": {"max_staleness": 1, "partial": True}},
         {"student": long_student(rope_theta=40000.0), "sampling": LONG},
         {"student": long_student(), "sampling": {"max_new_tokens": 2048}},
     ],
 )
 def test_settings_that_fit_give_no_finding(sections, tmp_path):
-    for check in (sampling.student_window, sampling.rotary_base, sampling.nucleus):
+    for check in (
+        sampling.student_window,
+        sampling.rotary_base,
+        sampling.nucleus,
+        sampling.mixed_groups,
+    ):
         assert list(check(known(tmp_path, **sections))) == []
     if not sections:
         assert list(sampling.teacher_window(known(tmp_path))) == []

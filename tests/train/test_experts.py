@@ -34,11 +34,13 @@ MIXTURE = tiny_architecture(
     moe_intermediate_size=12,
     norm_topk_prob=True,
 )
+ROLLOUT = {"prompts_per_step": 5, "samples_per_prompt": 1}  # unequal shares of four ranks
+AHEAD = {"max_staleness": 1, "partial": True}
 # That run has a student with experts, a dense teacher, and the distributed optimizer.
 OTHERS: dict[str, tuple[dict, dict]] = {
     "plain_optimizer": (
         {"expert": 4, "tensor": 2, "sequence": True},
-        {"optimizer": {"distributed": False}},
+        {"optimizer": {"distributed": False}, "rollout": ROLLOUT | AHEAD},
     ),
     "dense_student": (
         LAYOUTS["ep4"],
@@ -56,7 +58,7 @@ def config_of(directory: Path, name: str, steps: int = 2, **sections: Any) -> Co
     sections = {
         "student": {"architecture": MIXTURE},
         "teacher": {"architecture": tiny_architecture(24, 2)},
-        "rollout": {"prompts_per_step": 5, "samples_per_prompt": 1},  # unequal shares of four ranks
+        "rollout": ROLLOUT,
         "sampling": {"max_new_tokens": 8},
         **sections,
         "train": {"steps": steps, "micro_batch_tokens": 96, **sections.get("train", {})},

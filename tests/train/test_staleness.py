@@ -1,0 +1,179 @@
+"""Runs whose rollouts are drawn ahead: the bound on their age, and their resume.
+
+The embedded engine draws them, so every run is the same each time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from torch.multiprocessing import ProcessExitedException
+
+from stable_opd_mcore.data.rollout_files import read_rollouts, rollout_path
+from stable_opd_mcore.train import loop
+from stable_opd_mcore.train.loop import train
+from tests.parallel.launch import run_ranks
+from tests.train.runs import metrics_of, tiny_architecture, tiny_config
+
+pytestmark = pytest.mark.slow
+
+STEPS = 8
+KILLED_AT = 5  # its row is written, and its checkpoint is not
+SCHEDULES = [(0, False), (1, False), (1, True), (3, False), (3, True)]  # max_staleness, partial
+HELD_OUT = {
+    "train": {"path": "synthetic:arithmetic", "options": {"rows": 7}},  # epochs end inside steps
+    "eval": {"path": "synthetic:arithmetic", "split": "test", "options": {"rows": 4}},
+}
+
+
+def config_of(directory: Path, name: str, max_staleness: int, partial: bool, **sections):
+    sections = {"sampling": {"max_new_tokens": 8}, "checkpoint": {"every": 0}, **sections}
+    return tiny_config(
+        directory,
+        name,
+        student={"architecture": tiny_architecture(16, 2)},
+        teacher={"architecture": tiny_architecture(16, 2)},
+        rollout={
+            "prompts_per_step": 3,
+            "samples_per_prompt": 2,
+            "max_staleness": max_staleness,
+            "partial": partial,
+        },
+        data=HELD_OUT,
+        evaluation={"every": 3, "temperature": 1.0},
+        train={"steps": STEPS},
+        **sections,
+    )
+
+
+def name_of(schedule: tuple[int, bool]) -> str:
+    return "{}_{}".format(*schedule)
+
+
+def run_schedules(rank: int, world_size: int, directory: str) -> None:
+    for schedule in SCHEDULES:
+        train(config_of(Path(directory), name_of(schedule), *schedule), show_progress=False)
+    horizon = {"max_new_tokens": 8, "horizon_start": 2, "horizon_steps": 6}
+    config = config_of(Path(directory), "horizon", 2, True, sampling=horizon)
+    train(config, show_progress=False)
+
+
+def run_with_checkpoints(rank: int, world_size: int, directory: str, name: str) -> None:
+    checkpoint = {"every": 2, "keep": 5, "asynchronous": False}  # complete before the kill
+    train(config_of(Path(directory), name, 2, True, checkpoint=checkpoint), show_progress=False)
+
+
+def run_and_die(rank: int, world_size: int, directory: str, name: str) -> None:
+    write = loop.write_actions
+
+    def write_and_die(sinks, step, actions, now):
+        write(sinks, step, actions, now)
+        if step == KILLED_AT:
+            os._exit(9)
+
+    loop.write_actions = write_and_die
+    run_with_checkpoints(rank, world_size, directory, name)
+
+
+@pytest.fixture(scope="module")
+def schedules(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("schedules")
+    run_ranks(1, run_schedules, str(directory))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """`whole`, and `killed` after a checkpoint of step 4 with its rollouts in flight."""
+    directory = tmp_path_factory.mktemp("runs")
+    run_ranks(1, run_with_checkpoints, str(directory), "whole")
+    with pytest.raises(ProcessExitedException):
+        run_ranks(1, run_and_die, str(directory), "killed")
+    shutil.copytree(directory / "killed", directory / "on_two_ranks")
+    return directory
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_first_tokens_are_as_old_as_the_bound_says(schedules, schedule):
+    max_staleness, partial = schedule
+    run = schedules / name_of(schedule)
+    for trained in range(STEPS):  # the version that step `trained` + 1 updates
+        rollouts = read_rollouts(rollout_path(run, trained + 1))
+        assert len(rollouts) == 6
+        for rollout in rollouts:
+            versions = [segment.weight_version for segment in rollout.segments]
+            assert versions[0] == rollout.weight_version == max(0, trained - max_staleness)
+            assert versions == list(range(versions[0], versions[0] + len(versions)))
+            assert versions[-1] <= trained
+            assert rollout.finish_reason in ("stop", "length")
+            if rollout.finish_reason == "length":
+                assert len(rollout.token_ids) == 8
+                assert len(versions) == (min(max_staleness, trained) + 1 if partial else 1)
+    rows = metrics_of(run)
+    evaluated = [row["step"] for row in rows if row.get("eval/accuracy") is not None]
+    assert evaluated == [0, 3, 6, STEPS]
+    if max_staleness:
+        key = f"perf/staleness_{max_staleness}"
+        assert [row[key] for row in rows if row["step"] > max_staleness] == [1] * (
+            STEPS - max_staleness
+        )
+
+
+def test_evaluations_do_not_touch_what_is_drawn_ahead(schedules):
+    """At step 0 all schedules have the same weights."""
+    assert len({json.dumps(metrics_of(schedules / name_of(s))[0]) for s in SCHEDULES}) == 1
+
+
+def test_a_growing_length_budget_holds_for_each_step(schedules):
+    for step, budget in enumerate((2, 3, 4, 5, 6, 7, 8, 8), start=1):
+        rollouts = read_rollouts(rollout_path(schedules / "horizon", step))
+        lengths = {r.finish_reason: len(r.token_ids) for r in rollouts}
+        assert lengths["length"] == budget
+        assert max(len(rollout.token_ids) for rollout in rollouts) == budget
+
+
+def in_flight(run: Path, checkpoint: int) -> dict[int, list]:
+    folder = run / "in_flight" / f"step_{checkpoint:06d}"
+    return {int(path.stem[5:]): read_rollouts(path) for path in sorted(folder.iterdir())}
+
+
+def assert_trained_on(run: Path, held: dict[int, list]) -> None:
+    """Each sampled token is in the rollouts of its step, as it was."""
+    for step, rollouts in held.items():
+        trained = {
+            (r.prompt.prompt_id, r.sample_index): r
+            for r in read_rollouts(rollout_path(run, step + 1))
+        }
+        for before in rollouts:
+            after = trained[before.prompt.prompt_id, before.sample_index]
+            count = len(before.token_ids)
+            assert after.token_ids[:count].tolist() == before.token_ids.tolist()
+            assert after.rollout_logprobs[:count].tolist() == before.rollout_logprobs.tolist()
+            assert after.segments[: len(before.segments)] == before.segments
+
+
+def test_a_killed_run_repeats_its_metrics_and_loses_no_token(runs):
+    held = in_flight(runs / "killed", 4)
+    assert list(held) == [4, 5]
+    unfinished = [r for r in held[4] if r.finish_reason == "abort"]
+    assert {len(r.segments) for r in unfinished} == {2}
+    run_ranks(1, run_with_checkpoints, str(runs), "killed")
+    assert metrics_of(runs / "killed") == metrics_of(runs / "whole")
+    for step in range(1, STEPS + 1):
+        ours, theirs = (rollout_path(runs / name, step) for name in ("killed", "whole"))
+        assert ours.read_bytes() == theirs.read_bytes()
+    assert_trained_on(runs / "killed", held)
+
+
+def test_rollouts_of_one_rank_go_on_at_two(runs):
+    held = in_flight(runs / "on_two_ranks", 4)
+    run_ranks(2, run_with_checkpoints, str(runs), "on_two_ranks")
+    assert_trained_on(runs / "on_two_ranks", held)
+    ours, theirs = (
+        [r["loss/total"] for r in metrics_of(runs / name)[1:]] for name in ("on_two_ranks", "whole")
+    )
+    assert ours == pytest.approx(theirs, rel=1e-4)
