@@ -147,7 +147,13 @@ def evaluate(
             "checkpoint, or a config (the trained model of its run)."
         ),
     ],
-    overrides: Overrides = None,
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="More targets, e.g. the runs of other seeds: then a table with means. "
+            "Settings to change, e.g. evaluation.temperature=0"
+        ),
+    ] = None,
     benchmarks: Annotated[
         str | None,
         typer.Option(
@@ -163,18 +169,24 @@ def evaluate(
     ] = None,
 ) -> None:
     """Evaluate a model: avg@k and pass@k with intervals, truncation, repetition, as tables."""
-    _require_path(target, "a config, a run's directory, a model's or a checkpoint's")
+    targets = [target, *(Path(word) for word in more or [] if "=" not in word)]
+    for each in targets:
+        _require_path(each, "a config, a run's directory, a model's or a checkpoint's")
     if config is not None:
         _require_path(config, "a config; configs/ holds examples")
     with _importing():
         from stable_opd_mcore.train.evaluated_model import evaluation_config, named_benchmarks
 
     named = named_benchmarks(benchmarks) if benchmarks is not None else []
-    settings = evaluation_config(target, config, [*named, *(overrides or [])])
+    overrides = [*named, *(word for word in more or [] if "=" in word)]
+    configs = [evaluation_config(each, config, overrides) for each in targets]
     from stable_opd_mcore.train.evaluation import evaluate_config
 
     with interruptible("the same command goes on after the last stored part"):
-        evaluate_config(settings, typer.echo, show_progress=True, limit=limit)
+        for settings in configs:
+            last = settings is configs[-1]
+            others = [each.run.path for each in configs[:-1]] if last else []
+            evaluate_config(settings, typer.echo, show_progress=True, limit=limit, beside=others)
 
 
 @app.command()

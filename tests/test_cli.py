@@ -13,6 +13,7 @@ from stable_opd_mcore.errors import ConfigError
 from tests.train.runs import tiny_config
 
 WRONG_PATHS = {
+    "evaluate . nosuch": "nosuch: no such file or directory; give a config, a run",
     "evaluate nosuch": "nosuch: no such file or directory; give a config, a run's directory",
     "evaluate . --config nosuch": "nosuch: no such file or directory; give a config",
     "convert nosuch new": "nosuch: no such file or directory; give a model's",

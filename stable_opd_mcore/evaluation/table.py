@@ -25,7 +25,7 @@ def results_table(results: Results) -> str:
     if len(results) > 1:
         rows.append({"benchmark": "average", "avg@k": _with_interval(*average(results))})
     heading = list(rows[0])
-    return _markdown_table([heading, *([row.get(key, "") for key in heading] for row in rows)])
+    return markdown_table([heading, *([row.get(key, "") for key in heading] for row in rows)])
 
 
 def _numbers(name: str, result: BenchmarkResult) -> dict[str, str]:
@@ -57,7 +57,7 @@ def markdown(title: str, about: Sequence[str], results: Results) -> str:
     heading = ["", *COLUMNS.values(), "Avg", "source"]
     ours = [f"**{title}**", *_cells(results, interval=True), "this evaluation"]
     lines = [f"# {title}", "", *[f"- {line}" for line in about], ""]
-    lines += [_markdown_table([heading, ours, *_published()]), _NOTE, results_table(results)]
+    lines += [markdown_table([heading, ours, *_published()]), _NOTE, results_table(results)]
     return "\n".join(lines) + "\n"
 
 
@@ -104,7 +104,7 @@ def _with_interval(value: float, around: tuple[float, float]) -> str:
     return f"{100 * value:.1f} [{100 * around[0]:.1f}, {100 * around[1]:.1f}]"
 
 
-def _markdown_table(rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
     """The rows below the first one, its heading, in columns of one width."""
     cells = [[cell.replace("|", "/") for cell in row] for row in rows]
     widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]

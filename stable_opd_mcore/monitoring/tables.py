@@ -143,12 +143,16 @@ def config_differences(runs: Sequence[WrittenRun]) -> Table | None:
 
 
 def benchmark_table(runs: Sequence[WrittenRun]) -> Table | None:
-    """What `stable-opd evaluate` wrote: a row per benchmark and run; None if no run has results."""
+    """What `stable-opd evaluate` wrote: a row per benchmark and run; None if no run has results.
+
+    Below them stand the means over the runs of one label. Their interval is over the runs.
+    """
     results = [
         (f"{written.run.name}, {model}", written.results[model])
         for written in runs
         for model in sorted(written.results)
     ]
+    results += _benchmark_means(runs)
     records = [
         {
             "benchmark": benchmark,
@@ -166,6 +170,36 @@ def benchmark_table(runs: Sequence[WrittenRun]) -> Table | None:
         if (result := found.get(benchmark)) is not None
     ]
     return _table(records, texts=2) if records else None
+
+
+def _benchmark_means(runs: Sequence[WrittenRun]) -> list[tuple[str, dict[str, dict[str, float]]]]:
+    """For each model's name that several runs of one label have evaluated: means by benchmark."""
+    arms: dict[tuple[str, str], list[dict[str, dict[str, float]]]] = {}
+    for written in runs:
+        for model, found in written.results.items():
+            arms.setdefault((written.run.label, model), []).append(found)
+    return [
+        (
+            f"{label}, {model}, mean of {len(found)} seeds",
+            {
+                benchmark: _mean_result([one[benchmark] for one in found])
+                for benchmark in found[0]
+                if all(benchmark in one for one in found)
+            },
+        )
+        for (label, model), found in arms.items()
+        if len(found) > 1
+    ]
+
+
+def _mean_result(results: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The means of the numbers that all have, and the accuracy's interval over them."""
+    keys = set(results[0]).intersection(*results)
+    means = {key: sum(one[key] for one in results) / len(results) for key in keys}
+    if "accuracy" in keys:
+        low, high = bootstrap_interval([[one["accuracy"] for one in results]])
+        means |= {"accuracy_low": low, "accuracy_high": high}
+    return means
 
 
 def described(settings: Mapping[str, str]) -> str:

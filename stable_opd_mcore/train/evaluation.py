@@ -37,11 +37,14 @@ from stable_opd_mcore.evaluation.results import (
     require_answers,
 )
 from stable_opd_mcore.evaluation.store import ResponseStore
-from stable_opd_mcore.evaluation.table import latex, markdown, results_table
+from stable_opd_mcore.evaluation.table import latex, markdown, markdown_table, results_table
 from stable_opd_mcore.host.atomic_files import naming_disk_errors, write_atomically
 from stable_opd_mcore.host.run_lock import RunLock
 from stable_opd_mcore.metrics import Max, Metrics, reduce_over_ranks
 from stable_opd_mcore.models.weights import weights_hash
+from stable_opd_mcore.monitoring.chosen_runs import named_runs, read_written, seeds_together
+from stable_opd_mcore.monitoring.sinks import METRICS_FILE
+from stable_opd_mcore.monitoring.tables import benchmark_table
 from stable_opd_mcore.parallel.world import World, object_group, stop_world
 from stable_opd_mcore.records import Prompt, Sampling
 from stable_opd_mcore.rollout.choice import evaluation_engine
@@ -105,6 +108,7 @@ def evaluate_config(
     print_line: Callable[[str], None],
     show_progress: bool = False,
     limit: int | None = None,
+    beside: Sequence[Path] = (),
 ) -> Path:
     """Evaluate a model on `evaluation.benchmarks`, or on `data.eval` where there are none.
 
@@ -115,6 +119,8 @@ def evaluate_config(
 
     Args:
         limit: evaluate the first problems of each set only; the directory's name says so.
+        beside: other runs' directories; a table of their results and these is printed, with means
+            over those that differ in their seed alone.
 
     Returns:
         The evaluation's directory, `<run>/evaluation/<name>`.
@@ -150,6 +156,8 @@ def evaluate_config(
             raise
         if world.rank == 0:
             _write_results(evaluation, print_line)
+            if beside:
+                print_line(_table_of_runs([*beside, home.parent]))
     write_outcome(home, DONE, step=None)
     stop_world()
     return config.run.path
@@ -313,6 +321,13 @@ def _write_results(evaluation: Evaluation, print_line: Callable[[str], None]) ->
     print_line(f"{title}: {model.path}, weights {evaluation.weights[:12]}")
     print_line(results_table(results))
     print_line(f"{home / RESULTS}.json, .md, .tex; responses: {home / 'responses'}")
+
+
+def _table_of_runs(directories: Sequence[Path]) -> str:
+    """The results of these runs, as in a report; a directory that is no run is left out."""
+    runs = named_runs([each for each in directories if (each / METRICS_FILE).is_file()])
+    table = benchmark_table(seeds_together([read_written(run) for run in runs]))
+    return "" if table is None else markdown_table([table.columns, *table.rows])
 
 
 def _hash_of(prompts: Sequence[Prompt]) -> str:

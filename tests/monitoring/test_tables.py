@@ -91,6 +91,18 @@ def test_benchmarks_of_several_runs_stand_side_by_side():
     assert benchmark_table(runs[1:2]) is None
 
 
+def test_results_of_an_arm_s_seeds_have_a_mean_with_its_interval_over_seeds():
+    accuracies = {"opd-1": 0.2, "opd-2": 0.4, "sft-1": 0.9}
+    runs = [
+        written(name, results={"step_8": {"amc": {"accuracy": number, "num_problems": 8.0}}})
+        for name, number in accuracies.items()
+    ]
+    assert benchmark_table(runs).rows[3:] == [
+        ["amc", "opd, step_8, mean of 2 seeds", "8", MISSING, "0.300", "0.200 to 0.400"]
+        + [MISSING] * 3
+    ]
+
+
 def test_a_run_is_described_by_what_it_trains():
     settings = {"objective.name": "opd", "kl.beta": "0.5", "mixture.lambda": "0.0"}
     settings |= {"student.path": "s", "teacher.path": "None", "data.train.path": "d"}

@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
+import yaml
 
 from stable_opd_mcore.train import evaluation
 from stable_opd_mcore.train.evaluated_model import evaluation_config
@@ -82,8 +84,13 @@ def evaluate_in_all_forms(rank: int, world_size: int, home: Path) -> None:
     assert numbers["benchmarks"]["held_out"]["num_problems"] == 12
     assert (run / "DONE").read_text() == '{"step": 2}'
     assert (run / "evaluation" / "DONE").exists()
-    evaluate_config(evaluation_config(run), lines.append)
+    other = shutil.copytree(run, home / "run_other")  # as if of another seed
+    settings = yaml.safe_load((other / "config.resolved.yaml").read_text())
+    settings["train"]["seed"] += 1
+    (other / "config.resolved.yaml").write_text(yaml.safe_dump(settings))
+    evaluate_config(evaluation_config(run), lines.append, beside=[other, home])
     assert files_of(results) == whole
+    assert "| run, step_000002, mean of 2 seeds |" in lines[-1]
     some = evaluate_config(evaluation_config(run), lines.append, limit=4)
     assert some.name == "step_000002_first_4"
     correct = numbers["benchmarks"]["held_out"]["num_correct"]
