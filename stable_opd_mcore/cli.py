@@ -352,10 +352,7 @@ def demo(
         int | None, typer.Option(min=1, help="How many seeds; by default 1, for ablation 5.")
     ] = None,
     directory: Annotated[Path, typer.Option(help="Where runs and report go.")] = Path("runs/demo"),
-    act: Annotated[
-        str | None,
-        typer.Option(help="collapse, stop_mismatch or ablation; by default the first two."),
-    ] = None,
+    act: Annotated[str, typer.Option(help="collapse or ablation.")] = "collapse",
 ) -> None:
     """Watch plain on-policy distillation collapse and Stable-OPD hold, on this machine's CPU."""
     from stable_opd_mcore.demo.run import run_demo

@@ -1,19 +1,18 @@
-"""The demo's runs: the training of its teacher and student, and the arms of its two acts.
+"""The demo's runs: the training of its teacher and student, and the arms of its acts.
 
 All are settings of ordinary training runs, chained by the models that the runs write; what the runs
 of one kind share stands in the YAML files beside this one. The task is the arithmetic of
 data/synthetic.py. Not here: running them (run.py), reading them (summary.py).
 
-The student of act collapse lacks a part of the facts that the teacher knows, and golden solutions
-are few. Plain distillation collapses here by construction. The teacher seldom starts to repeat a
-step, but once it has started, it almost surely continues. A response may be six times its normal
-length. The loss is a mean over tokens, so long responses have more weight. The learning rate is
-high.
+The student lacks a part of the facts that the teacher knows, and golden solutions are few. Plain
+distillation collapses here by construction: the teacher ends its responses with another stop token
+than the student and gives that of the student almost no probability. The student learns the facts
+first, because it is almost certain of its stop token. A response may be three times its normal
+length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,6 @@ from stable_opd_mcore.monitoring.sinks import METRICS_FILE
 
 MODEL = "model"  # directory of the trained student inside a run
 UNKNOWN = 0.3  # share of facts of which the student has seen random results only
-PROMPTS, GROUP = 16, 4  # responses of a step in collapse; of one prompt for grpo
-WINDOW = 172  # the longest prompt and max_new_tokens of collapse
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,6 @@ class Act:
 
     caption: str
     arms: dict[str, dict[str, Any]]  # settings in which each differs from plain OPD
-    home: str  # directory of the arms inside a seed's; acts that share it share runs
     seeds: int  # how many unless the user says otherwise
 
 
@@ -45,46 +41,41 @@ COLLAPSE_ARMS: dict[str, dict[str, Any]] = {
     "opd_mixture": {"mixture": {"lambda": 1.0}},
     "stable_opd": {"kl": {"beta": 1.0}, "mixture": {"lambda": 1.0}},
     "sft": {"objective": {"name": "sft"}},
-}
-STOP_ARMS: dict[str, dict[str, Any]] = {
-    "opd": {"objective": {"name": "opd", "stop_class": False}},
-    "opd_stop_class": {"objective": {"name": "opd", "stop_class": True}},
+    "opd_stop_class": {"objective": {"stop_class": True}},
+    "stable_opd_stop_class": {
+        "objective": {"stop_class": True},
+        "kl": {"beta": 1.0},
+        "mixture": {"lambda": 1.0},
+    },
 }
 TOP_K = 4  # of 24 tokens
 OTHER_OBJECTIVES: dict[str, dict[str, Any]] = {
     "grpo": {
         "objective": {"name": "grpo"},
-        "rollout": {"prompts_per_step": PROMPTS // GROUP, "samples_per_prompt": GROUP},
+        "rollout": {"prompts_per_step": 8, "samples_per_prompt": 8},
+        "data": {"train": {"options": {"rows": 1024}}},  # it would learn 32 answers by heart
     },
     "lsm": {"objective": {"name": "lsm", "top_k": TOP_K}},
     "gkd": {"objective": {"name": "gkd"}},
     "student_topk": {"objective": {"name": "student_topk", "top_k": TOP_K}},
     "vopd": {"objective": {"name": "opd", "advantage": {"control_variate": True}}},
 }
+COLLAPSE = "collapse"  # the act of a demo for which the user names none
 ACTS = {
-    "collapse": Act(
-        "The student lacks facts, and the teacher is almost certain inside loops. Plain OPD "
-        "collapses. stable_opd has the KL to the initial student and the golden mixture, opd_kl "
-        "and opd_mixture one of them. sft trains on the same few golden solutions only.",
+    COLLAPSE: Act(
+        "The student lacks facts, and has another stop token than the teacher. Plain OPD improves, "
+        "then never ends a response again. stable_opd has the KL to the initial student and the "
+        "golden mixture, opd_kl and opd_mixture one of them. sft trains on the same few golden "
+        "solutions only. stop_class sums the probabilities of both stop tokens.",
         COLLAPSE_ARMS,
-        home="collapse",
-        seeds=1,
-    ),
-    "stop_mismatch": Act(
-        "Student and teacher use different stop tokens. Plain OPD improves, then the "
-        "student no longer stops. With the stop tokens of both summed (opd_stop_class) it stops.",
-        STOP_ARMS,
-        home="stop_mismatch",
         seeds=1,
     ),
     "ablation": Act(
         "The arms of collapse, and other objectives with the same models and problems.",
         COLLAPSE_ARMS | OTHER_OBJECTIVES,
-        home="collapse",
         seeds=5,
     ),
 }
-SHOWN = ("collapse", "stop_mismatch")  # acts of a demo for which the user names none
 
 
 @dataclass(frozen=True)
@@ -113,54 +104,40 @@ class Job:
         return min(self.steps, metrics.read_bytes().count(b"\n"))
 
 
-def demo_jobs(directory: Path, acts: Sequence[str], num_seeds: int | None = None) -> list[Job]:
-    """All runs of these acts. Each seed has its own teacher and student, the same for all acts.
+def demo_jobs(directory: Path, act: str, num_seeds: int | None = None) -> list[Job]:
+    """All runs of an act. Each seed has its own teacher and student; acts share models and arms.
 
     Args:
         directory: of all runs.
-        acts: names in ACTS; their `home`s differ.
-        num_seeds: seeds 0 .. num_seeds-1; None: the number of each act.
+        act: a name in ACTS.
+        num_seeds: seeds 0 .. num_seeds-1; None: the act's number.
     """
-    models: dict[str, Job] = {}
+    models: list[Job] = []
     arms: list[Job] = []
-    for name in acts:
-        act = ACTS[name]
-        for seed in range(num_seeds or act.seeds):
-            made = _models(directory / f"seed{seed}", seed)
-            teacher = made["teacher_other_stop" if name == "stop_mismatch" else "teacher"]
-            jobs = [
-                _arm(directory, name, arm, settings, made["student"], teacher, seed)
-                for arm, settings in act.arms.items()
-            ]
-            arms += jobs
-            models |= {job.name: job for job in made.values()}
-    return [*models.values(), *arms]
+    for seed in range(num_seeds or ACTS[act].seeds):
+        made = _models(directory / f"seed{seed}", seed)
+        models += made.values()
+        arms += [
+            _arm(directory, act, arm, settings, made["student"], made["teacher_other_stop"], seed)
+            for arm, settings in ACTS[act].arms.items()
+        ]
+    return [*models, *arms]
 
 
 def _models(directory: Path, seed: int) -> dict[str, Job]:
     """The models of one seed: a teacher that knows all facts, and a student that lacks some."""
-    clean_teacher = _supervised(
-        directory, "teacher_clean", seed, TEACHER, 400, 3e-3, 64, {"recheck": [0.1]}
-    )
-    loops = {
-        "recheck": [0.25, 0.6, 0.97, 0.995, 0.999],
-        "loop": 0.25,
-        "junk": 0.06,
-        "loop_repeats": 2,
-        "window": WINDOW,
-    }
-    teacher = _supervised(directory, "teacher", seed, clean_teacher, 160, 1.5e-3, 48, loops)
-    lacking = {"recheck": [0.1], "unknown": UNKNOWN}
+    knowing = {"recheck": [0.1]}
+    teacher = _supervised(directory, "teacher", seed, TEACHER, 400, 3e-3, 64, knowing)
+    lacking = knowing | {"unknown": UNKNOWN}
     student = _supervised(directory, "student", seed, STUDENT, 700, 5e-3, 64, lacking)
     other_stop = Job(
         name=f"seed{seed}/teacher_other_stop",
         directory=directory / "teacher_other_stop",
-        after=(clean_teacher.name,),
+        after=(teacher.name,),
         seed=seed,
-        swap_from=clean_teacher.model,
+        swap_from=teacher.model,
     )
-    made = (clean_teacher, student, teacher, other_stop)
-    return {job.directory.name: job for job in made}
+    return {job.directory.name: job for job in (teacher, student, other_stop)}
 
 
 def _architecture(layers: int, hidden: int, heads: int, ffn: int, std: float) -> dict[str, Any]:
@@ -188,18 +165,17 @@ def _supervised(
     directory: Path,
     name: str,
     seed: int,
-    start: dict[str, Any] | Job,
+    architecture: dict[str, Any],
     steps: int,
     lr: float,
     batch: int,
     documents: dict[str, Any],
 ) -> Job:
-    """Train on fresh documents, each seen once, from random weights or from another job's model."""
-    begin = {"path": str(start.model)} if isinstance(start, Job) else {"architecture": start}
+    """Train on fresh documents, each seen once, from random weights."""
     options = {"rows": steps * batch, "seed": 1000 + seed, **documents}
     changes = {
         "run": {"name": name, "directory": str(directory)},
-        "student": begin,
+        "student": {"architecture": architecture},
         "data": {"train": {"options": options}},
         "rollout": {"prompts_per_step": batch},
         "optimizer": {"lr": lr, "min_lr": 0.05 * lr},
@@ -210,7 +186,6 @@ def _supervised(
         directory=directory / name,
         steps=steps,
         config=_settings("supervised", changes),
-        after=(start.name,) if isinstance(start, Job) else (),
         seed=seed,
     )
 
@@ -225,22 +200,22 @@ def _arm(
     seed: int,
 ) -> Job:
     """One arm of an act. The arms of an act differ in `settings` only."""
-    home = directory / f"seed{seed}" / ACTS[act].home
-    stop_ids = [VOCABULARY.index(SECOND_STOP)] if act == "stop_mismatch" else None
+    home = directory / f"seed{seed}" / COLLAPSE
     changes = {
         "run": {"name": arm, "directory": str(home)},
         "student": {"path": str(student.model)},
-        "teacher": {"path": str(teacher.model), "stop_token_ids": stop_ids},
+        "teacher": {"path": str(teacher.model), "stop_token_ids": [VOCABULARY.index(SECOND_STOP)]},
         "data": {"train": {"options": {"seed": seed}}},
         "train": {"seed": seed},
     }
-    config = _settings(ACTS[act].home, changes, settings)
-    if config["objective"]["name"] in ("sft", "grpo"):
+    config = _settings(COLLAPSE, changes, settings)
+    if arm in ("sft", "grpo"):
         config["teacher"] = None
+        del config["objective"]["stop_class"]
     if arm == "sft":
         del config["aggregation"]
     return Job(
-        name=f"seed{seed}/{ACTS[act].home}/{arm}",
+        name=f"seed{seed}/{COLLAPSE}/{arm}",
         directory=home / arm,
         steps=config["train"]["steps"],
         config=config,

@@ -29,7 +29,7 @@ from rich.progress import (
 from rich.table import Column
 
 from stable_opd_mcore.config.load import load_config, parse_config
-from stable_opd_mcore.demo.recipe import ACTS, SHOWN, Job, demo_jobs
+from stable_opd_mcore.demo.recipe import ACTS, COLLAPSE, Job, demo_jobs
 from stable_opd_mcore.demo.relabel import swap_stop_tokens
 from stable_opd_mcore.demo.summary import ablation_markdown, summarise, summary_table
 from stable_opd_mcore.errors import UserError
@@ -40,33 +40,32 @@ from stable_opd_mcore.monitoring.report import write_report
 
 WORKERS = 2
 POLL_SECONDS = 1.0
-NAME_WIDTH = 34  # seed0/stop_mismatch/opd_stop_class
+NAME_WIDTH = 36  # seed0/collapse/stable_opd_stop_class
 GUARD_LOGGER = (
     "stable_opd_mcore.train.oversight.measures"  # by name: this process does not load torch
 )
 
 
-def run_demo(directory: Path, num_seeds: int | None = None, act: str | None = None) -> None:
-    """Run all arms; write summary.json and report.html (of an act: <act>.json …), print tables.
+def run_demo(directory: Path, num_seeds: int | None = None, act: str = COLLAPSE) -> None:
+    """Run all arms; write summary.json and report.html (ablation.json …), and print tables.
 
     Args:
         directory: of all runs and files. Finished runs in it are kept.
         num_seeds: seeds 0 .. num_seeds-1; None: the number of each act.
-        act: a name in ACTS; None: those in SHOWN.
+        act: a name in ACTS.
 
     Raises:
         UserError: no such act, a run failed, or the directory holds runs with other settings.
     """
     started = time.monotonic()
-    if act is not None and act not in ACTS:
+    if act not in ACTS:
         raise UserError(f"--act {act}: expected one of {', '.join(ACTS)}")
-    acts = SHOWN if act is None else (act,)
     directory = directory.resolve()
-    jobs = demo_jobs(directory, acts, num_seeds)
+    jobs = demo_jobs(directory, act, num_seeds)
     run_jobs(jobs)
     arms = [summarise(job) for job in jobs if job.arm is not None]
-    summary = directory / (f"{act}.json" if act else "summary.json")
-    report = directory / (f"{act}.html" if act else "report.html")
+    summary = directory / ("summary.json" if act == COLLAPSE else f"{act}.json")
+    report = directory / ("report.html" if act == COLLAPSE else f"{act}.html")
     records = {"arms": [arm.record() for arm in arms]}
     write_atomically(summary, json.dumps(records, indent=1).encode())
     runs = [ReportRun(job.directory, job.arm, job.act) for job in jobs if job.arm and job.act]
@@ -74,12 +73,11 @@ def run_demo(directory: Path, num_seeds: int | None = None, act: str | None = No
         runs,
         report,
         title="On-policy distillation, collapsed and cured",
-        captions={name: ACTS[name].caption for name in acts},
+        captions={act: ACTS[act].caption},
     )
     console = Console()
-    for name in acts:
-        console.print()
-        console.print(summary_table(name, [arm for arm in arms if arm.act == name]))
+    console.print()
+    console.print(summary_table(act, arms))
     if act == "ablation":
         table = directory / "ablation.md"
         text = ablation_markdown(arms)

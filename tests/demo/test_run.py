@@ -40,28 +40,31 @@ def shrunk(job: Job, **sections: Any) -> Job:
 
 
 def test_the_demo_end_to_end_and_again_from_a_copied_directory(tmp_path: Path, monkeypatch, capfd):
+    def few_jobs(*arguments: Any) -> list[Job]:
+        return [job for job in demo_jobs(*arguments) if job.arm in (None, "opd", "opd_stop_class")]
+
     monkeypatch.setattr(
-        run, "demo_jobs", lambda *arguments: [shrunk(job) for job in demo_jobs(*arguments)]
+        run, "demo_jobs", lambda *arguments: [shrunk(job) for job in few_jobs(*arguments)]
     )
     first, copy = tmp_path / "first", tmp_path / "a copy"
-    run.run_demo(first, 1, "stop_mismatch")
+    run.run_demo(first, 1)
     captured = capfd.readouterr()
     assert "Warning" not in captured.err
     assert "opd_stop_class" in captured.out
-    summary = json.loads((first / "stop_mismatch.json").read_text())
+    summary = json.loads((first / "summary.json").read_text())
     fixed = {"act", "arm", "seed", "initial_accuracy", "greedy_final_accuracy"}
     assert [fixed <= arm.keys() and len(arm) == 13 for arm in summary["arms"]] == [True, True]
-    assert "opd_stop_class" in (first / "stop_mismatch.html").read_text()
+    assert "opd_stop_class" in (first / "report.html").read_text()
 
     first.rename(copy)
-    kept = copy / "seed0/stop_mismatch/opd/model/config.json"
+    kept = copy / "seed0/collapse/opd/model/config.json"
     written = kept.stat().st_mtime_ns
-    shutil.rmtree(copy / "seed0/stop_mismatch/opd_stop_class/model")  # as if interrupted
-    run.run_demo(copy, 1, "stop_mismatch")
+    shutil.rmtree(copy / "seed0/collapse/opd_stop_class/model")  # as if interrupted
+    run.run_demo(copy, 1)
     assert kept.stat().st_mtime_ns == written
-    assert json.loads((copy / "stop_mismatch.json").read_text()) == summary
+    assert json.loads((copy / "summary.json").read_text()) == summary
 
-    changed = [shrunk(job, optimizer={"lr": 1.0}) for job in demo_jobs(copy, ["stop_mismatch"], 1)]
+    changed = [shrunk(job, optimizer={"lr": 1.0}) for job in few_jobs(copy, "collapse", 1)]
     with pytest.raises(ValueError, match="made with other settings"):
         run.run_jobs(changed)
 
@@ -87,13 +90,13 @@ def finish(job: Job, final_accuracy: float) -> None:
 
 
 def test_the_ablation_of_finished_runs_writes_its_table_and_its_curves(tmp_path: Path, capsys):
-    jobs = demo_jobs(tmp_path, ["ablation"], 2)
+    jobs = demo_jobs(tmp_path, "ablation", 2)
     for job in jobs:
         finish(job, 0.5 if job.arm == "grpo" else 0.0)
     run.run_demo(tmp_path, 2, "ablation")
     assert not list(tmp_path.rglob("checkpoints"))  # nothing is trained
     assert "student_topk" in capsys.readouterr().out
-    assert len(json.loads((tmp_path / "ablation.json").read_text())["arms"]) == 20
+    assert len(json.loads((tmp_path / "ablation.json").read_text())["arms"]) == 24
     table = (tmp_path / "ablation.md").read_text()
     assert "| `grpo` | 0.50 [0.50, 0.50] | +0.25 [+0.25, +0.25] |" in table
     assert "| 2 of 2 | 0.00 |" in table
@@ -116,7 +119,7 @@ def test_a_worker_does_not_print_what_guards_say(tmp_path: Path):
 
 
 def test_an_unknown_act_is_refused_and_a_failed_run_named_with_its_error(tmp_path: Path):
-    with pytest.raises(ValueError, match="expected one of collapse, stop_mismatch, ablation"):
+    with pytest.raises(ValueError, match="expected one of collapse, ablation"):
         run.run_demo(tmp_path, act="stops")
     job = Job(name="seed0/student", directory=tmp_path / "student", swap_from=tmp_path / "absent")
     with pytest.raises(ValueError, match=r"run seed0/student failed: FileNotFoundError: .*absent"):
