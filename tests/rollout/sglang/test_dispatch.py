@@ -43,6 +43,7 @@ class Drawing:
 
     pace: int = 3
     version: int = 0
+    url, api_key = "http://here", None
 
     def __post_init__(self) -> None:
         self.requests: list[Generation] = []

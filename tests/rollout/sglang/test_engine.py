@@ -1,8 +1,9 @@
-"""A publish to servers that two data-parallel ranks share, without SGLang."""
+"""Publishes to servers that two data-parallel ranks share, and over many steps, without SGLang."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -10,19 +11,23 @@ from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
-from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.parallel.world import World, start_world, stop_world
+from stable_opd_mcore.records import Prompt, Sampling
 from stable_opd_mcore.rollout.sglang.engine import SglangEngine
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
-from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
+from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, ServerStatus
 from stable_opd_mcore.rollout.sglang.group import DistributedTransport
 from stable_opd_mcore.rollout.sglang.transports import TensorTransport
 from stable_opd_mcore.serving.client import SglangClient
 from tests.config.cases import run_with
 from tests.integration.sglang_tools import architecture
 from tests.parallel.launch import run_ranks
+from tests.rollout.sglang.test_dispatch import Drawing
 from tests.rollout.weight_receiver import receiver
 
 FIELDS = architecture(tied=False)
+K = 4
+PROMPTS = [Prompt(f"a:{i}", "", (1, 2)) for i in range(2)]
 
 
 def publish_on_two_ranks(rank: int, _: int, urls: list[str], method: str, folder: str) -> None:
@@ -62,3 +67,66 @@ def test_every_leader_learns_that_a_server_has_the_weights(tmp_path, method):
     with receiver(FIELDS) as first, receiver(FIELDS) as second:
         urls = [first] if method == "distributed" else [first, second]
         run_ranks(2, publish_on_two_ranks, urls, method, str(tmp_path))
+
+
+def engine_of(
+    directory: Path, world: World, client: Drawing, *, partial: bool
+) -> tuple[SglangEngine, list[int]]:
+    """An engine over one server of this process, and the versions that were sent to it."""
+    config = run_with(
+        rollout={
+            "engine": "sglang",
+            "max_staleness": K,
+            "partial": partial,
+            "sglang": {"placement": "external", "urls": ["http://127.0.0.1:1"]},
+        }
+    )
+    chunks = build_model(read_architecture(FIELDS), world, precision="fp32", trainable=False)
+    member: Any = Member("server_0", cast(Any, client), None, state="needs_weights")
+    fleet = Fleet([member], EventLog(directory / "events.jsonl"), config.rollout.sglang)
+    engine = SglangEngine(config, world, chunks, fleet, None, str, 32, DeviceMemory())
+    sent: list[int] = []
+
+    def send(statuses: Sequence[ServerStatus]) -> dict[str, str | None]:
+        client.version = engine.weight_version
+        sent.append(engine.weight_version)
+        return {status.name: None for status in statuses}
+
+    engine._send_to = send
+    return engine, sent
+
+
+def steps(engine: SglangEngine, number: int) -> list[list[int]]:
+    """Take the calls of a run's steps; returns the versions of each step's first tokens."""
+    sampling, versions = Sampling(max_new_tokens=12, num_samples=2), []
+    for step in range(number):
+        engine.publish(step)
+        for later in range(step + 1, step + 1 + K):
+            engine.prefetch(PROMPTS, sampling, step=later, weight_version=later)
+        drawn = engine.generate(PROMPTS, sampling, step=step)
+        versions.append(sorted({rollout.weight_version for rollout in drawn}))
+    return versions
+
+
+@pytest.mark.parametrize(
+    ("partial", "versions", "sent"),
+    [
+        (False, [0, 0, 0, 0, 0, 3, 3, 3], [0, 3, 6]),  # it waits for responses at a third of them
+        (True, [0, 0, 0, 0, 0, 1, 2, 3], list(range(8))),
+    ],
+)
+def test_first_tokens_are_at_most_max_staleness_versions_old(
+    tmp_path, world, partial, versions, sent
+):
+    """An evaluation has the present weights, and so has what is drawn after the guard's return."""
+    client = Drawing()
+    client.end()
+    engine, published = engine_of(tmp_path, world, client, partial=partial)
+    assert steps(engine, 8) == [[version] for version in versions]
+    assert published == sent
+    (evaluated,) = engine.generate(PROMPTS[:1], Sampling(max_new_tokens=3), step=0)
+    assert evaluated.weight_version == published[-1] == 7
+    engine.drop_ahead()
+    engine.publish(8)
+    assert published[-1] == 8
+    engine.close()
