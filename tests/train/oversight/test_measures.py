@@ -11,6 +11,7 @@ import pytest
 from torch.multiprocessing import ProcessExitedException
 
 from stable_opd_mcore.config.schema import KLConfig
+from stable_opd_mcore.data.rollout_files import read_rollouts, rollout_path
 from stable_opd_mcore.monitoring import onset
 from stable_opd_mcore.monitoring.onset import Detector
 from stable_opd_mcore.monitoring.sinks import Sinks
@@ -34,13 +35,14 @@ KILLED_AT = 6  # the step after which the run returns to a checkpoint
 
 
 def config_of(directory: Path, name: str, **sections):
+    rollout = {"prompts_per_step": 2, "samples_per_prompt": 2, **sections.pop("rollout", {})}
     sections = {"guard": GUARD, "checkpoint": {"every": 1, "keep": 1}, **sections}
     return tiny_config(
         directory,
         name,
         student={"architecture": tiny_architecture(16, 2)},
         teacher={"architecture": tiny_architecture(32, 2)},
-        rollout={"prompts_per_step": 2, "samples_per_prompt": 2},
+        rollout=rollout,
         sampling={"max_new_tokens": 8},
         optimizer={"lr": 2e-2, "warmup_steps": 20},
         train={"steps": 14},
@@ -57,16 +59,16 @@ def watch_learning_rate() -> None:
     guard.is_damage = lambda found, watched: bool(found)
 
 
-def run_to_collapse(rank: int, world_size: int, directory: str, name: str, parallel: dict) -> None:
+def run_to_collapse(rank: int, world_size: int, directory: str, name: str, sections: dict) -> None:
     """Train until the guard stops the run; rank 0 leaves the message."""
     watch_learning_rate()
     with pytest.raises(CollapsedError) as stopped:
-        train(config_of(Path(directory), name, parallel=parallel), show_progress=False)
+        train(config_of(Path(directory), name, **sections), show_progress=False)
     if rank == 0:
         (Path(directory) / f"{name}.message").write_text(str(stopped.value))
 
 
-def run_and_die(rank: int, world_size: int, directory: str) -> None:
+def run_and_die(rank: int, world_size: int, directory: str, name: str, sections: dict) -> None:
     """Train; end the process between the guard's decision to return and the return."""
     watch_learning_rate()
     write = loop.write_actions
@@ -77,7 +79,7 @@ def run_and_die(rank: int, world_size: int, directory: str) -> None:
             os._exit(9)
 
     loop.write_actions = write_and_die
-    train(config_of(Path(directory), "killed"), show_progress=False)
+    train(config_of(Path(directory), name, **sections), show_progress=False)
 
 
 def test_a_teacher_that_says_what_the_student_says_is_named_at_the_start(caplog):
@@ -154,14 +156,29 @@ def test_stopped_run_has_a_report_and_names_the_healthy_checkpoint(runs):
 
 def test_run_killed_between_decision_and_return_is_identical(runs):
     with pytest.raises(ProcessExitedException):
-        run_ranks(1, run_and_die, str(runs))
+        run_ranks(1, run_and_die, str(runs), "killed", {})
     assert lines_of(runs / "killed")[-1]["action"] == "rolled_back"
     run_ranks(1, run_to_collapse, str(runs), "killed", {})
     assert lines_of(runs / "killed") == lines_of(runs / "whole")
 
 
+def test_a_return_drops_what_is_drawn_ahead(runs):
+    """In the same run and in one that was killed between the decision and the return."""
+    ahead = {"rollout": {"max_staleness": 2, "partial": True}}
+    with pytest.raises(ProcessExitedException):
+        run_ranks(1, run_and_die, str(runs), "ahead", ahead)
+    run_ranks(1, run_to_collapse, str(runs), "ahead", ahead)
+    assert events_of(runs / "ahead") == events_of(runs / "whole")
+    first_tokens = [
+        {rollout.weight_version for rollout in read_rollouts(rollout_path(runs / "ahead", step))}
+        for step in range(1, 11)
+    ]
+    # The returns after steps 6 and 8 are versions 7 and 10, of which what follows is drawn.
+    assert first_tokens == [{version} for version in (0, 0, 0, 1, 2, 3, 7, 7, 10, 10)]
+
+
 def test_actions_and_strengths_are_the_same_on_two_ranks(runs):
-    run_ranks(2, run_to_collapse, str(runs), "tp2", {"tensor": 2})
+    run_ranks(2, run_to_collapse, str(runs), "tp2", {"parallel": {"tensor": 2}})
     one, other = (lines_of(runs / name) for name in ("whole", "tp2"))
     assert [row for row in other if "event" in row] == [row for row in one if "event" in row]
     for key in ("kl/beta", "mixture/lambda"):
