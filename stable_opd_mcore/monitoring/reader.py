@@ -56,7 +56,9 @@ def stored_steps(directory: Path) -> list[int]:
 def listed(rollout: Rollout, run: int, step: int, index: int, budget: int | None) -> dict[str, Any]:
     """What the list shows of the `index`-th rollout of a step's file; `budget` is its length's."""
     loop = tail_loop(rollout.token_ids, min_length=min_loop_tokens(budget))
+    parts = [[part.num_tokens, part.weight_version] for part in rollout.segments]
     return {
+        **({"segments": parts} if len(parts) > 1 else {}),
         "run": run,
         "step": step,
         "index": index,

@@ -20,6 +20,7 @@ from rich.table import Table
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.planning.attention import Attention, deterministic_attention
+from stable_opd_mcore.planning.balance import lag_advice
 from stable_opd_mcore.planning.choice import Choice, Prediction, choose
 from stable_opd_mcore.planning.hardware import GIB, Cluster
 from stable_opd_mcore.planning.job import Job, Work, make_job
@@ -94,6 +95,7 @@ class Plan(Prediction):
             "seconds": asdict(self.seconds) | {"total": self.seconds.total},
             "tokens_per_gpu_second": self.tokens_per_gpu_second,
             "gpu_hours": self.gpu_hours,
+            "advice": lag_advice(job),
         }
         return json.dumps(values, indent=1)
 
@@ -128,6 +130,7 @@ class Plan(Prediction):
             f"seconds a step: {seconds}  total {self.seconds.total:.1f}",
             f"{self.tokens_per_gpu_second:.0f} tokens/GPU/s, {self.gpu_hours:.0f} GPU-hours for "
             f"{job.config.train.steps} steps",
+            *lag_advice(job),
             f"assumed: {job.work.prompt_tokens} prompt and {job.work.response_tokens} response "
             "tokens on average; rates are estimates that no GPU has confirmed",
         ]

@@ -7,15 +7,18 @@ are assumptions (hardware.py), so layouts compare better than absolute seconds.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.models.families import Architecture
-from stable_opd_mcore.planning.hardware import DEVICES, Cluster
+from stable_opd_mcore.planning.hardware import DEVICES, GIB, Cluster
 from stable_opd_mcore.planning.job import Job, Models, default_work
+from stable_opd_mcore.planning.lag import Drawing, publish_every, waiting_seconds
 from stable_opd_mcore.planning.memory import stage_plan
 from stable_opd_mcore.planning.model_size import ModelSize
+from stable_opd_mcore.planning.topology import MEMORY_SHARES
 
 # Seconds of one decoding step beside its memory traffic and products.
 SGLANG_SECONDS = 0.002  # CUDA graphs
@@ -28,7 +31,7 @@ PUBLISH_SECONDS = 0.5  # requests, cache flush and checksums of one weight updat
 class StepSeconds:
     """Predicted seconds of one step, phase by phase."""
 
-    rollout: float
+    rollout: float  # in which the trainer waits for responses
     score: float
     update: float
     publish: float
@@ -59,20 +62,25 @@ def step_seconds(job: Job) -> StepSeconds:
     score = sum(_forward_seconds(job.of_scorer(role), size) for role, size in job.frozen.items())
     # Forward, two products backward, and what the backward pass computes again.
     update = 3 * forward + again + counting + head + _optimizer_seconds(job)
-    offload, publish, rollout = _offload_seconds(job), 0.0, _rollout_seconds(job)
+    offload, publish, rollout, draw = _offload_seconds(job), 0.0, 0.0, _drawing(job)
     if config.rollout.engine == "sglang":
         weights = 2 * student.total_parameters()
         publish = PUBLISH_SECONDS + device.link_seconds(weights, within_node=False)
-    own_gpus = job.topology.placement not in (None, "colocated")
-    if own_gpus and config.rollout.max_staleness:  # later steps', at the same time
-        rollout = max(0.0, rollout - score - update - offload)
+    if draw is not None:
+        # Servers draw while the trainer computes; the embedded engine takes its time all the same.
+        has_servers = config.rollout.engine == "sglang"
+        staleness = config.rollout.max_staleness if has_servers else 0
+        partial, busy = config.rollout.partial, score + update + offload
+        rollout = waiting_seconds(draw, busy, publish, staleness, partial)
+        publish /= publish_every(staleness, partial)
     return StepSeconds(rollout, score, update, publish, offload)
 
 
 def embedded_seconds(config: Config, student: Architecture, gpus: int) -> float:
     """One step's rollouts by the embedded engine on `gpus` H200s, of half the longest length."""
     models, device = Models(student), DEVICES["h200"]
-    return _rollout_seconds(Job(config, models, Cluster(1, gpus), device, default_work(config)))
+    draw = _drawing(Job(config, models, Cluster(1, gpus), device, default_work(config)))
+    return draw.together(1) if draw else 0.0
 
 
 def _forward_seconds(job: Job, size: ModelSize, of: Literal["layers", "mlp"] = "layers") -> float:
@@ -152,35 +160,42 @@ def _offload_seconds(job: Job) -> float:
     return max(seconds)
 
 
-def _rollout_seconds(job: Job) -> float:
-    """Until the longest response is complete: weights read once a step, caches once a token."""
+def _drawing(job: Job) -> Drawing | None:
+    """One step's rollouts: weights read once a decoding step, caches once a token; None: none."""
     config, student, device, work = job.config, job.student, job.device, job.work
     if not job.drawn or config.rollout.engine == "replay":
-        return 0.0
-    if job.topology.placement is None:  # the embedded engine's replicas
+        return None
+    placement = job.topology.placement
+    if placement is None:  # the embedded engine's replicas
         servers, tensor = job.layout.gradient_ranks, job.layout.tensor * job.layout.pipeline
     else:
         servers = len(job.topology.servers)
         # That of external servers is not known.
         tensor = job.topology.tensor or config.rollout.sglang.tensor or 1
     of_server = job.drawn / servers
-    steps = config.sampling.max_new_tokens  # some response runs to the limit
     weights = 2 * student.read_parameters(of_server) / tensor
     tokens = of_server * work.response_tokens
     mean_context = work.prompt_tokens + work.response_tokens / 2
-    cache = tokens * mean_context * student.kv_bytes() / tensor
+    context_bytes = mean_context * student.kv_bytes() / tensor
     products = student.read_parameters(1)
     flops = 2 * products * tokens / tensor
     prompts = 2 * products * of_server * work.prompt_tokens / tensor
     overhead = SGLANG_SECONDS if config.rollout.engine == "sglang" else IN_PROCESS_SECONDS
-    messages, sent = 0.0, 0.0
+    messages, sent, slots = 0.0, 0.0, math.inf
     if tensor > 1:
         model = student.architecture
         messages = 2 * model.num_layers * ALL_REDUCE_SECONDS
         sent = 2 * model.num_layers * tokens * 2 * model.hidden_size * 2 * (tensor - 1) / tensor
-    return (
-        steps * (device.memory_seconds(weights) + overhead + messages)
-        + device.memory_seconds(cache)
+    if placement is not None:
+        held = MEMORY_SHARES[placement] * device.memory_gib * GIB
+        slots = max(1.0, (held - 2 * student.total_parameters() / tensor) / context_bytes)
+    return Drawing(
+        step=device.memory_seconds(weights) + overhead + messages,
+        longest=config.sampling.max_new_tokens,  # some response runs to the limit
+        tokens=tokens,
+        work=device.memory_seconds(tokens * context_bytes)
         + device.matmul_seconds(flops + prompts)
-        + device.link_seconds(sent, within_node=True)
+        + device.link_seconds(sent, within_node=True),
+        slots=slots,
+        again=device.matmul_seconds(2 * products * mean_context / tensor),
     )

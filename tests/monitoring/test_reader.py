@@ -3,6 +3,7 @@
 import base64
 import gzip
 import json
+from dataclasses import replace
 
 from stable_opd_mcore.data.rollout_files import rollout_path, write_rollouts
 from stable_opd_mcore.data.token_files import TokenText, token_path, write_tokens
@@ -15,7 +16,7 @@ from stable_opd_mcore.monitoring.reader import (
     listed,
     stored_steps,
 )
-from stable_opd_mcore.records import Prompt, Rollout
+from stable_opd_mcore.records import Prompt, Rollout, Segment
 
 WIDE = Limits(tokens=100, characters=1000)
 
@@ -31,6 +32,7 @@ def tokens(pieces, **values) -> TokenText:
 
 def test_the_list_says_what_happened():
     loop = rollout("x" * 60, ids=(1, 2) + (9,) * 58, index=3, finish="length")
+    loop = replace(loop, segments=(Segment(40, 5), Segment(20, 6)))
     record = listed(loop, run=1, step=12, index=4, budget=None)
     assert record | {"compression": 0, "snippet": ""} == {
         "run": 1,
@@ -42,6 +44,7 @@ def test_the_list_says_what_happened():
         "finish": "length",
         "reward": 1.0,
         "version": 5,
+        "segments": [[40, 5], [20, 6]],
         "repeats": 58,
         "compression": 0,
         "snippet": "",

@@ -164,11 +164,17 @@
     target.append(text.slice(from));
   }
 
+  // The weight version; of a response that several sampled, the tokens of each.
+  function weights({ version, segments }) {
+    const number = (n) => n.toLocaleString("en-US");
+    return segments?.map(([tokens, its]) => `${number(its)} (${number(tokens)} tokens)`).join(", ") ?? number(version);
+  }
+
   function showDetail(rollout, found) {
     const facts = element("div", undefined, "facts");
     facts.append(verdict(rollout), element("span", `step ${rollout.step.toLocaleString("en-US")}`), element("span", `${rollout.prompt_id} · sample ${rollout.sample}`),
       element("span", `${rollout.tokens.toLocaleString("en-US")} tokens`), element("span", { stop: "stopped", length: "truncated", abort: "aborted" }[rollout.finish]),
-      element("span", `weights ${rollout.version.toLocaleString("en-US")}`), element("span", `compresses ${rollout.compression.toFixed(1)}×`));
+      element("span", `weights ${weights(rollout)}`), element("span", `compresses ${rollout.compression.toFixed(1)}×`));
     if (rollout.repeats) facts.append(badge(`last ${rollout.repeats.toLocaleString("en-US")} tokens repeat`, "flag"));
     const sides = element("div", undefined, "sides"), left = element("div"), right = element("div");
     left.append(block("Problem", found.prompt), ...response(found));
