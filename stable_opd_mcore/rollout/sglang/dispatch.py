@@ -83,14 +83,18 @@ class Dispatcher:
                 error, self._error = self._error, None
                 raise error
 
+    def hold(self) -> None:
+        """Send nothing more."""
+        with self._changed:
+            self._is_paused = True
+
     def pause(self, *, abort: bool) -> None:
-        """Send nothing more; return when nothing is in flight.
+        """Hold, and return when nothing is in flight.
 
         Args:
             abort: end what is in flight at once; else it is waited for.
         """
-        with self._changed:
-            self._is_paused = True
+        self.hold()
         while True:
             busy = [m for m in self._fleet.members if m.in_flight and m.state == "ready"]
             if abort:
@@ -112,8 +116,7 @@ class Dispatcher:
 
     def close(self) -> None:
         """Send nothing more. What is in flight fails when the members' clients are closed."""
-        with self._changed:
-            self._is_paused = True
+        self.hold()
         self._pool.shutdown(wait=False)
 
     def take_metrics(self) -> Metrics:
@@ -162,7 +165,7 @@ class Dispatcher:
             return
         self._fleet.progress()
         if not job.answers[task.samples[0]].token_ids:
-            prompt = len(job.request.token_ids) * len(pieces)
+            prompt = len(job.request.token_ids) * sum(bool(piece.token_ids) for piece in pieces)
             cached = Mean(sum(piece.cached_tokens for piece in pieces), prompt)
             self._metrics = self._metrics | Metrics({"engine/prefix_cached_share": cached})
         continued = 0

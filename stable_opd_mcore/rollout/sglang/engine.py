@@ -202,17 +202,23 @@ class SglangEngine(RolloutEngine):
 
     def drop_ahead(self) -> None:
         """See `RolloutEngine.drop_ahead`. The next publish sends the weights at once."""
-        self._dispatcher.pause(abort=True)
-        self._dispatcher.clear()
-        self._dispatcher.resume()
+        with self._paused(abort=True):
+            self._dispatcher.clear()
         self._ahead.clear()
         self._held.clear()
         self._sent_version = -1
 
     @contextmanager
-    def _paused(self) -> Iterator[None]:
-        """No request is in flight within."""
-        self._dispatcher.pause(abort=self.config.rollout.partial)
+    def _paused(self, *, abort: bool | None = None) -> Iterator[None]:
+        """No request of any rank is in flight within. Collective.
+
+        Args:
+            abort: end requests at once; None: as rollout.partial says.
+        """
+        self._dispatcher.hold()
+        gather_objects(None)  # an abort also ends the requests of other ranks that share the server
+        self._dispatcher.pause(abort=self.config.rollout.partial if abort is None else abort)
+        gather_objects(None)  # so nothing is sent that another rank would still abort
         yield
         self._dispatcher.resume()
 
