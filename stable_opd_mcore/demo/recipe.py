@@ -54,6 +54,7 @@ OTHER_OBJECTIVES: dict[str, dict[str, Any]] = {
         "objective": {"name": "grpo"},
         "rollout": {"prompts_per_step": 8, "samples_per_prompt": 8},
         "data": {"train": {"options": {"rows": 1024}}},  # it would learn 32 answers by heart
+        "optimizer": {"lr": 1.0e-4},
     },
     "lsm": {"objective": {"name": "lsm", "top_k": TOP_K}},
     "gkd": {"objective": {"name": "gkd"}},
