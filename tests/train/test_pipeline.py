@@ -84,8 +84,10 @@ def test_smoke_config_writes_every_file_and_metric(tmp_path, monkeypatch, capsys
     assert "eval/accuracy" in rows[0]
     written = {key for row in read_metrics(run / METRICS_FILE) for key in row}
     others = ("engine/", "moe/", "loss/moe_aux")  # of rollout servers, of experts
+    others += ("perf/staleness_", "perf/tokens_age_")  # of rollouts that lag
     unwritten = {key for key in NAMES.keys() - written if not key.startswith(others)}
-    assert unwritten == {"memory/left_gib"}  # of colocated servers
+    of_servers = {"memory/left_gib", "time/wait", "perf/trainer_waited"}
+    assert unwritten == of_servers | {"perf/continued_share", "rollout/mixed_groups"}
     assert rows[-1]["logprob/rollout_gap_max"] < 1e-4  # of engine and trainer
     names = {path.name for path in run.iterdir()}
     assert names >= {
