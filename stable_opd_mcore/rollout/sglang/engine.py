@@ -15,8 +15,10 @@ data-parallel rank sends them to the servers that it started. Ordering:
 - `prefetch` queues a step's requests. They may be in flight from then on until the `generate` of
   that step, over several publishes. The first token of a response is at most max_staleness
   versions older than the weights that its step updates: older responses are dropped.
-- `generate` draws what was not drawn ahead. What no server could draw is drawn after a restart and
-  another publish of the same weights. All ranks loop together, so that their collectives match.
+- `generate` draws what was not drawn ahead. What was is kept until the next `publish`: a run whose
+  teacher is lost after sampling saves it with the checkpoint. What no server could draw is drawn
+  after a restart and another publish of the same weights. All ranks loop together, so that their
+  collectives match.
 - Colocated, `publish` only records the version. `generate` takes the GPU: the trainer's parts but
   the student move to the host, servers resume, they receive the weights, the student moves too, and
   only then they draw. They keep the GPU, for another evaluation batch say, until the trainer holds
@@ -75,6 +77,7 @@ class SglangEngine(RolloutEngine):
         self._architecture = architecture_of(self.chunks)
         self._is_leader = is_leader(self.world)
         self._ahead: dict[int, Draw] = {}  # by step
+        self._handed_out: list[int] = []  # steps that train on their draw now
         self._held: dict[int, dict[tuple[str, int], Rollout]] = {}  # restored rollouts, by step
         self._longest: dict[str, int] = {}  # tokens of the longest response, by prompt
         self._dispatcher = Dispatcher(self.fleet)
@@ -106,7 +109,7 @@ class SglangEngine(RolloutEngine):
             self._take_gpu()
         draw = self._ahead.get(step)
         if draw is not None and (draw.prompts, draw.sampling) == (tuple(prompts), sampling):
-            del self._ahead[step]
+            self._handed_out.append(step)
         else:
             draw = None  # it is an evaluation, or nothing was drawn ahead
         if self._sent_version != self.weight_version and any(gather_objects(draw is None)):
@@ -205,6 +208,7 @@ class SglangEngine(RolloutEngine):
         with self._paused(abort=True):
             self._dispatcher.clear()
         self._ahead.clear()
+        self._handed_out.clear()
         self._held.clear()
         self._sent_version = -1
 
@@ -265,6 +269,9 @@ class SglangEngine(RolloutEngine):
         if weight_version == self.weight_version:
             return
         self.weight_version = weight_version
+        for step in self._handed_out:
+            self._ahead.pop(step, None)
+        self._handed_out.clear()
         rollout = self.config.rollout
         interval = 1 if rollout.partial else max(1, rollout.max_staleness - 1)
         if self._sent_version < 0 or weight_version >= self._sent_version + interval:

@@ -105,6 +105,8 @@ def steps(engine: SglangEngine, number: int) -> list[list[int]]:
             engine.prefetch(PROMPTS, sampling, step=later, weight_version=later)
         drawn = engine.generate(PROMPTS, sampling, step=step)
         versions.append(sorted({rollout.weight_version for rollout in drawn}))
+        if step:  # drawn ahead: a run whose teacher is lost now saves what it has sampled
+            assert engine.in_flight()[step] == drawn
     return versions
 
 
