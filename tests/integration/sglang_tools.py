@@ -203,9 +203,9 @@ def servers_of(owner: int) -> list[int]:
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """The run's metrics, one object per step."""
+    """The run's metrics, one object per step; a row that is being written is left out."""
     file = run / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
+    *lines, _ = file.read_text().split("\n") if file.exists() else [""]
     return [row for row in map(json.loads, lines) if "loss/total" in row]
 
 
