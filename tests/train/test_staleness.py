@@ -6,7 +6,6 @@ The embedded engine draws them, so every run is the same each time.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -14,10 +13,9 @@ import pytest
 from torch.multiprocessing import ProcessExitedException
 
 from stable_opd_mcore.data.rollout_files import read_rollouts, rollout_path
-from stable_opd_mcore.train import loop
 from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks
-from tests.train.runs import metrics_of, tiny_architecture, tiny_config
+from tests.train.runs import end_process_at, metrics_of, tiny_architecture, tiny_config
 
 pytestmark = pytest.mark.slow
 
@@ -68,14 +66,7 @@ def run_with_checkpoints(rank: int, world_size: int, directory: str, name: str) 
 
 
 def run_and_die(rank: int, world_size: int, directory: str, name: str) -> None:
-    write = loop.write_actions
-
-    def write_and_die(sinks, step, actions, now):
-        write(sinks, step, actions, now)
-        if step == KILLED_AT:
-            os._exit(9)
-
-    loop.write_actions = write_and_die
+    end_process_at(KILLED_AT)
     run_with_checkpoints(rank, world_size, directory, name)
 
 

@@ -4,7 +4,6 @@ The learning rate of the warm-up, which rises by design, stands in for the metri
 """
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from stable_opd_mcore.data.rollout_files import read_rollouts, rollout_path
 from stable_opd_mcore.monitoring import onset
 from stable_opd_mcore.monitoring.onset import Detector
 from stable_opd_mcore.monitoring.sinks import Sinks
-from stable_opd_mcore.train import loop
 from stable_opd_mcore.train.loop import train
 from stable_opd_mcore.train.oversight import guard
 from stable_opd_mcore.train.oversight.guard import Action, GuardState
@@ -26,7 +24,7 @@ from stable_opd_mcore.train.oversight.measures import (
 )
 from stable_opd_mcore.train.strengths import Adapted, strengths_of
 from tests.parallel.launch import run_ranks
-from tests.train.runs import VOLATILE, tiny_architecture, tiny_config
+from tests.train.runs import VOLATILE, end_process_at, tiny_architecture, tiny_config
 
 pytestmark = pytest.mark.slow
 
@@ -71,14 +69,7 @@ def run_to_collapse(rank: int, world_size: int, directory: str, name: str, secti
 def run_and_die(rank: int, world_size: int, directory: str, name: str, sections: dict) -> None:
     """Train; end the process between the guard's decision to return and the return."""
     watch_learning_rate()
-    write = loop.write_actions
-
-    def write_and_die(sinks, step, actions, now):
-        write(sinks, step, actions, now)
-        if step == KILLED_AT:
-            os._exit(9)
-
-    loop.write_actions = write_and_die
+    end_process_at(KILLED_AT)
     train(config_of(Path(directory), name, **sections), show_progress=False)
 
 
@@ -173,7 +164,7 @@ def test_a_return_drops_what_is_drawn_ahead(runs):
         {rollout.weight_version for rollout in read_rollouts(rollout_path(runs / "ahead", step))}
         for step in range(1, 11)
     ]
-    # The returns after steps 6 and 8 are versions 7 and 10, of which what follows is drawn.
+    # The run returns after steps 6 and 8: to versions 7 and 10, which draw the next rollouts.
     assert first_tokens == [{version} for version in (0, 0, 0, 1, 2, 3, 7, 7, 10, 10)]
 
 
