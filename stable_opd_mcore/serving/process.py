@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -31,6 +32,7 @@ from stable_opd_mcore.serving.command import ServerOptions, launch_command, serv
 from stable_opd_mcore.serving.compiling import CompilerWatch
 
 OLDEST_RELEASE = (0, 5, 13)  # the oldest in requirements/
+_CONNECTION_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # first and last
 _POLL_SECONDS = 0.3
 _LOOK_SECONDS = 2.0  # between two looks at all processes of the machine
 
@@ -62,13 +64,23 @@ def check_release(release: str, where: str) -> None:
 
 
 def free_port(host: str) -> int:
-    """A free port, at most 55,535 because SGLang 0.5.13 also uses port + 10,000."""
+    """A free port below those that the kernel gives to connections, where there is room.
+
+    One of theirs may be taken again before the server, which imports for seconds, binds it. SGLang
+    0.5.13 also uses port + 10,000.
+    """
+    below_connections = int(_CONNECTION_PORTS.read_text().split()[0]) - 10_000
+    ports = range(10_000, below_connections if below_connections > 11_000 else 55_536)
     while True:
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            port: int = probe.getsockname()[1]
-        if port <= 55535:
-            return port
+        port = secrets.choice(ports)
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return port
 
 
 def await_answer(
@@ -106,6 +118,7 @@ class SglangServer:
         # also on loopback, where other users of the machine reach the server
         self.api_key = options.api_key or secrets.token_urlsafe(24)
         self.port = options.port or free_port(options.host)
+        self._log_start = 0
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -143,6 +156,7 @@ class SglangServer:
             )
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
+            self._log_start = log.tell()
             self._process = subprocess.Popen(
                 launch_command(self.options, self.port, os.getpid()),
                 stdin=subprocess.DEVNULL,
@@ -162,7 +176,9 @@ class SglangServer:
         """
         began, limit = time.monotonic(), self.options.startup_timeout_seconds
         with contextlib.closing(self.client()) as client:
-            defect = await_answer(client, limit, give_up, lambda: self.is_running)
+            defect = await_answer(
+                client, limit, give_up, lambda: self.is_running and not self._has_no_port()
+            )
             if defect is None:
                 try:  # /flush_cache collects garbage: exclude what SGLang's imports created
                     client.call("POST", "/freeze_gc")
@@ -186,6 +202,12 @@ class SglangServer:
         with contextlib.suppress(ProcessLookupError):  # all of them have ended already
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+    def _has_no_port(self) -> bool:
+        """Whether its port was taken: SGLang then neither serves nor ends."""
+        with self.log.open("rb") as log:
+            log.seek(self._log_start)
+            return b"error while attempting to bind on address" in log.read()
 
     def _end_of_log(self, num_lines: int = 15) -> str:
         lines = self.log.read_text(errors="replace").splitlines()[-num_lines:]

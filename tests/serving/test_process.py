@@ -38,6 +38,29 @@ def test_a_server_that_ends_is_named_with_the_end_of_its_log(tmp_path, monkeypat
         server.wait_until_healthy()
 
 
+def test_a_server_whose_port_was_taken_is_not_waited_for(tmp_path):
+    """SGLang stays alive then, without a listener."""
+    taken = "[Errno 98] error while attempting to bind on address ('127.0.0.1', 1): in use"
+    server = server_of(tmp_path, f'echo "{taken}"\nexec sleep 600', startup_timeout_seconds=50)
+    server.start()
+    with pytest.raises(ServerStartError, match=r"ended; (?s:.*)Errno 98"):
+        server.wait_until_healthy()
+    assert not server.is_running
+
+
+@pytest.mark.parametrize(
+    ("first_of_connections", "allowed"), [(32768, (10000, 22767)), (1024, (10000, 55535))]
+)
+def test_a_free_port_is_not_one_of_the_kernels(
+    tmp_path, monkeypatch, first_of_connections, allowed
+):
+    (tmp_path / "range").write_text(f"{first_of_connections}\t60999\n")
+    monkeypatch.setattr(process_module, "_CONNECTION_PORTS", tmp_path / "range")
+    ports = [process_module.free_port("127.0.0.1") for _ in range(50)]
+    assert allowed[0] <= min(ports)
+    assert max(ports) <= allowed[1]
+
+
 def test_time_in_which_kernels_are_compiled_does_not_count(tmp_path, monkeypatch):
     """A server with a limit of 0.1 s is waited for until its compilers stand still."""
     work = iter([True] * 5)
