@@ -114,6 +114,12 @@ def test_first_tokens_are_as_old_as_the_bound_says(schedules, schedule):
         )
 
 
+def test_a_step_has_the_prompts_of_the_data_order_however_early_they_are_drawn(schedules):
+    for step in range(1, STEPS + 1):
+        drawn = [read_rollouts(rollout_path(schedules / name_of(s), step)) for s in SCHEDULES]
+        assert len({tuple(r.prompt.prompt_id for r in rollouts) for rollouts in drawn}) == 1
+
+
 def test_evaluations_do_not_touch_what_is_drawn_ahead(schedules):
     """At step 0 all schedules have the same weights."""
     assert len({json.dumps(metrics_of(schedules / name_of(s))[0]) for s in SCHEDULES}) == 1
