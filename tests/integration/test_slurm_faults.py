@@ -58,7 +58,8 @@ def test_a_job_without_permission_to_be_queued_again_says_so(cluster, tmp_path):
 
 def test_a_step_longer_than_the_lead_is_queued_again_before_the_limit(cluster, tmp_path):
     run = Run(cluster, tmp_path, "slow")
-    job = run.submit(options=("--time=1", "--signal=B:USR1@30"))
+    # Slurm may send the signal a minute early: two leave 30 s to reach step 3
+    job = run.submit(options=("--time=2", "--signal=B:USR1@30"))
     with run.frozen_at(3):
         run.until_verdicts(1)
     cluster.call("scancel", job)
