@@ -1,1 +1,1 @@
-"""Plain OPD and Stable-OPD on a real pretrained language model that a CPU can train."""
+"""Plain OPD, Stable-OPD and SFT on a pretrained language model that a CPU can train."""

