@@ -117,9 +117,7 @@ class PromptSet:
         self.window, self._max_new_tokens = window, max_new_tokens
         self.teacher = teacher
         texts = [_prompt_text(row, tokenizer, config) for row in rows]
-        prompts = tokenizer.encode_many(
-            [text + row.prefix for text, row in zip(texts, rows, strict=True)]
-        )
+        prompts = tokenizer.encode_many(texts)
         goldens = _encode_golden(rows, texts, tokenizer, golden)
         own = [] if teacher is None else teacher.encode(rows)
         kept: list[int] = []
@@ -240,7 +238,7 @@ def _encode_golden(
         texts.append(tokenizer.response_text(row.solution, prompt_text) if row.solution else "")
     stop = tokenizer.stop_token_ids[:1]
     encoded = zip(rows, tokenizer.encode_many(texts), strict=True)
-    return [[*ids, *stop] if row.solution and row.complete else ids for row, ids in encoded]
+    return [[*ids, *stop] if row.solution else ids for row, ids in encoded]
 
 
 def _refuse_control_tokens(row: Row, tokenizer: Tokenizer, golden: str) -> None:

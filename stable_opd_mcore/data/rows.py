@@ -23,7 +23,5 @@ class Row:
     solution: str | None = None  # golden response as text, without its stop token
     answer_format: AnswerFormat = "boxed"
     messages: tuple[Message, ...] = ()  # the prompt's turns; empty: the problem is the one turn
-    prefix: str = ""  # begins the response and is not trained on; encoded with the prompt
     # Columns by name, where something reads them: a user's reward (all of them), teacher.prompt
     columns: Mapping[str, Any] | None = None
-    complete: bool = True  # False: the solution was cut at the window and has no stop token

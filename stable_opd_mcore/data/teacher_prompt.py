@@ -69,7 +69,7 @@ class TeacherPrompt:
                 f"{row.row_id}: the message of teacher.prompt contains {found!r:.80}, a control "
                 f"token of {self._tokenizer.path} or half a character; mend or drop the row"
             )
-        return self._tokenizer.render_prompt(message, system=self._system) + row.prefix
+        return self._tokenizer.render_prompt(message, system=self._system)
 
     def encode(self, rows: Sequence[Row]) -> list[list[int]]:
         """The token ids of each row's prompt.

@@ -14,7 +14,7 @@ from stable_opd_mcore.errors import DataError
 ROWS = [
     Row("s:1", "1+1", "2", "1+1=2;[2]", "bracket"),
     Row("s:2", "1+2*3-4", "0", "1+2=3;3*3=4;4-4=0;[0]", "bracket"),
-    Row("s:3", "2*2", "4", "2*2=4;2*2=4;", "bracket", prefix="2*2=4;2*2=4;", complete=False),
+    Row("s:3", "2*2-1*3-2*4-4*1", "4", "2*2=4;4-1=3;3*3=4;4-2=2;2*4=3;3-4=4;4*1=4;[4]", "bracket"),
 ]
 
 
@@ -86,15 +86,12 @@ def test_a_step_that_crosses_an_epoch_draws_no_row_twice(num_rows, per_step):
 def test_rows_become_prompts_with_golden_ids():
     prompts = make_set()
     tokenizer = Tokenizer.load("synthetic")
-    first, looping = prompts[0], prompts[2]
+    first = prompts[0]
     assert first.token_ids == tuple(tokenizer.encode(tokenizer.render_prompt("1+1")))
     assert first.golden_token_ids == (*tokenizer.encode("1+1=2;[2]"), *tokenizer.stop_token_ids[:1])
     assert (first.prompt_id, first.text, first.answer) == ("s:1", "1+1", "2")
     assert first.answer_format == "bracket"
     assert first.opens_thinking is False
-    # A prefix is encoded with the prompt; a cut solution has no stop token.
-    assert tokenizer.decode(looping.token_ids) == "2*2#2*2=4;2*2=4;"
-    assert looping.golden_token_ids == tuple(tokenizer.encode("2*2=4;2*2=4;"))
     assert [p.prompt_id for p in prompts.select([2, 0, 2])] == ["s:3", "s:1", "s:3"]
 
 

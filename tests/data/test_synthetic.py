@@ -1,4 +1,4 @@
-"""The arithmetic task: pure in (seed, index), true answers, disjoint splits, documents that fit."""
+"""The arithmetic task: pure in (seed, index), true answers, disjoint splits."""
 
 import re
 
@@ -15,7 +15,6 @@ from stable_opd_mcore.data.synthetic import (
 from stable_opd_mcore.errors import DataError
 
 FROZEN = ("1-1+1-4-1-3", "1-1=0;0+1=1;1-4=2;2-1=1;1-3=3;[3]")
-HAZARD = {"recheck": [0.3, 0.5, 0.9, 0.99], "loop": 0.3, "junk": 0.2, "window": 120}
 
 
 def true_answer(problem, modulus):
@@ -39,8 +38,6 @@ def test_answers_and_solutions_are_right_and_ranges_hold():
         assert 1 <= len(steps) <= 5
         assert all(s[-1] == true_answer(s[:-2], 7) for s in steps)
         assert row.solution.endswith(f"[{row.answer}]")
-        assert row.complete
-        assert not row.prefix
     assert any("w" in row.solution for row in rows)
 
 
@@ -60,13 +57,6 @@ def test_train_and_eval_share_no_problem():
     assert len(train) > 2500
     assert len(held_out) > 400
     assert not train & held_out
-
-
-def test_wrong_steps_change_solutions_but_never_the_gold_answer():
-    rows = arithmetic_rows({"rows": 400, "error_rate": 0.5}, "train")
-    assert all(row.answer == true_answer(row.problem, 5) for row in rows)
-    wrong = sum(not row.solution.endswith(f"[{row.answer}]") for row in rows)
-    assert 100 < wrong < 390
 
 
 def test_unknown_facts_get_other_results_each_time_and_all_others_are_right():
@@ -93,26 +83,6 @@ def test_unknown_facts_are_the_seed_s_own():
     assert not is_unknown(ArithmeticOptions(), 1, "+", 1)
 
 
-def test_loops_fill_the_window_and_training_starts_after_the_repeats():
-    rows = arithmetic_rows({"rows": 400, **HAZARD}, "train")
-    cut = [row for row in rows if not row.complete]
-    loops = [row for row in rows if row.prefix]
-    assert 140 < len(loops) < 260
-    for row in cut:
-        assert len(row.problem) + 1 + len(row.prefix) + len(row.solution) == 120
-    for row in loops:
-        assert not row.complete
-        whole = row.prefix + row.solution
-        period = next(p for p in range(1, 30) if row.solution[p:] == row.solution[:-p])
-        # What is trained continues a loop that the prefix already shows twice.
-        seen = whole[len(row.prefix) - 2 * period : len(row.prefix)]
-        assert seen[:period] == seen[period:]
-        assert row.solution.startswith(seen[:period])
-    for row in rows:
-        if row.complete:
-            assert len(row.problem) + 1 + len(row.solution) + 1 <= 120
-
-
 def test_repeated_rechecks_have_the_given_probabilities():
     rows = arithmetic_rows({"rows": 2000, "recheck": [0.5, 0.0]}, "train")
     steps = sum(row.solution.count(";") - row.solution.count("w") for row in rows)
@@ -124,13 +94,8 @@ def test_repeated_rechecks_have_the_given_probabilities():
     ("options", "message"),
     [
         ({"rowz": 3}, "rowz.*options are: rows, seed"),
-        ({"loop": 0.1}, "need window"),
-        ({"loop": 0.6, "junk": 0.6, "window": 200}, "more than 1"),
         ({"min_operations": 6}, "min_operations=6 exceeds max_operations=5"),
-        ({"window": 45}, "window=45 is too short for these documents: 46"),
-        ({"window": 77, "loop": 0.1}, "window=77 is too short for these documents: 78"),
-        ({"window": 97, "junk": 0.1}, "window=97 is too short for these documents: 98"),
-        ({"recheck": [1.5]}, "between 0 and 1"),
+        ({"recheck": [0.5, 1.0]}, "from 0 to below 1"),
     ],
 )
 def test_bad_options_are_refused(options, message):

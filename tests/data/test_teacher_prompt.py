@@ -7,7 +7,6 @@ import pytest
 from stable_opd_mcore.config.data import DataConfig
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.prompts import PromptSet
-from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.sources import load_rows
 from stable_opd_mcore.data.teacher_prompt import TeacherPrompt
 from stable_opd_mcore.errors import ConfigError, DataError
@@ -57,11 +56,6 @@ def test_prompt_and_budget_must_fit_the_teachers_window(tmp_path):
     assert len(prompts_of(tmp_path / "rows.jsonl", rows, window=31)) == 2
     dropped = prompts_of(tmp_path / "rows.jsonl", rows, window=30, overlong="drop")
     assert (len(dropped), dropped.num_dropped) == (1, 1)
-
-
-def test_a_prefix_follows_both_prompts():
-    row = Row("s:1", "1+1", prefix="1+", columns={"problem": "1+1"})
-    assert TeacherPrompt("{{ problem }};", TOKENIZER, None, None).text(row) == "1+1;#1+"
 
 
 @pytest.mark.parametrize("template", ["{{ problem", "no column", "{% include 'x' %}{{ a | b }}"])
