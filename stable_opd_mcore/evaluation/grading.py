@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -48,20 +49,6 @@ class RewardItem:
     reward: str  # which one: a key of Grader.rewards
     columns: Mapping[str, Any]  # the row, as its source has it
     response: str  # without its stop token
-
-
-def grading_item(rollout: Rollout) -> GradingItem:
-    """The item of a rollout whose prompt has a gold answer."""
-    prompt = rollout.prompt
-    if prompt.answer is None:
-        raise ValueError(f"{prompt.prompt_id}: no gold answer to grade against")
-    return GradingItem(
-        response=rollout.text,
-        gold=prompt.answer,
-        answer_format=prompt.answer_format,
-        opens_thinking=prompt.opens_thinking,
-        stopped=rollout.finish_reason == "stop",
-    )
 
 
 @dataclass(frozen=True)
@@ -110,15 +97,8 @@ class Grader:
             self._pool.join()
             self._pool = None
 
-    def grade(self, items: Sequence[GradingItem | RewardItem]) -> list[Verdict]:
-        """Verdicts in the order of the items; see `grade_stream`."""
-        verdicts = dict(self.grade_stream(items))
-        return [verdicts[index] for index in range(len(items))]
-
-    def grade_stream(
-        self, items: Iterable[GradingItem | RewardItem]
-    ) -> Iterator[tuple[int, Verdict]]:
-        """(index of the item, its verdict) as verdicts come; takes items as workers get free.
+    def grade(self, items: Iterable[GradingItem | RewardItem]) -> Iterator[Verdict]:
+        """The verdicts in the order of the items, which are taken as workers get free.
 
         "bracket": right if the response stopped directly after "[gold]". "boxed": math-verify
         decides on the text after </think>; a response that never closes its <think> is wrong.
@@ -127,23 +107,26 @@ class Grader:
             UserError: the file of the user's function fails; standard error says why.
             RuntimeError: workers cannot start; likewise.
         """
-        pending: dict[Future[Any], int] = {}
+        waiting: deque[Verdict | Future[Any]] = deque()  # of the items whose turn has not come
+        running: set[Future[Any]] = set()
         try:
-            for index, item in enumerate(items):
+            for item in items:
                 work = _verdict_or_call(item)
                 if isinstance(work, Verdict):
-                    yield index, work
-                    continue
-                timeout = self.timeout_seconds
-                if isinstance(item, RewardItem):
-                    timeout = self.rewards[item.reward][1]
-                pending[self._submit(timeout, *work)] = index
-                if len(pending) >= 2 * self._num_workers:  # one graded, one ready for each
-                    yield from self._finished(pending)
-            while pending:
-                yield from self._finished(pending)
+                    waiting.append(work)
+                else:
+                    is_own = isinstance(item, RewardItem)
+                    timeout = self.rewards[item.reward][1] if is_own else self.timeout_seconds
+                    future = self._submit(timeout, *work)
+                    waiting.append(future)
+                    running.add(future)
+                if len(running) == 2 * self._num_workers:  # one graded, one ready for each
+                    running = wait(running, return_when=FIRST_COMPLETED).not_done
+                while waiting and waiting[0] not in running:
+                    yield self._verdict(waiting.popleft())
+            yield from map(self._verdict, waiting)
         finally:  # the caller may have stopped asking
-            for future in pending:
+            for future in running:
                 future.cancel()  # ends the worker that grades it
 
     def grade_rollouts(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -152,9 +135,11 @@ class Grader:
         """
         items = {place: self._item(rollout) for place, rollout in enumerate(rollouts)}
         graded = {place: item for place, item in items.items() if item is not None}
-        verdicts = dict(zip(graded, self.grade(list(graded.values())), strict=True))
+        verdicts = dict(zip(graded, self.grade(graded.values()), strict=True))
         return [
-            _with_verdict(rollout, verdicts[place]) if place in verdicts else rollout
+            replace(rollout, reward=float(found.reward), grading_failure=found.failure)
+            if (found := verdicts.get(place))
+            else rollout
             for place, rollout in enumerate(rollouts)
         ]
 
@@ -164,7 +149,11 @@ class Grader:
         reward = source if source in self.rewards else ""
         if reward in self.rewards:
             return RewardItem(reward, prompt.columns or {}, rollout.text)
-        return None if prompt.answer is None else grading_item(rollout)
+        if prompt.answer is None:
+            return None
+        stopped = rollout.finish_reason == "stop"
+        form, opens_thinking = prompt.answer_format, prompt.opens_thinking
+        return GradingItem(rollout.text, prompt.answer, form, opens_thinking, stopped)
 
     def _submit(self, timeout: float, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         if self._pool is None or not self._pool.active:  # not active: a worker died while idle
@@ -179,13 +168,9 @@ class Grader:
         arguments = (*arguments, 2 * timeout + 10)  # an orphan ends itself then
         return self._pool.schedule(function, args=arguments, timeout=timeout)
 
-    def _finished(self, pending: dict[Future[Any], int]) -> list[tuple[int, Verdict]]:
-        """Wait for at least one item; take it from `pending`."""
-        done = wait(pending, return_when=FIRST_COMPLETED).done
-        found = [(pending.pop(future), self._verdict(future)) for future in done]
-        return sorted(found, key=lambda each: each[0])
-
-    def _verdict(self, future: Future[Any]) -> Verdict:
+    def _verdict(self, future: Verdict | Future[Any]) -> Verdict:
+        if isinstance(future, Verdict):
+            return future
         try:
             found = future.result()
         except TimeoutError:
@@ -213,10 +198,6 @@ class Grader:
             _LOG.warning("a reward failed and counts as 0, as later ones will, unsaid: %s", why)
             self._has_warned = True
         return Verdict(0, failure)
-
-
-def _with_verdict(rollout: Rollout, verdict: Verdict) -> Rollout:
-    return replace(rollout, reward=float(verdict.reward), grading_failure=verdict.failure)
 
 
 def _verdict_or_call(item: GradingItem | RewardItem) -> Verdict | tuple[Any, ...]:

@@ -15,6 +15,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -185,26 +186,20 @@ def _append_verdicts(
 
     Holds the rows that are being graded, and those that were graded before their turn.
     """
-    waiting: dict[int, tuple[_Record, bool]] = {}  # by place; whether the row is graded
-    judged: set[int] = set()
-    written = 0
+    waiting: deque[tuple[_Record, bool]] = deque()  # whether the row is graded
 
     def items() -> Iterator[GradingItem]:
-        for place, (record, item) in enumerate(rows):
-            waiting[place] = record, item is not None
+        for record, item in rows:
+            waiting.append((record, item is not None))
             yield item or _NO_GOLD
 
-    for index, verdict in grader.grade_stream(items()):
-        record, is_graded = waiting[index]
+    for verdict in grader.grade(items()):
+        record, is_graded = waiting.popleft()
         if is_graded:
             truncated_loop = record["finish_reason"] == "length" and record["loop"]["length"] > 0
             record["reward"], record["grading_failure"] = float(verdict.is_right), verdict.failure
             record["right_in_loop"] = verdict.is_right and truncated_loop
-        judged.add(index)
-        while written in judged:
-            judged.remove(written)
-            file.write(json.dumps(waiting.pop(written)[0]).encode() + b"\n")
-            written += 1
+        file.write(json.dumps(record).encode() + b"\n")
         file.flush()
 
 

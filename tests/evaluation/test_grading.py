@@ -11,7 +11,7 @@ import pytest
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation import grading
-from stable_opd_mcore.evaluation.grading import Grader, GradingItem, Verdict, grading_item
+from stable_opd_mcore.evaluation.grading import Grader, GradingItem, Verdict
 from stable_opd_mcore.host.user_code import read_user_function
 from stable_opd_mcore.records import Prompt, Rollout
 from tests.real_data import real_data
@@ -93,7 +93,7 @@ def test_hanging_and_crashing_items_are_wrong_and_counted(stand_in_workers):
     words = ["a", "hang", "b", "crash", "c", "hang", "d"]
     began = time.monotonic()
     with Grader(timeout_seconds=1.0, workers=2) as grader:
-        verdicts = grader.grade([GradingItem(word, word) for word in words])
+        verdicts = list(grader.grade(GradingItem(word, word) for word in words))
         failures = {"hang": Verdict(False, "timeout"), "crash": Verdict(False, "crash")}
         assert verdicts == [failures.get(word, Verdict(True)) for word in words]
         assert right(grader, [GradingItem("a", "a")]) == [True]
@@ -103,8 +103,8 @@ def test_hanging_and_crashing_items_are_wrong_and_counted(stand_in_workers):
 
 
 @pytest.mark.usefixtures("stand_in_workers")
-def test_a_stream_goes_on_beside_a_hanging_item():
-    words = ["hang", *"abcdefgh"]
+@pytest.mark.parametrize(("words", "num_taken"), [(["hang", *"abcdefgh"], 9), (["hang"] * 5, 4)])
+def test_other_items_are_graded_beside_one_that_hangs(words, num_taken):
     taken = []
 
     def items():
@@ -113,16 +113,20 @@ def test_a_stream_goes_on_beside_a_hanging_item():
             yield GradingItem(word, word)
 
     with Grader(timeout_seconds=4.0, workers=2) as grader:
-        stream = grader.grade_stream(items())
-        first = next(stream)
-        assert first == (1, Verdict(True))
-        assert len(taken) <= 4  # one item for each worker, and as many that wait
-        assert [index for index, _ in stream] == [2, 3, 4, 5, 6, 7, 8, 0]
+        verdicts = grader.grade(items())
+        assert next(verdicts) == Verdict(False, "timeout")
+        assert len(taken) in (num_taken, num_taken + 1)  # an item each, and as many that wait
+        assert [verdict.failure for verdict in verdicts] == [
+            "timeout" if word == "hang" else None for word in words[1:]
+        ]
 
-    with Grader(timeout_seconds=30.0, workers=2) as grader:  # left early: no worker stays busy
-        stream = grader.grade_stream(GradingItem(word, word) for word in ("hang", "a", "b", "hang"))
-        assert next(stream)[0] == 1
-        stream.close()
+
+@pytest.mark.usefixtures("stand_in_workers")
+def test_a_caller_that_stops_asking_leaves_no_worker_busy():
+    with Grader(timeout_seconds=30.0, workers=2) as grader:
+        verdicts = grader.grade(GradingItem(word, word) for word in ("a", "hang", "b", "hang"))
+        assert next(verdicts) == Verdict(True)
+        verdicts.close()
         began = time.monotonic()
         assert right(grader, [GradingItem("c", "c")] * 3) == [True] * 3
         assert time.monotonic() - began < 20
@@ -145,7 +149,7 @@ def fail_to_start(_: object) -> None:
 def test_workers_that_cannot_start_are_an_error_with_their_output(monkeypatch, capfd):
     monkeypatch.setattr(grading, "start_worker", fail_to_start)
     with Grader() as grader, pytest.raises(RuntimeError, match="end before they are ready"):
-        grader.grade([GradingItem("a", "a")])
+        list(grader.grade([GradingItem("a", "a")]))
     assert "no_such_module_anywhere" in capfd.readouterr().err
 
 
@@ -220,9 +224,7 @@ def test_the_example_of_a_reward():
 def test_rollouts_become_items():
     prompt = Prompt("s:1", "1+1", (1,), "2", answer_format="bracket", opens_thinking=True)
     rollout = Rollout(prompt, 0, (5, 6), (0.0, 0.0), "length", 0, text="[2]")
-    assert grading_item(rollout) == GradingItem("[2]", "2", "bracket", True, stopped=False)
-    with pytest.raises(ValueError, match="s:1: no gold answer"):
-        grading_item(Rollout(Prompt("s:1", "x", (1,)), 0, (), (), "stop", 0))
+    assert Grader()._item(rollout) == GradingItem("[2]", "2", "bracket", True, stopped=False)
 
 
 def test_rollouts_get_rewards_where_there_is_a_gold_answer(grader):
@@ -248,7 +250,7 @@ def test_agreement_with_math_verify_on_published_pairs(grader):
         is_bare = pair["kind"] == "answer_pair" and "boxed" not in pair["prediction"]
         text = f"\\boxed{{{pair['prediction']}}}" if is_bare else pair["prediction"]
         items.append(GradingItem(text, pair["gold"]))
-    verdicts = grader.grade(items)
+    verdicts = list(grader.grade(items))
     differ = [
         pair["id"]
         for pair, verdict in zip(pairs, verdicts, strict=True)

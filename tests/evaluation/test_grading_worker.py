@@ -65,7 +65,7 @@ def test_a_worker_survives_sigterm_and_an_alarm_ends_it_in_an_endless_item():
 def test_idle_workers_end_with_their_owner():
     script = (
         "import os, time; from stable_opd_mcore.evaluation.grading import Grader, GradingItem\n"
-        "grader = Grader(); grader.grade([GradingItem('1', '1')])\n"
+        "grader = Grader(); list(grader.grade([GradingItem('1', '1')]))\n"
         "print(grader._pool.schedule(os.getpid).result(), flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as owner:
