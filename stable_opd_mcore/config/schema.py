@@ -8,7 +8,7 @@ Not here: checks that need the world size, a model or data.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -227,6 +227,11 @@ class Config(Section):
     fault: FaultConfig = FaultConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     monitoring: MonitoringConfig = MonitoringConfig()
+
+    def replaced(self, **sections: dict[str, Any]) -> Config:
+        """This config with other values in these sections, which are taken as they are."""
+        update = {k: getattr(self, k).model_copy(update=values) for k, values in sections.items()}
+        return self.model_copy(update=update)
 
     @property
     def evaluation_path(self) -> Path:

@@ -1,27 +1,32 @@
-"""Which `train.recompute` and `memory.offload` of a run is fastest among those that fit its GPUs.
+"""Other settings and divisions of the nodes that would make a run faster.
 
     choice = choose(job)
-    print(choice.line())
+    print(choice.line(), *lag_advice(job))
 
-All combinations are predicted; there are at most 48. Layout and micro-batch stay the config's. Host
-memory is not counted. Not here: what a combination needs (memory.py) and takes (seconds.py).
+Of `train.recompute` and `memory.offload` all combinations are predicted; there are at most 48.
+Layout and micro-batch stay the config's. Host memory is not counted. Not here: what a job needs
+(memory.py) and takes (seconds.py, lag.py).
 """
 
 from __future__ import annotations
 
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, product
 from typing import Any, Literal, get_args
 
 from stable_opd_mcore.config.training import Offloadable
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.planning.hardware import GIB
 from stable_opd_mcore.planning.job import Job
 from stable_opd_mcore.planning.memory import MemoryPlan, memory_plan
 from stable_opd_mcore.planning.seconds import StepSeconds, step_seconds
 
 Recompute = Literal["none", "selective", "full"]
+# rollout.max_staleness and rollout.partial
+SHOWN_LAGS = ((0, False), (1, False), (1, True), (2, True), (4, False), (4, True))
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,11 @@ class Prediction:
         """The offloaded parts that the run has, in the schema's order."""
         parts = offloadable(self.job)
         return tuple(part for part in parts if part in self.job.config.offloaded)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Prompt and response tokens that the job trains on."""
+        return self.job.trained_tokens / self.seconds.total
 
 
 @dataclass(frozen=True)
@@ -102,7 +112,10 @@ def choose(job: Job) -> Choice:
     """
     own, parts = Prediction(job), offloadable(job)
     subsets = [subset for n in range(len(parts) + 1) for subset in combinations(parts, n)]
-    others = (with_settings(job, *both) for both in product(get_args(Recompute), subsets))
+    others = (
+        job.changed(train={"recompute": recompute}, memory={"offload": offload})
+        for recompute, offload in product(get_args(Recompute), subsets)
+    )
     every = [own, *map(Prediction, others)]
     fitting = [each for each in every if each.memory.fits]
     if not fitting:
@@ -116,13 +129,6 @@ def choose(job: Job) -> Choice:
     return Choice(own, min(fitting, key=order))
 
 
-def with_settings(job: Job, recompute: Recompute, offload: tuple[Offloadable, ...]) -> Job:
-    """The job with these values of both settings."""
-    train = job.config.train.model_copy(update={"recompute": recompute})
-    memory = job.config.memory.model_copy(update={"offload": offload})
-    return replace(job, config=job.config.model_copy(update={"train": train, "memory": memory}))
-
-
 def offloadable(job: Job) -> tuple[Offloadable, ...]:
     """The parts that `memory.offload` may name in this run."""
     absent: set[Offloadable] = set()
@@ -131,3 +137,41 @@ def offloadable(job: Job) -> tuple[Offloadable, ...]:
     if not job.frozen:
         absent.add("frozen")
     return tuple(part for part in get_args(Offloadable) if part not in absent)
+
+
+def best_split(job: Job) -> Prediction:
+    """The job with its nodes divided between trainer and servers so that it is fastest.
+
+    Only divisions that the layout allows and whose memory fits; else the job itself.
+    """
+    cluster, found = job.cluster, [Prediction(job)]
+    total = cluster.nodes + cluster.server_nodes
+    for nodes in range(1, total if cluster.server_nodes else 1):
+        divided = replace(cluster, nodes=nodes, server_nodes=total - nodes)
+        other = Prediction(replace(job, cluster=divided))
+        with suppress(UserError):
+            if other.job.topology.servers and other.memory.fits:
+                found.append(other)
+    return max(found, key=lambda each: each.tokens_per_second)
+
+
+def lag_advice(job: Job) -> list[str]:
+    """Lines about how far rollouts may lag and how many nodes the servers should have.
+
+    None for a job without servers that have GPUs of their own.
+    """
+    if not job.drawn or job.topology.placement in (None, "colocated"):
+        return []
+    rates = []
+    for ahead, partial in SHOWN_LAGS:
+        other = Prediction(job.changed(rollout={"max_staleness": ahead, "partial": partial}))
+        rates.append(f"{ahead}{' partial' if partial else ''}: {other.tokens_per_second:,.0f}")
+    lines = [f"tokens/s by rollout.max_staleness and partial: {'; '.join(rates)}"]
+    best, own = best_split(job), Prediction(job).tokens_per_second
+    if best.job is not job:
+        lines.append(
+            f"fastest division of these nodes: {best.job.cluster.nodes} of the trainer and "
+            f"{best.job.cluster.server_nodes} of servers ({best.tokens_per_second:,.0f} instead of "
+            f"{own:,.0f} tokens/s)"
+        )
+    return lines

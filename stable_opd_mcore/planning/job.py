@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.config.training import Fp8Role
@@ -56,6 +57,10 @@ class Job:
     device: Device
     work: Work
     is_torch: bool = False  # with the torch layers of a CPU run, not Transformer Engine's
+
+    def changed(self, **sections: dict[str, Any]) -> Job:
+        """The job with other values in these sections of its settings."""
+        return replace(self, config=self.config.replaced(**sections))
 
     @cached_property
     def layout(self) -> Layout:
@@ -172,8 +177,7 @@ def make_job(config: Config, cluster: Cluster, gpu: str = "h200", work: Work | N
     device, models = device_named(gpu), read_models(config)
     if cluster.server_nodes:  # rollouts from SGLang, as in slurm/servers.sh
         sglang = config.rollout.sglang.model_copy(update={"placement": "external"})
-        rollout = config.rollout.model_copy(update={"engine": "sglang", "sglang": sglang})
-        config = config.model_copy(update={"rollout": rollout})
+        config = config.replaced(rollout={"engine": "sglang", "sglang": sglang})
     return Job(config, models, cluster, device, work or default_work(config))
 
 

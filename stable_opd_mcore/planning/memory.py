@@ -107,8 +107,7 @@ def largest_micro_batch(job: Job) -> int | None:
     """
 
     def fits(thousands: int) -> bool:
-        train = job.config.train.model_copy(update={"micro_batch_tokens": 1024 * thousands})
-        return memory_plan(replace(job, config=job.config.model_copy(update={"train": train}))).fits
+        return memory_plan(job.changed(train={"micro_batch_tokens": 1024 * thousands})).fits
 
     low, high = 0, job.largest_share // 1024
     if fits(high):

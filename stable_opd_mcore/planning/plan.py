@@ -20,8 +20,7 @@ from rich.table import Table
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.planning.attention import Attention, deterministic_attention
-from stable_opd_mcore.planning.balance import lag_advice
-from stable_opd_mcore.planning.choice import Choice, Prediction, choose
+from stable_opd_mcore.planning.choice import Choice, Prediction, choose, lag_advice
 from stable_opd_mcore.planning.hardware import GIB, Cluster
 from stable_opd_mcore.planning.job import Job, Work, make_job
 from stable_opd_mcore.planning.layout import refuse_layout, valid_layouts
@@ -54,7 +53,7 @@ class Plan(Prediction):
 
     @property
     def tokens_per_gpu_second(self) -> float:
-        return self.job.trained_tokens / self.seconds.total / self.job.cluster.gpus
+        return self.tokens_per_second / self.job.cluster.gpus
 
     @property
     def gpu_hours(self) -> float:

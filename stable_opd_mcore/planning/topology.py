@@ -160,7 +160,11 @@ def derive_topology(
         return Topology(nodes, gpus_per_node, 0, layout, placement, 0, urls)
     gpus = cluster.spare_gpus if placement == "disaggregated" else gpus_per_node
     if not gpus and memory_gib is not None:
-        raise _no_spare_gpu(gpus_per_node)
+        raise UserError(
+            f"rollout.sglang.placement=disaggregated: all {_count(gpus_per_node, 'GPU')} of the "
+            "machine train and none is left for servers; start fewer ranks, set "
+            "rollout.sglang.placement=colocated, or give servers nodes (SERVER_NODES)"
+        )
     count, tensor = machine_servers(config, architecture, gpus, memory_gib, placement)
     if placement == "colocated":
         blocks = _colocated(layout, gpus_per_node, tensor)
@@ -326,14 +330,6 @@ def _as_many_as(blocks: Sequence[_Block], count: int, data_ranks: int) -> list[_
             "data-parallel ranks, each of which starts and releases its own: set it to null"
         )
     return [(0, (), share) for share in ranks_of_servers(count, data_ranks)]
-
-
-def _no_spare_gpu(gpus_per_node: int) -> UserError:
-    return UserError(
-        f"rollout.sglang.placement=disaggregated: all {_count(gpus_per_node, 'GPU')} of the "
-        "machine train and none is left for servers; start fewer ranks, set "
-        "rollout.sglang.placement=colocated, or give servers nodes (SERVER_NODES)"
-    )
 
 
 def _refuse_bare_gpus(

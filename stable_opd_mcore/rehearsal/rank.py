@@ -71,8 +71,7 @@ def rehearse_rank(
     """
     start = time.process_time()
     # Values of single tokens leave the device, and tensors without memory have none.
-    monitoring = config.monitoring.model_copy(update={"token_values": 0})
-    config = config.model_copy(update={"monitoring": monitoring})
+    config = config.replaced(monitoring={"token_values": 0})
     with (
         fake_world(config.parallel, gpus, rank) as world,
         fake_tensors() as live,

@@ -184,12 +184,7 @@ def with_few_prompts(job: Job) -> Job:
         samples = max(1, sequences - (1 if job.golden else 0))
         changes = {"prompts_per_step": minibatches, "samples_per_prompt": samples}
     budget = {"micro_batch_tokens": in_micro_batch * job.work.tokens}
-    few = {
-        "rollout": config.rollout.model_copy(update=changes),
-        "train": config.train.model_copy(update=budget),
-        "memory": config.memory.model_copy(update={"offload": ()}),
-    }
-    return replace(job, config=config.model_copy(update=few))
+    return job.changed(rollout=changes, train=budget, memory={"offload": ()})
 
 
 def with_few_layers(job: Job, layers: int | None) -> tuple[Job, int | None]:

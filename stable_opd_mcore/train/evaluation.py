@@ -23,7 +23,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
-from stable_opd_mcore.data.prompts import PromptSet
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.sources import load_rows
 from stable_opd_mcore.errors import ConfigError
@@ -221,13 +220,9 @@ def _problems(config: Config, tokenizer: Tokenizer, limit: int | None) -> dict[s
 
 
 def _encode(rows: Sequence[Row], config: Config, tokenizer: Tokenizer, k: int) -> Problems:
-    data = config.data.model_copy(update={"overlong": "drop"})
-    prompts: PromptSet = held_out_prompts(
-        rows,
-        config.model_copy(update={"data": data}),
-        tokenizer,
-        configured_architecture(config.student),
-    )
+    config = config.replaced(data={"overlong": "drop"})
+    architecture = configured_architecture(config.student)
+    prompts = held_out_prompts(rows, config, tokenizer, architecture)
     selected = prompts.select(range(len(prompts)))
     require_answers(selected)
     sampling = evaluation_sampling(config, tokenizer.stop_token_ids, num_samples=k)

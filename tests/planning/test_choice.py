@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from stable_opd_mcore.config.load import load_config
-from stable_opd_mcore.planning.choice import Prediction, choose, with_settings
+from stable_opd_mcore.planning.choice import Prediction, best_split, choose, lag_advice
 from stable_opd_mcore.planning.hardware import Cluster
+from stable_opd_mcore.planning.job import make_job
 from stable_opd_mcore.planning.plan import Plan, make_plan
 from tests.planning.cases import CONFIGS, NODE, config_7b
 
@@ -47,7 +48,9 @@ def test_the_choice_fits_and_every_faster_combination_does_not(name, tmp_path):
     choice, needed = plan.choice, []
     subsets = chain.from_iterable(combinations(PARTS, n) for n in range(len(PARTS) + 1))
     for recompute, subset in product(("none", "selective", "full"), subsets):
-        other = Prediction(with_settings(plan.job, recompute, subset))
+        other = Prediction(
+            plan.job.changed(train={"recompute": recompute}, memory={"offload": subset})
+        )
         needed.append(other.memory.peak_bytes)
         assert not other.memory.fits or other.seconds.total > choice.best.seconds.total - 1e-5
     assert choice.best.memory.fits == (min(needed) <= plan.job.device.usable_bytes)
@@ -94,3 +97,25 @@ def test_every_shipped_run_has_a_choice_that_its_config_may_name():
         assert plan.choice.best.memory.fits
         load_config(path, plan.choice.overrides)
         assert plan.choice.best.seconds.total <= plan.seconds.total
+
+
+def test_the_fastest_division_of_the_nodes_is_named_with_its_rate(tmp_path):
+    config = config_7b(tmp_path)
+    job = make_job(config, Cluster(7, 8, server_nodes=1))
+    best = best_split(job)
+    splits = {nodes: Cluster(nodes, 8, server_nodes=8 - nodes) for nodes in range(1, 8)}
+    rates = {n: Prediction(make_job(config, s)).tokens_per_second for n, s in splits.items()}
+    nodes = max(rates, key=lambda nodes: rates[nodes])
+    assert best.job.cluster == splits[nodes]
+    assert best.tokens_per_second == rates[nodes] > rates[7]
+    lines = lag_advice(job)
+    assert f"{nodes} of the trainer and {8 - nodes} of servers ({rates[nodes]:,.0f} " in lines[1]
+    assert len(lag_advice(best.job)) == 1  # nothing to change
+    lags = [{"max_staleness": k, "partial": k > 0} for k in (0, 1, 4)]
+    speeds = [Prediction(job.changed(rollout=lag)).tokens_per_second for lag in lags]
+    assert f"1 partial: {speeds[1]:,.0f}" in lines[0]
+    assert speeds[2] > 1.2 * speeds[0]
+
+
+def test_without_servers_of_their_own_there_is_no_advice_on_lag(tmp_path):
+    assert lag_advice(make_job(config_7b(tmp_path, "rollout.engine=embedded"), NODE)) == []
