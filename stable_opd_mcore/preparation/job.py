@@ -1,7 +1,7 @@
-"""Checks what is asked of `prepare` before the first row is filtered.
+"""Checks what is asked of `prepare`, and the files of its source, before a row is filtered.
 
-A job holds everything that the outputs depend on, and nothing else decides them. Not here: the
-filter and the outputs (prepare.py).
+A job holds everything that the outputs depend on, and nothing else decides them. No file is
+unpacked or run. Not here: the filter and the outputs (prepare.py), reading rows (data/sources.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -20,16 +20,26 @@ from typing import Any
 
 from stable_opd_mcore.config.data import ColumnsConfig
 from stable_opd_mcore.data.chat import Tokenizer
-from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.data.sources import read_file
+from stable_opd_mcore.errors import DataError, UserError
 from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS, load_benchmark
 from stable_opd_mcore.host.hub import TOKENIZER_FILES, download, is_hub_id
 from stable_opd_mcore.preparation import openr1
-from stable_opd_mcore.preparation.inputs import InputFile, find_files, open_input
 from stable_opd_mcore.preparation.recipes import BOTH, OPD, RECIPES, SFT, Recipe
 from stable_opd_mcore.preparation.rules import RuleSettings
 
 SFT_ROWS = 33_000
 _PACKAGES = ("stable-opd-mcore", "tokenizers", "pyarrow", "datasets")
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A parquet or JSON Lines file that is read."""
+
+    path: Path
+    name: str  # in row names and in the manifest: the path inside the source
+    num_bytes: int
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -208,3 +218,46 @@ def _columns(recipe: Recipe, columns: ColumnsConfig) -> tuple[tuple[str, ...], t
     named = tuple(name for name in columns.model_dump().values() if name is not None)
     optional = ColumnsConfig().solution  # a source may lack the default column
     return tuple(name for name in named if name != optional), named
+
+
+def find_files(source: Path, globs: Sequence[str]) -> list[Path]:
+    """The source itself if it is a file, else the files of the first glob that matches, sorted.
+
+    Raises:
+        DataError: nothing matches.
+    """
+    if not source.exists():
+        raise DataError(f"{source}: no such file or folder; check --source")
+    if source.is_file():
+        return [source]
+    for glob in globs:
+        found = sorted(path for path in source.glob(glob) if path.is_file())
+        if found:
+            return found
+    raise DataError(
+        f"{source}: no file that matches {' or '.join(globs)}; name a folder or a file that holds "
+        "the rows with --source"
+    )
+
+
+def open_input(path: Path, name: str, columns: Sequence[str]) -> InputFile:
+    """Check that a file is readable and has the columns.
+
+    Args:
+        columns: their names; a dotted one ("prompt.1.content") reaches into a column.
+
+    Raises:
+        DataError: an unreadable file, one of another kind or without rows, or a missing column.
+    """
+    _, names = next(read_file(path), (0, None))
+    if names is None:
+        raise DataError(f"{path}: no rows in it")
+    missing = [n for n in columns if n not in names and n.split(".")[0] not in names]
+    if missing:
+        raise DataError(
+            f"{path}: no column {missing[0]!r}; it has {', '.join(names)}. Choose the recipe of "
+            "this data set, or name the columns with --problem, --answer and --solution"
+        )
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return InputFile(path, name, path.stat().st_size, digest)

@@ -36,8 +36,7 @@ from stable_opd_mcore.host.atomic_files import atomic_file, naming_disk_errors
 from stable_opd_mcore.host.run_lock import RunLock
 from stable_opd_mcore.host.worker_processes import end_with_parent
 from stable_opd_mcore.preparation.datasheet import datasheet, lengths_entry
-from stable_opd_mcore.preparation.inputs import InputFile
-from stable_opd_mcore.preparation.job import Job, digest
+from stable_opd_mcore.preparation.job import InputFile, Job, digest
 from stable_opd_mcore.preparation.openr1 import Dropped
 from stable_opd_mcore.preparation.rules import CONTAMINATED, Rules, RuleSettings
 from stable_opd_mcore.preparation.split import row_key, shuffled, split_rows
