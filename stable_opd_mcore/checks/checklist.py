@@ -28,7 +28,7 @@ from stable_opd_mcore.checks import (
 )
 from stable_opd_mcore.checks.finding import Finding, finding, refused
 from stable_opd_mcore.checks.known import Known, Place
-from stable_opd_mcore.checks.pair import EXAMPLE, ModelFiles, Pair, read_model, read_pair
+from stable_opd_mcore.checks.pair import EXAMPLE, ModelFiles, Pair, read_model
 from stable_opd_mcore.checks.printing import Report, by_severity, finding_text
 from stable_opd_mcore.checks.software import installed
 from stable_opd_mcore.config.cold_start import cold_start_config
@@ -36,6 +36,7 @@ from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError, UserError
 from stable_opd_mcore.host.printable_text import printable
+from stable_opd_mcore.losses.stop_tokens import shared_stop_ids
 from stable_opd_mcore.planning.hardware import Cluster
 
 # Findings of a pair, of what is known of a run, or of the software; an error that `train` has too
@@ -104,8 +105,8 @@ def check_pair(student: str, teacher: str) -> Report:
 
 
 def check_models(student: ModelFiles, teacher: ModelFiles) -> Report:
-    """Two models whose directories are read."""
-    pair = read_pair(student, teacher)
+    """Two models whose directories are read; the loss merges their stop ids, as is its default."""
+    pair = Pair(student, teacher, shared_stop_ids(student.stop_ids, teacher.stop_ids))
     findings = [
         finding("no-settings", place=model.place, role=model.role)
         for model in pair.models
@@ -163,10 +164,7 @@ def check_file(
 
 
 def refuse_errors(report: Report) -> None:
-    """
-    Raises:
-        ConfigError: the report has errors; one message names them all.
-    """
+    """Raise the report's errors, if any, as one ConfigError that names them all."""
     if not report.errors:
         return
     if len(report.errors) == 1 and not report.errors[0].values:

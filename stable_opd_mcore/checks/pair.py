@@ -15,7 +15,6 @@ from typing import Any
 
 from stable_opd_mcore.data.chat import Tokenizer, stop_sources
 from stable_opd_mcore.data.vocabulary import RenamedToken, same_vocabulary
-from stable_opd_mcore.losses.stop_tokens import shared_stop_ids
 from stable_opd_mcore.models.families import read_fields
 
 EXAMPLE = "1+1"  # which the synthetic tokenizer can encode too
@@ -111,8 +110,3 @@ def read_model(role: str, path: str) -> ModelFiles:
         stop_sources=stop_sources(path, tokenizer),
         settings=read_fields(path)[1] if (Path(path) / "config.json").is_file() else {},
     )
-
-
-def read_pair(student: ModelFiles, teacher: ModelFiles) -> Pair:
-    """Two directories that no config names; the loss merges their stop ids, as is its default."""
-    return Pair(student, teacher, shared_stop_ids(student.stop_ids, teacher.stop_ids))

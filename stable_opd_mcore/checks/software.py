@@ -7,7 +7,7 @@ imported here: a package of the wrong kind may run anything at its import.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -46,18 +46,14 @@ class Software:
         return f"software {where}: Adam is {self.adam}'s, norms are {self.norms}'s"
 
 
-def installed(on_gpu: bool, paths: Sequence[str] | None = None) -> Software:
-    """
-    Args:
-        on_gpu: whether the run has GPUs.
-        paths: where packages are looked for, as sys.path, which is the default.
-    """
-    apex = _folder("apex", paths)
+def installed(on_gpu: bool) -> Software:
+    """What sys.path holds, for a run with or without GPUs."""
+    apex = _folder("apex")
     return Software(
-        transformer_engine=_folder("transformer_engine", paths) is not None,
+        transformer_engine=_folder("transformer_engine") is not None,
         apex=apex,
         apex_is_nvidias=apex is not None and (apex / "optimizers" / "fused_adam.py").is_file(),
-        apex_is_built=PathFinder.find_spec("amp_C", paths) is not None,
+        apex_is_built=PathFinder.find_spec("amp_C") is not None,
         on_gpu=on_gpu,
     )
 
@@ -76,7 +72,7 @@ def unfused(software: Software) -> Iterator[Finding]:
         yield finding("no-transformer-engine", adam=software.adam, norms=software.norms)
 
 
-def _folder(name: str, paths: Sequence[str] | None) -> Path | None:
-    spec = PathFinder.find_spec(name, paths)
+def _folder(name: str) -> Path | None:
+    spec = PathFinder.find_spec(name)
     places = [*(spec.submodule_search_locations or ()), spec.origin] if spec else []
     return next((Path(place) for place in places if place), None)

@@ -28,10 +28,8 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
-def bootstrap_interval(
-    groups: Sequence[Sequence[float]], confidence: float = 0.95
-) -> tuple[float, float]:
-    """Percentile interval of the unweighted mean over groups of each group's mean.
+def bootstrap_interval(groups: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """95 % percentile interval of the unweighted mean over groups of each group's mean.
 
     A group holds one value per problem, the mean over its responses. Problems are resampled within
     each group, with a fixed seed. Responses are not: they are no independent problems.
@@ -43,5 +41,5 @@ def bootstrap_interval(
         for start in range(0, RESAMPLES, _BLOCK):
             drawn = generator.integers(0, len(array), (_BLOCK, len(array)))
             means[start : start + _BLOCK] += array[drawn].mean(axis=1) / len(groups)
-    low, high = np.quantile(means, [0.5 - confidence / 2, 0.5 + confidence / 2])
+    low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)

@@ -45,21 +45,16 @@ class BenchmarkResult:
         """95 % bootstrap interval over problems."""
         return bootstrap_interval([self.shares])
 
-    def pass_at(self, k: int) -> float:
-        """The unbiased estimate of pass@k, in the mean over problems."""
+    def pass_at(self, k: int) -> tuple[float, tuple[float, float]]:
+        """The unbiased estimate of pass@k in the mean over problems, and its 95 % interval."""
         estimates = [pass_at_k(self.num_samples, correct, k) for correct in self.num_correct]
-        return sum(estimates) / len(estimates)
-
-    def pass_interval(self, k: int) -> tuple[float, float]:
-        """95 % bootstrap interval of pass@k over problems."""
-        return bootstrap_interval(
-            [[pass_at_k(self.num_samples, correct, k) for correct in self.num_correct]]
-        )
+        return sum(estimates) / len(estimates), bootstrap_interval([estimates])
 
     def record(self) -> dict[str, Any]:
         """The plain values: rates as shares, intervals as [low, high]."""
         low, high = self.accuracy_interval
         ks = [k for k in (1, 2, 4, 8, 16, 32, 64) if k < self.num_samples] + [self.num_samples]
+        pass_at = {str(k): self.pass_at(k) for k in ks}
         return {
             "accuracy": self.accuracy,
             "accuracy_low": low,
@@ -67,8 +62,8 @@ class BenchmarkResult:
             "num_problems": len(self.num_correct),
             "num_samples": self.num_samples,
             "num_over_long": self.num_over_long,
-            "pass_at": {str(k): self.pass_at(k) for k in ks},
-            "pass_at_interval": {str(k): list(self.pass_interval(k)) for k in ks},
+            "pass_at": {k: estimate for k, (estimate, _) in pass_at.items()},
+            "pass_at_interval": {k: list(interval) for k, (_, interval) in pass_at.items()},
             "num_correct": list(self.num_correct),
             **self.rates,
         }
@@ -81,10 +76,7 @@ def average(results: Mapping[str, BenchmarkResult]) -> tuple[float, tuple[float,
 
 
 def require_answers(prompts: Sequence[Prompt]) -> None:
-    """
-    Raises:
-        UserError: no prompts, or one without a gold answer.
-    """
+    """Raise a UserError where there are no prompts, or one has no gold answer."""
     missing = next((prompt.prompt_id for prompt in prompts if prompt.answer is None), None)
     if missing is not None or not prompts:
         what = f"{missing}: no gold answer" if prompts else "no held-out prompts"

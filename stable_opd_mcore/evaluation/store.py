@@ -67,10 +67,7 @@ class ResponseStore:
 def require_same(
     earlier: Mapping[str, Any], wanted: Mapping[str, Any], place: Path, remedy: str
 ) -> None:
-    """
-    Raises:
-        UserError: what stands in `place` was begun with other settings; the first one is named.
-    """
+    """Raise a UserError where `place` was begun with other settings; it names the first one."""
     for name, value in wanted.items():
         if earlier.get(name) != value:
             raise UserError(

@@ -1,16 +1,18 @@
 """Which package serves Adam and the norms; an apex that is not NVIDIA's."""
 
+import sys
+
 import pytest
 
 from stable_opd_mcore.checks import software
 
 
-def package(folder, *modules):
+def use_only(monkeypatch, folder, *modules):
     for module in modules:
         path = folder / module
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("raise AssertionError('imported')\n")
-    return [str(folder)]
+    monkeypatch.setattr(sys, "path", [str(folder)])
 
 
 ENGINE = "transformer_engine/__init__.py"
@@ -29,8 +31,9 @@ NVIDIAS = ("apex/__init__.py", "apex/optimizers/__init__.py", "apex/optimizers/f
         ((), "torch", "torch", ["Transformer Engine is not installed"]),
     ],
 )
-def test_on_a_gpu(modules, adam, norms, words, tmp_path):
-    found = software.installed(on_gpu=True, paths=package(tmp_path, *modules))
+def test_on_a_gpu(modules, adam, norms, words, tmp_path, monkeypatch):
+    use_only(monkeypatch, tmp_path, *modules)
+    found = software.installed(on_gpu=True)
     assert found.line() == f"software on a GPU: Adam is {adam}'s, norms are {norms}'s"
     findings = [*software.apex(found), *software.unfused(found)]
     assert len(findings) == len(words)
@@ -39,8 +42,10 @@ def test_on_a_gpu(modules, adam, norms, words, tmp_path):
         assert finding.severity == ("warning" if "Engine" in word else "error")
 
 
-def test_on_a_cpu_torch_serves_both_and_the_wrong_apex_is_still_refused(tmp_path):
-    found = software.installed(on_gpu=False, paths=package(tmp_path, "apex/__init__.py"))
+def test_on_a_cpu_torch_serves_both_and_the_wrong_apex_is_still_refused(tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        use_only(patched, tmp_path, "apex/__init__.py")
+        found = software.installed(on_gpu=False)
     assert found.line() == "software on a CPU: Adam is torch's, norms are torch's"
     assert [finding.severity for finding in software.apex(found)] == ["error"]
     assert not list(software.unfused(found))

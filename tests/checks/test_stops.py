@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from stable_opd_mcore.checks.pair import read_model, read_pair
+from stable_opd_mcore.checks.pair import Pair, read_model
 from stable_opd_mcore.checks.stops import different_stops, stop_class
 from stable_opd_mcore.losses.stop_tokens import shared_stop_ids
 from tests.checks.directories import TEMPLATE, findings, the, write_model
@@ -11,8 +11,9 @@ PLAIN_TURNS = TEMPLATE.replace("<|im_end|>", "")
 
 
 def pair(tmp_path, **teacher):
-    models = write_model(tmp_path / "student"), write_model(tmp_path / "teacher", **teacher)
-    return read_pair(read_model("student", models[0]), read_model("teacher", models[1]))
+    student = read_model("student", write_model(tmp_path / "student"))
+    other = read_model("teacher", write_model(tmp_path / "teacher", **teacher))
+    return Pair(student, other, shared_stop_ids(student.stop_ids, other.stop_ids))
 
 
 def test_the_class_is_the_one_that_the_loss_merges(tmp_path):
