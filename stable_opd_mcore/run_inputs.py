@@ -222,13 +222,7 @@ def configured_architecture(model: ModelConfig) -> Architecture:
 
 
 def refuse_small_vocabulary(model: ModelConfig, architecture: Architecture, size: int) -> None:
-    """
-    Args:
-        size: number of tokens of the tokenizer.
-
-    Raises:
-        UserError: the model's embedding has fewer rows.
-    """
+    """Raise a UserError where the embedding has fewer rows than the tokenizer's `size` tokens."""
     if architecture.vocab_size < size:
         raise UserError(
             f"{model.path or 'the inline architecture'}: vocab_size={architecture.vocab_size} is "

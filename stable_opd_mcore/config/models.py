@@ -81,7 +81,7 @@ class TeacherConfig(ModelConfig):
         return self.path == SELF
 
     @model_validator(mode="after")
-    def _own_weights(self) -> Self:
+    def _consistent(self) -> Self:
         others = {"engine": "megatron", "revision": None, "window": None, "rope_theta": None}
         if self.is_self:
             for key, default in others.items():
@@ -101,10 +101,6 @@ class TeacherConfig(ModelConfig):
                 "the student with the same prompt, so there is nothing to learn; set "
                 "teacher.prompt, or teacher.weights=frozen"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _served(self) -> Self:
         if (self.engine == "sglang") != bool(self.urls or self.routes):
             raise ValueError("teacher.engine=sglang and teacher.urls or teacher.routes go together")
         if self.urls and self.routes:

@@ -26,10 +26,7 @@ _SYNTHETIC_TEMPLATE = (
 
 
 def check_symbols(texts: Sequence[str]) -> None:
-    """
-    Raises:
-        DataError: a character that is no token.
-    """
+    """Raise a DataError for a character that is no token."""
     for text in texts:
         strange = sorted(set(text).difference(VOCABULARY))
         if strange:

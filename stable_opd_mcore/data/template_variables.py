@@ -34,10 +34,7 @@ def template_variables(template: str) -> frozenset[str]:
 
 
 def refuse_unread(arguments: dict[str, object], template: str | None, path: str) -> None:
-    """
-    Raises:
-        DataError: an argument that the template of the model in `path` never reads.
-    """
+    """Raise a DataError for an argument that the template of the model in `path` never reads."""
     if not arguments:
         return
     if template is None:

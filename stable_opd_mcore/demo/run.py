@@ -11,6 +11,7 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -29,17 +30,19 @@ from rich.progress import (
 from rich.table import Column
 
 from stable_opd_mcore.config.load import load_config, parse_config
+from stable_opd_mcore.data.synthetic import SECOND_STOP, STOP, VOCABULARY
 from stable_opd_mcore.demo.recipe import ACTS, COLLAPSE, Job, demo_jobs
-from stable_opd_mcore.demo.relabel import swap_stop_tokens
 from stable_opd_mcore.demo.summary import ablation_markdown, summarise, summary_table
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.host.atomic_files import write_atomically
+from stable_opd_mcore.host.atomic_files import atomic_directory, write_atomically
+from stable_opd_mcore.host.tensor_files import save_tensors
 from stable_opd_mcore.host.worker_processes import end_with_parent
 from stable_opd_mcore.monitoring.chosen_runs import ReportRun
 from stable_opd_mcore.monitoring.report import write_report
 
 WORKERS = 2
 POLL_SECONDS = 1.0
+WEIGHTS = "model.safetensors"
 NAME_WIDTH = 36  # seed0/collapse/stable_opd_stop_class
 GUARD_LOGGER = (
     "stable_opd_mcore.train.oversight.measures"  # by name: this process does not load torch
@@ -194,3 +197,19 @@ def _work(job: Job) -> None:
 
     config = parse_config(job.config, origin="the demo's recipe")
     train(config, show_progress=False, accept_changes=_has_same_settings(job))
+
+
+def swap_stop_tokens(source: Path, target: Path) -> None:
+    """Write `source` to `target` atomically, with the rows of the two stop tokens exchanged.
+
+    The rows are exchanged in the embedding and in the output head.
+    """
+    from safetensors.torch import load_file
+
+    weights = load_file(source / WEIGHTS)
+    first, second = VOCABULARY.index(STOP), VOCABULARY.index(SECOND_STOP)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name][[first, second]] = weights[name][[second, first]]
+    with atomic_directory(target) as partial:
+        shutil.copytree(source, partial, dirs_exist_ok=True)
+        save_tensors(weights, partial / WEIGHTS)

@@ -18,10 +18,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def require_size(path: Path, limit_bytes: int) -> None:
-    """
-    Raises:
-        DataError: the file is larger.
-    """
+    """Raise a DataError for a larger file."""
     size = path.stat().st_size
     if size > limit_bytes:
         raise DataError(

@@ -73,10 +73,7 @@ DEVICES = {
 
 
 def device_named(name: str) -> Device:
-    """
-    Raises:
-        UserError: an unknown name.
-    """
+    """The device of this name; a UserError for an unknown one."""
     if name not in DEVICES:
         raise UserError(f"--gpu {name}: unknown; expected one of {', '.join(sorted(DEVICES))}")
     return DEVICES[name]

@@ -88,10 +88,7 @@ def refusal(architecture: Architecture, parallel: ParallelConfig) -> str | None:
 
 
 def refuse_layout(role: str, architecture: Architecture, parallel: ParallelConfig) -> None:
-    """
-    Raises:
-        UserError: the model cannot be laid out so.
-    """
+    """Raise a UserError where the model cannot be laid out so."""
     if reason := refusal(architecture, parallel):
         raise UserError(f"the {role} does not fit the layout: {reason}")
 

@@ -69,10 +69,6 @@ class Topology:
         """The servers that answer the prompts of a data-parallel (times context) rank."""
         return tuple(server for server in self.servers if data_rank in server.data_ranks)
 
-    def trainer_gpus(self, data_rank: int) -> tuple[tuple[int, int], ...]:
-        """(node, local id) of each GPU that holds the replica `data_rank`."""
-        return replica_gpus(self.layout, self.gpus_per_node, data_rank)
-
     def as_json(self) -> str:
         layout = asdict(self.layout) | {"data": self.layout.data}
         return json.dumps(asdict(self) | {"layout": layout}, indent=1)
@@ -98,7 +94,7 @@ class Topology:
         names = list(hosts) or [f"node {node}" for node in range(number)]
         held: list[list[str]] = [[] for _ in names]
         for rank in range(self.layout.gradient_ranks):
-            places = self.trainer_gpus(rank)
+            places = replica_gpus(self.layout, self.gpus_per_node, rank)
             for node in dict.fromkeys(node for node, _ in places):
                 gpus = [gpu for other, gpu in places if other == node]
                 held[node].append(f"data rank {rank} on {_gpus(gpus)}")

@@ -55,8 +55,9 @@ def check_places(made: Topology) -> None:
     if made.placement == "colocated":
         for server in made.servers:
             (rank,) = server.data_ranks
-            assert {(server.node, gpu) for gpu in server.gpus} <= set(made.trainer_gpus(rank))
-            assert server.node == made.trainer_gpus(rank)[0][0]
+            places = replica_gpus(made.layout, made.gpus_per_node, rank)
+            assert {(server.node, gpu) for gpu in server.gpus} <= set(places)
+            assert server.node == places[0][0]
 
 
 def check_shares(shares: Sequence[tuple[int, ...]], ranks: int) -> None:
