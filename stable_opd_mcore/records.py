@@ -18,12 +18,13 @@ Log-probabilities and entropies are in nats, over the common vocabulary.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from stable_opd_mcore.errors import UserError
 
@@ -111,6 +112,36 @@ def _equal(left: Any, right: Any) -> bool:
 
 
 @dataclass(frozen=True)
+class Routing:
+    """The shape of a model's choices of experts."""
+
+    num_layers: int
+    num_experts: int
+    per_token: int
+
+    @property
+    def per_position(self) -> int:
+        return self.num_layers * self.per_token
+
+    def parse(self, encoded: str, dtype: DTypeLike, positions: int) -> NDArray[np.int16]:
+        """[positions, num_layers, per_token] from the base64 of an array of `dtype`.
+
+        Raises:
+            ValueError: no base64, another number of choices, an expert that does not exist, or one
+                twice.
+        """
+        flat = np.frombuffer(base64.b64decode(encoded, validate=True), dtype)
+        if flat.size != positions * self.per_position:
+            raise ValueError(f"{flat.size} experts for {positions} x {self.per_position} choices")
+        if flat.size and not 0 <= flat.min() <= flat.max() < self.num_experts:
+            raise ValueError(f"experts outside 0 .. {self.num_experts - 1}")
+        chosen = flat.astype(np.int16).reshape(positions, self.num_layers, self.per_token)
+        if (np.diff(np.sort(chosen, axis=-1), axis=-1) == 0).any():
+            raise ValueError("an expert is chosen twice for one token")
+        return chosen
+
+
+@dataclass(frozen=True)
 class Segment:
     """Tokens of a response, one after the other, that weights of one version sampled."""
 
@@ -134,7 +165,8 @@ class Rollout(_WithArrays):
     reward: float | None = None  # in [0, 1]: 1 right, 0 wrong; None: not graded
     grading_failure: GradingFailure | None = None  # why grading ended without a verdict
     # int16 [prompt and response tokens - 1, L, C]: the experts that the engine chose for each
-    # token but the last; None without rollout.routing_replay
+    # token but the last, in the segment that sampled the token after it (those of the prompt: in
+    # the first); None without rollout.routing_replay
     routed_experts: NDArray[np.int16] | None = None
     # in order, L tokens together; not given: all of weight_version
     segments: tuple[Segment, ...] = ()

@@ -158,7 +158,8 @@ class RolloutConfig(Section):
     new weights wait until every response has ended."""
     routing_replay: bool = False
     """Of a student with experts: the trainer's forward pass uses the experts that the servers
-    chose for each token of a rollout. Needs `sglang`, which starts its servers for it."""
+    chose for each token of a rollout. Needs `sglang`, which starts its servers for it. With
+    `partial` it is exact in the first segment of a response: docs/experts.md."""
     importance_correction: Literal["none", "truncated", "masked"] = "none"
     """Multiplies each token's policy-gradient weight by w = trainer's over engine's probability.
     `truncated`: min(w, threshold). `masked`: w, or 0 outside [1/threshold, threshold]."""
@@ -177,11 +178,6 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"rollout.routing_replay=true with rollout.engine={self.engine}: only sglang "
                 "servers send the experts that they chose"
-            )
-        if self.routing_replay and self.max_staleness:
-            raise ValueError(
-                f"rollout.routing_replay=true with rollout.max_staleness={self.max_staleness}: "
-                "rollouts in flight are saved without their experts; set one of them to its default"
             )
         return self
 

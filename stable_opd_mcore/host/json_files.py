@@ -66,7 +66,8 @@ def validated(model: type[_Model], record: dict[str, Any], place: str) -> _Model
         return model.model_validate(record)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
-    name = "".join(f"[{part}]" if isinstance(part, int) else str(part) for part in fault["loc"])
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"])
+    name = "".join(parts).removeprefix(".")
     if fault["type"] == "missing":
         raise DataError(f"{place}: column {name} is missing; was the file written by this package?")
     raise DataError(f"{place}: column {name} is {fault['input']!r:.60}: {fault['msg']}")

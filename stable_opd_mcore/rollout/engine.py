@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.metrics import Metrics
-from stable_opd_mcore.records import Prompt, Rollout, Sampling
+from stable_opd_mcore.records import Prompt, Rollout, Routing, Sampling
 
 
 class RolloutEngine:
@@ -24,6 +24,7 @@ class RolloutEngine:
     """
 
     weight_version: int = 0
+    routing: Routing | None = None  # of the experts in its rollouts; None: they have none
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int

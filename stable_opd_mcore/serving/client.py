@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+import numpy as np
 import orjson
 
 from stable_opd_mcore.errors import UserError
@@ -227,14 +228,17 @@ class SglangClient:
             spans = meta.get("weight_versions") or [{"version": meta["weight_version"]}]
             versions = tuple(str(span["version"]) for span in spans)
             cached = _whole_number(meta.get("cached_tokens") or 0)
+            routed_experts = None
+            if finish == "abort" and request.routing is not None and "routed_experts" not in meta:
+                ids = logprobs = scored_ids = ()  # retracted; without experts they are of no use
             if ids and ids[-1] in request.sampling.stop_token_ids:
                 finish = "stop"  # SGLang states "length" for a stop token at max_new_tokens
             elif finish == "abort" and len(ids) == request.sampling.max_new_tokens:
                 finish = "length"  # aborted while its last token was drawn
-            routed_experts = None
             if request.routing is not None and ids:
-                positions = len(request.token_ids) + len(ids) - 1
-                routed_experts = request.routing.parse(meta["routed_experts"], positions)
+                positions = len(request.token_ids) + len(ids) - 1 - request.routing_start
+                encoded = meta["routed_experts"]
+                routed_experts = request.routing.parse(encoded, np.int32, positions)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise self.garbage(f"not a response: {error!r}") from error
         defect = _defect(ids, scored_ids, finish, request)

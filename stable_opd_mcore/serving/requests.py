@@ -5,7 +5,6 @@ Not here: sending and checking replies (client.py).
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.records import FinishReason, Sampling
+from stable_opd_mcore.records import FinishReason, Routing, Sampling
 
 _EXCLUDED_LOGIT_BIAS = -1e9  # gives probability 0; JSON has no infinity
 # Every sampling setting is sent: for those left out, a server may have defaults of its own.
@@ -33,7 +32,8 @@ class Completion:
     finish_reason: FinishReason
     weight_versions: tuple[str, ...]  # in order; several if the weights changed during the response
     cached_tokens: int  # prompt tokens that the server's prefix cache held
-    # int16 [prompt and response tokens - 1, layers, experts of a token]; None: not requested
+    # int16 [prompt and response tokens - 1 - routing_start of the request, layers, experts of a
+    # token]; None: not requested
     routed_experts: NDArray[np.int16] | None = field(default=None, compare=False)
 
 
@@ -46,13 +46,14 @@ class Generation:
     vocab_size: int  # no id at or above it is sent or accepted
     padded_vocab_size: int = 0  # rows of the served model; those from vocab_size on are not drawn
     routing: Routing | None = None  # the experts that the server chose are wanted
+    routing_start: int = 0  # from this position on; at most the number of token_ids
 
     @property
     def max_reply_bytes(self) -> int:
         samples, longest = self.sampling.num_samples, self.sampling.max_new_tokens
-        tokens = samples * (len(self.token_ids) + longest)
+        positions = samples * (len(self.token_ids) - self.routing_start + longest)
         routing_bytes = 0 if self.routing is None else 6 * self.routing.per_position  # base64
-        return MAX_REPLY_BYTES + _BYTES_PER_ENTRY * samples * longest + routing_bytes * tokens
+        return MAX_REPLY_BYTES + _BYTES_PER_ENTRY * samples * longest + routing_bytes * positions
 
     def payload(self) -> dict[str, Any]:
         """The body of /generate.
@@ -62,6 +63,7 @@ class Generation:
         """
         require_in_vocabulary(self.token_ids, self.vocab_size)
         padding = range(self.vocab_size, self.padded_vocab_size)
+        experts = {"return_routed_experts": True, "routed_experts_start_len": self.routing_start}
         return {
             "input_ids": [list(self.token_ids)],
             "sampling_params": {
@@ -77,37 +79,8 @@ class Generation:
                 "skip_special_tokens": False,
             },
             "return_logprob": True,
-            **({} if self.routing is None else {"return_routed_experts": True}),
+            **({} if self.routing is None else experts),
         }
-
-
-@dataclass(frozen=True)
-class Routing:
-    """The shape of a served model's choices of experts."""
-
-    num_layers: int
-    num_experts: int
-    per_token: int
-
-    @property
-    def per_position(self) -> int:
-        return self.num_layers * self.per_token
-
-    def parse(self, encoded: str, positions: int) -> NDArray[np.int16]:
-        """[positions, num_layers, per_token] from SGLang's base64 of int32.
-
-        Raises:
-            ValueError: another number of choices, an expert that does not exist, or one twice.
-        """
-        flat = np.frombuffer(base64.b64decode(encoded, validate=True), dtype=np.int32)
-        if flat.size != positions * self.per_position:
-            raise ValueError(f"{flat.size} experts for {positions} x {self.per_position} choices")
-        if flat.size and not 0 <= flat.min() <= flat.max() < self.num_experts:
-            raise ValueError(f"experts outside 0 .. {self.num_experts - 1}")
-        chosen = flat.astype(np.int16).reshape(positions, self.num_layers, self.per_token)
-        if (np.diff(np.sort(chosen, axis=-1), axis=-1) == 0).any():
-            raise ValueError("an expert is chosen twice for one token")
-        return chosen
 
 
 @dataclass(frozen=True)

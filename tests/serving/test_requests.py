@@ -1,14 +1,12 @@
 """Bodies of requests, and what is never sent."""
 
-import base64
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.records import Sampling
-from stable_opd_mcore.serving.requests import Generation, Routing, Scoring
+from stable_opd_mcore.records import Routing, Sampling
+from stable_opd_mcore.serving.requests import Generation, Scoring
 
 GENERATION = Generation((1, 2), Sampling(0.7, 0.9, 16, 4, (3,)), vocab_size=5, padded_vocab_size=8)
 SCORING = Scoring((1, 2, 3), start=1, vocab_size=5, top_k=2, extra_ids=(0, 4))
@@ -38,26 +36,13 @@ def test_scoring_starts_at_the_position_before_its_first_token():
     assert body["token_ids_logprob"] == [0, 4]
 
 
-def test_choices_of_experts_are_parsed_and_checked():
-    routing = Routing(num_layers=2, num_experts=300, per_token=2)
+def test_experts_are_asked_for_from_a_position_on():
     assert "return_routed_experts" not in GENERATION.payload()
-    request = replace(GENERATION, routing=routing)
+    request = replace(GENERATION, routing=Routing(2, 300, 2), routing_start=1)
     assert request.payload()["return_routed_experts"] is True
-    assert request.max_reply_bytes > GENERATION.max_reply_bytes
-    chosen = np.array([[[5, 299], [0, 1]], [[7, 8], [9, 2]], [[1, 0], [3, 4]]], dtype=np.int32)
-
-    def parse(array: np.ndarray, positions: int = 3):
-        return routing.parse(base64.b64encode(array.tobytes()).decode(), positions)
-
-    assert (parse(chosen) == chosen).all()
-    with pytest.raises(ValueError, match="12 experts for 2 x 4 choices"):
-        parse(chosen, positions=2)
-    with pytest.raises(ValueError, match=r"outside 0 .. 299"):
-        parse(chosen + 1)
-    with pytest.raises(ValueError, match="chosen twice"):
-        parse(np.zeros_like(chosen))
-    with pytest.raises(ValueError, match=r"[Bb]ase64|Incorrect padding|Only base64"):
-        routing.parse("***", 3)
+    assert request.payload()["routed_experts_start_len"] == 1
+    whole = replace(request, routing_start=0).max_reply_bytes
+    assert whole > request.max_reply_bytes > GENERATION.max_reply_bytes
 
 
 def test_larger_requests_allow_larger_replies():

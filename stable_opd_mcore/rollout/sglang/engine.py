@@ -75,6 +75,8 @@ class SglangEngine(RolloutEngine):
         self.weight_version = -1  # nothing is published yet
         self._sent_version = -1  # the newest version that was sent to all servers
         self._architecture = architecture_of(self.chunks)
+        if self.config.rollout.routing_replay:
+            self.routing = routing_of(self._architecture)
         self._is_leader = is_leader(self.world)
         self._ahead: dict[int, Draw] = {}  # by step
         self._handed_out: list[int] = []  # steps that train on their draw now
@@ -150,7 +152,7 @@ class SglangEngine(RolloutEngine):
                 Job(
                     request,
                     accept,
-                    [answer_of(held.get((prompt.prompt_id, sample))) for sample in samples],
+                    [answer_of(held.get((prompt.prompt_id, s)), self.routing) for s in samples],
                     step,
                     self._longest.get(prompt.prompt_id),
                 )
@@ -239,9 +241,8 @@ class SglangEngine(RolloutEngine):
 
     def _requests(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Generation]:
         rows = self._architecture.vocab_size
-        routing = routing_of(self._architecture) if self.config.rollout.routing_replay else None
         return [
-            Generation(prompt.token_ids, sampling, self.vocab_size, rows, routing)
+            Generation(prompt.token_ids, sampling, self.vocab_size, rows, self.routing)
             for prompt in prompts
         ]
 

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stable_opd_mcore.models.families import Architecture
-from stable_opd_mcore.records import FinishReason, Prompt, Rollout, Sampling, Segment
+from stable_opd_mcore.records import FinishReason, Prompt, Rollout, Routing, Sampling, Segment
 from stable_opd_mcore.rollout.sglang.fleet import Member
-from stable_opd_mcore.serving.requests import Completion, Generation, Routing
+from stable_opd_mcore.serving.requests import Completion, Generation
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -23,15 +24,16 @@ class Answer:
     logprobs: tuple[float, ...] = ()
     segments: tuple[Segment, ...] = ()
     finish_reason: FinishReason = "abort"  # "abort": it is not finished
-    routed_experts: np.ndarray | None = None  # as of Rollout; of a response that one request drew
+    # as Rollout.routed_experts; None where they are not wanted
+    routed_experts: NDArray[np.int16] | None = None
 
     @property
     def is_done(self) -> bool:
         return self.finish_reason != "abort"
 
     def extended(self, piece: Completion) -> Answer:
-        """This answer and what a further request drew. Tokens of a piece from several versions
-        count as of the oldest."""
+        """This answer and what a further request drew, experts as of `Task.request`. Tokens of a
+        piece from several versions count as of the oldest."""
         if not piece.token_ids:
             return self
         version = min(int(version) for version in piece.weight_versions)
@@ -39,12 +41,15 @@ class Answer:
         if segments and segments[-1].weight_version == version:
             num_tokens += segments[-1].num_tokens
             segments = segments[:-1]
+        experts = piece.routed_experts
+        if experts is not None and self.routed_experts is not None:
+            experts = np.concatenate([self.routed_experts, experts])
         return Answer(
             self.token_ids + piece.token_ids,
             self.logprobs + piece.logprobs,
             (*segments, Segment(num_tokens, version)),
             piece.finish_reason,
-            piece.routed_experts,
+            experts,
         )
 
 
@@ -79,10 +84,14 @@ class Task:
         return job.step, -(job.expected_tokens or 0), job.number, self.samples[0]
 
     def request(self) -> Generation:
+        """Of a response that has tokens, it asks for the experts from the last of them on: no
+        request before has read that token."""
         request, so_far = self.job.request, self.job.answers[self.samples[0]].token_ids
         left = request.sampling.max_new_tokens - len(so_far)
         sampling = replace(request.sampling, num_samples=len(self.samples), max_new_tokens=left)
-        return replace(request, token_ids=request.token_ids + so_far, sampling=sampling)
+        token_ids = request.token_ids + so_far
+        start = len(token_ids) - 1 if so_far else 0
+        return replace(request, token_ids=token_ids, sampling=sampling, routing_start=start)
 
     def num_tokens(self, expected_tokens: int) -> int:
         """Places in a server's cache that it will take; its samples share the prompt's."""
@@ -140,13 +149,15 @@ def rollout_of(prompt: Prompt, sample: int, answer: Answer, decode: Decode) -> R
     )
 
 
-def answer_of(rollout: Rollout | None) -> Answer:
-    """A checkpoint's rollout as an answer; without one the answer has no tokens."""
-    if rollout is None:
+def answer_of(rollout: Rollout | None, routing: Routing | None) -> Answer:
+    """A checkpoint's rollout as an answer. It has no tokens without a rollout, and where the
+    rollout lacks the experts that `routing` asks for."""
+    if rollout is None or (routing is not None and rollout.routed_experts is None):
         return Answer()
     return Answer(
         tuple(rollout.token_ids.tolist()),
         tuple(rollout.rollout_logprobs.tolist()),
         rollout.segments,
         rollout.finish_reason,
+        None if routing is None else rollout.routed_experts,
     )

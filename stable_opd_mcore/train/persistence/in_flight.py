@@ -1,10 +1,10 @@
 """Rollouts drawn ahead, stored for each checkpoint (rollout.max_staleness).
 
 `in_flight/step_000100/` belongs to checkpoint step_000100 and holds one file of rollouts for each
-later step, such as step_000101.jsonl, with the tokens that unfinished responses have. A resumed run
-goes on from them, so it trains on the rollouts that the interrupted one would have had. They are
-written before the checkpoint; without that checkpoint they are not read. Not here: drawing ahead
-(rollout/).
+later step, such as step_000101.jsonl, with the tokens that unfinished responses have, and with the
+experts that were chosen for them (rollout.routing_replay). A resumed run goes on from them, so it
+trains on the rollouts that the interrupted one would have had. They are written before the
+checkpoint; without that checkpoint they are not read. Not here: drawing ahead (rollout/).
 """
 
 from __future__ import annotations
@@ -32,13 +32,19 @@ def save_in_flight(directory: Path, step: int, engine: RolloutEngine, world: Wor
             if path.name not in kept or path == home:  # a run that was killed may have left it
                 shutil.rmtree(path)
     for later, rollouts in drawn.items():
-        write_together(home / f"step_{later:06d}.jsonl", rollouts, world)
+        path = home / f"step_{later:06d}.jsonl"
+        write_together(path, rollouts, world, with_experts=True)
 
 
 def restore_in_flight(directory: Path, step: int, engine: RolloutEngine) -> None:
     """Give the engine what was stored with the checkpoint of `step`."""
     paths = sorted(_folder(directory, step).glob("step_*.jsonl"))
-    engine.restore({int(path.stem.removeprefix("step_")): read_rollouts(path) for path in paths})
+    held = {_step_of(path): read_rollouts(path, routing=engine.routing) for path in paths}
+    engine.restore(held)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.stem.removeprefix("step_"))
 
 
 def _folder(directory: Path, step: int) -> Path:

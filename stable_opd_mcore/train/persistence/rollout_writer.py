@@ -46,13 +46,19 @@ class RolloutWriter:
 
 
 def write_together(
-    path: Path, rollouts: Sequence[Rollout], world: World, limit: int | None = None
+    path: Path,
+    rollouts: Sequence[Rollout],
+    world: World,
+    limit: int | None = None,
+    *,
+    with_experts: bool = False,
 ) -> None:
     """Write the rollouts of all data-parallel ranks, the prompts of the ranks in turn. Collective.
 
     Args:
         rollouts: of this data-parallel rank, those of a prompt one after the other.
         limit: write at most so many, the first ones.
+        with_experts: as of `data.rollout_files.encode_rollout`.
 
     Raises:
         ValueError: as `data.rollout_files.write_rollouts`.
@@ -69,7 +75,8 @@ def write_together(
             if left <= 0:
                 break
             own = prompts[turn][:left] if turn < len(prompts) else []
-            gathered = gather_on_first_rank([encode_rollout(rollout) for rollout in own], group)
+            lines = [encode_rollout(rollout, with_experts=with_experts) for rollout in own]
+            gathered = gather_on_first_rank(lines, group)
             if file is not None:
                 file.writelines([line for of_rank in gathered for line in of_rank][:left])
             left -= sum(of_rank[turn] for of_rank in sizes if turn < len(of_rank))

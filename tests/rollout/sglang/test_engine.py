@@ -1,6 +1,7 @@
 """Publishes to servers that two data-parallel ranks share, and over many steps, without SGLang."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,7 +13,7 @@ from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
-from stable_opd_mcore.records import Prompt, Sampling
+from stable_opd_mcore.records import Prompt, Sampling, Segment
 from stable_opd_mcore.rollout.sglang.engine import SglangEngine
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, ServerStatus
@@ -26,6 +27,15 @@ from tests.rollout.sglang.test_dispatch import Drawing
 from tests.rollout.weight_receiver import receiver
 
 FIELDS = architecture(tied=False)
+MIXTURE = architecture(
+    "qwen3_moe",
+    tied=False,
+    head_dim=16,
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    norm_topk_prob=True,
+)
 K = 4
 PROMPTS = [Prompt(f"a:{i}", "", (1, 2)) for i in range(2)]
 
@@ -70,7 +80,12 @@ def test_every_leader_learns_that_a_server_has_the_weights(tmp_path, method):
 
 
 def engine_of(
-    directory: Path, world: World, client: Drawing, *, partial: bool
+    directory: Path,
+    world: World,
+    client: Drawing,
+    *,
+    partial: bool,
+    fields: dict[str, Any] = FIELDS,
 ) -> tuple[SglangEngine, list[int]]:
     """An engine over one server of this process, and the versions that were sent to it."""
     config = run_with(
@@ -78,10 +93,11 @@ def engine_of(
             "engine": "sglang",
             "max_staleness": K,
             "partial": partial,
+            "routing_replay": fields is MIXTURE,
             "sglang": {"placement": "external", "urls": ["http://127.0.0.1:1"]},
         }
     )
-    chunks = build_model(read_architecture(FIELDS), world, precision="fp32", trainable=False)
+    chunks = build_model(read_architecture(fields), world, precision="fp32", trainable=False)
     member: Any = Member("server_0", cast(Any, client), None, state="needs_weights")
     fleet = Fleet([member], EventLog(directory / "events.jsonl"), config.rollout.sglang)
     engine = SglangEngine(config, world, chunks, fleet, None, str, 32, DeviceMemory())
@@ -131,4 +147,29 @@ def test_first_tokens_are_at_most_max_staleness_versions_old(
     engine.drop_ahead()
     engine.publish(8)
     assert published[-1] == 8
+    engine.close()
+
+
+def test_restored_responses_go_on_with_their_experts(tmp_path, world):
+    """One that lacks them is drawn anew."""
+    client, sampling = Drawing(), Sampling(max_new_tokens=8)
+    engine, _ = engine_of(tmp_path, world, client, partial=True, fields=MIXTURE)
+    engine.publish(0)
+    engine.prefetch(PROMPTS, sampling, step=1, weight_version=1)
+    client.await_requests(2)
+    first, second = engine.in_flight()[1]
+    assert first.routed_experts is not None
+    assert first.routed_experts[:, 0, 1].tolist() == [0, 1, 2, 3]
+    engine.drop_ahead()
+    engine.restore({1: [first, replace(second, routed_experts=None)]})
+    engine.publish(1)
+    client.end()
+    drawn = engine.generate(PROMPTS, sampling, step=1)
+    assert [rollout.segments for rollout in drawn] == [
+        (Segment(3, 0), Segment(5, 1)),
+        (Segment(8, 1),),
+    ]
+    experts = [r.routed_experts[:, 0].T.tolist() for r in drawn if r.routed_experts is not None]
+    positions = list(range(9))
+    assert experts == [[[0] * 4 + [1] * 5, positions], [[1] * 9, positions]]
     engine.close()

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import pytest
+
 from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.parallel.world import start_world, stop_world
-from stable_opd_mcore.records import Prompt, Rollout, Segment
+from stable_opd_mcore.records import Prompt, Rollout, Routing, Segment
 from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.train.persistence.in_flight import restore_in_flight, save_in_flight
 from tests.parallel.launch import run_ranks
@@ -20,8 +24,8 @@ def rollout(prompt: str, index: int = 0) -> Rollout:
 class Engine(RolloutEngine):
     """Has drawn these rollouts ahead; records what it is given."""
 
-    def __init__(self, *drawn: Rollout) -> None:
-        self.drawn = list(drawn)
+    def __init__(self, *drawn: Rollout, routing: Routing | None = None) -> None:
+        self.drawn, self.routing = list(drawn), routing
         self.restored: dict[int, list[Rollout]] = {}
 
     def in_flight(self):
@@ -52,6 +56,19 @@ def test_rollouts_of_a_checkpoint_come_back(tmp_path, world):
     assert engine.restored == {5: drawn[:1], 6: []}
     restore_in_flight(tmp_path, 3, engine)  # a checkpoint without rollouts drawn ahead
     assert engine.restored == {}
+
+
+def test_experts_come_back_to_an_engine_that_asks_for_them(tmp_path, world):
+    experts = np.array([[[5, 1]], [[0, 7]], [[3, 2]]], np.int16)
+    unfinished = replace(rollout("s:4"), finish_reason="abort", routed_experts=experts)
+    save_in_flight(tmp_path, 4, Engine(unfinished), world)
+    asks, does_not = Engine(routing=Routing(1, 8, 2)), Engine()
+    for engine in (asks, does_not):
+        restore_in_flight(tmp_path, 4, engine)
+    assert asks.restored[5] == [unfinished]
+    assert does_not.restored[5] == [replace(unfinished, routed_experts=None)]
+    with pytest.raises(DataError, match=r"step_000004/step_000005.jsonl, line 1: .*0 .. 6"):
+        restore_in_flight(tmp_path, 4, Engine(routing=Routing(1, 7, 2)))
 
 
 def test_files_of_deleted_checkpoints_are_deleted(tmp_path, world):
