@@ -1,7 +1,5 @@
 """A Hugging Face hub on this machine: the routes that downloads use. Not the hub's own code."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import http.server

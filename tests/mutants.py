@@ -13,8 +13,6 @@ A mutant counts as killed when a test fails or exceeds four times its seconds. N
 pytest, and not in `make test`: a thousand mutants take about ten minutes of one core.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib

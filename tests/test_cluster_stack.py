@@ -1,7 +1,5 @@
 """What names a version of the cluster's software agrees with requirements/cluster.toml."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The GPU suite: a part that fails or hangs does not stop the next, and the tables say so."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

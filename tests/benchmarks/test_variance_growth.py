@@ -1,7 +1,5 @@
 """The variance picture: the slopes of LSM's toy (docs/method.md §3), and what they come from."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.variance_growth import draw_figure, measure, slope

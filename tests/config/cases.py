@@ -1,7 +1,5 @@
 """The smallest settings of a run, with sections replaced. Not here: tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from omegaconf import OmegaConf

@@ -1,7 +1,5 @@
 """The demo's jobs: their dependencies, and the settings in which the arms of an act differ."""
 
-from __future__ import annotations
-
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any

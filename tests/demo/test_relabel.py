@@ -1,7 +1,5 @@
 """Exchanging the two stop tokens of a model."""
 
-from __future__ import annotations
-
 import json
 
 import torch

@@ -1,7 +1,5 @@
 """The whole demonstration with a few steps a run: files, table, resumption, failures."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

@@ -4,8 +4,6 @@ Set TRITON_INTERPRET=1 on a CPU; a GPU needs no setting. A separate program, bec
 must be chosen before triton is first imported.
 """
 
-from __future__ import annotations
-
 import torch
 
 from stable_opd_mcore.losses import torch_ops, triton_ops

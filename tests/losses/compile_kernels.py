@@ -5,8 +5,6 @@ kernels of which too few run at once; the interpreter finds none of these. A sep
 check_kernels.py is. Results are not checked.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile

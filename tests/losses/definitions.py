@@ -9,8 +9,6 @@ the temperature, and padded columns are cut off.
 N scored rows, V common vocabulary, K columns of a support.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The loss on whole distributions, by hand on one or two rows over three tokens."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

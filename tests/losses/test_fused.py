@@ -1,7 +1,5 @@
 """The fused path against the definition on whole distributions, for every objective."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """One block of rows: its leaves, their gradients by the logits, and what a block costs."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

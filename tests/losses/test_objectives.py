@@ -1,7 +1,5 @@
 """Objectives and their settings: what each needs, the effect of each setting, and refusals."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

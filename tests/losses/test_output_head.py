@@ -3,8 +3,6 @@
 Sums over several shards are in test_vocabulary_sums.py.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 Merged distributions are compared with the definition in test_fused.py.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

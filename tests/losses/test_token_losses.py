@@ -1,7 +1,5 @@
 """The loss of single tokens by hand: values, and the gradients that autograd takes of them."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Token weights with global normalisers, against values computed by hand on a small batch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

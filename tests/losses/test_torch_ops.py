@@ -2,8 +2,6 @@
 compared with whole distributions in test_fused.py.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The Triton kernels against the torch passes: interpreted on a CPU, compiled for and on a GPU."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ One launch of four ranks checks that the loss, gradients and scores are those of
 vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -3,8 +3,6 @@
 Imports no pytest, which a GPU machine may lack.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from stable_opd_mcore.losses.objectives import OBJECTIVES

@@ -1,7 +1,5 @@
 """The torch attention: packed equals sequence by sequence; recomputation is bit-identical."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

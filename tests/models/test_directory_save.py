@@ -1,7 +1,5 @@
 """A directory is written while training goes on, and exists once it is complete."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Architectures are read from config.json; a wrong one is refused with the file and the key."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Models that FP8 refuses, and the settings that Megatron gets."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Emulated FP8 against its definition, number by number; forward, gradients, layouts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

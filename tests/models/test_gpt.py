@@ -1,7 +1,5 @@
 """Layouts that cannot hold a model are refused with both numbers and a remedy."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

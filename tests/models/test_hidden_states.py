@@ -1,7 +1,5 @@
 """From packed tokens to hidden states and head: one rank, two tensor ranks, two stages."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -3,8 +3,6 @@
 A damaged directory is refused with the file's and the tensor's name before any weight changes.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

@@ -1,7 +1,5 @@
 """The products of the torch layers against their definition, alone and in a layer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """The manifest of a directory: what it holds, and the file that differs from it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Not the checkpoints of a run; those are in tests/train/persistence/test_checkpoint.py.
 """
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rotary positions against their definition."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -2,8 +2,6 @@
 router's own; and the loss that balances experts is its plain definition over the whole minibatch.
 Each also where recompute runs layers again."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

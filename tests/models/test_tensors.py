@@ -1,7 +1,5 @@
 """The table of tensors: joining the shards of any layout gives the original tensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The check for non-finite weights. Copies are compared in tests/train/test_reference.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Tiny architectures and packed micro-batches that the tests of models/ and parallel/ share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

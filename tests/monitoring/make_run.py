@@ -1,7 +1,5 @@
 """A small run on disk, as training leaves it: metrics, settings, rollouts. Values are made up."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

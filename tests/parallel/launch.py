@@ -3,18 +3,18 @@
     def check(rank, world_size, path): ...      # at module level: children import it by name
     run_ranks(2, check, tmp_path)
 
-The processes are forked from one that has imported the package, because the import takes seconds;
-they see the environment variables of the first launch. Not a trainer launcher (that is torchrun),
-and it makes no assertions: a rank's exception, with its traceback, becomes the test's failure.
+The processes are forked from one that has imported the package and what tests import, because that
+takes seconds; they see the environment variables of the first launch. Not a trainer launcher (that
+is torchrun), and it makes no assertions: a rank's exception, with its traceback, becomes the test's
+failure.
 """
-
-from __future__ import annotations
 
 import multiprocessing as forkserver
 import os
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 TIMEOUT = timedelta(seconds=180)
+PRELOADED = ["pytest", "stable_opd_mcore.train.loop", "tests.models.tiny"]
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> None:
@@ -35,9 +36,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> None
         torch.multiprocessing.ProcessRaisedException: some rank raised; the message holds its
             traceback. The other ranks are ended.
     """
+    forkserver.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         store = Path(directory) / "rendezvous"
-        forkserver.set_forkserver_preload(["stable_opd_mcore.train.loop"])
         multiprocessing.start_processes(
             _enter,
             args=(world_size, store.as_uri(), function, args),
@@ -62,3 +63,11 @@ def _enter(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def start_process(function: Callable[..., Any], *args: Any) -> BaseProcess:
+    """Call `function(*args)` in a process of its own that has no group, as a command has none."""
+    forkserver.set_forkserver_preload(PRELOADED)
+    process = forkserver.get_context("forkserver").Process(target=function, args=args)
+    process.start()
+    return process

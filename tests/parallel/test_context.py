@@ -1,8 +1,6 @@
 """Context-parallel slices: Megatron's token order, and the losses, values of every token and
 gradients of whole sequences."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

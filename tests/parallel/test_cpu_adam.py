@@ -1,7 +1,5 @@
 """The CPU's Adam: it computes torch's updates and has the state layout of the fused optimizers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The stand-in for torch.cuda: one device, streams that do nothing, torch's own generator."""
 
-from __future__ import annotations
-
 import torch
 
 from stable_opd_mcore.parallel.cuda_facade import FACADE, Stream

@@ -3,8 +3,6 @@
 No GPU has run it. On a CPU, torch still refuses operations without a deterministic form.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Parts move to the host and back in place: views stay views, no byte is left behind or lost."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core import parallel_state

@@ -1,7 +1,5 @@
 """The rewriting of Megatron's modules on import."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The import hook: installed before Megatron, and without loading torch."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -3,8 +3,6 @@
 One rank writes its results to a file; then four ranks run all layouts in one launch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Copies to the device and back: the same dtypes, shapes and values."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

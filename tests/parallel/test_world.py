@@ -1,7 +1,5 @@
 """A world of one rank: start, second start, refused layouts, stop. More ranks: test_pipeline.py."""
 
-from __future__ import annotations
-
 import os
 import socket
 

@@ -1,7 +1,5 @@
 """A checkpoint's writer: its result reaches the rank, and it does not outlive the rank."""
 
-from __future__ import annotations
-
 import queue
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A 7B config whose models are directories with nothing but a config.json; shapes of layers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

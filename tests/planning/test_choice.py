@@ -1,7 +1,5 @@
 """The chosen train.recompute and memory.offload against every combination."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import replace
 from itertools import chain, combinations, product

@@ -1,7 +1,5 @@
 """How many tokens a rank has in a step, a minibatch and a micro-batch."""
 
-from __future__ import annotations
-
 from stable_opd_mcore.planning.hardware import Cluster
 from stable_opd_mcore.planning.job import Job, Work, make_job
 from tests.planning.cases import NODE, config_7b

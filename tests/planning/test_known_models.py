@@ -1,7 +1,5 @@
 """Sizes of the models that the shipped configs name, and what counts more than them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What a layout divides into, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from stable_opd_mcore.config.load import load_config

@@ -1,7 +1,5 @@
 """Memory by component: which parts a config needs, and how they follow the layout."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Parameter counts and saved activations against Megatron's own models in a fake world."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """The plan as a whole: ranked layouts, JSON, the command."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Seconds by phase follow work, hardware and layout."""
 
-from __future__ import annotations
-
 import pytest
 
 from stable_opd_mcore.config.load import load_config, parse_config

@@ -1,7 +1,5 @@
 """Every world of the shipped scripts, refusals with numbers, shares of the prompts."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What one layer holds while it is computed, against Megatron's own layers in a fake world."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

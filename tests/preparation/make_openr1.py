@@ -3,8 +3,6 @@
 Large ones: `python -m tests.preparation.make_openr1 FOLDER ROWS WORDS_OF_A_SOLUTION`.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,7 +1,5 @@
 """Small preparations of synthetic shards."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A student's directory with a tokenizer of words, which is quick to make and to load."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers

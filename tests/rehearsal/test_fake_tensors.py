@@ -1,7 +1,5 @@
 """Which tensors are fake, what reading them gives, and the bytes that they would take."""
 
-from __future__ import annotations
-
 import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 

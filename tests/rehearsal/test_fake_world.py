@@ -1,7 +1,5 @@
 """A rank's place in worlds that do not exist, and what its pipeline neighbours would send."""
 
-from __future__ import annotations
-
 import pytest
 
 from stable_opd_mcore.config.schema import ParallelConfig

@@ -1,7 +1,5 @@
 """Operations that make the host wait are counted where they stand; others are not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """One rank's setup, step and publish, in layouts of which each asks other ranks for something."""
 
-from __future__ import annotations
-
 import pytest
 
 from stable_opd_mcore.config.load import load_config

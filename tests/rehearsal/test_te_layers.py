@@ -1,7 +1,5 @@
 """Transformer Engine's layers have the parameters of torch's, and a difference is named."""
 
-from __future__ import annotations
-
 import pytest
 
 from stable_opd_mcore.config.load import load_config

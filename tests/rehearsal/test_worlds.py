@@ -1,7 +1,5 @@
 """Whole rehearsals of shipped configs, and mistakes that each is refused with its numbers."""
 
-from __future__ import annotations
-
 import pytest
 from typer.testing import CliRunner
 

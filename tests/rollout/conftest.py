@@ -1,7 +1,5 @@
 """A tiny student on disk, and a world of one rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The engine that a config names."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """What is held for a step, and whom it serves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

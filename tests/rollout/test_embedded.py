@@ -1,8 +1,6 @@
 """The embedded engine against transformers' full forward pass, and against itself in other
 batches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

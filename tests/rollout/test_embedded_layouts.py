@@ -1,7 +1,5 @@
 """Rollouts and scores are the same on every tensor x pipeline layout."""
 
-from __future__ import annotations
-
 from collections import ChainMap
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Layers in inference mode give what the trainer's forward pass gives, and leave no trace."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import pytest

@@ -1,7 +1,5 @@
 """Sampling noise: its distribution, what it depends on, and the tokens drawn with it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

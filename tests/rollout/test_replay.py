@@ -1,7 +1,5 @@
 """Replay returns a stored step, and names what does not fit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

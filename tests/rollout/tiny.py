@@ -1,7 +1,5 @@
 """The tiny model of the rollout tests, and prompts for it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

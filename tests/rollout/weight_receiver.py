@@ -7,8 +7,6 @@ overwrites the bucket too early. Holds tensors in a dict: no model, no SGLang, n
 On a GPU it takes buckets by CUDA IPC and NCCL and hashes as SGLang does there.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import io

@@ -1,7 +1,5 @@
 """The Megatron scorer, on packed micro-batches, gives the scores that transformers computes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import Qwen2ForCausalLM

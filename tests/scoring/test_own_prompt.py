@@ -1,7 +1,5 @@
 """A teacher with its own prompt scores as a plain forward over teacher prompt and response does."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`with_scores` stores the scores of each scorer in the micro-batches."""
 
-from __future__ import annotations
-
 import torch
 
 from stable_opd_mcore.records import Scores

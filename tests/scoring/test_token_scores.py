@@ -1,7 +1,5 @@
 """Scores computed block by block, with stop ids, and the overlap metrics."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """An HTTP server in a thread of this process, whose replies a test gives. Not SGLang."""
 
-from __future__ import annotations
-
 import contextlib
 import http.server
 import threading

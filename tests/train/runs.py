@@ -2,8 +2,6 @@
 problems.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training does what each objective is for, in a few steps of tiny models on generated problems."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from statistics import fmean

@@ -3,8 +3,6 @@
 An engine that takes the device as colocated servers do counts what is left of the trainer on it.
 """
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The models of a run are built without random weights where a file or a copy gives them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The embedded engine draws them, so every run is the same each time.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The parts of one training step, and the updates of a whole one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

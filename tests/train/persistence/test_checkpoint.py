@@ -1,7 +1,5 @@
 """Checkpoints: damage is reported with its file, and the newest undamaged checkpoint is used."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import resource

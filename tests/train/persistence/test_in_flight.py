@@ -1,7 +1,5 @@
 """Rollouts drawn ahead beside their checkpoint: stored for all ranks, deleted with it, restored."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The optimizer's state is saved without a gather, and any layout and the older form load it."""
 
-from __future__ import annotations
-
 from math import prod
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which prompts, samples and rollouts a rank draws, and who grades them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

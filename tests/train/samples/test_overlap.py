@@ -1,7 +1,5 @@
 """Overlap of student and teacher by hand: two responses, of which the second is golden."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace
