@@ -10,6 +10,7 @@ import pytest
 from stable_opd_mcore.cli import main
 from stable_opd_mcore.config.load import save_config
 from stable_opd_mcore.errors import ConfigError
+from tests.command import exit_code
 from tests.train.runs import tiny_config
 
 WRONG_PATHS = {
@@ -47,56 +48,43 @@ def raising(error):
 
 
 @pytest.fixture
-def arguments(tmp_path, monkeypatch):
+def command(tmp_path):
     save_config(tiny_config(tmp_path, "run"), tmp_path / "run.yaml")
-    monkeypatch.setattr("sys.argv", ["stable-opd", "train", str(tmp_path / "run.yaml")])
+    return "train", tmp_path / "run.yaml"
 
 
-@pytest.mark.usefixtures("arguments")
-def test_a_user_error_is_one_message_and_exit_code_2(monkeypatch, capsys):
+def test_a_user_error_is_one_message_and_exit_code_2(command, monkeypatch, capsys):
     monkeypatch.setattr("stable_opd_mcore.train.loop.train", raising(ConfigError("mend a=1")))
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
+    assert exit_code(monkeypatch, *command) == 2
     assert capsys.readouterr() == ("", "error: mend a=1\n")
 
 
-@pytest.mark.usefixtures("arguments")
 @pytest.mark.parametrize("error", [ValueError("of torch"), OSError("of a socket")])
-def test_any_other_error_keeps_its_traceback(monkeypatch, error):
+def test_any_other_error_keeps_its_traceback(command, monkeypatch, error):
     monkeypatch.setattr("stable_opd_mcore.train.loop.train", raising(error))
+    monkeypatch.setattr("sys.argv", ["stable-opd", *map(str, command)])
     with pytest.raises(type(error), match=str(error)):
         main()
 
 
-@pytest.mark.usefixtures("arguments")
-def test_a_second_ctrl_c_exits_with_130(monkeypatch, capsys):
+def test_a_second_ctrl_c_exits_with_130(command, monkeypatch, capsys):
     monkeypatch.setattr("stable_opd_mcore.train.loop.train", raising(KeyboardInterrupt()))
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 130
+    assert exit_code(monkeypatch, *command) == 130
     assert "nothing was saved since the newest checkpoint" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("arguments")
-def test_quiet_and_version(monkeypatch, capsys):
+def test_quiet_and_version(command, monkeypatch, capsys):
     given = {}
     monkeypatch.setattr("stable_opd_mcore.train.loop.train", lambda _, **kw: given.update(kw))
-    for arguments in (["train", sys.argv[2], "--quiet"], ["--version"]):
-        monkeypatch.setattr("sys.argv", ["stable-opd", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code == 0
+    for arguments in ([*command, "--quiet"], ["--version"]):
+        assert exit_code(monkeypatch, *arguments) == 0
     assert given["show_progress"] is False
     assert capsys.readouterr().out == f"stable-opd {version('stable-opd-mcore')}\n"
 
 
 def checked(monkeypatch, capsys, *arguments):
     """The exit code of `stable-opd check` and what it printed."""
-    monkeypatch.setattr("sys.argv", ["stable-opd", "check", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return ended.value.code or 0, capsys.readouterr()
+    return exit_code(monkeypatch, "check", *arguments), capsys.readouterr()
 
 
 def test_check_exits_with_1_where_there_are_errors(tmp_path, monkeypatch, capsys):

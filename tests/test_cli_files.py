@@ -2,17 +2,13 @@
 
 import pytest
 
-from stable_opd_mcore.cli import main
+from tests.command import exit_code
 from tests.monitoring.make_run import make_run
 
 
 @pytest.mark.parametrize("output", ["", "run/metrics.jsonl/report.html"])
 def test_a_path_that_cannot_be_written_ends_with_one_line(tmp_path, monkeypatch, capsys, output):
     run = make_run(tmp_path / "run", 2)
-    arguments = ["stable-opd", "report", str(run), "--output", str(tmp_path / output)]
-    monkeypatch.setattr("sys.argv", arguments)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
+    assert exit_code(monkeypatch, "report", run, "--output", tmp_path / output) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {tmp_path}")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from stable_opd_mcore.cli import main
 from stable_opd_mcore.config.evaluation import MonitoringConfig
 from stable_opd_mcore.data.responses import rollout_metrics
 from stable_opd_mcore.data.rollout_files import write_rollouts
@@ -20,6 +19,7 @@ from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.evaluation.score import ScoreSettings, default_output, score_files
 from stable_opd_mcore.evaluation.score_rows import Columns
 from stable_opd_mcore.records import Prompt, Rollout
+from tests.command import exit_code
 from tests.real_data import real_data
 
 DASH = "\N{EN DASH}"
@@ -240,10 +240,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
 def test_the_command_prints_a_table_and_says_where_the_verdicts_are(tmp_path, monkeypatch, capsys):
     rows = [{"answer_format": "bracket", "answer": "2", "output": f"[{k}]"} for k in range(4)]
     path = write(tmp_path / "rows.jsonl", [*rows, {"output": None, "answer": "2"}])
-    monkeypatch.setattr(sys, "argv", ["stable-opd", "score", str(path), "--gold", "answer"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 0
+    assert exit_code(monkeypatch, "score", path, "--gold", "answer") == 0
     out = capsys.readouterr().out.splitlines()
     assert out[1].split()[:7] == ["all", "4", "0.250", DASH, "0.000", "0.000", DASH]
     assert out[-3:] == [
@@ -251,10 +248,7 @@ def test_the_command_prints_a_table_and_says_where_the_verdicts_are(tmp_path, mo
         "  row 5: column output is None: Input should be a valid string",
         f"wrote {path}.score",
     ]
-    monkeypatch.setattr(sys, "argv", ["stable-opd", "score", str(path), "--response", "said"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
+    assert exit_code(monkeypatch, "score", path, "--response", "said") == 2
 
 
 # Our verdict differs from the upstream label in these rows; docs/score.md says why.

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from stable_opd_mcore.cli import main
 from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.monitoring.names import NAMES
 from stable_opd_mcore.monitoring.sinks import METRICS_FILE, read_metrics
 from stable_opd_mcore.train.loop import train
+from tests.command import exit_code
 from tests.parallel.launch import run_ranks
 from tests.real_data import real_data
 from tests.train.runs import metrics_of, tiny_architecture, tiny_config
@@ -76,7 +76,7 @@ def gsm8k(rank: int, world_size: int, directory: str, data: str) -> None:
     train(load_config(CONFIGS / "gsm8k_cpu.yaml", overrides), show_progress=False)
 
 
-def test_smoke_config_writes_every_file_and_metric(tmp_path, monkeypatch, capsys):
+def test_smoke_config_writes_every_file_and_metric(tmp_path, monkeypatch):
     run_ranks(1, smoke, str(tmp_path))
     run = tmp_path / "smoke_cpu"
     rows = metrics_of(run)
@@ -104,12 +104,7 @@ def test_smoke_config_writes_every_file_and_metric(tmp_path, monkeypatch, capsys
     assert len(list((run / "rollouts").iterdir())) == 10
     assert load_config(run / "config.resolved.yaml").run.name == "smoke_cpu"
 
-    monkeypatch.setattr(
-        "sys.argv", ["stable-opd", "report", str(run), "--output", f"{run}/again.html"]
-    )
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 0
+    assert exit_code(monkeypatch, "report", run, "--output", f"{run}/again.html") == 0
     assert "uPlot" in (run / "again.html").read_text()  # self-contained
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from stable_opd_mcore.cli import main
 from stable_opd_mcore.config.load import save_config
 from stable_opd_mcore.train.loop import train
+from tests.command import exit_code
 from tests.parallel.launch import run_ranks
 from tests.train.runs import tiny_architecture, tiny_config
 
@@ -29,10 +29,7 @@ def run(tmp_path_factory) -> Path:
 def refusal_message(capsys, monkeypatch, tmp_path, **sections) -> str:
     """Run `stable-opd train` with a bad setting and return its message; it must write no run."""
     save_config(tiny_config(tmp_path / "runs", "bad", **sections), tmp_path / "bad.yaml")
-    monkeypatch.setattr("sys.argv", ["stable-opd", "train", str(tmp_path / "bad.yaml")])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
+    assert exit_code(monkeypatch, "train", tmp_path / "bad.yaml") == 2
     assert not (tmp_path / "runs" / "bad" / "metrics.jsonl").exists()
     assert not (tmp_path / "runs" / "bad" / "model").exists()
     return capsys.readouterr().err
