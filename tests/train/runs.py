@@ -10,6 +10,7 @@ from typing import Any
 from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.config.schema import Config
 
+ALONE = {"teacher": None, "kl": {"beta": 0.0}, "mixture": {"lambda": 0.0}}  # for sft and grpo
 VOLATILE = ("time/", "throughput/", "memory/")  # what may differ between two identical runs
 
 
@@ -56,6 +57,15 @@ def tiny_config(directory: Path, name: str, **sections: Any) -> Config:
             {**values.get(section, {}), **fields} if isinstance(fields, dict) else fields
         )
     return parse_config(values, origin=name)
+
+
+def problems(rows: int, held_out: int) -> dict[str, Any]:
+    """The section `data`: generated problems, and others for evaluations."""
+    path = "synthetic:arithmetic"
+    return {
+        "train": {"path": path, "options": {"rows": rows}},
+        "eval": {"path": path, "split": "test", "options": {"rows": held_out}},
+    }
 
 
 def metrics_of(directory: Path) -> list[dict[str, Any]]:

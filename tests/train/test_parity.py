@@ -9,15 +9,15 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.token_files import VALUES, TokenText, read_tokens, token_path
 from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks
-from tests.train.runs import metrics_of, tiny_config
+from tests.train.runs import ALONE, metrics_of, tiny_config
 
 pytestmark = pytest.mark.slow
 
-# Layouts of four ranks; data parallelism takes the ranks that are left. Each two kinds meet once.
+# Layouts of four ranks; data parallelism takes the ranks that are left. Each two kinds meet once,
+# context and data parallelism in test_experts.py.
 LAYOUTS = {
     "pp2_vpp2_dp2": {"pipeline": 2, "virtual_pipeline": 2},
     "tp2_pp2": {"tensor": 2, "pipeline": 2},
-    "cp2_dp2": {"context": 2},
     "tp2_sp_cp2": {"tensor": 2, "context": 2, "sequence": True},
     "pp2_cp2": {"pipeline": 2, "context": 2},
 }
@@ -37,11 +37,9 @@ def solver_config(directory: Path) -> Config:
     return tiny_config(
         directory,
         "solver",
-        teacher=None,
+        **ALONE,
         data=FEW_PROBLEMS,
         objective={"name": "sft"},
-        kl={"beta": 0.0},
-        mixture={"lambda": 0.0},
         optimizer={"lr": 5e-3},
         train={"steps": 30},
     )

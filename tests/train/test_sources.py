@@ -24,7 +24,7 @@ def several(directory: Path, name: str, steps: int, **sections):
         data={"train": sources},
         normaliser="per_source",
         train={"steps": steps, "micro_batch_tokens": 192},
-        checkpoint={"every": 2},
+        checkpoint={"every": 1},
         optimizer={"lr": 1e-3, "warmup_steps": 0, "schedule": "constant"},
         **sections,
     )
@@ -32,10 +32,10 @@ def several(directory: Path, name: str, steps: int, **sections):
 
 def trained(rank: int, world_size: int, directory: str) -> None:
     home = Path(directory)
-    train(several(home, f"whole_{world_size}", 4), show_progress=False)
+    train(several(home, f"whole_{world_size}", 2), show_progress=False)
     if world_size == 1:
+        train(several(home, "resumed", 1), show_progress=False)
         train(several(home, "resumed", 2), show_progress=False)
-        train(several(home, "resumed", 4), show_progress=False)
 
 
 def test_sources_are_drawn_weighed_and_measured(tmp_path):
