@@ -24,7 +24,7 @@ from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.planning.plan import Cluster
 from tests.checks.directories import the, write_model
 from tests.real_data import real_data
-from tests.train.runs import tiny_config
+from tests.train.runs import ALONE, tiny_config
 
 END = "<\uff5cend\u2581of\u2581sentence\uff5c>"
 QWEN, R1 = "tokenizers/Qwen2.5-Math-1.5B", "tokenizers/DeepSeek-R1-Distill-Qwen"
@@ -83,19 +83,11 @@ def damaged(directory: Path, name: str, content: bytes | None) -> str:
     return str(directory)
 
 
-HOSTILE = {
+HOSTILE = {  # other damage of a JSON file: tests/host/test_json_files.py
     "no tokenizer": ("tokenizer.json", None, "no tokenizer.json in it"),
     "broken JSON": ("tokenizer.json", b'{"version": ', "not valid JSON"),
     "a list": ("tokenizer_config.json", b"[]", "a JSON list, not an object"),
     "broken settings": ("config.json", b"{]", "config.json: not valid JSON"),
-    "settings nested too deep": ("config.json", b'{"a":' + b"[" * 10**5, "config.json: not valid"),
-    "settings of a wrong type": ("config.json", b"7", "config.json: a JSON int, not an object"),
-    "bytes that are no text": ("generation_config.json", b"\xff\xfe\x00", "not valid JSON"),
-    "an EOS of a wrong type": (
-        "generation_config.json",
-        b'{"eos_token_id": {"x": 1}}',
-        "expected a token id or a list of them",
-    ),
     "an EOS outside the vocabulary": (
         "generation_config.json",
         b'{"eos_token_id": 10000000000}',
@@ -139,8 +131,7 @@ def test_a_good_config_has_no_finding(tmp_path):
 
 
 def test_a_run_without_a_teacher_has_no_finding_on_pairs(tmp_path):
-    alone = {"teacher": None, "kl": {"beta": 0}, "mixture": {"lambda": 0}}
-    config = tiny_config(tmp_path, "run", objective={"name": "grpo"}, **alone)
+    config = tiny_config(tmp_path, "run", objective={"name": "grpo"}, **ALONE)
     report = check_config(config, None)
     assert report.findings == ()
     assert report.facts[0].startswith("student  inline architecture")
@@ -178,9 +169,8 @@ def test_the_shown_prompt_is_that_of_the_first_problem_with_the_system_prompt(tm
     settings = {"path": path, "architecture": None}
     (tmp_path / "rows.jsonl").write_text('{"problem": "2+3", "answer": "5"}\n' * 8)
     data = {"train": {"path": str(tmp_path / "rows.jsonl")}, "system_prompt": "Be brief."}
-    alone = {"teacher": None, "kl": {"beta": 0}, "mixture": {"lambda": 0}}
     config = tiny_config(tmp_path, "run", student=settings, tokenizer={"path": None}, data=data,
-                         objective={"name": "grpo"}, **alone)  # fmt: skip
+                         objective={"name": "grpo"}, **ALONE)  # fmt: skip
     ((role, prompt),) = check_config(config, None).prompts
     assert role == "student"
     assert prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+3<|im")

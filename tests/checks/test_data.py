@@ -7,7 +7,7 @@ import pytest
 from stable_opd_mcore.checks import data
 from stable_opd_mcore.checks.known import Known
 from stable_opd_mcore.errors import DataError, UserError
-from tests.train.runs import tiny_config
+from tests.train.runs import ALONE, tiny_config
 
 
 def rows(count=8, **fields):
@@ -118,7 +118,6 @@ def test_golden_solutions_count_only_beside_rollouts_and_up_to_the_limit(tmp_pat
     exact = [{**rows()[n], "solution": "1+1=2;" * 3 + "[2]+1"} for n in range(8)]  # 24 tokens
     assert list(data.golden_lengths(known(tmp_path, exact))) == []
     long = [{**rows()[n], "solution": "1+1=2;" * 5 + "[2]"} for n in range(8)]
-    without = {"teacher": None, "kl": {"beta": 0}, "mixture": {"lambda": 0}}
     for name in ("sft", "grpo"):
-        other = known(tmp_path, long, objective={"name": name}, **without)
+        other = known(tmp_path, long, objective={"name": name}, **ALONE)
         assert list(data.golden_lengths(other)) == []

@@ -8,7 +8,7 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.planning.plan import Cluster
 from tests.checks.directories import write_model
 from tests.planning.cases import config_7b
-from tests.train.runs import tiny_config
+from tests.train.runs import ALONE, tiny_config
 
 ONE_NODE = Place(Cluster(1, 8), "h200")
 
@@ -107,8 +107,7 @@ def test_servers_that_do_not_fit_the_gpus_are_refused_where_the_gpu_is_known(tmp
 
 
 def test_precision_of_a_run_without_teacher_or_rollouts(tmp_path):
-    bf16 = {"precision": "bf16"}
-    alone = {"teacher": None, "kl": {"beta": 0}, "mixture": {"lambda": 0}, "train": bf16}
+    alone = {**ALONE, "train": {"precision": "bf16"}}
     config = tiny_config(tmp_path, "run", objective={"name": "grpo"}, **alone)
     assert list(layout.precision(Known(config, None))) == []
     unused = {"engine": "sglang", "sglang": {"dtype": "float32"}, "samples_per_prompt": 4}

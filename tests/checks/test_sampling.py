@@ -5,7 +5,7 @@ import pytest
 from stable_opd_mcore.checks import sampling
 from stable_opd_mcore.checks.known import Known
 from stable_opd_mcore.errors import UserError
-from tests.train.runs import tiny_architecture, tiny_config
+from tests.train.runs import ALONE, tiny_architecture, tiny_config
 
 
 def known(tmp_path, **sections):
@@ -43,8 +43,7 @@ CASES = {  # check, sections -> severity and the two values
         {
             "rollout": {"max_staleness": 1, "partial": True, "samples_per_prompt": 4},
             "objective": {"name": "grpo"},
-            "teacher": None,
-            "kl": {"beta": 0},
+            **ALONE,
         },
         ("warning", "true", "4"),
     ),
@@ -90,8 +89,7 @@ def test_the_teacher_s_window_holds_exactly_what_it_says(tmp_path):
     assert list(sampling.teacher_window(exact)) == []
     served = {"engine": "sglang", "urls": ["http://n1:1"], "architecture": None}
     assert list(sampling.teacher_window(known(tmp_path, teacher=served))) == []
-    alone = {"teacher": None, "kl": {"beta": 0}, "objective": {"name": "grpo"}}
-    assert list(sampling.teacher_window(known(tmp_path, **alone))) == []
+    assert list(sampling.teacher_window(known(tmp_path, objective={"name": "grpo"}, **ALONE))) == []
 
 
 @pytest.mark.parametrize("role", ["student", "teacher"])

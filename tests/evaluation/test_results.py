@@ -3,7 +3,6 @@
 import pytest
 
 from stable_opd_mcore.config.evaluation import MonitoringConfig
-from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.evaluation.results import (
     BenchmarkResult,
     benchmark_result,
@@ -11,6 +10,7 @@ from stable_opd_mcore.evaluation.results import (
     require_answers,
 )
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
+from tests.config.cases import run_with
 
 PROMPTS = [Prompt(f"s:{i}", f"{i}+1", (i,), answer=str(i + 1)) for i in range(7)]
 # Sample j of prompt i is right when i + j is even; the last prompt has no right one.
@@ -55,17 +55,7 @@ def test_a_prompt_without_gold_answer_or_no_prompt_at_all_is_refused():
 
 
 def config(**evaluation):
-    return parse_config(
-        {
-            "run": {"name": "x"},
-            "student": {"path": "m"},
-            "data": {"train": {"path": "synthetic:arithmetic"}},
-            "sampling": {"max_new_tokens": 50},
-            "train": {"seed": 4},
-            "evaluation": evaluation,
-        },
-        "test",
-    )
+    return run_with(sampling={"max_new_tokens": 50}, train={"seed": 4}, evaluation=evaluation)
 
 
 def test_sampling_follows_the_evaluation_settings():

@@ -10,22 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.models import directory_save
 from stable_opd_mcore.models.directory_save import DirectorySave
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
 from stable_opd_mcore.models.manifest import find_damage
 from stable_opd_mcore.models.megatron_checkpoint import load_weights, weights_of
-from stable_opd_mcore.parallel.world import start_world, stop_world
 from tests.models import tiny
+from tests.processes import wait_until_ended
 
 
 @pytest.fixture(scope="module")
-def chunks():
-    world = start_world(ParallelConfig(), 0)
-    yield build_model(tiny.architecture("qwen3", num_hidden_layers=1), world)
-    stop_world()
+def chunks(world):
+    return build_model(tiny.architecture("qwen3", num_hidden_layers=1), world)
 
 
 def _hold_writers(patch: pytest.MonkeyPatch, directory: Path) -> Path:
@@ -69,9 +66,11 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import pytest
+from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.parallel.world import start_world
 from tests.models import test_directory_save as tests
 from tests.models import tiny
-world = tests.start_world(tests.ParallelConfig(), 0)
+world = start_world(ParallelConfig(), 0)
 chunks = tests.build_model(tiny.architecture("qwen3", num_hidden_layers=1), world)
 home = Path(sys.argv[1])
 tests.DirectorySave(tests.weights_of(chunks), chunks, home / "step_1", lambda _: None).finish()
@@ -80,11 +79,6 @@ save = tests.DirectorySave(tests.weights_of(chunks), chunks, home / "step_2", la
 print(save._writer.process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
-def _is_running(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="uses prctl")
@@ -99,10 +93,7 @@ def test_a_killed_rank_takes_its_writer_along_and_leaves_the_older_directory(
         check=False,
     )
     assert killed.returncode == -signal.SIGKILL
-    deadline = time.monotonic() + 60
-    while _is_running(int(killed.stdout)):
-        assert time.monotonic() < deadline, "the writer outlives its rank"
-        time.sleep(0.05)
+    wait_until_ended(int(killed.stdout))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["partial-step_2", "step_1"]
     assert find_damage(tmp_path / "step_1") is None
     DirectorySave(weights_of(chunks), chunks, tmp_path / "step_2", lambda _: None).finish()

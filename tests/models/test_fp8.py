@@ -7,7 +7,6 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.fp8 import (
@@ -18,7 +17,6 @@ from stable_opd_mcore.models.fp8 import (
 )
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden
-from stable_opd_mcore.parallel.world import start_world, stop_world
 from tests.models import tiny
 
 FITS = tiny.architecture("qwen3", head_dim=16)
@@ -88,12 +86,10 @@ def test_megatron_takes_the_settings(recipe, kept):
     assert layers == [not kept, True, True, True]
 
 
-def test_a_model_refuses_sizes_and_tokens_that_do_not_divide():
-    world = start_world(ParallelConfig(), seed=0)
+def test_a_model_refuses_sizes_and_tokens_that_do_not_divide(world):
     fp8 = Fp8("student", "tensorwise")
     with pytest.raises(UserError, match="feed-forward width is 24"):
         build_model(FITS, replace(world, tensor_size=2), fp8=fp8)
     chunks = build_model(FITS, world, fp8=fp8)
     with pytest.raises(ValueError, match=r"30 tokens .* multiple of 16"):
         forward_hidden(chunks[0], tiny.microbatch([10, 20]))
-    stop_world()

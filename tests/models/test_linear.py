@@ -5,11 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.models import linear as module
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.linear import TorchColumnLinear, TorchRowLinear, linear, packed
-from stable_opd_mcore.parallel.world import start_world, stop_world
 from tests.models import tiny
 
 SIZES = [(1, 1, 1), (5, 7, 3), (130, 257, 129), (0, 8, 4)]  # T, H, O
@@ -17,14 +15,12 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
 @pytest.fixture(scope="module")
-def layers():
+def layers(world):
     """A column and a row layer, with and without a bias: 32 to 64, 32 to 32."""
-    world = start_world(ParallelConfig(), seed=0)
     attention = build_model(tiny.architecture("qwen2"), world)[0].decoder.layers[0].self_attention
     assert type(attention.linear_qkv) is TorchColumnLinear
     assert type(attention.linear_proj) is TorchRowLinear
-    yield {"with bias": attention.linear_qkv, "without": attention.linear_proj}
-    stop_world()
+    return {"with bias": attention.linear_qkv, "without": attention.linear_proj}
 
 
 def operands(sizes: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

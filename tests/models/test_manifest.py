@@ -7,7 +7,6 @@ import pytest
 import torch.distributed as dist
 import xxhash
 
-from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.models import manifest
 from stable_opd_mcore.models.manifest import (
     MANIFEST,
@@ -15,8 +14,9 @@ from stable_opd_mcore.models.manifest import (
     hash_own_files,
     write_manifest,
 )
-from stable_opd_mcore.parallel.world import start_world, stop_world
 from tests.parallel.launch import run_ranks
+
+pytestmark = pytest.mark.usefixtures("world")
 
 FILES = {
     "__0_0.distcp": b"weights of rank 0",
@@ -26,12 +26,6 @@ FILES = {
     "rng_rank_00000.safetensors": b"noise",
     "common.pt": b"common",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world():
-    yield start_world(ParallelConfig(), seed=0)
-    stop_world()
 
 
 @pytest.fixture

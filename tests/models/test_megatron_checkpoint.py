@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models import megatron_checkpoint
 from stable_opd_mcore.models.directory_save import DirectorySave
@@ -23,7 +22,7 @@ from stable_opd_mcore.models.megatron_checkpoint import (
     set_weights,
     weights_of,
 )
-from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.parallel.world import World
 from tests.models import tiny
 
 
@@ -33,11 +32,8 @@ class MaliciousPickle:
 
 
 @pytest.fixture(scope="module")
-def chunks():
-    yield build_model(
-        tiny.architecture("qwen3", num_hidden_layers=1), start_world(ParallelConfig(), 0)
-    )
-    stop_world()
+def chunks(world):
+    return build_model(tiny.architecture("qwen3", num_hidden_layers=1), world)
 
 
 @pytest.fixture
@@ -88,10 +84,9 @@ class _TransformerEngineLike(torch.nn.Module):
 
 
 def test_extra_state_is_neither_saved_nor_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch layers load what Transformer Engine's wrote, and the reverse."""
-    world = start_world(ParallelConfig(), 0)
     with_state, without = (build_model(tiny.architecture("qwen3"), world, seed=s) for s in (1, 2))
     with_state[0].decoder.add_module("fused", _TransformerEngineLike())
     with monkeypatch.context() as patch:
@@ -113,9 +108,11 @@ def test_extra_state_is_neither_saved_nor_needed(
     ("family", "name"),
     [("qwen3", "mlp.linear_fc1.layer_norm_weight"), ("qwen3_moe", "pre_mlp_layernorm.weight")],
 )
-def test_the_second_norm_has_the_name_of_transformer_engines_layers(family: str, name: str) -> None:
+def test_the_second_norm_has_the_name_of_transformer_engines_layers(
+    world: World, family: str, name: str
+) -> None:
     """Which fuse it into the MLP that follows, but not into experts."""
-    model = build_model(tiny.architecture(family), start_world(ParallelConfig(), 0), seed=None)
+    model = build_model(tiny.architecture(family), world, seed=None)
     saved = {item.key for item in weights_of(model)["model0"].values()}
     assert f"decoder.layers.{name}" in saved
 

@@ -9,11 +9,10 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden
 from stable_opd_mcore.models.routers import Routers, load_metrics
-from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import MicroBatch
 from tests.models import tiny
 
@@ -21,12 +20,6 @@ EXPERTS, CHOSEN, LAYERS = 8, 2, 4
 ARCHITECTURE = tiny.architecture("qwen3_moe", num_experts_per_tok=CHOSEN)
 COEFFICIENT = 0.3
 METRICS = ("moe/load_max_over_mean", "moe/unused_experts")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world():
-    yield start_world(ParallelConfig(), seed=0)
-    stop_world()
 
 
 def other_choices(num_tokens: int, seed: int) -> Tensor:
@@ -71,9 +64,9 @@ def seen_by_routers(chunk, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
     return loss, torch.stack(logits), torch.stack(chosen)
 
 
-def defined(batches: list[MicroBatch]) -> tuple[float, dict[str, Tensor], Tensor]:
+def defined(world: World, batches: list[MicroBatch]) -> tuple[float, dict[str, Tensor], Tensor]:
     """E * sum_e f_e P_e, mean of layers; the gradients of the main loss with it; the loads."""
-    (chunk,) = build_model(ARCHITECTURE, start_world(ParallelConfig(), seed=0))
+    (chunk,) = build_model(ARCHITECTURE, world)
     routers, total, logits, chosen = Routers([chunk]), torch.zeros(()), [], []
     for batch in batches:
         with routers.applying(batch, trains=False):
@@ -94,7 +87,7 @@ def defined(batches: list[MicroBatch]) -> tuple[float, dict[str, Tensor], Tensor
 )
 def test_loads_loss_and_gradients_are_those_of_the_definition(world, recompute, replayed) -> None:
     batches = minibatch(replayed)
-    expected, expected_gradients, counts_LE = defined(batches)
+    expected, expected_gradients, counts_LE = defined(world, batches)
     (chunk,) = build_model(ARCHITECTURE, world, recompute=recompute)
     routers = Routers([chunk], COEFFICIENT)
     for batch in batches:

@@ -4,13 +4,13 @@ import queue
 import signal
 import subprocess
 import sys
-import time
 from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
 from stable_opd_mcore.parallel.writer_process import WriterResult
+from tests.processes import wait_until_ended
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -24,12 +24,6 @@ def test_a_result_of_any_size_reaches_the_process_that_forked_the_writer():
     writer.start()
     writer.join()
     assert result.get_nowait() == value
-
-
-def is_running(pid: int) -> bool:
-    """A process that ended and was not waited for is not running."""
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rpartition(") ")[2][0] != "Z"
 
 
 ORPHAN = """
@@ -58,8 +52,5 @@ def test_a_writer_ends_whose_parent_has_ended_before_it_asks(tmp_path):
         command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=False, timeout=60
     )
     assert killed.returncode == -signal.SIGKILL
-    deadline = time.monotonic() + 60
-    while is_running(int(killed.stdout)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until_ended(int(killed.stdout))
     assert not (tmp_path / "survived").exists()

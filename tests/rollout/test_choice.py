@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import read_architecture
@@ -12,21 +11,17 @@ from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.records import Prompt, Sampling
 from stable_opd_mcore.rollout.choice import build_engine, training_sampling, warn_if_slow
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
+from tests.config.cases import run_with
 from tests.planning.cases import QWEN_7B, config_7b
 
 
 def config(**rollout):
-    values = {
-        "run": {"name": "test"},
-        "student": {"architecture": {"model_type": "qwen2"}},
-        "tokenizer": {"path": "synthetic"},
-        "data": {"train": {"path": "synthetic:arithmetic"}},
-        "objective": {"name": "grpo"},
-        "sampling": {"temperature": 0.9, "top_p": 0.8, "max_new_tokens": 12},
-        "train": {"seed": 3},
-        "rollout": {"samples_per_prompt": 2} | rollout,
-    }
-    return parse_config(values, "test")
+    return run_with(
+        objective={"name": "grpo"},
+        sampling={"temperature": 0.9, "top_p": 0.8, "max_new_tokens": 12},
+        train={"seed": 3},
+        rollout={"samples_per_prompt": 2} | rollout,
+    )
 
 
 def test_the_embedded_engine_uses_the_tokenizer(tiny_path, world):

@@ -17,12 +17,9 @@ from stable_opd_mcore.train.convert import convert
 from stable_opd_mcore.train.evaluation import evaluate_config
 from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks
-from tests.train.runs import tiny_architecture, tiny_config
+from tests.train.runs import ALONE, problems, tiny_architecture, tiny_config
 
-EVAL = {
-    "train": {"path": "synthetic:arithmetic", "options": {"rows": 8}},
-    "eval": {"path": "synthetic:arithmetic", "split": "test", "options": {"rows": 6}},
-}
+EVAL = problems(8, 6)
 
 
 def convert_in_both_directions(rank: int, world_size: int, directory: str) -> None:
@@ -50,6 +47,12 @@ def convert_in_both_directions(rank: int, world_size: int, directory: str) -> No
 
 def train_and_convert(rank: int, world_size: int, directory: str) -> None:
     home = Path(directory)
+    world = start_world(ParallelConfig(), seed=0)
+    chunks = build_model(read_architecture(tiny_architecture(32, 4)), world)
+    export_hf(chunks, home / "student", save_tokenizer=Tokenizer.load("synthetic").save)
+    generation = {"eos_token_id": [20, 21]}
+    (home / "student" / "generation_config.json").write_text(json.dumps(generation))
+    stop_world()
     student = {"path": str(home / "student"), "architecture": None}
     config = tiny_config(
         home,
@@ -57,10 +60,8 @@ def train_and_convert(rank: int, world_size: int, directory: str) -> None:
         student=student | {"window": 200, "rope_theta": 40000.0},
         tokenizer={"path": str(home / "student")},
         train={"steps": 1},
-        teacher=None,
+        **ALONE,
         objective={"name": "sft"},
-        kl={"beta": 0.0},
-        mixture={"lambda": 0.0},
         checkpoint={"every": 1},
         rollout={"samples_per_prompt": 1, "save": "none"},
     )
@@ -69,17 +70,7 @@ def train_and_convert(rank: int, world_size: int, directory: str) -> None:
     convert(home / "run" / "checkpoints" / "step_000001", home / "exported")
 
 
-def save_student(rank: int, world_size: int, directory: str) -> None:
-    world = start_world(ParallelConfig(), seed=0)
-    chunks = build_model(read_architecture(tiny_architecture(32, 4)), world)
-    path = Path(directory) / "student"
-    export_hf(chunks, path, save_tokenizer=Tokenizer.load("synthetic").save)
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [20, 21]}))
-    stop_world()
-
-
 def test_a_checkpoint_converts_to_a_model_with_tokenizer_window_and_generation_settings(tmp_path):
-    run_ranks(1, save_student, str(tmp_path))
     run_ranks(1, train_and_convert, str(tmp_path))
     trained, exported = tmp_path / "run" / "model", tmp_path / "exported"
     for directory in (trained, exported):

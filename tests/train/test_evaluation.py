@@ -15,14 +15,11 @@ from stable_opd_mcore.train.evaluation import evaluate_config
 from stable_opd_mcore.train.loop import train
 from stable_opd_mcore.train.oversight.signals import Stopped
 from tests.parallel.launch import run_ranks
-from tests.train.runs import tiny_config
+from tests.train.runs import problems, tiny_config
 
 pytestmark = pytest.mark.slow
 
-PROBLEMS = {
-    "train": {"path": "synthetic:arithmetic", "options": {"rows": 64}},
-    "eval": {"path": "synthetic:arithmetic", "split": "test", "options": {"rows": 12}},
-}
+PROBLEMS = problems(64, 12)
 
 
 def train_two_steps(home: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from stable_opd_mcore.losses.objectives import OBJECTIVES
 from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks
-from tests.train.runs import tiny_architecture, tiny_config
+from tests.train.runs import ALONE, tiny_architecture, tiny_config
 
 pytestmark = pytest.mark.slow
 
@@ -56,11 +56,9 @@ def reinforce(rank: int, world_size: int, directory: Path) -> None:
         directory,
         "grpo",
         student={"architecture": tiny_architecture(32, 2)},
-        teacher=None,
+        **ALONE,
         data={key: {"path": "synthetic:arithmetic", "options": EASY} for key in ("train", "eval")},
         objective={"name": "grpo"},
-        kl={"beta": 0.0},
-        mixture={"lambda": 0.0},
         sampling={"max_new_tokens": 12},
         rollout={"prompts_per_step": 16, "samples_per_prompt": 8, "save": "none"},
         cold_start={"steps": 40, "lr": 3e-3, "prompts_per_step": 32, "warmup_steps": 5},

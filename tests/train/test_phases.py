@@ -24,16 +24,13 @@ from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.setup import build_run
 from stable_opd_mcore.train.step import train_step
 from tests.parallel.launch import run_ranks
-from tests.train.runs import VOLATILE, tiny_config
+from tests.train.runs import ALONE, VOLATILE, problems, tiny_config
 
 pytestmark = pytest.mark.slow
 
 LAYOUTS = {"tp2_pp2": {"tensor": 2, "pipeline": 2}, "tp2_dp2": {"tensor": 2}}
 EVERYTHING = MemoryConfig(offload=("student", "optimizer", "gradients", "frozen"))
-HELD_OUT = {
-    "train": {"path": "synthetic:arithmetic", "options": {"rows": 64}},
-    "eval": {"path": "synthetic:arithmetic", "split": "test", "options": {"rows": 4}},
-}
+HELD_OUT = problems(64, 4)
 
 
 class Lending(RolloutEngine):
@@ -135,8 +132,8 @@ def test_offloaded_parts_change_no_bit_and_leave_nothing(tmp_path):
 
 
 def test_a_part_that_does_not_exist_is_refused(tmp_path):
-    sections = {"objective": {"name": "grpo"}, "kl": {"beta": 0.0}, "teacher": None}
-    config = tiny_config(tmp_path, "x", memory={"offload": ["frozen"]}, **sections)
+    grpo = {"objective": {"name": "grpo"}, **ALONE}
+    config = tiny_config(tmp_path, "x", memory={"offload": ["frozen"]}, **grpo)
     with pytest.raises(ConfigError, match=r"`frozen`.*objective.name=grpo.*leave it out"):
         loop.train(config, show_progress=False)
     with pytest.raises(ConfigError, match=r"`student`.*rollout.engine=embedded.*leave it out"):

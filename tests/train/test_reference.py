@@ -1,14 +1,18 @@
 """References and self-teachers: their weights against a definition, resumed, on two ranks."""
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
+from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.train.loop import train
 from stable_opd_mcore.train.persistence.state import TrainState
+from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.setup import build_run
 from stable_opd_mcore.train.step import train_step
 from tests.parallel.launch import run_ranks
@@ -38,11 +42,20 @@ def weights(chunks) -> torch.Tensor:
     return torch.cat([p.detach().float().flatten() for c in chunks for p in c.parameters()])
 
 
-def three_steps(directory: Path, **sections):
-    """The student's and the reference's weights before the first and after each of three steps."""
-    config = config_of(directory, "parts", **sections)
+@contextmanager
+def started(config: Config) -> Iterator[Run]:
     run = build_run(config, start_world(config.parallel, 0))
     try:
+        yield run
+    finally:
+        run.engine.close()
+        run.grader.close()
+        stop_world()
+
+
+def three_steps(directory: Path, **sections):
+    """The student's and the reference's weights before the first and after each of three steps."""
+    with started(config_of(directory, "parts", **sections)) as run:
         state, students, references = TrainState(), [], []
         for number in range(4):
             if number:
@@ -50,10 +63,6 @@ def three_steps(directory: Path, **sections):
             students.append(weights(run.student.chunks))
             references.append(weights(run.moving["reference"].chunks))
         return students, references
-    finally:
-        run.engine.close()
-        run.grader.close()
-        stop_world()
 
 
 @pytest.mark.parametrize(
@@ -85,8 +94,7 @@ def test_average_of_bf16_weights_is_kept_in_fp32(tmp_path):
     config = config_of(
         tmp_path, "parts", reference={"update": "ema", "decay": 0.999}, train={"precision": "bf16"}
     )
-    run = build_run(config, start_world(config.parallel, 0))
-    try:
+    with started(config) as run:
         moving = run.moving["reference"]
         before = weights(moving.kept)
         for chunk in run.student.chunks:
@@ -100,10 +108,6 @@ def test_average_of_bf16_weights_is_kept_in_fp32(tmp_path):
         torch.testing.assert_close(
             weights(moving.chunks), weights(moving.kept).bfloat16().float(), atol=0, rtol=0
         )
-    finally:
-        run.engine.close()
-        run.grader.close()
-        stop_world()
 
 
 def train_to(rank: int, world_size: int, directory: str, name: str, steps: int, parallel: dict):
@@ -136,8 +140,7 @@ def test_a_self_teacher_has_the_weights_of_its_setting(tmp_path, objective):
     for weights_of_teacher in ("frozen", "ema", "live"):
         teacher = {"weights": weights_of_teacher, "ema_decay": 0.6, **SELF}
         config = config_of(tmp_path, "parts", teacher=teacher, objective={"name": objective})
-        run = build_run(config, start_world(config.parallel, 0))
-        try:
+        with started(config) as run:
             chunks = run.teacher._scorer.chunks
             shared = {"frozen": run.reference.chunks, "live": run.student.chunks, "ema": chunks}
             assert chunks[0] is shared[weights_of_teacher][0]
@@ -149,8 +152,4 @@ def test_a_self_teacher_has_the_weights_of_its_setting(tmp_path, objective):
             torch.testing.assert_close(weights(chunks), expected, atol=1e-6, rtol=1e-5)
             assert not torch.equal(before, after)
             first += [metrics["loss/total"].value(), metrics["grad_norm"].value()]
-        finally:
-            run.engine.close()
-            run.grader.close()
-            stop_world()
     assert first[:2] == first[2:4] == first[4:]

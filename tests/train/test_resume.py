@@ -9,15 +9,13 @@ import pytest
 
 from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks, start_process
-from tests.train.runs import metrics_of, tiny_config
+from tests.processes import wait_until_ended
+from tests.train.runs import metrics_of, problems, tiny_config
 
 pytestmark = pytest.mark.slow
 
 CHECKPOINTS = {"every": 2, "keep": 2}
-HELD_OUT = {
-    "train": {"path": "synthetic:arithmetic", "options": {"rows": 64}},
-    "eval": {"path": "synthetic:arithmetic", "split": "test", "options": {"rows": 8}},
-}
+HELD_OUT = problems(64, 8)
 
 
 def config_of(directory: Path, name: str, **sections):
@@ -33,21 +31,6 @@ def config_of(directory: Path, name: str, **sections):
 
 def start(directory: Path) -> BaseProcess:
     return start_process(train, config_of(directory, "killed"), False)
-
-
-def wait_until_ended(helpers: list[psutil.Process]) -> None:
-    deadline = time.monotonic() + 60
-    while left := [helper for helper in helpers if is_alive(helper)]:
-        assert time.monotonic() < deadline, f"outlived their killed parent: {left}"
-        time.sleep(0.05)
-
-
-def is_alive(process: psutil.Process) -> bool:
-    """A zombie counts as ended: without an init that reaps orphans it stays in the process list."""
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def uninterrupted(rank: int, world_size: int, directory: str) -> None:
@@ -80,10 +63,10 @@ def test_metrics_of_a_killed_and_restarted_run_are_identical(runs):
                 break
             time.sleep(0.01)
         assert process.is_alive(), "the run ended before it could be killed"
-        helpers = psutil.Process(process.pid).children(recursive=True)
+        helpers = [each.pid for each in psutil.Process(process.pid).children(recursive=True)]
         process.kill()
         process.join()
-        wait_until_ended(helpers)
+        wait_until_ended(*helpers)
     last = start(runs)
     last.join(240)
     assert last.exitcode == 0

@@ -13,17 +13,14 @@ from torch.multiprocessing import ProcessExitedException
 from stable_opd_mcore.data.rollout_files import read_rollouts, rollout_path
 from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks
-from tests.train.runs import end_process_at, metrics_of, tiny_architecture, tiny_config
+from tests.train.runs import end_process_at, metrics_of, problems, tiny_architecture, tiny_config
 
 pytestmark = pytest.mark.slow
 
 STEPS = 8
 KILLED_AT = 5  # its row is written, and its checkpoint is not
 SCHEDULES = [(0, False), (1, False), (1, True), (3, False), (3, True)]  # max_staleness, partial
-HELD_OUT = {
-    "train": {"path": "synthetic:arithmetic", "options": {"rows": 7}},  # epochs end inside steps
-    "eval": {"path": "synthetic:arithmetic", "split": "test", "options": {"rows": 4}},
-}
+HELD_OUT = problems(7, 4)  # epochs end inside steps
 
 
 def config_of(directory: Path, name: str, max_staleness: int, partial: bool, **sections):

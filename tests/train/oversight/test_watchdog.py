@@ -14,7 +14,7 @@ import pytest
 
 from stable_opd_mcore.train.oversight.watchdog import SILENT
 
-HANG_IN_STEP_TWO = """
+PROGRAM = """
 import sys, time
 from pathlib import Path
 from stable_opd_mcore.train.oversight.watchdog import Watchdog
@@ -22,43 +22,36 @@ from stable_opd_mcore.train.oversight.watchdog import Watchdog
 def collective_that_never_returns():
     time.sleep(60)
 
-with Watchdog(minutes=1.0 / 60, directory=Path(sys.argv[1]), rank=3) as watchdog:
-    time.sleep(0.7)
-    watchdog.step_done()
-    time.sleep(0.7)
-    watchdog.step_done()
-    if sys.argv[2] == "hang":
+directory, rank, seconds, said, times, pause, end = sys.argv[1:]
+with Watchdog(float(seconds) / 60, Path(directory), int(rank)) as watchdog:
+    for _ in range(int(times)):
+        time.sleep(float(pause))
+        if said:
+            getattr(watchdog, said)()
+    if end == "hang":
         collective_that_never_returns()
 """
 
-HANG = """
-import sys, time
-from pathlib import Path
-from stable_opd_mcore.train.oversight.watchdog import Watchdog
 
-with Watchdog(minutes=float(sys.argv[3]) / 60, directory=Path(sys.argv[1]), rank=int(sys.argv[2])):
-    time.sleep(60)
-"""
+def process(
+    directory: Path, rank: int, seconds: float, said="", times=0, pause=0.0, end="hang"
+) -> subprocess.Popen:
+    """Whose watchdog is told `said`, or nothing, after every pause."""
+    settings = (directory, rank, seconds, said, times, pause, end)
+    return subprocess.Popen([sys.executable, "-c", PROGRAM, *map(str, settings)])
 
 
-@pytest.mark.parametrize("behaviour", ["hang", "work"])
-def test_watchdog_ends_only_a_hanging_process(behaviour, tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-c", HANG_IN_STEP_TWO, str(tmp_path), behaviour], timeout=60
-    )
+@pytest.mark.parametrize(("end", "code"), [("hang", 1), ("work", 0)])
+def test_watchdog_ends_only_a_hanging_process(end, code, tmp_path):
+    assert process(tmp_path, 3, 1.0, "step_done", 2, 0.7, end).wait(timeout=60) == code
     stacks = tmp_path / "rank_00003.txt"
-    if behaviour == "hang":
-        assert result.returncode == 1
-        assert "collective_that_never_returns" in stacks.read_text()
-    else:
-        assert result.returncode == 0
-        assert not stacks.exists()
+    assert stacks.exists() == (end == "hang")
+    assert end == "work" or "collective_that_never_returns" in stacks.read_text()
 
 
 def start(directory: Path, *ranks: int, seconds: float) -> list[subprocess.Popen]:
     """Processes that hang once their watchdogs are armed."""
-    command = [sys.executable, "-c", HANG, str(directory)]
-    processes = [subprocess.Popen([*command, str(rank), str(seconds)]) for rank in ranks]
+    processes = [process(directory, rank, seconds) for rank in ranks]
     deadline = time.monotonic() + 60
     while not all((directory / f"rank_{rank:05d}.txt").exists() for rank in ranks):
         assert time.monotonic() < deadline, "the ranks do not start"
@@ -77,26 +70,12 @@ def test_stopped_rank_is_recorded_and_stays_recorded_when_it_continues(tmp_path)
     assert (tmp_path / SILENT).read_text() == "rank_00001\n"
 
 
-WAIT = """
-import sys, time
-from pathlib import Path
-from stable_opd_mcore.train.oversight.watchdog import Watchdog
-
-rank = int(sys.argv[2])
-with Watchdog(minutes=2.0 / 60, directory=Path(sys.argv[1]), rank=rank) as watchdog:
-    for _ in range(25):
-        time.sleep(0.2)
-        if rank == 0:
-            watchdog.progress()
-    if sys.argv[3] == "hang":
-        time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize(("behaviour", "code"), [("end", 0), ("hang", 1)])
-def test_waiting_ranks_are_not_ended_while_one_makes_progress(behaviour, code, tmp_path):
-    command = [sys.executable, "-c", WAIT, str(tmp_path)]
-    ranks = [subprocess.Popen([*command, str(rank), behaviour]) for rank in range(2)]
+@pytest.mark.parametrize(("end", "code"), [("work", 0), ("hang", 1)])
+def test_waiting_ranks_are_not_ended_while_one_makes_progress(end, code, tmp_path):
+    ranks = [
+        process(tmp_path, rank, 2.0, said, 25, 0.2, end)
+        for rank, said in enumerate(["progress", ""])
+    ]
     assert [rank.wait(timeout=60) for rank in ranks] == [code, code]
 
 

@@ -19,10 +19,8 @@ def rollouts_of(prompts):
 
 
 @pytest.mark.parametrize(("save", "kept"), [("all", 18), ("samples", 16)])
-def test_the_writer_keeps_all_rollouts_or_the_first_16(tmp_path, save, kept):
-    world = start_world(ParallelConfig(), seed=0)
+def test_the_writer_keeps_all_rollouts_or_the_first_16(tmp_path, world, save, kept):
     RolloutWriter(tmp_path, world, save).write(3, rollouts_of(PROMPTS))
-    stop_world()
     assert read_rollouts(rollout_path(tmp_path, 3)) == rollouts_of(PROMPTS)[:kept]
 
 

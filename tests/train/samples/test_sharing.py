@@ -46,8 +46,7 @@ def minibatches(world: World, with_rollouts: bool = True) -> list[Minibatch]:
     )
 
 
-def test_facts_are_in_the_order_of_the_prompts():
-    world = start_world(ParallelConfig(), seed=0)
+def test_facts_are_in_the_order_of_the_prompts(world):
     facts = gather_facts(world, samples_of([*range(5)]), ROWS)
     assert facts.prompt_B.tolist() == [row for row in ROWS for _ in range(2)] + ROWS
     assert facts.golden_B.tolist() == [False] * 10 + [True] * 5
@@ -57,7 +56,6 @@ def test_facts_are_in_the_order_of_the_prompts():
     assert sorted(first.places.tolist()) == [0, 1, 4, 5, 6, 7, 10, 12, 13]  # of rows 4 and 7
     assert len(second.samples) == 6
     assert [len(each.samples) for each in minibatches(world, with_rollouts=False)] == [3, 2]
-    stop_world()
 
 
 def share_on_ranks(rank: int, world_size: int, directory: Path, context: int) -> None:
@@ -68,12 +66,10 @@ def share_on_ranks(rank: int, world_size: int, directory: Path, context: int) ->
 
 
 @pytest.mark.parametrize(("ranks", "context"), [(3, 1), (4, 2)])
-def test_every_sample_reaches_the_ranks_that_train_on_it(tmp_path, ranks, context):
+def test_every_sample_reaches_the_ranks_that_train_on_it(tmp_path, world, ranks, context):
     """Of the same samples and weights as on one rank; ranks of one context group hold the same."""
     run_ranks(ranks, share_on_ranks, tmp_path, context)
-    world = start_world(ParallelConfig(), seed=0)
     expected = [minibatches(world), minibatches(world, with_rollouts=False)]
-    stop_world()
     shares = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
     for kind in range(2):
         for number, whole in enumerate(expected[kind]):

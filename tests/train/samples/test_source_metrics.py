@@ -45,8 +45,6 @@ def test_shares_accuracy_and_truncation_of_each_source_and_teacher():
     require_known(values)
     names = ("mine_math.jsonl_train", "code", "d"), ("mine_math.jsonl_train", "t")
     expected = {f"source/{name}" for name in names[0]} | {f"teacher/{name}" for name in names[1]}
-    names = ("mine_math.jsonl_train", "code", "d"), ("mine_math.jsonl_train", "t")
-    expected = {f"source/{name}" for name in names[0]} | {f"teacher/{name}" for name in names[1]}
     assert {key.rpartition("/")[0] for key in values} == expected
     code = {"row_share": 0.5, "token_share": 0.04, "weight_share": 0.5}
     code |= {"accuracy": 0.0, "truncation_rate": 0.5}

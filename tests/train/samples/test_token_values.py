@@ -10,7 +10,6 @@ import torch
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.token_files import read_tokens, token_path
-from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.records import Prompt, Rollout, Sample
 from stable_opd_mcore.train.samples.sharing import Minibatch
 from stable_opd_mcore.train.samples.token_values import (
@@ -18,25 +17,12 @@ from stable_opd_mcore.train.samples.token_values import (
     TokenRecorder,
     write_token_values,
 )
+from tests.config.cases import run_with
 from tests.shares import facts_of, weights_of
 
 
-@pytest.fixture(scope="module")
-def world():
-    yield start_world(config().parallel, 0)
-    stop_world()
-
-
 def config(count: int = 2, save: str = "all") -> Config:
-    return Config.model_validate(
-        {
-            "run": {"name": "a-run"},
-            "student": {"path": "somewhere"},
-            "data": {"train": {"path": "synthetic:arithmetic"}},
-            "monitoring": {"token_values": count},
-            "rollout": {"save": save},
-        }
-    )
+    return run_with(monitoring={"token_values": count}, rollout={"save": save})
 
 
 def sample(length: int, source: Any = "rollout") -> Sample:
