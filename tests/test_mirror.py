@@ -17,6 +17,8 @@ NO_TEST = {
     "data/rows": "a record",
     "errors": "exception classes",
     "models/spec": "hands Megatron the classes that test_attention.py tests",
+    "models/weights": "test_huggingface.py writes and refuses them, test_reference.py copies them",
+    "parallel/cuda_facade": "what every Megatron model of the tests runs on",
     "preparation/recipes": "a table; test_job.py reads it",
     "rehearsal/pretended_gpu": "changes its process for good; test_te_layers.py starts one",
     "rollout/sglang/records": "records; test_dispatch.py extends and continues them",

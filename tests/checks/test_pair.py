@@ -1,28 +1,8 @@
 """What a config and its files say of student and teacher."""
 
 from stable_opd_mcore.checks.known import Known
-from stable_opd_mcore.checks.pair import read_model
 from tests.checks.directories import write_model
 from tests.train.runs import tiny_config
-
-
-def test_a_directory_is_read_whole(tmp_path):
-    model = read_model("student", write_model(tmp_path / "student", bos="<s>"))
-    assert model.stop_ids == (258, 256)
-    assert model.stop_sources == {
-        "chat template": (258,),
-        "generation_config.json": (256,),
-        "config.json": (256,),
-        "tokenizer": (256,),
-    }
-    assert model.settings["vocab_size"] == 272
-    assert model.prompt_text.endswith("1+1<|im_end|>\n<|im_start|>assistant\n")
-    assert [model.named(i) for i in (257, 300, None)] == [
-        "257 '<|im_start|>'",
-        "300 (no token)",
-        "none",
-    ]
-    assert (model.named_all(()), model.named_all((65, 66))) == ("none", "65 'b', 66 'c'")
 
 
 def test_the_pair_of_a_config_has_its_stop_ids_and_prompts(tmp_path):

@@ -34,14 +34,6 @@ def test_unshard_inverts_the_cut(model_type: str, size: int) -> None:
             assert torch.equal(before, after), name
 
 
-def test_vocabulary_shards_are_padded_with_zeros() -> None:
-    architecture = tiny.architecture("qwen3")
-    full = torch.ones(tiny.VOCAB_SIZE, 2)
-    shards = [_shard([full], "vocab", architecture, rank, 2) for rank in range(2)]
-    assert [len(shard) for shard in shards] == [27, 27]
-    assert torch.cat(shards)[tiny.VOCAB_SIZE :].eq(0).all()
-
-
 def test_tied_head_uses_the_embedding() -> None:
     tied, untied = (
         tensors.describe(

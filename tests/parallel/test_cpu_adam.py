@@ -1,4 +1,4 @@
-"""The CPU's Adam: it computes torch's updates and has the state layout of the fused optimizers."""
+"""The CPU's Adam computes torch's updates. Its state: tests/train/persistence."""
 
 import pytest
 import torch
@@ -26,16 +26,3 @@ def test_adam_equals_torchs(weight_decay: float, decoupled: bool) -> None:
             optimizer.step()
     for fused, plain in zip(fused_weights, torch_weights, strict=True):
         torch.testing.assert_close(fused, plain, rtol=1e-6, atol=1e-7)
-
-
-def test_adam_has_the_fused_state_layout() -> None:
-    """Megatron's distributed checkpoints rely on it: `step` in the group, two moments per
-    parameter."""
-    weight = torch.nn.Parameter(torch.ones(2))
-    idle = torch.nn.Parameter(torch.ones(2))
-    optimizer = FusedAdam([weight, idle])
-    weight.grad = torch.ones(2)
-    optimizer.step()
-    assert optimizer.param_groups[0]["step"] == 1
-    assert set(optimizer.state[weight]) == {"exp_avg", "exp_avg_sq"}
-    assert torch.equal(idle, torch.ones(2))

@@ -33,15 +33,6 @@ def candidate(**changes):
     return openr1_candidate(record(**changes), "file:7")
 
 
-def test_correct_and_complete_generations_are_offered():
-    assert candidate() == Candidate("1+1?", "2", ("a a a", "b b"))
-
-
-def test_truncated_generations_are_not_used():
-    reasons = ["stop", "length", None, "stop"]
-    assert candidate(finish_reasons=reasons) == Candidate("1+1?", "2", ("a a a",))
-
-
 def test_a_real_row():
     row = json.loads(real_data("openr1/row0_truncated.json").read_text())
     offered = openr1_candidate(row, "row")

@@ -56,10 +56,6 @@ def test_impossible_sampling_is_refused(wrong, message):
         Sampling(**wrong)
 
 
-def test_greedy_sampling_of_one_token_is_possible():
-    assert Sampling(temperature=0, top_p=1, max_new_tokens=1).temperature == 0
-
-
 def test_an_engine_without_servers_draws_nothing_ahead():
     engine = RolloutEngine()
     engine.prefetch([Prompt("a", "", (1,))], Sampling(), step=3, weight_version=3)

@@ -1,4 +1,7 @@
-"""Scores computed block by block, with stop ids, and the overlap metrics."""
+"""Scores computed block by block, and the overlap metrics.
+
+Stop ids: test_megatron.py here, and tests/losses/test_vocabulary_sums.py over several shards.
+"""
 
 import pytest
 import torch
@@ -29,27 +32,6 @@ def test_scores_equal_log_softmax():
         assert torch.equal(found.topk_ids_NK, top.indices)
 
 
-def test_top_k_merges_the_stop_ids_into_one_entry():
-    case = make_case(make_config(), 17, 61)
-    log_p = (case.hidden_NH @ case.weight_VH.T / 0.7).log_softmax(-1)
-    found = score(
-        case.hidden_NH,
-        Head(case.weight_VH, 0, 61),
-        case.batch.targets_N,
-        temperature=0.7,
-        top_k=20,
-        merged_ids=(7, 30, 50),
-        block_rows=5,
-    )
-    others = [token for token in range(61) if token not in (7, 30, 50)]
-    stopped = log_p[:, [7, 30, 50]].logsumexp(1, keepdim=True)
-    top = torch.cat([log_p[:, others], stopped], dim=1).topk(20, dim=1)
-    torch.testing.assert_close(found.topk_logprobs_NK, top.values)
-    assert torch.equal(found.topk_ids_NK, torch.tensor([*others, 7])[top.indices])
-    assert (found.topk_ids_NK == 7).any()
-    torch.testing.assert_close(found.entropy_N, -(log_p.exp() * log_p).sum(1))
-
-
 def test_score_of_zero_rows():
     case = make_case(make_config(), 0, 7)
     found = score(
@@ -66,19 +48,6 @@ def test_bad_arguments_are_refused():
         score(case.hidden_NH, head, targets, temperature=1.0, top_k=8)
     with pytest.raises(ValueError, match="3 hidden states for 4 targets"):
         score(case.hidden_NH[1:], head, targets, temperature=1.0)
-
-
-def test_stop_ids_have_their_summed_probability():
-    stop_ids = (1, 2, 3)
-    weight = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    hidden = torch.ones(6, 4, dtype=torch.float64)
-    targets = torch.arange(6)
-    log_p = (hidden @ weight.T).log_softmax(-1)[0]
-    scores = score(hidden, Head(weight, 0, 6), targets, temperature=1.0, stop_ids=stop_ids)
-    torch.testing.assert_close(scores.token_logprob_N, log_p)
-    together = log_p[[1, 2, 3]].logsumexp(0).expand(3)
-    torch.testing.assert_close(scores.logprob_N[[1, 2, 3]], together)
-    torch.testing.assert_close(scores.logprob_N[[0, 4, 5]], log_p[[0, 4, 5]])
 
 
 def test_teacher_with_another_stop_id_has_equal_scores():

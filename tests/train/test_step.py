@@ -18,7 +18,7 @@ from stable_opd_mcore.metrics import Mean, Metrics, Same, Sum
 from stable_opd_mcore.monitoring.health import sample_metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import start_world, stop_world
-from stable_opd_mcore.records import Prompt, Rollout, Scores
+from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.rollout.engine import Sampling
 from stable_opd_mcore.train import step
 from stable_opd_mcore.train.learning_rate import learning_rate
@@ -140,20 +140,6 @@ def one_minibatch(run):
     return replace(run, config=run.config.model_copy(update={"train": train}))
 
 
-class Scorer:
-    """Gives every token the same log-probability."""
-
-    def __init__(self, logprob: float):
-        self.logprob, self.prompts = logprob, None
-
-    def about(self, samples):
-        self.prompts = [sample.prompt_id for sample in samples]
-        return self
-
-    def score(self, batches):
-        return [Scores(torch.full((len(b.rows_N),), self.logprob)) for b in batches]
-
-
 def test_a_step_ends_with_the_adapted_weights():
     config = load_config(SMOKE, ["kl.beta=0.1", "kl.target=0.2"])
     state, _ = step.guarded(config, TrainState(), Metrics({"kl/reference": Mean(0.22, 1)}))
@@ -178,23 +164,6 @@ def test_routing_is_packed_for_replay_and_tokens_are_padded_for_fp8(run, replaye
     with patch.object(sharing, "pack", return_value=[]) as pack:
         step.pack_minibatch(replace(run, config=config, student=student), minibatch)
     assert {key: pack.call_args.kwargs[key] for key in expected} == expected
-
-
-def test_scores_are_those_of_teacher_reference_and_behaviour(run):
-    _, (minibatch, _), _ = scored_step(run)
-    batches = step.pack_minibatch(run, minibatch)
-    teacher = Scorer(-1.0)
-    models = {"teacher": teacher, "reference": Scorer(-2.0), "behaviour": Scorer(-3.0)}
-    scored = step.score(replace(run, **models), batches, minibatch)
-    assert teacher.prompts == [s.prompt_id for s in minibatch.samples]
-    for batch in scored:
-        assert (batch.teacher.logprob_N == -1).all()
-        assert (batch.reference.logprob_N == -2).all()
-        assert (batch.old_logprob_N == -3).all()
-    (batch, *_) = step.score(
-        replace(run, teacher=None, reference=None, behaviour=None), batches, minibatch
-    )
-    assert (batch.teacher, batch.reference, batch.old_logprob_N) == (None, None, None)
 
 
 def test_models_are_compared_over_all_minibatches_every_few_steps(run):
