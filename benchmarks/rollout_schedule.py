@@ -85,8 +85,9 @@ class Result:
     step_seconds: float
     tokens_per_second: float
     speedup: float  # over the on-policy schedule
-    trainer_waited: float  # share of the time; publishes included
-    servers_idle: float  # share of the time without a response, mean of the servers
+    # shares of the time, as perf/trainer_waited and perf/servers_waited of a run's metrics
+    trainer_waited: float  # publishes included
+    servers_waited: float  # without a response, publishes left out; mean of the servers
     slots_used: float  # mean share
     mean_staleness: float
     continued: float  # share of responses that were interrupted
@@ -235,10 +236,10 @@ def simulate(
     servers, ahead, every = Servers(hardware), schedule.max_staleness, schedule.publish_every
     responses = [[Response(n, i, x) for i, x in enumerate(b)] for n, b in enumerate(batches)]
     first, last = 2 * ahead + 2, len(batches) - ahead  # the measured steps
-    submitted, waited, begin, busy, used = 0, 0.0, 0.0, 0.0, 0.0
+    submitted, waited, published, begin, busy, used = 0, 0.0, 0.0, 0.0, 0.0, 0.0
     for n in range(last):
         if n == first:
-            begin, waited = servers.now, 0.0
+            begin, waited, published = servers.now, 0.0, 0.0
             busy, used = (sum(getattr(s, key) for s in servers.servers) for key in ("busy", "used"))
         start = servers.now
         while submitted <= n or (submitted <= n + ahead and submitted - servers.version <= ahead):
@@ -251,6 +252,7 @@ def simulate(
             if not schedule.partial:
                 servers.run()
             waited += servers.publish(n + 1, hardware.publish_seconds) - now
+            published += hardware.publish_seconds
     seconds, count = servers.now - begin, last - first
     trained = [response for batch in responses[first:last] for response in batch]
     ages = [response.step - response.version for response in trained]
@@ -265,7 +267,7 @@ def simulate(
         tokens_per_second=sum(response.length for response in trained) / seconds,
         speedup=1.0,
         trainer_waited=waited / seconds,
-        servers_idle=1 - busy / seconds / hardware.servers,
+        servers_waited=max(0.0, 1 - (busy / hardware.servers + published) / seconds),
         slots_used=used / seconds / hardware.servers / hardware.slots,
         mean_staleness=fmean(ages),
         continued=fmean(response.interrupted for response in trained),
@@ -363,13 +365,13 @@ def main() -> None:
     found = {name: compare(which, SCHEDULES, balance=args.balance) for name, which in drawn.items()}
     print(
         f"{'lengths':8} {'schedule':16} {'s/step':>7} {'tokens/s':>8} {'speedup':>7} "
-        f"{'waits':>6} {'idle':>6} {'slots':>6} {'age':>5} {'cont.':>6}"
+        f"{'trainer_waited':>14} {'servers_waited':>14} {'slots':>6} {'age':>5} {'cont.':>6}"
     )
     for name, results in found.items():
         for r in results:
             print(
                 f"{name:8} {r.schedule:16} {r.step_seconds:7.1f} {r.tokens_per_second:8.0f} "
-                f"{r.speedup:7.2f} {r.trainer_waited:6.1%} {r.servers_idle:6.1%} "
+                f"{r.speedup:7.2f} {r.trainer_waited:14.1%} {r.servers_waited:14.1%} "
                 f"{r.slots_used:6.1%} {r.mean_staleness:5.2f} {r.continued:6.1%}"
             )
     if args.json:

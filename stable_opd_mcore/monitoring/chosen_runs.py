@@ -25,6 +25,7 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.printable_text import printable
 from stable_opd_mcore.monitoring.figures import Row
 from stable_opd_mcore.monitoring.sinks import METRICS_FILE, read_run
+from stable_opd_mcore.monitoring.timeline import Timeline, read_timeline
 
 CONFIG_FILE = "config.resolved.yaml"
 RESULT_FILES = "evaluation/*/results.json"  # of a run's evaluated models
@@ -56,6 +57,7 @@ class WrittenRun:
     events: list[dict[str, Any]]
     settings: dict[str, str]  # by dotted key
     results: dict[str, dict[str, dict[str, float]]]  # evaluated model -> benchmark -> its numbers
+    timeline: Timeline | None = None
 
 
 def named_runs(runs: Sequence[str | Path | ReportRun]) -> list[ReportRun]:
@@ -82,12 +84,13 @@ def named_runs(runs: Sequence[str | Path | ReportRun]) -> list[ReportRun]:
 def read_written(run: ReportRun) -> WrittenRun:
     """
     Raises:
-        UserError: no metrics.jsonl, or a malformed metrics, settings or results file; the message
-            names it.
+        UserError: no metrics.jsonl, or a malformed metrics, settings, results or timeline file;
+            the message names it.
     """
     results = {path.parent.name: _results(path) for path in run.directory.glob(RESULT_FILES)}
     rows, events = read_run(run.directory / METRICS_FILE)
-    return WrittenRun(run, rows, events, read_settings(run.directory), results)
+    timeline = read_timeline(run.directory, rows[-1]["step"])
+    return WrittenRun(run, rows, events, read_settings(run.directory), results, timeline)
 
 
 def seeds_together(runs: Sequence[WrittenRun]) -> list[WrittenRun]:

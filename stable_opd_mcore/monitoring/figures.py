@@ -135,6 +135,8 @@ FIGURES = (
             "time/rollout": "Rollout phase",
             "time/score": "Score phase",
             "time/update": "Update phase",
+            "perf/trainer_waited": "Trainer waits",
+            "perf/servers_waited": "Servers wait",
             "memory/peak_gib": "Peak memory",
         },
     ),

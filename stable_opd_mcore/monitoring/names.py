@@ -148,6 +148,15 @@ _ALL: dict[str, tuple[str, str]] = {
         "share of the step that the trainer waits for servers: for responses, and in time/sync",
         "share",
     ),
+    "perf/servers_waited": (
+        "share of the step in which a rollout server neither drew nor received weights; mean of "
+        "servers",
+        "share",
+    ),
+    "perf/teacher_waited": (
+        "share of the step in which a teacher's server had no request; mean of servers",
+        "share",
+    ),
     "perf/continued_share": (
         "share of responses that weights of several versions sampled",
         "share",

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from stable_opd_mcore.metrics import Max, Mean, Metrics
+from stable_opd_mcore.serving.activity import Span
 
 
 class PhaseTimer:
@@ -41,6 +42,7 @@ class PhaseTimer:
         self._device = torch.device(device)
         self._tell = tell
         self._phases: list[tuple[str, Any, Any]] = []  # name, start, end
+        self.began = self.ended = time.perf_counter()  # of the host; the end is set by `metrics`
         self._start = self._now()
 
     @contextmanager
@@ -72,6 +74,7 @@ class PhaseTimer:
         end = self._now()
         if isinstance(end, torch.cuda.Event):
             end.synchronize()
+        self.ended = time.perf_counter()
         total = _seconds(self._start, end)
         seconds: dict[str, float] = {}
         for name, start, stop in self._phases:
@@ -89,6 +92,13 @@ class PhaseTimer:
                 "memory/peak_gib": Max(peak_memory_gib(self._device)),
             }
         )
+
+    def spans(self) -> list[Span]:
+        """The phases and their parts in seconds since the step began; called after `metrics`."""
+        return [
+            Span(name, _seconds(self._start, start), _seconds(self._start, end))
+            for name, start, end in self._phases
+        ]
 
     def _now(self) -> Any:
         """A moment of this timer: seconds, or an event in the queue of a CUDA device."""

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.records import Prompt, Rollout, Routing, Sampling
+from stable_opd_mcore.serving.activity import Spans
 
 
 class RolloutEngine:
@@ -68,6 +69,12 @@ class RolloutEngine:
     def take_metrics(self) -> Metrics:
         """This rank's metrics since the last call; the caller reduces them over ranks."""
         return Metrics()
+
+    def take_activity(self) -> Spans | None:
+        """What this rank saw its servers do since the last call: "draws" while a request was in
+        flight, "weights" while weights were sent; {} on a rank that has none, None without servers.
+        """
+        return None
 
     def close(self) -> None:
         """End the servers that the engine started."""

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.records import MicroBatch, Sample, Scores
+from stable_opd_mcore.serving.activity import Spans
 
 
 class Scorer:
@@ -31,6 +32,12 @@ class Scorer:
         All ranks of the replica call it with the same micro-batches.
         """
         raise NotImplementedError
+
+    def take_activity(self) -> Spans | None:
+        """What this rank saw its servers do since the last call: "scores" while a request was in
+        flight; None without servers.
+        """
+        return None
 
 
 def with_scores(

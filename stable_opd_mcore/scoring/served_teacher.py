@@ -31,6 +31,7 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.parallel.world import World, gather_objects
 from stable_opd_mcore.records import MicroBatch, Sample, Scores
 from stable_opd_mcore.scoring.scorer import Scorer
+from stable_opd_mcore.serving.activity import Activity, Spans
 from stable_opd_mcore.serving.api_key import read_api_key
 from stable_opd_mcore.serving.client import ServerFailure, SglangClient, pause_seconds
 from stable_opd_mcore.serving.requests import Scoring, SequenceScores
@@ -92,6 +93,9 @@ class ServedTeacher(Scorer):
                 f"top-{self.top_k} of a vocabulary of {self.vocab_size}: lower objective.top_k"
             )
         self._extra_ids = tuple(sorted({*self.stop_ids, *merged}))
+        self._activity = Activity(
+            list(dict.fromkeys(url for urls in routes.values() for url in urls))
+        )
         self._turn = itertools.count()
         self._prompt_ids: list[str] = []
 
@@ -129,6 +133,10 @@ class ServedTeacher(Scorer):
         if group.size() > 1:
             dist.broadcast_object_list(replies, src=dist.get_global_rank(group, 0), group=group)
         return [self._scores(*pair) for pair in zip(microbatches, replies[0], strict=True)]
+
+    def take_activity(self) -> Spans:
+        """See `Scorer.take_activity`."""
+        return self._activity.take()
 
     def self_test(self, token_ids: Sequence[int]) -> float:
         """Score one sequence twice on every replica.
@@ -233,7 +241,9 @@ class ServedTeacher(Scorer):
         while True:
             attempt += 1
             try:
-                scores = clients[(turn + attempt) % len(clients)].score(request)
+                client = clients[(turn + attempt) % len(clients)]
+                with self._activity.during("scores", [client.url]):
+                    scores = client.score(request)
                 self.progress()
                 return scores
             except ServerFailure as failure:

@@ -36,6 +36,7 @@ from stable_opd_mcore.models.hidden_states import forward_hidden
 from stable_opd_mcore.models.weights import refuse_non_finite
 from stable_opd_mcore.monitoring.health import sample_metrics, token_metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
+from stable_opd_mcore.monitoring.timeline import Timeline, gather_timeline, waited
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.transfers import OnHost
 from stable_opd_mcore.parallel.world import World, object_group
@@ -80,6 +81,7 @@ class StepResult:
     rollouts: Sequence[Rollout]  # of this data-parallel rank, in the order of its prompts
     actions: Sequence[Action]  # the guard's after the step
     token_values: Sequence[RolloutValues]  # the first rollouts, for readers; on rank 0 only
+    timeline: Timeline  # of trainer and servers
 
 
 def train_step(run: Run, state: TrainState) -> StepResult:
@@ -131,8 +133,18 @@ def train_step(run: Run, state: TrainState) -> StepResult:
         run.engine.publish(state.weight_version)
     reduced = [overlap, correction, *updates]
     metrics = step_metrics(run, rollouts, facts, reduced, timer, trained_version)
+    timeline = gather_timeline(
+        state.step,
+        timer,
+        {
+            "server": run.engine.take_activity(),
+            "teacher": run.teacher.take_activity() if run.teacher else None,
+        },
+    )
+    metrics = metrics | waited(timeline)
     state, actions = guarded(config, state, metrics)
-    return StepResult(state, metrics, rollouts, actions, values.gather(run.world, rollouts))
+    token_values = values.gather(run.world, rollouts)
+    return StepResult(state, metrics, rollouts, actions, token_values, timeline)
 
 
 def at_step(run: Run, state: TrainState) -> Run:

@@ -31,6 +31,9 @@ def test_equal_lengths_take_what_the_roofline_says():
     assert on_policy.step_seconds == pytest.approx(drawn + trained + publish)
     assert ahead.step_seconds == pytest.approx(max(drawn, trained) + publish)
     assert (on_policy.mean_staleness, ahead.mean_staleness) == (0, 1)
+    step = drawn + trained + publish  # one role waits while the other works, both for no publish
+    assert on_policy.trainer_waited == pytest.approx((drawn + publish) / step)
+    assert on_policy.servers_waited == pytest.approx(trained / step)
 
 
 def test_responses_that_outlive_updates_gain_where_lengths_have_a_tail():

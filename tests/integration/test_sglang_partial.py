@@ -1,6 +1,6 @@
 """Responses that outlive publishes, on two real servers: their segments, log-probabilities, a
-checkpoint in between and a killed server. Of a dense student, and of one with experts that the
-trainer replays."""
+checkpoint in between, a killed server, and two data-parallel ranks that share a server. Of a dense
+student, and of one with experts that the trainer replays."""
 
 import os
 import signal
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,12 +20,15 @@ from torch import Tensor
 from torch.nn import Module
 
 from stable_opd_mcore.config.load import load_config
+from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.data.golden import rollout_samples
 from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.routers import Routers
-from stable_opd_mcore.parallel.world import World
+from stable_opd_mcore.monitoring.throughput import PhaseTimer
+from stable_opd_mcore.monitoring.timeline import gather_timeline, waited
+from stable_opd_mcore.parallel.world import World, gather_objects, start_world, stop_world
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.sglang.build import build_sglang_engine
 from stable_opd_mcore.rollout.sglang.engine import SglangEngine
@@ -32,7 +36,15 @@ from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.serving.client import SglangClient
 from stable_opd_mcore.serving.requests import Generation
 from stable_opd_mcore.train.persistence.in_flight import restore_in_flight, save_in_flight
-from tests.integration.sglang_tools import PYTHON, ROOT, needs_sglang, wait_until
+from tests.integration.sglang_tools import (
+    PYTHON,
+    ROOT,
+    events,
+    external,
+    needs_sglang,
+    wait_until,
+)
+from tests.parallel.launch import run_ranks
 from tests.shares import weights_of
 
 pytestmark = [needs_sglang, pytest.mark.cluster]
@@ -125,20 +137,17 @@ def of_students(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("student", names, indirect=True, scope="module")
 
 
-@pytest.fixture(scope="module")
-def student(request, world, tmp_path_factory) -> Iterator[Student]:
+def student_of(directory: Path, world: World, *overrides: str) -> Student:
+    """The student on this rank, and an engine over servers that lack its weights."""
     config = load_config(
         ROOT / "configs/smoke_cpu.yaml",
         [
-            f"run.directory={tmp_path_factory.mktemp('partial')}",
+            f"run.directory={directory}",
             "student.architecture.max_position_embeddings=2048",
             "rollout.engine=sglang",
             "rollout.max_staleness=2",
             "rollout.partial=true",
-            "rollout.sglang.num_servers=2",
-            f"rollout.sglang.python={PYTHON}",
-            "rollout.sglang.arguments=['--max-total-tokens','16384']",
-            *SETTINGS[request.param],
+            *overrides,
         ],
     )
     assert config.student.architecture is not None
@@ -147,8 +156,21 @@ def student(request, world, tmp_path_factory) -> Iterator[Student]:
     engine = build_sglang_engine(config, world, chunks, str, VOCABULARY)
     replaying = partial(Routers(chunks).applying, trains=False, counts=False)
     scorer = MegatronScorer(chunks, world, vocab_size=VOCABULARY, around=replaying)
-    yield Student(engine, world, list(chunks), {}, scorer)
-    engine.close()
+    return Student(engine, world, list(chunks), {}, scorer)
+
+
+@pytest.fixture(scope="module")
+def student(request, world, tmp_path_factory) -> Iterator[Student]:
+    started = student_of(
+        tmp_path_factory.mktemp("partial"),
+        world,
+        "rollout.sglang.num_servers=2",
+        f"rollout.sglang.python={PYTHON}",
+        "rollout.sglang.arguments=['--max-total-tokens','16384']",
+        *SETTINGS[request.param],
+    )
+    yield started
+    started.engine.close()
 
 
 @pytest.fixture
@@ -205,14 +227,14 @@ def test_responses_cross_two_publishes(student, routings):
 
 
 def await_tokens(engine: SglangEngine, step: int, version: int) -> None:
-    """Until each response of the step has tokens of the version, or has ended."""
+    """Until each response of the step has tokens of the version, or has ended. Collective."""
 
     def all_have() -> bool:
         time.sleep(0.3)
         drawn = engine.in_flight()[step]
         goes_on = [r for r in drawn if r.finish_reason == "abort"]
         of_version = all(versions_of(rollout)[-1] == version for rollout in goes_on)
-        return of_version and len(drawn) == len(PROMPTS) * SAMPLING.num_samples
+        return all(gather_objects(of_version and len(drawn) == len(PROMPTS) * 2))
 
     wait_until(all_have, f"tokens of version {version}", 60)
 
@@ -286,6 +308,50 @@ def test_a_killed_servers_responses_go_on_elsewhere(student):
     metrics = engine.take_metrics()
     assert metrics["engine/failure"].total == 1
     assert metrics["engine/redrawn"].total > 0
+
+
+def share_a_server(rank: int, num_ranks: int, directory: Path, url: str) -> None:
+    """The responses of both ranks outlive two publishes, which abort the requests of both."""
+    world = start_world(ParallelConfig(), seed=0)
+    key = f"rollout.sglang.api_key_file={directory / 'key'}"
+    student = student_of(directory, world, *external(url), key)
+    engine, first = student.engine, student.publish()
+    prompts = [Prompt(f"rank_{rank}:{i}", "", tuple(range(3 + i, 15 + i + rank))) for i in range(4)]
+    timer = PhaseTimer()
+    engine.prefetch(prompts, SAMPLING, step=1, weight_version=first + 2)
+    for version in (first, first + 1):
+        await_tokens(engine, 1, version)
+        student.publish()
+    drawn = engine.generate(prompts, SAMPLING, step=1)
+    timer.metrics(num_tokens=1)
+    assert [r.prompt.prompt_id for r in drawn] == [p.prompt_id for p in prompts for _ in range(2)]
+    assert {len(rollout.token_ids) for rollout in drawn} == {600}
+    assert [first, first + 1, first + 2] in [versions_of(rollout) for rollout in drawn]
+    assert_logprobs(student, drawn)
+    happened = engine.take_metrics()
+    for event in ("failure", "retried", "redrawn", "stale"):
+        assert happened[f"engine/{event}"].value() == 0, event
+    timeline = gather_timeline(1, timer, {"server": engine.take_activity()})
+    assert gather_objects(timeline) == [timeline] * num_ranks
+    (server,) = [role for role in timeline.roles if role.kind == "server"]
+    weights = [span for span in server.spans if span.what == "weights"]
+    draws = [span for span in server.spans if span.what == "draws"]
+    assert len(weights) == 2
+    assert len(draws) >= 3
+    assert not [w for w in weights for d in draws if d.start < w.end and w.start < d.end]
+    assert 0 < waited(timeline)["perf/servers_waited"].value() < 0.7
+    engine.close()
+    stop_world()
+
+
+@of_students("dense")
+def test_ranks_share_a_server_over_two_publishes(student, tmp_path):
+    client = student.engine.fleet.members[1].client
+    (tmp_path / "key").touch(0o600)
+    (tmp_path / "key").write_text(client.api_key)
+    run_ranks(2, share_a_server, tmp_path, client.url)
+    published = [event["detail"] for event in events(tmp_path / "smoke_cpu")]
+    assert sorted(published) == [f"version {v}" for v in range(3) for _ in range(2)]
 
 
 def assert_go_on(before: list[Rollout], after: list[Rollout]) -> None:

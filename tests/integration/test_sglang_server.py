@@ -187,6 +187,8 @@ def test_a_run_with_a_served_teacher_learns_the_same(server, key_file, tmp_path)
     for ours, theirs in zip(rows(own), rows(served), strict=True):
         for name in ("loss/total", "grad_norm"):
             assert math.isclose(ours[name], theirs[name], rel_tol=1e-4), name
+        assert 0 < theirs["perf/teacher_waited"] < 1
+        assert not {"perf/teacher_waited", "perf/servers_waited"} & ours.keys()
 
 
 def _tokenizer_of_all_rows(directory: Path) -> Path:

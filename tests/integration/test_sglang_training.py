@@ -18,6 +18,7 @@ import torch
 from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
+from stable_opd_mcore.monitoring.timeline import read_timeline, waited
 from stable_opd_mcore.records import Prompt, Sampling
 from stable_opd_mcore.rollout.sglang.build import build_sglang_engine
 from stable_opd_mcore.rollout.sglang.engine import SglangEngine
@@ -93,6 +94,8 @@ def test_trainer_and_servers_agree_after_every_sync(tmp_path, pair):
     assert len(served) == 10
     assert max(row["logprob/rollout_gap_max"] for row in served) < 1e-4
     assert min(row["engine/sync_bytes"] for row in served) > 0
+    for row in served:  # a server has work only while the trainer waits for it
+        assert 1 - row["perf/trainer_waited"] - 1e-3 < row["perf/servers_waited"] < 1
     published = [event["detail"] for event in events(run) if event["event"] == "published"]
     assert published == [f"version {v}" for v in range(11) for _ in range(2)]
     assert min(pair.num_generated()) > 0
@@ -103,6 +106,7 @@ def test_trainer_and_servers_agree_after_every_sync(tmp_path, pair):
     for ours, theirs in zip(served, rows(replay), strict=True):
         for name in ("loss/total", "grad_norm", "tokens/trained"):
             assert math.isclose(ours[name], theirs[name], rel_tol=1e-6), name
+        assert not {"perf/trainer_waited", "perf/servers_waited"} & theirs.keys()
 
 
 def test_data_parallel_ranks_share_the_servers_one_step_off(tmp_path, pair):
@@ -128,6 +132,10 @@ def test_data_parallel_ranks_share_the_servers_one_step_off(tmp_path, pair):
         assert 0 < row["importance/cut_share"] < 1
         assert row["importance/weight_mean"] < 1.01
     assert [len(rollouts(run, step)) for step in (1, 2, 3)] == [32, 32, 32]
+    timeline = read_timeline(run, last_step=3)
+    assert timeline is not None
+    assert timeline.step == 2, "the last step draws nothing ahead"
+    assert [role.name for role in timeline.roles] == ["rank 0", "server_0", "server_1"]
 
 
 def test_ranks_share_one_server_for_rollouts_and_evaluation(tmp_path, pair):
@@ -164,6 +172,46 @@ def test_one_step_off_trains_on_rollouts_one_version_old(tmp_path, pair):
     train(tmp_path, "ahead", *settings)
     assert [row["step"] for row in rows(run)] == [1, 2, 3]
     assert rows(run)[-1]["loss/total"] == last_loss
+
+
+def test_metrics_of_rollouts_that_lag_and_outlive_updates(tmp_path, pair):
+    """Who waited, and how old the weights were that sampled; the timeline says the same."""
+    ahead, longer = (
+        ("rollout.max_staleness=2", "rollout.partial=true"),
+        "sampling.max_new_tokens=200",
+    )
+    without_stops = pair.overrides[:-1]  # with one stop id alone responses are twice as long
+    run = train(tmp_path, "lagging", "train.steps=8", *ahead, longer, *without_stops)
+    found = rows(run)
+    for number, row in enumerate(found):
+        for what in ("staleness", "tokens_age"):
+            shares = [row[f"perf/{what}_{age}"] for age in range(3)]
+            assert math.isclose(sum(shares), 1, abs_tol=1e-6), what
+            assert f"perf/{what}_3" not in row
+        as_early_as_it_may = row[f"perf/staleness_{min(number, 2)}"]
+        assert as_early_as_it_may > 0.5  # the others had no room in the servers' caches at once
+        oldest = sum(age * row[f"perf/staleness_{age}"] for age in range(3))
+        assert sum(age * row[f"perf/tokens_age_{age}"] for age in range(3)) <= oldest + 1e-6
+        assert 0 < row["perf/trainer_waited"] < 1
+        assert 0 < row["perf/servers_waited"] < 1
+    assert any(row["perf/continued_share"] > 0 for row in found), "an update interrupts some"
+    ahead_of = [row["perf/trainer_waited"] + row["perf/servers_waited"] for row in found[2:-2]]
+    assert min(ahead_of) < 1, "servers draw while the trainer works"
+
+    timeline = read_timeline(run, last_step=8)
+    assert timeline is not None
+    row = found[timeline.step - 1]
+    assert timeline.step == 6, "later steps draw less ahead"
+    assert math.isclose(timeline.seconds, row["time/total"], abs_tol=0.01)
+    share = waited(timeline)["perf/servers_waited"].value()
+    assert math.isclose(share, row["perf/servers_waited"], abs_tol=0.02)  # short gaps are closed
+    trainer, *servers = timeline.roles
+    waits = sum(span.end - span.start for span in trainer.spans if span.what in ("wait", "sync"))
+    assert math.isclose(waits / timeline.seconds, row["perf/trainer_waited"], abs_tol=0.01)
+    assert [server.name for server in servers] == ["server_0", "server_1"]
+    for server in servers:
+        assert [span.what for span in server.spans].count("weights") == 1
+        assert "draws" in {span.what for span in server.spans}
 
 
 def test_colocated_servers_in_another_precision(tmp_path):

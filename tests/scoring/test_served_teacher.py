@@ -35,6 +35,8 @@ def score_with_an_absent_teacher(rank: int, world_size: int, url: str) -> None:
     teacher = ServedTeacher(settings, world, vocab_size=99, temperature=1.0, patience_seconds=0)
     with pytest.raises(TeacherLost, match=f"no teacher answered .* {url}"):
         teacher.score([microbatch([4])])
+    asked = [span.what for span in teacher.take_activity()[url]]
+    assert asked == (["scores"] if world.is_last_stage else [])
     stop_world()
 
 

@@ -26,3 +26,6 @@ class Recorder:
 
     def take_metrics(self):
         return Metrics({"engine/noted": Sum(1)})
+
+    def take_activity(self):
+        return self._engine.take_activity()

@@ -50,6 +50,7 @@ from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, ServerStatus, o
 from stable_opd_mcore.rollout.sglang.records import Decode, Draw, Job, answer_of, routing_of
 from stable_opd_mcore.rollout.sglang.sync import publish_weights
 from stable_opd_mcore.rollout.sglang.transports import Target, Transport
+from stable_opd_mcore.serving.activity import Spans
 from stable_opd_mcore.serving.client import SglangClient
 from stable_opd_mcore.serving.requests import Completion, Generation
 
@@ -235,6 +236,10 @@ class SglangEngine(RolloutEngine):
             return metrics
         return metrics | self.fleet.events.take_metrics() | self._dispatcher.take_metrics()
 
+    def take_activity(self) -> Spans:
+        """See `RolloutEngine.take_activity`."""
+        return self.fleet.activity.take()
+
     def _check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         window = self._architecture.max_positions
         check_prompts(prompts, sampling, vocab_size=self.vocab_size, window=window)
@@ -295,11 +300,13 @@ class SglangEngine(RolloutEngine):
             targets = [s for s in self._statuses() if s.state == "needs_weights"]
             if self._lost is not None or not targets:
                 break
-            for member in self.fleet.members:  # another leader may have seen that it lacks them
-                if member.name in {status.name for status in targets}:
-                    self.fleet.weights_outdated(member)
+            names = {status.name for status in targets}
+            mine = [member for member in self.fleet.members if member.name in names]
+            for member in mine:  # another leader may have seen that it lacks them
+                self.fleet.weights_outdated(member)
             self._num_publishes += 1
-            outcome = self._send_to(targets)
+            with self.fleet.activity.during("weights", [member.name for member in mine]):
+                outcome = self._send_to(targets)
             failures = [reason for reason in outcome.values() if reason is not None]
             if failures and attempt == _MAX_ATTEMPTS and self._is_leader:
                 self.fleet.lose(f"weights did not arrive {attempt + 1} times: {failures[0]}")

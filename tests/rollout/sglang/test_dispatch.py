@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -176,6 +177,29 @@ def test_tokens_keep_the_experts_of_the_request_that_read_them_first(tmp_path):
     versions, positions = answer.routed_experts[:, 0].T.tolist()
     assert versions == [0, 0, 0, 0, 1, 1, 1, 2, 2]
     assert positions == list(range(9))
+    dispatcher.close()
+
+
+def test_a_server_draws_while_a_request_is_in_flight(tmp_path):
+    """Aborted and sent again: two spans with the pause between them; the idle server has none."""
+    client = Drawing()
+    fleet = fleet_over(tmp_path, client, Drawing())
+    fleet.members[1].state = "needs_weights"
+    dispatcher = Dispatcher(fleet)
+    (job,) = jobs_of([request(max_new_tokens=8, num_samples=2)])
+    dispatcher.submit([job])
+    client.await_requests(1)
+    dispatcher.pause(abort=True)
+    paused = time.perf_counter()
+    dispatcher.resume()
+    client.await_requests(3)  # each sample has its own request now
+    client.end()
+    dispatcher.wait([job])
+    spans = fleet.activity.take()
+    assert spans["server_1"] == []
+    first, second = spans["server_0"]
+    assert first.what == second.what == "draws"
+    assert first.start < first.end < paused < second.start < second.end < time.perf_counter()
     dispatcher.close()
 
 

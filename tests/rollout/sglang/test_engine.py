@@ -1,5 +1,6 @@
 """Publishes to servers that two data-parallel ranks share, and over many steps, without SGLang."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -142,6 +143,10 @@ def test_first_tokens_are_at_most_max_staleness_versions_old(
     engine, published = engine_of(tmp_path, world, client, partial=partial)
     assert steps(engine, 8) == [[version] for version in versions]
     assert published == sent
+    spans = engine.take_activity()["server_0"]
+    by_start = sorted(spans, key=lambda span: span.start)
+    assert [span.what for span in spans].count("weights") == len(sent)
+    assert all(a.end <= b.start for a, b in itertools.pairwise(by_start)), "no request meanwhile"
     (evaluated,) = engine.generate(PROMPTS[:1], Sampling(max_new_tokens=3), step=0)
     assert evaluated.weight_version == published[-1] == 7
     engine.drop_ahead()
