@@ -2,14 +2,14 @@
 
 import contextlib
 import hashlib
-import http.server
 import json
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+
+from tests.serving.http_server import Request, http_server
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -24,51 +24,34 @@ def hub_server(repositories: Mapping[str, Mapping[str, bytes]]) -> Iterator[tupl
     """
     asked: list[str] = []
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def reply(request: Request) -> tuple[int, bytes, dict[str, str]]:
+        path = unquote(urlsplit(request.path).path)
+        asked.append(path)
+        found = found_at(path)
+        if found is None:
+            return 404, b'{"error": "not here"}', {"X-Error-Code": "RepoNotFound"}
+        tag = f'"{hashlib.sha256(found).hexdigest()}"'
+        return 200, found, {"ETag": tag, "X-Repo-Commit": COMMIT}
 
-        def do_GET(self) -> None:
-            path = unquote(urlsplit(self.path).path)
-            asked.append(path)
-            for repository, files in repositories.items():
-                if path in (f"/api/{repository}/revision/{r}" for r in ("main", COMMIT)):
-                    siblings = [{"rfilename": name} for name in files]
-                    values = {"id": repository.split("/", 1)[1], "sha": COMMIT}
-                    return self._answer(json.dumps(values | {"siblings": siblings}).encode())
-                if path == f"/api/{repository}/tree/{COMMIT}":
-                    tree = [
-                        {"type": "file", "path": n, "size": len(b), "oid": COMMIT}
-                        for n, b in files.items()
-                    ]
-                    return self._answer(json.dumps(tree).encode())
-                start = f"/{repository.removeprefix('models/')}/resolve/{COMMIT}/"
-                if path.startswith(start) and path.removeprefix(start) in files:
-                    return self._answer(files[path.removeprefix(start)])
-            return self._answer(b'{"error": "not here"}', 404)
+    def found_at(path: str) -> bytes | None:
+        for repository, files in repositories.items():
+            if path in (f"/api/{repository}/revision/{r}" for r in ("main", COMMIT)):
+                siblings = [{"rfilename": name} for name in files]
+                values = {"id": repository.split("/", 1)[1], "sha": COMMIT}
+                return json.dumps(values | {"siblings": siblings}).encode()
+            if path == f"/api/{repository}/tree/{COMMIT}":
+                tree = [
+                    {"type": "file", "path": n, "size": len(b), "oid": COMMIT}
+                    for n, b in files.items()
+                ]
+                return json.dumps(tree).encode()
+            start = f"/{repository.removeprefix('models/')}/resolve/{COMMIT}/"
+            if path.startswith(start) and path.removeprefix(start) in files:
+                return files[path.removeprefix(start)]
+        return None
 
-        do_HEAD = do_GET
-
-        def _answer(self, content: bytes, status: int = 200) -> None:
-            self.send_response(status)
-            if status == 404:
-                self.send_header("X-Error-Code", "RepoNotFound")
-            self.send_header("Content-Length", str(len(content)))
-            self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
-            self.send_header("X-Repo-Commit", COMMIT)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(content)
-
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
-    finally:
-        server.shutdown()
-        server.server_close()
+    with http_server(reply) as url:
+        yield url, asked
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:

@@ -18,7 +18,6 @@ NO_TEST = {
     "errors": "exception classes",
     "models/spec": "hands Megatron the classes that test_attention.py tests",
     "models/weights": "test_huggingface.py writes and refuses them, test_reference.py copies them",
-    "parallel/cuda_facade": "what every Megatron model of the tests runs on",
     "preparation/recipes": "a table; test_job.py reads it",
     "rehearsal/pretended_gpu": "changes its process for good; test_te_layers.py starts one",
     "rollout/sglang/records": "records; test_dispatch.py extends and continues them",

@@ -6,6 +6,7 @@ A damaged directory is refused with the file's and the tensor's name before any 
 import os
 import resource
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,19 @@ def test_missing_tensors_and_files_are_refused(
     _assert_refused(directory, world, "not an index of safetensors")
     (directory / "model.safetensors.index.json").unlink()
     _assert_refused(directory, world, "neither model.safetensors nor")
+
+
+def test_failed_export_keeps_the_previous_directory(world: World, tmp_path: Path) -> None:
+    """The partly written directory is removed."""
+    chunks = build_model(tiny.architecture("qwen3"), world)
+    export_hf(chunks, tmp_path / "model")
+    before = (tmp_path / "model" / "model.safetensors").read_bytes()
+    torch.nn.init.zeros_(chunks[0].output_layer.weight)
+    chunks[0].architecture = replace(chunks[0].architecture, source={"unwritable": {1, 2}})
+    with pytest.raises(TypeError):
+        export_hf(chunks, tmp_path / "model")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
 
 
 def test_non_finite_weights_are_neither_loaded_nor_exported(

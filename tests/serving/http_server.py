@@ -3,7 +3,7 @@
 import contextlib
 import http.server
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from email.message import Message
 from typing import NamedTuple
 
@@ -16,8 +16,10 @@ class Request(NamedTuple):
 
 
 @contextlib.contextmanager
-def http_server(reply: Callable[[Request], tuple[int, bytes]]) -> Iterator[str]:
-    """Yields the URL of a server that answers every request with `reply(request)`."""
+def http_server(
+    reply: Callable[[Request], tuple[int, bytes] | tuple[int, bytes, Mapping[str, str]]],
+) -> Iterator[str]:
+    """Yields the URL of a server that answers with the status, body and headers of `reply`."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -25,13 +27,16 @@ def http_server(reply: Callable[[Request], tuple[int, bytes]]) -> Iterator[str]:
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            status, content = reply(Request(self.command, self.path, self.headers, body))
+            status, content, *more = reply(Request(self.command, self.path, self.headers, body))
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
+            for name, value in dict(*more).items():
+                self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(content)
+            if self.command != "HEAD":
+                self.wfile.write(content)
 
-        do_GET = do_POST
+        do_GET = do_HEAD = do_POST
 
         def log_message(self, *arguments: object) -> None:
             pass

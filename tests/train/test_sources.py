@@ -1,4 +1,8 @@
-"""A run over several sources: one rank and two train alike, and a resumed run as a whole one."""
+"""A run over several sources: one rank and two train alike.
+
+A resumed run asks for the rows at its cursor (test_resume.py); any cursor gives the rows of an
+uninterrupted run (tests/data/test_source_order.py).
+"""
 
 from pathlib import Path
 
@@ -12,7 +16,7 @@ REWARD = "def reward(row, response): return 0.25"
 PATH = "synthetic:arithmetic"
 
 
-def several(directory: Path, name: str, steps: int, **sections):
+def several(directory: Path, name: str):
     own = directory / "own.py"
     sources = [
         {"path": PATH, "name": "long", "options": {"min_operations": 4, "rows": 32}},
@@ -23,28 +27,21 @@ def several(directory: Path, name: str, steps: int, **sections):
         name,
         data={"train": sources},
         normaliser="per_source",
-        train={"steps": steps, "micro_batch_tokens": 192},
-        checkpoint={"every": 1},
+        train={"steps": 2, "micro_batch_tokens": 192},
         optimizer={"lr": 1e-3, "warmup_steps": 0, "schedule": "constant"},
-        **sections,
     )
 
 
 def trained(rank: int, world_size: int, directory: str) -> None:
-    home = Path(directory)
-    train(several(home, f"whole_{world_size}", 2), show_progress=False)
-    if world_size == 1:
-        train(several(home, "resumed", 1), show_progress=False)
-        train(several(home, "resumed", 2), show_progress=False)
+    train(several(Path(directory), f"on_{world_size}"), show_progress=False)
 
 
 def test_sources_are_drawn_weighed_and_measured(tmp_path):
     (tmp_path / "own.py").write_text(REWARD)
     for ranks in (1, 2):
         run_ranks(ranks, trained, str(tmp_path))
-    whole, two = metrics_of(tmp_path / "whole_1"), metrics_of(tmp_path / "whole_2")
-    assert metrics_of(tmp_path / "resumed") == whole
-    for one, other in zip(whole, two, strict=True):
+    runs = (metrics_of(tmp_path / name) for name in ("on_1", "on_2"))
+    for one, other in zip(*runs, strict=True):
         for key in ("loss/total", "loss/pg", "loss/kl", "loss/sft", "grad_norm"):
             assert other[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6)
         assert one["source/long/row_share"] == 0.25
