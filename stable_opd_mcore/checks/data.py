@@ -12,7 +12,6 @@ import numpy as np
 
 from stable_opd_mcore.checks.finding import Finding, finding
 from stable_opd_mcore.checks.known import Known
-from stable_opd_mcore.config.data import SourceConfig
 from stable_opd_mcore.data.prompts import PromptSet
 from stable_opd_mcore.data.sources import read_records
 from stable_opd_mcore.data.synthetic import SYNTHETIC
@@ -78,33 +77,30 @@ def golden_lengths(known: Known) -> Iterator[Finding]:
 def repeated_ids(known: Known) -> Iterator[Finding]:
     """Rows with the same id, in files that have a column of ids."""
     for source in known.config.data.sources:
-        if not source.path.startswith(SYNTHETIC):
-            yield from _repeated_ids(source)
+        if source.path.startswith(SYNTHETIC):
+            continue
+        counts: Counter[tuple[str, str]] = Counter()
+        for _, record in read_records(source):
+            for column in ID_COLUMNS:
+                if record.get(column) is not None:
+                    counts[column, str(record[column])] += 1
+        repeated = {key: count for key, count in counts.items() if count > 1}
+        for column in dict.fromkeys(column for column, _ in repeated):
+            values = [value for name, value in repeated if name == column]
+            yield finding(
+                "repeated-ids",
+                number=len(values),
+                column=column,
+                first=values[0],
+                rows=repeated[column, values[0]],
+                path=source.path,
+            )
 
 
 def train_paths(known: Known) -> str:
     """The sources of `data.train` that are files or data sets."""
     paths = [source.path for source in known.config.data.sources]
     return ", ".join(path for path in paths if not path.startswith(SYNTHETIC))
-
-
-def _repeated_ids(source: SourceConfig) -> Iterator[Finding]:
-    counts: Counter[tuple[str, str]] = Counter()
-    for _, record in read_records(source):
-        for column in ID_COLUMNS:
-            if record.get(column) is not None:
-                counts[column, str(record[column])] += 1
-    repeated = {key: count for key, count in counts.items() if count > 1}
-    for column in dict.fromkeys(column for column, _ in repeated):
-        values = [value for name, value in repeated if name == column]
-        yield finding(
-            "repeated-ids",
-            number=len(values),
-            column=column,
-            first=values[0],
-            rows=repeated[column, values[0]],
-            path=source.path,
-        )
 
 
 def repeated_problems(known: Known) -> Iterator[Finding]:

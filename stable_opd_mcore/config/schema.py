@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, PositiveInt, model_validator
 
-from stable_opd_mcore.config.data import DataConfig
+from stable_opd_mcore.config.data import DataConfig, RewardConfig
 from stable_opd_mcore.config.evaluation import EvaluationConfig, MonitoringConfig
 from stable_opd_mcore.config.guard import GuardConfig
 from stable_opd_mcore.config.models import (
@@ -21,7 +21,6 @@ from stable_opd_mcore.config.models import (
     TeacherConfig,
     TokenizerConfig,
 )
-from stable_opd_mcore.config.reward import RewardConfig
 from stable_opd_mcore.config.rollouts import RolloutConfig, SamplingConfig
 from stable_opd_mcore.config.section import Section
 from stable_opd_mcore.config.training import (

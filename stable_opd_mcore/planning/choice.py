@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, product
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from stable_opd_mcore.config.training import Offloadable
 from stable_opd_mcore.errors import UserError
@@ -91,17 +91,6 @@ class Choice:
         what = self.remedy or "this config's train.recompute and memory.offload"
         took = f" instead of {own.seconds.total:.1f}" if own.memory.fits and self.overrides else ""
         return f"fastest that fits: {what} ({best.seconds.total:.1f}{took} s a step, {needed})"
-
-    def as_values(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "fits": self.best.memory.fits,
-            "overrides": self.overrides,
-            "recompute": self.best.recompute,
-            "offload": self.best.offload,
-            "peak_gib": round(self.best.memory.peak_bytes / GIB, 3),
-            "seconds": self.best.seconds.total,
-        }
 
 
 def choose(job: Job) -> Choice:

@@ -198,10 +198,6 @@ class ModelSize:
         attention = 2 * self.query_width * mean_context
         return 2 * model.num_layers * tokens * (model.layer_products + attention)
 
-    def mlp_share(self) -> float:
-        """The MLPs' share of a layer's products, attention scores excluded."""
-        return self.architecture.mlp_products / self.architecture.layer_products
-
     def head_flops(self, rows: float) -> float:
         """One product of hidden states with the whole output head."""
         return 2 * rows * self.architecture.hidden_size * self.architecture.vocab_size

@@ -70,7 +70,7 @@ class Plan(Prediction):
         )
 
     def as_json(self) -> str:
-        job = self.job
+        job, best = self.job, self.choice.best
         values: dict[str, Any] = {
             "gpu": job.device.name,
             "cluster": asdict(job.cluster),
@@ -90,7 +90,14 @@ class Plan(Prediction):
             "fits": self.memory.fits,
             "largest_micro_batch_tokens": self.largest_micro_batch,
             "any_micro_batch_fits": self.any_micro_batch_fits,
-            "choice": self.choice.as_values(),
+            "choice": {
+                "fits": best.memory.fits,
+                "overrides": self.choice.overrides,
+                "recompute": best.recompute,
+                "offload": best.offload,
+                "peak_gib": round(best.memory.peak_bytes / GIB, 3),
+                "seconds": best.seconds.total,
+            },
             "seconds": asdict(self.seconds) | {"total": self.seconds.total},
             "tokens_per_gpu_second": self.tokens_per_gpu_second,
             "gpu_hours": self.gpu_hours,

@@ -92,7 +92,8 @@ def _forward_seconds(job: Job, size: ModelSize, of: Literal["layers", "mlp"] = "
     layout = job.layout
     flops = size.forward_flops(job.trained_tokens, job.work.tokens / 2)
     if of == "mlp":
-        flops = size.mlp_share() * size.forward_flops(job.trained_tokens, 0)
+        share = size.architecture.mlp_products / size.architecture.layer_products
+        flops = share * size.forward_flops(job.trained_tokens, 0)
     bubble = (layout.pipeline - 1) / (job.num_micro_batches * layout.virtual)
     compute = job.device.matmul_seconds(flops / layout.gpus) * (1 + bubble)
     return compute + _message_seconds(job, size, of)

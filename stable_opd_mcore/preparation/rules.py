@@ -104,7 +104,10 @@ class Rules:
         solutions = [text for text in solutions if not is_bare_answer(text, candidate.answer)]
         if candidate.solutions and not solutions:
             return Dropped("every solution is the bare answer")
-        problem_tokens, *lengths = self._num_tokens([candidate.problem, *solutions])
+        encoded = self._tokenizer.encode_batch_fast(
+            [candidate.problem, *solutions], add_special_tokens=False
+        )
+        problem_tokens, *lengths = map(len, encoded)
         measured = zip(lengths, solutions, strict=True)
         length, solution = min(measured, key=itemgetter(0), default=(0, None))
         if length > self._settings.max_tokens:
@@ -115,7 +118,3 @@ class Rules:
         pattern = self._settings.control_tokens
         match = None if pattern is None else pattern.search(text)
         return match.group() if match else None
-
-    def _num_tokens(self, texts: Sequence[str]) -> list[int]:
-        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [len(encoding) for encoding in encoded]

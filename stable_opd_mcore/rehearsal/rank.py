@@ -115,13 +115,16 @@ class _Inputs:
     def select(self, indices: Sequence[int]) -> list[Prompt]:
         """As PromptSet.select."""
         response = self._response()
+        teacher = self.config.teacher
+        has_own = teacher is not None and teacher.prompt is not None
+        own = (0,) * (self.prompt_tokens + PRIVILEGED_TOKENS) if has_own else None
         return [
             Prompt(
                 f"rehearsal:{i}",
                 "",
                 (0,) * self.prompt_tokens,
                 golden_token_ids=response,
-                teacher_token_ids=self._teacher_prompt(),
+                teacher_token_ids=own,
             )
             for i in indices
         ]
@@ -153,10 +156,6 @@ class _Inputs:
             place: samples[index]
             for place, index in zip(mine.tolist(), facts.index_B[mine].tolist(), strict=True)
         }
-
-    def _teacher_prompt(self) -> tuple[int, ...] | None:
-        has_own = self.config.teacher is not None and self.config.teacher.prompt is not None
-        return (0,) * (self.prompt_tokens + PRIVILEGED_TOKENS) if has_own else None
 
     def _response(self) -> tuple[int, ...]:
         usable = max(1, self.vocab_size - len(self.stop_token_ids))
