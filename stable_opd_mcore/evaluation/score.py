@@ -64,8 +64,8 @@ class ScoreSettings:
     workers: int | None = None  # None: one for each core
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.ratio) and self.ratio > 0):
-            raise UserError(f"--ratio {self.ratio}: expected a number above 0; 10 is the paper's")
+        if not 1 < self.ratio < math.inf:
+            raise UserError(f"--ratio {self.ratio}: expected a number above 1; 10 is the paper's")
 
     @property
     def unit(self) -> str:
@@ -211,7 +211,11 @@ def _measured_rows(
 ) -> Iterator[tuple[_Record, GradingItem | None]]:
     """The record of each row after the first `done` ones, and what to grade of it, if anything."""
     total, number, position = sum(source.num_bytes for source in sources), 0, 0
-    limits, encode, groups = settings.limits, _encoder(settings), set[str]()
+    limits, encode, groups = settings.limits, None, set[str]()
+    if settings.tokenizer is not None:
+        from stable_opd_mcore.data.chat import Tokenizer
+
+        encode = Tokenizer.load(settings.tokenizer).encode
     for source in sources:
         source.file.seek(0)
         for row_number, (size, line) in enumerate(read_lines(source.file), start=1):
@@ -256,14 +260,6 @@ def _measured(
     response = measure(row.response, token_ids, limits, finish_reason=finish, reward=None)
     named = {"id": row.id, "group": row.group, "label": row.label, "right_in_loop": False}
     return named | asdict(response)
-
-
-def _encoder(settings: ScoreSettings) -> Callable[[str], list[int]] | None:
-    if settings.tokenizer is None:
-        return None
-    from stable_opd_mcore.data.chat import Tokenizer
-
-    return Tokenizer.load(settings.tokenizer).encode
 
 
 def _identity(sources: Sequence[_Source], settings: ScoreSettings) -> _Record:

@@ -198,8 +198,8 @@ def test_a_loop_that_its_budget_cuts_is_not_right_without_a_word(tmp_path):
 
 
 def test_what_cannot_be_scored_is_refused(tmp_path, monkeypatch):
-    for ratio in (float("nan"), 0.0, -1.0):
-        with pytest.raises(UserError, match=r"--ratio .*: expected a number above 0"):
+    for ratio in (float("nan"), float("inf"), 0.5, 1.0):
+        with pytest.raises(UserError, match=r"--ratio .*: expected a number above 1"):
             ScoreSettings(ratio=ratio)
     monkeypatch.setattr(score, "MAX_GROUPS", 2)
     path = write(tmp_path / "rows.jsonl", [{"response": "x", "id": k} for k in range(3)])
