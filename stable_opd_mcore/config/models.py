@@ -64,7 +64,8 @@ class TeacherConfig(ModelConfig):
     (docs/teacher_prompt.md). `null`: the teacher reads the student's prompt."""
     engine: Literal["megatron", "sglang"] = "megatron"
     """`megatron`: the teacher runs in the trainer, on the trainer's ranks. `sglang`: servers score
-    the rollouts over HTTP, at temperature 1."""
+    the rollouts over HTTP, at temperature 1; with `rollout.engine: sglang` each as soon as it is
+    finished."""
     urls: tuple[str, ...] = ()
     """With `engine: sglang`: the addresses of the replicas of one teacher."""
     routes: dict[str, tuple[str, ...]] = Field(default={})

@@ -157,6 +157,10 @@ _ALL: dict[str, tuple[str, str]] = {
         "share of the step in which a teacher's server had no request; mean of servers",
         "share",
     ),
+    "perf/scored_early": (
+        "share of the samples that a served teacher has scored when the score phase begins",
+        "share",
+    ),
     "perf/continued_share": (
         "share of responses that weights of several versions sampled",
         "share",

@@ -10,12 +10,15 @@ prompts and may pass none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.records import Prompt, Rollout, Routing, Sampling
 from stable_opd_mcore.serving.activity import Spans
+
+# Gets the prompt and the tokens of a response that is finished
+WhenFinished = Callable[[Prompt, Sequence[int]], None]
 
 
 class RolloutEngine:
@@ -28,9 +31,18 @@ class RolloutEngine:
     routing: Routing | None = None  # of the experts in its rollouts; None: they have none
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        step: int,
+        when_finished: WhenFinished | None = None,
     ) -> list[Rollout]:
         """`sampling.num_samples` rollouts per prompt, all of the first prompt first.
+
+        Args:
+            when_finished: called on the first rank of the replica, from any thread, for each
+                response that a server finishes from now on, before this returns.
 
         Raises:
             UserError: a prompt that the model cannot take (see `check_prompts`).
@@ -42,7 +54,13 @@ class RolloutEngine:
         self.weight_version = weight_version
 
     def prefetch(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int, weight_version: int
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        step: int,
+        weight_version: int,
+        when_finished: WhenFinished | None = None,
     ) -> None:
         """Draw the rollouts of the future `step` ahead, or go on with them, if the engine can.
 
@@ -51,6 +69,7 @@ class RolloutEngine:
 
         Args:
             weight_version: of the weights that `step` will update.
+            when_finished: as of `generate`, which need not be told again.
         """
 
     def in_flight(self) -> dict[int, list[Rollout]]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import MicroBatch, Sample, Scores
 from stable_opd_mcore.scoring.scorer import Scorer
+from stable_opd_mcore.serving.activity import Spans
 
 Pack = Callable[[Sequence[Sample]], list[MicroBatch]]  # on this rank's device; collective
 
@@ -38,7 +39,7 @@ class OwnPromptScorer(Scorer):
         self._scorer, self._world, self._pack = scorer, world, pack
         self._samples: Sequence[Sample] = ()
         self._num_rows = 0  # R
-        self.head = scorer.head
+        self.head, self.early = scorer.head, scorer.early
 
     def about(self, samples: Sequence[Sample]) -> OwnPromptScorer:
         """See `Scorer.about`."""
@@ -46,6 +47,18 @@ class OwnPromptScorer(Scorer):
         about._samples = samples
         about._num_rows = sum(len(sample.response_token_ids) for sample in samples)
         return about
+
+    def ask(self, sample: Sample, step: int) -> None:
+        """See `Scorer.ask`."""
+        self._scorer.ask(_with_teacher_prompt(sample), step)
+
+    def take_activity(self) -> Spans | None:
+        """See `Scorer.take_activity`."""
+        return self._scorer.take_activity()
+
+    def close(self) -> None:
+        """See `Scorer.close`."""
+        self._scorer.close()
 
     def score(self, microbatches: Sequence[MicroBatch]) -> list[Scores]:
         """See `Scorer.score`. Collective over the context ranks."""

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.records import MicroBatch, Sample, Scores
+from stable_opd_mcore.scoring.early_requests import EarlyRequests
 from stable_opd_mcore.serving.activity import Spans
 
 
@@ -21,6 +22,12 @@ class Scorer:
     """A model on the same tensor x pipeline x data ranks as the student."""
 
     head: Head | None = None  # this rank's shard of the output head; None off the last stage
+    early: EarlyRequests | None = None  # what `ask` has asked for; None: `ask` does nothing
+
+    def ask(self, sample: Sample, step: int) -> None:
+        """Begin to score a sample that `step` will train on. From any thread of the rank that drew
+        it; `score` gets the same scores without it, later.
+        """
 
     def about(self, samples: Sequence[Sample]) -> Scorer:  # noqa: ARG002
         """The scorer of the following micro-batches, which hold `samples`: `sample_index_N`."""
@@ -38,6 +45,9 @@ class Scorer:
         flight; None without servers.
         """
         return None
+
+    def close(self) -> None:
+        """Ask for nothing more."""
 
 
 def with_scores(

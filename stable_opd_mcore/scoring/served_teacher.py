@@ -5,31 +5,36 @@ drawn at 1. SGLang normalises over all rows of the output head, with those beyon
 vocabulary; a teacher with probability there is refused at the start. HTTP carries no hidden states,
 so objectives over the full vocabulary need a Megatron teacher (megatron.py).
 
-The last pipeline stage's first tensor rank sends the requests and broadcasts the scores to the
-other tensor ranks. After a failure the next replica of the teacher is tried; when all have failed,
-they are tried again until `patience_seconds` have passed.
+The last pipeline stage's first tensor rank sends the requests that were not sent early
+(early_requests.py) and broadcasts the scores to the other tensor ranks. After a failure the next
+replica of the teacher is tried; when all have failed, they are tried again until `patience_seconds`
+have passed. An early request tries each replica once.
 """
 
 from __future__ import annotations
 
 import bisect
+import hashlib
 import itertools
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stable_opd_mcore.config.schema import TeacherConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.parallel.world import World, gather_objects
 from stable_opd_mcore.records import MicroBatch, Sample, Scores
+from stable_opd_mcore.scoring.early_requests import EarlyRequests
 from stable_opd_mcore.scoring.scorer import Scorer
 from stable_opd_mcore.serving.activity import Activity, Spans
 from stable_opd_mcore.serving.api_key import read_api_key
@@ -68,6 +73,7 @@ class ServedTeacher(Scorer):
     route_of: Mapping[str, str] = field(default_factory=dict[str, str])
     patience_seconds: float = 600.0  # for which requests are repeated when no replica answers
     progress: Callable[[], None] = lambda: None  # called from worker threads after each answer
+    early: EarlyRequests | None = None  # where `ask` asks; None: it does nothing
 
     def __post_init__(self) -> None:
         if self.temperature != 1.0:
@@ -119,9 +125,14 @@ class ServedTeacher(Scorer):
         """
         replies: list[Any] = [None]
         lost = None
-        if self.world.is_last_stage and self.world.tensor_rank == 0:
+        asks = self.world.is_last_stage and self.world.tensor_rank == 0
+        requests = [self._requests(batch) for batch in microbatches] if asks else []
+        known: dict[bytes, SequenceScores] = {}
+        if self.early is not None:
+            known = self.early.take([_key(*one) for batch in requests for one in batch])
+        if asks:
             try:
-                replies = [self._request_scores(microbatches)]
+                replies = [self._request_scores(requests, known)]
             except TeacherLost as error:
                 lost = str(error)
         for reason in gather_objects(lost):
@@ -137,6 +148,31 @@ class ServedTeacher(Scorer):
     def take_activity(self) -> Spans:
         """See `Scorer.take_activity`."""
         return self._activity.take()
+
+    def ask(self, sample: Sample, step: int) -> None:
+        """See `Scorer.ask`."""
+        if self.early is None:
+            return
+        try:
+            route = self._route(sample.prompt_id)
+        except UserError:
+            return  # `about` raises it
+        prompt, response = sample.prompt_token_ids, sample.response_token_ids
+        request = self._request((*prompt.tolist(), *response.tolist()), len(prompt))
+        entries = 1 + 2 * request.top_k + len(request.extra_ids)
+        self.early.ask(
+            _key(route, request),
+            partial(self._score_with_retries, self._clients[route], request, 0.0),
+            size_bytes=8 * len(request.token_ids) + 4 * entries * len(response),
+            step=step,
+        )
+
+    def close(self) -> None:
+        """See `Scorer.close`. Requests in flight fail."""
+        if self.early is not None:
+            self.early.close()
+        for client in itertools.chain(*self._clients.values()):
+            client.close()
 
     def self_test(self, token_ids: Sequence[int]) -> float:
         """Score one sequence twice on every replica.
@@ -155,11 +191,10 @@ class ServedTeacher(Scorer):
         for route, clients in self._clients.items():
             first: SequenceScores | None = None
             for client in [client for client in clients for _ in range(2)]:
-                scores = self._score_with_retries([client], request)
+                scores = self._score_with_retries([client], request, self.patience_seconds)
                 first = first or scores
                 self._require_within_vocabulary(client.url, scores)
-                pairs = zip(first.logprobs, scores.logprobs, strict=True)
-                difference = max(abs(a - b) for a, b in pairs)
+                difference = float(np.abs(first.logprobs_L - scores.logprobs_L).max())
                 largest = max(largest, difference)
                 if difference > _SELF_TEST_TOLERANCE:
                     raise UserError(
@@ -171,14 +206,10 @@ class ServedTeacher(Scorer):
         return largest
 
     def _require_within_vocabulary(self, url: str, scores: SequenceScores) -> None:
-        beyond = max(
-            sum(
-                math.exp(value)
-                for token, value in zip(*top, strict=True)
-                if token >= self.vocab_size
-            )
-            for top in zip(scores.top_ids, scores.top_logprobs, strict=True)
+        beyond_LK = np.where(
+            scores.top_ids_LK >= self.vocab_size, np.exp(scores.top_logprobs_LK), 0.0
         )
+        beyond = float(beyond_LK.sum(axis=1).max())
         if beyond > _SELF_TEST_TOLERANCE:
             raise UserError(
                 f"teacher {url} gives {beyond:.3g} of its probability to token ids from "
@@ -199,19 +230,26 @@ class ServedTeacher(Scorer):
             )
         return source
 
-    def _request_scores(self, microbatches: Sequence[MicroBatch]) -> list[list[SequenceScores]]:
-        """Per micro-batch, the scores of each sequence that has rows, in their order."""
+    def _request_scores(
+        self,
+        requests: Sequence[Sequence[tuple[str, Scoring]]],
+        known: Mapping[bytes, SequenceScores],
+    ) -> list[list[SequenceScores]]:
+        """The scores of each micro-batch's requests: known by their keys, or asked for now."""
         with ThreadPoolExecutor(_MAX_IN_FLIGHT, thread_name_prefix="teacher") as pool:
-            futures = [
-                [
-                    pool.submit(self._score_with_retries, self._clients[route], request)
-                    for route, request in self._requests(batch)
-                ]
-                for batch in microbatches
-            ]
-            return [[future.result() for future in batch] for batch in futures]
+
+            def scores_of(route: str, request: Scoring) -> Callable[[], SequenceScores]:
+                scores = known.get(_key(route, request)) if known else None
+                if scores is not None:
+                    return lambda: scores
+                clients, patience = self._clients[route], self.patience_seconds
+                return pool.submit(self._score_with_retries, clients, request, patience).result
+
+            results = [[scores_of(*one) for one in batch] for batch in requests]
+            return [[result() for result in batch] for batch in results]
 
     def _requests(self, batch: MicroBatch) -> list[tuple[str, Scoring]]:
+        """The route and the request of each sequence that has rows, in their order."""
         fields = (batch.tokens_T, batch.cu_seqlens, batch.rows_N, batch.sample_index_N)
         on_host = torch.cat(fields).cpu().split([len(field) for field in fields])  # one transfer
         tokens, bounds, rows, samples = (field.tolist() for field in on_host)
@@ -222,21 +260,19 @@ class ServedTeacher(Scorer):
         for sample, first_row in first_row_of.items():
             following = bisect.bisect_right(bounds, first_row)
             start, end = bounds[following - 1], bounds[following]
-            request = Scoring(
-                token_ids=tuple(tokens[start:end]),
-                start=first_row + 1 - start,
-                vocab_size=self.vocab_size,
-                top_k=self._list_size,
-                extra_ids=self._extra_ids,
-            )
+            request = self._request(tuple(tokens[start:end]), first_row + 1 - start)
             route = self._route(self._prompt_ids[sample]) if self._prompt_ids else _ANY
             requests.append((route, request))
         return requests
 
+    def _request(self, token_ids: tuple[int, ...], start: int) -> Scoring:
+        return Scoring(token_ids, start, self.vocab_size, self._list_size, self._extra_ids)
+
     def _score_with_retries(
-        self, clients: Sequence[SglangClient], request: Scoring
+        self, clients: Sequence[SglangClient], request: Scoring, patience_seconds: float
     ) -> SequenceScores:
-        deadline = time.monotonic() + self.patience_seconds
+        """The scores of the first client that answers; each is tried at least once."""
+        deadline = time.monotonic() + patience_seconds
         turn, attempt = next(self._turn), 0
         while True:
             attempt += 1
@@ -247,8 +283,8 @@ class ServedTeacher(Scorer):
                 self.progress()
                 return scores
             except ServerFailure as failure:
-                if time.monotonic() > deadline:
-                    waited = f"no teacher answered for {self.patience_seconds:.0f} s"
+                if attempt >= len(clients) and time.monotonic() > deadline:
+                    waited = f"no teacher answered for {patience_seconds:.0f} s"
                     raise TeacherLost(f"{waited}; last failure: {failure}") from failure
                 _log.warning("teacher: %s; the request is repeated", failure)
             if attempt % len(clients) == 0:
@@ -256,20 +292,18 @@ class ServedTeacher(Scorer):
 
     def _scores(self, batch: MicroBatch, replies: Sequence[SequenceScores]) -> Scores:
         count, device = len(batch.targets_N), batch.targets_N.device
-        logprobs_N = torch.tensor([value for reply in replies for value in reply.logprobs])
-        extra_NE = torch.tensor([row for reply in replies for row in reply.extra_logprobs])
-        extra_NE = extra_NE.view(count, len(self._extra_ids))
-        logprobs_N = logprobs_N.to(device)
+        logprobs_N = _joined([reply.logprobs_L for reply in replies], (count,)).to(device)
+        extra = (count, len(self._extra_ids))
+        extra_NE = _joined([reply.extra_logprobs_LE for reply in replies], extra)
         if self.stop_ids:
             is_stop_N = torch.isin(batch.targets_N, torch.tensor(self.stop_ids, device=device))
             as_one_N = self._as_one(extra_NE, self.stop_ids).to(device)
             logprobs_N = torch.where(is_stop_N, as_one_N, logprobs_N)
         if not self.top_k:
             return Scores(logprobs_N)
-        ids = [row for reply in replies for row in reply.top_ids]
-        values = [row for reply in replies for row in reply.top_logprobs]
-        ids_NK = torch.tensor(ids, dtype=torch.int64).view(count, self._list_size)
-        values_NK = torch.tensor(values).view(count, self._list_size)
+        listed = (count, self._list_size)
+        ids_NK = _joined([reply.top_ids_LK for reply in replies], listed).long()
+        values_NK = _joined([reply.top_logprobs_LK for reply in replies], listed)
         if self.merged_ids:
             merged_N = self._as_one(extra_NE, self.merged_ids)
             merged_ids = torch.tensor(self.merged_ids)
@@ -282,6 +316,18 @@ class ServedTeacher(Scorer):
         """[N]: the log-probability of these ids together."""
         columns = [self._extra_ids.index(token) for token in ids]
         return extra_NE[:, columns].logsumexp(1)
+
+
+def _key(route: str, request: Scoring) -> bytes:
+    """Equal for equal requests of one teacher, on all ranks."""
+    digest = hashlib.blake2b(f"{route}/{request.start}/".encode(), digest_size=16)
+    digest.update(np.array(request.token_ids, np.int32).tobytes())
+    return digest.digest()
+
+
+def _joined(parts: Sequence[NDArray[Any]], shape: tuple[int, ...]) -> Tensor:
+    """The rows of all parts, which make this shape; there may be no part."""
+    return torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(shape)
 
 
 def merge_entries(

@@ -147,10 +147,10 @@ class SglangClient:
             logprobs, ids = _scored(meta["input_token_logprobs"][1:])
             top = [_scored(row) for row in meta["input_top_logprobs"][1:]] if request.top_k else []
             extra = meta["input_token_ids_logprobs"][1:] if request.extra_ids else []
-            extra_logprobs = tuple(_scored(row)[0] for row in extra)
+            extra_logprobs = [_scored(row)[0] for row in extra]
         except (KeyError, TypeError, ValueError) as error:
             raise self.garbage(f"not scores: {error!r}") from error
-        top_logprobs, top_ids = tuple(row for row, _ in top), tuple(row for _, row in top)
+        top_logprobs, top_ids = [row for row, _ in top], [row for _, row in top]
         sent = request.token_ids[request.start :]
         last = request.vocab_size - 1  # SGLang reports the last id of its vocabulary as 0
         if ids != sent and ids != tuple(0 if token == last else token for token in sent):
@@ -162,10 +162,16 @@ class SglangClient:
         for rows, width in lists:
             if width and [len(row) for row in rows] != [width] * len(sent):
                 raise self.garbage(f"not {len(sent)} lists of {width} entries")
-        highest = math.inf if request.any_top_id else last
+        highest = np.iinfo(np.int32).max if request.any_top_id else last
         if not all(0 <= token <= highest for token in itertools.chain(*top_ids)):
             raise self.garbage(f"a top token is outside the vocabulary of {request.vocab_size}")
-        return SequenceScores(logprobs, top_ids, top_logprobs, extra_logprobs)
+        listed, looked_up = (len(sent), request.top_k), (len(sent), len(request.extra_ids))
+        return SequenceScores(
+            np.array(logprobs, np.float32),
+            np.array(top_ids, np.int32).reshape(listed),
+            np.array(top_logprobs, np.float32).reshape(listed),
+            np.array(extra_logprobs, np.float32).reshape(looked_up),
+        )
 
     def call(
         self,

@@ -117,15 +117,15 @@ class Scoring:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SequenceScores:
-    """Log-probabilities at temperature 1, one entry per scored token; lists not requested are
-    empty."""
+    """Log-probabilities at temperature 1 of L scored tokens, K most probable ones at each, and E
+    extra ids. K and E are 0 where they were not requested."""
 
-    logprobs: tuple[float, ...]
-    top_ids: tuple[tuple[int, ...], ...]  # most probable first
-    top_logprobs: tuple[tuple[float, ...], ...]
-    extra_logprobs: tuple[tuple[float, ...], ...]  # in the order of extra_ids
+    logprobs_L: NDArray[np.float32]
+    top_ids_LK: NDArray[np.int32]  # most probable first
+    top_logprobs_LK: NDArray[np.float32]
+    extra_logprobs_LE: NDArray[np.float32]  # in the order of extra_ids
 
 
 def require_in_vocabulary(token_ids: Sequence[int], vocab_size: int) -> None:

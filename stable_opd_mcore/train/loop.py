@@ -171,6 +171,8 @@ def _train_phase(config: Config, session: Session) -> None:
     state = _resume(run)
 
     with ExitStack() as stack:
+        if run.teacher is not None:
+            stack.callback(run.teacher.close)
         stack.callback(run.engine.close)
         stack.enter_context(run.grader)
         sinks = stack.enter_context(_sinks(config, state)) if session.is_first_rank else None

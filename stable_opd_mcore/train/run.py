@@ -19,6 +19,7 @@ from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import Sampling
 from stable_opd_mcore.rollout.engine import RolloutEngine
+from stable_opd_mcore.scoring.early_requests import EarlyRequests
 from stable_opd_mcore.scoring.scorer import Scorer
 from stable_opd_mcore.train.reference import MovingWeights
 from stable_opd_mcore.train.samples.overlap import OverlapPair
@@ -49,3 +50,8 @@ class Run:
     order: PromptOrder | SourceOrder
     grader: Grader
     phase: Callable[[str], object] = lambda _: None  # is told what the run does now
+
+    @property
+    def early(self) -> EarlyRequests | None:
+        """Of a served teacher whose scores are asked for while responses are drawn."""
+        return self.teacher and self.teacher.early

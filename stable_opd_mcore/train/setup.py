@@ -43,6 +43,7 @@ from stable_opd_mcore.run_inputs import (
     refuse_unused_expert_ranks,
     teacher_stop_ids,
 )
+from stable_opd_mcore.scoring.early_requests import EarlyRequests
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.scoring.own_prompt import OwnPromptScorer
 from stable_opd_mcore.scoring.scorer import Scorer
@@ -253,7 +254,9 @@ class _Models:
                 f"objective.name={self.config.objective.name} compares whole distributions, which "
                 "a served teacher does not send; set teacher.engine=megatron"
             )
-        served = self._served_teacher(self.config.teacher, stop_ids, top_k, merged_ids)
+        # Only servers finish one response while they draw others.
+        early = EarlyRequests() if self.config.rollout.engine == "sglang" else None
+        served = self._served_teacher(self.config.teacher, stop_ids, top_k, merged_ids, early)
         served.self_test(range(min(64, self.vocab_size)))
         return self._reading_its_prompt(served)
 
@@ -377,6 +380,7 @@ class _Models:
         stop_ids: tuple[int, ...],
         top_k: int | None,
         merged_ids: tuple[int, ...] = (),
+        early: EarlyRequests | None = None,
     ) -> ServedTeacher:
         sources = {source_name(each): each.teacher for each in self.config.data.sources}
         return ServedTeacher(
@@ -389,4 +393,5 @@ class _Models:
             top_k=top_k,
             merged_ids=merged_ids,
             progress=self.progress,
+            early=early,
         )

@@ -370,6 +370,8 @@ def step_metrics(
     """
     num_tokens = int((facts.prompt_tokens_B + facts.response_tokens_B).sum())
     own = timer.metrics(num_tokens) | run.engine.take_metrics()
+    if run.early is not None:
+        own = own | run.early.take_metrics()
     metrics = sample_metrics(facts) | source_metrics(run.config, run.objective, facts)
     if run.objective.needs_rollouts:
         own = own | measured(run, rollouts, run.sampling.max_new_tokens)

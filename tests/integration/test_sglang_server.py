@@ -1,5 +1,6 @@
 """One real server: its start, replies and end, alone and as a teacher."""
 
+import itertools
 import json
 import math
 import signal
@@ -35,11 +36,15 @@ from tests.integration.sglang_tools import (
     SERVER_ARGUMENTS,
     VOCABULARY,
     architecture,
+    external,
     faulty_proxy,
     group_lives,
     needs_sglang,
+    rollouts,
     rows,
+    serve,
     train,
+    urls_of,
     wait_until,
 )
 from tests.shares import weights_of
@@ -164,31 +169,62 @@ def test_served_teacher_equals_the_same_teacher_in_megatron(
 
 
 def test_a_run_with_a_served_teacher_learns_the_same(server, key_file, tmp_path):
-    """The same rollouts, scored by the teacher in the trainer and by the one that is served."""
-    tokenizer = _tokenizer_of_all_rows(tmp_path / "tokenizer")
+    """Servers draw, and the teacher is asked about each response as soon as it is finished; then
+    the same rollouts are scored by the teacher in the trainer. One prompt's responses are held back
+    until the teacher was asked about another prompt's."""
     settings = (
         "train.steps=2",
-        f"tokenizer.path={tokenizer}",
+        f"tokenizer.path={_tokenizer_of_all_rows(tmp_path / 'tokenizer')}",
         f"student.architecture.vocab_size={VOCABULARY}",
         "teacher.architecture=null",
-        f"teacher.path={server.options.model}",
+        f"rollout.sglang.api_key_file={key_file}",
     )
-    own = train(tmp_path, "own", *settings, "rollout.engine=embedded")
-    served = train(
+    prompts, self_tests, asked = 16, 2, itertools.count()
+    num_asked, held = 0, iter([True])
+
+    def count(path: str) -> None:
+        nonlocal num_asked
+        if path == "/generate":
+            num_asked = next(asked) + 1
+
+    def hold_back_the_first(body: bytes) -> bytes:
+        if isinstance(json.loads(body), list) and next(held, False):
+            golden = prompts  # of whose solutions the teacher is asked before anything is drawn
+            wait_until(lambda: num_asked > self_tests + golden, "a finished response is scored", 60)
+        return body
+
+    with (
+        serve(tmp_path, "student", *settings) as student,
+        faulty_proxy(urls_of(student)[0], change=hold_back_the_first) as drawing,
+        faulty_proxy(server.url, count) as scoring,
+    ):
+        served = train(
+            tmp_path,
+            "served",
+            *settings,
+            *external(drawing),
+            "teacher.engine=sglang",
+            f"teacher.urls=[{scoring}]",
+            f"teacher.api_key_file={key_file}",
+        )
+    drawn = [r for step in (1, 2) for r in rollouts(served, step)]
+    different = {(r["prompt_id"], *r["response_token_ids"]) for r in drawn}
+    assert num_asked == self_tests + 2 * prompts + len(different)
+    assert all(0.3 < row["perf/scored_early"] <= 1 for row in rows(served))
+    own = train(
         tmp_path,
-        "served",
+        "own",
         *settings,
+        f"teacher.path={server.options.model}",
         "rollout.engine=replay",
-        f"rollout.replay_from={own}",
-        "teacher.engine=sglang",
-        f"teacher.urls=[{server.url}]",
-        f"teacher.api_key_file={key_file}",
+        f"rollout.replay_from={served}",
     )
     for ours, theirs in zip(rows(own), rows(served), strict=True):
         for name in ("loss/total", "grad_norm"):
             assert math.isclose(ours[name], theirs[name], rel_tol=1e-4), name
         assert 0 < theirs["perf/teacher_waited"] < 1
         assert not {"perf/teacher_waited", "perf/servers_waited"} & ours.keys()
+    assert "perf/scored_early" not in rows(own)[0]
 
 
 def _tokenizer_of_all_rows(directory: Path) -> Path:

@@ -1,17 +1,28 @@
-"""A served teacher: merged top-K lists, and no server. Real servers: tests/integration."""
+"""A served teacher: merged top-K lists, early requests, no server. Real ones: tests/integration."""
 
-from __future__ import annotations
+from collections import Counter
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from stable_opd_mcore.config.schema import ParallelConfig, TeacherConfig
-from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.data.packing import pack
+from stable_opd_mcore.metrics import Mean, Metrics
+from stable_opd_mcore.parallel.world import World, start_world, stop_world
+from stable_opd_mcore.records import Sample
+from stable_opd_mcore.scoring.early_requests import EarlyRequests
 from stable_opd_mcore.scoring.served_teacher import ServedTeacher, TeacherLost, merge_entries
 from stable_opd_mcore.serving.process import free_port
 from tests.losses.definitions import merge_ids
 from tests.models.tiny import microbatch
 from tests.parallel.launch import run_ranks
+from tests.serving.fake_teacher import fake_teacher
+from tests.shares import weights_of
+
+VOCABULARY = 53
 
 
 def test_merged_lists_are_those_of_the_merged_distribution():
@@ -43,3 +54,150 @@ def score_with_an_absent_teacher(rank: int, world_size: int, url: str) -> None:
 def test_every_pipeline_stage_raises_teacher_lost():
     """All ranks then save a checkpoint together; a stage without the error would hang."""
     run_ranks(2, score_with_an_absent_teacher, f"http://127.0.0.1:{free_port('127.0.0.1')}")
+
+
+@pytest.mark.parametrize("merged_ids", [(), (2, 9)])
+def test_scores_that_were_asked_for_early_are_the_same_bits(world, merged_ids):
+    """Each response is asked for once, golden solutions too; what was not is asked for by score."""
+    options = {"stop_ids": (2, 9), "top_k": 3, "merged_ids": merged_ids}
+    samples = samples_of(6)
+    batches = pack(samples, weights_of(samples), max_tokens=64)
+    with fake_teacher() as (url, asked):
+        late = served_by(world, url, **options).about(samples).score(batches)
+        del asked[:]
+        teacher = served_by(world, url, early=EarlyRequests(), **options)
+        for sample in samples[1:] + samples[1:]:
+            teacher.ask(sample, step=0)
+        found = teacher.about(samples).score(batches)
+    teacher.close()
+    assert Counter(asked) == Counter(sequence(sample) for sample in samples)
+    for a, b in zip(late, found, strict=True):
+        assert torch.equal(a.logprob_N, b.logprob_N)
+        assert torch.equal(a.topk_ids_NK, b.topk_ids_NK)
+        assert torch.equal(a.topk_logprobs_NK, b.topk_logprobs_NK)
+
+
+def test_an_early_request_that_fails_is_asked_for_again_by_score(world):
+    """At the replicas in turn, once each; a source without a route is reported by `about`."""
+    fails = True
+    samples = samples_of(3)
+    batches = pack(samples, weights_of(samples), max_tokens=64)
+    with fake_teacher(lambda _: not fails) as (url, asked), fake_teacher() as (other, asked_other):
+        teacher = served_by(world, url, early=EarlyRequests())
+        for sample in samples:
+            teacher.ask(sample, step=0)
+        for request in list(teacher.early._asked.values()):
+            with pytest.raises(TeacherLost, match="HTTP 503"):
+                request.reply.result(30)
+        assert len(asked) == 3
+        fails = False
+        assert len(teacher.about(samples).score(batches)) == len(batches)
+        assert len(asked) == 6
+        teacher.close()
+
+        fails = True
+        teacher = served_by(world, other, url, early=EarlyRequests())  # the last is tried first
+        teacher.ask(samples[0], step=0)
+        (request,) = teacher.early._asked.values()
+        assert len(request.reply.result(30).logprobs_L) == len(samples[0].response_token_ids)
+        assert (len(asked), asked_other) == (7, [sequence(samples[0])])
+        teacher.close()
+    routed = TeacherConfig(engine="sglang", routes={"math": (url,)})
+    teacher = ServedTeacher(
+        routed, world, vocab_size=VOCABULARY, temperature=1.0, early=EarlyRequests()
+    )
+    teacher.ask(samples[0], step=0)
+    assert not teacher.early._asked
+    with pytest.raises(ValueError, match="no teacher is routed for its source 's'"):
+        teacher.about(samples)
+
+
+def test_two_teachers_are_asked_about_the_same_tokens(world):
+    (sample,) = samples_of(1)
+    samples = [replace(sample, prompt_id=f"{route}:0") for route in "ab"]
+    batches = pack(samples, weights_of(samples), max_tokens=64)
+    with fake_teacher() as (first, asked), fake_teacher() as (second, asked_second):
+        routes = {"a": (first,), "b": (second,)}
+        settings = TeacherConfig(engine="sglang", routes=routes)
+        teacher = ServedTeacher(
+            settings, world, vocab_size=VOCABULARY, temperature=1.0, early=EarlyRequests()
+        )
+        for sample in samples:
+            teacher.ask(sample, step=0)
+        assert teacher.about(samples).score(batches)
+        assert asked == asked_second == [sequence(sample)]
+        teacher.close()
+
+
+def score_where_others_drew(rank: int, world_size: int, url: str, lost: str, out: str) -> None:
+    """As two replicas, of which each trains on what the other drew; then as the two stages of one:
+    the first draws, the last scores."""
+    samples = samples_of(4)
+    for number, parallel in enumerate((ParallelConfig(), ParallelConfig(pipeline=2))):
+        world = start_world(parallel, seed=0)
+        early = EarlyRequests()
+        teacher = served_by(world, url, early=early)
+        drawn = samples[2 * rank : 2 * rank + 2] if number == 0 else [] if rank else samples
+        for sample in drawn:
+            teacher.ask(sample, step=number)
+        for request in list(early._asked.values()):
+            request.reply.result(30)
+        trained = samples[::-1][2 * rank : 2 * rank + 2] if number == 0 else samples
+        batches = pack(trained, weights_of(trained), max_tokens=64)
+        found = teacher.about(trained).score(batches)
+        alone = served_by(world, lost, patience_seconds=0, early=EarlyRequests())
+        if drawn:
+            alone.ask(samples[0], step=number)
+        with pytest.raises(TeacherLost, match="no teacher answered"):
+            alone.about(trained).score(batches)
+        counts = early.take_metrics()
+        torch.save((number, trained, batches, found, counts), f"{out}/{number}_{rank}.pt")
+        assert not early._asked
+        teacher.close()
+        alone.close()
+        stop_world()
+
+
+def test_replies_travel_to_the_rank_that_trains_on_the_response(tmp_path, world):
+    samples = samples_of(4)
+    lost = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+    with fake_teacher() as (url, asked):
+        run_ranks(2, score_where_others_drew, url, lost, str(tmp_path))
+        assert Counter(asked) == Counter(2 * [sequence(sample) for sample in samples])
+        shares = {}
+        for file in sorted(tmp_path.glob("*.pt")):
+            number, trained, batches, found, counts = torch.load(file, weights_only=False)
+            shares[file.stem] = counts
+            if number == 1 and file.stem.endswith("_0"):
+                assert found == []
+                continue
+            expected = served_by(world, url).about(trained).score(batches)
+            for a, b in zip(expected, found, strict=True):
+                assert torch.equal(a.logprob_N, b.logprob_N)
+    early = {"perf/scored_early": Mean(2, 2)}
+    assert shares["0_0"] == shares["0_1"] == Metrics(early)
+    assert shares["1_0"] == Metrics()
+    assert shares["1_1"] == Metrics({"perf/scored_early": Mean(4, 4)})
+
+
+def samples_of(number: int) -> list[Sample]:
+    draw = np.random.default_rng(1)
+    return [
+        Sample(
+            source="golden" if index == 1 else "rollout",
+            prompt_id=f"s:{index}",
+            prompt_token_ids=draw.integers(0, VOCABULARY, 3 + index),
+            response_token_ids=(*draw.integers(0, VOCABULARY, 2 * index), 2),
+            trained=np.ones(2 * index + 1, np.bool_),
+        )
+        for index in range(number)
+    ]
+
+
+def sequence(sample: Sample) -> tuple[int, ...]:
+    return (*sample.prompt_token_ids.tolist(), *sample.response_token_ids.tolist())
+
+
+def served_by(world: World, *urls: str, **options: Any) -> ServedTeacher:
+    settings = TeacherConfig(engine="sglang", urls=urls)
+    return ServedTeacher(settings, world, vocab_size=VOCABULARY, temperature=1.0, **options)

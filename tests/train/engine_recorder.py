@@ -12,7 +12,7 @@ class Recorder:
         self._engine = engine
         self.calls: list[tuple[Any, ...]] = []
 
-    def generate(self, prompts, sampling, *, step):
+    def generate(self, prompts, sampling, *, step, when_finished=None):
         self.calls.append(("generate", [p.prompt_id for p in prompts], sampling, step))
         return self._engine.generate(prompts, sampling, step=step)
 
@@ -20,7 +20,7 @@ class Recorder:
         self.calls.append(("publish", weight_version))
         self._engine.publish(weight_version)
 
-    def prefetch(self, prompts, sampling, *, step, weight_version):
+    def prefetch(self, prompts, sampling, *, step, weight_version, when_finished=None):
         call = ("prefetch", [p.prompt_id for p in prompts], sampling, step, weight_version)
         self.calls.append(call)
 

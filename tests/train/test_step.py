@@ -267,11 +267,12 @@ def measure_on_two_ranks(rank: int, _world_size: int, directory: Path) -> None:
         own = SimpleNamespace(take_metrics=lambda *_: Metrics({"engine/noted": Sum(1)}))
         objective = SimpleNamespace(needs_rollouts=True, beta=0.0, golden_weight=0.0)
         parts = {"engine": own, "objective": objective, "world": world, "config": config}
+        parts["early"] = SimpleNamespace(take_metrics=lambda: Metrics({"perf/noted": Sum(1)}))
         run = SimpleNamespace(**parts, sampling=Sampling(max_new_tokens=8))
         names = "abcd" if tensor == 2 else "ac" if rank == 0 else "bd"
         drawn = [Rollout(Prompt(n, "", ()), 0, (5,), (0.0,), "stop", 0, reward=0.0) for n in names]
         metrics = step.step_metrics(run, drawn, facts_of([]), [], PhaseTimer(), trained_version=1)
-        assert metrics["engine/noted"] == Sum(2)
+        assert metrics["engine/noted"] == metrics["perf/noted"] == Sum(2)
         assert metrics["rollout/response_length_mean"] == Mean(4, 4)
         assert ("perf/staleness_1" in metrics) == (tensor == 2)
         stop_world()

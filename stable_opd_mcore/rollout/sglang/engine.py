@@ -33,6 +33,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import Module
@@ -44,7 +45,7 @@ from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World, broadcast_object, gather_objects
 from stable_opd_mcore.planning.topology import server_dtype
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
-from stable_opd_mcore.rollout.engine import EngineLost, RolloutEngine, check_prompts
+from stable_opd_mcore.rollout.engine import EngineLost, RolloutEngine, WhenFinished, check_prompts
 from stable_opd_mcore.rollout.sglang.dispatch import Dispatcher
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, ServerStatus, one_per_server
 from stable_opd_mcore.rollout.sglang.records import Decode, Draw, Job, answer_of, routing_of
@@ -96,7 +97,12 @@ class SglangEngine(RolloutEngine):
     # ---- drawing
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        step: int,
+        when_finished: WhenFinished | None = None,
     ) -> list[Rollout]:
         """`sampling.num_samples` rollouts per prompt, all of the first prompt first.
 
@@ -119,7 +125,7 @@ class SglangEngine(RolloutEngine):
             self._update_servers()
         if draw is None:
             oldest = self.weight_version - self.config.rollout.max_staleness
-            draw = self._start(prompts, sampling, step, oldest)
+            draw = self._start(prompts, sampling, step, oldest, when_finished)
         self._finish(draw)
         rollouts = draw.rollouts(self.decode)  # only leaders have any
         longest = {r.prompt.prompt_id: 0 for r in rollouts}
@@ -139,7 +145,14 @@ class SglangEngine(RolloutEngine):
         left = Metrics({"memory/left_gib": Max(self.memory.bytes_left() / 2**30)})
         self._metrics = self._metrics | left
 
-    def _start(self, prompts: Sequence[Prompt], sampling: Sampling, step: int, oldest: int) -> Draw:
+    def _start(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        step: int,
+        oldest: int,
+        when_finished: WhenFinished | None,
+    ) -> Draw:
         """Queue the requests for what the checkpoint lacks.
 
         Args:
@@ -156,6 +169,7 @@ class SglangEngine(RolloutEngine):
                     [answer_of(held.get((prompt.prompt_id, s)), self.routing) for s in samples],
                     step,
                     self._longest.get(prompt.prompt_id),
+                    when_finished=when_finished and partial(when_finished, prompt),
                 )
                 for prompt, request in zip(prompts, self._requests(prompts, sampling), strict=True)
             ]
@@ -183,7 +197,13 @@ class SglangEngine(RolloutEngine):
             self._raise_if_lost()
 
     def prefetch(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int, weight_version: int
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        step: int,
+        weight_version: int,
+        when_finished: WhenFinished | None = None,
     ) -> None:
         """See `RolloutEngine.prefetch`. Does nothing while the servers' weights are too old."""
         self._check(prompts, sampling)
@@ -191,7 +211,7 @@ class SglangEngine(RolloutEngine):
             self.publish(0)  # servers start with random weights
         oldest = weight_version - self.config.rollout.max_staleness
         if step not in self._ahead and self._sent_version >= oldest:
-            self._ahead[step] = self._start(prompts, sampling, step, oldest)
+            self._ahead[step] = self._start(prompts, sampling, step, oldest, when_finished)
 
     def in_flight(self) -> dict[int, list[Rollout]]:
         """See `RolloutEngine.in_flight`. With rollout.partial unfinished responses are interrupted

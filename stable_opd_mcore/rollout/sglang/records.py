@@ -63,6 +63,7 @@ class Job:
     answers: list[Answer]  # one a sample
     step: int  # requests of a lower one are sent first
     expected_tokens: int | None = None  # length of an earlier response; None: unknown
+    when_finished: Callable[[Sequence[int]], None] | None = None  # gets each response's tokens
     number: int = 0  # the order of submission
 
     @property

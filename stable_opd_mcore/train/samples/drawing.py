@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TypeVar
 
+import numpy as np
 import torch.distributed as dist
 
 from stable_opd_mcore.data.golden import (
@@ -23,7 +24,7 @@ from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.parallel.world import World, broadcast_object
 from stable_opd_mcore.records import Prompt, Rollout, Sample, Sampling
-from stable_opd_mcore.rollout.engine import RolloutEngine
+from stable_opd_mcore.rollout.engine import RolloutEngine, WhenFinished
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
 
@@ -55,7 +56,50 @@ def draw_rollouts(
     """
     if not run.objective.needs_rollouts:
         return []
-    return draw_graded(run.engine, run.grader, run.world, prompts, run.sampling, step, drawing)
+    when_finished = ask_teacher(run, prompts, step)
+    if run.early is not None:
+        # What nobody has taken a step after it was due is not trained on.
+        run.early.forget(before_step=step - 1)
+    return draw_graded(
+        run.engine, run.grader, run.world, prompts, run.sampling, step, drawing, when_finished
+    )
+
+
+def ask_teacher(run: Run, prompts: Sequence[Prompt], step: int) -> WhenFinished | None:
+    """Ask a served teacher for the scores of the prompts' golden solutions, and return what asks
+    for those of their finished responses; None where a teacher is only asked in the score phase.
+
+    Args:
+        step: that will train on them.
+    """
+    teacher = run.teacher
+    if teacher is None or teacher.early is None:
+        return None
+    if run.objective.needs_golden and dist.get_rank(run.world.model_group) == 0:
+        for sample in with_teacher_prompts(golden_samples(prompts), prompts):
+            teacher.ask(sample, step)
+
+    def when_finished(prompt: Prompt, token_ids: Sequence[int]) -> None:
+        teacher.ask(_finished_sample(prompt, token_ids), step)
+
+    return when_finished
+
+
+def _finished_sample(prompt: Prompt, token_ids: Sequence[int]) -> Sample:
+    """What a teacher reads of a finished response."""
+    (sample,) = with_teacher_prompts(
+        [
+            Sample(
+                source="rollout",
+                prompt_id=prompt.prompt_id,
+                prompt_token_ids=np.array(prompt.token_ids, np.int32),
+                response_token_ids=np.array(token_ids, np.int32),
+                trained=np.ones(len(token_ids), np.bool_),
+            )
+        ],
+        [prompt],
+    )
+    return sample
 
 
 def draw_graded(
@@ -66,10 +110,11 @@ def draw_graded(
     sampling: Sampling,
     step: int,
     drawing: AbstractContextManager[object] = NOT_TIMED,
+    when_finished: WhenFinished | None = None,
 ) -> list[Rollout]:
     """Rollouts of this data-parallel rank's prompts with rewards, in the order of the prompts."""
     with drawing:
-        rollouts = engine.generate(prompts, sampling, step=step)
+        rollouts = engine.generate(prompts, sampling, step=step, when_finished=when_finished)
     own = {prompt.prompt_id: prompt for prompt in prompts}  # those of stored rollouts lack columns
     rollouts = [replace(rollout, prompt=own[rollout.prompt.prompt_id]) for rollout in rollouts]
     # Grade on one rank and broadcast, so that a timeout cannot give ranks different rewards.
@@ -95,8 +140,11 @@ def prefetch_rollouts(run: Run, state: TrainState) -> None:
         prompts = run.prompts.select(own_share(run.world, rows))
         budget = config.sampling.budget(state.step + ahead)
         sampling = replace(run.sampling, max_new_tokens=budget)
-        version = state.weight_version + ahead
-        run.engine.prefetch(prompts, sampling, step=state.step + ahead, weight_version=version)
+        version, step = state.weight_version + ahead, state.step + ahead
+        when_finished = ask_teacher(run, prompts, step)
+        run.engine.prefetch(
+            prompts, sampling, step=step, weight_version=version, when_finished=when_finished
+        )
 
 
 def training_samples(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -200,6 +201,27 @@ def test_a_server_draws_while_a_request_is_in_flight(tmp_path):
     first, second = spans["server_0"]
     assert first.what == second.what == "draws"
     assert first.start < first.end < paused < second.start < second.end < time.perf_counter()
+    dispatcher.close()
+
+
+def test_finished_responses_are_told_while_others_are_drawn(tmp_path):
+    """Not those that were interrupted; the last one before `wait` returns."""
+    first, second = Drawing(), Drawing()
+    dispatcher = Dispatcher(fleet_over(tmp_path, first, second))
+    jobs = jobs_of([request(max_new_tokens=4, num_samples=2), request(max_new_tokens=8)])
+    told: queue.Queue[tuple[int, Sequence[int]]] = queue.Queue()
+    for number, job in enumerate(jobs):
+        job.when_finished = lambda tokens, number=number: told.put((number, tokens))
+    dispatcher.submit(jobs)
+    second.await_requests(1)
+    first.end()
+    assert [told.get(timeout=30) for _ in range(2)] == [(0, (2, 3, 4, 5))] * 2
+    dispatcher.pause(abort=True)
+    assert told.empty()
+    second.end()
+    dispatcher.resume()
+    dispatcher.wait(jobs)
+    assert told.get_nowait() == (1, tuple(range(2, 10)))
     dispatcher.close()
 
 
