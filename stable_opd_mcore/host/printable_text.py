@@ -5,20 +5,19 @@ from __future__ import annotations
 import unicodedata
 
 
-def printable(text: str) -> str:
+def printable(text: str, characters: int | None = None) -> str:
     """`text` with visible control characters; line ends and tabs stay.
+
+    Of a text with more than `characters` characters it has the first ones and an ellipsis.
 
     ASCII control characters become their Unicode pictures. Direction overrides, lone surrogates
     and unassigned characters become the replacement character.
     """
+    if characters is not None and len(text) > characters:
+        text = text[:characters] + "\N{HORIZONTAL ELLIPSIS}"
     if text.isascii() and text.isprintable():
         return text
     return text.translate({ord(c): _printable_character(c) for c in set(text)})
-
-
-def beginning(text: str, characters: int) -> str:
-    """`text`; of a longer one the first characters and an ellipsis."""
-    return text if len(text) <= characters else text[:characters] + "\N{HORIZONTAL ELLIPSIS}"
 
 
 def printable_line(text: str, characters: int) -> str:

@@ -101,7 +101,8 @@ def seeds_together(runs: Sequence[WrittenRun]) -> list[WrittenRun]:
     arms: dict[object, list[WrittenRun]] = {}
     for one in runs:
         if one.run.label == one.run.name:
-            arms.setdefault(_arm(one), []).append(one)
+            same = frozenset(i for i in one.settings.items() if not SEEDS.fullmatch(i[0]))
+            arms.setdefault((one.run.section, same), []).append(one)
     labels = {
         one.run: _in_common([each.run.name for each in arm])
         for arm in arms.values()
@@ -111,12 +112,6 @@ def seeds_together(runs: Sequence[WrittenRun]) -> list[WrittenRun]:
     return [
         replace(one, run=replace(one.run, label=labels.get(one.run, one.run.label))) for one in runs
     ]
-
-
-def _arm(written: WrittenRun) -> object:
-    """The section, and the settings without seeds."""
-    items = written.settings.items()
-    return written.run.section, frozenset(i for i in items if not SEEDS.fullmatch(i[0]))
 
 
 def _in_common(names: Sequence[str]) -> str:

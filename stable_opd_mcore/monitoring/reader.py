@@ -186,7 +186,8 @@ def _candidates(steps: Sequence[int], rows: Sequence[Row]) -> list[int]:
     """Stored steps, the most telling first: the last, the first, the worst, then ever finer."""
     if not steps:
         return []
-    bad = {row["step"]: _badness(row) for row in rows}
+    rates = ("rollout/repetition_rate", "rollout/truncation_rate")
+    bad = {row["step"]: tuple(row.get(rate) or 0.0 for rate in rates) for row in rows}
     worst = max(steps, key=lambda step: bad.get(step, (0.0, 0.0)))
     order = [steps[-1], steps[0], worst]
     parts = 2
@@ -194,10 +195,6 @@ def _candidates(steps: Sequence[int], rows: Sequence[Row]) -> list[int]:
         order += [steps[len(steps) * part // parts] for part in range(1, parts)]
         parts *= 2
     return list(dict.fromkeys(order))[:MAX_STEPS]
-
-
-def _badness(row: Row) -> tuple[float, float]:
-    return (row.get("rollout/repetition_rate") or 0.0, row.get("rollout/truncation_rate") or 0.0)
 
 
 def _size(record: dict[str, Any]) -> int:

@@ -23,7 +23,7 @@ import jinja2
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import write_atomically
-from stable_opd_mcore.host.printable_text import beginning, printable
+from stable_opd_mcore.host.printable_text import printable
 from stable_opd_mcore.monitoring import tables
 from stable_opd_mcore.monitoring.chosen_runs import (
     ReportRun,
@@ -93,11 +93,11 @@ def live_page(runs: Sequence[ReportRun]) -> bytes:
         try:
             written += [] if run in waiting else [read_written(run)]
         except UserError as error:  # a file that someone has edited
-            problems.append(_shown(str(error)))
+            problems.append(printable(str(error), MAX_TEXT))
     shown = {
         "live": True,
         "problems": problems,
-        "waiting": _shown(", ".join(str(run.directory) for run in waiting)),
+        "waiting": printable(", ".join(str(run.directory) for run in waiting), MAX_TEXT),
     }
     written = seeds_together(written)
     values = _page_values([*(one.run for one in written), *waiting], written)
@@ -124,8 +124,8 @@ def _page_values(
         for name in dict.fromkeys(one.run.section for one in written)
     ]
     return {
-        "title": _shown(title or names),
-        "subtitle": _shown(about),
+        "title": printable(title or names, MAX_TEXT),
+        "subtitle": printable(about, MAX_TEXT),
         "problems": [],
         "waiting": "",
         "live": False,
@@ -194,11 +194,6 @@ def _template() -> jinja2.Template:
 def _rendered(values: Mapping[str, Any], rollouts: str, has_reader: bool) -> bytes:
     page = _template().render(values, rollouts=rollouts, has_reader=has_reader)
     return page.encode("utf-8", "replace")
-
-
-def _shown(text: str) -> str:
-    """Printable; of a long text the beginning."""
-    return printable(beginning(text, MAX_TEXT))
 
 
 def _json_script(data: Any) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stable_opd_mcore.host.printable_text import beginning, printable
+from stable_opd_mcore.host.printable_text import printable
 
 MAX_LINES = 12  # details of one event
 MAX_CHARACTERS = 200  # of one detail
@@ -30,9 +30,9 @@ def marks(events: Sequence[Mapping[str, Any]], run: int) -> list[dict[str, Any]]
 
 
 def _title(event: Mapping[str, Any]) -> str:
-    name = _short(event["event"].replace("_", " "))
+    name = printable(event["event"].replace("_", " "), MAX_CHARACTERS)
     action = event.get("action")
-    return f"{name}: {_short(action)}" if isinstance(action, str) else name
+    return f"{name}: {printable(action, MAX_CHARACTERS)}" if isinstance(action, str) else name
 
 
 def _lines(event: Mapping[str, Any]) -> list[str]:
@@ -43,9 +43,9 @@ def _lines(event: Mapping[str, Any]) -> list[str]:
             continue
         entries = value if isinstance(value, Mapping) else {key: value}
         separator = f" {ARROW} " if key == "changes" else "; "  # the old and the new value
-        lines += [_short(f"{name}: {_text(entry, separator)}") for name, entry in entries.items()]
-    left_out = len(lines) - MAX_LINES
-    return [*lines[:MAX_LINES], f"{left_out} more"] if left_out > 0 else lines
+        lines += [f"{name}: {_text(entry, separator)}" for name, entry in entries.items()]
+    shown = [printable(line, MAX_CHARACTERS) for line in lines[:MAX_LINES]]
+    return [*shown, f"{len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else shown
 
 
 def _text(value: Any, separator: str = "; ", depth: int = 0) -> str:
@@ -59,7 +59,3 @@ def _text(value: Any, separator: str = "; ", depth: int = 0) -> str:
     if isinstance(value, list):
         return separator.join(_text(item, depth=depth + 1) for item in value[:MAX_LINES])
     return "none" if value is None else str(value)
-
-
-def _short(text: str) -> str:
-    return printable(beginning(text, MAX_CHARACTERS))

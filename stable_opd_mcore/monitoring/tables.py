@@ -14,7 +14,7 @@ from typing import Any
 
 from stable_opd_mcore.config.guard import GuardConfig
 from stable_opd_mcore.evaluation.estimates import bootstrap_interval
-from stable_opd_mcore.host.printable_text import beginning, printable
+from stable_opd_mcore.host.printable_text import printable
 from stable_opd_mcore.monitoring.chosen_runs import WrittenRun, whole_number
 from stable_opd_mcore.monitoring.figures import WINDOW, Row
 from stable_opd_mcore.monitoring.onset import DETECTORS
@@ -131,7 +131,7 @@ def config_differences(runs: Sequence[WrittenRun]) -> Table | None:
     settings: dict[str, list[dict[str, str]]] = {}
     for written in runs:
         settings.setdefault(written.run.label, []).append(written.settings)
-    table = Table(["setting", *(beginning(label, MAX_CELL) for label in settings)])
+    table = Table(["setting", *(printable(label, MAX_CELL) for label in settings)])
     for key in sorted({key for group in settings.values() for flat in group for key in flat}):
         cells = [
             ", ".join(dict.fromkeys(flat.get(key, MISSING) for flat in group))
@@ -238,9 +238,7 @@ def _mean(numbers: Sequence[float]) -> str:
 def _cell(value: Any) -> str:
     if value is None or value != value:
         return MISSING
-    return (
-        f"{value:.3f}" if isinstance(value, float) else beginning(printable(str(value)), MAX_CELL)
-    )
+    return f"{value:.3f}" if isinstance(value, float) else printable(str(value), MAX_CELL)
 
 
 def _count(value: float | None) -> str:
