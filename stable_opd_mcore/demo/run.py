@@ -71,12 +71,12 @@ def run_demo(directory: Path, num_seeds: int | None = None, act: str = COLLAPSE)
     report = directory / ("report.html" if act == COLLAPSE else f"{act}.html")
     records = {"arms": [arm.record() for arm in arms]}
     write_atomically(summary, json.dumps(records, indent=1).encode())
-    runs = [ReportRun(job.directory, job.arm, job.act) for job in jobs if job.arm and job.act]
+    runs = [ReportRun(job.directory, job.arm) for job in jobs if job.arm]
     write_report(
         runs,
         report,
         title="On-policy distillation, collapsed and cured",
-        captions={act: ACTS[act].caption},
+        caption=ACTS[act].caption,
     )
     console = Console()
     console.print()

@@ -17,23 +17,25 @@ MIB = 2**20
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-def require_size(path: Path, limit_bytes: int) -> None:
+def require_size(path: Path, limit_bytes: int, remedy: str = "download it again") -> None:
     """Raise a DataError for a larger file."""
     size = path.stat().st_size
     if size > limit_bytes:
         raise DataError(
             f"{path}: {size / MIB:.1f} MiB, more than {limit_bytes / MIB:.0f} MiB: no file of this "
-            "name is so large; download it again"
+            f"name is so large; {remedy}"
         )
 
 
-def read_json_object(path: Path, limit_bytes: int = 16 * MIB) -> dict[str, Any]:
+def read_json_object(
+    path: Path, limit_bytes: int = 16 * MIB, remedy: str = "download it again"
+) -> dict[str, Any]:
     """
     Raises:
         DataError: too large, not readable, no JSON text, or no object in it.
     """
-    require_size(path, limit_bytes)
-    return _object(path.read_bytes(), str(path), "download it again")
+    require_size(path, limit_bytes, remedy)
+    return _object(path.read_bytes(), str(path), remedy)
 
 
 def object_in_line(line: bytes | str, place: str) -> dict[str, Any]:

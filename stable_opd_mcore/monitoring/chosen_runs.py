@@ -8,7 +8,6 @@ Not here: metrics.jsonl (sinks.py), rollouts (reader.py), the page (report.py).
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -22,6 +21,7 @@ import yaml
 
 from stable_opd_mcore.config.changes import by_dotted_key
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.json_files import read_json_object
 from stable_opd_mcore.host.printable_text import printable
 from stable_opd_mcore.monitoring.figures import Row
 from stable_opd_mcore.monitoring.sinks import METRICS_FILE, read_run
@@ -35,16 +35,15 @@ LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
 
 @dataclass(frozen=True)
 class ReportRun:
-    """A run with its label and section in the report.
+    """A run with its label in the report.
 
-    Runs of one section share its figures. Runs with one label (the seeds of an arm) share a colour
-    and, in each section, a legend entry. The name, which tables and the reader show, is an end of
-    the directory's path that no other run of the report has.
+    Runs with one label (the seeds of an arm) share a colour and a legend entry. The name, which
+    tables and the reader show, is an end of the directory's path that no other run of the report
+    has.
     """
 
     directory: Path
     label: str
-    section: str = ""
     name: str = ""
 
 
@@ -72,12 +71,11 @@ def named_runs(runs: Sequence[str | Path | ReportRun]) -> list[ReportRun]:
         below = [given.directory] if given.label else _runs_below(given.directory)
         for directory in below:
             path = Path(os.path.realpath(directory))  # Path.resolve raises for a loop of links
-            chosen.setdefault(path, ReportRun(directory, given.label, given.section))
+            chosen.setdefault(path, ReportRun(directory, given.label))
     named: list[ReportRun] = []
     for path, run in chosen.items():
         name = printable(_shortest(path, list(chosen)))
-        label = printable(run.label) or name
-        named.append(ReportRun(run.directory, label, printable(run.section), name))
+        named.append(ReportRun(run.directory, printable(run.label) or name, name))
     return named
 
 
@@ -94,15 +92,15 @@ def read_written(run: ReportRun) -> WrittenRun:
 
 
 def seeds_together(runs: Sequence[WrittenRun]) -> list[WrittenRun]:
-    """The runs; those of a section that differ in their seed alone share a label.
+    """The runs; those that differ in their seed alone share a label.
 
     It is what their names have in common. A label that was given stays.
     """
-    arms: dict[object, list[WrittenRun]] = {}
+    arms: dict[frozenset[tuple[str, str]], list[WrittenRun]] = {}
     for one in runs:
         if one.run.label == one.run.name:
             same = frozenset(i for i in one.settings.items() if not SEEDS.fullmatch(i[0]))
-            arms.setdefault((one.run.section, same), []).append(one)
+            arms.setdefault(same, []).append(one)
     labels = {
         one.run: _in_common([each.run.name for each in arm])
         for arm in arms.values()
@@ -158,11 +156,7 @@ def whole_number(settings: dict[str, str], key: str) -> int | None:
 
 def _results(path: Path) -> dict[str, dict[str, float]]:
     """Benchmark -> its finite numbers."""
-    try:
-        record = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not readable as JSON: {error}") from error
-    values = record.get("benchmarks") if isinstance(record, dict) else None
+    values = read_json_object(path, remedy="delete it").get("benchmarks")
     if not isinstance(values, dict) or not all(isinstance(v, dict) for v in values.values()):
         raise UserError(f"{path}: expected one mapping of numbers for each benchmark")
     return {

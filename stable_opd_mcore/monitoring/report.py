@@ -42,8 +42,8 @@ TEMPLATES = Path(__file__).with_name("templates")
 SCRIPTS = ("uplot.min.js", "figures.js", "reader.js", "watch.js")
 MAX_NAMES = 3  # of runs in a title
 MAX_TEXT = 1000  # characters of a title, a subtitle and a message
-MAX_EVENTS = 100  # of a section
-MAX_TIMELINES = 4  # of a section
+MAX_EVENTS = 100
+MAX_TIMELINES = 4
 MAX_BYTES = 2_000_000  # of a page
 LEAST_ROLLOUT_BYTES = 200_000  # that the rest of a page leaves to its rollouts
 
@@ -53,7 +53,7 @@ def write_report(
     output: str | Path,
     *,
     title: str | None = None,
-    captions: Mapping[str, str] | None = None,
+    caption: str = "",
 ) -> Path:
     """Write the report of `runs` to `output` atomically and return its path.
 
@@ -61,7 +61,7 @@ def write_report(
         runs: run directories, folders of runs, or `ReportRun`s.
         output: the HTML file; its directory is created.
         title: the page's heading; None: the names of the runs.
-        captions: section -> a sentence under its heading.
+        caption: a text below it.
 
     Raises:
         UserError: no runs, a run without metrics.jsonl, or a malformed metrics, config, evaluation
@@ -71,7 +71,7 @@ def write_report(
     if not named:
         raise UserError("no runs to report on: give at least one run directory")
     written = seeds_together([read_written(run) for run in named])
-    values = _page_values([one.run for one in written], written, title, captions)
+    values = _page_values([one.run for one in written], written, title, caption)
     room = MAX_BYTES - len(_rendered(values, rollouts="", has_reader=True))
     if room < LEAST_ROLLOUT_BYTES:
         raise UserError(
@@ -108,7 +108,7 @@ def _page_values(
     runs: Sequence[ReportRun],
     written: Sequence[WrittenRun],
     title: str | None = None,
-    captions: Mapping[str, str] | None = None,
+    caption: str = "",
 ) -> dict[str, Any]:
     """The template's values, without rollouts."""
     labels = list(dict.fromkeys(run.label for run in runs))
@@ -119,10 +119,7 @@ def _page_values(
         about = tables.described(written[0].settings if written else {})
     styles = {label: style(index) for index, label in enumerate(labels)}
     points = points_that_fit([one.rows for one in written])
-    sections = [
-        _section(name, [one for one in written if one.run.section == name], styles, points)
-        for name in dict.fromkeys(one.run.section for one in written)
-    ]
+    content = _content(written, styles, points) if written else {"drawn": None}
     return {
         "title": printable(title or names, MAX_TEXT),
         "subtitle": printable(about, MAX_TEXT),
@@ -130,20 +127,17 @@ def _page_values(
         "waiting": "",
         "live": False,
         "scripts": {name.partition(".")[0]: _script(name) for name in SCRIPTS},
-        "captions": {printable(key): text for key, text in (captions or {}).items()},
-        "sections": sections,
-        "data": _json_script([section.pop("drawn") for section in sections]),
+        "caption": printable(caption),
+        "data": _json_script(content.pop("drawn")),
         "points": points,
+        "content": content,
     }
 
 
-def _section(
-    name: str,
-    written: Sequence[WrittenRun],
-    styles: Mapping[str, Mapping[str, str]],
-    points: int,
+def _content(
+    written: Sequence[WrittenRun], styles: Mapping[str, Mapping[str, str]], points: int
 ) -> dict[str, Any]:
-    """The template's values for one section; "drawn" is what the page's script draws."""
+    """Tables, figures and events for the template; "drawn" is what the page's script draws."""
     labels = list(dict.fromkeys(one.run.label for one in written))
     of_run = [labels.index(one.run.label) for one in written]
     styled = [{"name": label, **styles[label]} for label in labels]
@@ -157,7 +151,6 @@ def _section(
         if place < half or place >= len(one.events) - half
     ]
     return {
-        "name": name,
         "seeds": tables.seed_table(written),
         "labels": styled,
         "figures": figures,

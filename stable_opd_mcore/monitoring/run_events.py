@@ -19,7 +19,7 @@ ARROW = "\N{RIGHTWARDS ARROW}"
 
 
 def marks(events: Sequence[Mapping[str, Any]], run: int) -> list[dict[str, Any]]:
-    """One record per event of the `run`-th run of a section: run, step, title, lines.
+    """One record per event of the `run`-th run: run, step, title, lines.
 
     The title is the event's name with its "action", if it has one.
     """

@@ -23,10 +23,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
-from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import write_atomically
-from stable_opd_mcore.host.json_files import validated
-from stable_opd_mcore.host.printable_text import beginning, printable
+from stable_opd_mcore.host.json_files import read_json_object, validated
+from stable_opd_mcore.host.printable_text import printable
 from stable_opd_mcore.metrics import Mean, Metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import gather_objects
@@ -35,7 +34,7 @@ from stable_opd_mcore.serving.activity import Span, Spans
 TIMELINE_FILE = "timeline.json"
 RESOLUTION = 250  # of a step: shorter gaps are closed, so a row has at most 251 spans of a kind
 MAX_SERVERS = 16  # of each kind in a file
-MAX_FILE_BYTES = 1_000_000
+MAX_FILE_BYTES = 2**20
 MAX_NAME = 80  # characters
 WIDTH = 1000  # of a drawn row
 PARTS = {
@@ -163,23 +162,14 @@ def read_timeline(directory: Path, last_step: int) -> Timeline | None:
     path = directory / TIMELINE_FILE
     if not path.is_file():
         return None
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-        if len(data) > MAX_FILE_BYTES:
-            raise ValueError(f"more than {MAX_FILE_BYTES} bytes, which no run writes")
-        record = json.loads(data)
-        if not isinstance(record, dict):
-            raise ValueError(f"a JSON {type(record).__name__}, not an object")
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: no timeline of a step: {error}; delete it") from error
+    record = read_json_object(path, MAX_FILE_BYTES, remedy="delete it")
     found = validated(_File, record, str(path))
     roles = []
     for role in found.roles:
         spans = [
             Span(what, *span) for what in PARTS for span in role.spans.get(what, ())
         ]  # others are of no part that is drawn
-        roles.append(Role(role.kind, _shown(role.name), _joined(spans, found.seconds)))
+        roles.append(Role(role.kind, printable(role.name, MAX_NAME), _joined(spans, found.seconds)))
     timeline = Timeline(found.step, found.seconds, tuple(roles), found.left_out)
     return timeline if found.step <= last_step else None
 
@@ -239,7 +229,3 @@ def _joined(spans: Sequence[Span], seconds: float, gap: float = 0.0) -> tuple[Sp
         else:
             joined.append(Span(what, start, end))
     return tuple(joined)
-
-
-def _shown(text: str) -> str:
-    return printable(beginning(text, MAX_NAME))

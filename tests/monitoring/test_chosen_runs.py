@@ -49,9 +49,10 @@ def test_what_a_run_has_written(tmp_path):
     assert [row["step"] for row in found.rows] == [0, 1]
     assert (found.settings["kl.beta"], "run.name" in found.settings) == ("0.5", False)
     assert found.results == {"step_000001": {"amc": {"accuracy": 0.5}}}
-    results.write_text("[1]")
-    with pytest.raises(UserError, match=r"evaluation/.*/results\.json: expected one mapping"):
-        read_written(run)
+    for text, message in (("[1]", "a JSON list, not"), ('{"benchmarks": [1]}', "expected one map")):
+        results.write_text(text)
+        with pytest.raises(UserError, match=rf"evaluation/.*/results\.json: {message}"):
+            read_written(run)
     results.unlink()
     (run.directory / "config.resolved.yaml").write_text("- a\n")
     with pytest.raises(UserError, match=r"resolved\.yaml: expected a mapping of settings, found l"):
@@ -62,13 +63,13 @@ def test_what_a_run_has_written(tmp_path):
 
 def test_runs_that_differ_in_the_seed_alone_share_a_label():
     def run(name: str, seed: int, label: str = "", **settings: str) -> WrittenRun:
-        at = ReportRun(Path(name), label or name, "", name)
+        at = ReportRun(Path(name), label or name, name)
         return WrittenRun(at, [], [], {"train.seed": str(seed), **settings}, {})
 
     opd = [run(f"sweep_beta0_seed{seed}", seed, beta="0") for seed in (1, 12)]
     below = [run(f"seed{seed}/grpo", seed, beta="1") for seed in (1, 2)]
     alone, given = run("sft", 1, beta="2"), run("x", 3, "mine", beta="0")
-    unknown = [WrittenRun(ReportRun(Path(n), n, "", n), [], [], {}, {}) for n in ("y0", "y1")]
+    unknown = [WrittenRun(ReportRun(Path(n), n, n), [], [], {}, {}) for n in ("y0", "y1")]
     found = seeds_together([opd[0], *below, opd[1], alone, given, *unknown])
     labels = [one.run.label for one in found]
     assert labels == ["sweep_beta0", "grpo", "grpo", "sweep_beta0", "sft", "mine", "y0", "y1"]

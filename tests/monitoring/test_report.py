@@ -1,4 +1,4 @@
-"""The page of known runs: its sections, hostile text, and errors that name file and line."""
+"""The page of known runs: its figures, hostile text, and errors that name file and line."""
 
 import base64
 import gzip
@@ -57,7 +57,7 @@ def page_of(path) -> Page:
     return Page(path.read_text(encoding="utf-8"))
 
 
-def data_of(page: Page) -> list:
+def data_of(page: Page) -> dict:
     return json.loads(page.scripts[0])
 
 
@@ -76,12 +76,12 @@ def test_one_run(tmp_path):
     page = page_of(write_report([run], tmp_path / "out" / "report.html"))
     panels = sum(len(figure.panels) for figure in FIGURES) - 1  # kl/reference has no values
     assert page.count("div", **{"class": "plot"}) == panels
-    assert [len(figure) for figure in data_of(page)[0]["figures"]] == [6, 3, 4, 9, 3, 5, 6, 8]
+    assert [len(figure) for figure in data_of(page)["figures"]] == [6, 3, 4, 9, 3, 5, 6, 8]
     assert page.count("div", **{"class": "legend"}) == 0
     assert page.elements.count(("h1", {})) == 1
     assert {"a-run", "Held-out accuracy", "aime24"} <= set(page.text)
-    assert page.count("details", id="differences-0") == 0
-    assert data_of(page)[0]["events"] == [{"run": 0, "step": 2, "title": "guard: raise beta"}]
+    assert page.count("details", id="differences") == 0
+    assert data_of(page)["events"] == [{"run": 0, "step": 2, "title": "guard: raise beta"}]
     assert {"after step 2", "guard: raise beta", "slope: 0.5"} <= set(page.text)
     assert [r["step"] for r in rollouts_of(page)["rollouts"]] == [1, 1, 30, 30]
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["report.html"]
@@ -127,10 +127,10 @@ def test_the_largest_runs_fit_into_two_megabytes_and_the_page_says_what_is_left_
     text = " ".join(page.text)
     assert "200 more rows are left out" in text  # of 300 settings that differ
     assert "The first and the last 25 of a run are kept; 1,500 are left out" in text
-    (section,) = data_of(page)
-    longest = max(map(len, section["steps"]))
+    content = data_of(page)
+    longest = max(map(len, content["steps"]))
     assert 200 <= longest <= int(re.search(r"Curves have at most (\d+) points", text)[1])
-    assert len(section["events"]) == 100
+    assert len(content["events"]) == 100
     found = rollouts_of(page)
     assert found["rollouts"]
     assert {run["stored"] for run in found["runs"]} == {2}
@@ -152,21 +152,18 @@ def test_no_runs_and_too_many_runs_are_refused_and_a_title_names_some(tmp_path, 
         write_report(runs, tmp_path / "r.html")
 
 
-def test_a_label_has_one_colour_in_all_sections_and_seeds(tmp_path):
+def test_runs_of_one_label_share_a_colour_and_a_mean(tmp_path):
     runs = [
-        ReportRun(make_run(tmp_path / f"{act}-{arm}-{seed}", 2), arm, act)
-        for act, arms in {"collapse": ["opd", "stable_opd"], "stop": ["opd", "fixed"]}.items()
-        for arm in arms
+        ReportRun(make_run(tmp_path / f"{arm}-{seed}", 2), arm)
+        for arm in ("opd", "stable_opd")
         for seed in range(2)
     ]
-    captions = {"stop": "Other stops."}
-    page = page_of(write_report(runs, tmp_path / "r.html", title="T", captions=captions))
-    first, second = data_of(page)
-    assert [label["name"] for label in first["labels"]] == ["opd", "stable_opd"]
-    assert [label["name"] for label in second["labels"]] == ["opd", "fixed"]
-    assert first["labels"][0] == second["labels"][0]
-    assert first["runs"] == [0, 0, 1, 1]
-    curves = first["figures"][0][0]["curves"]
+    page = page_of(write_report(runs, tmp_path / "r.html", title="T", caption="Other stops."))
+    content = data_of(page)
+    assert [label["name"] for label in content["labels"]] == ["opd", "stable_opd"]
+    assert len({label["colour"] for label in content["labels"]}) == 2
+    assert content["runs"] == [0, 0, 1, 1]
+    curves = content["figures"][0][0]["curves"]
     assert [(curve["run"], "mean" in curve) for curve in curves] == [
         *((run, False) for run in range(4)),
         (0, True),
@@ -174,9 +171,8 @@ def test_a_label_has_one_colour_in_all_sections_and_seeds(tmp_path):
     ]
     assert "Means over seeds" in page.text
     assert page.count("button", type="button", **{"aria-pressed": "true", "data-label": "0"}) == (
-        2 * len(FIGURES)
+        len(FIGURES)
     )
-    assert {"collapse", "stop"} <= set(page.text)
     assert "Other stops." in page.text
 
 
@@ -191,9 +187,9 @@ def test_a_folder_of_runs_whose_last_lines_are_cut(tmp_path):
         for path in (run / "metrics.jsonl", rollout_path(run, 2), tokens):
             path.write_bytes(path.read_bytes() + b'{"cut": "of')
     page = page_of(write_report([tmp_path], tmp_path / "r.html"))
-    (section,) = data_of(page)
-    assert [label["name"] for label in section["labels"]] == ["x/run", "y/run"]
-    assert [(event["run"], event["step"]) for event in section["events"]] == [(0, 2), (1, 2)]
+    content = data_of(page)
+    assert [label["name"] for label in content["labels"]] == ["x/run", "y/run"]
+    assert [(event["run"], event["step"]) for event in content["events"]] == [(0, 2), (1, 2)]
     assert page.text.count("y/run") == page.text.count("x/run") > 1  # each event names its run
     assert [run["label"] for run in rollouts_of(page)["runs"]] == ["x/run", "y/run"]
     assert len(rollouts_of(page)["rollouts"]) == 8
@@ -202,7 +198,7 @@ def test_a_folder_of_runs_whose_last_lines_are_cut(tmp_path):
 def test_hostile_text_stays_text(tmp_path):
     run = make_run(tmp_path / "run", 2, text=HOSTILE)
     page = page_of(
-        write_report([ReportRun(run, HOSTILE, HOSTILE)], tmp_path / "r.html", title=HOSTILE)
+        write_report([ReportRun(run, HOSTILE)], tmp_path / "r.html", title=HOSTILE, caption=HOSTILE)
     )
     assert page.count("script") == 5
     assert page.count("img") == 0
@@ -210,7 +206,7 @@ def test_hostile_text_stays_text(tmp_path):
     assert len(shown) > 3
     assert all("{{ 7 * 7 }} ␀�" in text for text in shown)
     assert "<" not in page.scripts[0]
-    assert "fail()" in data_of(page)[0]["labels"][0]["name"]
+    assert "fail()" in data_of(page)["labels"][0]["name"]
     assert "\x00" not in rollouts_of(page)["rollouts"][0]["detail"]["text"]
 
 
@@ -233,7 +229,7 @@ def test_the_timelines_of_some_runs_are_shown(tmp_path):
     assert page.count("script") == 5
     assert page.count("img") == 0
     alone = page_of(write_report(runs[:1], tmp_path / "r.html"))
-    assert alone.count("details", id="timeline-0") == 0
+    assert alone.count("details", id="timeline") == 0
 
 
 @pytest.mark.parametrize(

@@ -149,10 +149,10 @@ def test_a_malformed_file_is_refused_by_name(tmp_path, change):
         read_timeline(tmp_path, last_step=1)
 
 
-@pytest.mark.parametrize("text", [b"[]", b"{", b"\xff", b"[" * 100_000, b" " * 1_000_001])
+@pytest.mark.parametrize("text", [b"[]", b"{", b"\xff", b"[" * 100_000, b" " * 1_100_000])
 def test_what_is_no_object_is_refused_by_name(tmp_path, text):
     (tmp_path / TIMELINE_FILE).write_bytes(text)
-    with pytest.raises(UserError, match=r"timeline\.json: no timeline of a step: .*delete it"):
+    with pytest.raises(UserError, match=r"timeline\.json: .*; delete it"):
         read_timeline(tmp_path, last_step=1)
 
 

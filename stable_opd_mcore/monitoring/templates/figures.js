@@ -2,8 +2,8 @@
 // again after it has replaced the page's content.
 "use strict";
 (() => {
-  const hidden = new Set(); // "section/label" of the runs that are not shown
-  let sections = [], plots = [];
+  const hidden = new Set(); // labels of the runs that are not shown
+  let content = null, plots = [];
 
   const probe = document.body.appendChild(document.createElement("span"));
   probe.hidden = true;
@@ -35,14 +35,14 @@
     });
   }
 
-  const isShown = (section, label) => !hidden.has(`${sections.indexOf(section)}/${label.name}`);
-  const labelOf = (section, run) => section.labels[section.runs[run]];
-  const eventsOf = (section) => section.events.filter((event) => isShown(section, labelOf(section, event.run)));
+  const isShown = (label) => !hidden.has(label.name);
+  const labelOf = (run) => content.labels[content.runs[run]];
+  const shownEvents = () => content.events.filter((event) => isShown(labelOf(event.run)));
 
-  function seriesOf(section, curve) {
-    const seeds = section.runs.filter((label) => label === section.runs[curve.run]).length > 1;
-    const label = labelOf(section, curve.run);
-    const line = { label: label.name + (curve.mean ? ", mean" : ""), show: isShown(section, label), stroke: colour(label.colour), spanGaps: true };
+  function seriesOf(curve) {
+    const seeds = content.runs.filter((label) => label === content.runs[curve.run]).length > 1;
+    const label = labelOf(curve.run);
+    const line = { label: label.name + (curve.mean ? ", mean" : ""), show: isShown(label), stroke: colour(label.colour), spanGaps: true };
     const dash = label.dash ? label.dash.split(" ").map(Number) : [];
     const width = curve.mean ? 2.4 : seeds ? 1 : 2, alpha = seeds && !curve.mean ? 0.5 : 1;
     const mean = { ...line, width, alpha, dash, value: (_, value) => (value == null ? "–" : shortNumber(value)) };
@@ -50,22 +50,22 @@
   }
 
   // Columns for uPlot: the steps of all curves, and for each curve its values and their mean.
-  function columns(section, curves) {
-    const ends = [section.first, section.last];
+  function columns(curves) {
+    const ends = [content.first, content.last];
     return uPlot.join([[ends], ...curves.map((curve) => {
       const mean = trailingMean(curve.values, curve.window);
       return curve.faint ? [curve.steps, curve.values, mean] : [curve.steps, mean];
     })]);
   }
 
-  function drawEvents(u, section) {
+  function drawEvents(u) {
     const { ctx, bbox } = u;
     ctx.save();
     ctx.strokeStyle = ctx.fillStyle = colour("var(--mark)");
     ctx.lineWidth = devicePixelRatio;
     ctx.font = `${11 * devicePixelRatio}px sans-serif`;
     ctx.textAlign = "center";
-    for (const event of eventsOf(section)) {
+    for (const event of shownEvents()) {
       const x = Math.round(u.valToPos(event.step, "x", true));
       if (x < bbox.left || x > bbox.left + bbox.width) continue;
       ctx.setLineDash([3 * devicePixelRatio, 3 * devicePixelRatio]);
@@ -79,12 +79,12 @@
   }
 
   // uPlot's legend follows the cursor, with the events of the step below it.
-  function placeTip(u, section) {
+  function placeTip(u) {
     const tip = u.root.querySelector(".tip"), { idx, left } = u.cursor;
     tip.hidden = idx === null || left < 0;
     if (tip.hidden) return;
     const step = u.data[0][idx], distance = (u.scales.x.max - u.scales.x.min) / 80;
-    const near = eventsOf(section).filter((event) => Math.abs(event.step - step) <= distance).slice(0, 4);
+    const near = shownEvents().filter((event) => Math.abs(event.step - step) <= distance).slice(0, 4);
     tip.lastChild.replaceChildren(...near.map((event) => element("div", `${event.title} (after step ${event.step})`)));
     const at = u.over.offsetLeft + left, room = u.root.clientWidth - tip.offsetWidth - 4;
     tip.style.left = `${Math.max(2, Math.min(at + 12 > room ? at - tip.offsetWidth - 12 : at + 12, room))}px`;
@@ -104,14 +104,13 @@
   }
 
   function drawPlot(plot) {
-    const section = sections[plot.dataset.section];
-    const { curves, unit } = section.figures[plot.dataset.figure][plot.dataset.panel];
+    const { curves, unit } = content.figures[plot.dataset.figure][plot.dataset.panel];
     const axis = { stroke: colour("var(--soft)"), font: "11px system-ui, sans-serif", grid: { stroke: colour("var(--grid)"), width: 1 }, ticks: { show: false } };
     const drawn = new uPlot({
       width: Math.max(120, plot.clientWidth), height: plot.clientHeight, padding: [8, 12, 0, 0],
       legend: { mount: addTip, markers: { width: 0, fill: (u, index) => u.series[index].stroke(u, index) } },
       cursor: {
-        sync: { key: `section-${plot.dataset.section}`, scales: ["x", null] }, drag: { x: true, y: false }, y: false,
+        sync: { key: "steps", scales: ["x", null] }, drag: { x: true, y: false }, y: false,
         hover: { skip: [null], prox: 30 }, points: { size: (u, index) => (u.series[index].class ? 0 : 7) },
       },
       scales: { x: { time: false }, y: { range: (_, low, high) => range(unit, low, high) } },
@@ -119,9 +118,9 @@
         { ...axis, size: 26, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? tick.toLocaleString("en-US") : "")) },
         { ...axis, size: 56, space: 34, values: (_, ticks) => ticks.map((tick) => shortNumber(tick, 6)) },
       ],
-      series: [{ label: "step", value: (_, step) => step?.toLocaleString("en-US") ?? "" }, ...curves.flatMap((curve) => seriesOf(section, curve))],
-      hooks: { draw: [(u) => drawEvents(u, section)], setCursor: [(u) => placeTip(u, section)] },
-    }, columns(section, curves), plot);
+      series: [{ label: "step", value: (_, step) => step?.toLocaleString("en-US") ?? "" }, ...curves.flatMap(seriesOf)],
+      hooks: { draw: [drawEvents], setCursor: [placeTip] },
+    }, columns(curves), plot);
     plot.dataset.drawn = "yes";
     return { plot, drawn };
   }
@@ -148,16 +147,14 @@
   document.addEventListener("click", ({ target }) => {
     const button = target.closest?.(".legend button");
     if (!button) return;
-    const number = button.parentElement.dataset.section;
-    const key = `${number}/${sections[number].labels[button.dataset.label].name}`;
-    if (!hidden.delete(key)) hidden.add(key);
+    const { name } = content.labels[button.dataset.label];
+    if (!hidden.delete(name)) hidden.add(name);
     pressButtons();
     drawAll();
   });
   function pressButtons() {
     document.querySelectorAll(".legend button").forEach((button) => {
-      const section = sections[button.parentElement.dataset.section];
-      button.setAttribute("aria-pressed", String(isShown(section, section.labels[button.dataset.label])));
+      button.setAttribute("aria-pressed", String(isShown(content.labels[button.dataset.label])));
     });
   }
 
@@ -178,12 +175,12 @@
 
   // Draws what the page's content holds now.
   function show() {
-    sections = JSON.parse(document.getElementById("data").textContent);
-    for (const section of sections) {
-      const all = section.steps.flat();
-      section.first = all.reduce((a, b) => Math.min(a, b), Infinity);
-      section.last = all.reduce((a, b) => Math.max(a, b), -Infinity);
-      for (const { curves } of section.figures.flat()) curves.forEach((curve) => { curve.steps = section.steps[curve.steps]; });
+    content = JSON.parse(document.getElementById("data").textContent);
+    if (content) {  // null: no run has started
+      const all = content.steps.flat();
+      content.first = all.reduce((a, b) => Math.min(a, b), Infinity);
+      content.last = all.reduce((a, b) => Math.max(a, b), -Infinity);
+      for (const { curves } of content.figures.flat()) curves.forEach((curve) => { curve.steps = content.steps[curve.steps]; });
     }
     document.querySelectorAll("details.figure").forEach((figure) => figure.addEventListener("toggle", () => {
       if (figure.open && figure.querySelector(".plot:not([data-drawn])")) drawAll();
