@@ -76,6 +76,10 @@ def _check_layouts(rank: int, world_size: int, path: Path) -> None:
         if layout == "TP2":
             with pytest.raises(UserError, match=r"parallel.sequence=true"):
                 build_model(MODELS[MOE], world)
+        if layout == "TP2xPP2+SP":
+            (chunk,) = build_model(MODELS[QWEN3], world)
+            with pytest.raises(ValueError, match=r"of 7 tokens cannot be cut over 2 .* of 2"):
+                forward_hidden(chunk, tiny.microbatch([5, 2]))
         stop_world()
     with pytest.raises(ValueError, match=r"parallel.tensor=3.* 4 started ranks"):
         start_world(ParallelConfig(tensor=3), seed=0)
