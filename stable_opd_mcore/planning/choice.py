@@ -153,9 +153,11 @@ def lag_advice(job: Job) -> list[str]:
         return []
     rates = []
     for ahead, partial in SHOWN_LAGS:
-        other = Prediction(job.changed(rollout={"max_staleness": ahead, "partial": partial}))
+        lag = {"max_staleness": ahead, "partial": partial, "order": "submitted"}
+        other = Prediction(job.changed(rollout=lag))
         rates.append(f"{ahead}{' partial' if partial else ''}: {other.tokens_per_second:,.0f}")
-    lines = [f"tokens/s by rollout.max_staleness and partial: {'; '.join(rates)}"]
+    order = ", in the submitted order" if job.config.rollout.order != "submitted" else ""
+    lines = [f"tokens/s by rollout.max_staleness and partial{order}: {'; '.join(rates)}"]
     best, own = best_split(job), Prediction(job).tokens_per_second
     if best.job is not job:
         lines.append(

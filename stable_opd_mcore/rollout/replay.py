@@ -78,7 +78,8 @@ def _stored_sample(
     if samples is None:
         raise UserError(
             f"{path}: no rollouts of prompt {prompt.prompt_id}; a replay needs the same data, "
-            "train.seed and rollout.prompts_per_step as the stored run, and rollout.save=all there"
+            "train.seed and rollout.prompts_per_step as the stored run, and there rollout.save=all "
+            "and rollout.order=submitted"
         )
     if sample not in samples:
         raise UserError(

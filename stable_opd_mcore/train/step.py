@@ -7,7 +7,8 @@ of all samples, but tokens only of those that it trains on (train/samples/sharin
 follow from these facts and contain the global normalisers, so the loss is a plain sum over tokens,
 micro-batches and ranks.
 
-Not here: how rollouts are drawn (train/samples/drawing.py); the loop around the step, evaluation,
+Not here: which prompts make a step (train/samples/choice.py), how rollouts are drawn
+(train/samples/drawing.py); the loop around the step, evaluation,
 checkpoints, files (loop.py).
 """
 
@@ -15,7 +16,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
@@ -53,12 +56,10 @@ from stable_opd_mcore.train.learning_rate import learning_rate
 from stable_opd_mcore.train.oversight.guard import Action, decide
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
+from stable_opd_mcore.train.samples.choice import choose_draws, early_metrics
 from stable_opd_mcore.train.samples.drawing import (
-    NOT_TIMED,
     draw_rollouts,
     measured,
-    next_rows,
-    own_share,
     prefetch_rollouts,
     training_samples,
 )
@@ -94,17 +95,18 @@ def train_step(run: Run, state: TrainState) -> StepResult:
     """
     config, timer = run.config, PhaseTimer(run.world.device, run.phase)
     run = at_step(run, state)
-    rows = next_rows(run, state.cursor)
-    prompts = run.prompts.select(own_share(run.world, rows))
 
     with timer.phase("rollout"):
         run.memory.keep_only(*phases.ROLLOUT)
         prefetch_rollouts(run, state)
         waits = config.rollout.engine == "sglang"
-        drawing = timer.part("wait") if waits else NOT_TIMED
-        rollouts = draw_rollouts(run, prompts, state.step, drawing)
-        drawn = training_samples(run, prompts, rollouts, state.cursor)
-        facts = gather_facts(run.world, drawn, rows, run.order.sources(rows))
+        waiting = partial(timer.part, "wait") if waits else nullcontext
+        draws = choose_draws(run, state, waiting)
+        prompts = draws.prompts(run)
+        rollouts = draw_rollouts(run, prompts, draws, waiting())
+        drawn = training_samples(run, prompts, rollouts, state.cursor, draws.places)
+        sources = run.order.sources(draws.rows)
+        facts = gather_facts(run.world, drawn, draws.numbers, sources, draws.ranks)
         parts = minibatches_of(run, drawn, facts)
 
     with timer.phase("score"):
@@ -125,13 +127,13 @@ def train_step(run: Run, state: TrainState) -> StepResult:
         ]
     del minibatches  # a publish gathers whole tensors in the memory of the scores
 
-    trained_version = state.weight_version
-    state = state.advance(num_prompts=len(rows), optimizer_steps=len(updates))
+    trained_version, early = state.weight_version, early_metrics(run, state, facts)
+    state = state.advance(draws.numbers, optimizer_steps=len(updates))
     for moving in run.moving.values():
         moving.follow(state.step, run.memory)
     with timer.phase("sync"):
         run.engine.publish(state.weight_version)
-    reduced = [overlap, correction, *updates]
+    reduced = [early, overlap, correction, *updates]
     metrics = step_metrics(run, rollouts, facts, reduced, timer, trained_version)
     timeline = gather_timeline(
         state.step,

@@ -75,7 +75,9 @@ def test_grpo_normalises_within_the_group():
     assert weights(alone, objective__name="grpo").advantage_B.tolist() == [0.0, 0.0]
     dr = {"objective__name": "grpo", "objective__std_normalise": False, "aggregation": "constant"}
     assert weights(group, **dr).advantage_B[0] == 0.75
-    with pytest.raises(ValueError, match="row 1 of the data: a rollout has no reward"):
+    with pytest.raises(
+        ValueError, match="prompt 1 in the order of the data: a rollout has no reward"
+    ):
         weights([*group[:1], sample("b", 2)], objective__name="grpo")
 
 

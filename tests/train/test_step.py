@@ -35,11 +35,11 @@ from tests.train.runs import tiny_config
 
 def drawn(run, cursor=0):
     """Rollouts, samples and facts of one step."""
-    rows = step.next_rows(run, cursor)
-    prompts = run.prompts.select(rows)
-    rollouts = step.draw_rollouts(run, prompts, 0)
-    samples = step.training_samples(run, prompts, rollouts, cursor)
-    return rollouts, samples, step.gather_facts(run.world, samples, rows)
+    draws = step.choose_draws(run, TrainState(cursor=cursor))
+    prompts = draws.prompts(run)
+    rollouts = step.draw_rollouts(run, prompts, draws)
+    samples = step.training_samples(run, prompts, rollouts, cursor, draws.places)
+    return rollouts, samples, step.gather_facts(run.world, samples, draws.numbers)
 
 
 def scored_step(run, cursor=0):
@@ -90,8 +90,8 @@ def test_a_step_draws_at_its_cursor_updates_and_publishes(run):
     assert {"time/total", "overlap/ratio", "rollout/grading_timeouts"} <= result.metrics.keys()
     expected = rollout_metrics(result.rollouts, 24, run.config.monitoring)
     assert {key: result.metrics[key] for key in expected} == dict(expected)
-    prompts = run.prompts.select(step.next_rows(run, 6))
-    samples = step.training_samples(run, prompts, result.rollouts, 6)
+    prompts = run.prompts.select(run.order.indices(6, 2))
+    samples = step.training_samples(run, prompts, result.rollouts, 6, range(2))
     expected = sample_metrics(facts_of(samples))
     assert {key: result.metrics[key] for key in expected} == dict(expected)
     tokens = sum(len(s.prompt_token_ids) + len(s.response_token_ids) for s in samples)

@@ -1,10 +1,11 @@
 """Rollouts drawn ahead, stored for each checkpoint (rollout.max_staleness).
 
 `in_flight/step_000100/` belongs to checkpoint step_000100 and holds one file of rollouts for each
-later step, such as step_000101.jsonl, with the tokens that unfinished responses have, and with the
-experts that were chosen for them (rollout.routing_replay). A resumed run goes on from them, so it
-trains on the rollouts that the interrupted one would have had. They are written before the
-checkpoint; without that checkpoint they are not read. Not here: drawing ahead (rollout/).
+step that they were drawn for, such as step_000101.jsonl, with the tokens that unfinished responses
+have, and with the experts that were chosen for them (rollout.routing_replay). A resumed run goes on
+from them, so it trains on the rollouts that the interrupted one would have had. They are written
+before the checkpoint; without that checkpoint they are not read. Not here: drawing ahead
+(rollout/).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import shutil
 from pathlib import Path
 
 from stable_opd_mcore.data.rollout_files import read_rollouts
-from stable_opd_mcore.parallel.world import World
+from stable_opd_mcore.parallel.world import World, gather_objects
 from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.train.persistence.rollout_writer import write_together
 
@@ -31,9 +32,10 @@ def save_in_flight(directory: Path, step: int, engine: RolloutEngine, world: Wor
         for path in (directory / FOLDER).glob("step_*"):
             if path.name not in kept or path == home:  # a run that was killed may have left it
                 shutil.rmtree(path)
-    for later, rollouts in drawn.items():
+    # With rollout.order=completed a rank may have nothing left of a step.
+    for later in sorted({later for each in gather_objects(list(drawn)) for later in each}):
         path = home / f"step_{later:06d}.jsonl"
-        write_together(path, rollouts, world, with_experts=True)
+        write_together(path, drawn.get(later, []), world, with_experts=True)
 
 
 def restore_in_flight(directory: Path, step: int, engine: RolloutEngine) -> None:

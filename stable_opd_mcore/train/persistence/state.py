@@ -7,6 +7,7 @@ anything derived from them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from pydantic import ConfigDict
@@ -25,13 +26,24 @@ class TrainState:
     weight_version: int = 0  # of the student's weights; every rollout records it
     adapted: Adapted = field(default_factory=Adapted)
     guard: GuardState = field(default_factory=GuardState)
+    # With rollout.order=completed, by their places in the data order, rising and equally many:
+    late: tuple[int, ...] = ()  # prompts before the cursor on which the next step trains
+    early: tuple[int, ...] = ()  # prompts from the cursor on that were trained on already
 
-    def advance(self, num_prompts: int, optimizer_steps: int) -> TrainState:
-        """The state after one training step on `num_prompts` prompts."""
+    def advance(self, draws: Sequence[int], optimizer_steps: int) -> TrainState:
+        """The state after one training step.
+
+        Args:
+            draws: the places of the step's prompts in the data order.
+        """
+        cursor, trained = self.cursor + len(draws), {*self.early, *draws}
+        behind = {*self.late, *range(self.cursor, cursor)}
         return replace(
             self,
             step=self.step + 1,
-            cursor=self.cursor + num_prompts,
+            cursor=cursor,
+            late=tuple(sorted(behind - trained)),
+            early=tuple(sorted(draw for draw in trained if draw >= cursor)),
             optimizer_steps=self.optimizer_steps + optimizer_steps,
             weight_version=self.weight_version + 1,
         )

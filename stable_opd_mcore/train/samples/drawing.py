@@ -1,6 +1,7 @@
 """Draw and grade the rollouts of this data-parallel rank's prompts, and make samples of them.
 
-Not here: the engines (rollout/), which rank trains on which sample (sharing.py).
+Not here: which prompts they are (choice.py), the engines (rollout/), which rank trains on which
+sample (sharing.py).
 """
 
 from __future__ import annotations
@@ -27,14 +28,10 @@ from stable_opd_mcore.records import Prompt, Rollout, Sample, Sampling
 from stable_opd_mcore.rollout.engine import RolloutEngine, WhenFinished
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
+from stable_opd_mcore.train.samples.choice import Draws, draws_ahead
 
 Item = TypeVar("Item")
 NOT_TIMED = nullcontext()
-
-
-def next_rows(run: Run, cursor: int) -> Sequence[int]:
-    """The rows of the prompts of the step that starts at `cursor`, of all ranks."""
-    return run.order.indices(cursor, run.config.rollout.prompts_per_step)
 
 
 def own_share(world: World, items: Sequence[Item]) -> Sequence[Item]:
@@ -45,24 +42,26 @@ def own_share(world: World, items: Sequence[Item]) -> Sequence[Item]:
 def draw_rollouts(
     run: Run,
     prompts: Sequence[Prompt],
-    step: int,
+    draws: Draws,
     drawing: AbstractContextManager[object] = NOT_TIMED,
 ) -> list[Rollout]:
     """Graded rollouts of this rank's prompts; none where the objective trains on golden solutions
     only.
 
     Args:
+        prompts: of this rank's draws.
+        draws: of all ranks: all call the engine for the same steps.
         drawing: entered while the engine draws.
     """
     if not run.objective.needs_rollouts:
         return []
-    when_finished = ask_teacher(run, prompts, step)
-    if run.early is not None:
-        # What nobody has taken a step after it was due is not trained on.
-        run.early.forget(before_step=step - 1)
-    return draw_graded(
-        run.engine, run.grader, run.world, prompts, run.sampling, step, drawing, when_finished
-    )
+    steps, rollouts = [draws.steps[place] for place in draws.places], list[Rollout]()
+    with drawing:
+        for step in dict.fromkeys(draws.steps):
+            own = [prompt for prompt, of in zip(prompts, steps, strict=True) if of == step]
+            asks = ask_teacher(run, own, step)
+            rollouts += run.engine.generate(own, run.sampling, step=step, when_finished=asks)
+    return graded(run.grader, run.world, prompts, rollouts)
 
 
 def ask_teacher(run: Run, prompts: Sequence[Prompt], step: int) -> WhenFinished | None:
@@ -109,12 +108,15 @@ def draw_graded(
     prompts: Sequence[Prompt],
     sampling: Sampling,
     step: int,
-    drawing: AbstractContextManager[object] = NOT_TIMED,
-    when_finished: WhenFinished | None = None,
 ) -> list[Rollout]:
     """Rollouts of this data-parallel rank's prompts with rewards, in the order of the prompts."""
-    with drawing:
-        rollouts = engine.generate(prompts, sampling, step=step, when_finished=when_finished)
+    return graded(grader, world, prompts, engine.generate(prompts, sampling, step=step))
+
+
+def graded(
+    grader: Grader, world: World, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
+) -> list[Rollout]:
+    """This data-parallel rank's rollouts with rewards. Collective over the replica's ranks."""
     own = {prompt.prompt_id: prompt for prompt in prompts}  # those of stored rollouts lack columns
     rollouts = [replace(rollout, prompt=own[rollout.prompt.prompt_id]) for rollout in rollouts]
     # Grade on one rank and broadcast, so that a timeout cannot give ranks different rewards.
@@ -130,38 +132,44 @@ def draw_graded(
 
 
 def prefetch_rollouts(run: Run, state: TrainState) -> None:
-    """Draw the rollouts of the next rollout.max_staleness steps ahead, or go on with them."""
-    config = run.config
+    """Draw the rollouts of later steps ahead (rollout.max_staleness), or go on with them."""
     if not run.objective.needs_rollouts:
         return
-    left = config.train.steps - state.step - 1
-    for ahead in range(1, 1 + min(config.rollout.max_staleness, left)):
-        rows = next_rows(run, state.cursor + ahead * config.rollout.prompts_per_step)
-        prompts = run.prompts.select(own_share(run.world, rows))
-        budget = config.sampling.budget(state.step + ahead)
-        sampling = replace(run.sampling, max_new_tokens=budget)
-        version, step = state.weight_version + ahead, state.step + ahead
-        when_finished = ask_teacher(run, prompts, step)
+    if run.early is not None:
+        # What nobody has taken a step after it was due is not trained on.
+        run.early.forget(before_step=state.step - 1)
+    after_own = run.config.rollout.order == "completed"  # a step may leave prompts to the next one
+    for step, draws in draws_ahead(run, state):
+        prompts = draws.prompts(run)
+        sampling = replace(run.sampling, max_new_tokens=run.config.sampling.budget(step))
+        version = state.weight_version + step - state.step + after_own
+        asks = ask_teacher(run, prompts, step)
         run.engine.prefetch(
-            prompts, sampling, step=step, weight_version=version, when_finished=when_finished
+            prompts, sampling, step=step, weight_version=version, when_finished=asks
         )
 
 
 def training_samples(
-    run: Run, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], cursor: int
+    run: Run,
+    prompts: Sequence[Prompt],
+    rollouts: Sequence[Rollout],
+    cursor: int,
+    places: Sequence[int],
 ) -> list[Sample]:
     """This rank's rollouts and, where the objective trains on them, golden solutions of its
     prompts.
+
+    Args:
+        cursor: prompts that earlier steps trained on.
+        places: of `prompts` among those of the step.
     """
     settings = run.config.objective
     samples = rollout_samples(rollouts, settings.masks, run.sampling.max_new_tokens)
     golden = golden_samples(prompts) if run.objective.needs_golden else []
     if settings.on_policy_fraction < 1:
-        draws = run.config.rollout.prompts_per_step
-        off_policy = off_policy_draws(
-            cursor, draws, settings.on_policy_fraction, run.config.train.seed
-        )
-        off_policy = own_share(run.world, off_policy)
+        count, seed = run.config.rollout.prompts_per_step, run.config.train.seed
+        marks = off_policy_draws(cursor, count, settings.on_policy_fraction, seed)
+        off_policy = [marks[place] for place in places]
         samples, golden = mark_off_policy(samples, off_policy), mark_off_policy(golden, off_policy)
     return with_teacher_prompts(samples + golden, prompts)
 

@@ -40,16 +40,18 @@ class Minibatch:
 def gather_facts(
     world: World,
     samples: Sequence[Sample],
-    prompt_rows: Sequence[int],
+    prompts: Sequence[int],
     sources: NDArray[np.int64] | None = None,
+    ranks: Sequence[int] | None = None,
 ) -> SampleFacts:
     """The facts of the step's samples, of all ranks: first the rollouts in the order of the
     prompts, then the golden solutions. Collective over the data-parallel ranks.
 
     Args:
         samples: those that this rank drew, in the same order; equally many rollouts per prompt.
-        prompt_rows: the row of each prompt of the step, of all ranks.
+        prompts: a number of each prompt of the step, of all ranks.
         sources: the source of each; None: there is one.
+        ranks: the data rank that drew for each; None: the ranks in turn.
     """
     parts = gather_objects(_numbers_of(samples), world.data_group)
     counts = [part.shape[1] for part in parts]
@@ -59,15 +61,16 @@ def gather_facts(
     holder = np.repeat(np.arange(len(parts)), counts)
     index = np.concatenate([np.arange(count) for count in counts])
     num_rollouts = np.bincount(holder[~is_golden], minlength=len(parts))
-    per_prompt = int(num_rollouts.sum()) // len(prompt_rows)
-    # Rank r drew for the prompts r, r + ranks, ... of the step.
+    per_prompt = int(num_rollouts.sum()) // len(prompts)
     turn = np.where(is_golden, index - num_rollouts[holder], index // max(1, per_prompt))
-    prompt = holder + len(parts) * turn
+    rank_P = np.arange(len(prompts)) % len(parts) if ranks is None else np.array(ranks)
+    first_R = np.searchsorted(np.sort(rank_P), np.arange(len(parts)))
+    prompt = np.argsort(rank_P, kind="stable")[first_R[holder] + turn]
     order = np.lexsort((index, prompt, is_golden))
     return SampleFacts(
         holder_B=holder,
         index_B=index,
-        prompt_B=np.array(prompt_rows, np.int64)[prompt],
+        prompt_B=np.array(prompts, np.int64)[prompt],
         golden_B=is_golden,
         off_policy_B=off_policy.astype(np.bool_),
         prompt_tokens_B=prompt_tokens.astype(np.int64),
