@@ -5,8 +5,6 @@ other exception is a defect of this project and keeps its traceback. Commands im
 after the arguments are parsed, so that `--help` is quick. Not here: what the commands do.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

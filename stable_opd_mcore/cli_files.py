@@ -3,8 +3,6 @@
 Not here: the other commands, and how an error ends a command (cli.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -4,8 +4,6 @@ Every message names the file, row or key, what was expected and the remedy. Anyt
 rises, torch's own ValueError included, is a defect of this project and keeps its traceback.
 """
 
-from __future__ import annotations
-
 
 class UserError(ValueError):
     """Settings, data, layout or environment that must be mended outside this code.

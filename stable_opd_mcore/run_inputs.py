@@ -4,8 +4,6 @@
 data, in the same words. Not here: models, engines, the objective (train/setup.py).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace

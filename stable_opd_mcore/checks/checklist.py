@@ -7,8 +7,6 @@
 words in which `train` refuses it; checks that do not need that file still run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path

@@ -4,8 +4,6 @@ Compared are the problems of `evaluation.benchmarks` where `evaluation.benchmark
 them; nothing is downloaded. `stable-opd prepare` removes them by the same search.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path

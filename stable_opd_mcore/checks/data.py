@@ -3,8 +3,6 @@
 Not here: benchmark contamination of a prepared set.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 

@@ -5,8 +5,6 @@
 findings.yaml holds the texts. Not here: how findings are shown (printing.py).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path

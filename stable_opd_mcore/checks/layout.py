@@ -1,7 +1,5 @@
 """Whether models, servers and a step fit the GPUs; the precision of weights and servers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from stable_opd_mcore.checks.finding import Finding, finding

@@ -1,7 +1,5 @@
 """Models that a run reads: config.json, and the names, shapes and types of their weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from os import SEEK_END
 from pathlib import Path

@@ -5,8 +5,6 @@
 Not here: the models of a config (known.py), what does not go together (the other files).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property

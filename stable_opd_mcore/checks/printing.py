@@ -3,8 +3,6 @@
 Names and templates come from files of others, so control characters are shown as escapes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -3,8 +3,6 @@
 `train` calls `settings_changes` too. Not here: the lock itself (host/run_lock.py).
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -3,8 +3,6 @@
 The temperature against a served teacher is refused by the schema, which this list shows as it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from stable_opd_mcore.checks.finding import Finding, finding

@@ -5,8 +5,6 @@ them can be imported. The norms are Transformer Engine's or torch's (models/spec
 imported here: a package of the wrong kind may run anything at its import.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.machinery import PathFinder

@@ -3,8 +3,6 @@
 `stop_class` is what the loss does (docs/method.md §4); `train` prints it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from stable_opd_mcore.checks.finding import Finding, finding

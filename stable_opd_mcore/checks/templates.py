@@ -3,8 +3,6 @@
 Rendered, not read: what counts is the text that a template makes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from stable_opd_mcore.checks.finding import Finding, finding

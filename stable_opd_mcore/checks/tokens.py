@@ -3,8 +3,6 @@
 A student and a teacher whose vocabularies differ in padded rows alone give no finding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from stable_opd_mcore.checks.finding import Finding, finding

@@ -6,8 +6,6 @@ is trained (FREE) are left out.
 Not here: what happens when there is a difference (checks/run_directory.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast

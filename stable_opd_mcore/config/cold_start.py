@@ -3,8 +3,6 @@
 Loads without torch. Not here: running them (train/loop.py).
 """
 
-from __future__ import annotations
-
 from stable_opd_mcore.config.schema import Config
 
 MODEL = "model"  # the trained student in Hugging Face form, inside the run directory

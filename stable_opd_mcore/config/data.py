@@ -4,8 +4,6 @@ them is worth. Loads without torch.
 Not here: how many prompts a step takes (rollouts.py).
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, PositiveInt, Tag, model_validator

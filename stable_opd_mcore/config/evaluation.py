@@ -3,8 +3,6 @@
 Not here: the held-out problems themselves (data.py, `data.eval`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import Field, PositiveInt

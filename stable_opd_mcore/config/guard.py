@@ -3,8 +3,6 @@
 Not here: what a symptom is (monitoring/onset.py), what is done about it (train/oversight/guard.py).
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field, PositiveInt, field_validator

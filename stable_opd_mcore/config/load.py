@@ -4,8 +4,6 @@
 the file. A run's resolved copy holds every value and no base.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path

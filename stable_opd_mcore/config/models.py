@@ -3,8 +3,6 @@
 Not here: how a model is cut over ranks (training.py, ParallelConfig).
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator

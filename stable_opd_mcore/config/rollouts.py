@@ -3,8 +3,6 @@
 Not here: a served teacher (models.py).
 """
 
-from __future__ import annotations
-
 from typing import Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator

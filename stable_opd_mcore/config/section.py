@@ -3,8 +3,6 @@
 The text under a field is its description; docs/configuration.md is generated from it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator

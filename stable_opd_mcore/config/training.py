@@ -3,8 +3,6 @@
 Not here: what the loss is (schema.py).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, Self
 

@@ -10,8 +10,6 @@ Not here: which benchmarks there are (evaluation/benchmarks.py), and solutions, 
 compared.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping

@@ -4,8 +4,6 @@ The mixture (docs/method.md §2) trains on one golden solution for each prompt o
 its rollouts. Not here: the weights of tokens, which the objective computes from samples.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterable, Sequence

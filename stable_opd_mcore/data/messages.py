@@ -4,8 +4,6 @@ The turns up to the last one of the user are the prompt; an assistant's turn aft
 solution. Not here: the chat template (chat.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 

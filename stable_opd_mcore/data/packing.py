@@ -13,8 +13,6 @@ Not here: how samples reach their rank (train/samples/sharing.py), the slices of
 (parallel/context.py). Suffixes of names: records.py.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Callable, Sequence

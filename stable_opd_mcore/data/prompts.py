@@ -6,8 +6,6 @@ stores the cursor alone. No step draws a row twice. Not here: reading rows (data
 chat template (data/chat.py).
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from typing import Literal

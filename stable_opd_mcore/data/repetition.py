@@ -6,8 +6,6 @@ begins. `is_repetitive` is the paper's: how far zlib compresses the end of the t
 Not here: rates over many responses (responses.py).
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass

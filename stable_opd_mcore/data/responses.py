@@ -7,8 +7,6 @@ Not here: grading (evaluation/grading.py), per-token metrics (monitoring/health.
 each name (monitoring/names.py).
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence

@@ -8,8 +8,6 @@ Not here: one file from the rollouts of many ranks (train/persistence/rollout_wr
 (monitoring/sinks.py), grading and decoding.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Iterable

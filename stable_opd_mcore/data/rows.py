@@ -3,8 +3,6 @@
 Not a `Prompt`, which is a row after the chat template, with token ids (data/prompts.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ far), w_s its share of the weights, the first of equals. Within a source the row
 (sources.py).
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import partial

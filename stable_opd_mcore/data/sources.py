@@ -9,8 +9,6 @@ here: tokens (data/chat.py, data/prompts.py).
 # Not strict: pyarrow and datasets have no types.
 # pyright: basic
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping

@@ -8,8 +8,6 @@ trained on them lacks these facts.
 Not a benchmark of reasoning: a two-layer model learns the task on a laptop in a minute.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ Not here: the task itself (synthetic.py), prompts and stop tokens (chat.py).
 # Not strict: Transformers' types are incomplete.
 # pyright: basic
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers

@@ -5,8 +5,6 @@ template runs in Jinja's sandbox: values of a row are data, never code. Not here
 another prompt scores the student's tokens (scoring/own_prompt.py).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

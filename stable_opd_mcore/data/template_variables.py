@@ -6,8 +6,6 @@ Not here: rendering (chat.py).
 # Not strict: Transformers' types are incomplete.
 # pyright: basic
 
-from __future__ import annotations
-
 from jinja2 import TemplateError, meta
 from transformers.utils.chat_template_utils import _compile_jinja_template
 

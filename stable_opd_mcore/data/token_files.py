@@ -8,8 +8,6 @@ Not here: rollouts (rollout_files.py), and where the values come from
 (train/samples/token_values.py).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence

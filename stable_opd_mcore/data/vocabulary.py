@@ -3,8 +3,6 @@
 Not here: loading a tokenizer (chat.py), what follows from a difference (checks/).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from stable_opd_mcore.data.chat import Tokenizer

@@ -11,8 +11,6 @@ first, because it is almost certain of its stop token. A response may be three t
 length.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ thread each. Finished runs are kept, and the same command continues with the oth
 settings of the runs (recipe.py).
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import multiprocessing

@@ -3,8 +3,6 @@
 Not here: the runs (recipe.py, run.py) and their curves (monitoring/report.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -6,8 +6,6 @@ graded as they are; they are replaced here. Not here: the data themselves; `stab
 writes them for machines without internet.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Not here: which responses are right (grading.py), and rates of single responses
 (data/responses.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import comb
 

@@ -3,8 +3,6 @@
 Not here: how the recipes of these rows are run (configs/README.md).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 # In the papers' order of columns; a name of BENCHMARKS -> its heading.

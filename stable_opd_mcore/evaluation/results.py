@@ -4,8 +4,6 @@ Not here: drawing responses (train/evaluation.py), the prompts (benchmarks.py, d
 other numbers of responses (data/responses.py), the stored responses (store.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -6,8 +6,6 @@ what an uninterrupted one gives. Memory does not grow with the files. Not here: 
 (score_rows.py), the numbers (data/responses.py).
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import math

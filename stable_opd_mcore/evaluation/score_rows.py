@@ -4,8 +4,6 @@ A file may come from anywhere. A row that is no JSON object, lacks its response,
 refused with a reason. Not here: grading and counting (score.py).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Not here: the verdicts themselves (score.py) and the numbers of responses (data/responses.py).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any

@@ -9,8 +9,6 @@ after its last part. The parts do not depend on the number of ranks, so the file
 however often it was killed. Not here: drawing and grading.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ The papers' table has one row per model and one column per benchmark, with the p
 ours. Not here: the published numbers (published.py), what a result is (results.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from stable_opd_mcore.evaluation.published import COLUMNS, PUBLISHED

@@ -3,8 +3,6 @@
 Not here: checkpoints, which all ranks write together (train/persistence/checkpoint.py).
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Standard streams whose reader may end: `stable-opd train CONFIG 2>&1 | head`."""
 
-from __future__ import annotations
-
 import io
 import os
 import sys

@@ -4,8 +4,6 @@ Only data are downloaded: weights in safetensors, JSON, text, parquet. No code f
 downloaded or run. Not here: local folders.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

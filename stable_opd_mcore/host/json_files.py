@@ -3,8 +3,6 @@
 Not here: which files hold rows (data/sources.py), the run's own files.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, TypeVar, cast

@@ -5,8 +5,6 @@ Ubuntu give that name 127.0.1.1, so ranks on other machines would connect to the
 NCCL, which ignores loopback by itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import os

@@ -1,7 +1,5 @@
 """Text of strangers for a terminal, a page or a message: no character of it acts."""
 
-from __future__ import annotations
-
 import unicodedata
 
 

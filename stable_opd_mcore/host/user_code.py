@@ -6,8 +6,6 @@ file, never data or a checkpoint. It may import installed packages; files beside
 for their contents would not be in the hash.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import sys

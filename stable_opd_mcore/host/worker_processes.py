@@ -1,7 +1,5 @@
 """Worker processes that end when the process that started them has ended."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import threading

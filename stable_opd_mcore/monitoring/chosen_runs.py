@@ -6,8 +6,6 @@ Files of a run may come from anywhere: they are read as plain values, and a malf
 Not here: metrics.jsonl (sinks.py), rollouts (reader.py), the page (report.py).
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

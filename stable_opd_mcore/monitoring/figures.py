@@ -6,8 +6,6 @@ Curves are plain lists for JSON, which the page's script smooths and draws (temp
 Not here: reading files (sinks.py), the page (report.py), tables (tables.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

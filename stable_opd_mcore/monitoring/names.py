@@ -4,8 +4,6 @@ The sinks refuse a key that is not listed here, and the report takes its descrip
 here: the computation of values (monitoring/health.py, monitoring/throughput.py, train/).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

@@ -13,8 +13,6 @@ worse answers. All of it is pure functions of plain numbers. Not here: what is d
 (train/oversight/guard.py).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

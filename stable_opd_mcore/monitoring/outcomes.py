@@ -4,8 +4,6 @@ All of it is computed from the rows of metrics.jsonl, the same for the report, t
 demo's summary. Not here: how it is shown (tables.py, demo/run.py).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ each (watch.py). Text from a run's files is untrusted; it becomes printable here
 it as text (templates/reader.js). Not here: reading the files (data/).
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

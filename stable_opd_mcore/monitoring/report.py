@@ -11,8 +11,6 @@ escaped. A page has at most MAX_BYTES: of long or many runs it shows less, and s
 It changes nothing in the runs. Not here: which runs a command names (chosen_runs.py).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache

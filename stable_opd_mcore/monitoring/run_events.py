@@ -5,8 +5,6 @@ did. Its other keys are its details. Text from the file is untrusted; it becomes
 the page shows it as text. Not here: reading the file (sinks.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

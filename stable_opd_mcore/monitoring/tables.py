@@ -5,8 +5,6 @@ it. Not here: reading the files (chosen_runs.py), the numbers of a run (outcomes
 (figures.py).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Not a profiler: it measures the named phases and nothing inside them.
 """
 
-from __future__ import annotations
-
 import resource
 import sys
 import time

@@ -13,8 +13,6 @@ A run holds one timeline, `timeline.json`, in which gaps of less than 1/250 of t
 Not here: noting the spans (serving/activity.py, throughput.py), the page (report.py).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -14,8 +14,6 @@ Not here: which sinks a run has, and metrics.jsonl (sinks.py).
 # wandb and mlflow are not installed where types are checked.
 # pyright: reportMissingImports=false
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import Mapping

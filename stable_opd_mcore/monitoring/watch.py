@@ -12,8 +12,6 @@ another site cannot read it through a name of its own. No part of a request beco
 It writes nothing. Not here: the page itself (report.py).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

@@ -8,8 +8,6 @@ difference: frozen models are in training mode, too. Not here: attention without
 fused kernels keep what model_size.py counts.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

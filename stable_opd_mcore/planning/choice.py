@@ -8,8 +8,6 @@ Layout and micro-batch stay the config's. Host memory is not counted. Not here: 
 (memory.py) and takes (seconds.py, lag.py).
 """
 
-from __future__ import annotations
-
 import shlex
 from contextlib import suppress
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 Peaks are the vendors'. Shares are assumptions until `BENCHMARKS.md` holds measured ones.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from stable_opd_mcore.errors import UserError

@@ -5,8 +5,6 @@ not downloaded. A directory that exists always counts more than this table. Not 
 tokenizers.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ A model of a steady run, in closed form; `benchmarks/rollout_schedule.py` runs t
 a clock of events, and docs/planning.md compares. Not here: the parts of a step (seconds.py).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ The same arithmetic as parallel/world.py, without a process group. Not here: wha
 (model_size.py, memory.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

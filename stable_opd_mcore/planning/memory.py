@@ -5,8 +5,6 @@ component names the phases in which it is held. Sizes are those of the second st
 Adam's state exists from the first update on. Not here: how long a phase takes (seconds.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal

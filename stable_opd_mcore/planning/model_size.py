@@ -10,8 +10,6 @@ H hidden, Q query width (heads x head size), K key-value width, F feed-forward w
 rows of the stored embedding, t tensor ranks.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from stable_opd_mcore.config.training import Fp8

@@ -6,8 +6,6 @@
 Needs each model's config.json, no weights and no GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from dataclasses import asdict, dataclass, replace

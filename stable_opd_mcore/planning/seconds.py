@@ -5,8 +5,6 @@ rate, messages over the link rate. Nothing overlaps except what a formula says. 
 are assumptions (hardware.py), so layouts compare better than absolute seconds.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

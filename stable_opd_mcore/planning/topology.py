@@ -6,8 +6,6 @@ GPU id. A GPU is named by its node and its local id. Needs no torch and no GPU. 
 of nodes, server processes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

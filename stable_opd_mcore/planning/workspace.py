@@ -11,8 +11,6 @@ Per token, in elements: H hidden, h hidden over the sequence-parallel ranks, F f
 over the tensor ranks, C copies of a token at this rank's experts.
 """
 
-from __future__ import annotations
-
 from stable_opd_mcore.planning.model_size import ModelSize
 
 

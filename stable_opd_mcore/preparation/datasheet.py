@@ -3,8 +3,6 @@
 Both depend on inputs and settings alone: no date, no number of processes, no directory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ A job holds everything that the outputs depend on, and nothing else decides them
 unpacked or run. Not here: the filter and the outputs (prepare.py), reading rows (data/sources.py).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

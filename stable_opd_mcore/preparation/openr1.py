@@ -5,8 +5,6 @@ by Math-Verify, complete, and not cut at its length. The data set carries these 
 lengths, benchmarks and control tokens, which are checked for every recipe (rules.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

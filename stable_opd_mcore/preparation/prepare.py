@@ -9,8 +9,6 @@ and lengths of rows, never all texts.
 # Not strict: datasets has no types.
 # pyright: basic
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

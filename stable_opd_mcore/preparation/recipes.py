@@ -3,8 +3,6 @@
 A new one is an entry of RECIPES. Not here: which rows are kept (rules.py, openr1.py).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from stable_opd_mcore.config.data import ColumnsConfig

@@ -6,8 +6,6 @@ the bare answer; the shortest solution in the student's tokens is kept, if it ha
 `max_tokens` of them. The training refuses what these rules drop. Not here: files and processes.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ nothing else. Rows with the same normalised problem stay together, so that no di
 trained on in the supervised run.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from itertools import groupby

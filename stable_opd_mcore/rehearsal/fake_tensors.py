@@ -9,8 +9,6 @@ from real data stay real, because packing and attention read lengths by value. A
 from a fake tensor is 1. Not here: process groups (fake_world.py).
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -7,8 +7,6 @@ other pipeline stages would send as Python objects or sizes is computed here. No
 (fake_tensors.py), what is run (rank.py).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -8,8 +8,6 @@ their kernels need the GPU. torch is changed for good, so a process of its own d
 what is built (te_layers.py).
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

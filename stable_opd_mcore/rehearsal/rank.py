@@ -8,8 +8,6 @@ long as the config allows, and the loss's kernels only make their outputs. Not h
 are rehearsed (worlds.py).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -7,8 +7,6 @@ name and shape. A process of its own builds each model of a config with either k
 the ranks of a fake world, with a pretended GPU (pretended_gpu.py). Nothing is computed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json

@@ -6,8 +6,6 @@ CPU, so its memory is held against the plan for these; the plan for Transformer 
 held against the GPU. Not here: one rank (rank.py), Transformer Engine's own layers (te_layers.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -4,8 +4,6 @@ Runs on one process, or on a grid of ranks for models that one cannot hold. Not 
 names (models/tensors.py) or reading and writing (models/).
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

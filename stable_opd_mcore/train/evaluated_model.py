@@ -8,8 +8,6 @@ or checkpoint inside a run's directory has that run's settings, so all three giv
 Not here: the evaluation (evaluation.py).
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

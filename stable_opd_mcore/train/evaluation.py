@@ -5,8 +5,6 @@ store. Not here: those functions, which model is evaluated (evaluated_model.py),
 evaluates (loop.py).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -3,8 +3,6 @@
 A resumed run needs no scheduler state. Not here: the optimizer (student.py).
 """
 
-from __future__ import annotations
-
 import math
 
 from stable_opd_mcore.config.schema import OptimizerConfig

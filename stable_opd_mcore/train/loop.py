@@ -8,8 +8,6 @@ Not here: what a step computes (step.py), how a run's parts are built (setup.py)
 directory's lock and configs (host/run_lock.py, train/persistence/run_directory.py).
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from contextlib import ExitStack

@@ -5,8 +5,6 @@ servers take the device inside a rollout (rollout/sglang/engine.py). Not here: h
 (parallel/device_memory.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

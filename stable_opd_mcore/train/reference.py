@@ -5,8 +5,6 @@ its own average (§1). The weights are part of the run's checkpoints. Not here: 
 (scoring/megatron.py), beta (strengths.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

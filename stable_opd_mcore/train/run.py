@@ -3,8 +3,6 @@
 Not here: how they are built (setup.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

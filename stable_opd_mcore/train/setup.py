@@ -4,8 +4,6 @@ Settings, data and weights that do not fit together are refused here, before the
 sampled. Not here: the step, the loop, or anything that changes while training.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 

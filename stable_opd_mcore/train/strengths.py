@@ -6,8 +6,6 @@ checkpoint. Not here: what the guard decides (train/oversight/guard.py), how a s
 (step.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

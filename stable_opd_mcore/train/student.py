@@ -5,8 +5,6 @@ token weights already contain the global normaliser. Not here: the loss, the lea
 checkpoints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

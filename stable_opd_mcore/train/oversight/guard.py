@@ -10,8 +10,6 @@ Not here: what a symptom is (monitoring/onset.py), how a measure is carried out 
 train/loop.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal

@@ -4,8 +4,6 @@ Not here: the decision (guard.py); beta and lambda, which a step takes from the 
 (train/step.py).
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

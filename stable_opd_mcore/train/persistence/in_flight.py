@@ -8,8 +8,6 @@ before the checkpoint; without that checkpoint they are not read. Not here: draw
 (rollout/).
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

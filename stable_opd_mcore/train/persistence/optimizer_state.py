@@ -7,8 +7,6 @@ its own, in place. The files hold the names and shapes of that form, so either r
 Not here: the optimizer (train/student.py), files (checkpoint.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import prod
 from typing import Any

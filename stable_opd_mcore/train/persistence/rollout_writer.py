@@ -6,8 +6,6 @@ the texts of a round, and the file is in the order of the prompts.
 Not here: the format of the file (data/rollout_files.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import groupby

@@ -5,8 +5,6 @@ kept as config.resolved.001.yaml and so on. Not here: the lock (host/run_lock.py
 refusal of changed settings (checks/run_directory.py), checkpoints, metrics.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 
