@@ -86,9 +86,11 @@ def test_smoke_config_writes_every_file_and_metric(tmp_path, monkeypatch):
     others = ("engine/", "moe/", "loss/moe_aux")  # of rollout servers, of experts
     others += ("perf/staleness_", "perf/tokens_age_")  # of rollouts that lag
     unwritten = {key for key in NAMES.keys() - written if not key.startswith(others)}
-    of_servers = {"memory/left_gib", "time/wait"}
+    of_servers = {"memory/left_gib", "time/wait", "perf/scored_early"}
     of_servers |= {f"perf/{role}_waited" for role in ("trainer", "servers", "teacher")}
-    assert unwritten == of_servers | {"perf/continued_share", "rollout/mixed_groups"}
+    ahead = {"perf/continued_share", "rollout/mixed_groups"}
+    ahead |= {"rollout/early_groups", "rollout/response_length_mean_early"}
+    assert unwritten == of_servers | ahead
     assert rows[-1]["logprob/rollout_gap_max"] < 1e-4  # of engine and trainer
     names = {path.name for path in run.iterdir()}
     assert names >= {
