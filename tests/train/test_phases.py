@@ -136,5 +136,6 @@ def test_a_part_that_does_not_exist_is_refused(tmp_path):
     config = tiny_config(tmp_path, "x", memory={"offload": ["frozen"]}, **grpo)
     with pytest.raises(ConfigError, match=r"`frozen`.*objective.name=grpo.*leave it out"):
         loop.train(config, show_progress=False)
+    stop_world()
     with pytest.raises(ConfigError, match=r"`student`.*rollout.engine=embedded.*leave it out"):
         tiny_config(tmp_path, "x", memory={"offload": ["student"]})
