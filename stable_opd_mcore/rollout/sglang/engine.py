@@ -1,8 +1,7 @@
 """The rollout engine whose responses are drawn by SGLang servers.
 
 Each data-parallel rank's first rank (its leader) talks to its share of the servers, which it may
-share with other leaders. Global rank 0 sends the weights to all servers; through shared memory each
-data-parallel rank sends them to the servers that it started. Ordering:
+share with other leaders. Ordering:
 
 - `publish` pauses the requests: with rollout.partial they are aborted, else those in flight are
   waited for. Then every rank takes part in sending, and again while some server failed and a
@@ -11,8 +10,8 @@ data-parallel rank sends them to the servers that it started. Ordering:
   be saved.
 - Without rollout.partial servers take new weights only every max_staleness - 1 updates (with
   rollout.order=completed every max_staleness - 2), so that few responses have to be waited for. Any
-  other `publish` only records the version; what is not
-  drawn ahead, an evaluation say, needs the current weights, which are then sent first.
+  other `publish` only records the version; what is not drawn ahead, an evaluation say, needs the
+  current weights, which are then sent first.
 - `prefetch` queues a step's requests. They may be in flight from then on until the `generate` of
   that step, over several publishes. The first token of a response is at most max_staleness
   versions older than the weights that its step updates: older responses are dropped.
@@ -25,8 +24,8 @@ data-parallel rank sends them to the servers that it started. Ordering:
   only then they draw. They keep the GPU, for another evaluation batch say, until the trainer holds
   a part again (parallel/device_memory.py); then they release it.
 
-Not here: one rank's requests (dispatch.py) and servers (fleet.py), one publish (sync.py), the
-transfer of weights (transports.py).
+Not here: one rank's requests (dispatch.py) and servers (fleet.py), who sends the weights to whom
+(publisher.py).
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch.nn import Module
 
 from stable_opd_mcore.config.schema import Config
@@ -44,20 +42,17 @@ from stable_opd_mcore.metrics import Max, Metrics, Sum
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World, broadcast_object, gather_objects
-from stable_opd_mcore.planning.topology import server_dtype
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.engine import EngineLost, RolloutEngine, WhenFinished, check_prompts
 from stable_opd_mcore.rollout.sglang.dispatch import Dispatcher
-from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, ServerStatus, one_per_server
+from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, is_leader
+from stable_opd_mcore.rollout.sglang.publisher import Publisher
 from stable_opd_mcore.rollout.sglang.records import Decode, Draw, Job, answer_of, routing_of
-from stable_opd_mcore.rollout.sglang.sync import publish_weights
-from stable_opd_mcore.rollout.sglang.transports import Target, Transport
+from stable_opd_mcore.rollout.sglang.transports import Transport
 from stable_opd_mcore.serving.activity import Spans
-from stable_opd_mcore.serving.client import SglangClient
 from stable_opd_mcore.serving.requests import Completion, Generation
 
-_MAX_ROUNDS = 5  # of drawing, and of sparing servers whose process group another server broke
-_MAX_ATTEMPTS = 8  # at one publish; external servers have no restarts that could run out
+_MAX_ROUNDS = 5  # of drawing
 _POLL_SECONDS = 0.2  # between two looks at which prompts have finished (rollout.order=completed)
 _SEE_LOGS = "see sglang/events.jsonl and the servers' logs in the run directory"
 
@@ -87,7 +82,9 @@ class SglangEngine(RolloutEngine):
         self._held: dict[int, dict[tuple[str, int], Rollout]] = {}  # restored rollouts, by step
         self._longest: dict[str, int] = {}  # tokens of the longest response, by prompt
         self._dispatcher = Dispatcher(self.fleet)
-        self._num_publishes = 0
+        self._publisher = Publisher(
+            self.config, self.world, self.chunks, self.fleet, self.transport, self.memory
+        )
         self._lost: str | None = None  # why some rank's fleet cannot go on
         self._metrics = Metrics()
 
@@ -344,107 +341,12 @@ class SglangEngine(RolloutEngine):
 
     def _send_weights(self, *, resent: bool) -> None:
         """Send until every server has the weights or some fleet is lost. Collective."""
-        attempt = 0  # only those that no restart of this run's servers pays for
-        while True:
-            self.fleet.await_restarts()
-            targets = [s for s in self._statuses() if s.state == "needs_weights"]
-            if self._lost is not None or not targets:
-                break
-            names = {status.name for status in targets}
-            mine = [member for member in self.fleet.members if member.name in names]
-            for member in mine:  # another leader may have seen that it lacks them
-                self.fleet.weights_outdated(member)
-            self._num_publishes += 1
-            with self.fleet.activity.during("weights", [member.name for member in mine]):
-                outcome = self._send_to(targets)
-            failures = [reason for reason in outcome.values() if reason is not None]
-            if failures and attempt == _MAX_ATTEMPTS and self._is_leader:
-                self.fleet.lose(f"weights did not arrive {attempt + 1} times: {failures[0]}")
-            else:
-                self._apply(outcome, resent, attempt < _MAX_ROUNDS)
-            resent = True
-            attempt += not any(gather_objects(self.fleet.is_restarting))
-        if self.config.is_colocated:
-            if self.transport is not None:
-                self.transport.buffers.free()
-            self.memory.keep_only()
-
-    def _send_to(self, statuses: Sequence[ServerStatus]) -> dict[str, str | None]:
-        """Per server, why it does not have the weights; None if it has. The same on every rank."""
-        outcome: dict[str, str | None] = {}
-        for sender in sorted({s.sender for s in statuses if s.sender is not None}):
-            if not self.world.shares_experts_with(sender):
-                continue  # it needs no weight of this rank
-            is_sender = sender == self.world.data_rank
-            mine = [s for s in statuses if is_sender and s.sender == sender]
-            if self.config.is_colocated:
-                self.memory.bring("student")
-            result = publish_weights(
-                self.chunks,
-                [
-                    Target(s.name, SglangClient(s.url, api_key=s.api_key), s.tensor, s.life)
-                    for s in mine
-                ],
-                self.transport if is_sender else None,
-                version=self.weight_version,
-                label=f"{self.weight_version}-{self._num_publishes}",
-                dtype=getattr(torch, server_dtype(self.config)),
-                bucket_bytes=self.config.rollout.sglang.bucket_mib * 2**20,
-            )
-            outcome |= dict.fromkeys(result.verified) | result.failed
-            if result.num_bytes:
-                sent = Metrics({"engine/sync_bytes": Sum(float(result.num_bytes))})
-                self._metrics = self._metrics | sent
-        return {name: why for each in gather_objects(outcome) for name, why in each.items()}
-
-    def _apply(self, outcome: dict[str, str | None], resent: bool, spare_healthy: bool) -> None:
-        """Update the fleet's members after sending.
-
-        Args:
-            spare_healthy: send a server that is healthy the weights again, because the fault may
-                be another server's or the network's; else restart it.
-        """
-        version = f"version {self.weight_version}"
-        for member in self.fleet.members:
-            if member.name not in outcome:
-                continue
-            reason = outcome[member.name]
-            if reason is None:
-                self.fleet.weights_arrived(member)
-                self.fleet.events.add("published", member.name, version)
-                if resent:
-                    self.fleet.events.add("resent", member.name, version)
-            elif spare_healthy and any(member.client.is_healthy() for _ in range(2)):
-                self.fleet.events.add("failure", member.name, f"weights did not arrive: {reason}")
-            else:
-                self.fleet.fail(member, f"weights did not arrive: {reason}")
-
-    def _statuses(self) -> list[ServerStatus]:
-        """All servers of all fleets; also sets `_lost`. Collective."""
-        mine = [self._status(member) for member in self.fleet.members]
-        gathered = gather_objects((mine, self.fleet.lost))
-        self._lost = next((lost for _, lost in gathered if lost is not None), None)
-        return one_per_server([status for statuses, _ in gathered for status in statuses])
-
-    def _status(self, member: Member) -> ServerStatus:
-        sender: int | None = 0
-        if self.config.rollout.sglang.transport == "tensor":  # its memory is shared with its owner
-            sender = self.world.data_rank if member.server is not None else None
-        return ServerStatus(
-            name=member.name,
-            url=member.client.url,
-            api_key=member.client.api_key,
-            state=member.state,
-            tensor=member.tensor,
-            life=member.life,
-            sender=sender,
-        )
+        sent = self._publisher.send(self.weight_version, resent=resent)
+        self._lost = sent.lost
+        if sent.num_bytes:
+            num_bytes = Metrics({"engine/sync_bytes": Sum(float(sent.num_bytes))})
+            self._metrics = self._metrics | num_bytes
 
     def _raise_if_lost(self) -> None:
         if self._lost is not None:
             raise EngineLost(f"{self._lost}; {_SEE_LOGS}")
-
-
-def is_leader(world: World) -> bool:
-    """Whether this rank talks to servers for its replica."""
-    return world.tensor_rank == 0 and world.pipeline_rank == 0

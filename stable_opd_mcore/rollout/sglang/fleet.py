@@ -5,8 +5,8 @@ while the others work on. Servers with requests in flight are probed all the tim
 
 States of a member: restarting -> needs_weights -> ready -> failed -> restarting ... Only
 `weights_arrived` makes a member ready. Colocated ones are `released` while the trainer has the GPU,
-and need weights afterwards. Not here: requests (dispatch.py), sending weights (sync.py), agreement
-between ranks (engine.py).
+and need weights afterwards. Not here: requests (dispatch.py), sending weights and agreement between
+ranks about it (publisher.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from stable_opd_mcore.config.rollouts import SglangConfig
+from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.serving import timeouts
 from stable_opd_mcore.serving.activity import Activity
@@ -261,6 +262,11 @@ class Fleet:
         member.missed_probes += 1
         if member.missed_probes >= _MAX_MISSED_PROBES and member.in_flight:
             self.fail(member, f"hung: {_MAX_MISSED_PROBES} health probes went unanswered")
+
+
+def is_leader(world: World) -> bool:
+    """Whether this rank talks to servers for its replica."""
+    return world.tensor_rank == 0 and world.pipeline_rank == 0
 
 
 def one_per_server(statuses: Sequence[ServerStatus]) -> list[ServerStatus]:

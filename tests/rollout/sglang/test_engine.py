@@ -1,32 +1,25 @@
-"""Publishes to servers that two data-parallel ranks share, and over many steps, without SGLang."""
+"""Publishes over many steps, without SGLang."""
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
-from stable_opd_mcore.parallel.world import World, start_world, stop_world
+from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import Prompt, Sampling, Segment
 from stable_opd_mcore.rollout.sglang.engine import SglangEngine
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, ServerStatus
-from stable_opd_mcore.rollout.sglang.group import DistributedTransport
-from stable_opd_mcore.rollout.sglang.transports import TensorTransport
-from stable_opd_mcore.serving.client import SglangClient
 from stable_opd_mcore.serving.requests import Completion
 from tests.config.cases import run_with
 from tests.integration.sglang_tools import architecture
-from tests.parallel.launch import run_ranks
 from tests.rollout.sglang.test_dispatch import Drawing
-from tests.rollout.weight_receiver import receiver
 
 FIELDS = architecture(tied=False)
 MIXTURE = architecture(
@@ -40,45 +33,6 @@ MIXTURE = architecture(
 )
 K = 4
 PROMPTS = [Prompt(f"a:{i}", "", (1, 2)) for i in range(2)]
-
-
-def publish_on_two_ranks(rank: int, _: int, urls: list[str], method: str, folder: str) -> None:
-    """Each rank leads; it started the server of its number where weights go through memory."""
-    world = start_world(ParallelConfig(), seed=0)
-    chunks = build_model(
-        read_architecture(FIELDS), world, precision="fp32", trainable=False, seed=2
-    )
-    placement = "colocated" if method == "tensor" else "disaggregated"
-    config = run_with(rollout={"engine": "sglang", "sglang": {"placement": placement}})
-    own: Any = SimpleNamespace() if method == "tensor" else None
-    mine = [rank] if own else range(len(urls))
-    members = [
-        Member(f"server_{n}", SglangClient(urls[n]), own, state="needs_weights") for n in mine
-    ]
-    events = EventLog(Path(folder) / "events.jsonl")
-    fleet = Fleet(members, events, config.rollout.sglang)
-    transport: Any = TensorTransport(60.0, world.model_group, {})
-    if method == "distributed":
-        transport = DistributedTransport(60.0, "127.0.0.1", "gloo") if rank == 0 else None
-    engine = SglangEngine(config, world, chunks, fleet, transport, str, 32, DeviceMemory())
-    for version in range(2):
-        engine.weight_version = version
-        if rank == 1:
-            fleet.weights_outdated(members[0])  # a shared one still counts as ready on rank 0
-        engine._send_weights(resent=False)
-        assert [member.state for member in members] == ["ready"] * len(members)
-        sent = engine.take_metrics()
-        sends = rank == 0 if method == "distributed" else rank == 1 or version == 0
-        assert ("engine/sync_bytes" in sent) == sends
-    assert fleet.lost is None
-    stop_world()
-
-
-@pytest.mark.parametrize("method", ["distributed", "tensor"])
-def test_every_leader_learns_that_a_server_has_the_weights(tmp_path, method):
-    with receiver(FIELDS) as first, receiver(FIELDS) as second:
-        urls = [first] if method == "distributed" else [first, second]
-        run_ranks(2, publish_on_two_ranks, urls, method, str(tmp_path))
 
 
 def engine_of(
@@ -105,12 +59,12 @@ def engine_of(
     engine = SglangEngine(config, world, chunks, fleet, None, str, 32, DeviceMemory())
     sent: list[int] = []
 
-    def send(statuses: Sequence[ServerStatus]) -> dict[str, str | None]:
-        client.version = engine.weight_version
-        sent.append(engine.weight_version)
-        return {status.name: None for status in statuses}
+    def send(statuses: Sequence[ServerStatus], version: int) -> tuple[dict[str, str | None], int]:
+        client.version = version
+        sent.append(version)
+        return {status.name: None for status in statuses}, 0
 
-    engine._send_to = send
+    engine._publisher._send_to = send
     return engine, sent
 
 

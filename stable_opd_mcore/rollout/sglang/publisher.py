@@ -1,0 +1,164 @@
+"""The student's weights on all servers, sent again to those that they did not reach.
+
+Global rank 0 sends to all servers; through shared memory each data-parallel rank sends to the
+servers that it started. A server that several leaders share lacks the weights as long as any of
+them says so. Not here: when weights are sent and what waits meanwhile (engine.py), one publish
+(sync.py).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import Module
+
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.parallel.device_memory import DeviceMemory
+from stable_opd_mcore.parallel.world import World, gather_objects
+from stable_opd_mcore.planning.topology import server_dtype
+from stable_opd_mcore.rollout.sglang.fleet import (
+    Fleet,
+    Member,
+    ServerStatus,
+    is_leader,
+    one_per_server,
+)
+from stable_opd_mcore.rollout.sglang.sync import publish_weights
+from stable_opd_mcore.rollout.sglang.transports import Target, Transport
+from stable_opd_mcore.serving.client import SglangClient
+
+_MAX_ATTEMPTS = 8  # at one publish; external servers have no restarts that could run out
+_MAX_SPARED = 5  # attempts that spare servers whose process group another server broke
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What came of sending the weights."""
+
+    lost: str | None  # why some rank's fleet cannot go on; the same on every rank
+    num_bytes: int  # that this rank has sent
+
+
+@dataclass(eq=False)
+class Publisher:
+    """Sends this run's weights. Fields are as of `SglangEngine`."""
+
+    config: Config
+    world: World
+    chunks: Sequence[Module]
+    fleet: Fleet
+    transport: Transport | None
+    memory: DeviceMemory
+
+    def __post_init__(self) -> None:
+        self._num_publishes = 0
+
+    def send(self, version: int, *, resent: bool) -> Sent:
+        """Send until every server has the weights or some fleet is lost. Collective.
+
+        Args:
+            resent: whether servers have received this version before.
+        """
+        attempt = 0  # only those that no restart of this run's servers pays for
+        num_bytes = 0
+        while True:
+            self.fleet.await_restarts()
+            statuses, lost = self._statuses()
+            targets = [status for status in statuses if status.state == "needs_weights"]
+            if lost is not None or not targets:
+                break
+            names = {status.name for status in targets}
+            mine = [member for member in self.fleet.members if member.name in names]
+            for member in mine:  # another leader may have seen that it lacks them
+                self.fleet.weights_outdated(member)
+            self._num_publishes += 1
+            with self.fleet.activity.during("weights", [member.name for member in mine]):
+                outcome, sent = self._send_to(targets, version)
+            num_bytes += sent
+            failures = [reason for reason in outcome.values() if reason is not None]
+            if failures and attempt == _MAX_ATTEMPTS and is_leader(self.world):
+                self.fleet.lose(f"weights did not arrive {attempt + 1} times: {failures[0]}")
+            else:
+                self._apply(outcome, version, resent, attempt < _MAX_SPARED)
+            resent = True
+            attempt += not any(gather_objects(self.fleet.is_restarting))
+        if self.config.is_colocated:
+            if self.transport is not None:
+                self.transport.buffers.free()
+            self.memory.keep_only()
+        return Sent(lost, num_bytes)
+
+    def _send_to(
+        self, statuses: Sequence[ServerStatus], version: int
+    ) -> tuple[dict[str, str | None], int]:
+        """Per server, why it does not have the weights, None if it has, the same on every rank; and
+        the bytes that this rank has sent."""
+        outcome: dict[str, str | None] = {}
+        num_bytes = 0
+        for sender in sorted({s.sender for s in statuses if s.sender is not None}):
+            if not self.world.shares_experts_with(sender):
+                continue  # it needs no weight of this rank
+            is_sender = sender == self.world.data_rank
+            mine = [s for s in statuses if is_sender and s.sender == sender]
+            if self.config.is_colocated:
+                self.memory.bring("student")
+            result = publish_weights(
+                self.chunks,
+                [
+                    Target(s.name, SglangClient(s.url, api_key=s.api_key), s.tensor, s.life)
+                    for s in mine
+                ],
+                self.transport if is_sender else None,
+                version=version,
+                label=f"{version}-{self._num_publishes}",
+                dtype=getattr(torch, server_dtype(self.config)),
+                bucket_bytes=self.config.rollout.sglang.bucket_mib * 2**20,
+            )
+            outcome |= dict.fromkeys(result.verified) | result.failed
+            num_bytes += result.num_bytes
+        everywhere = gather_objects(outcome)
+        return {name: why for each in everywhere for name, why in each.items()}, num_bytes
+
+    def _apply(
+        self, outcome: dict[str, str | None], version: int, resent: bool, spare_healthy: bool
+    ) -> None:
+        """Update the fleet's members after sending.
+
+        Args:
+            spare_healthy: send a server that is healthy the weights again, because the fault may
+                be another server's or the network's; else restart it.
+        """
+        for member in self.fleet.members:
+            if member.name not in outcome:
+                continue
+            reason = outcome[member.name]
+            if reason is None:
+                self.fleet.weights_arrived(member)
+                self.fleet.events.add("published", member.name, f"version {version}")
+                if resent:
+                    self.fleet.events.add("resent", member.name, f"version {version}")
+            elif spare_healthy and any(member.client.is_healthy() for _ in range(2)):
+                self.fleet.events.add("failure", member.name, f"weights did not arrive: {reason}")
+            else:
+                self.fleet.fail(member, f"weights did not arrive: {reason}")
+
+    def _statuses(self) -> tuple[list[ServerStatus], str | None]:
+        """All servers of all fleets, and why one of these cannot go on. Collective."""
+        mine = [self._status(member) for member in self.fleet.members]
+        gathered = gather_objects((mine, self.fleet.lost))
+        lost = next((lost for _, lost in gathered if lost is not None), None)
+        return one_per_server([status for statuses, _ in gathered for status in statuses]), lost
+
+    def _status(self, member: Member) -> ServerStatus:
+        sender: int | None = 0
+        if self.config.rollout.sglang.transport == "tensor":  # its memory is shared with its owner
+            sender = self.world.data_rank if member.server is not None else None
+        return ServerStatus(
+            name=member.name,
+            url=member.client.url,
+            api_key=member.client.api_key,
+            state=member.state,
+            tensor=member.tensor,
+            life=member.life,
+            sender=sender,
+        )

@@ -1,0 +1,61 @@
+"""Publishes to servers that two data-parallel ranks share, without SGLang."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.gpt import build_model
+from stable_opd_mcore.parallel.device_memory import DeviceMemory
+from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.rollout.sglang.event_log import EventLog
+from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
+from stable_opd_mcore.rollout.sglang.group import DistributedTransport
+from stable_opd_mcore.rollout.sglang.publisher import Publisher
+from stable_opd_mcore.rollout.sglang.transports import TensorTransport
+from stable_opd_mcore.serving.client import SglangClient
+from tests.config.cases import run_with
+from tests.integration.sglang_tools import architecture
+from tests.parallel.launch import run_ranks
+from tests.rollout.weight_receiver import receiver
+
+FIELDS = architecture(tied=False)
+
+
+def publish_on_two_ranks(rank: int, _: int, urls: list[str], method: str, folder: str) -> None:
+    """Each rank leads; it started the server of its number where weights go through memory."""
+    world = start_world(ParallelConfig(), seed=0)
+    chunks = build_model(
+        read_architecture(FIELDS), world, precision="fp32", trainable=False, seed=2
+    )
+    placement = "colocated" if method == "tensor" else "disaggregated"
+    config = run_with(rollout={"engine": "sglang", "sglang": {"placement": placement}})
+    own: Any = SimpleNamespace() if method == "tensor" else None
+    mine = [rank] if own else range(len(urls))
+    members = [
+        Member(f"server_{n}", SglangClient(urls[n]), own, state="needs_weights") for n in mine
+    ]
+    events = EventLog(Path(folder) / "events.jsonl")
+    fleet = Fleet(members, events, config.rollout.sglang)
+    transport: Any = TensorTransport(60.0, world.model_group, {})
+    if method == "distributed":
+        transport = DistributedTransport(60.0, "127.0.0.1", "gloo") if rank == 0 else None
+    publisher = Publisher(config, world, chunks, fleet, transport, DeviceMemory())
+    for version in range(2):
+        if rank == 1:
+            fleet.weights_outdated(members[0])  # a shared one still counts as ready on rank 0
+        sent = publisher.send(version, resent=False)
+        assert [member.state for member in members] == ["ready"] * len(members)
+        sends = rank == 0 if method == "distributed" else rank == 1 or version == 0
+        assert (sent.num_bytes > 0, sent.lost) == (sends, None)
+    stop_world()
+
+
+@pytest.mark.parametrize("method", ["distributed", "tensor"])
+def test_every_leader_learns_that_a_server_has_the_weights(tmp_path, method):
+    with receiver(FIELDS) as first, receiver(FIELDS) as second:
+        urls = [first] if method == "distributed" else [first, second]
+        run_ranks(2, publish_on_two_ranks, urls, method, str(tmp_path))
