@@ -135,18 +135,17 @@ def train_step(run: Run, state: TrainState) -> StepResult:
         run.engine.publish(state.weight_version)
     reduced = [early, overlap, correction, *updates]
     metrics = step_metrics(run, rollouts, facts, reduced, timer, trained_version)
-    timeline = gather_timeline(
-        state.step,
-        timer,
-        {
-            "server": run.engine.take_activity(),
-            "teacher": run.teacher.take_activity() if run.teacher else None,
-        },
-    )
+    timeline = timeline_of(run, state.step, timer)
     metrics = metrics | waited(timeline)
     state, actions = guarded(config, state, metrics)
     token_values = values.gather(run.world, rollouts)
     return StepResult(state, metrics, rollouts, actions, token_values, timeline)
+
+
+def timeline_of(run: Run, step: int, timer: PhaseTimer) -> Timeline:
+    """What the trainer and all servers did in a finished step."""
+    teacher = run.teacher.take_activity() if run.teacher else None
+    return gather_timeline(step, timer, {"server": run.engine.take_activity(), "teacher": teacher})
 
 
 def at_step(run: Run, state: TrainState) -> Run:
