@@ -1,11 +1,13 @@
-"""Replay the collapse guard over metrics that other runs have published.
+"""Replay the collapse guard over metrics that other runs have published, or over runs of ours.
 
     python -m benchmarks.guard_traces FILE.csv [--json FILE]
+    python -m benchmarks.guard_traces RUN ... [--json FILE]
 
-FILE.csv has a row per step: `wave,arm,seed,step` and any of the columns in COLUMNS. An empty cell
-is a metric that the run did not publish; it is absent, not zero. A replay shows when the guard
-would have warned, taken its first measure and stopped the run. The trace goes on as it was, so a
-measure that would have helped is followed by those that would not have been needed.
+RUN is a run's directory. FILE.csv has a row per step: `wave,arm,seed,step` and any of the columns
+in COLUMNS. An empty cell is a metric that the run did not publish; it is absent, not zero. A replay
+shows when the guard would have warned, taken its first measure and stopped the run. The trace goes
+on as it was, so a measure that would have helped is followed by those that would not have been
+needed.
 
 Prints a line per run and, by how the runs ended, the share with a measure. Not here: the guard.
 """
@@ -24,6 +26,7 @@ from stable_opd_mcore.config.guard import GuardConfig
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.monitoring.onset import CEILING, SMALL_BUDGET
+from stable_opd_mcore.monitoring.sinks import METRICS_FILE, read_metrics
 from stable_opd_mcore.train.oversight.guard import GuardState, decide
 
 COLUMNS = {
@@ -82,6 +85,16 @@ def _number(cell: str | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
+def read_runs(directories: Sequence[Path]) -> dict[Key, list[tuple[int, Row]]]:
+    """As `read_traces`, of runs' directories; the arm is the directory's name."""
+    runs: dict[Key, list[tuple[int, Row]]] = {}
+    for directory in directories:
+        rows = read_metrics(directory / METRICS_FILE)
+        steps = [(row["step"], row) for row in rows if "rollout/truncation_rate" in row]
+        runs["", directory.name, ""] = steps
+    return runs
+
+
 def replay(key: Key, rows: Sequence[tuple[int, Row]], config: GuardConfig) -> Replay:
     """The guard's decisions over one trace."""
     state, first = GuardState(), dict[str, int]()
@@ -115,11 +128,14 @@ def first_capped(rows: Sequence[tuple[int, Row]]) -> int | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("file", type=Path)
+    parser.add_argument("source", type=Path, nargs="+", help="one CSV file, or runs' directories")
     parser.add_argument("--json", type=Path, help="write the runs as a list of objects")
     options = parser.parse_args()
     config = GuardConfig(policy="act")
-    runs = read_traces(options.file)
+    file, *others = options.source
+    if not file.is_dir() and others:
+        parser.error("one CSV file, or directories of runs")
+    runs = read_runs(options.source) if file.is_dir() else read_traces(file)
     replays = {key: replay(key, rows, config) for key, rows in runs.items()}
     ended: dict[str, list[Key]] = {}
     print(f"{'run':<36} {'warning':>8} {'measure':>8} {'stop':>6} {'capped':>7}  end")

@@ -39,6 +39,29 @@ def test_capped_run_gets_measures_and_growth_none(tmp_path, monkeypatch, capsys)
     assert "healed: a measure in 0 of 1 runs, a stop in 0" in printed
 
 
+def test_own_runs_are_replayed_by_directory(tmp_path, monkeypatch, capsys):
+    for name, rates in (("sound", HUMP), ("broken", CAPPED)):
+        (tmp_path / name).mkdir()
+        rows = [
+            {"step": step, "rollout/truncation_rate": rate}
+            for step, rate in enumerate(rates, start=1)
+        ]
+        start = {"step": 0, "eval/accuracy": 0.5}
+        text = "".join(json.dumps(row) + "\n" for row in [start, *rows])
+        (tmp_path / name / "metrics.jsonl").write_text(text)
+    runs = [str(tmp_path / name) for name in ("sound", "broken")]
+    monkeypatch.setattr(sys, "argv", ["guard_traces", *runs])
+    guard_traces.main()
+    printed = capsys.readouterr().out
+    assert "capped: a measure in 1 of 1 runs, a stop in 1" in printed
+    assert "healed: a measure in 0 of 1 runs, a stop in 0" in printed
+    csv_and_run = ["guard_traces", str(tmp_path / "traces.csv"), *runs]
+    monkeypatch.setattr(sys, "argv", csv_and_run)
+    with pytest.raises(SystemExit):
+        guard_traces.main()
+    assert "one CSV file, or directories of runs" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
