@@ -1,4 +1,5 @@
-"""Rollouts that are drawn before their step, as far as they are: the embedded engine's memory.
+"""Rollouts that are drawn before their step, as far as they are: the embedded engine's memory, and
+which rollouts of a checkpoint any engine may go on with.
 
 A step's rollouts stay until the step has changed the weights: a run whose teacher is lost after
 sampling saves them with the checkpoint. Not here: drawing (embedded.py), files
@@ -50,7 +51,7 @@ class DrawnAhead:
         for prompt in prompts:
             for sample in range(sampling.num_samples):
                 rollout = held.get((prompt.prompt_id, sample))
-                if rollout is None or not _serves(rollout, prompt, sampling, oldest):
+                if rollout is None or not serves(rollout, prompt, sampling, oldest):
                     rollout = Rollout(
                         prompt, sample, no_tokens, no_logprobs, "abort", weight_version
                     )
@@ -136,10 +137,10 @@ def with_tokens(
     )
 
 
-def _serves(rollout: Rollout, prompt: Prompt, sampling: Sampling, oldest: int) -> bool:
+def serves(rollout: Rollout, prompt: Prompt, sampling: Sampling, oldest: int) -> bool:
     """Whether a held rollout is of this prompt and budget, and of no weights before `oldest`.
 
-    Those of a resumed run may be of other settings.
+    A checkpoint's may be of other settings than the run that resumed from it.
     """
     unfinished = rollout.finish_reason == "abort"
     return (

@@ -43,11 +43,19 @@ from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World, broadcast_object, gather_objects
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
+from stable_opd_mcore.rollout.drawn_ahead import serves
 from stable_opd_mcore.rollout.engine import EngineLost, RolloutEngine, WhenFinished, check_prompts
 from stable_opd_mcore.rollout.sglang.dispatch import Dispatcher
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, is_leader
 from stable_opd_mcore.rollout.sglang.publisher import Publisher
-from stable_opd_mcore.rollout.sglang.records import Decode, Draw, Job, answer_of, routing_of
+from stable_opd_mcore.rollout.sglang.records import (
+    Answer,
+    Decode,
+    Draw,
+    Job,
+    answer_of,
+    routing_of,
+)
 from stable_opd_mcore.rollout.sglang.transports import Transport
 from stable_opd_mcore.serving.activity import Spans
 from stable_opd_mcore.serving.requests import Completion, Generation
@@ -152,16 +160,19 @@ class SglangEngine(RolloutEngine):
         oldest: int,
         when_finished: WhenFinished | None,
     ) -> Draw:
-        """Queue the requests for what the checkpoint lacks.
+        """Queue the requests for what no rollout of the checkpoint serves.
 
         Args:
             oldest: the first version of the weights from which tokens are accepted.
         """
-        held = {
-            key: rollout
-            for key, rollout in self._held.pop(step, {}).items()
-            if rollout.weight_version >= oldest  # a resumed run may have another max_staleness
-        }
+        held = self._held.pop(step, {})
+
+        def begun(prompt: Prompt, sample: int) -> Answer:
+            rollout = held.get((prompt.prompt_id, sample))
+            if rollout is None or not serves(rollout, prompt, sampling, oldest):
+                return Answer()
+            return answer_of(rollout, self.routing)
+
         jobs: list[Job] = []
         if self._is_leader:
             samples, accept = range(sampling.num_samples), self._accept(oldest)
@@ -169,7 +180,7 @@ class SglangEngine(RolloutEngine):
                 Job(
                     request,
                     accept,
-                    [answer_of(held.get((prompt.prompt_id, s)), self.routing) for s in samples],
+                    [begun(prompt, sample) for sample in samples],
                     step,
                     self._longest.get(prompt.prompt_id),
                     when_finished=when_finished and partial(when_finished, prompt),

@@ -158,10 +158,10 @@ def rollout_of(prompt: Prompt, sample: int, answer: Answer, decode: Decode) -> R
     )
 
 
-def answer_of(rollout: Rollout | None, routing: Routing | None) -> Answer:
-    """A checkpoint's rollout as an answer. It has no tokens without a rollout, and where the
-    rollout lacks the experts that `routing` asks for."""
-    if rollout is None or (routing is not None and rollout.routed_experts is None):
+def answer_of(rollout: Rollout, routing: Routing | None) -> Answer:
+    """A checkpoint's rollout as an answer. It has no tokens where the rollout lacks the experts
+    that `routing` asks for."""
+    if routing is not None and rollout.routed_experts is None:
         return Answer()
     return Answer(
         tuple(rollout.token_ids.tolist()),

@@ -12,7 +12,7 @@ from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World
-from stable_opd_mcore.records import Prompt, Sampling, Segment
+from stable_opd_mcore.records import Prompt, Rollout, Sampling, Segment
 from stable_opd_mcore.rollout.sglang.engine import SglangEngine
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, ServerStatus
@@ -132,6 +132,37 @@ def test_restored_responses_go_on_with_their_experts(tmp_path, world):
     experts = [r.routed_experts[:, 0].T.tolist() for r in drawn if r.routed_experts is not None]
     positions = list(range(9))
     assert experts == [[[0] * 4 + [1] * 5, positions], [[1] * 9, positions]]
+    engine.close()
+
+
+def restored(num_tokens: int, reason: str) -> list[Rollout]:
+    """One sample of each prompt as a checkpoint holds it, from weights of version 4."""
+    tokens, logprobs = (3,) * num_tokens, (-0.5,) * num_tokens
+    return [Rollout(prompt, 0, tokens, logprobs, reason, 4) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "reason", "max_new_tokens", "token_ids"),
+    [
+        (6, "stop", 12, (1, 3)),  # of another prompt template, say
+        (8, "abort", 8, (1, 2)),
+        (9, "abort", 8, (1, 2)),
+        (9, "length", 8, (1, 2)),
+    ],
+)
+def test_restored_responses_of_other_settings_are_drawn_anew(
+    tmp_path, world, num_tokens, reason, max_new_tokens, token_ids
+):
+    client = Drawing()
+    client.end()
+    engine, _ = engine_of(tmp_path, world, client, partial=True)
+    engine.restore({5: restored(num_tokens, reason)})
+    engine.publish(5)
+    prompts = [replace(prompt, token_ids=token_ids) for prompt in PROMPTS]
+    drawn = engine.generate(prompts, Sampling(max_new_tokens=max_new_tokens), step=5)
+    assert [rollout.segments for rollout in drawn] == [(Segment(max_new_tokens, 5),)] * 2
+    assert [rollout.prompt for rollout in drawn] == prompts
+    assert [request.token_ids for request in client.requests] == [token_ids] * 2
     engine.close()
 
 
