@@ -15,10 +15,10 @@ share with other leaders. Ordering:
 - `prefetch` queues a step's requests. They may be in flight from then on until the `generate` of
   that step, over several publishes. The first token of a response is at most max_staleness
   versions older than the weights that its step updates: older responses are dropped.
-- `generate` draws what was not drawn ahead. What was is kept until the next `publish`: a run whose
-  teacher is lost after sampling saves it with the checkpoint. What no server could draw is drawn
-  after a restart and another publish of the same weights. All ranks loop together, so that their
-  collectives match.
+- `generate` draws what was not drawn ahead. What was, by this run or the one it resumed, is kept
+  until the next `publish`: a run whose teacher or servers are lost saves it with the checkpoint.
+  What no server could draw is drawn after a restart and another publish of the same weights. All
+  ranks loop together, so that their collectives match.
 - Colocated, `publish` only records the version. `generate` takes the GPU: the trainer's parts but
   the student move to the host, servers resume, they receive the weights, the student moves too, and
   only then they draw. They keep the GPU, for another evaluation batch say, until the trainer holds
@@ -120,6 +120,9 @@ class SglangEngine(RolloutEngine):
         self._check(prompts, sampling)
         if self.weight_version < 0:
             self.publish(0)  # servers start with random weights
+        oldest = self.weight_version - self.config.rollout.max_staleness
+        if step in self._held:  # kept until the next publish, as what this run draws ahead
+            self._ahead[step] = self._start(prompts, sampling, step, oldest, when_finished)
         self._raise_if_lost()
         if self.config.is_colocated:
             self._take_gpu()
@@ -131,7 +134,6 @@ class SglangEngine(RolloutEngine):
         if self._sent_version != self.weight_version and any(gather_objects(draw is None)):
             self._update_servers()
         if draw is None:
-            oldest = self.weight_version - self.config.rollout.max_staleness
             draw = self._start(prompts, sampling, step, oldest, when_finished)
         self._finish(draw)
         rollouts = draw.rollouts(self.decode)  # only leaders have any

@@ -22,18 +22,23 @@ FOLDER = "in_flight"
 def save_in_flight(directory: Path, step: int, engine: RolloutEngine, world: World) -> None:
     """Store what is drawn ahead after `step`; delete what belongs to deleted checkpoints.
 
-    Collective.
+    What is stored for `step` already, by a run that was killed or that resumed from there, is
+    replaced file by file. Collective.
     """
     home, drawn = _folder(directory, step), engine.in_flight()
     if world.rank == 0:
-        kept = {path.name for path in (directory / "checkpoints").glob("step_*")}
+        kept = {path.name for path in (directory / "checkpoints").glob("step_*")} | {home.name}
         for path in (directory / FOLDER).glob("step_*"):
-            if path.name not in kept or path == home:  # a run that was killed may have left it
+            if path.name not in kept:
                 shutil.rmtree(path)
     # With rollout.order=completed a rank may have nothing left of a step.
-    for later in sorted({later for each in gather_objects(list(drawn)) for later in each}):
-        path = home / f"step_{later:06d}.jsonl"
+    steps = sorted({later for each in gather_objects(list(drawn)) for later in each})
+    files = [home / f"step_{later:06d}.jsonl" for later in steps]
+    for later, path in zip(steps, files, strict=True):
         write_together(path, drawn.get(later, []), world, with_experts=True)
+    if world.rank == 0:
+        for path in set(home.glob("*")) - set(files):
+            path.unlink()
 
 
 def restore_in_flight(directory: Path, step: int, engine: RolloutEngine) -> None:

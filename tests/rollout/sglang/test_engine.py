@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +14,7 @@ from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import Prompt, Rollout, Sampling, Segment
+from stable_opd_mcore.rollout.engine import EngineLost
 from stable_opd_mcore.rollout.sglang.engine import SglangEngine
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, ServerStatus
@@ -163,6 +165,31 @@ def test_restored_responses_of_other_settings_are_drawn_anew(
     assert [rollout.segments for rollout in drawn] == [(Segment(max_new_tokens, 5),)] * 2
     assert [rollout.prompt for rollout in drawn] == prompts
     assert [request.token_ids for request in client.requests] == [token_ids] * 2
+    engine.close()
+
+
+@pytest.mark.parametrize("lost", [None, "server_0 does not start"])
+def test_restored_responses_of_the_present_step_are_saved_until_its_update(tmp_path, world, lost):
+    """A run that resumes and loses its teacher, or its servers, once more keeps them."""
+    client, sampling = Drawing(), Sampling(max_new_tokens=12)
+    client.end()
+    engine, _ = engine_of(tmp_path, world, client, partial=True)
+    held = {5: restored(6, "stop"), 6: restored(6, "stop")}
+    engine.restore(held)
+    engine.publish(5)
+    engine.prefetch(PROMPTS, sampling, step=6, weight_version=6)
+    engine._lost = lost
+    with nullcontext() if lost is None else pytest.raises(EngineLost, match=lost):
+        engine.generate(PROMPTS, sampling, step=5)
+    saved = engine.in_flight()
+    assert {step: [r.token_ids.tolist() for r in saved[step]] for step in saved} == {
+        step: [r.token_ids.tolist() for r in held[step]] for step in held
+    }
+    engine._lost = None
+    assert len(engine.generate(PROMPTS, sampling, step=5)) == 2
+    engine.publish(6)
+    assert engine.in_flight().keys() == {6}
+    assert client.requests == []
     engine.close()
 
 

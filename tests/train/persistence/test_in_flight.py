@@ -1,8 +1,10 @@
 """Rollouts drawn ahead beside their checkpoint: stored for all ranks, deleted with it, restored."""
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.records import Prompt, Rollout, Routing, Segment
 from stable_opd_mcore.rollout.engine import RolloutEngine
+from stable_opd_mcore.train.persistence import in_flight
 from stable_opd_mcore.train.persistence.in_flight import restore_in_flight, save_in_flight
 from tests.parallel.launch import run_ranks
 
@@ -55,6 +58,29 @@ def test_rollouts_of_a_checkpoint_come_back(tmp_path, world):
     assert engine.restored == {5: drawn[:1], 6: []}
     restore_in_flight(tmp_path, 3, engine)  # a checkpoint without rollouts drawn ahead
     assert engine.restored == {}
+
+
+def test_what_is_stored_stays_until_it_is_written_anew(tmp_path, world, monkeypatch):
+    drawn = [rollout("s:1"), rollout("s:1", 1), rollout("s:4")]
+    save_in_flight(tmp_path, 4, Engine(*drawn), world)
+    make_checkpoint(tmp_path, 4)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    engine = Engine()
+    with monkeypatch.context() as patched:
+        patched.setattr(in_flight, "write_together", full)
+        with pytest.raises(OSError, match="No space"):
+            save_in_flight(tmp_path, 4, Engine(rollout("s:9")), world)
+    restore_in_flight(tmp_path, 4, engine)
+    assert engine.restored == {5: drawn[:2], 6: drawn[2:]}
+    (tmp_path / "in_flight/step_000004/.step_000006.jsonl.0badf00d").touch()  # of a killed run
+    left: Any = SimpleNamespace(in_flight=lambda: {6: drawn[:1]})
+    save_in_flight(tmp_path, 4, left, world)
+    restore_in_flight(tmp_path, 4, engine)
+    assert engine.restored == {6: drawn[:1]}
+    assert len(list((tmp_path / "in_flight/step_000004").iterdir())) == 1
 
 
 def test_experts_come_back_to_an_engine_that_asks_for_them(tmp_path, world):
