@@ -117,20 +117,26 @@ def find_model(config: Config) -> EvaluatedModel:
 def evaluated_config(config: Config, model: EvaluatedModel) -> Config:
     """The config with the model as its student and the results' directory as its run.
 
-    Where the config sets no tokenizer or stop ids, those of the run that trained the model count,
-    so a run's model and its checkpoints have the same. A model of no run has its own tokenizer.
+    Where the config sets no tokenizer, stop ids or arguments of the chat template, those of the run
+    that trained the model count, so a run's model and its checkpoints have the same. A model of no
+    run has its own tokenizer.
     """
     run = run_of(model.path)
     trained: dict[str, Any] = {} if run is None else read_settings(run / RESOLVED)
     tokenizer, stop_ids = config.tokenizer.path, config.student.stop_token_ids
+    template_kwargs = config.student.chat_template_kwargs
     if run is not None:
         tokenizer = tokenizer or trained["tokenizer"]["path"] or trained["student"]["path"]
         stop_ids = stop_ids or trained["student"]["stop_token_ids"]
+        # Runs of version 0.1.0 have no such key.
+        template_kwargs = template_kwargs or trained["student"].get("chat_template_kwargs", {})
     elif tokenizer is None:
         has_own = (model.path / "tokenizer.json").is_file()
         tokenizer = str(model.path) if has_own else config.student.path
     stop_ids = None if stop_ids is None else tuple(stop_ids)
-    student = ModelConfig(path=str(model.path), stop_token_ids=stop_ids)
+    student = ModelConfig(
+        path=str(model.path), stop_token_ids=stop_ids, chat_template_kwargs=template_kwargs
+    )
     if config.student.path == student.path:  # else they are another model's
         same = {"window": config.student.window, "rope_theta": config.student.rope_theta}
         student = student.model_copy(update=same)

@@ -16,7 +16,7 @@ from stable_opd_mcore.train.evaluated_model import (
     named_benchmarks,
 )
 from tests.parallel.launch import run_ranks
-from tests.train.runs import tiny_config
+from tests.train.runs import tiny_architecture, tiny_config
 
 
 @pytest.fixture
@@ -66,6 +66,33 @@ def test_a_model_of_no_run_has_the_papers_settings_or_those_given(tmp_path, run)
     own = evaluated_config(paper, of_model)
     assert own.tokenizer.path == str(model)
     assert own.run.path == paper.evaluation_path / "other"
+
+
+def rendering(directory, name, **template_kwargs):
+    """The config of a run whose student's chat template has these arguments."""
+    student = {"architecture": tiny_architecture(32, 4), "chat_template_kwargs": template_kwargs}
+    return tiny_config(directory, name, student=student)
+
+
+@pytest.mark.parametrize("target", ["config.resolved.yaml", "model", "checkpoints/step_000004"])
+def test_the_chat_templates_arguments_are_those_of_the_trained_student(tmp_path, run, target):
+    save_config(rendering(tmp_path, "run", thinks=False), run / "config.resolved.yaml")
+    path = run / (target if (run / target).is_dir() else "model")
+    evaluated = evaluated_config(evaluation_config(run / target), EvaluatedModel(path, "step"))
+    assert evaluated.student.chat_template_kwargs == {"thinks": False}
+
+
+def test_a_config_may_set_the_chat_templates_arguments_of_another_runs_model(tmp_path, run):
+    save_config(rendering(tmp_path, "run", thinks=False), run / "config.resolved.yaml")
+    trained, of_no_run = EvaluatedModel(run / "model", "step"), EvaluatedModel(tmp_path, "other")
+    silent, chosen = tiny_config(tmp_path, "x"), rendering(tmp_path, "x", thinks=True)
+    for config, model, expected in (
+        (silent, trained, {"thinks": False}),
+        (chosen, trained, {"thinks": True}),
+        (silent, of_no_run, {}),
+        (chosen, of_no_run, {"thinks": True}),
+    ):
+        assert evaluated_config(config, model).student.chat_template_kwargs == expected
 
 
 def test_targets_that_are_none_end_with_one_line(tmp_path, run):
