@@ -22,7 +22,10 @@ def cold_start_config(config: Config) -> Config:
     values["sampling"] = {"max_new_tokens": config.sampling.max_new_tokens}
     values["optimizer"] |= {"lr": cold.lr, "warmup_steps": cold.warmup_steps}
     values["train"] |= {"steps": cold.steps, "minibatches": 1}
-    values["memory"] = {}  # it has neither servers nor frozen models
+    # It has neither servers nor frozen models.
+    values["memory"] = {}
+    of_student = {**values["fp8"], "teacher": None, "reference": None}
+    values["fp8"] = of_student if config.fp8.student else {}
     values |= {"teacher": None, "cold_start": None}
     return Config.model_validate(values)
 

@@ -1,14 +1,20 @@
 """The configs of a cold start and of the run after it, derived from the run's config."""
 
+import pytest
+
 from stable_opd_mcore.config.cold_start import after_cold_start, cold_start_config
+from stable_opd_mcore.config.training import Fp8Config
+from stable_opd_mcore.losses.objectives import build_objective
 from tests.train.runs import tiny_config
+
+COLD = {"steps": 2, "lr": 1e-3}
 
 
 def test_cold_start_of_an_sglang_run_uses_the_embedded_engine(tmp_path):
     config = tiny_config(
         tmp_path,
         "run",
-        cold_start={"steps": 2, "lr": 1e-3, "prompts_per_step": 4},
+        cold_start={**COLD, "prompts_per_step": 4},
         rollout={
             "engine": "sglang",
             "max_staleness": 1,
@@ -22,8 +28,20 @@ def test_cold_start_of_an_sglang_run_uses_the_embedded_engine(tmp_path):
     assert cold.run.path == tmp_path / "run" / "cold_start"
 
 
+@pytest.mark.parametrize("student", ["tensorwise", None])
+def test_a_cold_start_keeps_the_fp8_of_the_student_alone(tmp_path, student):
+    """It has neither teacher nor reference, and an objective refuses settings without effect."""
+    fp8 = {"teacher": "blockwise", "reference": "blockwise", "keep_last_layers": 1}
+    config = tiny_config(tmp_path, "run", cold_start=COLD, fp8={**fp8, "student": student})
+    cold = cold_start_config(config)
+    build_objective(cold, (1,), None)
+    kept = {"student": student, "keep_last_layers": 1} if student else {}
+    assert cold.fp8 == Fp8Config.model_validate(kept)
+    assert after_cold_start(config).fp8 == config.fp8
+
+
 def test_the_run_after_a_cold_start_begins_with_its_model(tmp_path):
-    config = tiny_config(tmp_path, "run", cold_start={"steps": 2, "lr": 1e-3})
+    config = tiny_config(tmp_path, "run", cold_start=COLD)
     after = after_cold_start(config)
     assert after.cold_start is None
     assert after.student.path == str(tmp_path / "run" / "cold_start" / "model")
