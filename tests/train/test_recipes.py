@@ -8,6 +8,7 @@ import pytest
 
 from stable_opd_mcore.config.load import load_config, parse_config
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS
 from stable_opd_mcore.evaluation.published import PUBLISHED
 from stable_opd_mcore.planning.known_models import model_source
 from stable_opd_mcore.planning.plan import Cluster, make_plan
@@ -48,6 +49,18 @@ def test_the_table_has_the_published_numbers_and_the_hours_of_the_plan():
             planned = re.search(r"([\d.]+) GPU-hours", table)
             assert planned, name
             assert float(hours) == pytest.approx(float(planned[1]), rel=0.1, abs=0.6), name
+
+
+def test_the_command_of_the_table_evaluates_each_row_on_the_six_benchmarks():
+    readme = (CONFIGS / "README.md").read_text()
+    endings = re.findall(r"\bevaluate(?:\.sh)? CONFIG([^`\n]*)", readme)
+    settings = [line.split() for line in endings]
+    assert settings == 2 * settings[:1]  # with torchrun and on Slurm
+    for name in published_table():
+        config = load_config(CONFIGS / name, settings[0])
+        assert set(config.evaluation.benchmarks) == set(BENCHMARKS), name
+        assert config.evaluation.benchmark_directory == "data", name
+        assert config.is_colocated, name
 
 
 def test_the_recipes_of_other_papers_have_their_values():
