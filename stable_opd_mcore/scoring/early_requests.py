@@ -2,7 +2,8 @@
 
 The rank that drew a response asks for its scores as soon as it is finished. Another rank may train
 on it (train/samples/sharing.py), so `take` brings each reply to the rank that needs it: no request
-is sent twice. A request that failed is asked for again by the rank that needs it.
+is sent twice. A request that failed is asked for again by the rank that needs it, and so are those
+that are not sent yet when `take` waits: of a lost teacher, only what is in flight is waited for.
 
 Of the requests that wait, one of the lowest step is sent first. Bounded: `_MAX_IN_FLIGHT` requests
 at a time, and `_MAX_BYTES` for requests and replies that nobody has taken; what exceeds this is not
@@ -11,13 +12,14 @@ asked for early. Not here: what is asked, and which server (served_teacher.py).
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from stable_opd_mcore.metrics import Mean, Metrics
@@ -71,17 +73,26 @@ class EarlyRequests:
 
     def take(self, needed: Sequence[bytes]) -> dict[bytes, SequenceScores]:
         """The replies to those of the needed requests that some rank has asked for early, when they
-        are there; without those that failed. Collective over all ranks.
+        are there; without those that failed, and without those that a failure on the same rank
+        finds not sent. Collective over all ranks.
         """
         wanted = [set(keys) for keys in gather_objects(list(needed))]
         with self._lock:
             asked = {key: self._asked[key] for key in set().union(*wanted) if key in self._asked}
         there = {key for key, request in asked.items() if request.reply.done()}
-        replies = {
-            key: (request.reply.result(), key in there)
-            for key, request in asked.items()
-            if request.reply.exception() is None  # waits for the reply
-        }
+
+        def leave_the_rest(reply: Future[SequenceScores]) -> None:
+            if not reply.cancelled() and reply.exception() is not None:
+                for request in asked.values():
+                    request.reply.cancel()  # does nothing once it is sent
+
+        for request in asked.values():
+            request.reply.add_done_callback(leave_the_rest)
+        replies: dict[bytes, tuple[SequenceScores, bool]] = {}
+        for key, request in asked.items():
+            with contextlib.suppress(CancelledError):
+                if request.reply.exception() is None:  # waits for the reply
+                    replies[key] = (request.reply.result(), key in there)
         with self._lock:
             for key in asked:
                 del self._asked[key]

@@ -8,7 +8,8 @@ so objectives over the full vocabulary need a Megatron teacher (megatron.py).
 The last pipeline stage's first tensor rank sends the requests that were not sent early
 (early_requests.py) and broadcasts the scores to the other tensor ranks. After a failure the next
 replica of the teacher is tried; when all have failed, they are tried again until `patience_seconds`
-have passed. An early request tries each replica once.
+have passed. The first request that then has no scores ends all others. An early request tries each
+replica once.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import bisect
 import hashlib
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
@@ -235,18 +237,31 @@ class ServedTeacher(Scorer):
         requests: Sequence[Sequence[tuple[str, Scoring]]],
         known: Mapping[bytes, SequenceScores],
     ) -> list[list[SequenceScores]]:
-        """The scores of each micro-batch's requests: known by their keys, or asked for now."""
-        with ThreadPoolExecutor(_MAX_IN_FLIGHT, thread_name_prefix="teacher") as pool:
+        """The scores of each micro-batch's requests: known by their keys, or asked for now.
 
-            def scores_of(route: str, request: Scoring) -> Callable[[], SequenceScores]:
-                scores = known.get(_key(route, request)) if known else None
-                if scores is not None:
-                    return lambda: scores
+        The first failure is raised at once. A request that the teacher does not answer ends when
+        `close` closes its client.
+        """
+        pool = ThreadPoolExecutor(_MAX_IN_FLIGHT, thread_name_prefix="teacher")
+        ended = threading.Event()
+
+        def reply_to(route: str, request: Scoring) -> Future[SequenceScores]:
+            scores = known.get(_key(route, request)) if known else None
+            if scores is None:
                 clients, patience = self._clients[route], self.patience_seconds
-                return pool.submit(self._score_with_retries, clients, request, patience).result
+                return pool.submit(self._score_with_retries, clients, request, patience, ended)
+            reply: Future[SequenceScores] = Future()
+            reply.set_result(scores)
+            return reply
 
-            results = [[scores_of(*one) for one in batch] for batch in requests]
-            return [[result() for result in batch] for batch in results]
+        try:
+            replies = [[reply_to(*one) for one in batch] for batch in requests]
+            for reply in as_completed(itertools.chain(*replies)):
+                reply.result()
+            return [[reply.result() for reply in batch] for batch in replies]
+        finally:
+            ended.set()
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _requests(self, batch: MicroBatch) -> list[tuple[str, Scoring]]:
         """The route and the request of each sequence that has rows, in their order."""
@@ -269,9 +284,18 @@ class ServedTeacher(Scorer):
         return Scoring(token_ids, start, self.vocab_size, self._list_size, self._extra_ids)
 
     def _score_with_retries(
-        self, clients: Sequence[SglangClient], request: Scoring, patience_seconds: float
+        self,
+        clients: Sequence[SglangClient],
+        request: Scoring,
+        patience_seconds: float,
+        ended: threading.Event | None = None,
     ) -> SequenceScores:
-        """The scores of the first client that answers; each is tried at least once."""
+        """The scores of the first client that answers; each is tried at least once.
+
+        Args:
+            ended: set when nobody needs the scores any more.
+        """
+        ended = ended or threading.Event()
         deadline = time.monotonic() + patience_seconds
         turn, attempt = next(self._turn), 0
         while True:
@@ -283,12 +307,13 @@ class ServedTeacher(Scorer):
                 self.progress()
                 return scores
             except ServerFailure as failure:
-                if attempt >= len(clients) and time.monotonic() > deadline:
+                has_tried_all = attempt >= len(clients)
+                if ended.is_set() or (has_tried_all and time.monotonic() > deadline):
                     waited = f"no teacher answered for {patience_seconds:.0f} s"
                     raise TeacherLost(f"{waited}; last failure: {failure}") from failure
                 _log.warning("teacher: %s; the request is repeated", failure)
             if attempt % len(clients) == 0:
-                time.sleep(pause_seconds(attempt // len(clients)))
+                ended.wait(pause_seconds(attempt // len(clients)))
 
     def _scores(self, batch: MicroBatch, replies: Sequence[SequenceScores]) -> Scores:
         count, device = len(batch.targets_N), batch.targets_N.device

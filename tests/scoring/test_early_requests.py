@@ -83,6 +83,23 @@ def test_a_failed_request_is_left_to_the_caller(early, caplog):
     assert list(early.take([A])) == [A]
 
 
+def test_after_a_failure_requests_that_are_not_sent_are_left_to_the_caller(blocked):
+    early, goes_on = blocked
+    sent = []
+
+    def fails() -> SequenceScores:
+        sent.append(A)
+        raise RuntimeError("no server answers")
+
+    ask(early, A, fails)
+    for key in (B, C):
+        ask(early, key, lambda key=key: sent.append(key) or scores(0.0))
+    threading.Timer(0.1, goes_on.set).start()
+    assert early.take([A, B, C]) == {}
+    assert sent == [A]
+    assert early._asked.keys() == {b"first"}
+
+
 def test_requests_of_the_lowest_step_are_sent_first(blocked):
     early, goes_on = blocked
     order = []

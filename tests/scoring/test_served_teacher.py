@@ -1,5 +1,8 @@
 """A served teacher: merged top-K lists, early requests, no server. Real ones: tests/integration."""
 
+import itertools
+import threading
+import time
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -54,6 +57,31 @@ def score_with_an_absent_teacher(rank: int, world_size: int, url: str) -> None:
 def test_every_pipeline_stage_raises_teacher_lost():
     """All ranks then save a checkpoint together; a stage without the error would hang."""
     run_ranks(2, score_with_an_absent_teacher, f"http://127.0.0.1:{free_port('127.0.0.1')}")
+
+
+def test_an_absent_teacher_is_lost_after_its_patience_however_many_requests_wait(world):
+    """Ten times as many as are sent at a time, so ten times the patience in turn."""
+    teacher = served_by(world, f"http://127.0.0.1:{free_port('127.0.0.1')}", patience_seconds=1.0)
+    began = time.monotonic()
+    with pytest.raises(TeacherLost, match="no teacher answered for 1 s"):
+        teacher.score([microbatch([4])] * 640)
+    assert time.monotonic() - began < 10.0
+
+
+def test_the_first_lost_request_ends_those_that_wait_and_those_that_hang(world):
+    """The first one to arrive fails, the server never replies to the others."""
+    arrivals, never = itertools.count(), threading.Event()
+    with fake_teacher(lambda _: next(arrivals) > 0 and never.wait(30)) as (url, asked):
+        teacher = served_by(world, url, patience_seconds=0.0)
+        with pytest.raises(TeacherLost, match="HTTP 503"):
+            teacher.score([microbatch([4])] * 200)
+        assert len(asked) <= 64 + 1  # those in flight, and the one after the failed request
+        teacher.close()
+        for thread in threading.enumerate():
+            if thread.name.startswith("teacher"):
+                thread.join(10)
+                assert not thread.is_alive()
+        never.set()
 
 
 @pytest.mark.parametrize("merged_ids", [(), (2, 9)])
