@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from stable_opd_mcore.host.open_files import require_open_files
 from stable_opd_mcore.metrics import Mean, Metrics, Sum
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
 from stable_opd_mcore.rollout.sglang.records import Job, Task, tasks_of
@@ -35,13 +36,18 @@ from stable_opd_mcore.serving.client import (
 )
 from stable_opd_mcore.serving.requests import Completion, Generation
 
-_MAX_REQUESTS = 256  # in flight per server, each in a thread
+_MAX_REQUESTS = 256  # in flight per server, each in a thread and over a connection of its own
+_OTHER_FILES = 512  # open in a trainer: devices, libraries, logs, a served teacher's connections
 _ABORT_SECONDS = 0.2  # between two aborts of what is still in flight
 
 
 class Dispatcher:
     """Sends jobs' requests while it is not paused and members are ready. Safe to use from many
-    threads."""
+    threads.
+
+    Raises:
+        UserError: this process may not open as many files as it may have connections.
+    """
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -56,6 +62,7 @@ class Dispatcher:
         self._lengths = (0, 0)  # tokens and number of the responses that have ended
         self._metrics = Metrics()
         threads = (_MAX_REQUESTS + 1) * max(1, len(fleet.members))  # one each sends aborts
+        require_open_files(threads + _OTHER_FILES, f"{len(fleet.members)} servers' requests")
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="draw")
 
     def submit(self, jobs: Sequence[Job]) -> None:

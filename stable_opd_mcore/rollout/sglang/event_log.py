@@ -31,7 +31,10 @@ _log = logging.getLogger("stable_opd_mcore.rollout.sglang")
 
 
 class EventLog:
-    """Appends to `path`; safe to use from many threads."""
+    """Appends to `path`; safe to use from many threads.
+
+    A line that cannot be written is an error in the log alone: servers are restarted all the same.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -47,9 +50,13 @@ class EventLog:
             "detail": detail,
             "count": count,
         }
-        with self._lock, self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        with self._lock:
             self._counts[event] += count
+            try:
+                with self._path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+            except OSError as error:  # a full disk, or too many open files
+                _log.error("%s: %s; an event is not written", self._path, error.strerror)
         if event != "published":
             _log.warning("%s %s: %s", server, event, detail)
 

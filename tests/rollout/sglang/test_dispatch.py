@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import queue
+import resource
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -356,6 +359,28 @@ def test_a_failing_servers_requests_go_to_the_other_server(tmp_path, monkeypatch
     kinds = happened(tmp_path)
     assert kinds.index("retried") < kinds.index("failure") < kinds.index("redrawn")
     assert "HTTP 502" in (tmp_path / "events.jsonl").read_text()
+
+
+def test_more_requests_than_the_usual_limit_of_open_files_fail_no_server(tmp_path):
+    """Servers that take 300 connections and reply to none; the process may open 100 files more."""
+    servers = [socket.create_server(("127.0.0.1", 0), backlog=4096) for _ in range(4)]
+    fleet = fleet_of(tmp_path, *(f"http://127.0.0.1:{s.getsockname()[1]}" for s in servers))
+    before, opened = resource.getrlimit(resource.RLIMIT_NOFILE), len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 100, before[1]))
+    try:
+        dispatcher = Dispatcher(fleet)
+        dispatcher.submit(jobs_of([request() for _ in range(300)]))
+        limit = time.monotonic() + 30
+        while len(os.listdir("/proc/self/fd")) < opened + 300 and time.monotonic() < limit:
+            time.sleep(0.1)
+            assert [member.state for member in fleet.members] == ["ready"] * 4
+        assert sum(member.in_flight for member in fleet.members) == 300
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        dispatcher.close()
+        fleet.stop()
+        for server in servers:
+            server.close()
 
 
 def test_without_a_server_a_job_is_not_done(tmp_path):
