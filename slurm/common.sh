@@ -333,12 +333,14 @@ job_end() {
 # Run a command on every node but this one; a node that runs it leaves alive_NODE. One step a node, because a step over
 # several nodes fails as a whole. Slurm itself may need minutes to notice a silent node.
 probe_nodes() {
-  local node
+  local node probe
+  local -a probes=()
   for node in "${TRAINER_NODES[@]:1}" "${SERVER_NODE_NAMES[@]}"; do
     CONTAINER_IMAGE='' step alive "$node" 1 # importing an image takes longer than the probe may
     timeout 40 "${STEP[@]}" --output=none touch "$ATTEMPT_DIR/alive_$node" 2>/dev/null &
+    probes+=($!)
   done
-  wait
+  for probe in "${probes[@]}"; do wait "$probe"; done # not for the servers, which this shell runs too
 }
 
 # ---- the verdict ------------------------------------------------------------------------------------------------

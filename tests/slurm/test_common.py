@@ -13,6 +13,9 @@ SRUN = """#!/bin/bash
 echo running >"$ATTEMPT_DIR/running"
 until [ -e "$ATTEMPT_DIR/signalled" ]; do sleep 0.1; done
 """
+PROBE = """#!/bin/bash
+[[ $* != *--nodelist=n3* ]] && touch "${@: -1}"
+"""
 
 
 def run_function(tmp_path: Path, function: str, **programs: str) -> str:
@@ -67,6 +70,16 @@ def test_the_trainer_is_left_shortly_before_the_job_ends(tmp_path):
     told = run_function(tmp_path, 'touch "$ATTEMPT_DIR/server_0.given_up"; run_trainer', **programs)
     assert time.monotonic() - began < 8
     assert "the trainer has not stopped 25 s before the end of the job" in told
+
+
+def test_silent_nodes_are_probed_without_waiting_for_servers(tmp_path):
+    nodes = "TRAINER_NODES=(n1 n2 n3) SERVER_NODE_NAMES=(n4)"
+    server = "sleep 30 >/dev/null 2>&1 & server=$!"
+    began = time.monotonic()
+    run_function(tmp_path, f"{nodes}; {server}; probe_nodes; kill $server", srun=PROBE)
+    assert time.monotonic() - began < 10
+    alive = sorted(path.name for path in (tmp_path / "attempt_0").glob("alive_*"))
+    assert alive == ["alive_n2", "alive_n4"]
 
 
 def test_nodes_are_reached_without_the_proxy(tmp_path):
