@@ -50,7 +50,8 @@ def main() -> int:
         verdict = judge_run(attempt, arguments.nodes, arguments.ranks, arguments.probed)
     else:
         verdict = Verdict(arguments.name, arguments.reason, action=arguments.action)
-        if any(each["reason"].startswith(arguments.reason) for each in read_history(attempt)):
+        repeats = any(e["reason"].startswith(arguments.reason) for e in read_history(attempt))
+        if repeats and verdict.name != "stopped":  # preemption may come at every start
             reason = f"{arguments.reason}; the same at an earlier attempt"
             verdict = Verdict("failed", reason)
     if verdict.action in ("requeue", "exclude"):

@@ -327,6 +327,15 @@ def test_a_reason_that_repeats_is_not_queued_again(files):
     assert read_history(files.attempt())[-1]["verdict"] == "failed"
 
 
+def test_a_job_that_is_asked_to_stop_at_every_start_is_queued_again(files):
+    arguments = ("record", "stopped", "the servers started", "--action=requeue")
+    for attempt in range(2):
+        assert run_verdict(files, *arguments, stop="USR1", attempt=attempt) == ("requeue", 0)
+    assert run_verdict(files, *arguments, stop="USR1", attempt=2) == ("end", 1)
+    newest = read_history(files.attempt())[-1]
+    assert newest["reason"] == "the servers started; started 3 times, MAX_REQUEUES=2"
+
+
 LOG = """Traceback (most recent call last):
   File "/shared/train.py", line 3, in train
 OSError: [Errno 28] No space left on device
