@@ -47,14 +47,17 @@ STOP_WANTED='' # the signal this script got. USR1: the job has to end soon; TERM
 
 log() { echo "$(date +%FT%T) [attempt $ATTEMPT] $*"; }
 
-# run_on_cluster SUBCOMMAND CONFIG [--dry-run] [key=value ...]: `stable-opd SUBCOMMAND CONFIG key=value ...` on all ranks
+# run_on_cluster SUBCOMMAND CONFIG [--dry-run] [--option ...] [key=value ...]: `stable-opd SUBCOMMAND CONFIG key=value ...
+# --option ...` on all ranks
 run_on_cluster() {
   local dry_run='' subcommand=$1 argument
-  COMMAND_LINE=("$2")
+  COMMAND_LINE=("$2") # config and settings, of every command in the job
+  OPTIONS=()          # of SUBCOMMAND
   shift 2
   for argument in "$@"; do
     case $argument in
       --dry-run) dry_run=yes ;;
+      --*) OPTIONS+=("$argument") ;;
       *.yaml | *.yml) COMMAND_LINE[0]=$argument ;;
       *) COMMAND_LINE+=("$argument") ;;
     esac
@@ -65,7 +68,7 @@ run_on_cluster() {
   fi
   split_nodes || return 2
   set_environment
-  TRAINER=("${PYTHON[@]}" -m stable_opd_mcore "$subcommand" "${COMMAND_LINE[@]}")
+  TRAINER=("${PYTHON[@]}" -m stable_opd_mcore "$subcommand" "${COMMAND_LINE[@]}" "${OPTIONS[@]}")
   if [ -n "$dry_run" ]; then describe "$subcommand"; return 0; fi
 
   mkdir -p "$ATTEMPT_DIR"/{ranks,exits,preflight}
@@ -218,6 +221,7 @@ check_run() {
   if [ "$1" != train ] || [ "$CHECK" != on ]; then return 0; fi
   local -a settings=()
   if [ "$SERVER_NODES" -gt 0 ]; then settings=(rollout.engine=sglang); fi # as connect_servers tells the trainer
+  if [[ " ${OPTIONS[*]} " = *' --accept-changes '* ]]; then settings+=(--accept-changes); fi
   CHECKED=$(computed check "${settings[@]}")
 }
 

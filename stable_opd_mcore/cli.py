@@ -32,6 +32,12 @@ ConfigPath = Annotated[Path, typer.Argument(help="A YAML file; configs/ holds ex
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings to change, e.g. train.steps=10 kl.beta=0.01")
 ]
+AcceptChanges = Annotated[
+    bool,
+    typer.Option(
+        "--accept-changes", help="Resume with other settings than the run was trained with."
+    ),
+]
 TrainerNodes = Annotated[int, typer.Option(min=1, help="Trainer nodes.")]
 GpusPerNode = Annotated[int, typer.Option(min=1)]
 ServerNodes = Annotated[int, typer.Option(min=0, help="Nodes of SGLang servers.")]
@@ -73,12 +79,7 @@ def _require_path(path: Path, wanted: str) -> None:
 def train(
     config: ConfigPath,
     overrides: Overrides = None,
-    accept_changes: Annotated[
-        bool,
-        typer.Option(
-            "--accept-changes", help="Resume with other settings than the run was trained with."
-        ),
-    ] = False,
+    accept_changes: AcceptChanges = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Print only warnings, errors and why the run stopped.")
     ] = False,
@@ -115,6 +116,7 @@ def check(
         str | None,
         typer.Option(help="h200, h100 or cpu; default: h200, and cpu with train.precision=fp32."),
     ] = None,
+    accept_changes: AcceptChanges = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Say what does not go together in a pair, a config or a run directory; code 1: errors."""
@@ -126,7 +128,7 @@ def check(
         if gpu not in (None, "cpu"):
             device_named(gpu)  # refuses an unknown name
         cluster = Cluster(nodes, gpus_per_node, server_nodes)
-        report = check_file(config, overrides or [], cluster, gpu)
+        report = check_file(config, overrides or [], cluster, gpu, accept_changes)
     elif config is None and student is not None and teacher is not None:
         report = check_pair(student, teacher)
     else:

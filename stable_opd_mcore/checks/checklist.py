@@ -145,12 +145,17 @@ def check_config(config: Config, place: Place | None, accept_changes: bool = Fal
 
 
 def check_file(
-    path: Path, overrides: Sequence[str], cluster: Cluster, gpu: str | None = None
+    path: Path,
+    overrides: Sequence[str],
+    cluster: Cluster,
+    gpu: str | None = None,
+    accept_changes: bool = False,
 ) -> Report:
     """A config's file with overrides; one that cannot be loaded is an error of the report.
 
     Args:
         gpu: of the job. None: as the config's train.precision says; fp32 is for a CPU.
+        accept_changes: as of `train`.
     """
     try:
         config = load_config(path, overrides)
@@ -158,7 +163,7 @@ def check_file(
         return Report((refused("config", error),))
     if gpu is None:
         gpu = "cpu" if config.train.precision == "fp32" else "h200"
-    return check_config(config, Place(cluster, gpu))
+    return check_config(config, Place(cluster, gpu), accept_changes)
 
 
 def refuse_errors(report: Report) -> None:

@@ -71,6 +71,16 @@ def test_server_nodes_come_from_the_same_allocation(tmp_path):
     assert "rollout.sglang.host=node6 rollout.sglang.port=22002" in second
 
 
+def test_an_option_is_the_trainer_s_alone():
+    script = REPOSITORY / "slurm" / "stable_opd_32b.sh"
+    printed = dry_run(script, "--accept-changes", "kl.beta=0.03", SERVER_NODES="1")
+    commands = [line for line in printed.splitlines() if line.startswith("srun ")]
+    trainer, server = (command.split() for command in commands)
+    assert "--accept-changes" in trainer
+    assert "--accept-changes" not in server
+    assert "kl.beta=0.03" in server
+
+
 def test_a_dry_run_says_why_the_topology_is_not_known():
     printed = dry_run(REPOSITORY / "slurm" / "stable_opd_7b.sh", "student.path=/nowhere")
     assert "# the topology is not known here: error: student.path=/nowhere" in printed

@@ -8,11 +8,14 @@ import threading
 import time
 from pathlib import Path
 
+from stable_opd_mcore.config.load import load_config, save_config
+
 REPOSITORY = Path(__file__).parents[2]
 SRUN = """#!/bin/bash
 echo running >"$ATTEMPT_DIR/running"
 until [ -e "$ATTEMPT_DIR/signalled" ]; do sleep 0.1; done
 """
+SMOKE = "configs/smoke_cpu.yaml"
 PROBE = """#!/bin/bash
 [[ $* != *--nodelist=n3* ]] && touch "${@: -1}"
 """
@@ -127,7 +130,7 @@ def test_a_run_that_does_not_fit_is_refused_with_its_numbers(tmp_path):
 
 
 def test_a_run_with_errors_is_refused_with_what_was_found(tmp_path):
-    settings = f"GPU=cpu; PYTHON=({sys.executable}); COMMAND_LINE=(configs/smoke_cpu.yaml"
+    settings = f"GPU=cpu; PYTHON=({sys.executable}); OPTIONS=(); COMMAND_LINE=({SMOKE}"
     check = 'check_run train; echo "code $?"; echo "$CHECKED"'
     told = run_function(
         tmp_path,
@@ -140,3 +143,20 @@ def test_a_run_with_errors_is_refused_with_what_was_found(tmp_path):
     assert refused.startswith("1\n")
     assert "ERROR  window: responses leave no prompt in the student's window" in refused
     assert skipped.strip() == "0\nchecks of the run: skipped"
+
+
+def test_a_run_with_other_settings_is_refused_unless_they_are_accepted(tmp_path):
+    directory = f"run.directory={tmp_path}"
+    trained = load_config(REPOSITORY / SMOKE, [directory])
+    (trained.run.path / "checkpoints" / "step_000001").mkdir(parents=True)
+    save_config(trained, trained.run.path / "config.resolved.yaml")
+    settings = f"GPU=cpu; PYTHON=({sys.executable}); COMMAND_LINE=({SMOKE} {directory} kl.beta=0.5)"
+    check = 'check_run train; echo "code $?"; echo "$CHECKED"'
+    told = run_function(
+        tmp_path, f"{settings}; OPTIONS=(); {check}; OPTIONS=(--quiet --accept-changes); {check}"
+    )
+    refused, accepted = told.split("code ")[1:]
+    assert refused.startswith("1\n")
+    assert "settings: --accept-changes" in refused
+    assert accepted.startswith("0\n")
+    assert "kl.beta" in accepted
