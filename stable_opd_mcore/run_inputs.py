@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from stable_opd_mcore.config.models import SELF, TeacherConfig
+from stable_opd_mcore.config.models import TeacherConfig
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.data.chat import Tokenizer, resolve_stop_ids
 from stable_opd_mcore.data.prompts import PromptOrder, PromptSet
@@ -28,25 +28,36 @@ def with_downloads(config: Config) -> Config:
     """The config with the downloaded directories in place of hub ids of student and teacher.
 
     Raises:
+        UserError: as `with_download`.
+    """
+    return with_download(with_download(config, "student"), "teacher")
+
+
+def with_download(config: Config, role: str) -> Config:
+    """The config with the downloaded directory in place of one model's hub id.
+
+    Args:
+        role: student or teacher.
+
+    Raises:
         UserError: a path that is no model directory, a hub id without the commit to download, or a
             failed download.
     """
-    changes: dict[str, ModelConfig] = {}
-    for name, model in (("student", config.student), ("teacher", config.teacher)):
-        if model is None or model.path is None or (name == "teacher" and model.path == SELF):
-            continue
-        if not is_hub_id(model.path):
-            if not (isinstance(model, TeacherConfig) and model.engine == "sglang"):
-                _require_model_directory(f"{name}.path", Path(model.path))
-            continue
-        if model.revision is None:
-            raise UserError(
-                f"{name}.path={model.path}: no such directory here. As a hub id it needs "
-                f"{name}.revision, the commit to download: the newest one may change under a run"
-            )
-        folder, _ = download(model.path, "model", MODEL_FILES, model.revision)
-        changes[name] = model.model_copy(update={"path": str(folder)})
-    return config.model_copy(update=changes)
+    model: ModelConfig | None = getattr(config, role)
+    is_teacher = isinstance(model, TeacherConfig)
+    if model is None or model.path is None or (is_teacher and model.is_self):
+        return config
+    if not is_hub_id(model.path):
+        if not (is_teacher and model.engine == "sglang"):
+            _require_model_directory(f"{role}.path", Path(model.path))
+        return config
+    if model.revision is None:
+        raise UserError(
+            f"{role}.path={model.path}: no such directory here. As a hub id it needs "
+            f"{role}.revision, the commit to download: the newest one may change under a run"
+        )
+    folder, _ = download(model.path, "model", MODEL_FILES, model.revision)
+    return config.model_copy(update={role: model.model_copy(update={"path": str(folder)})})
 
 
 def _require_model_directory(key: str, path: Path) -> None:

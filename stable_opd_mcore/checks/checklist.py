@@ -134,7 +134,7 @@ def check_config(config: Config, place: Place | None, accept_changes: bool = Fal
         facts, prompts = _facts(pair), _prompts(pair, known.example, known.teacher_example)
     findings += _found(OF_A_RUN, known)
     if config.cold_start is not None:
-        cold = Known(cold_start_config(config), place, accept_changes)
+        cold = Known(cold_start_config(known.config), place, accept_changes)
         findings += _found(OF_A_COLD_START, cold)
     here = installed(on_gpu=place is not None and place.on_gpu)
     findings += _found(OF_THE_SOFTWARE, here)

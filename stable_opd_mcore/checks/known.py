@@ -28,6 +28,7 @@ from stable_opd_mcore.run_inputs import (
     load_teacher_tokenizer,
     load_tokenizer,
     teacher_stop_ids,
+    with_download,
 )
 
 T = TypeVar("T")
@@ -66,14 +67,25 @@ class once(Generic[T]):
 class Known:
     """A run's config, and what the files that it names say.
 
+    Hub ids of its models are downloaded first, as `train` does. The parts of a model that is not
+    there raise why it is not.
+
     Args:
         place: the job's GPUs; None where they are unknown: memory and servers are not checked then.
         accept_changes: as --accept-changes of `train`.
     """
 
     def __init__(self, config: Config, place: Place | None, accept_changes: bool = False):
-        self.config, self.place, self.accept_changes = config, place, accept_changes
+        self.place, self.accept_changes = place, accept_changes
         self.parts: dict[str, Any] = {}  # what was read, or the error that reading raised
+        of_student = ("architecture",) if config.tokenizer.path else ("architecture", "tokenizer")
+        of_teacher = ("teacher_architecture", "teacher_tokenizer")
+        for role, parts in (("student", of_student), ("teacher", of_teacher)):
+            try:
+                config = with_download(config, role)
+            except UserError as error:
+                self.parts.update(dict.fromkeys(parts, error))
+        self.config = config
 
     @once
     def tokenizer(self) -> Tokenizer:

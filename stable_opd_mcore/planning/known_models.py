@@ -1,8 +1,8 @@
 """The published config.json of the models that the shipped configs name (known_models.yaml).
 
 `plan` and `rehearse` need a model's sizes and no weights, so they also work where the models are
-not downloaded. A directory that exists always counts more than this table. Not here: weights,
-tokenizers.
+not downloaded. A directory that exists always counts more than this table. Of a hub id that is not
+in it, config.json alone is downloaded, or read from the hub's cache. Not here: weights, tokenizers.
 """
 
 from functools import cache
@@ -14,6 +14,7 @@ import yaml
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.config.training import Fp8Role
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.hub import download, is_hub_id
 
 
 def models_in_trainer(config: Config) -> dict[Fp8Role, ModelConfig]:
@@ -32,7 +33,7 @@ def model_source(model: ModelConfig, name: str) -> tuple[str | dict[str, Any], s
         name: of the config's section.
 
     Raises:
-        UserError: no such directory, and no such model in the table.
+        UserError: no such directory and no such model in the table, or a failed download.
     """
     if model.architecture is not None:
         return model.architecture, None
@@ -42,9 +43,12 @@ def model_source(model: ModelConfig, name: str) -> tuple[str | dict[str, Any], s
     for suffix, fields in _published().items():
         if Path(model.path).as_posix().endswith(f"/{suffix}") or model.path == suffix:
             return fields, f"{name}.path={model.path} is absent: sizes as published for this model"
+    if is_hub_id(model.path) and model.revision is not None:
+        folder, _ = download(model.path, "model", ("config.json",), model.revision)
+        return str(folder), None
     raise UserError(
-        f"{name}.path={model.path}: no such directory; a plan needs only its config.json "
-        f"(set {name}.path to a directory that holds it)"
+        f"{name}.path={model.path}: no such directory; a plan needs only its config.json (set "
+        f"{name}.path to a directory that holds it, or to a hub id with {name}.revision)"
     )
 
 

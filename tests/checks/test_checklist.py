@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from stable_opd_mcore.checks import checklist
 from stable_opd_mcore.checks.checklist import (
@@ -20,10 +22,13 @@ from stable_opd_mcore.checks.checklist import (
 from stable_opd_mcore.checks.finding import Finding
 from stable_opd_mcore.checks.pair import ModelFiles, read_model
 from stable_opd_mcore.checks.printing import Report
-from stable_opd_mcore.config.load import load_config
+from stable_opd_mcore.config.load import load_config, save_config
 from stable_opd_mcore.errors import ConfigError
+from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.tensors import hf_shapes
 from stable_opd_mcore.planning.plan import Cluster
 from tests.checks.directories import the, write_model
+from tests.hub_server import COMMIT, hub_server, use_hub
 from tests.real_data import real_data
 from tests.train.runs import ALONE, tiny_config
 
@@ -163,6 +168,32 @@ def test_a_config_in_fp32_is_checked_for_a_cpu_unless_a_gpu_is_named(tmp_path):
     facts = check_file(*arguments, "h100").facts
     assert "of a h100" in facts[-2]
     assert "software on a GPU: " in facts[-1]
+
+
+def test_hub_ids_are_checked_as_the_directories_that_train_downloads(tmp_path, monkeypatch):
+    tensors = hf_shapes(read_architecture(write_model(tmp_path / "model")))
+    weights = {name: torch.zeros(shape) for name, shape in tensors.items()}
+    save_file(weights, tmp_path / "model" / "model.safetensors")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    student = {"path": "me/model", "architecture": None, "revision": COMMIT}
+    teacher = student | {"path": "me/absent"}
+    config = tiny_config(
+        tmp_path, "run", student=student, teacher=teacher, tokenizer={"path": None}
+    )
+    save_config(config, tmp_path / "config.yaml")
+    with hub_server({"models/me/model": files}) as (url, _):
+        use_hub(monkeypatch, url, tmp_path / "cache")
+        (error,) = check_file(tmp_path / "config.yaml", [], Cluster(1, 1), "cpu").errors
+        assert error.title.startswith(f"me/absent: cannot be downloaded at revision {COMMIT}")
+        there = ["teacher.path=me/model"]
+        assert not check_file(tmp_path / "config.yaml", there, Cluster(1, 1), "cpu").errors
+
+
+def test_a_model_that_is_absent_is_one_error(tmp_path):
+    student = {"path": str(tmp_path / "absent"), "architecture": None}
+    config = tiny_config(tmp_path, "run", student=student, tokenizer={"path": None})
+    (error,) = check_config(config, None).errors
+    assert error.title.startswith(f"student.path={tmp_path}/absent is absent; expected a model")
 
 
 def test_the_shown_prompt_is_that_of_the_first_problem_with_the_system_prompt(tmp_path):

@@ -1,6 +1,7 @@
 """Sizes of the models that the shipped configs name, and what counts more than them."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from stable_opd_mcore.planning.job import read_models
 from stable_opd_mcore.planning.known_models import model_source
 from stable_opd_mcore.planning.layout import Layout
 from stable_opd_mcore.planning.model_size import ModelSize
+from tests.hub_server import COMMIT, hub_server, use_hub
 from tests.planning.cases import CONFIGS, QWEN_7B
 
 # As the model cards state them; a tied head counts once.
@@ -49,3 +51,16 @@ def test_a_directory_counts_more_than_the_table(tmp_path):
     assert model_source(model, "student") == (str(directory), None)
     with pytest.raises(UserError, match=r"teacher.path=/nowhere: no such directory"):
         model_source(ModelConfig(path="/nowhere"), "teacher")
+
+
+def test_of_a_hub_id_config_json_alone_is_read_from_the_cache_too(tmp_path, monkeypatch):
+    files = {"config.json": json.dumps(QWEN_7B).encode(), "model.safetensors": b"weights"}
+    model = ModelConfig(path="me/model", revision=COMMIT)
+    with hub_server({"models/me/model": files}) as (url, _):
+        use_hub(monkeypatch, url, tmp_path)
+        source, note = model_source(model, "student")
+    assert [path.name for path in Path(str(source)).iterdir()] == ["config.json"]
+    assert read_architecture(source).num_layers == QWEN_7B["num_hidden_layers"]
+    assert model_source(model, "student") == (source, note) == (source, None)
+    with pytest.raises(UserError, match=r"or to a hub id with student\.revision"):
+        model_source(ModelConfig(path="me/model"), "student")
