@@ -59,6 +59,9 @@ class Tokenizer:
     ):
         self.path = path
         self._backend = backend
+        # A tokenizer.json keeps the lengths of its last call, which would cut or fill every text.
+        backend.backend_tokenizer.no_truncation()
+        backend.backend_tokenizer.no_padding()
         self._template_kwargs = dict(template_kwargs or {})
         refuse_unread(self._template_kwargs, self._template, path)
         self._is_synthetic = backend.get_vocab().keys() == set(VOCABULARY)

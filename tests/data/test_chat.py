@@ -70,6 +70,21 @@ def test_a_tokenizer_without_template_encodes_plainly(synthetic, tmp_path):
     assert plain.stop_token_ids == (20,)
 
 
+def test_lengths_that_a_tokenizer_was_saved_with_change_no_text(synthetic, tmp_path):
+    synthetic.save(tmp_path)
+    backend = PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+    backend(["1+1=2;"], truncation=True, max_length=4)  # transformers stores this in the backend
+    backend.backend_tokenizer.enable_padding(length=64, pad_id=0, pad_token=backend.pad_token)
+    backend.save_pretrained(str(tmp_path))
+    stored = json.loads((tmp_path / "tokenizer.json").read_text())
+    assert stored["truncation"]["max_length"] == 4
+    assert stored["padding"]["strategy"] == {"Fixed": 64}
+    loaded = Tokenizer.load(str(tmp_path))
+    for text in ("1+1=2;" * 200, "1"):
+        assert loaded.encode(text) == synthetic.encode(text)
+    assert loaded.json_text == synthetic.json_text  # what `prepare` measures lengths with
+
+
 def test_real_stop_tokens_disagree_and_are_all_found(qwen, r1):
     # Template <|im_end|>, both configs and the tokenizer <|endoftext|>.
     assert qwen.stop_token_ids == (151645, 151643)
