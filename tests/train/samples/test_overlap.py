@@ -62,24 +62,24 @@ def pair_of(student: Listing, teacher: Listing) -> OverlapPair:
 def test_metrics_are_means_over_trained_rows_of_all_micro_batches(max_tokens):
     student, teacher = Listing([4, 7], [0.5, 0.3]), Listing([7, 9], [0.6, 0.2])
     found = overlap_metrics(pair_of(student, teacher), batches_of(max_tokens), SAMPLES)
-    # Three rows are trained; one of them is a last one: token 7. Token 10 is masked.
+    # Three rows are trained. Two are the last of a rollout: token 7, and token 10, which is masked.
     assert found["overlap/ratio"] == Mean(1.5, 3)
     for key, value in (("student_mass", 0.3), ("teacher_mass", 0.6), ("advantage", 0.0)):
         mean = found[f"overlap/{key}"]
         assert mean.count == 3
         assert mean.total == pytest.approx(3 * value)
     for key, stop in (("stop/student_mass", 11), ("stop/teacher_mass", 13)):
-        assert found[key].count == 1
-        assert found[key].total == pytest.approx(stop / 100)
+        assert found[key].count == 2
+        assert found[key].total == pytest.approx(2 * stop / 100)
     assert student.prompts == teacher.prompts == ["s:0", "s:0", "s:1"]
 
 
-def test_the_target_of_a_trained_last_position_is_the_models_first_stop_id():
+def test_the_target_of_a_rollouts_last_position_is_the_models_first_stop_id():
     student, teacher = Listing([4, 7], [0.5, 0.3]), Listing([7, 9], [0.6, 0.2])
     overlap_metrics(pair_of(student, teacher), batches_of(64), SAMPLES)
     for model, stop in ((student, 11), (teacher, 13)):
         (batch,) = model.batches
-        assert sorted(batch.targets_N.tolist()) == sorted([5, 6, stop, 8, 11, 9, 10])
+        assert sorted(batch.targets_N.tolist()) == sorted([5, 6, stop, 8, 11, 9, stop])
 
 
 def test_the_advantage_is_over_the_shared_tokens():
@@ -99,9 +99,18 @@ def test_a_stage_without_scores_has_no_metrics():
     assert overlap_metrics(pair_of(no_scores, no_scores), batches_of(64), SAMPLES) == Metrics()
 
 
-def test_batches_without_trained_rows_count_nothing():
+def test_where_no_row_is_trained_only_the_ends_of_rollouts_count():
     (batch,) = batches_of(64)
     batch = replace(batch, pg_weight_N=torch.zeros_like(batch.pg_weight_N))
     model = Listing([4, 7], [0.5, 0.3])
     found = overlap_metrics(pair_of(model, model), [batch], SAMPLES)
-    assert {mean.count for mean in found.values()} == {0}
+    for key, mean in found.items():
+        assert mean.count == (2 if key.startswith("stop/") else 0)
+
+
+def test_the_end_of_a_golden_solution_that_carries_the_policy_term_does_not_count():
+    (batch,) = pack(SAMPLES, weights_of(SAMPLES, pg=[False, True, False]), max_tokens=64)
+    model = Listing([4, 7], [0.5, 0.3])
+    found = overlap_metrics(pair_of(model, model), [batch], SAMPLES)
+    assert found["overlap/ratio"].count == 2
+    assert found["stop/student_mass"].count == 2
