@@ -134,7 +134,8 @@ class ObjectiveConfig(Section):
     jsd_beta: float = Field(default=0.5, gt=0, lt=1)
     """`gkd` with `divergence: jsd`: the teacher's share of the mixture."""
     on_policy_fraction: float = Field(default=1.0, ge=0, le=1)
-    """`gkd`: share of prompts trained on rollouts; the others are trained on golden solutions."""
+    """`gkd`: share of prompts trained on rollouts; the others are trained on golden solutions, each
+    with the weight of all rollouts of a prompt."""
     std_normalise: bool = True
     """`grpo` and `grpo_opd` divide advantages by the standard deviation of the group's rewards.
     Dr.GRPO is `false` with `aggregation: constant`."""

@@ -28,9 +28,19 @@ SPLIT_KEYS = ("advantage/mean", "kl/teacher", "entropy/student")
 
 
 def sample_metrics(facts: SampleFacts) -> Metrics:
-    """Share of complete golden sequences; `facts` are of all samples, so do not reduce it."""
+    """Share of complete golden sequences, and of masked tokens among those of rollouts with the
+    policy term; `facts` are of all samples, so do not reduce it.
+    """
     golden = int(facts.golden_B.sum())
-    return Metrics({"batch/golden_complete_share": Mean(golden, len(facts))})
+    on_policy_B = ~facts.golden_B & ~facts.off_policy_B
+    tokens = int(facts.response_tokens_B[on_policy_B].sum())
+    trained = int(facts.trained_tokens_B[on_policy_B].sum())
+    return Metrics(
+        {
+            "batch/golden_complete_share": Mean(golden, len(facts)),
+            "tokens/masked_share": Mean(tokens - trained, tokens),
+        }
+    )
 
 
 def token_metrics(
@@ -43,8 +53,8 @@ def token_metrics(
 
     Log-probabilities, advantages, entropies, KL to the teacher and the clip share are means over
     rollout tokens in the loss (`pg_weight_N` not 0), without golden and masked tokens. KL to the
-    reference is over rows with a KL weight. Shares of repetitive and masked tokens are over all
-    scored rollout tokens. Advantage, KL to the teacher and entropy are split by finished and
+    reference is over rows with a KL weight. The share of repetitive tokens is over all scored
+    rollout tokens. Advantage, KL to the teacher and entropy are split by finished and
     truncated responses and by quarter of the length budget `max_new_tokens`. The rollout gap
     compares the engine's log-probability of a token with `old_token_logprob_N`, or with the
     student's if that is None.
@@ -175,7 +185,6 @@ def _mean_terms(
         "advantage/repetitive": (advantage_N, pg_N & repetitive_N),
         "advantage/regular": (advantage_N, pg_N & ~repetitive_N),
         "tokens/repetitive_share": (repetitive_N, ~golden_N),
-        "tokens/masked_share": (~pg_N, ~golden_N),
         "tokens/golden_share": (golden_N, trained_N),
         "kl/teacher": (None if teacher is None else output.kl_teacher_N, pg_N),
         "kl/reference": (output.kl_reference_N, microbatch.kl_weight_N != 0),

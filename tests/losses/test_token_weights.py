@@ -94,12 +94,38 @@ def test_gkd_trains_off_policy_prompts_on_golden_solutions():
     assert 2 * pg.sum() == pytest.approx(1)  # of two tokens each
 
 
-def test_token_mean_counts_the_golden_tokens_of_off_policy_prompts():
-    batch = [sample("a", 3), sample("a", 5, "golden"), sample("b", 7), sample("b", 2, "golden")]
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "constant"])
+@pytest.mark.parametrize("rollouts", [1, 4])
+def test_the_share_of_the_weight_on_policy_is_the_on_policy_fraction(aggregation, rollouts):
+    """At equal lengths, as lambda of GKD, whatever the number of rollouts of a prompt."""
+    batch = [
+        replace(sample(f"p{i}", 5, source), off_policy=i > 0)
+        for i in range(4)
+        for source in ["rollout"] * rollouts + ["golden"]
+    ]
+    settings = {"objective__name": "gkd", "objective__on_policy_fraction": 0.25}
+    pg = weights(batch, aggregation=aggregation, sampling__max_new_tokens=10, **settings).pg_B
+    on_policy = [weight for weight, s in zip(pg, batch, strict=True) if s.source == "rollout"]
+    assert sum(on_policy) / pg.sum() == pytest.approx(0.25)
+    assert 5 * pg.sum() == pytest.approx(0.5 if aggregation == "constant" else 1)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        ("sequence_mean", [1 / 12, 1 / 4, 1 / 4]),  # four sequences of 3, 1, 2 and 2 tokens
+        ("token_mean", [1 / 8, 1 / 8, 1 / 4]),
+        ("constant", [1 / 40, 1 / 40, 1 / 20]),
+    ],
+)
+def test_an_off_policy_golden_solution_counts_once_for_every_rollout(aggregation, expected):
+    batch = [sample("a", 3), sample("a", 1), sample("a", 5, "golden")]
+    batch += [sample("b", 7), sample("b", 9), sample("b", 2, "golden")]
     batch = [replace(s, off_policy=s.prompt_id == "b") for s in batch]
     settings = {"objective__name": "gkd", "objective__on_policy_fraction": 0.5}
-    found = weights(batch, aggregation="token_mean", **settings)
-    assert found.pg_B.tolist() == [1 / 5, 0, 0, 1 / 5]
+    found = weights(batch, aggregation=aggregation, sampling__max_new_tokens=10, **settings)
+    rollouts, golden = expected[:2], expected[2]
+    assert found.pg_B.tolist() == pytest.approx([*rollouts, 0, 0, 0, golden])
 
 
 def test_gkd_adds_the_golden_solutions_with_weight_lambda():

@@ -20,9 +20,21 @@ from tests.shares import facts_of
 def test_share_of_complete_golden_sequences():
     sample = Sample("rollout", "p", (1,), (2, 3), (True, True))
     samples = [sample, sample, sample, replace(sample, source="golden")]
-    assert sample_metrics(facts_of(samples)).values_by_key() == {
-        "batch/golden_complete_share": 0.25
-    }
+    assert sample_metrics(facts_of(samples))["batch/golden_complete_share"].value() == 0.25
+
+
+def test_masked_tokens_are_those_that_a_mask_takes_from_rollouts_with_the_policy_term():
+    whole = Sample("rollout", "p", (1,), (2, 3, 4, 5), (True,) * 4)
+    half = replace(whole, trained=(True, False, True, False))
+    golden = replace(whole, source="golden")
+    # Neither a prompt of gkd that trains on its golden solution nor that solution is masked.
+    off_policy = [replace(one, off_policy=True) for one in (half, golden)]
+    for samples, share in (
+        ([whole, golden, *off_policy], 0.0),
+        ([whole, half, golden, *off_policy], 0.25),
+        ([golden], None),
+    ):
+        assert sample_metrics(facts_of(samples))["tokens/masked_share"].value() == share
 
 
 # Six tokens: four of rollouts (the fourth masked out of the loss), two golden.
@@ -85,7 +97,6 @@ EXPECTED = {
     "advantage/abs_share_repetitive": 0.875,
     "tokens/trained": 5.0,
     "tokens/rollout": 4.0,
-    "tokens/masked_share": 0.25,
     "tokens/repetitive_share": 0.75,
     "tokens/golden_share": 0.4,
     "kl/teacher": 1.0,
