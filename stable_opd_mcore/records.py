@@ -320,8 +320,9 @@ class LossOutput:
     # [N] nats, of the token, at temperature 1 on golden ones; compares with rollouts and reference
     token_logprob_N: Tensor
     entropy_N: Tensor  # [N] nats, of the student
-    advantage_N: Tensor  # [N] nats, 0 where pg_weight_N is 0
-    ratio_clipped_N: Tensor  # [N] bool, the clip bound was active
+    # [N] nats, 0 where pg_weight_N is 0. None, as the next one: the objective has no such thing
+    advantage_N: Tensor | None
+    ratio_clipped_N: Tensor | None  # [N] bool, the clip bound was active
     kl_reference_N: Tensor  # [N] nats, KL(student || reference) at the row; 0 where not computed
     kl_teacher_N: Tensor  # [N] nats, log-ratio student / teacher, or the exact KL where computed
     reference_logprob_N: Tensor  # [N] nats, of the token; 0 without a reference

@@ -15,10 +15,10 @@ a row (the target first, then stop ids), H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -106,8 +106,7 @@ class _Evaluation:
         d_hidden = hidden_NH.new_zeros(hidden_NH.shape, dtype=weight_VH.dtype)
         d_weight = gradient_sum(head) if wants_weight else None
         returns_N = self._returns(context_group)
-        empty = hidden_NH.new_zeros(0, dtype=accumulation_dtype(hidden_NH))
-        outputs = [LossOutput(*[empty] * len(fields(LossOutput)))]
+        outputs: list[LossOutput] = []
         for rows, block in self._blocks():
             output, by_leaf = block.differentiate(None if returns_N is None else returns_N[rows])
             outputs.append(output)
@@ -123,11 +122,24 @@ class _Evaluation:
             head.reduce_(d_hidden)
         if d_weight is not None and not hasattr(head.weight_VH, "main_grad"):
             d_weight = d_weight.to(head.weight_VH.dtype)
+        return (
+            self._joined(outputs),
+            d_hidden.to(hidden_NH.dtype) if wants_hidden else None,
+            d_weight,
+        )
+
+    def _joined(self, outputs: Sequence[LossOutput]) -> LossOutput:
+        """The results of all blocks, of which there are none in an empty micro-batch."""
         names = [item.name for item in fields(LossOutput)]
-        whole = {name: torch.cat([getattr(x, name) for x in outputs]) for name in names}
-        is_clipped_N = whole.pop("ratio_clipped_N").bool()
-        results = LossOutput(**whole, ratio_clipped_N=is_clipped_N)
-        return results, d_hidden.to(hidden_NH.dtype) if wants_hidden else None, d_weight
+        if not outputs:
+            dtype = accumulation_dtype(self.hidden_NH)
+            return LossOutput(*[self.hidden_NH.new_zeros(0, dtype=dtype)] * len(names))
+        parts = {name: [getattr(output, name) for output in outputs] for name in names}
+        whole: dict[str, Any] = {
+            name: None if of_blocks[0] is None else torch.cat(of_blocks)
+            for name, of_blocks in parts.items()
+        }
+        return LossOutput(**whole)
 
     def _returns(self, context_group: dist.ProcessGroup | None) -> Tensor | None:
         """Discounted returns of the whole micro-batch, to which masked tokens add nothing.

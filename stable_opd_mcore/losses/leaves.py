@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -208,7 +208,9 @@ class Block:
             output = token_losses(self.terms, self.rows(leaves, returns_C), self.batch)
             inputs = [x for x in leaves if x is not None]
             found = iter(torch.autograd.grad(output.loss.sum(), inputs, materialize_grads=True))
-        values = {name: x.detach() for name, x in vars(output).items()}
+        values: dict[str, Any] = {
+            name: x if x is None else x.detach() for name, x in vars(output).items()
+        }
         gradients = Leaves._make(x if x is None else next(found) for x in leaves)
         return LossOutput(**values), gradients
 

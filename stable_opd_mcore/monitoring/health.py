@@ -61,7 +61,7 @@ def token_metrics(
 
     `loss/*` are sums, like the loss. The total is the sum of the parts, because Megatron scales the
     loss tensor in place. A mean is None if no micro-batch has its values (no teacher, no
-    reference).
+    reference, an objective without advantages).
 
     Args:
         groups: key -> which samples of this rank, by MicroBatch.sample_index_N; "<key>/kl" is their
@@ -119,7 +119,8 @@ def _token_sums(
     )
     totals_R = torch.where(masks_RN, values_RN, 0.0).sum(dim=1)
     gaps_N = torch.where(pg_N, _engine_gap(output, microbatch), -1.0).double()
-    abs_advantage_N = torch.where(pg_N, output.advantage_N.detach().abs(), 0.0).double()
+    advantage_N = zeros_N if output.advantage_N is None else output.advantage_N.detach()
+    abs_advantage_N = torch.where(pg_N, advantage_N.abs(), 0.0).double()
     scalars = [
         output.pg.detach().double(),
         output.kl.detach().double(),

@@ -161,13 +161,13 @@ class Result:
     sft: Tensor
     d_hidden: Tensor
     d_weight: Tensor
-    rows: dict[str, Tensor]  # [N] each, by the name in LossOutput
+    rows: dict[str, Tensor]  # [N] each, by the name in LossOutput; without those that are None
 
     @classmethod
     def of(cls, output: LossOutput, d_hidden: Tensor | None, d_weight: Tensor | None) -> Result:
         assert d_hidden is not None
         assert d_weight is not None
-        found = {k: x.detach().double().cpu() for k, x in vars(output).items()}
+        found = {k: x.detach().double().cpu() for k, x in vars(output).items() if x is not None}
         parts = [found.pop(name) for name in ("loss", "pg", "kl", "sft")]
         return cls(*parts, d_hidden.double().cpu(), d_weight.double().cpu(), found)
 
@@ -235,6 +235,7 @@ def assert_close(found: Result, expected: Result, tolerance: float) -> None:
             scale = max(scale, 0.1, parts.item() if name == "loss" else 0.0)
         error = (a - b).abs().max().item() / scale
         assert error <= tolerance, f"{name}: relative error {error:.2e} > {tolerance:.0e}"
+    assert found.rows.keys() == expected.rows.keys()
     for name, b in expected.rows.items():
         a = found.rows[name]
         assert torch.isfinite(a).all(), f"{name} is not finite"

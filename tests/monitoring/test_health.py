@@ -195,6 +195,16 @@ def test_without_teacher_and_reference_their_numbers_are_undefined():
     }
 
 
+def test_without_advantages_their_means_are_undefined():
+    """As of gkd, lsm and student_topk, and of an own function that returns the loss alone."""
+    bare = replace(OUTPUT, advantage_N=None, ratio_clipped_N=None)
+    values = token_metrics([bare], [MICROBATCH], BUDGET)().values_by_key()
+    advantages = {key: value for key, value in EXPECTED.items() if key.startswith("advantage/")}
+    undefined = {**dict.fromkeys(advantages), "ratio/clip_share": None}
+    sums = {f"advantage/abs_sum_{where}": 0.0 for where in ("repetitive", "regular")}
+    assert values == EXPECTED | undefined | sums
+
+
 def test_the_engine_gap_is_against_the_behaviour_policy():
     old = torch.tensor([-1.0, -2.5, -7.0, 0.0, 0.0, 0.0])
     of_classes = old + torch.tensor([0, 0, 2.0, 0, 0, 0])

@@ -174,11 +174,13 @@ def summed(world: World, outputs: list[LossOutput], batches: list[MicroBatch]) -
     if outputs and world.tensor_rank == 0:
         for output, batch in zip(outputs, batches, strict=True):
             for key, total in found.items():
-                value = getattr(output, key).detach()
+                value = getattr(output, key)
+                if value is None:  # gkd has no advantage
+                    continue
                 if total.ndim:
                     total[batch.sample_index_N, batch.token_index_N] += value
                 else:
-                    total += value
+                    total += value.detach()
     for total in found.values():
         dist.all_reduce(total)
     return found

@@ -134,10 +134,11 @@ def _golden(rollout: Rollout, tokenizer: Tokenizer) -> str | None:
 
 def _rows(output: LossOutput, batch: MicroBatch) -> OnHost:
     """Sample index, token index and VALUES of the micro-batch's tokens: [2 + values, N]."""
+    advantage_N = output.advantage_N
     columns = (
         batch.sample_index_N,
         batch.token_index_N,
-        output.advantage_N,
+        torch.zeros_like(output.kl_teacher_N) if advantage_N is None else advantage_N,
         output.teacher_logprob_N,
         output.kl_reference_N,
         output.kl_teacher_N,

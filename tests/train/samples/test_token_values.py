@@ -72,6 +72,15 @@ def test_each_token_of_the_first_rollouts_has_its_value(world):
     ]
 
 
+def test_objectives_without_advantage_have_the_other_values(world):
+    values = TokenRecorder(config(), facts_of([sample(1)]))
+    (output,), batches = results_of([(0, 0, 1.0)])
+    output.advantage_N = None
+    values.of(minibatch(0))([output], batches)
+    (found,) = values.gather(world, [rollout(1)])
+    assert found.values == {"teacher_logprob": [-1.0], "kl_teacher": [2.0]}
+
+
 @pytest.mark.parametrize("settings", [config(0), config(save="none")])
 def test_nothing_is_kept_where_nothing_is_asked_for(world, settings):
     values = TokenRecorder(settings, facts_of([sample(1)]))
