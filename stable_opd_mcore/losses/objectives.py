@@ -101,6 +101,8 @@ _OF_ROLLOUTS = (
     "objective.masks",
     "objective.position_half_life",
     "rollout.importance_correction",
+    "rollout.max_staleness",
+    "rollout.routing_replay",
     "sampling.horizon_start",
     "sampling.temperature",
     "sampling.top_p",
@@ -310,6 +312,11 @@ def _check(config: Config, spec: ObjectiveSpec) -> None:
         ("fp8.keep_first_layers", "a model in FP8", config.fp8.is_on),
         ("fp8.keep_last_layers", "a model in FP8", config.fp8.is_on),
         ("normaliser", "several sources in data.train", len(config.data.sources) > 1),
+        (
+            "optimizer.min_lr",
+            "optimizer.schedule=linear or cosine",
+            config.optimizer.schedule != "constant",
+        ),
         ("reference.every", "reference.update=every", config.reference.update == "every"),
         ("reference.decay", "reference.update=ema", config.reference.update == "ema"),
         (

@@ -142,6 +142,11 @@ def test_settings_of_the_reference_need_its_kl(changes):
         ),
         ({"objective__name": "sft", "mixture__lambda": 0.1}, "mixture.lambda=0.1 would"),
         (
+            {"objective__name": "sft", "rollout__max_staleness": 3, "rollout__order": "completed"},
+            "^rollout.max_staleness=3 would have no effect: objective.name=sft has no rollouts; d",
+        ),
+        ({"optimizer__min_lr": 1e-7}, "it needs optimizer.schedule=linear or cosine; drop it$"),
+        (
             {"objective__clip": 0.1},
             "it needs train.minibatches > 1, or rollout.max_staleness > 0 without rollout."
             "importance_correction: the ratio is 1 otherwise; drop it",
