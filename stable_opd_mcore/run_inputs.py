@@ -240,7 +240,8 @@ def refuse_small_vocabulary(model: ModelConfig, architecture: Architecture, size
 
 
 def refuse_unused_expert_ranks(config: Config, student: Architecture) -> None:
-    """
+    """Of a whole run, not of its cold start, which has the run's ranks but not its teacher.
+
     Raises:
         UserError: parallel.expert exceeds 1, and neither the student nor a teacher on the same
             ranks has experts.

@@ -23,6 +23,7 @@ from stable_opd_mcore.planning.memory import stage_plan
 from stable_opd_mcore.planning.plan import Plan, make_plan
 from stable_opd_mcore.rehearsal import te_layers
 from stable_opd_mcore.rehearsal.rank import RankReport, rehearse_rank
+from stable_opd_mcore.run_inputs import refuse_unused_expert_ranks
 
 PROMPT_TOKENS = 256  # of every prompt, fewer where the window leaves less
 # Of a model chunk with experts: the CPU takes each expert of each layer alone, and all are alike.
@@ -118,6 +119,7 @@ def rehearse_stage(
     _require_fit(plan)
     job, of_stage = with_few_layers(replace(plan.job, config=config, is_torch=True), layers)
     job = with_few_prompts(job)
+    refuse_unused_expert_ranks(job.config, job.models.student)
     report = rehearse_rank(
         job.config,
         cluster.trainer_gpus,

@@ -38,7 +38,6 @@ from stable_opd_mcore.run_inputs import (
     prompt_order,
     refuse_routing_without_experts,
     refuse_small_vocabulary,
-    refuse_unused_expert_ranks,
     teacher_stop_ids,
 )
 from stable_opd_mcore.scoring.early_requests import EarlyRequests
@@ -101,7 +100,6 @@ def build_run(
     teacher_stops = teacher_stop_ids(config, tokenizer)
     objective = build_objective(config, tokenizer.stop_token_ids, teacher_stops)
     architecture = configured_architecture(config.student)
-    refuse_unused_expert_ranks(config, architecture)
     refuse_routing_without_experts(config, architecture)
     # What the run may need later is loaded now: the guard may raise beta and lambda from 0.
     widest = objective.with_strengths(config.largest_beta, config.largest_lambda)

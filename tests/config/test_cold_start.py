@@ -3,8 +3,10 @@
 import pytest
 
 from stable_opd_mcore.config.cold_start import after_cold_start, cold_start_config
+from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.config.training import Fp8Config
 from stable_opd_mcore.losses.objectives import build_objective
+from tests.planning.cases import CONFIGS
 from tests.train.runs import tiny_config
 
 COLD = {"steps": 2, "lr": 1e-3}
@@ -38,6 +40,17 @@ def test_a_cold_start_keeps_the_fp8_of_the_student_alone(tmp_path, student):
     kept = {"student": student, "keep_last_layers": 1} if student else {}
     assert cold.fp8 == Fp8Config.model_validate(kept)
     assert after_cold_start(config).fp8 == config.fp8
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*sorted(CONFIGS.glob("*.yaml")), *sorted(CONFIGS.glob("recipes/*.yaml"))],
+    ids=lambda path: path.stem,
+)
+def test_every_shipped_config_may_have_a_cold_start(path):
+    config = load_config(path, ["cold_start.steps=2", "cold_start.lr=1e-5"])
+    build_objective(config, (1,), (2,))
+    build_objective(cold_start_config(config), (1,), None)
 
 
 def test_the_run_after_a_cold_start_begins_with_its_model(tmp_path):

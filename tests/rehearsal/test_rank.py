@@ -2,6 +2,7 @@
 
 import pytest
 
+from stable_opd_mcore.config.cold_start import cold_start_config
 from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.rehearsal.rank import rehearse_rank
 from tests.planning.cases import CONFIGS
@@ -41,3 +42,13 @@ def test_a_rank_steps_and_publishes_every_byte(model, overrides, rank, stage):
     assert report.stage == stage
     assert report.published_bytes == (4 * parameters if rank == 0 else 0)  # rank 0 sends
     assert report.peak_bytes > 4 * parameters / 4
+
+
+def test_a_cold_start_keeps_the_expert_ranks_of_a_run_whose_teacher_alone_has_experts():
+    """The layout of a process cannot change between its phases."""
+    experts = {"model_type": "qwen3_moe", "norm_topk_prob": "true", **EXPERTS}
+    options = [f"teacher.architecture.{name}={value}" for name, value in experts.items()]
+    cold = ["cold_start.steps=2", "cold_start.lr=1e-3", "cold_start.prompts_per_step=2"]
+    config = load_config(CONFIGS / "smoke_cpu.yaml", [*options, *cold, "parallel.expert=2"])
+    rehearse_rank(config, 2, 0, prompt_tokens=20, vocab_size=32)
+    rehearse_rank(cold_start_config(config), 2, 0, prompt_tokens=20, vocab_size=32)

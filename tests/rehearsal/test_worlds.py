@@ -87,6 +87,10 @@ MISTAKES = {  # config, trainer nodes, server nodes, settings -> what the refusa
         ("stable_opd_7b", 1, 1, "rollout.sglang.num_servers=1", "rollout.sglang.tensor=4"),
         "1 server of 4 GPUs on the 8 GPUs .* 4 would be idle. Set both to null",
     ),
+    "expert ranks without experts": (
+        ("smoke_cpu", 1, 0, "parallel.expert=2"),
+        "parallel.expert=2: qwen2 and qwen2 have no experts to share out",
+    ),
     "an unknown model": (
         ("stable_opd_7b", 1, 0, "student.path=/nowhere"),
         "student.path=/nowhere: no such directory; .* config.json",
