@@ -31,6 +31,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import TemporalAsyncCaller
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
@@ -114,7 +115,7 @@ class DirectorySave:
         self._together(partial(add_own_files, self._partial))  # the writer hashes these files too
         if request.async_fn is not None:
             write = partial(_write_and_hash, self._partial, self._hashed, request.async_fn)
-            request = request._replace(async_fn=write)
+            request = request._replace(async_fn=write, preload_fn=_staging(request))
         self._writer.schedule_async_call(request)
 
     def _plan(self, tree: dict[str, Any]) -> Any:
@@ -205,6 +206,17 @@ class DirectorySave:
             f"{self._partial}: cannot be written: {reasons[0]}; {space}. "
             "Older checkpoints are intact"
         )
+
+
+def _staging(request: Any) -> Callable[[], Any]:
+    """What copies the tensors of a Megatron request from the device, into ordinary memory.
+
+    Megatron's own choice is pinned memory, which a forked process shares instead of having its own:
+    the writer would read what the next step's transfers put there. It also takes up to twice the
+    room, since torch rounds each tensor up to a power of two and keeps it.
+    """
+    buckets = request.async_fn_args[1]
+    return partial(FileSystemWriterAsync.preload_tensors, buckets, non_blocking=False)
 
 
 def _write_and_hash(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from stable_opd_mcore.models import directory_save
 from stable_opd_mcore.models.directory_save import DirectorySave
@@ -60,6 +61,19 @@ def test_training_goes_on_and_the_directory_appears_complete(
     load_weights(chunks, tmp_path / "model")
     for weight, expected in zip(chunks[0].parameters(), before, strict=True):
         assert torch.equal(weight, expected)
+
+
+def test_the_writer_has_its_copies_in_memory_of_its_own(chunks, tmp_path, monkeypatch):
+    """Pinned memory is shared with a forked process, and the next step's transfers reuse it."""
+    copy, pinned = FileSystemWriterAsync.preload_tensors, []
+
+    def recorded(buckets, non_blocking=True):
+        pinned.append(non_blocking)
+        return copy(buckets, non_blocking)
+
+    monkeypatch.setattr(FileSystemWriterAsync, "preload_tensors", staticmethod(recorded))
+    DirectorySave(weights_of(chunks), chunks, tmp_path / "model", lambda _: None).finish()
+    assert pinned == [False]
 
 
 KILLED = """
