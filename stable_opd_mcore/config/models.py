@@ -30,7 +30,8 @@ class ModelConfig(Section):
     stop_token_ids: tuple[int, ...] | None = None
     """Token ids that end a response; the first one ends golden solutions. `null`: the token that
     ends an assistant turn in the chat template, then the `eos_token_id` of generation_config.json,
-    of config.json and of the tokenizer."""
+    of config.json and of the tokenizer. A run that starts from the trained model needs the list
+    again."""
 
     chat_template_kwargs: dict[str, Any] = Field(default={})
     """Arguments of the chat template, such as `enable_thinking: false`. One that the template never

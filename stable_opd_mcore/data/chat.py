@@ -14,8 +14,8 @@ Not here: the check of lengths against a window (data/prompts.py).
 from __future__ import annotations
 
 import copy
+import json
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -66,6 +66,8 @@ class Tokenizer:
         refuse_unread(self._template_kwargs, self._template, path)
         self._is_synthetic = backend.get_vocab().keys() == set(VOCABULARY)
         model_dir = Path(path) if Path(path).is_dir() else None
+        generation = Path(path) / _GENERATION
+        self._generation = read_json_object(generation) if generation.is_file() else {}
         self.stop_token_ids = resolve_stop_ids(model_dir, self, stop_token_ids)
 
     @classmethod
@@ -129,12 +131,12 @@ class Tokenizer:
     def save(self, directory: str | Path) -> None:
         """Write tokenizer.json, its config, its chat template and generation_config.json.
 
-        `load` finds the same stop tokens there.
+        The latter names `stop_token_ids` as EOS, so other programs stop there, too. `load` finds
+        them again, beside those of its other sources: give it an override again.
         """
         self._backend.save_pretrained(str(directory))
-        generation = Path(self.path) / _GENERATION
-        if generation.is_file():
-            shutil.copyfile(generation, Path(directory) / _GENERATION)
+        generation = self._generation | {"eos_token_id": list(self.stop_token_ids)}
+        (Path(directory) / _GENERATION).write_text(json.dumps(generation, indent=2) + "\n")
 
     @property
     def vocab_size(self) -> int:

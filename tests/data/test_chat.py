@@ -3,10 +3,11 @@
 import json
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from stable_opd_mcore.data.chat import Tokenizer, opens_thinking
 from stable_opd_mcore.errors import DataError
+from tests.checks.directories import write_model
 from tests.real_data import real_data
 
 QWEN, R1 = "tokenizers/Qwen2.5-Math-1.5B", "tokenizers/DeepSeek-R1-Distill-Qwen"
@@ -99,6 +100,30 @@ def test_generation_config_may_list_several_stop_tokens(synthetic, tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(DataError, match=r"config\.json: not valid JSON"):
         Tokenizer.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("override", [None, (257,)])
+def test_other_programs_stop_a_saved_model_where_it_was_trained_to_stop(tmp_path, override):
+    model = write_model(tmp_path / "model")  # its template ends turns with 258, its files say 256
+    settings = {"temperature": 0.7, "do_sample": True, "eos_token_id": 256}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(settings))
+    tokenizer = Tokenizer.load(model, override)
+    assert tokenizer.stop_token_ids == (override or (258, 256))
+    tokenizer.save(tmp_path / "saved")
+    saved = GenerationConfig.from_pretrained(str(tmp_path / "saved"))
+    assert saved.eos_token_id == list(tokenizer.stop_token_ids)
+    assert (saved.temperature, saved.do_sample) == (0.7, True)
+    assert Tokenizer.load(str(tmp_path / "saved"), override).stop_token_ids == (
+        tokenizer.stop_token_ids
+    )
+
+
+def test_a_model_without_generation_settings_is_saved_with_its_stop_tokens(synthetic, tmp_path):
+    synthetic.save(tmp_path)
+    assert GenerationConfig.from_pretrained(str(tmp_path)).eos_token_id == [20]
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(DataError, match=r"generation_config\.json: not valid JSON"):
+        Tokenizer.load(str(tmp_path), stop_token_ids=(20,))  # else the first checkpoint fails
 
 
 def test_a_golden_thought_is_kept_with_a_template_that_deletes_thoughts(r1):
