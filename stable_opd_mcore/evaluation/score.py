@@ -251,7 +251,8 @@ def _measured(
     """What a row's record holds before its verdict."""
     token_ids, finish, budget = row.tokens, row.finish, settings.max_length
     if token_ids is None and encode is not None:
-        token_ids = encode(row.response)
+        # Half a character, a lone surrogate, counts as a "?": no tokenizer takes it.
+        token_ids = encode(row.response.encode("utf-8", "replace").decode())
     length = len(row.response if token_ids is None else token_ids)
     if finish is None and budget is not None:
         finish = "length" if length >= budget else "stop"

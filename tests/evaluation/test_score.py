@@ -19,6 +19,7 @@ from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.evaluation.score import ScoreSettings, default_output, score_files
 from stable_opd_mcore.evaluation.score_rows import Columns
 from stable_opd_mcore.records import Prompt, Rollout
+from tests.checks.directories import write_model
 from tests.command import exit_code
 from tests.real_data import real_data
 
@@ -87,6 +88,14 @@ def test_a_budget_of_tokens_sets_the_tail_as_in_a_run_and_one_of_characters_does
     path = write(tmp_path / "plain.jsonl", [{"text": "1+2=3;"}])
     found = score_file(path, tmp_path / "t", ScoreSettings(tokenizer="synthetic"))
     assert (found["unit"], found["all"]["numbers"]["response_length_mean"]) == ("tokens", 6)
+
+
+def test_half_a_character_is_measured_as_a_whole_one(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [{"text": each} for each in ("ok", "half \ud83d", "end")])
+    tokenizer = write_model(tmp_path / "model")  # of bytes
+    found = score_file(path, tmp_path / "out", ScoreSettings(tokenizer=tokenizer))
+    assert (found["num_rows"], found["num_refused"]) == (3, 0)
+    assert [record["length"] for record in records(tmp_path / "out")] == [2, 6, 3]
 
 
 def rows_to_interrupt():
