@@ -129,11 +129,15 @@ class Grader:
             for future in running:
                 future.cancel()  # ends the worker that grades it
 
-    def grade_rollouts(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    def grade_rollouts(self, rollouts: Sequence[Rollout], by_source: bool = True) -> list[Rollout]:
         """The rollouts with rewards: those of the user's function, which sees the rows' columns; or
         1.0 and 0.0, and None without a gold answer.
+
+        Args:
+            by_source: whether the function of a source judges its prompts. Not for held-out ones:
+                their file may have the name of a source.
         """
-        items = {place: self._item(rollout) for place, rollout in enumerate(rollouts)}
+        items = {place: self._item(rollout, by_source) for place, rollout in enumerate(rollouts)}
         graded = {place: item for place, item in items.items() if item is not None}
         verdicts = dict(zip(graded, self.grade(graded.values()), strict=True))
         return [
@@ -143,10 +147,10 @@ class Grader:
             for place, rollout in enumerate(rollouts)
         ]
 
-    def _item(self, rollout: Rollout) -> GradingItem | RewardItem | None:
+    def _item(self, rollout: Rollout, by_source: bool = True) -> GradingItem | RewardItem | None:
         prompt = rollout.prompt
         source = prompt.prompt_id.rpartition(":")[0]
-        reward = source if source in self.rewards else ""
+        reward = source if by_source and source in self.rewards else ""
         if reward in self.rewards:
             return RewardItem(reward, prompt.columns or {}, rollout.text)
         if prompt.answer is None:

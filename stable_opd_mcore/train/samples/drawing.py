@@ -109,19 +109,30 @@ def draw_graded(
     sampling: Sampling,
     step: int,
 ) -> list[Rollout]:
-    """Rollouts of this data-parallel rank's prompts with rewards, in the order of the prompts."""
-    return graded(grader, world, prompts, engine.generate(prompts, sampling, step=step))
+    """Rollouts of this data-parallel rank's held-out prompts with rewards, in the order of the
+    prompts.
+    """
+    rollouts = engine.generate(prompts, sampling, step=step)
+    return graded(grader, world, prompts, rollouts, by_source=False)
 
 
 def graded(
-    grader: Grader, world: World, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
+    grader: Grader,
+    world: World,
+    prompts: Sequence[Prompt],
+    rollouts: Sequence[Rollout],
+    by_source: bool = True,
 ) -> list[Rollout]:
-    """This data-parallel rank's rollouts with rewards. Collective over the replica's ranks."""
+    """This data-parallel rank's rollouts with rewards. Collective over the replica's ranks.
+
+    Args:
+        by_source: as of `Grader.grade_rollouts`.
+    """
     own = {prompt.prompt_id: prompt for prompt in prompts}  # those of stored rollouts lack columns
     rollouts = [replace(rollout, prompt=own[rollout.prompt.prompt_id]) for rollout in rollouts]
     # Grade on one rank and broadcast, so that a timeout cannot give ranks different rewards.
     if dist.get_rank(world.model_group) == 0:
-        rollouts = grader.grade_rollouts(rollouts)
+        rollouts = grader.grade_rollouts(rollouts, by_source)
     verdicts = broadcast_object(
         [(rollout.reward, rollout.grading_failure) for rollout in rollouts], world.model_group
     )

@@ -12,6 +12,8 @@ import torch
 from stable_opd_mcore.config.schema import TokenMasksConfig
 from stable_opd_mcore.data import packing
 from stable_opd_mcore.data.golden import off_policy_draws
+from stable_opd_mcore.evaluation.grading import Grader
+from stable_opd_mcore.host.user_code import read_user_function
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.records import MicroBatch, Prompt, Rollout, Sample
 from stable_opd_mcore.scoring.early_requests import EarlyRequests
@@ -163,7 +165,7 @@ class Grades:
     def __init__(self, rank: int):
         self.rank = rank
 
-    def grade_rollouts(self, rollouts):
+    def grade_rollouts(self, rollouts, by_source):
         return [replace(rollout, reward=float(self.rank)) for rollout in rollouts]
 
 
@@ -173,7 +175,7 @@ class Draws:
 
     def generate(self, prompts, sampling, *, step, when_finished=None):
         return [
-            Rollout(p, k, (step,), (0.0,), "stop", self.rank)
+            Rollout(p, k, (step,), (0.0,), "stop", self.rank, text="[3]")
             for p in prompts
             for k in range(sampling.num_samples)
         ]
@@ -198,3 +200,19 @@ def draw_on_two_ranks(rank: int, _world_size: int, directory: Path) -> None:
 
 def test_each_replica_draws_its_share_and_one_rank_of_it_grades(tmp_path):
     run_ranks(2, draw_on_two_ranks, tmp_path)
+
+
+def test_a_source_s_reward_judges_no_held_out_problem_of_a_file_of_the_same_name(run, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text("def reward(row, response): return row['worth']")
+    function = read_user_function(f"{own}:reward", ("row", "response"))
+    prompt = Prompt("math.jsonl:1", "1+2", (1,), "3", answer_format="bracket")
+    engine, once = Draws(0), SimpleNamespace(num_samples=1)
+    with Grader(rewards={"math.jsonl": (function, 10.0)}) as grader:
+        trained = [replace(prompt, columns={"worth": 0.25})]
+        (rollout,) = drawing.graded(
+            grader, run.world, trained, engine.generate(trained, once, step=0)
+        )
+        assert rollout.reward == 0.25
+        (held_out,) = drawing.draw_graded(engine, grader, run.world, [prompt], once, step=0)
+        assert (held_out.reward, held_out.grading_failure) == (1.0, None)
