@@ -132,8 +132,8 @@ class _Evaluation:
         """The results of all blocks, of which there are none in an empty micro-batch."""
         names = [item.name for item in fields(LossOutput)]
         if not outputs:
-            dtype = accumulation_dtype(self.hidden_NH)
-            return LossOutput(*[self.hidden_NH.new_zeros(0, dtype=dtype)] * len(names))
+            empty = self.hidden_NH.new_zeros(0, dtype=accumulation_dtype(self.hidden_NH))
+            return replace(LossOutput(*[empty] * len(names)), ratio_clipped_N=empty.bool())
         parts = {name: [getattr(output, name) for output in outputs] for name in names}
         whole: dict[str, Any] = {
             name: None if of_blocks[0] is None else torch.cat(of_blocks)
