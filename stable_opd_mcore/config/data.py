@@ -75,7 +75,8 @@ class TrainSource(SourceConfig):
     teacher: str | None = None
     """A key of `teacher.routes`, whose teacher scores its rows; `null`: its name."""
     reward: RewardConfig | None = None
-    """Of its rows; `null`: the run's `reward`."""
+    """Of its rows, in place of the run's `reward` as a whole: without a `function` here, the rows'
+    answers count. `null`: the run's `reward`."""
 
 
 def _kind(value: object) -> str:

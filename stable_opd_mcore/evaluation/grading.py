@@ -27,7 +27,7 @@ from stable_opd_mcore.records import AnswerFormat, GradingFailure, Rollout
 CONSTS.term_timeout = 0.0  # pebble's wait between SIGTERM, which workers ignore, and SIGKILL
 _THINK_END = "</think>"
 _LOG = logging.getLogger(__name__)
-Rewards = Mapping[str, tuple[UserFunction, float]]
+Rewards = Mapping[str, tuple[UserFunction, float] | None]
 _NO_REWARDS: Rewards = {}
 
 
@@ -70,14 +70,14 @@ class Grader:
 
     Args:
         rewards: functions that judge rollouts in place of their gold answers, with the time limit
-            of each: by the source of the prompt; "" for all others.
+            of each: by the source of the prompt; "" for all others. None: the gold answer counts.
     """
 
     def __init__(
         self, timeout_seconds: float = 10.0, workers: int = 2, rewards: Rewards = _NO_REWARDS
     ):
         assert timeout_seconds > 0 and workers > 0
-        self.rewards = rewards
+        self.rewards: Rewards = {"": None, **rewards}
         self.timeout_seconds = timeout_seconds
         self._num_workers = workers
         self._pool: ProcessPool | None = None
@@ -115,8 +115,8 @@ class Grader:
                 if isinstance(work, Verdict):
                     waiting.append(work)
                 else:
-                    is_own = isinstance(item, RewardItem)
-                    timeout = self.rewards[item.reward][1] if is_own else self.timeout_seconds
+                    own = self.rewards[item.reward] if isinstance(item, RewardItem) else None
+                    timeout = own[1] if own else self.timeout_seconds
                     future = self._submit(timeout, *work)
                     waiting.append(future)
                     running.add(future)
@@ -151,7 +151,7 @@ class Grader:
         prompt = rollout.prompt
         source = prompt.prompt_id.rpartition(":")[0]
         reward = source if by_source and source in self.rewards else ""
-        if reward in self.rewards:
+        if self.rewards[reward] is not None:
             return RewardItem(reward, prompt.columns or {}, rollout.text)
         if prompt.answer is None:
             return None
@@ -166,7 +166,7 @@ class Grader:
             self._pool = ProcessPool(
                 self._num_workers,
                 initializer=start_worker,
-                initargs=({name: function for name, (function, _) in self.rewards.items()},),
+                initargs=({name: own and own[0] for name, own in self.rewards.items()},),
                 context=context,
             )
         arguments = (*arguments, 2 * timeout + 10)  # an orphan ends itself then
@@ -182,8 +182,8 @@ class Grader:
         except ProcessExpired:
             return Verdict(False, "crash")
         except BrokenProcessPool as error:
-            if not self._has_graded and self.rewards:
-                paths = ", ".join(dict.fromkeys(each.path for each, _ in self.rewards.values()))
+            paths = ", ".join(dict.fromkeys(own[0].path for own in self.rewards.values() if own))
+            if not self._has_graded and paths:
                 raise UserError(
                     f"{paths}: running it fails, or takes more than a minute; its error stands "
                     "above"

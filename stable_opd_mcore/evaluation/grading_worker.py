@@ -55,19 +55,22 @@ def _parsed_gold(gold: str) -> list[Any]:
 _users: dict[str, Callable[..., Any]] = {}  # the user's functions, in a process that has some
 
 
-def start_worker(rewards: Mapping[str, UserFunction]) -> None:
+def start_worker(rewards: Mapping[str, UserFunction | None]) -> None:
     """Import and warm up before the first item's time limit starts.
 
     SIGTERM is ignored: Slurm sends it to every process of a job step, and the trainer still
     finishes its training step.
+
+    Args:
+        rewards: the user's functions by name; None where a response is compared with its answer.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    if "" not in rewards:  # then some responses are compared with answers
+    if None in rewards.values():
         is_right("\\boxed{1}", "1")
     signal.setitimer(signal.ITIMER_REAL, _LOADING_SECONDS)  # it ends the process
-    _users.update({name: function.load() for name, function in rewards.items()})
+    _users.update({name: function.load() for name, function in rewards.items() if function})
     signal.setitimer(signal.ITIMER_REAL, 0)
     gc.freeze()  # collections need not visit sympy's 80,000 objects
     gc.set_threshold(50_000)

@@ -152,9 +152,8 @@ def rewards_of(config: Config) -> Rewards:
     named = {source_name(each): each.reward for each in config.data.sources if each.reward}
     given = {"": config.reward, **named}
     return {
-        name: (reward.read(), reward.timeout_seconds)
+        name: (reward.read(), reward.timeout_seconds) if reward.function else None
         for name, reward in given.items()
-        if reward.function
     }
 
 

@@ -7,10 +7,13 @@ import pytest
 import torch
 
 from stable_opd_mcore.checks.known import Place
+from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.huggingface import export_hf
 from stable_opd_mcore.planning.plan import Cluster
+from stable_opd_mcore.records import Prompt, Rollout
+from stable_opd_mcore.run_inputs import load_sources
 from stable_opd_mcore.train import setup
 from stable_opd_mcore.train.reference import frozen_student
 from tests.train.runs import tiny_architecture, tiny_config
@@ -52,3 +55,24 @@ def test_the_place_of_a_world_is_its_gpus(world, monkeypatch: pytest.MonkeyPatch
     ):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert setup.place_of(on_gpus) == Place(Cluster(2, 4, spare_gpus=2), known)
+
+
+def test_a_source_without_a_function_of_its_own_has_the_run_s_unless_it_is_null(tmp_path) -> None:
+    (tmp_path / "own.py").write_text("def reward(row, response): return float(row['answer']) / 100")
+    reward = {"function": f"{tmp_path}/own.py:reward"}
+    sources = [
+        {"path": "synthetic:arithmetic", "name": name, "options": {"rows": 1}, **own}
+        for name, own in {"plain": {}, "null": {"reward": {"function": None}}}.items()
+    ]
+    config = tiny_config(tmp_path, "run", reward=reward, data={"train": sources})
+    prompts = [
+        Prompt(row.row_id, "", (1,), row.answer, answer_format="bracket", columns=row.columns)
+        for row in load_sources(config)
+    ]
+    rollouts = [
+        Rollout(prompt, 0, (5,), (0.0,), "stop", 0, text=f"[{prompt.answer}]") for prompt in prompts
+    ]
+    with Grader(rewards=setup.rewards_of(config)) as grader:
+        graded = grader.grade_rollouts(rollouts)
+    assert prompts[0].answer not in (None, "100")
+    assert [rollout.reward for rollout in graded] == [float(prompts[0].answer or 0) / 100, 1.0]
