@@ -125,13 +125,19 @@ def test_the_gpu_is_given_to_the_trainer_and_back(tmp_path):
 
 
 def test_a_server_that_compiles_does_not_count_as_hung(tmp_path, monkeypatch):
-    """Every probe is missed; the fourth is the first for which its compilers stood still."""
-    work = iter([True] * 4)
-    answered = threading.Event()
+    """Every probe is missed; the fifth is the first for which its compilers stood still. The sixth
+    waits until the test has looked.
+    """
+    work = iter([True] * 4 + [False])
+    counted, seen = threading.Event(), threading.Event()
 
     class Watch:
         def has_compiled(self) -> bool:
-            return next(work, None) or bool(answered.set())
+            worked = next(work, None)
+            if worked is None:
+                counted.set()
+                return seen.wait(30)
+            return worked
 
     class Silent:
         def is_healthy(self, timeout_seconds: float) -> bool:
@@ -146,8 +152,9 @@ def test_a_server_that_compiles_does_not_count_as_hung(tmp_path, monkeypatch):
     settings = SglangConfig(health_interval_seconds=0.05)
     fleet = Fleet([member], EventLog(tmp_path / "events.jsonl"), settings)
     fleet.watch()
-    assert answered.wait(30)
-    assert member.state == "ready"
+    assert counted.wait(30)
+    assert (member.state, member.missed_probes) == ("ready", 1)
+    seen.set()
     fleet.stop()
 
 
