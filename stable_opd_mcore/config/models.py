@@ -73,7 +73,8 @@ class TeacherConfig(ModelConfig):
     api_key_file: str | None = None
     """File with the servers' API key; `null`: the servers have none."""
     request_timeout_seconds: float = Field(default=600.0, gt=0)
-    """Longest time one scoring request may take."""
+    """Longest time one scoring request may take. After a failure, those to all other replicas
+    share as much again."""
 
     @property
     def is_self(self) -> bool:

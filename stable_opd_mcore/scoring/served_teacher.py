@@ -9,7 +9,8 @@ The last pipeline stage's first tensor rank sends the requests that were not sen
 (early_requests.py) and broadcasts the scores to the other tensor ranks. After a failure the next
 replica of the teacher is tried; when all have failed, they are tried again until `patience_seconds`
 have passed. The first request that then has no scores ends all others. An early request tries each
-replica once.
+replica once. The replicas after the first one share one time-out, so that a teacher that never
+answers is lost after two of them, however many replicas it has.
 """
 
 from __future__ import annotations
@@ -87,11 +88,9 @@ class ServedTeacher(Scorer):
             )
         settings = self.settings
         routes = {_ANY: settings.urls} if settings.urls else settings.routes
-        api_key, timeout = read_api_key(settings.api_key_file), settings.request_timeout_seconds
+        api_key = read_api_key(settings.api_key_file)
         self._clients = {
-            route: [
-                SglangClient(url, api_key=api_key, request_timeout_seconds=timeout) for url in urls
-            ]
+            route: [SglangClient(url, api_key=api_key) for url in urls]
             for route, urls in routes.items()
         }
         merged = self.merged_ids if self.top_k else ()
@@ -298,12 +297,13 @@ class ServedTeacher(Scorer):
         ended = ended or threading.Event()
         deadline = time.monotonic() + patience_seconds
         turn, attempt = next(self._turn), 0
+        seconds = self.settings.request_timeout_seconds
         while True:
             attempt += 1
             try:
                 client = clients[(turn + attempt) % len(clients)]
                 with self._activity.during("scores", [client.url]):
-                    scores = client.score(request)
+                    scores = client.score(request, seconds)
                 self.progress()
                 return scores
             except ServerFailure as failure:
@@ -312,6 +312,7 @@ class ServedTeacher(Scorer):
                     waited = f"no teacher answered for {patience_seconds:.0f} s"
                     raise TeacherLost(f"{waited}; last failure: {failure}") from failure
                 _log.warning("teacher: %s; the request is repeated", failure)
+            seconds = self.settings.request_timeout_seconds / max(1, len(clients) - 1)
             if attempt % len(clients) == 0:
                 ended.wait(pause_seconds(attempt // len(clients)))
 

@@ -133,15 +133,18 @@ class SglangClient:
         except (KeyError, TypeError, ValueError) as error:
             raise self.garbage(f"no cached_tokens: {error!r}") from error
 
-    def score(self, request: Scoring) -> SequenceScores:
+    def score(self, request: Scoring, timeout_seconds: float | None = None) -> SequenceScores:
         """The served model's scores of a sequence's tokens from `start` on, at temperature 1.
+
+        Args:
+            timeout_seconds: of the whole request; None: `request_timeout_seconds`.
 
         Raises:
             ServerFailure, RefusedRequest: as for `generate`.
             UserError: an id is outside the vocabulary; nothing is sent.
         """
         body, max_bytes = request.payload(), request.max_reply_bytes
-        reply = self.call("POST", "/generate", body, max_bytes=max_bytes)
+        reply = self.call("POST", "/generate", body, timeout_seconds, max_bytes=max_bytes)
         try:
             meta = reply["meta_info"]
             logprobs, ids = _scored(meta["input_token_logprobs"][1:])

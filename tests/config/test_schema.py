@@ -37,6 +37,10 @@ SGLANG = "rollout.engine=sglang"
             r"teacher.request_timeout_seconds=600 is not below .*=9.5 \(570 s\): .* only waits",
         ),
         (
+            f"{SERVED} teacher.urls=[a:1,b:1,c:1] {SGLANG} fault.watchdog_minutes=39",
+            r"here: 4 x teacher.request_timeout_seconds=2400 is not below .*=39 \(2340 s\)",
+        ),
+        (
             f"{SGLANG} memory.offload=[student]",
             "`student`.*placement=disaggregated; leave it out, or colocate SGLang servers",
         ),

@@ -1,5 +1,6 @@
 """A served teacher: merged top-K lists, early requests, no server. Real ones: tests/integration."""
 
+import contextlib
 import itertools
 import threading
 import time
@@ -82,6 +83,25 @@ def test_the_first_lost_request_ends_those_that_wait_and_those_that_hang(world):
                 thread.join(10)
                 assert not thread.is_alive()
         never.set()
+
+
+def test_replicas_that_take_requests_and_never_answer_cost_two_time_outs_however_many(world):
+    """One after the other, six would cost six."""
+    never = threading.Event()
+    with contextlib.ExitStack() as servers:
+        servers.callback(never.set)
+        silent = [fake_teacher(lambda _: never.wait(30)) for _ in range(6)]
+        urls = tuple(servers.enter_context(one)[0] for one in silent)
+        settings = TeacherConfig(engine="sglang", urls=urls, request_timeout_seconds=0.5)
+        teacher = ServedTeacher(
+            settings, world, vocab_size=VOCABULARY, temperature=1.0, patience_seconds=0.0
+        )
+        began = time.monotonic()
+        with pytest.raises(TeacherLost, match="timeout"):
+            teacher.score([microbatch([4])])
+        assert 0.9 < time.monotonic() - began < 2.5
+        asked = teacher.take_activity()
+        assert [len(asked[url]) for url in urls] == [1] * 6
 
 
 @pytest.mark.parametrize("merged_ids", [(), (2, 9)])
