@@ -295,6 +295,9 @@ def _write_results(evaluation: Evaluation, print_line: Callable[[str], None]) ->
             "stop_token_ids": list(sampling.stop_token_ids),
             "prompt_template": config.data.prompt_template,
             "system_prompt": config.data.system_prompt,
+            "chat_template_kwargs": config.student.chat_template_kwargs
+            if config.evaluation.chat_template_kwargs is None
+            else config.evaluation.chat_template_kwargs,
         },
         "benchmarks": {name: result.record() for name, result in results.items()},
     }

@@ -79,6 +79,7 @@ def evaluate_in_all_forms(rank: int, world_size: int, home: Path) -> None:
     assert lines[0].startswith(f"run step 2: {run / 'model'}, weights ")
     assert numbers["model"]["weights_sha256"][:12] in lines[0]
     assert numbers["benchmarks"]["held_out"]["num_problems"] == 12
+    assert numbers["settings"]["chat_template_kwargs"] == {}
     assert (run / "DONE").read_text() == '{"step": 2}'
     assert (run / "evaluation" / "DONE").exists()
     other = shutil.copytree(run, home / "run_other")  # as if of another seed
@@ -133,9 +134,20 @@ def evaluate_on_ranks(rank: int, world_size: int, home: Path) -> None:
     config = tiny_config(
         home,
         f"ranks_{world_size}",
-        student={"architecture": None, "path": str(home / "model"), "stop_token_ids": [20]},
+        student={
+            "architecture": None,
+            "path": str(home / "model"),
+            "stop_token_ids": [20],
+            "chat_template_kwargs": {"thinking": True},
+        },
+        tokenizer={"path": str(home / "model")},
         data=PROBLEMS,
-        evaluation={"model": str(home / "model"), "num_samples": 2, "max_new_tokens": 117},
+        evaluation={
+            "model": str(home / "model"),
+            "num_samples": 2,
+            "max_new_tokens": 117,
+            "chat_template_kwargs": {"thinking": False},
+        },
     )
     evaluate_config(config, lambda line: None)
 
@@ -154,6 +166,8 @@ def outcome_of(row: dict) -> tuple:
 def make_model(rank: int, world_size: int, home: Path) -> None:
     train_two_steps(home)
     (home / "run" / "model").rename(home / "model")
+    template = home / "model" / "chat_template.jinja"
+    template.write_text(template.read_text() + "{% if thinking %}{% endif %}")
 
 
 def test_ranks_share_the_work_and_over_long_problems_count_as_wrong(tmp_path):
@@ -164,7 +178,9 @@ def test_ranks_share_the_work_and_over_long_problems_count_as_wrong(tmp_path):
     assert one["results.json"] == two["results.json"]
     rows, others = rows_of(one), rows_of(two)
     assert [outcome_of(row) for row in rows] == [outcome_of(row) for row in others]
-    values = json.loads(one["results.json"])["benchmarks"]["held_out"]
+    record = json.loads(one["results.json"])
+    assert record["settings"]["chat_template_kwargs"] == {"thinking": False}
+    values = record["benchmarks"]["held_out"]
     assert 0 < values["num_over_long"] < 12
     assert len(rows) == 2 * (12 - values["num_over_long"])
     assert len(values["num_correct"]) == values["num_problems"] == 12
