@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 from stable_opd_mcore.data.messages import Message
 from stable_opd_mcore.data.synthetic import VOCABULARY
 from stable_opd_mcore.data.synthetic_tokenizer import SYNTHETIC, check_symbols, synthetic_backend
-from stable_opd_mcore.data.template_variables import refuse_unread
+from stable_opd_mcore.data.template_variables import refuse_clock, refuse_unread
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.host.json_files import MIB, read_json_object, require_size
 
@@ -127,6 +127,14 @@ class Tokenizer:
         other._template_kwargs = dict(template_kwargs)
         refuse_unread(other._template_kwargs, self._template, self.path)
         return other
+
+    def refuse_clock(self) -> None:
+        """Raise a DataError where prompts depend on the time of their rendering."""
+        if self._template is None:
+            return
+        self.render(_TURNS)  # a template that fails has an error of its own
+        data = {"messages": _TURNS, **self._backend.special_tokens_map, **self._template_kwargs}
+        refuse_clock(self._template, data, self.path)
 
     def save(self, directory: str | Path) -> None:
         """Write tokenizer.json, its config, its chat template and generation_config.json.

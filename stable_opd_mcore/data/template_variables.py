@@ -1,4 +1,4 @@
-"""Which variables a chat template reads, so that an argument it would ignore can be refused.
+"""What a chat template reads: arguments that it would ignore and the clock are refused.
 
 Not here: rendering (chat.py).
 """
@@ -6,11 +6,15 @@ Not here: rendering (chat.py).
 # Not strict: Transformers' types are incomplete.
 # pyright: basic
 
+from datetime import datetime
+
 from jinja2 import TemplateError, meta
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from stable_opd_mcore.errors import DataError
 
+# They differ in every field, the day of the week included.
+_DAYS = (datetime(2001, 1, 1), datetime(2012, 12, 30, 23, 59, 59, 999999))
 # What the renderer itself gives to a template, beside its global functions.
 _OF_THE_RENDERER = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
@@ -45,4 +49,26 @@ def refuse_unread(arguments: dict[str, object], template: str | None, path: str)
         raise DataError(
             f"{path}: its chat template never reads {', '.join(unread)} of chat_template_kwargs; "
             f"it reads {', '.join(sorted(read)) or 'no argument'}"
+        )
+
+
+def refuse_clock(template: str, data: dict[str, object], path: str) -> None:
+    """Raise a DataError for a template whose text of `data` depends on the time of rendering.
+
+    Args:
+        data: what the renderer would give it: messages, special tokens and arguments.
+    """
+    environment = _compile_jinja_template(template).environment
+    data = dict.fromkeys(_OF_THE_RENDERER) | data
+    texts = {
+        environment.from_string(template, globals={"strftime_now": day.strftime}).render(data)
+        for day in _DAYS
+    }
+    if len(texts) > 1:
+        read = ", ".join(sorted(template_variables(template))) or "no argument"
+        raise DataError(
+            f"{path}: its chat template writes the present date or time (strftime_now) into every "
+            "prompt, so a run that is resumed on another day would go on with other prompts; give "
+            "chat_template_kwargs a fixed one, such as {date_string: 26 Jul 2024} (the template "
+            f"reads {read}), or replace strftime_now by a date in the template"
         )
