@@ -1,6 +1,7 @@
 """Functions of common.sh with stand-ins for Slurm's commands."""
 
 import http.server
+import json
 import os
 import subprocess
 import sys
@@ -83,6 +84,25 @@ def test_silent_nodes_are_probed_without_waiting_for_servers(tmp_path):
     assert time.monotonic() - began < 10
     alive = sorted(path.name for path in (tmp_path / "attempt_0").glob("alive_*"))
     assert alive == ["alive_n2", "alive_n4"]
+
+
+def test_a_node_is_found_silent_although_the_time_limit_comes_near_meanwhile(tmp_path):
+    """The trainer fails, and USR1 arrives while the nodes are probed."""
+    srun = """#!/bin/bash
+    [[ $* == *--job-name=alive* ]] || exit 1
+    kill -USR1 "$BATCH"
+    [[ $* == *--nodelist=n3* ]] && exec sleep 2 || touch "${@: -1}"
+    """
+    shell = "export BATCH=$$; trap 'STOP_WANTED=USR1' USR1; TRAINER_NODES=(n1 n2 n3)"
+    told = run_function(
+        tmp_path,
+        f"{shell}; HOST_PYTHON={sys.executable}; run_trainer; judge_run; echo next $NEXT",
+        srun=srun,
+        scontrol="#!/bin/bash\n",
+    )
+    assert told.endswith("next exclude\n")
+    verdict = json.loads((tmp_path / "verdict.json").read_text())
+    assert (verdict["verdict"], verdict["excluded"]) == ("lost", ["n3"])
 
 
 def test_nodes_are_reached_without_the_proxy(tmp_path):
