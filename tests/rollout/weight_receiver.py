@@ -144,8 +144,10 @@ class _State:
         return self._load((name, part.view(d).view(shape)) for (name, d, shape), part in parts)
 
     def update_weights_from_tensor(self, body: dict[str, Any]) -> dict[str, Any]:
+        assert body["load_format"] == "flattened_bucket"
         (handle,) = body["serialized_named_tensors"]
-        return self._load(read_handle(handle))
+        tensors = read_handle(handle)
+        return self._load(tensors)
 
     def update_weights_from_disk(self, body: dict[str, Any]) -> dict[str, Any]:
         for file in sorted(Path(body["model_path"]).glob("*.safetensors")):
@@ -186,7 +188,12 @@ class _State:
 
 def read_handle(handle: str) -> list[tuple[str, Tensor]]:
     """The tensors of a bucket, from memory that this process shares with the sender."""
-    return _HandleReader(io.BytesIO(base64.b64decode(handle))).load()
+    bucket = _HandleReader(io.BytesIO(base64.b64decode(handle))).load()
+    flat = bucket["flattened_tensor"]
+    return [
+        (place.name, flat[place.start_idx : place.end_idx].view(place.dtype).view(place.shape))
+        for place in bucket["metadata"]
+    ]
 
 
 class _HandleReader(pickle.Unpickler):

@@ -19,8 +19,10 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import accumulate
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -235,6 +237,7 @@ class TensorTransport(Transport):
                     handles[source][target.name][place]
                     for place, source in enumerate(self._sources_of(target))
                 ],
+                "load_format": "flattened_bucket",
                 "flush_cache": False,
                 "weight_version": INCOMPLETE,
             },
@@ -253,15 +256,35 @@ class TensorTransport(Transport):
 
 
 def handle_of(bucket: Bucket) -> str:
-    """The bucket's tensors, pickled for one process: torch counts the receivers of a handle."""
+    """The bucket in SGLang's format "flattened_bucket", pickled for one process.
+
+    The buffer is shared once, not for every tensor in it: torch wraps a storage in one more layer
+    each time that it is shared.
+    """
     pickled = io.BytesIO()
     pickler = ForkingPickler(pickled)
     if bucket.flat.is_cuda:
         reducers: Any = pickler.dispatch_table  # of this pickler alone
         reducers[Tensor] = _reduce_cuda_tensor
     with _sharing_by_file_name():
-        pickler.dump(list(bucket.tensors))
+        pickler.dump({"flattened_tensor": bucket.flat, "metadata": _places(bucket)})
     return base64.b64encode(pickled.getvalue()).decode()
+
+
+def _places(bucket: Bucket) -> list[SimpleNamespace]:
+    """The bucket's tensors with their bytes in `flat`, as SGLang's FlattenedTensorMetadata."""
+    ends = accumulate(tensor.nbytes for _, tensor in bucket.tensors)
+    return [
+        SimpleNamespace(
+            name=name,
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            start_idx=end - tensor.nbytes,
+            end_idx=end,
+            numel=tensor.nbytes,
+        )
+        for (name, tensor), end in zip(bucket.tensors, ends, strict=True)
+    ]
 
 
 _DEVICE_ARGUMENT = 6  # of torch's rebuild_cuda_tensor

@@ -120,19 +120,38 @@ def test_after_a_failure_other_servers_are_waited_for_no_longer_than_the_grace(g
     assert transport.failed == ({} if grace_seconds is None else dropped)
 
 
-def test_a_handle_names_the_gpu_by_its_uuid_and_the_receiver_finds_it(monkeypatch):
-    """Without a GPU: torch's reduction and rebuilding are replaced by their arguments."""
-    on_gpu: Any = SimpleNamespace(is_cuda=True)
-    arguments = tuple(range(14))
+@pytest.fixture
+def shared(monkeypatch) -> list[tuple[Any, ...]]:
+    """Without a GPU: the arguments of torch's rebuilding, for each time that memory is shared."""
     gpus = [SimpleNamespace(uuid=f"GPU-{gpu}") for gpu in range(8)]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
     monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
-    reduced = reductions.rebuild_cuda_tensor, arguments
-    monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: reduced)
-    handle = handle_of(Bucket(on_gpu, (("weight", torch.zeros(1)),)))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    found: list[tuple[Any, ...]] = []
+
+    def share(_: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+        found.append(tuple(range(15)))
+        return reductions.rebuild_cuda_tensor, found[-1]
+
+    monkeypatch.setattr(reductions, "reduce_tensor", share)
+    return found
+
+
+def test_a_handle_shares_the_buffer_once_and_names_its_gpu_by_the_uuid(monkeypatch, shared):
+    tensors = {"matrix": torch.arange(6.0).view(2, 3), "norm": torch.ones(5)}
+    bucket = bucket_of(**tensors)
+    handle = handle_of(bucket)
     assert b"GPU-6" in base64.b64decode(handle)
-    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *found: found)
-    assert read_handle(handle) == [("weight", arguments)]
+    (arguments,) = shared
+
+    def rebuild(*found: Any) -> torch.Tensor:
+        assert found == arguments
+        return bucket.flat
+
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", rebuild)
+    received = dict(read_handle(handle))
+    assert received.keys() == tensors.keys()
+    assert all(torch.equal(received[name], tensors[name]) for name in tensors)
 
 
 def test_servers_read_a_directory_when_all_its_files_are_written(tmp_path):
