@@ -121,8 +121,6 @@ class DeviceMemory:
         """
         assert not self.is_lent, "the device is already lent"
         self.keep_only(*keep)
-        if self._on_gpu:
-            torch.cuda.ipc_collect()  # frees what servers have read through CUDA IPC
         _empty_caches()  # also where no part has left
         self._give_back = give_back
         gather_objects(None)

@@ -12,7 +12,9 @@ import contextlib
 import io
 import json
 import multiprocessing
+import os
 import pickle
+import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -45,7 +47,8 @@ def receiver(
         loses: tensors that it receives and drops.
         fault: "refuses group" or "refuses broadcast", after joining the group; or
             "keeps cache": it replies that it has flushed the cache, and has not; or
-            "leaves slowly": half a second for leaving a group.
+            "leaves slowly": half a second for leaving a group; or
+            "dies": killed with the handles of a bucket open, before its reply.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -147,6 +150,8 @@ class _State:
         assert body["load_format"] == "flattened_bucket"
         (handle,) = body["serialized_named_tensors"]
         tensors = read_handle(handle)
+        if self._fault == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
         return self._load(tensors)
 
     def update_weights_from_disk(self, body: dict[str, Any]) -> dict[str, Any]:

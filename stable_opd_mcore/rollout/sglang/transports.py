@@ -287,20 +287,32 @@ def _places(bucket: Bucket) -> list[SimpleNamespace]:
     ]
 
 
-_DEVICE_ARGUMENT = 6  # of torch's rebuild_cuda_tensor
+# in the arguments of torch's rebuild_cuda_tensor
+_STORAGE_CLASS, _DEVICE, _COUNTER, _COUNTER_OFFSET = 4, 6, 11, 12
+_NO_COUNTER = b"none"
 
 
 def _reduce_cuda_tensor(tensor: Tensor) -> tuple[Any, ...]:
-    """torch's reduction with the GPU's UUID in place of its index.
+    """torch's reduction with the GPU's UUID in place of its index, and with no receiver counted.
 
     Trainer and server may count the GPUs they see in different ways. SGLang finds the UUID
     (sglang/srt/utils/patch_torch.py).
+
+    torch frees shared memory once its receiver has counted itself off, so a server that dies before
+    that would keep a buffer for good. Here a buffer waits for the reply alone, and buffers are
+    freed when every server has the weights (publisher.py). So the receiver is counted off here; its
+    own attempt finds no counter, which torch ignores, as after the sender's end.
     """
     reduced: Any = reductions.reduce_tensor(tensor)
-    rebuild, arguments = reduced
-    before, index = arguments[:_DEVICE_ARGUMENT], arguments[_DEVICE_ARGUMENT]
-    uuid = str(torch.cuda.get_device_properties(index).uuid)
-    return rebuild, (*before, uuid, *arguments[_DEVICE_ARGUMENT + 1 :])
+    rebuild, found = reduced
+    arguments = list(found)
+    index = arguments[_DEVICE]
+    arguments[_STORAGE_CLASS]._release_ipc_counter(
+        arguments[_COUNTER], arguments[_COUNTER_OFFSET], device=index
+    )
+    arguments[_COUNTER] = _NO_COUNTER
+    arguments[_DEVICE] = str(torch.cuda.get_device_properties(index).uuid)
+    return rebuild, tuple(arguments)
 
 
 @contextlib.contextmanager

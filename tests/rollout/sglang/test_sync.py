@@ -124,6 +124,16 @@ def test_each_server_reads_the_memory_of_the_rank_on_its_gpu():
         run_ranks(2, publish_from_two_ranks, [first, second])
 
 
+def test_a_server_that_dies_with_a_handle_costs_no_other_its_weights(chunks, tmp_path):
+    transport = transport_of("tensor", tmp_path)
+    with receiver(FIELDS) as stays, receiver(FIELDS, fault="dies") as dies:
+        outcome = publish(chunks, transport, [stays, dies], 0)
+        assert (outcome.verified, outcome.failed.keys()) == (("receiver_0",), {"receiver_1"})
+        with receiver(FIELDS) as started:
+            outcome = publish(chunks, transport, [stays, started], 1)
+    assert outcome.verified == ("receiver_0", "receiver_1"), outcome.failed
+
+
 def test_a_missing_tensor_is_named(chunks, tmp_path):
     lost = "model.layers.1.mlp.down_proj.weight"
     with receiver(FIELDS, loses=[lost]) as url:

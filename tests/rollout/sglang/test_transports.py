@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -120,6 +120,17 @@ def test_after_a_failure_other_servers_are_waited_for_no_longer_than_the_grace(g
     assert transport.failed == ({} if grace_seconds is None else dropped)
 
 
+class Counters:
+    """In place of a CUDA storage's class: how many processes hold what was shared."""
+
+    holders: ClassVar[dict[str, int]] = {}
+
+    @classmethod
+    def _release_ipc_counter(cls, handle: str, offset: int, device: int) -> None:
+        assert (offset, device) == (12, 6)
+        cls.holders[handle] -= 1
+
+
 @pytest.fixture
 def shared(monkeypatch) -> list[tuple[Any, ...]]:
     """Without a GPU: the arguments of torch's rebuilding, for each time that memory is shared."""
@@ -127,10 +138,13 @@ def shared(monkeypatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
     monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(Counters, "holders", {})
     found: list[tuple[Any, ...]] = []
 
     def share(_: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
-        found.append(tuple(range(15)))
+        counter = f"counter {len(found)}"
+        Counters.holders[counter] = 1
+        found.append((*range(4), Counters, *range(5, 11), counter, *range(12, 15)))
         return reductions.rebuild_cuda_tensor, found[-1]
 
     monkeypatch.setattr(reductions, "reduce_tensor", share)
@@ -145,13 +159,20 @@ def test_a_handle_shares_the_buffer_once_and_names_its_gpu_by_the_uuid(monkeypat
     (arguments,) = shared
 
     def rebuild(*found: Any) -> torch.Tensor:
-        assert found == arguments
+        assert found == (*arguments[:11], b"none", *arguments[12:]), "6 is found again"
         return bucket.flat
 
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", rebuild)
     received = dict(read_handle(handle))
     assert received.keys() == tensors.keys()
     assert all(torch.equal(received[name], tensors[name]) for name in tensors)
+
+
+def test_no_handle_is_counted_so_a_server_that_dies_keeps_no_memory(shared):
+    for _ in range(2):
+        handle_of(bucket_of(weight=torch.zeros(3)))
+    assert len(shared) == 2
+    assert Counters.holders == {"counter 0": 0, "counter 1": 0}
 
 
 def test_servers_read_a_directory_when_all_its_files_are_written(tmp_path):
