@@ -204,6 +204,13 @@ class Sample(_WithArrays):
     # as Prompt.teacher_token_ids; None where the teacher reads prompt_token_ids
     teacher_prompt_token_ids: NDArray[np.int32] | None = None
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether the loss reads scores of other models. Of golden solutions it reads the
+        student's likelihood alone, except of off-policy ones.
+        """
+        return self.source == "rollout" or self.off_policy
+
 
 @dataclass(frozen=True)
 class SampleFacts:
@@ -225,6 +232,11 @@ class SampleFacts:
 
     def __len__(self) -> int:
         return len(self.holder_B)
+
+    @property
+    def scored_B(self) -> NDArray[np.bool_]:
+        """As Sample.is_scored."""
+        return ~self.golden_B | self.off_policy_B
 
     def select(self, index_B: NDArray[Any] | slice) -> SampleFacts:
         """The facts of some samples; `index_B` is their places, a slice, or a mask."""
@@ -297,6 +309,7 @@ class MicroBatch:
     repetitive_N: Tensor  # [N] bool, inside the response's maximal periodic suffix
     truncated_N: Tensor  # [N] bool, of a rollout that did not end with a stop token
     golden_rows_G: Tensor  # [G] int64, where golden_N is True; on the host
+    is_scored: bool = True  # False: all samples are golden solutions that no other model scores
     given_advantage_N: Tensor | None = None  # [N] fp32, of grpo; None: computed from scores
     # [T, L, C] int16, the experts that the rollout engine chose; -1 where it chose none
     routed_experts_TLC: Tensor | None = None

@@ -49,14 +49,19 @@ def pack_share(
     """One rank's micro-batches; their sample_index_N is the place in `samples`."""
     tokens = facts_of(samples).prompt_tokens_B + facts_of(samples).response_tokens_B
     length, multiple = options.get("attention_length", np.inf), options.get("sequence_multiple", 1)
-    shares = partition(costs(tokens, length, multiple), data_size)
+    scored = facts_of(samples).scored_B
+    shares = partition(costs(tokens, length, multiple), data_size, scored)
     lengths = -(-tokens // multiple) * multiple
-    needed = max(len(fill(lengths, share, options["max_tokens"])) for share in shares)
+
+    def needed(kind: bool) -> int:
+        of_kind = [[place for place in share if scored[place] == kind] for share in shares]
+        return max(len(fill(lengths, places, options["max_tokens"])) for places in of_kind)
+
     mine = np.array(shares[data_rank], np.int64)
     batches = pack(
         [samples[place] for place in shares[data_rank]],
         weights.select(mine),
-        agree=lambda _count: needed,
+        agree=lambda _counts: [needed(True), needed(False)],
         **options,
     )
     return [

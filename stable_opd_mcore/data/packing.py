@@ -9,6 +9,9 @@ Sequences lie end to end, and cu_seqlens holds their bounds. Tokens that fill a 
 multiple are a last sequence without loss rows. Context parallelism needs every sequence to be a
 multiple; its filling tokens stand at its end, where causal attention hides them from the others.
 
+Samples that other models score and samples that none does (Sample.is_scored) are never in one
+micro-batch, so the score phase runs over the first alone.
+
 Not here: how samples reach their rank (train/samples/sharing.py), the slices of context parallelism
 (parallel/context.py). Suffixes of names: records.py.
 """
@@ -52,15 +55,17 @@ def costs(
     return lengths_B * (1 + lengths_B / attention_length)
 
 
-def partition(costs_B: NDArray[np.float64], parts: int) -> list[list[int]]:
-    """Places of the sequences of each part, balanced by cost.
+def partition(
+    costs_B: NDArray[np.float64], parts: int, first_B: NDArray[np.bool_] | bool = True
+) -> list[list[int]]:
+    """Places of the sequences of each part, balanced by cost: those of `first_B`, and all together.
 
-    The costliest sequence comes first, each goes to the part with the lowest sum, ties to the lower
-    part.
+    Those of `first_B` come first, of them and of the others the costliest; each goes to the part
+    with the lowest sum, ties to the lower part.
     """
     loads = [(0.0, part) for part in range(parts)]  # a heap
     shares: list[list[int]] = [[] for _ in range(parts)]
-    order_B = np.argsort(-costs_B, kind="stable")
+    order_B = np.lexsort((-costs_B, ~np.broadcast_to(first_B, len(costs_B))))
     for index, cost in zip(order_B.tolist(), costs_B[order_B].tolist(), strict=True):
         load, part = loads[0]
         heapq.heapreplace(loads, (load + cost, part))
@@ -73,7 +78,7 @@ def pack(
     weights: SampleWeights,
     *,
     max_tokens: int,
-    agree: Callable[[int], int] = lambda count: count,
+    agree: Callable[[Sequence[int]], Sequence[int]] = lambda counts: counts,
     attention_length: float = math.inf,
     pad_to_multiple: int = 1,
     sequence_multiple: int = 1,
@@ -87,18 +92,19 @@ def pack(
             metrics.
         weights: of these samples.
         max_tokens: limit of T; a longer sequence is a micro-batch of its own.
-        agree: from the number of micro-batches that this rank needs to the number that every rank
-            makes.
+        agree: from the numbers of micro-batches that this rank needs, for scored samples and for
+            the others, to the numbers that every rank makes.
         attention_length: as in `costs`, by which micro-batches are balanced.
         pad_to_multiple: T is a multiple of this (World.token_multiple).
         sequence_multiple: every sequence's length is a multiple of this
             (World.sequence_multiple).
-        microbatch_multiple: the number of micro-batches is a multiple of this; interleaved
+        microbatch_multiple: both numbers of micro-batches are multiples of this; interleaved
             pipelines need the pipeline size.
         routing: layers and experts of a token (L, C), where rollouts bring their experts.
 
     Returns:
-        Micro-batches whose sample_index_N indexes `samples`; those without samples have N = 0.
+        Micro-batches whose sample_index_N indexes `samples`, the scored ones first; those without
+        samples have N = 0.
     """
     for sample in samples:
         assert len(sample.prompt_token_ids)  # its last token predicts the response's first
@@ -107,12 +113,20 @@ def pack(
     tokens_B = np.array([_length(sample) for sample in samples], dtype=np.int64)
     costs_B = costs(tokens_B, attention_length, sequence_multiple)
     lengths_B = _up_to(sequence_multiple, tokens_B)
-    bins = fill(lengths_B, np.argsort(-costs_B, kind="stable").tolist(), max_tokens)
-    count = _up_to(microbatch_multiple, max(1, agree(len(bins))))
+    scored_B = np.array([sample.is_scored for sample in samples], np.bool_)
+    order_B = np.argsort(-costs_B, kind="stable")
+    kinds = {True: order_B[scored_B[order_B]], False: order_B[~scored_B[order_B]]}
+    bins = {kind: fill(lengths_B, order.tolist(), max_tokens) for kind, order in kinds.items()}
+    counts = agree([len(of_kind) for of_kind in bins.values()])
+    if not any(counts):
+        counts = (1, 0)
     multiples = (sequence_multiple, math.lcm(sequence_multiple, pad_to_multiple))
     return [
-        _build(samples, weights, members, multiples, routing)
-        for members in level(lengths_B, costs_B, bins, count, max_tokens)
+        _build(samples, weights, members, multiples, routing, is_scored=kind)
+        for (kind, of_kind), needed in zip(bins.items(), counts, strict=True)
+        for members in level(
+            lengths_B, costs_B, of_kind, _up_to(microbatch_multiple, needed), max_tokens
+        )
     ]
 
 
@@ -169,6 +183,8 @@ def _build(
     members: Sequence[int],
     multiples: tuple[int, int],  # of a sequence's length, of T
     routing: tuple[int, int] | None,
+    *,
+    is_scored: bool,
 ) -> MicroBatch:
     chosen = [samples[index] for index in members]
     members_S = np.array(members, dtype=np.int64)
@@ -205,7 +221,7 @@ def _build(
         name: torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
         for name, array in arrays.items()
     }
-    return MicroBatch(max_seqlen=int(sequences_S.max()), **tensors)
+    return MicroBatch(max_seqlen=int(sequences_S.max()), is_scored=is_scored, **tensors)
 
 
 def _row_values(

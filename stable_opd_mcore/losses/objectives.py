@@ -109,6 +109,9 @@ _OF_ROLLOUTS = (
 )
 
 
+LIKELIHOOD = Terms()  # of micro-batches that no other model scores
+
+
 @dataclass(frozen=True)
 class Objective:
     """A configured objective: weights for the global batch, and the loss of a micro-batch."""
@@ -203,7 +206,7 @@ class Objective:
             hidden_NH,
             head,
             microbatch,
-            self.terms,
+            self.terms if microbatch.is_scored else LIKELIHOOD,
             teacher_head=teacher_head,
             reference_head=reference_head,
             context_group=context_group,

@@ -110,8 +110,13 @@ class Job:
     @property
     def golden(self) -> int:
         """Golden solutions among the sequences of one step, over all ranks."""
-        is_sft = self.config.objective.name == "sft"
-        return self.config.rollout.prompts_per_step if self.config.largest_lambda or is_sft else 0
+        config = self.config
+        needed = config.largest_lambda or config.objective.name == "sft" or self._has_off_policy
+        return config.rollout.prompts_per_step if needed else 0
+
+    @property
+    def _has_off_policy(self) -> bool:
+        return self.config.objective.on_policy_fraction < 1
 
     @property
     def drawn(self) -> int:
@@ -131,9 +136,24 @@ class Job:
         return self.sequences * self.work.tokens
 
     @property
-    def scored_rows(self) -> int:
+    def response_rows(self) -> int:
         """Response tokens of one step, over all ranks."""
         return self.sequences * self.work.response_tokens
+
+    @property
+    def scored(self) -> int:
+        """Sequences of one step that teacher and reference score, over all ranks."""
+        return self.sequences if self._has_off_policy else self.drawn
+
+    @property
+    def scored_rows(self) -> int:
+        """Response tokens of one step that teacher and reference score, over all ranks."""
+        return self.scored * self.work.response_tokens
+
+    @property
+    def _kinds(self) -> list[int]:
+        """Sequences of one step that share micro-batches: scored ones, and the others."""
+        return [count for count in (self.scored, self.sequences - self.scored) if count]
 
     @property
     def longest(self) -> int:
@@ -142,8 +162,9 @@ class Job:
 
     @property
     def _share(self) -> int:
-        """Tokens of one data-parallel rank in one minibatch."""
-        sequences = math.ceil(self.sequences / self.layout.data / self.config.train.minibatches)
+        """Tokens of one data-parallel rank in one minibatch, that may share a micro-batch."""
+        most = max(self._kinds)
+        sequences = math.ceil(most / self.layout.data / self.config.train.minibatches)
         return sequences * self.work.tokens
 
     @property
@@ -164,8 +185,9 @@ class Job:
     @property
     def num_micro_batches(self) -> int:
         """Of one data-parallel rank and one optimizer step."""
-        tokens = self.trained_tokens / self.layout.data / self.config.train.minibatches
-        return max(1, round(tokens / self.micro_batch_tokens))
+        ranks = self.layout.data * self.config.train.minibatches
+        tokens = [count * self.work.tokens / ranks for count in self._kinds]
+        return sum(max(1, round(of_kind / self.micro_batch_tokens)) for of_kind in tokens)
 
 
 def make_job(config: Config, cluster: Cluster, gpu: str = "h200", work: Work | None = None) -> Job:

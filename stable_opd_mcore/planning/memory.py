@@ -266,8 +266,9 @@ def _loss_bytes(job: Job) -> float:
     held = element * (tokens + 2 * responses) * hidden
     # losses/output_head.rows_per_block: as many rows as shards, so that the block's bytes stay.
     rows = min(config.train.loss_block_tokens * job.layout.tensor, responses)
-    # Another temperature than 1: a copy of the golden rows' logits, at most of the whole block.
-    copies = 1 if job.golden and config.sampling.temperature != 1 else 0
+    # Another temperature than 1: a copy of the off-policy golden rows' logits, at most of the whole
+    # block.
+    copies = 1 if job.scored > job.drawn and config.sampling.temperature != 1 else 0
     blocks = 1 + len(_hidden_states_needed(job)) + copies
     held += element * rows * student.head_rows * blocks
     if job.is_torch and element == 2:  # a CPU multiplies slices of the gradient in fp32

@@ -53,11 +53,12 @@ def step_seconds(job: Job) -> StepSeconds:
         again = _forward_seconds(job, student, "mlp")
     # One product forward with every head, two more backward with the student's; only the last
     # stage multiplies by a head.
-    heads = [*[student] * 3, *job.frozen.values()]
-    head_flops = sum(size.head_flops(job.scored_rows) for size in heads)
+    head_flops = 3 * student.head_flops(job.response_rows)
+    head_flops += sum(size.head_flops(job.scored_rows) for size in job.frozen.values())
     head = device.matmul_seconds(head_flops / (job.layout.gpus / job.layout.pipeline))
     counting = forward if config.train.moe_aux_loss_coeff else 0.0
     score = sum(_forward_seconds(job.of_scorer(role), size) for role, size in job.frozen.items())
+    score *= job.scored / job.sequences
     # Forward, two products backward, and what the backward pass computes again.
     update = 3 * forward + again + counting + head + _optimizer_seconds(job)
     offload, publish, rollout, draw = _offload_seconds(job), 0.0, 0.0, _drawing(job)

@@ -16,8 +16,13 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from megatron.core.parallel_state import (
+    get_pipeline_model_parallel_rank,
+    get_pipeline_model_parallel_world_size,
+)
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.transformer.moe import router
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from torch import Tensor
@@ -137,24 +142,34 @@ def _layer(names: tuple[str, ...]) -> int | None:
 
 
 class _PipelineMessages:
-    """The shapes that neighbouring stages would send before each tensor of a micro-batch.
-
-    All micro-batches of a rehearsal are equally long.
-    """
+    """The shapes that neighbouring stages would send before each tensor of a micro-batch."""
 
     def __init__(self) -> None:
-        self._tokens = 0  # of every micro-batch, on this rank's slice
+        # Tokens of the micro-batches on this rank's slice, in the order in which they are received:
+        # outputs of the stage before, gradients of the next one.
+        self._outputs: Iterator[int] = iter(())
+        self._gradients: Iterator[int] = iter(())
 
     def schedule(self) -> Callable[..., Any]:
-        """In place of Megatron's `get_forward_backward_func`: notes the micro-batches' length."""
+        """In place of Megatron's `get_forward_backward_func`: notes the micro-batches' lengths."""
         run = get_forward_backward_func()
 
         def noting(*, data_iterator: list[Iterator[Any]], **options: Any) -> Any:
             lists = [list(iterator) for iterator in data_iterator]
-            (self._tokens,) = {batch.tokens_T.numel() for batch in lists[0]}
+            self._expect([batch.tokens_T.numel() for batch in lists[0]], num_chunks=len(lists))
             return run(data_iterator=[iter(batches) for batches in lists], **options)
 
         return noting
+
+    def _expect(self, tokens: Sequence[int], num_chunks: int) -> None:
+        stage, stages = get_pipeline_model_parallel_rank(), get_pipeline_model_parallel_world_size()
+        order = get_schedule_table(len(tokens), num_chunks, stages)
+        # The first chunk of all stages receives no output. Gradients pass the chunks backwards, and
+        # the last one receives none.
+        outputs = [tokens[batch] for batch, chunk in order if stage or chunk]
+        after = stages - 1 - stage
+        self._outputs = iter(outputs)
+        self._gradients = iter([tokens[batch] for batch, chunk in order if after or chunk])
 
     def shapes(
         self, communicator: Any, _next: Any, _previous: Any, recv_prev: bool, recv_next: bool
@@ -162,5 +177,11 @@ class _PipelineMessages:
         """In place of P2PCommunicator's exchange: [tokens, 1, hidden] from either side."""
         config = communicator.config
         cut = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        shape, none = [self._tokens // cut, 1, config.hidden_size], [0, 0, 0]
-        return shape if recv_prev else none, shape if recv_next else none
+
+        def shape(tokens: int) -> list[int]:
+            return [tokens // cut, 1, config.hidden_size]
+
+        return (
+            shape(next(self._outputs)) if recv_prev else [0, 0, 0],
+            shape(next(self._gradients)) if recv_next else [0, 0, 0],
+        )

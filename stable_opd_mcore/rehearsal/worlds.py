@@ -173,7 +173,7 @@ def with_few_prompts(job: Job) -> Job:
     config, layout = job.config, job.layout
     in_micro_batch = config.train.micro_batch_tokens // job.work.tokens
     minibatches = config.train.minibatches
-    of_rank = job.sequences // layout.data // minibatches
+    of_rank = (job.drawn or job.golden) // layout.data // minibatches
     if of_rank > in_micro_batch:
         micro_batches = min(of_rank // in_micro_batch, layout.pipeline * layout.virtual)
         of_rank = micro_batches * in_micro_batch
@@ -181,8 +181,7 @@ def with_few_prompts(job: Job) -> Job:
     if config.objective.name == "sft":
         changes = {"prompts_per_step": minibatches * sequences}
     else:
-        samples = max(1, sequences - (1 if job.golden else 0))
-        changes = {"prompts_per_step": minibatches, "samples_per_prompt": samples}
+        changes = {"prompts_per_step": minibatches, "samples_per_prompt": sequences}
     budget = {"micro_batch_tokens": in_micro_batch * job.work.tokens}
     return job.changed(rollout=changes, train=budget, memory={"offload": ()})
 

@@ -2,9 +2,9 @@
 
 The student's response follows the teacher's prompt token for token. The teacher so has sequences of
 its own lengths, packed into micro-batches of its own, and its scores are brought back to the rows
-of the student's micro-batches: number r of R counts the response tokens of this rank's samples, in
-order. Under context parallelism a token may lie on different ranks in the two packings; its values
-are then summed over the context ranks, of which one has them and the others have zeros.
+of the student's micro-batches: number r of R counts the response tokens of this rank's scored
+samples, in order. Under context parallelism a token may lie on different ranks in the two packings;
+its values are then summed over the context ranks, of which one has them and the others have zeros.
 
 Not here: the text of the prompt (data/teacher_prompt.py), scoring itself (megatron.py,
 served_teacher.py).
@@ -45,7 +45,7 @@ class OwnPromptScorer(Scorer):
         """See `Scorer.about`."""
         about = OwnPromptScorer(self._scorer.about(samples), self._world, self._pack)
         about._samples = samples
-        about._num_rows = sum(len(sample.response_token_ids) for sample in samples)
+        about._num_rows = sum(_num_rows(sample) for sample in samples)
         return about
 
     def ask(self, sample: Sample, step: int) -> None:
@@ -62,10 +62,11 @@ class OwnPromptScorer(Scorer):
 
     def score(self, microbatches: Sequence[MicroBatch]) -> list[Scores]:
         """See `Scorer.score`. Collective over the context ranks."""
-        own = self._pack([_with_teacher_prompt(sample) for sample in self._samples])
-        starts_B = self._starts()
-        rows_of_teacher = [_numbers(batch, starts_B) for batch in own]
-        rows_of_student = [_numbers(batch, starts_B) for batch in microbatches]
+        scored = [sample for sample in self._samples if sample.is_scored]
+        own = self._pack([_with_teacher_prompt(sample) for sample in scored])
+        starts, starts_of_scored = self._starts(self._samples), self._starts(scored)
+        rows_of_teacher = [_numbers(batch, starts_of_scored) for batch in own]
+        rows_of_student = [_numbers(batch, starts) for batch in microbatches]
         # The student's targets: a caller may ask for others than the response tokens.
         targets = self._moved([b.targets_N for b in microbatches], rows_of_student, rows_of_teacher)
         scores = self._scorer.score(
@@ -86,9 +87,9 @@ class OwnPromptScorer(Scorer):
             for values in zip(*moved.values(), strict=True)
         ]
 
-    def _starts(self) -> Tensor:
+    def _starts(self, samples: Sequence[Sample]) -> Tensor:
         """int64 [B], the number of each sample's first response token."""
-        lengths_B = np.array([len(s.response_token_ids) for s in self._samples], np.int64)
+        lengths_B = np.array([_num_rows(sample) for sample in samples], np.int64)
         starts_B = torch.from_numpy(np.cumsum(lengths_B) - lengths_B)
         if self._world.device.type == "cuda":
             starts_B = starts_B.pin_memory()
@@ -108,6 +109,10 @@ class OwnPromptScorer(Scorer):
         if self._world.context_group is not None:
             dist.all_reduce(all_R, group=self._world.context_group)
         return [all_R[numbers] for numbers in destinations]
+
+
+def _num_rows(sample: Sample) -> int:
+    return len(sample.response_token_ids) if sample.is_scored else 0
 
 
 def _with_teacher_prompt(sample: Sample) -> Sample:

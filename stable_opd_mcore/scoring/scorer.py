@@ -57,18 +57,20 @@ def with_scores(
     reference: Scorer | None = None,
     behaviour: Scorer | None = None,
 ) -> list[MicroBatch]:
-    """The micro-batches with each scorer's scores; unchanged off the last pipeline stage.
+    """The micro-batches with each scorer's scores; unchanged off the last pipeline stage, and where
+    the loss reads none (MicroBatch.is_scored).
 
     Args:
         behaviour: gives `old_logprob_N` and `old_token_logprob_N`. Without it both stay None: the
             loss then uses the current policy, which is exact for the first update of a batch.
     """
-    scored = list(microbatches)
+    scored = [batch for batch in microbatches if batch.is_scored]
+    rest = [batch for batch in microbatches if not batch.is_scored]
     for name, scorer in (("teacher", teacher), ("reference", reference), ("behaviour", behaviour)):
-        scores = [] if scorer is None else scorer.score(microbatches)
+        scores = [] if scorer is None else scorer.score(scored)
         if scores:
             scored = [_with(name, *pair) for pair in zip(scored, scores, strict=True)]
-    return scored
+    return scored + rest
 
 
 def _with(name: str, batch: MicroBatch, scores: Scores) -> MicroBatch:

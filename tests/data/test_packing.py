@@ -1,5 +1,6 @@
 """Packing: every token once, on the right row, the same plan on every rank."""
 
+import itertools
 import json
 import random
 from dataclasses import replace
@@ -120,6 +121,28 @@ def test_all_ranks_get_the_same_number_of_micro_batches_some_of_them_empty():
     assert empty.cu_seqlens.tolist() == [0, 1]
 
 
+def test_samples_that_no_model_scores_have_micro_batches_of_their_own():
+    samples, weights = make_samples(9)
+    samples = [
+        replace(sample, off_policy=True) if index == 4 else sample
+        for index, sample in enumerate(samples)
+    ]
+    batches = pack(samples, weights, max_tokens=50, microbatch_multiple=2)
+    flags = [batch.is_scored for batch in batches]
+    assert flags == sorted(flags, reverse=True), "the scored ones come first"
+    assert flags.count(True) % 2 == flags.count(False) % 2 == 0
+    for scored in (True, False):
+        packed = {
+            i
+            for batch in batches
+            if batch.is_scored == scored
+            for i in batch.sample_index_N.tolist()
+        }
+        expected = {i for i, sample in enumerate(samples) if sample.is_scored == scored}
+        assert packed == expected
+        assert packed
+
+
 def test_only_a_sequence_longer_than_a_micro_batch_exceeds_max_tokens():
     samples, weights = make_samples(20, longest=40)
     for batch in pack(samples, weights, max_tokens=30):
@@ -139,7 +162,8 @@ def test_every_micro_batch_has_given_advantages_if_one_sample_has():
 def test_types_are_the_models_also_without_samples(count):
     samples, weights = make_samples(count)
     weights = replace(weights, advantage_B=weights.pg_B)
-    (batch,) = pack(samples, weights, max_tokens=999)
+    batch, *rest = pack(samples, weights, max_tokens=999)
+    assert len(rest) == (count > 0)
     tensors = {name: value for name, value in vars(batch).items() if torch.is_tensor(value)}
     assert tensors["golden_rows_G"].tolist() == tensors["golden_N"].nonzero()[:, 0].tolist()
     kinds = {name: value.dtype for name, value in tensors.items()}
@@ -169,6 +193,13 @@ def test_a_long_sequence_weighs_as_much_as_its_attention_costs():
     """By tokens alone the one of 8 would lie with another of 2: 10 against 10."""
     lengths = np.array([8, 2, 2, 2, 2, 2, 2])
     assert sorted(map(sorted, partition(lengths * (1 + lengths / 4), 2))) == [[0], [*range(1, 7)]]
+
+
+def test_the_sequences_of_either_kind_are_balanced():
+    """By cost alone both of 4 would lie together, and the other rank would score nothing."""
+    costs_B = np.array([5.0, 4, 4, 3, 2])
+    assert partition(costs_B, 2) == [[0, 3, 4], [1, 2]]
+    assert partition(costs_B, 2, costs_B == 4) == [[1, 0], [2, 3, 4]]
 
 
 @pytest.mark.parametrize("data_size", [2, 4, 8, 16, 32])
@@ -267,9 +298,8 @@ def test_experts_of_the_engine_lie_at_the_tokens_they_were_chosen_for(context_si
         else replace(sample, routed_experts=experts_of(np.arange(length - 1), index))
         for index, (sample, length) in enumerate(zip(samples, lengths, strict=True))
     ]
-    (batch,) = pack_whole(samples, weights, context_size)
-    seen = 0
-    for rank in range(context_size):
+    batches, seen = pack_whole(samples, weights, context_size), 0
+    for batch, rank in itertools.product(batches, range(context_size)):
         mine = slice_microbatch(batch, rank, context_size)
         assert mine.routed_experts_TLC is not None
         assert mine.routed_experts_TLC.dtype == torch.int16

@@ -45,6 +45,34 @@ def test_equals_definition(variant):
     assert_close(run_fused(case, torch.bfloat16), run_definition(case), 2e-2)
 
 
+@every_variant
+def test_golden_rows_that_no_model_scores_have_their_likelihood_at_temperature_1(variant):
+    case = case_of(variant, 37, 61, temperature=0.7)
+    rows = case.batch.golden_rows_G
+    of_rows = {
+        name: value[rows]
+        for name, value in vars(case.batch).items()
+        if name.endswith("_N") and value is not None
+    }
+    batch = replace(
+        case.batch,
+        **of_rows,
+        golden_rows_G=torch.arange(len(rows)),
+        teacher=None,
+        reference=None,
+        is_scored=False,
+    )
+    inputs = [x.clone().requires_grad_() for x in (case.hidden_NH[rows], case.weight_VH)]
+    logprob_N = (inputs[0] @ inputs[1].T).log_softmax(1).gather(1, batch.targets_N[:, None])[:, 0]
+    expected = -(batch.sft_weight_N * logprob_N).sum()
+    found = case.objective(inputs[0], Head(inputs[1], 0, 61), batch)
+    torch.testing.assert_close((found.loss, found.sft), (expected, expected))
+    torch.testing.assert_close(found.token_logprob_N, logprob_N.detach())
+    torch.testing.assert_close(
+        torch.autograd.grad(found.loss, inputs), torch.autograd.grad(expected, inputs)
+    )
+
+
 def extreme(case: Case) -> Case:
     """Logits of +-1e4 for all models, exact in fp32: multiples of 1/8 plus a bias column."""
     draw = torch.Generator().manual_seed(5)

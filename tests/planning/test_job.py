@@ -13,7 +13,11 @@ def test_a_micro_batch_is_no_larger_than_a_ranks_share(tmp_path):
         return make_job(config, cluster, work=Work(prompt_tokens=256, response_tokens=768))
 
     assert job().sequences == 24
-    assert job("mixture.lambda=0.5").sequences == 24 + 6
+    mixed = job("mixture.lambda=0.5")
+    assert (mixed.sequences, mixed.scored) == (24 + 6, 24)
+    assert (mixed.micro_batch_tokens, mixed.num_micro_batches) == (12 * 1024, 2)
+    gkd = ("objective.name=gkd", "objective.on_policy_fraction=0.5")
+    assert job(*gkd).scored == job(*gkd).sequences == 24 + 6
     several = job("train.micro_batch_tokens=4096")
     assert (several.micro_batch_tokens, several.num_micro_batches) == (4096, 3)
     one = job("train.micro_batch_tokens=65536")

@@ -133,17 +133,18 @@ def test_one_gpu_does_not_hold_a_7b_run(tmp_path):
     assert "DOES NOT FIT" in plan.table()
 
 
-def test_another_temperature_keeps_a_copy_of_the_golden_logits(tmp_path):
+def test_another_temperature_keeps_a_copy_of_the_off_policy_golden_logits(tmp_path):
     def logits(*overrides: str) -> float:
         # More rows in a block, so that the logits need more than a layer's backward pass.
         options = ["train.loss_block_tokens=4096", *overrides]
         held = components(make_plan(config_7b(tmp_path, *options), NODE))
         return held["loss, or backward of a layer"]
 
-    copy = logits("sampling.temperature=0.8") - logits()
+    off_policy = ("objective.name=gkd", "objective.on_policy_fraction=0.5")
+    copy = logits("sampling.temperature=0.8", *off_policy) - logits(*off_policy)
     # bf16; four shards of as many times more rows
     assert copy == pytest.approx(2 * 4 * 4096 * 152064 / 4)
-    assert logits("sampling.temperature=0.8", "mixture.lambda=0") == logits("mixture.lambda=0")
+    assert logits("sampling.temperature=0.8") == logits()
 
 
 def test_offloaded_parts_are_held_in_the_phases_that_need_them(tmp_path):

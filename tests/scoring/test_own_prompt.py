@@ -36,6 +36,7 @@ LENGTHS = [(3, 17, 5), (9, 2, 12), (4, 30, 1), (2, 2, 8), (6, 11, 7)]  # prompt,
 
 
 def samples_of() -> list[Sample]:
+    """Of the two golden solutions the second one is scored."""
     draw = np.random.default_rng(0)
 
     def ids(length: int) -> np.ndarray:
@@ -43,7 +44,8 @@ def samples_of() -> list[Sample]:
 
     return [
         Sample(
-            source="golden" if number == 1 else "rollout",
+            source="golden" if number in (1, 3) else "rollout",
+            off_policy=number == 3,
             prompt_id=f"s:{number}",
             prompt_token_ids=ids(prompt),
             response_token_ids=ids(response),
@@ -77,7 +79,7 @@ def score_on_layouts(rank: int, world_size: int, model: str, out: str, layouts: 
         chunks = build_model(read_architecture(model), world, trainable=False)
         load_hf(chunks, model)
         samples = samples_of()
-        batches = batches_of(samples, config, world)
+        batches = [batch for batch in batches_of(samples, config, world) if batch.is_scored]
         found = {}
         asked = [replace(b, targets_N=(b.targets_N + 1) % tiny.VOCAB_SIZE) for b in batches]
         for options in ({"top_k": TOP_K}, {"hidden_alone": True}):
@@ -118,8 +120,11 @@ def test_scores_are_those_of_teacher_prompt_and_response(results, layout):
     for part in sorted(out.glob(f"{layout}_*.pt")):
         found |= torch.load(part)
     samples = samples_of()
-    assert len(found) == sum(response for *_, response in LENGTHS)
-    for number, sample in enumerate(samples):
+    scored = [number for number, sample in enumerate(samples) if sample.is_scored]
+    assert scored == [0, 2, 3, 4]
+    assert len(found) == sum(LENGTHS[number][-1] for number in scored)
+    for number in scored:
+        sample = samples[number]
         prompt, response = sample.teacher_prompt_token_ids, sample.response_token_ids
         ids = torch.tensor(np.concatenate([prompt, response])).long()[None]
         with torch.no_grad():
@@ -151,10 +156,11 @@ def test_a_served_teacher_is_sent_its_own_prompt_and_the_response(tmp_path, monk
 
     monkeypatch.setattr(ServedTeacher, "score", score)
     samples = samples_of()
-    own_prompt(served, config, world).about(samples).score(batches_of(samples, config, world))
+    batches = [batch for batch in batches_of(samples, config, world) if batch.is_scored]
+    own_prompt(served, config, world).about(samples).score(batches)
     stop_world()
     sent = {request.token_ids: (route, request.start) for route, request in asked}
-    for sample in samples:
+    for sample in (sample for sample in samples if sample.is_scored):
         prompt = tuple(sample.teacher_prompt_token_ids)
         assert sent.pop((*prompt, *sample.response_token_ids)) == ("s", len(prompt))
     assert not sent

@@ -1,5 +1,8 @@
 """`with_scores` stores the scores of each scorer in the micro-batches."""
 
+from dataclasses import replace
+from unittest.mock import patch
+
 import torch
 
 from stable_opd_mcore.records import Scores
@@ -44,6 +47,16 @@ def test_each_scorer_fills_its_own_field():
         assert after.reference.hidden_NH.eq(-2.0).all()
         assert after.old_logprob_N.tolist() == [-3.0] * len(before.rows_N)
         assert after.old_token_logprob_N.tolist() == [-4.0] * len(before.rows_N)
+
+
+def test_golden_solutions_whose_scores_nobody_reads_are_not_scored():
+    batches = [BATCHES[0], replace(BATCHES[1], is_scored=False)]
+    scorer = ConstantScorer(-1.0)
+    with patch.object(scorer, "score", wraps=scorer.score) as score:
+        scored, golden = with_scores(batches, teacher=scorer, reference=scorer, behaviour=scorer)
+    assert [len(call.args[0]) for call in score.call_args_list] == [1, 1, 1]
+    assert scored.teacher is not None
+    assert golden is batches[1]
 
 
 def test_without_scorers_or_off_the_last_stage_nothing_changes():

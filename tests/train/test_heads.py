@@ -28,7 +28,8 @@ RETURNS = {"name": "opd", "discount": 0.9}
 
 
 def test_each_head_is_multiplied_once_per_token(tmp_path):
-    """The teacher's metrics (log-probabilities, entropies) need no further product."""
+    """The teacher's metrics (log-probabilities, entropies) need no further product. Golden tokens
+    meet the student's head alone, once."""
     run_ranks(1, count_products_of_each_objective, tmp_path)
 
 
@@ -49,7 +50,9 @@ def count_products_of_each_objective(rank: int, world_size: int, directory: Path
 def products_per_token(
     directory: Path, name: str, objective: dict[str, Any], minibatches: int, **rollout: int
 ) -> list[float]:
-    """Rows multiplied per trained token in one step, of [student, teacher, reference] head."""
+    """Rows multiplied per rollout token in one step, of [student, teacher, reference] head; the
+    student's without one for each golden token.
+    """
     train = {"minibatches": minibatches}
     config = tiny_config(directory, name, objective=objective, train=train, rollout=rollout)
     run = build_run(config, start_world(config.parallel, 0))
@@ -66,9 +69,13 @@ def products_per_token(
 
     with patch.object(Head, "logits", counted):
         metrics = train_step(run, TrainState()).metrics.values_by_key()
-    trained = metrics["tokens/trained"]
-    assert trained
+    trained, rollouts = metrics["tokens/trained"], metrics["tokens/rollout"]
+    assert trained is not None
+    assert rollouts
+    golden = trained - rollouts
+    assert golden > 0
+    rows[run.head.weight_VH.data_ptr()] -= int(golden)
     for metric in ("logprob/teacher", "entropy/teacher"):
         assert metrics[metric] is not None
     stop_world()
-    return [rows[head.weight_VH.data_ptr()] / trained for head in heads]
+    return [rows[head.weight_VH.data_ptr()] / rollouts for head in heads]

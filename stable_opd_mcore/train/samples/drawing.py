@@ -65,8 +65,9 @@ def draw_rollouts(
 
 
 def ask_teacher(run: Run, prompts: Sequence[Prompt], step: int) -> WhenFinished | None:
-    """Ask a served teacher for the scores of the prompts' golden solutions, and return what asks
-    for those of their finished responses; None where a teacher is only asked in the score phase.
+    """Ask a served teacher for the scores of those golden solutions that it may have to score, and
+    return what asks for those of the prompts' finished responses; None where a teacher is only
+    asked in the score phase.
 
     Args:
         step: that will train on them.
@@ -74,7 +75,8 @@ def ask_teacher(run: Run, prompts: Sequence[Prompt], step: int) -> WhenFinished 
     teacher = run.teacher
     if teacher is None or teacher.early is None:
         return None
-    if run.objective.needs_golden and dist.get_rank(run.world.model_group) == 0:
+    off_policy = run.config.objective.on_policy_fraction < 1
+    if off_policy and dist.get_rank(run.world.model_group) == 0:
         for sample in with_teacher_prompts(golden_samples(prompts), prompts):
             teacher.ask(sample, step)
 

@@ -45,6 +45,7 @@ def overlap_metrics(
         batches: this data-parallel rank's micro-batches of `samples`.
         samples: what `sample_index_N` of the micro-batches points into.
     """
+    batches = [batch for batch in batches if batch.is_scored]
     is_last = [_last_positions(batch, samples) for batch in batches]
     student = _stop_scores(pair.student, batches, is_last, samples)
     teacher = _stop_scores(pair.teacher, batches, is_last, samples)

@@ -112,7 +112,7 @@ def share_out(
     """This rank's part of every minibatch. Collective over the data-parallel ranks.
 
     Ranks are balanced by the cost of their sequences, and of the teacher's where it has prompts of
-    its own.
+    its own: of those that are scored, and of all together.
 
     Args:
         samples: those that this rank drew.
@@ -127,8 +127,9 @@ def share_out(
         part = facts.select(places)
         costs_B = costs_of(part.prompt_tokens_B + part.response_tokens_B)
         if part.teacher_prompt_tokens_B is not None:
-            costs_B = costs_B + costs_of(part.teacher_prompt_tokens_B + part.response_tokens_B)
-        shares = partition(costs_B, world.batch_size)
+            teacher_B = costs_of(part.teacher_prompt_tokens_B + part.response_tokens_B)
+            costs_B = costs_B + teacher_B * part.scored_B
+        shares = partition(costs_B, world.batch_size, part.scored_B)
         for batch_rank, share in enumerate(shares):
             trainer_B[places[share]] = batch_rank
         mine = np.array(shares[world.batch_rank], np.int64)
@@ -182,7 +183,7 @@ def micro_batches(
         samples,
         weights,
         max_tokens=config.train.micro_batch_tokens,
-        agree=lambda count: max(gather_objects(count, world.data_group)),
+        agree=lambda counts: np.max(gather_objects(counts, world.data_group), axis=0).tolist(),
         attention_length=attention_length,
         pad_to_multiple=world.token_multiple * (MULTIPLE if config.fp8.is_on else 1),
         sequence_multiple=world.sequence_multiple,

@@ -105,19 +105,23 @@ class HeldBack:
             for number in range(request.sampling.num_samples)
         ]
 
+    def is_healthy(self, timeout_seconds: float) -> bool:
+        return True
+
     def close(self) -> None:
         pass
 
 
 def test_a_served_teacher_is_asked_before_the_last_response_is_drawn(run, tmp_path):
-    """The last one is drawn only when all others, and the golden solutions, were asked for. Every
-    request is sent once, and the same scores come without early requests. An evaluation asks for
-    nothing, and the step after the next forgets what nobody took."""
+    """The last one is drawn only when all others were asked for. Every request is sent once, and
+    the same scores come without early requests. An evaluation asks for nothing, and the step after
+    the next forgets what nobody took. Golden solutions are asked for where they may be
+    off-policy."""
     prompts = [
         replace(prompt, teacher_token_ids=(5 + number, *prompt.token_ids))
         for number, prompt in enumerate(run.prompts.select(range(4)))
     ]
-    server, asked_early = HeldBack(prompts[-1]), 4 + 3 * 2
+    server, asked_early = HeldBack(prompts[-1]), 3 * 2
     sampling = replace(run.sampling, max_new_tokens=2, num_samples=2)
     engine, _ = engine_of(tmp_path, run.world, server, partial=False)
     with fake_teacher(lambda _: len(asked) < asked_early or server.may_end.set() or True) as (
@@ -131,14 +135,14 @@ def test_a_served_teacher_is_asked_before_the_last_response_is_drawn(run, tmp_pa
         rollouts = drawing.draw_rollouts(served, prompts, draws)
         samples = drawing.training_samples(served, prompts, rollouts, 0, draws.places)
         assert served.early is not None
-        assert len(served.early._asked) == len(samples) == 12
-        batches = pack(samples)
+        assert len(served.early._asked) == 8
+        batches = [batch for batch in pack(samples) if batch.is_scored]
         found = teacher.about(samples).score(batches)
         sent = Counter(asked)
         assert sent == Counter(
-            (*s.teacher_prompt_token_ids, *s.response_token_ids) for s in samples
+            (*s.teacher_prompt_token_ids, *s.response_token_ids) for s in samples if s.is_scored
         )
-        assert served.early.take_metrics()["perf/scored_early"].count == 12
+        assert served.early.take_metrics()["perf/scored_early"].count == 8
 
         late = OwnPromptScorer(served_by(run.world, url), run.world, pack)
         for a, b in zip(late.about(samples).score(batches), found, strict=True):
@@ -148,9 +152,12 @@ def test_a_served_teacher_is_asked_before_the_last_response_is_drawn(run, tmp_pa
         assert not served.early._asked
         drawing.draw_rollouts(served, prompts, replace(draws, steps=[1] * 4))
         drawing.prefetch_rollouts(served, TrainState(step=2, cursor=4))
-        assert len(served.early._asked) == 12
+        assert len(served.early._asked) == 8
         drawing.prefetch_rollouts(served, TrainState(step=3, cursor=6))
         assert not served.early._asked
+        config = SimpleNamespace(objective=SimpleNamespace(on_policy_fraction=0.5))
+        drawing.ask_teacher(replace(served, config=config), prompts, step=4)
+        assert len(served.early._asked) == 4
     engine.close()
     teacher.close()
 
