@@ -18,6 +18,7 @@ import argparse
 import csv
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -86,12 +87,19 @@ def _number(cell: str | None) -> float | None:
 
 
 def read_runs(directories: Sequence[Path]) -> dict[Key, list[tuple[int, Row]]]:
-    """As `read_traces`, of runs' directories; the arm is the directory's name."""
+    """As `read_traces`, of runs' directories; the arm is the directory's name. Says which runs have
+    no rollouts and are left out.
+    """
     runs: dict[Key, list[tuple[int, Row]]] = {}
     for directory in directories:
         rows = read_metrics(directory / METRICS_FILE)
-        steps = [(row["step"], row) for row in rows if "rollout/truncation_rate" in row]
-        runs["", directory.name, ""] = steps
+        steps = [
+            (row["step"], row) for row in rows if row.get("rollout/truncation_rate") is not None
+        ]
+        if steps:
+            runs["", directory.name, ""] = steps
+        else:
+            print(f"{directory}: no rollouts, not replayed", file=sys.stderr)
     return runs
 
 

@@ -40,7 +40,7 @@ def test_capped_run_gets_measures_and_growth_none(tmp_path, monkeypatch, capsys)
 
 
 def test_own_runs_are_replayed_by_directory(tmp_path, monkeypatch, capsys):
-    for name, rates in (("sound", HUMP), ("broken", CAPPED)):
+    for name, rates in (("sound", HUMP), ("broken", CAPPED), ("supervised", [None] * 3)):
         (tmp_path / name).mkdir()
         rows = [
             {"step": step, "rollout/truncation_rate": rate}
@@ -49,12 +49,13 @@ def test_own_runs_are_replayed_by_directory(tmp_path, monkeypatch, capsys):
         start = {"step": 0, "eval/accuracy": 0.5}
         text = "".join(json.dumps(row) + "\n" for row in [start, *rows])
         (tmp_path / name / "metrics.jsonl").write_text(text)
-    runs = [str(tmp_path / name) for name in ("sound", "broken")]
+    runs = [str(tmp_path / name) for name in ("sound", "broken", "supervised")]
     monkeypatch.setattr(sys, "argv", ["guard_traces", *runs])
     guard_traces.main()
-    printed = capsys.readouterr().out
+    printed, said = capsys.readouterr()
     assert "capped: a measure in 1 of 1 runs, a stop in 1" in printed
     assert "healed: a measure in 0 of 1 runs, a stop in 0" in printed
+    assert said == f"{runs[-1]}: no rollouts, not replayed\n"
     csv_and_run = ["guard_traces", str(tmp_path / "traces.csv"), *runs]
     monkeypatch.setattr(sys, "argv", csv_and_run)
     with pytest.raises(SystemExit):
