@@ -266,7 +266,7 @@ def _loss_bytes(job: Job) -> float:
     held = element * (tokens + 2 * responses) * hidden
     # losses/output_head.rows_per_block: as many rows as shards, so that the block's bytes stay.
     rows = min(config.train.loss_block_tokens * job.layout.tensor, responses)
-    # At another temperature than 1 the logits of off-policy golden rows are copied: a block at most.
+    # At other temperatures the logits of off-policy golden rows are copied, a block at most.
     copies = 1 if job.scored > job.drawn and config.sampling.temperature != 1 else 0
     blocks = 1 + len(_hidden_states_needed(job)) + copies
     held += element * rows * student.head_rows * blocks
