@@ -316,7 +316,7 @@ run_trainer() {
   done
   wait "$trainer"
   log "trainer step ended with code $?"
-  trap '' USR1 # one that comes now did not end the trainer
+  trap '' USR1 # a USR1 from here on did not end the trainer
 }
 
 judge_run() {

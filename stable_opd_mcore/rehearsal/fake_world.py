@@ -164,12 +164,11 @@ class _PipelineMessages:
     def _expect(self, tokens: Sequence[int], num_chunks: int) -> None:
         stage, stages = get_pipeline_model_parallel_rank(), get_pipeline_model_parallel_world_size()
         order = get_schedule_table(len(tokens), num_chunks, stages)
-        # The first chunk of all stages receives no output. Gradients pass the chunks backwards, and
-        # the last one receives none.
-        outputs = [tokens[batch] for batch, chunk in order if stage or chunk]
-        after = stages - 1 - stage
-        self._outputs = iter(outputs)
-        self._gradients = iter([tokens[batch] for batch, chunk in order if after or chunk])
+        is_first, is_last = stage == 0, stage == stages - 1
+        # The first stage's first chunk receives no output, the last stage's last chunk no gradient.
+        # Gradients pass the chunks in reverse, so that chunk is number 0 of their order.
+        self._outputs = iter([tokens[batch] for batch, chunk in order if chunk or not is_first])
+        self._gradients = iter([tokens[batch] for batch, chunk in order if chunk or not is_last])
 
     def shapes(
         self, communicator: Any, _next: Any, _previous: Any, recv_prev: bool, recv_next: bool

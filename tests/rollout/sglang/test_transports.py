@@ -133,7 +133,9 @@ class Counters:
 
 @pytest.fixture
 def shared(monkeypatch) -> list[tuple[Any, ...]]:
-    """Without a GPU: the arguments of torch's rebuilding, for each time that memory is shared."""
+    """Pretends that tensors are on a GPU. Gets, each time that one is shared, the arguments from
+    which torch would rebuild it.
+    """
     gpus = [SimpleNamespace(uuid=f"GPU-{gpu}") for gpu in range(8)]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
     monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
