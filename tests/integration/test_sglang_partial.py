@@ -318,6 +318,7 @@ def share_a_server(rank: int, num_ranks: int, directory: Path, url: str) -> None
     engine, first = student.engine, student.publish()
     prompts = [Prompt(f"rank_{rank}:{i}", "", tuple(range(3 + i, 15 + i + rank))) for i in range(4)]
     timer = PhaseTimer()
+    timer.began = gather_objects(timer.began)[0]  # ranks of one host share a clock
     engine.prefetch(prompts, SAMPLING, step=1, weight_version=first + 2)
     for version in (first, first + 1):
         await_tokens(engine, 1, version)

@@ -170,8 +170,8 @@ def test_served_teacher_equals_the_same_teacher_in_megatron(
 
 def test_a_run_with_a_served_teacher_learns_the_same(server, key_file, tmp_path):
     """Servers draw, and the teacher is asked about each response as soon as it is finished; then
-    the same rollouts are scored by the teacher in the trainer. One prompt's responses are held back
-    until the teacher was asked about another prompt's. It is asked about no golden solution."""
+    the same rollouts are scored by the teacher in the trainer. One prompt's responses of each step
+    are held back until the teacher has scored 16 others. It is asked about no golden solution."""
     settings = (
         "train.steps=2",
         f"tokenizer.path={_tokenizer_of_all_rows(tmp_path / 'tokenizer')}",
@@ -179,23 +179,23 @@ def test_a_run_with_a_served_teacher_learns_the_same(server, key_file, tmp_path)
         "teacher.architecture=null",
         f"rollout.sglang.api_key_file={key_file}",
     )
-    self_tests, asked = 2, itertools.count()
-    num_asked, held = 0, iter([True])
-
-    def count(path: str) -> None:
-        nonlocal num_asked
-        if path == "/generate":
-            num_asked = next(asked) + 1
+    self_tests, num_prompts = 2, 16
+    drawn_prompts, asked, scored = itertools.count(), [], []
 
     def hold_back_the_first(body: bytes) -> bytes:
-        if isinstance(json.loads(body), list) and next(held, False):
-            wait_until(lambda: num_asked > self_tests, "a finished response is scored", 60)
+        if isinstance(json.loads(body), list) and next(drawn_prompts) % num_prompts == 0:
+            enough = len(scored) + 16
+            wait_until(lambda: len(scored) >= enough, "16 finished responses are scored", 60)
+        return body
+
+    def note_scores(body: bytes) -> bytes:
+        scored.append(body)
         return body
 
     with (
         serve(tmp_path, "student", *settings) as student,
         faulty_proxy(urls_of(student)[0], change=hold_back_the_first) as drawing,
-        faulty_proxy(server.url, count) as scoring,
+        faulty_proxy(server.url, asked.append, note_scores) as scoring,
     ):
         served = train(
             tmp_path,
@@ -208,7 +208,7 @@ def test_a_run_with_a_served_teacher_learns_the_same(server, key_file, tmp_path)
         )
     drawn = [r for step in (1, 2) for r in rollouts(served, step)]
     different = {(r["prompt_id"], *r["response_token_ids"]) for r in drawn}
-    assert num_asked == self_tests + len(different)
+    assert asked.count("/generate") == self_tests + len(different)
     assert all(0.3 < row["perf/scored_early"] <= 1 for row in rows(served))
     own = train(
         tmp_path,
