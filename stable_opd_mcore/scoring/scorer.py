@@ -36,7 +36,7 @@ class Scorer:
     def score(self, microbatches: Sequence[MicroBatch]) -> list[Scores]:
         """Scores of each micro-batch's N rows; an empty list off the last pipeline stage.
 
-        All ranks of the replica call it with the same micro-batches.
+        All ranks of the replica call it with the same micro-batches, at least one.
         """
         raise NotImplementedError
 

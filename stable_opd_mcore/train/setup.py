@@ -300,7 +300,8 @@ class _Models:
         old policy of stale rollouts is the engine's unless they are corrected.
         """
         several = self.config.train.minibatches > 1 and not self.config.rollout.max_staleness
-        if not several and self.config.rollout.importance_correction == "none":
+        corrects = self.config.rollout.importance_correction != "none"
+        if not (self.objective.needs_rollouts and (several or corrects)):
             return None
         replaying = partial(student.routers.applying, trains=False, counts=False)
         return self._megatron_scorer(

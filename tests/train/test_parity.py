@@ -33,7 +33,7 @@ def opd_config(directory: Path, name: str, **sections: Any) -> Config:
 
 
 def solver_config(directory: Path) -> Config:
-    """SFT of a student that then solves some problems with some of its samples."""
+    """SFT, two updates a step, of a student that then solves some problems with some samples."""
     return tiny_config(
         directory,
         "solver",
@@ -41,7 +41,7 @@ def solver_config(directory: Path) -> Config:
         data=FEW_PROBLEMS,
         objective={"name": "sft"},
         optimizer={"lr": 5e-3},
-        train={"steps": 30},
+        train={"steps": 20, "minibatches": 2},
     )
 
 
