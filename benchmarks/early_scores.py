@@ -57,7 +57,7 @@ class Servers:
             for n in lengths
         ]
 
-    def score(self, request: Scoring) -> SequenceScores:
+    def score(self, request: Scoring, timeout_seconds: float) -> SequenceScores:
         number = len(request.token_ids) - request.start
         with self.lock:
             time.sleep(number * self.teacher_seconds)
