@@ -43,7 +43,8 @@ class OwnPromptScorer(Scorer):
 
     def about(self, samples: Sequence[Sample]) -> OwnPromptScorer:
         """See `Scorer.about`."""
-        about = OwnPromptScorer(self._scorer.about(samples), self._world, self._pack)
+        scored = [sample for sample in samples if sample.is_scored]  # all that `scorer` reads
+        about = OwnPromptScorer(self._scorer.about(scored), self._world, self._pack)
         about._samples = samples
         about._num_rows = sum(_num_rows(sample) for sample in samples)
         return about
