@@ -59,15 +59,14 @@ def draw_rollouts(
     with drawing:
         for step in dict.fromkeys(draws.steps):
             own = [prompt for prompt, of in zip(prompts, steps, strict=True) if of == step]
-            asks = ask_teacher(run, own, step)
+            asks = ask_teacher(run, step)
             rollouts += run.engine.generate(own, run.sampling, step=step, when_finished=asks)
     return graded(run.grader, run.world, prompts, rollouts)
 
 
-def ask_teacher(run: Run, prompts: Sequence[Prompt], step: int) -> WhenFinished | None:
-    """Ask a served teacher for the scores of those golden solutions that it may have to score, and
-    return what asks for those of the prompts' finished responses; None where a teacher is only
-    asked in the score phase.
+def ask_teacher(run: Run, step: int) -> WhenFinished | None:
+    """What asks a served teacher for the scores of finished responses; None where a teacher is
+    only asked in the score phase.
 
     Args:
         step: that will train on them.
@@ -75,10 +74,6 @@ def ask_teacher(run: Run, prompts: Sequence[Prompt], step: int) -> WhenFinished 
     teacher = run.teacher
     if teacher is None or teacher.early is None:
         return None
-    off_policy = run.config.objective.on_policy_fraction < 1
-    if off_policy and dist.get_rank(run.world.model_group) == 0:
-        for sample in with_teacher_prompts(golden_samples(prompts), prompts):
-            teacher.ask(sample, step)
 
     def when_finished(prompt: Prompt, token_ids: Sequence[int]) -> None:
         teacher.ask(_finished_sample(prompt, token_ids), step)
@@ -156,7 +151,7 @@ def prefetch_rollouts(run: Run, state: TrainState) -> None:
         prompts = draws.prompts(run)
         sampling = replace(run.sampling, max_new_tokens=run.config.sampling.budget(step))
         version = state.weight_version + step - state.step + after_own
-        asks = ask_teacher(run, prompts, step)
+        asks = ask_teacher(run, step)
         run.engine.prefetch(
             prompts, sampling, step=step, weight_version=version, when_finished=asks
         )

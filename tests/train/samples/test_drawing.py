@@ -115,8 +115,7 @@ class HeldBack:
 def test_a_served_teacher_is_asked_before_the_last_response_is_drawn(run, tmp_path):
     """The last one is drawn only when all others were asked for. Every request is sent once, and
     the same scores come without early requests. An evaluation asks for nothing, and the step after
-    the next forgets what nobody took. Golden solutions are asked for where they may be
-    off-policy."""
+    the next forgets what nobody took."""
     prompts = [
         replace(prompt, teacher_token_ids=(5 + number, *prompt.token_ids))
         for number, prompt in enumerate(run.prompts.select(range(4)))
@@ -155,9 +154,6 @@ def test_a_served_teacher_is_asked_before_the_last_response_is_drawn(run, tmp_pa
         assert len(served.early._asked) == 8
         drawing.prefetch_rollouts(served, TrainState(step=3, cursor=6))
         assert not served.early._asked
-        config = SimpleNamespace(objective=SimpleNamespace(on_policy_fraction=0.5))
-        drawing.ask_teacher(replace(served, config=config), prompts, step=4)
-        assert len(served.early._asked) == 4
     engine.close()
     teacher.close()
 
