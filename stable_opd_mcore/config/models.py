@@ -45,6 +45,7 @@ class ModelConfig(Section):
 
 
 SELF = "self"  # teacher.path of a student that is its own teacher
+TEACHER_PATIENCE = 600.0  # seconds for which servers that fail are asked again in the score phase
 
 
 class TeacherConfig(ModelConfig):
@@ -73,13 +74,25 @@ class TeacherConfig(ModelConfig):
     api_key_file: str | None = None
     """File with the servers' API key; `null`: the servers have none."""
     request_timeout_seconds: float = Field(default=600.0, gt=0)
-    """Longest time one scoring request may take. After a failure, those to all other replicas
-    share as much again."""
+    """Longest time one scoring request may take. To try all replicas takes twice as long at
+    most."""
 
     @property
     def is_self(self) -> bool:
         """Whether the student is its own teacher."""
         return self.path == SELF
+
+    def longest_wait(self, *, asks_early: bool) -> float:
+        """Seconds after which servers that do not answer are lost at the latest.
+
+        Args:
+            asks_early: whether responses are scored as soon as they are finished; what failed then
+                is asked for again in the score phase.
+        """
+        replicas = max(map(len, (self.urls, *self.routes.values())))
+        all_tried = min(2, replicas) * self.request_timeout_seconds
+        again = TEACHER_PATIENCE + self.request_timeout_seconds  # begun before the patience ends
+        return asks_early * all_tried + max(all_tried, again)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

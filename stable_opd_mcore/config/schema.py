@@ -384,11 +384,8 @@ class Config(Section):
                 "rollout.sglang.sync_timeout_seconds": sglang.sync_timeout_seconds,
             }
         if self.teacher and self.teacher.engine == "sglang":
-            replicas = max(map(len, (self.teacher.urls, *self.teacher.routes.values())))
-            # With SGLang rollouts each score is asked for early, and again where that failed.
-            times = min(2, replicas) * (2 if self.rollout.engine == "sglang" else 1)
-            key = f"{f'{times} x ' if times > 1 else ''}teacher.request_timeout_seconds"
-            waits[key] = times * self.teacher.request_timeout_seconds
+            wait = self.teacher.longest_wait(asks_early=self.rollout.engine == "sglang")
+            waits["the longest wait by teacher.request_timeout_seconds"] = wait
         for key, seconds in waits.items():
             if limit is not None and seconds >= 60 * limit:
                 raise ValueError(

@@ -9,8 +9,8 @@ The last pipeline stage's first tensor rank sends the requests that were not sen
 (early_requests.py) and broadcasts the scores to the other tensor ranks. After a failure the next
 replica of the teacher is tried; when all have failed, they are tried again until `patience_seconds`
 have passed. The first request that then has no scores ends all others. An early request tries each
-replica once. The replicas after the first one share one time-out, so that a teacher that never
-answers is lost after two of them, however many replicas it has.
+replica once. To try all of them takes two time-outs at most, however many they are: each attempt
+may take one as long as every replica after it keeps its share of the second.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stable_opd_mcore.config.schema import TeacherConfig
+from stable_opd_mcore.config.models import TEACHER_PATIENCE, TeacherConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.parallel.world import World, gather_objects
 from stable_opd_mcore.records import MicroBatch, Sample, Scores
@@ -74,7 +74,7 @@ class ServedTeacher(Scorer):
     merged_ids: tuple[int, ...] = ()  # stop ids that are one entry of this list
     # source of a prompt -> its route; a source that is not here is routed by its own name
     route_of: Mapping[str, str] = field(default_factory=dict[str, str])
-    patience_seconds: float = 600.0  # for which requests are repeated when no replica answers
+    patience_seconds: float = TEACHER_PATIENCE  # requests are repeated when no replica answers
     progress: Callable[[], None] = lambda: None  # called from worker threads after each answer
     early: EarlyRequests | None = None  # where `ask` asks; None: it does nothing
 
@@ -296,25 +296,25 @@ class ServedTeacher(Scorer):
         """
         ended = ended or threading.Event()
         deadline = time.monotonic() + patience_seconds
-        turn, attempt = next(self._turn), 0
-        seconds = self.settings.request_timeout_seconds
+        turn, rounds, limit = next(self._turn), 0, self.settings.request_timeout_seconds
         while True:
-            attempt += 1
-            try:
-                client = clients[(turn + attempt) % len(clients)]
-                with self._activity.during("scores", [client.url]):
-                    scores = client.score(request, seconds)
-                self.progress()
-                return scores
-            except ServerFailure as failure:
-                has_tried_all = attempt >= len(clients)
-                if ended.is_set() or (has_tried_all and time.monotonic() > deadline):
-                    waited = f"no teacher answered for {patience_seconds:.0f} s"
-                    raise TeacherLost(f"{waited}; last failure: {failure}") from failure
-                _log.warning("teacher: %s; the request is repeated", failure)
-            seconds = self.settings.request_timeout_seconds / max(1, len(clients) - 1)
-            if attempt % len(clients) == 0:
-                ended.wait(pause_seconds(attempt // len(clients)))
+            rounds += 1
+            round_ends = time.monotonic() + 2 * limit
+            for later in reversed(range(len(clients))):  # replicas that this round has not tried
+                left = round_ends - time.monotonic() - later * limit / max(1, len(clients) - 1)
+                client = clients[(turn - later) % len(clients)]
+                try:
+                    with self._activity.during("scores", [client.url]):
+                        scores = client.score(request, min(limit, max(left, limit / len(clients))))
+                    self.progress()
+                    return scores
+                except ServerFailure as failure:
+                    has_tried_all = rounds > 1 or later == 0
+                    if ended.is_set() or (has_tried_all and time.monotonic() > deadline):
+                        waited = f"no teacher answered for {patience_seconds:.0f} s"
+                        raise TeacherLost(f"{waited}; last failure: {failure}") from failure
+                    _log.warning("teacher: %s; the request is repeated", failure)
+            ended.wait(pause_seconds(rounds))
 
     def _scores(self, batch: MicroBatch, replies: Sequence[SequenceScores]) -> Scores:
         count, device = len(batch.targets_N), batch.targets_N.device

@@ -33,12 +33,12 @@ SGLANG = "rollout.engine=sglang"
             r"rollout.sglang.request_timeout_seconds=1800 is not below .*=30 \(1800 s\)",
         ),
         (
-            f"{SERVED} fault.watchdog_minutes=9.5",
-            r"teacher.request_timeout_seconds=600 is not below .*=9.5 \(570 s\): .* only waits",
+            f"{SERVED} teacher.request_timeout_seconds=60 fault.watchdog_minutes=10.5",
+            r"teacher.request_timeout_seconds=660 is not below .*=10.5 \(630 s\): .* only waits",
         ),
         (
             f"{SERVED} teacher.urls=[a:1,b:1,c:1] {SGLANG} fault.watchdog_minutes=39",
-            r"here: 4 x teacher.request_timeout_seconds=2400 is not below .*=39 \(2340 s\)",
+            r"the longest wait by teacher.request_timeout_seconds=2400 is .*=39 \(2340 s\)",
         ),
         (
             f"{SGLANG} memory.offload=[student]",

@@ -104,6 +104,18 @@ def test_replicas_that_take_requests_and_never_answer_cost_two_time_outs_however
         assert [len(asked[url]) for url in urls] == [1] * 6
 
 
+def test_replicas_that_refuse_at_once_leave_the_others_the_whole_time_out(world):
+    absent = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+    with fake_teacher(lambda _: time.sleep(0.7) or True) as (slow, asked):
+        urls = (slow, *[absent] * 5)  # the first is tried last
+        settings = TeacherConfig(engine="sglang", urls=urls, request_timeout_seconds=2.0)
+        teacher = ServedTeacher(
+            settings, world, vocab_size=VOCABULARY, temperature=1.0, patience_seconds=0.0
+        )
+        assert teacher.score([microbatch([4])])
+    assert len(asked) == 1
+
+
 @pytest.mark.parametrize("merged_ids", [(), (2, 9)])
 def test_scores_that_were_asked_for_early_are_the_same_bits(world, merged_ids):
     """Each response is asked for once, golden solutions too; what was not is asked for by score."""
