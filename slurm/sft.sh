@@ -7,7 +7,7 @@
 # The trained model, <run>/model, is the student.path of the distillation run.
 # Settings: arguments are passed to `stable-opd train`; a .yaml file among them replaces the config.
 # Environment variables (virtual environment or container, checks, limits): see common.sh.
-#   sbatch slurm/sft.sh student.path=models/Qwen2.5-Math-1.5B run.name=sft_1p5b parallel.tensor=1
+#   sbatch slurm/sft.sh configs/sft_1p5b.yaml             the 1.5B student
 #   bash slurm/sft.sh --dry-run             prints what would run
 #SBATCH --job-name=sft
 #SBATCH --nodes=1

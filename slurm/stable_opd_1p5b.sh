@@ -1,7 +1,8 @@
 #!/bin/bash
 # The paper's 1.5B run: Qwen2.5-Math-1.5B taught by OpenThinker3-7B, Stable-OPD (configs/stable_opd_1p5b.yaml).
 #
-# Resources: one node of 8 GPUs with 80 GB or more, for at most 12 hours at a time.
+# Resources: one node of 8 H200, for at most 12 hours at a time.
+#   GPUs of 80 GB: GPU=h100 sbatch slurm/stable_opd_1p5b.sh train.recompute=selective
 #   sbatch options override the lines below: sbatch --nodes=4 --time=2-00:00:00 --partition=h200 --account=me slurm/stable_opd_1p5b.sh
 #   Fewer GPUs a node: RANKS_PER_NODE=4 sbatch --gpus-per-node=4 slurm/stable_opd_1p5b.sh
 # Before the time limit, on preemption and after a lost node it saves and queues itself again; each start resumes.

@@ -5,7 +5,7 @@
 # A node's host memory holds the teacher while servers sample: about 1 TB in all.
 #   sbatch options override the lines below: sbatch --nodes=4 --time=2-00:00:00 --partition=h200 --account=me slurm/stable_opd_30b_a3b.sh
 #   Rollouts on SGLang nodes of their own, here two trainer nodes and one server node:
-#     SERVER_NODES=1 sbatch --nodes=3 slurm/stable_opd_30b_a3b.sh
+#     SERVER_NODES=1 sbatch --nodes=3 slurm/stable_opd_30b_a3b.sh 'memory.offload=[frozen]'
 # Settings: arguments are passed to `stable-opd train`; a .yaml file among them replaces the config.
 # Environment variables (virtual environment or container, checks, limits): see common.sh.
 #   sbatch slurm/stable_opd_30b_a3b.sh train.steps=200

@@ -1,9 +1,10 @@
 #!/bin/bash
 # The paper's 7B run: Qwen2.5-Math-7B taught by OpenThinker3-7B, Stable-OPD, 800 steps (configs/stable_opd_7b.yaml).
 #
-# Resources: one node of 8 GPUs with 80 GB or more (made for H200), for at most 24 hours at a time.
+# Resources: one node of 8 H200, for at most 24 hours at a time; by its plan 8 GPUs of 80 GB are enough (GPU=h100).
 #   sbatch options override the lines below: sbatch --nodes=4 --time=2-00:00:00 --partition=h200 --account=me slurm/stable_opd_7b.sh
 #   Fewer GPUs a node: RANKS_PER_NODE=4 sbatch --gpus-per-node=4 slurm/stable_opd_7b.sh
+#   (four of 80 GB need train.recompute=selective too)
 #   Rollouts on SGLang nodes of their own, here two trainer nodes and one server node:
 #     SERVER_NODES=1 sbatch --nodes=3 slurm/stable_opd_7b.sh
 # Before the time limit, on preemption and after a lost node it saves and queues itself again; each start resumes.

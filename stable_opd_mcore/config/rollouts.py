@@ -16,8 +16,8 @@ class SamplingConfig(Section):
     """How rollouts are sampled."""
 
     temperature: float = Field(default=1.0, gt=0)
-    """Of the rollouts and of every log-probability that the loss compares. Golden solutions are
-    trained at temperature 1, whatever this is."""
+    """Of the rollouts and of every log-probability that the loss compares; at least 0.001. Golden
+    solutions are trained at temperature 1, whatever this is."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Probability kept by nucleus sampling. Log-probabilities use the full softmax at any value."""
     max_new_tokens: PositiveInt = 1024

@@ -63,7 +63,7 @@ COLLAPSE = "collapse"  # the act of a demo for which the user names none
 ACTS = {
     COLLAPSE: Act(
         "The student lacks facts, and has another stop token than the teacher. Plain OPD improves, "
-        "then never ends a response again. stable_opd has the KL to the initial student and the "
+        "then loses stopping. stable_opd has the KL to the initial student and the "
         "golden mixture, opd_kl and opd_mixture one of them. sft trains on the same few golden "
         "solutions only. stop_class sums the probabilities of both stop tokens.",
         COLLAPSE_ARMS,
