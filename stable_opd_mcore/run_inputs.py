@@ -74,14 +74,12 @@ def load_tokenizer(config: Config) -> Tokenizer:
     """The student's tokenizer, with the student's stop ids.
 
     Raises:
-        UserError: its files cannot be used, or its chat template writes the present date.
+        UserError: its files cannot be used.
     """
     path = config.tokenizer.path or config.student.path
     assert path is not None, "the schema asks for one of the two"
     student = config.student
-    tokenizer = Tokenizer.load(path, student.stop_token_ids, student.chat_template_kwargs)
-    tokenizer.refuse_clock()
-    return tokenizer
+    return Tokenizer.load(path, student.stop_token_ids, student.chat_template_kwargs)
 
 
 def load_teacher_tokenizer(config: Config) -> Tokenizer | None:
@@ -120,15 +118,13 @@ def load_teacher_prompt(
     """`teacher.prompt` with the teacher's chat template; None where the student's prompt serves.
 
     Raises:
-        UserError: no valid template, a teacher whose files cannot be read, or a chat template that
-            writes the present date.
+        UserError: no valid template, or a teacher whose files cannot be read.
     """
     teacher = config.teacher
     if teacher is None or teacher.prompt is None or objective.teacher_needs == "none":
         return None
     own = load_teacher_tokenizer(config)
     own = own or tokenizer.with_template_kwargs(teacher.chat_template_kwargs)
-    own.refuse_clock()
     return TeacherPrompt(teacher.prompt, own, config.data.system_prompt, _teacher_window(config))
 
 
@@ -223,7 +219,6 @@ def held_out_prompts(
 ) -> PromptSet:
     """Rows as prompts that leave room for an evaluation's response."""
     tokenizer = tokenizer.with_template_kwargs(config.evaluation.chat_template_kwargs)
-    tokenizer.refuse_clock()
     return PromptSet(
         rows,
         tokenizer,

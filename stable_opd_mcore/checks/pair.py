@@ -37,7 +37,9 @@ class ModelFiles:
         Raises:
             DataError: the template fails.
         """
-        return self.tokenizer.render_prompt(problem, self.prompt_template, self.system_prompt)
+        return self.tokenizer.render_prompt(
+            problem, self.prompt_template, self.system_prompt, may_be_dated=True
+        )
 
     @cached_property
     def prompt_text(self) -> str:

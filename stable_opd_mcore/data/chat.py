@@ -128,14 +128,6 @@ class Tokenizer:
         refuse_unread(other._template_kwargs, self._template, self.path)
         return other
 
-    def refuse_clock(self) -> None:
-        """Raise a DataError where prompts depend on the time of their rendering."""
-        if self._template is None:
-            return
-        self.render(_TURNS)  # a template that fails has an error of its own
-        data = {"messages": _TURNS, **self._backend.special_tokens_map, **self._template_kwargs}
-        refuse_clock(self._template, data, self.path)
-
     def save(self, directory: str | Path) -> None:
         """Write tokenizer.json, its config, its chat template and generation_config.json.
 
@@ -254,12 +246,17 @@ class Tokenizer:
         return [stream.step(self._backend.backend_tokenizer, token) or "" for token in token_ids]
 
     def render_prompt(
-        self, problem: str, template: str = "{problem}", system: str | None = None
+        self,
+        problem: str,
+        template: str = "{problem}",
+        system: str | None = None,
+        *,
+        may_be_dated: bool = False,
     ) -> str:
         """The problem after prompt template, and as the one turn of `render_turns`.
 
         Raises:
-            DataError: a prompt template without "{problem}", or a chat template that fails.
+            DataError: a prompt template without "{problem}", or as `render_turns`.
         """
         if "{problem}" not in template:
             raise DataError(
@@ -267,23 +264,33 @@ class Tokenizer:
             )
         # Not str.format: LaTeX braces in templates are text.
         user = template.replace("{problem}", problem)
-        return self.render_turns([{"role": "user", "content": user}], system)
+        turns: list[Message] = [{"role": "user", "content": user}]
+        return self.render_turns(turns, system, may_be_dated=may_be_dated)
 
-    def render_turns(self, messages: Sequence[Message], system: str | None = None) -> str:
+    def render_turns(
+        self, messages: Sequence[Message], system: str | None = None, *, may_be_dated: bool = False
+    ) -> str:
         """The turns of a prompt after chat template and generation prompt.
 
         Without a chat template: their texts with blank lines between them.
 
         Args:
             system: the system message where the turns have none.
+            may_be_dated: accept a text that depends on the time of rendering.
 
         Raises:
-            DataError: a chat template that fails, or an assistant's turn without one.
+            DataError: a chat template that fails or writes the present date, or an assistant's turn
+                without one.
         """
         if system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system}, *messages]
-        if self.has_template:
-            return self.render(messages, generation_prompt=True)
+        if self._template is not None:
+            text = self.render(messages, generation_prompt=True)
+            if not may_be_dated:
+                data = self._backend.special_tokens_map | self._template_kwargs
+                data |= {"messages": list(map(dict, messages)), "add_generation_prompt": True}
+                refuse_clock(self._template, data, self.path)
+            return text
         if any(message["role"] == "assistant" for message in messages):
             raise DataError(
                 f"{self.path}: it has no chat template, which a conversation of several turns needs"

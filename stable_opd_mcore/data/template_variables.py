@@ -7,8 +7,10 @@ Not here: rendering (chat.py).
 # pyright: basic
 
 from datetime import datetime
+from functools import cache
+from typing import Any
 
-from jinja2 import TemplateError, meta
+from jinja2 import Template, TemplateError, meta
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from stable_opd_mcore.errors import DataError
@@ -52,23 +54,37 @@ def refuse_unread(arguments: dict[str, object], template: str | None, path: str)
         )
 
 
-def refuse_clock(template: str, data: dict[str, object], path: str) -> None:
+def refuse_clock(template: str, data: dict[str, Any], path: str) -> None:
     """Raise a DataError for a template whose text of `data` depends on the time of rendering.
 
     Args:
         data: what the renderer would give it: messages, special tokens and arguments.
     """
-    environment = _compile_jinja_template(template).environment
     data = dict.fromkeys(_OF_THE_RENDERER) | data
-    texts = {
-        environment.from_string(template, globals={"strftime_now": day.strftime}).render(data)
-        for day in _DAYS
-    }
-    if len(texts) > 1:
-        read = ", ".join(sorted(template_variables(template))) or "no argument"
-        raise DataError(
-            f"{path}: its chat template writes the present date or time (strftime_now) into every "
-            "prompt, so a run that is resumed on another day would go on with other prompts; give "
-            "chat_template_kwargs a fixed one, such as {date_string: 26 Jul 2024} (the template "
-            f"reads {read}), or replace strftime_now by a date in the template"
-        )
+
+    def is_dated(**changed: object) -> bool:
+        try:
+            return len({each.render(data | changed) for each in _on_days(template)}) > 1
+        except Exception:  # foreign code, which may refuse what was changed
+            return True
+
+    if "strftime_now" not in template or not is_dated():
+        return
+    date = "26 Jul 2024"
+    names = [name for name in sorted(template_variables(template)) if not is_dated(**{name: date})]
+    remedies = [f"add {{{name}: {date}}} to chat_template_kwargs" for name in names]
+    if not is_dated(messages=[{"role": "system", "content": "Add."}, *data["messages"]]):
+        remedies.append("set data.system_prompt")
+    remedies.append("replace strftime_now by a date in the template")
+    raise DataError(
+        f"{path}: its chat template writes the present date or time (strftime_now) into prompts, "
+        "so a run that is resumed on another day would go on with other prompts; "
+        f"{', or '.join(remedies)}"
+    )
+
+
+@cache
+def _on_days(template: str) -> list[Template]:
+    """The template as it renders on each of `_DAYS`."""
+    compiled = _compile_jinja_template(template).environment.from_string
+    return [compiled(template, globals={"strftime_now": day.strftime}) for day in _DAYS]

@@ -7,33 +7,24 @@ import pytest
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.template_variables import refuse_unread, template_variables
 from stable_opd_mcore.errors import DataError
-from tests.checks.directories import TEMPLATE, write_model
+from tests.checks.directories import TEMPLATE, TURN, write_model
 from tests.real_data import real_data
-
-# How Llama 3.2's template begins.
-DATED = (
-    "{% if not date_string is defined %}{% if strftime_now is defined %}"
-    "{% set date_string = strftime_now('%d %b %Y') %}{% else %}"
-    "{% set date_string = '26 Jul 2024' %}{% endif %}{% endif %}"
-    "Today Date: {{ date_string }}\n" + TEMPLATE
-)
-
-
-def test_a_template_that_writes_the_present_date_is_refused_until_a_date_is_given(tmp_path):
-    model = write_model(tmp_path / "dated", template=DATED)
-    dated = Tokenizer.load(model)
-    with pytest.raises(DataError, match=r"present date.*date_string: 26 Jul 2024.*reads date_str"):
-        dated.refuse_clock()
-    fixed = dated.with_template_kwargs({"date_string": "1 May 2025"})
-    fixed.refuse_clock()
-    assert fixed.render_prompt("2+2?").startswith("Today Date: 1 May 2025\n")
 
 
 def test_a_clock_that_leaves_no_trace_in_prompts_is_no_fault(tmp_path):
-    Tokenizer.load("synthetic").refuse_clock()
     unused = "{% set today = strftime_now('%Y') %}" + TEMPLATE
     for name, template in (("unused", unused), ("none", None)):
-        Tokenizer.load(write_model(tmp_path / name, template=template)).refuse_clock()
+        Tokenizer.load(write_model(tmp_path / name, template=template)).render_prompt("2+2?")
+
+
+def test_a_date_counts_in_the_turns_that_a_prompt_has(tmp_path):
+    in_answers = "{% if message.role == 'assistant' %}{{ strftime_now('%Y') }}{% endif %}" + TURN
+    model = write_model(tmp_path / "model", template=TEMPLATE.replace(TURN, in_answers))
+    tokenizer = Tokenizer.load(model)
+    ask, answer = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+    assert tokenizer.render_turns((ask,)).startswith("<|im_start|>user")
+    with pytest.raises(DataError, match="present date"):
+        tokenizer.render_turns((ask, answer, ask))
 
 
 def test_variables_are_what_a_template_reads_and_nobody_else_gives():
