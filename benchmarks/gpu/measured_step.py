@@ -186,7 +186,10 @@ def this_device(device: str) -> Device:
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating-point operations of one step in matrix products and attention."""
+    """Floating-point operations of one step in matrix products and attention.
+
+    The student trains on golden solutions too; teacher and reference do not score them.
+    """
 
     score: float  # forward passes of teacher and reference, and the teacher's head
     update: float  # forward and backward of the student and its head, and the reference's head
@@ -194,20 +197,20 @@ class Flops:
 
 
 def flops_of(shape: Shape, config: Config) -> Flops:
-    job = job_of(shape, config)
-    tokens, rows, mean_context = job.trained_tokens, job.scored_rows, shape.work.tokens / 2
+    job, tokens = job_of(shape, config), shape.work.tokens
 
-    def forward(architecture: Architecture) -> float:
-        return ModelSize(architecture, Layout(1)).forward_flops(tokens, mean_context)
+    def forward(architecture: Architecture, sequences: int) -> float:
+        return ModelSize(architecture, Layout(1)).forward_flops(sequences * tokens, tokens / 2)
 
-    def head(architecture: Architecture) -> float:
+    def head(architecture: Architecture, rows: int) -> float:
         return ModelSize(architecture, Layout(1)).head_flops(rows)
 
     student, teacher = read_architecture(shape.student), read_architecture(shape.teacher)
-    own = 3 * (forward(student) + head(student))
+    scores = forward(teacher, job.scored) + forward(student, job.scored)
+    own = 3 * (forward(student, job.sequences) + head(student, job.response_rows))
     return Flops(
-        score=forward(teacher) + head(teacher) + forward(student),
-        update=own + head(student),
+        score=scores + head(teacher, job.scored_rows),
+        update=own + head(student, job.scored_rows),
         student=own,
     )
 

@@ -6,12 +6,14 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.gpu import bundle, suite
+from benchmarks.gpu.measured_step import TINY, flops_of, shape_config
 from benchmarks.gpu.one_step import StepRecord
 from benchmarks.gpu.parts import layers, loss, step
 from benchmarks.gpu.record import Record, read_entries
@@ -122,6 +124,16 @@ def test_parts_need_no_pytest():
         [sys.executable, "-c", code], cwd=bundle.ROOT, capture_output=True, text=True, check=False
     )
     assert not finished.returncode, finished.stderr
+
+
+def test_products_of_golden_solutions_are_the_students_alone(tmp_path):
+    """Teacher and reference are as large as the student. Of three sequences one is golden."""
+    shape = replace(TINY, teacher=TINY.student, prompts=5, samples=2)
+    flops = flops_of(shape, shape_config(shape, tmp_path))
+    head = 2 * 64 * 128 * 1031  # of one sequence: response tokens x hidden size x vocabulary
+    assert flops.update - flops.student == 10 * head  # the reference's
+    forward = (flops.score - 10 * head) / (2 * 10)  # the teacher's head, two forward passes
+    assert flops.student == pytest.approx(3 * 15 * (forward + head))
 
 
 def test_the_limit_of_fp32_is_that_of_tf32s_mantissa():
