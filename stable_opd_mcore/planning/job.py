@@ -110,13 +110,11 @@ class Job:
     @property
     def golden(self) -> int:
         """Golden solutions among the sequences of one step, over all ranks."""
-        config = self.config
-        needed = config.largest_lambda or config.objective.name == "sft" or self._has_off_policy
+        config, objective = self.config, self.config.objective
+        needed = (
+            config.largest_lambda or objective.name == "sft" or objective.on_policy_fraction < 1
+        )
         return config.rollout.prompts_per_step if needed else 0
-
-    @property
-    def _has_off_policy(self) -> bool:
-        return self.config.objective.on_policy_fraction < 1
 
     @property
     def drawn(self) -> int:
@@ -142,8 +140,11 @@ class Job:
 
     @property
     def scored(self) -> int:
-        """Sequences of one step that teacher and reference score, over all ranks."""
-        return self.sequences if self._has_off_policy else self.drawn
+        """Rollouts and off-policy golden solutions of one step, over all ranks.
+
+        Teacher and reference score these alone.
+        """
+        return self.sequences - math.floor(self.config.objective.on_policy_fraction * self.golden)
 
     @property
     def scored_rows(self) -> int:
@@ -151,8 +152,8 @@ class Job:
         return self.scored * self.work.response_tokens
 
     @property
-    def _kinds(self) -> list[int]:
-        """Sequences of one step that share micro-batches: scored ones, and the others."""
+    def kinds(self) -> list[int]:
+        """Sequences of one step that share micro-batches: first the scored ones, then others."""
         return [count for count in (self.scored, self.sequences - self.scored) if count]
 
     @property
@@ -160,34 +161,41 @@ class Job:
         """Tokens of the longest sequence."""
         return self.work.prompt_tokens + self.config.sampling.max_new_tokens
 
-    @property
-    def _share(self) -> int:
-        """Tokens of one data-parallel rank in one minibatch, that may share a micro-batch."""
-        most = max(self._kinds)
-        sequences = math.ceil(most / self.layout.data / self.config.train.minibatches)
-        return sequences * self.work.tokens
+    def share(self, sequences: int) -> int:
+        """Tokens that one data-parallel rank has of these sequences of a step in a minibatch."""
+        ranks = self.layout.data * self.config.train.minibatches
+        return math.ceil(sequences / ranks) * self.work.tokens
 
     @property
     def largest_share(self) -> int:
         """Tokens of one rank in one minibatch, at least the longest sequence, up to 1,024 more."""
-        return 1024 * math.ceil(max(self._share, self.longest) / 1024)
+        return 1024 * math.ceil(max(self.share(max(self.kinds)), self.longest) / 1024)
 
     @property
     def micro_batch_tokens(self) -> int:
         """Tokens of the largest micro-batch: a sequence longer than the budget has its own."""
-        return min(max(self.config.train.micro_batch_tokens, self.longest), self._share)
+        budget = max(self.config.train.micro_batch_tokens, self.longest)
+        return min(budget, self.share(max(self.kinds)))
 
     @property
     def rank_tokens(self) -> float:
         """Tokens of the largest micro-batch that one context rank holds."""
         return self.micro_batch_tokens / self.layout.context
 
+    def num_micro_batches_of(self, sequences: int) -> int:
+        """Of one data-parallel rank and one optimizer step, from one kind's sequences of a step.
+
+        As data/packing.py makes them: an interleaved pipeline reads each kind in groups of as many
+        micro-batches as it has stages.
+        """
+        needed = math.ceil(self.share(sequences) / self.micro_batch_tokens)
+        group = self.layout.pipeline if self.config.parallel.virtual_pipeline else 1
+        return group * math.ceil(needed / group)
+
     @property
     def num_micro_batches(self) -> int:
-        """Of one data-parallel rank and one optimizer step."""
-        ranks = self.layout.data * self.config.train.minibatches
-        tokens = [count * self.work.tokens / ranks for count in self._kinds]
-        return sum(max(1, round(of_kind / self.micro_batch_tokens)) for of_kind in tokens)
+        """Of one data-parallel rank and one optimizer step, of all kinds."""
+        return sum(map(self.num_micro_batches_of, self.kinds))
 
 
 def make_job(config: Config, cluster: Cluster, gpu: str = "h200", work: Work | None = None) -> Job:

@@ -213,13 +213,22 @@ def _activation_bytes(job: Job, stage: int) -> float:
 
 
 def _in_flight(job: Job, stage: int) -> float:
-    """Micro-batches whose activations stage `stage` holds at once under 1F1B, in whole stages."""
+    """Activations that stage `stage` holds at once under 1F1B.
+
+    1 is those of the largest micro-batch in all layers of the stage. Scored micro-batches come
+    first; the others may be smaller.
+    """
     stages, virtual = job.layout.pipeline, job.layout.virtual
     held: float = stages - stage
     if virtual > 1:
         extra = (stages - stage - 1) * 2 + (virtual - 1) * stages + 1
         held = min(extra / virtual, stages * 2)
-    return min(held, job.num_micro_batches)
+    tokens = 0.0
+    for sequences in job.kinds:
+        count = min(held, job.num_micro_batches_of(sequences))
+        tokens += min(count * job.micro_batch_tokens, job.share(sequences))
+        held -= count
+    return tokens / job.micro_batch_tokens
 
 
 def _attention(job: Job, stage: int) -> Iterator[Component]:

@@ -6,6 +6,7 @@ are assumptions (hardware.py), so layouts compare better than absolute seconds.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,18 +48,20 @@ def step_seconds(job: Job) -> StepSeconds:
         UserError: servers without a place.
     """
     config, student, device = job.config, job.student, job.device
-    forward = _forward_seconds(job, student)
+    forward = _forward_seconds(job, student, job.kinds)
     again = {"none": 0.0, "full": forward}.get(config.train.recompute)
     if again is None:
-        again = _forward_seconds(job, student, "mlp")
+        again = _forward_seconds(job, student, job.kinds, "mlp")
     # One product forward with every head, two more backward with the student's; only the last
     # stage multiplies by a head.
     head_flops = 3 * student.head_flops(job.response_rows)
     head_flops += sum(size.head_flops(job.scored_rows) for size in job.frozen.values())
     head = device.matmul_seconds(head_flops / (job.layout.gpus / job.layout.pipeline))
     counting = forward if config.train.moe_aux_loss_coeff else 0.0
-    score = sum(_forward_seconds(job.of_scorer(role), size) for role, size in job.frozen.items())
-    score *= job.scored / job.sequences
+    score = sum(
+        _forward_seconds(job.of_scorer(role), size, [job.scored])
+        for role, size in job.frozen.items()
+    )
     # Forward, two products backward, and what the backward pass computes again.
     update = 3 * forward + again + counting + head + _optimizer_seconds(job)
     offload, publish, rollout, draw = _offload_seconds(job), 0.0, 0.0, _drawing(job)
@@ -83,27 +86,32 @@ def embedded_seconds(config: Config, student: Architecture, gpus: int) -> float:
     return draw.together(1) if draw else 0.0
 
 
-def _forward_seconds(job: Job, size: ModelSize, of: Literal["layers", "mlp"] = "layers") -> float:
-    """One forward pass of all trained tokens, pipeline bubble and messages included.
+def _forward_seconds(
+    job: Job, size: ModelSize, kinds: Sequence[int], of: Literal["layers", "mlp"] = "layers"
+) -> float:
+    """One forward pass, pipeline bubble and messages included.
 
     Args:
+        kinds: sequences of one step that it reads, over all ranks; as Job.kinds.
         of: whole layers, or their MLPs alone.
     """
-    layout = job.layout
-    flops = size.forward_flops(job.trained_tokens, job.work.tokens / 2)
+    layout, tokens = job.layout, sum(kinds) * job.work.tokens
+    flops = size.forward_flops(tokens, job.work.tokens / 2)
     if of == "mlp":
         share = size.architecture.mlp_products / size.architecture.layer_products
-        flops = share * size.forward_flops(job.trained_tokens, 0)
-    bubble = (layout.pipeline - 1) / (job.num_micro_batches * layout.virtual)
+        flops = share * size.forward_flops(tokens, 0)
+    # A stage waits for all others once, for each as long as the largest micro-batch takes.
+    largest = max(count / job.num_micro_batches_of(count) for count in kinds) / sum(kinds)
+    bubble = (layout.pipeline - 1) * largest / layout.virtual
     compute = job.device.matmul_seconds(flops / layout.gpus) * (1 + bubble)
-    return compute + _message_seconds(job, size, of)
+    return compute + _message_seconds(job, size, tokens, of)
 
 
-def _message_seconds(job: Job, size: ModelSize, of: Literal["layers", "mlp"]) -> float:
+def _message_seconds(job: Job, size: ModelSize, tokens: int, of: Literal["layers", "mlp"]) -> float:
     """Tensor- and context-parallel messages of one forward pass, in bf16."""
     model, layout, per_node = size.architecture, job.layout, job.cluster.gpus_per_node
     t, c = layout.tensor, layout.context
-    of_rank = job.trained_tokens / (layout.data * c)
+    of_rank = tokens / (layout.data * c)
 
     def seconds(of_layer: float, ranks: int) -> float:
         sent = size.layers_per_stage * of_layer

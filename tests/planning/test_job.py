@@ -1,8 +1,15 @@
 """How many tokens a rank has in a step, a minibatch and a micro-batch."""
 
+import pytest
+
+from stable_opd_mcore.data.golden import off_policy_draws
 from stable_opd_mcore.planning.hardware import Cluster
 from stable_opd_mcore.planning.job import Job, Work, make_job
+from stable_opd_mcore.records import Sample
 from tests.planning.cases import NODE, config_7b
+from tests.shares import pack_share, weights_of
+
+GKD = ("objective.name=gkd", "objective.on_policy_fraction=0.5")
 
 
 def test_a_micro_batch_is_no_larger_than_a_ranks_share(tmp_path):
@@ -16,8 +23,7 @@ def test_a_micro_batch_is_no_larger_than_a_ranks_share(tmp_path):
     mixed = job("mixture.lambda=0.5")
     assert (mixed.sequences, mixed.scored) == (24 + 6, 24)
     assert (mixed.micro_batch_tokens, mixed.num_micro_batches) == (12 * 1024, 2)
-    gkd = ("objective.name=gkd", "objective.on_policy_fraction=0.5")
-    assert job(*gkd).scored == job(*gkd).sequences == 24 + 6
+    assert (job(*GKD).sequences, job(*GKD).scored) == (24 + 6, 24 + 3)
     several = job("train.micro_batch_tokens=4096")
     assert (several.micro_batch_tokens, several.num_micro_batches) == (4096, 3)
     one = job("train.micro_batch_tokens=65536")
@@ -27,3 +33,50 @@ def test_a_micro_batch_is_no_larger_than_a_ranks_share(tmp_path):
     # A sequence longer than the mean has a micro-batch of its own.
     eight = job("train.minibatches=6", "parallel.tensor=1", "parallel.sequence=false")
     assert eight.largest_share == 2 * 1024
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (("mixture.lambda=0",), [3]),
+        (("mixture.lambda=0.5",), [3, 1]),
+        (("mixture.lambda=0.5", "parallel.virtual_pipeline=2"), [4, 4]),
+        (("mixture.lambda=0.5", "train.micro_batch_tokens=2048"), [6, 2]),
+        (
+            ("mixture.lambda=0.5", "train.micro_batch_tokens=2048", "parallel.virtual_pipeline=2"),
+            [8, 4],
+        ),
+        (("mixture.lambda=0.5", "train.micro_batch_tokens=65536"), [1, 1]),
+        (("objective.name=sft",), [1]),
+        (GKD, [4, 1]),  # a rank has 14 and 13 scored sequences, 2 and 1 others
+        ((*GKD, "parallel.virtual_pipeline=2"), [4, 4]),
+    ],
+)
+def test_a_rank_has_the_micro_batches_that_packing_makes(tmp_path, settings, expected):
+    """Two ranks of four stages; a micro-batch has room for whole sequences."""
+    layout = ("parallel.pipeline=4", "parallel.tensor=1", "parallel.sequence=false")
+    drawn = ("rollout.prompts_per_step=6", "rollout.samples_per_prompt=4", "mixture.lambda=0")
+    lengths = ("sampling.max_new_tokens=768", "train.micro_batch_tokens=4096")
+    config = config_7b(tmp_path, *layout, *drawn, *lengths, *settings)
+    job = make_job(config, NODE, work=Work(prompt_tokens=256, response_tokens=768))
+    off_policy = off_policy_draws(0, 6, config.objective.on_policy_fraction, seed=0)
+    rollouts = [("rollout", prompt) for prompt in range(job.drawn // 4) for _ in range(4)]
+    golden = [("golden", prompt) for prompt in range(job.golden)]
+    samples = [
+        Sample(source, f"p:{i}", (1,) * 256, (2,) * 768, (True,) * 768, off_policy=off_policy[i])
+        for source, i in rollouts + golden
+    ]
+    for rank in range(2):
+        batches = pack_share(
+            samples,
+            weights_of(samples),
+            rank,
+            2,
+            max_tokens=config.train.micro_batch_tokens,
+            microbatch_multiple=4 if config.parallel.virtual_pipeline else 1,
+        )
+        scored = sum(batch.is_scored for batch in batches)
+        packed = [count for count in (scored, len(batches) - scored) if count]
+        assert (
+            packed == [job.num_micro_batches_of(sequences) for sequences in job.kinds] == expected
+        )

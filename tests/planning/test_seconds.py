@@ -4,7 +4,7 @@ import pytest
 
 from stable_opd_mcore.config.load import load_config, parse_config
 from stable_opd_mcore.planning.hardware import Cluster, Device
-from stable_opd_mcore.planning.job import Job, Work, read_models
+from stable_opd_mcore.planning.job import Job, Work, make_job, read_models
 from stable_opd_mcore.planning.plan import Plan, make_plan
 from stable_opd_mcore.planning.seconds import step_seconds
 from tests.planning.cases import CONFIGS, NODE, config_7b
@@ -19,6 +19,44 @@ def test_seconds_follow_work_and_hardware(tmp_path):
     assert plan.gpu_hours == pytest.approx(plan.seconds.total * 800 * 8 / 3600)
     pipelined = make_plan(config_7b(tmp_path, "parallel.pipeline=2"), NODE)
     assert pipelined.seconds.update > plan.seconds.update  # the bubble
+
+
+@pytest.mark.parametrize(
+    ("settings", "score", "update"),
+    [
+        # Two scored micro-batches of 12 sequences and one of 6: three stages wait for 12.
+        (("mixture.lambda=0.5",), 1 + 3 * 12 / 24, 1 + 3 * 12 / 30),
+        # Four scored of 6 and four of 1 or 2; half of a stage at a time.
+        (
+            ("mixture.lambda=0.5", "parallel.virtual_pipeline=2"),
+            1 + 3 * 6 / 2 / 24,
+            1 + 3 * 6 / 2 / 30,
+        ),
+        (("mixture.lambda=0",), 1 + 3 * 12 / 24, 1 + 3 * 12 / 24),
+    ],
+)
+def test_stages_wait_for_the_largest_micro_batch_of_a_pass(tmp_path, settings, score, update):
+    def passes(*overrides: str) -> tuple[float, float]:
+        """Seconds of the scores, and of one forward pass of the update."""
+        drawn = ("rollout.prompts_per_step=6", "rollout.samples_per_prompt=4")
+        lengths = ("sampling.max_new_tokens=768", "train.micro_batch_tokens=12288")
+        uncut = ("parallel.tensor=1", "parallel.sequence=false")  # no messages
+        none, full = (
+            step_seconds(
+                make_job(
+                    config_7b(tmp_path, *drawn, *lengths, *uncut, how, *overrides),
+                    Cluster(1, 4),
+                    work=Work(prompt_tokens=256, response_tokens=768),
+                )
+            )
+            for how in ("train.recompute=none", "train.recompute=full")
+        )
+        return none.score, full.update - none.update
+
+    of_score, of_update = passes(settings[0])
+    piped_score, piped_update = passes("parallel.pipeline=4", *settings)
+    assert piped_score / of_score == pytest.approx(score)
+    assert piped_update / of_update == pytest.approx(update)
 
 
 def test_recompute_adds_a_forward_pass_or_that_of_the_mlps(tmp_path):

@@ -26,8 +26,18 @@ def rehearse(name: str, cluster: Cluster, *overrides: str, stage: int = 0) -> St
     return rehearse_stage(config, cluster, "h200", stage)
 
 
+# The first of four stages holds two micro-batches of three rollouts and one golden solution.
+GOLDEN_IN_FLIGHT = ("parallel.pipeline=4", "parallel.tensor=2", "rollout.prompts_per_step=2")
+GOLDEN_IN_FLIGHT += ("rollout.samples_per_prompt=4", "train.micro_batch_tokens=25344")
+
+
 @pytest.mark.parametrize(
-    ("overrides", "stage"), [((), 0), (("parallel.pipeline=2", "train.recompute=selective"), 1)]
+    ("overrides", "stage"),
+    [
+        ((), 0),
+        (("parallel.pipeline=2", "train.recompute=selective"), 1),
+        (GOLDEN_IN_FLIGHT, 0),
+    ],
 )
 def test_the_plan_has_the_memory_of_the_fake_world(tmp_path, monkeypatch, overrides, stage):
     monkeypatch.setitem(cases.QWEN_7B, "num_hidden_layers", 4)
