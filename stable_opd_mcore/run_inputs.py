@@ -22,6 +22,7 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.hub import MODEL_FILES, download, is_hub_id
 from stable_opd_mcore.losses.objectives import Objective
 from stable_opd_mcore.models.families import Architecture, read_architecture, read_fields
+from stable_opd_mcore.serving.requests import UNUSED_POSITIONS
 
 
 def with_downloads(config: Config) -> Config:
@@ -129,7 +130,7 @@ def load_teacher_prompt(
 
 
 def _teacher_window(config: Config) -> int | None:
-    """The teacher's positions; None where only its address is known."""
+    """The positions that the teacher scores; None where only its address is known."""
     teacher = config.teacher
     assert teacher is not None
     if teacher.engine == "megatron":
@@ -137,7 +138,7 @@ def _teacher_window(config: Config) -> int | None:
     if teacher.path is None or not (Path(teacher.path) / "config.json").is_file():
         return None
     window = read_fields(teacher.path)[1].get("max_position_embeddings")
-    return window if type(window) is int else None
+    return window - UNUSED_POSITIONS if type(window) is int else None
 
 
 def load_sources(config: Config, required: Collection[str] = ()) -> list[Row]:

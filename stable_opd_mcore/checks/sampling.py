@@ -9,6 +9,7 @@ from stable_opd_mcore.checks.finding import Finding, finding
 from stable_opd_mcore.checks.known import Known
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.run_inputs import refuse_small_vocabulary
+from stable_opd_mcore.serving.requests import UNUSED_POSITIONS
 
 # Families with rope_theta 10,000 were trained to this many positions: Llama 2, Qwen2.5-Math.
 _USUAL_THETA, _USUAL_WINDOW = 10_000.0, 4096
@@ -29,6 +30,9 @@ def teacher_window(known: Known) -> Iterator[Finding]:
     if teacher is None or type(window) is not int:
         return
     longest = known.config.sampling.max_new_tokens + len(known.pair.student.prompt_ids)
+    settings = known.config.teacher
+    if settings is not None and settings.engine == "sglang":
+        window -= UNUSED_POSITIONS
     if longest > window:
         yield finding("teacher-window", window=window, longest=longest)
 

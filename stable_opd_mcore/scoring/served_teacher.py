@@ -41,7 +41,12 @@ from stable_opd_mcore.scoring.early_requests import EarlyRequests
 from stable_opd_mcore.scoring.scorer import Scorer
 from stable_opd_mcore.serving.activity import Activity, Spans
 from stable_opd_mcore.serving.api_key import read_api_key
-from stable_opd_mcore.serving.client import ServerFailure, SglangClient, pause_seconds
+from stable_opd_mcore.serving.client import (
+    RefusedRequest,
+    ServerFailure,
+    SglangClient,
+    pause_seconds,
+)
 from stable_opd_mcore.serving.requests import Scoring, SequenceScores
 
 _MAX_IN_FLIGHT = 64
@@ -121,8 +126,8 @@ class ServedTeacher(Scorer):
         """See `Scorer.score`.
 
         Raises:
-            TeacherLost: no replica of some teacher answered some rank in time. Raised on all
-                ranks, because all of them save a checkpoint then.
+            TeacherLost: no replica of some teacher answered some rank in time, or one refused a
+                request. Raised on all ranks, because all of them save a checkpoint then.
         """
         replies: list[Any] = [None]
         lost = None
@@ -134,7 +139,7 @@ class ServedTeacher(Scorer):
         if asks:
             try:
                 replies = [self._request_scores(requests, known)]
-            except TeacherLost as error:
+            except (TeacherLost, RefusedRequest) as error:
                 lost = str(error)
         for reason in gather_objects(lost):
             if reason is not None:

@@ -83,6 +83,9 @@ class Generation:
         }
 
 
+UNUSED_POSITIONS = 7  # SGLang refuses sequences that are longer than its window less these
+
+
 @dataclass(frozen=True)
 class Scoring:
     """A request for the log-probabilities of a given sequence."""

@@ -1,9 +1,12 @@
 """Windows, rotary base, nucleus and embedding rows of a config."""
 
+import json
+
 import pytest
 
 from stable_opd_mcore.checks import sampling
 from stable_opd_mcore.checks.known import Known
+from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.errors import UserError
 from tests.train.runs import ALONE, tiny_architecture, tiny_config
 
@@ -89,6 +92,12 @@ def test_the_teacher_s_window_holds_exactly_what_it_says(tmp_path):
     assert list(sampling.teacher_window(exact)) == []
     served = {"engine": "sglang", "urls": ["http://n1:1"], "architecture": None}
     assert list(sampling.teacher_window(known(tmp_path, teacher=served))) == []
+    Tokenizer.load("synthetic").save(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(tiny_architecture(32, 4)))
+    served["path"] = str(tmp_path)  # servers leave seven positions unused
+    for tokens, findings in ((117, 0), (118, 1)):
+        fits = known(tmp_path, teacher=served, sampling={"max_new_tokens": tokens})
+        assert len(list(sampling.teacher_window(fits))) == findings
     assert list(sampling.teacher_window(known(tmp_path, objective={"name": "grpo"}, **ALONE))) == []
 
 

@@ -119,6 +119,16 @@ def test_a_stop_id_ends_a_response_wherever_it_comes(server):
     assert any(completion.finish_reason == "stop" for completion in drawn)
 
 
+def test_a_response_fills_the_students_window_and_goes_on_up_to_its_end(server):
+    window, client = FIELDS["max_position_embeddings"], server.client()
+    rest = window - 12
+    (whole,) = client.generate(generation(num_samples=1, max_new_tokens=rest, stop_token_ids=()))
+    assert len(whole.token_ids) == rest
+    last = generation(num_samples=1, max_new_tokens=1, stop_token_ids=())
+    request = replace(last, token_ids=(*last.token_ids, *whole.token_ids[:-1]))
+    assert [len(one.token_ids) for one in client.generate(request)] == [1]
+
+
 def test_padding_rows_are_never_drawn(server):
     """With 100 of 128 rows a vocabulary, everything is drawn from and normalised over the 100."""
     client = server.client()

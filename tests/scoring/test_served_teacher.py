@@ -24,6 +24,7 @@ from tests.losses.definitions import merge_ids
 from tests.models.tiny import microbatch
 from tests.parallel.launch import run_ranks
 from tests.serving.fake_teacher import fake_teacher
+from tests.serving.http_server import http_server
 from tests.shares import weights_of
 
 VOCABULARY = 53
@@ -58,6 +59,13 @@ def score_with_an_absent_teacher(rank: int, world_size: int, url: str) -> None:
 def test_every_pipeline_stage_raises_teacher_lost():
     """All ranks then save a checkpoint together; a stage without the error would hang."""
     run_ranks(2, score_with_an_absent_teacher, f"http://127.0.0.1:{free_port('127.0.0.1')}")
+
+
+def test_a_teacher_that_refuses_a_request_is_lost(world):
+    """So the run saves a checkpoint, although asking again cannot help."""
+    reply = (400, b"Input length (9 tokens) exceeds 8")
+    with http_server(lambda _: reply) as url, pytest.raises(TeacherLost, match=r"400.*exceeds 8"):
+        served_by(world, url).score([microbatch([4])])
 
 
 def test_an_absent_teacher_is_lost_after_its_patience_however_many_requests_wait(world):

@@ -43,6 +43,7 @@ from stable_opd_mcore.rollout.sglang.transports import (
 from stable_opd_mcore.serving.api_key import read_api_key
 from stable_opd_mcore.serving.client import SglangClient
 from stable_opd_mcore.serving.process import ServerOptions, SglangServer
+from stable_opd_mcore.serving.requests import UNUSED_POSITIONS
 
 
 def build_sglang_engine(
@@ -143,10 +144,13 @@ def model_config(architecture: Architecture) -> dict[str, Any]:
     """config.json with the model class, which SGLang needs and an inline architecture may lack.
 
     SGLang would stop at `eos_token_id` too, and only a request's stop ids may end one. So it is
-    null: where it is absent, Llama's is 2.
+    null: where it is absent, Llama's is 2. It also uses a few positions less than the window that
+    it reads: it cuts responses that end there, without a word, and refuses longer prompts.
     """
     own_class = {"architectures": [architecture.family.sglang_class]}
-    return own_class | architecture.source | {"eos_token_id": None}
+    window = architecture.max_positions + UNUSED_POSITIONS
+    own = {"eos_token_id": None, "max_position_embeddings": window}
+    return own_class | architecture.source | own
 
 
 def _members(

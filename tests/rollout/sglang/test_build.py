@@ -8,6 +8,7 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.rollout.sglang.build import model_config, server_options, write_model_config
 from stable_opd_mcore.serving.process import ServerOptions
+from stable_opd_mcore.serving.requests import UNUSED_POSITIONS
 from tests.config.cases import run_with
 from tests.models import tiny
 from tests.train.runs import tiny_architecture
@@ -58,7 +59,11 @@ def test_a_model_directory_names_the_class_that_sglang_loads(tmp_path):
     path = write_model_config(read_architecture(fields), tmp_path / "new" / "model")
     assert [file.name for file in path.iterdir()] == ["config.json"]
     written = json.loads((path / "config.json").read_text())
-    assert written == {"architectures": ["Qwen2ForCausalLM"], "eos_token_id": None} | fields
+    assert written == fields | {
+        "architectures": ["Qwen2ForCausalLM"],
+        "eos_token_id": None,
+        "max_position_embeddings": fields["max_position_embeddings"] + UNUSED_POSITIONS,
+    }
     named = read_architecture(fields | {"architectures": ["Qwen2Special"]})
     write_model_config(named, path)  # a second run of the same name
     assert json.loads((path / "config.json").read_text())["architectures"] == ["Qwen2Special"]
