@@ -146,7 +146,7 @@ def add(experiment: run.Experiment, stage: Stage, executor: run.Executor) -> Non
     executor = executor.clone()
     executor.env_vars |= {
         "DONE": str(success_file(experiment, stage.name)),
-        "AFTER": " ".join(str(success_file(experiment, parent)) for parent in stage.after),
+        "AFTER": ":".join(str(success_file(experiment, parent)) for parent in stage.after),
     }
     experiment.add(
         run.Script(

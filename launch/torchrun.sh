@@ -3,7 +3,7 @@
 #
 # Resources: one process per GPU, or one process on a machine without GPUs; RANKS=4 sets another number.
 #   VENV=/path/to/venv   the virtual environment (default: .venv of this repository)
-#   AFTER=FILES DONE=FILE   for a chain of stages: fail unless FILES exist, create FILE on success
+#   AFTER=A:B DONE=FILE     for a chain of stages: fail unless files A and B exist, create FILE on success
 # After Ctrl-C, SIGTERM or SIGUSR1 all ranks save after their step, and the same command resumes; Ctrl-C twice ends at once.
 # Not here: several nodes (slurm/), server nodes.
 set -euo pipefail
@@ -17,7 +17,8 @@ if [ "${1:-}" = --dry-run ]; then
   shift
   show='echo'
 fi
-for file in ${AFTER:-}; do
+IFS=: read -ra before <<<"${AFTER:-}"
+for file in "${before[@]}"; do
   if [ ! -e "$file" ]; then
     echo "not started: a stage before it did not succeed ($file is missing)" >&2
     exit 1

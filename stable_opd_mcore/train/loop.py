@@ -172,6 +172,8 @@ def _train_phase(config: Config, session: Session) -> None:
     with ExitStack() as stack:
         if run.teacher is not None:
             stack.callback(run.teacher.close)
+        if run.overlap is not None:
+            stack.callback(run.overlap.teacher.scorer.close)
         stack.callback(run.engine.close)
         stack.enter_context(run.grader)
         sinks = stack.enter_context(_sinks(config, state)) if session.is_first_rank else None
