@@ -42,9 +42,14 @@ class HiddenStatesGPTModel(GPTModel):
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> Tensor:
         """[b, s] ids and positions in; other arguments are GPTModel's."""
-        if isinstance(self.rotary_pos_emb, RotaryByPosition):
+        by_position = isinstance(self.rotary_pos_emb, RotaryByPosition)
+        if by_position:
             self.rotary_pos_emb.positions = position_ids
-        return super().forward(input_ids, position_ids, attention_mask, **options)  # pyright: ignore
+        try:
+            return super().forward(input_ids, position_ids, attention_mask, **options)  # pyright: ignore
+        finally:
+            if by_position:  # the micro-batch's tensor would be offloaded with the model
+                self.rotary_pos_emb.positions = None
 
     def _postprocess(self, hidden_states: Tensor, **unused: Any) -> Tensor:  # pyright: ignore
         if self.post_process and self.config.sequence_parallel:

@@ -75,8 +75,9 @@ def replay_on_every_layout(rank: int, world_size: int, directory: str) -> None:
         "prompts_per_step": 8,
         "samples_per_prompt": 2,
     }
+    offloaded = {"rollout": replay, "memory": {"offload": ["frozen"]}}  # it changes no number
     for name, parallel in LAYOUTS.items():
-        train(opd_config(Path(directory), name, parallel=parallel, rollout=replay), False)
+        train(opd_config(Path(directory), name, parallel=parallel, **offloaded), False)
     replay |= {"replay_from": f"{directory}/grpo", "samples_per_prompt": 4}
     parallel = LAYOUTS[GRPO_LAYOUT]
     train(grpo_config(Path(directory), "grpo_4", parallel=parallel, rollout=replay), False)
