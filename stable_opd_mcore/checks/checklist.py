@@ -70,6 +70,7 @@ OF_A_RUN: tuple[Check, ...] = (
     sampling.rotary_base,
     sampling.nucleus,
     sampling.mixed_groups,
+    sampling.support,
     layout.layout,
     layout.memory,
     layout.deterministic_attention,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from stable_opd_mcore.checks.finding import Finding, finding
 from stable_opd_mcore.checks.known import Known
 from stable_opd_mcore.models.families import Architecture
-from stable_opd_mcore.run_inputs import refuse_small_vocabulary
+from stable_opd_mcore.run_inputs import refuse_long_support, refuse_small_vocabulary
 from stable_opd_mcore.serving.requests import UNUSED_POSITIONS
 
 # Families with rope_theta 10,000 were trained to this many positions: Llama 2, Qwen2.5-Math.
@@ -71,6 +71,11 @@ def embedding_rows(known: Known) -> None:
     """Embeddings with fewer rows than the tokenizer has tokens; `train` refuses them."""
     for settings, model in known.models.values():
         refuse_small_vocabulary(settings, model, known.tokenizer.vocab_size)
+
+
+def support(known: Known) -> None:
+    """More of the most probable tokens than there are; `train` refuses them."""
+    refuse_long_support(known.objective, known.tokenizer.vocab_size)
 
 
 def _window(model: Architecture) -> str:

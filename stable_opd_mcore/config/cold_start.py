@@ -20,7 +20,8 @@ def cold_start_config(config: Config) -> Config:
     for section in ("aggregation", "kl", "mixture", "reference", "guard"):
         del values[section]
     values["sampling"] = {"max_new_tokens": config.sampling.max_new_tokens}
-    values["optimizer"] |= {"lr": cold.lr, "warmup_steps": cold.warmup_steps}
+    min_lr = min(config.optimizer.min_lr, cold.lr)
+    values["optimizer"] |= {"lr": cold.lr, "min_lr": min_lr, "warmup_steps": cold.warmup_steps}
     values["train"] |= {"steps": cold.steps, "minibatches": 1}
     # It has neither servers nor frozen models.
     values["memory"] = {}

@@ -70,6 +70,15 @@ class OptimizerConfig(Section):
     """Shard the optimizer's state over data-parallel ranks. On one rank it costs nothing, and the
     checkpoints load on more."""
 
+    @model_validator(mode="after")
+    def _decays(self) -> Self:
+        if self.min_lr > self.lr:
+            raise ValueError(
+                f"optimizer.min_lr={self.min_lr:g} exceeds optimizer.lr={self.lr:g}: the schedule "
+                "would raise the rate; lower min_lr"
+            )
+        return self
+
 
 class TrainConfig(Section):
     """Steps, precision and memory."""

@@ -50,6 +50,12 @@ def refuse_fp8(
             f"{fp8.keep_last_layers}: Megatron keeps at most the {most} layers of one of "
             f"parallel.pipeline={pipeline} stages out of FP8; lower them"
         )
+    if fp8.keep_first_layers + fp8.keep_last_layers >= architecture.num_layers:
+        raise UserError(
+            f"fp8.keep_first_layers={fp8.keep_first_layers}, fp8.keep_last_layers="
+            f"{fp8.keep_last_layers}: all {architecture.num_layers} layers stay out of FP8; lower "
+            f"them, or set fp8.{fp8.role}=null"
+        )
     if precision not in (None, "bf16"):
         raise UserError(
             f"{fp8.setting} with train.precision={precision}: on a GPU the attention between the "

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch.nn import Module
 
+from stable_opd_mcore.config.changes import changes, read_settings
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
@@ -23,6 +26,14 @@ from stable_opd_mcore.rollout.sglang.build import build_sglang_engine
 
 _log = logging.getLogger(__name__)
 _SLOW_SECONDS = 60.0
+_RESOLVED = "config.resolved.yaml"
+_OF_REPLAYED = (  # what stored rollouts depend on
+    "train.seed",
+    "rollout.prompts_per_step",
+    "sampling.temperature",
+    "sampling.max_new_tokens",
+    "student.stop_token_ids",
+)
 
 
 def build_engine(
@@ -58,12 +69,27 @@ def build_engine(
                 partial=settings.partial,
             )
         case "replay":
-            return ReplayEngine(str(config.rollout.replay_from))  # the schema requires it
+            return _replay_engine(config)
         case "sglang":
             decode, size = tokenizer.decode, tokenizer.vocab_size
             return build_sglang_engine(
                 config, world, chunks, decode, size, stop_requested, progress, memory
             )
+
+
+def _replay_engine(config: Config) -> ReplayEngine:
+    """The stored run's rollouts, where it sampled them as this run would."""
+    directory = Path(str(config.rollout.replay_from))  # the schema requires it
+    engine = ReplayEngine(directory, config.train.steps)
+    if (directory / _RESOLVED).is_file():
+        differ = changes(read_settings(directory / _RESOLVED), config)
+        for key in differ.keys() & _OF_REPLAYED:
+            stored, own = differ[key]
+            raise UserError(
+                f"{key}={own}, but rollout.replay_from={directory} was sampled with {stored}: the "
+                "stored log-probabilities and responses are those of that value; set it here too"
+            )
+    return engine
 
 
 def evaluation_engine(

@@ -23,18 +23,30 @@ class ReplayEngine(RolloutEngine):
     Args:
         run_directory: the stored run; its `rollouts/step_000012.jsonl` holds the rollouts of step
             12, counted from 1.
+        num_steps: that this run takes.
 
     Raises:
-        UserError: the run has no rollouts.
+        UserError: the run has no rollouts, or fewer steps.
     """
 
-    def __init__(self, run_directory: str | Path):
+    def __init__(self, run_directory: str | Path, num_steps: int = 1):
         self._run_directory = Path(run_directory)
         if not any((self._run_directory / "rollouts").glob("step_*.jsonl")):
             raise UserError(
                 f"{self._run_directory}: no stored rollouts; rollout.replay_from must be a "
                 "run directory that was trained with rollout.save=all"
             )
+        for step in range(1, num_steps + 1):
+            self._stored_path(step)
+
+    def _stored_path(self, step: int) -> Path:
+        path = rollout_path(self._run_directory, step)
+        if not path.is_file():
+            raise UserError(
+                f"{path}: step {step} was not stored; the run to replay must have at least as "
+                f"many steps as this one (it has {self._stored_steps()}), and rollout.save=all"
+            )
+        return path
 
     def generate(
         self,
@@ -52,12 +64,7 @@ class ReplayEngine(RolloutEngine):
             UserError: the step was not stored, or with other prompts, other prompt tokens or fewer
                 samples; the message names the file and the remedy.
         """
-        path = rollout_path(self._run_directory, step + 1)
-        if not path.is_file():
-            raise UserError(
-                f"{path}: step {step + 1} was not stored; the run to replay must have at least as "
-                f"many steps as this one (it has {self._stored_steps()}), and rollout.save=all"
-            )
+        path = self._stored_path(step + 1)
         stored: dict[str, dict[int, Rollout]] = {}
         for rollout in read_rollouts(path):
             stored.setdefault(rollout.prompt.prompt_id, {})[rollout.sample_index] = rollout

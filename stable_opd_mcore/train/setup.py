@@ -36,6 +36,7 @@ from stable_opd_mcore.run_inputs import (
     load_prompts,
     load_tokenizer,
     prompt_order,
+    refuse_long_support,
     refuse_routing_without_experts,
     refuse_small_vocabulary,
     teacher_stop_ids,
@@ -99,6 +100,7 @@ def build_run(
     tokenizer = load_tokenizer(config)
     teacher_stops = teacher_stop_ids(config, tokenizer)
     objective = build_objective(config, tokenizer.stop_token_ids, teacher_stops)
+    refuse_long_support(objective, tokenizer.vocab_size)
     architecture = configured_architecture(config.student)
     refuse_routing_without_experts(config, architecture)
     # What the run may need later is loaded now: the guard may raise beta and lambda from 0.

@@ -106,3 +106,10 @@ def test_an_embedding_with_too_few_rows_is_refused_as_train_refuses_it(role, tmp
     small = {"architecture": tiny_architecture(32, 4, vocab_size=23)}
     with pytest.raises(UserError, match=r"vocab_size=23 is smaller than the tokenizer's 24 tokens"):
         sampling.embedding_rows(known(tmp_path, **{role: small}))
+
+
+def test_a_support_beyond_the_vocabulary_is_refused_as_train_refuses_it(tmp_path):
+    with pytest.raises(UserError, match=r"objective\.top_k=32 exceeds the tokenizer's 24 tokens"):
+        sampling.support(known(tmp_path, objective={"name": "lsm", "top_k": 32}))
+    assert sampling.support(known(tmp_path, objective={"name": "lsm", "top_k": 24})) is None
+    assert sampling.support(known(tmp_path)) is None

@@ -45,6 +45,7 @@ SGLANG = "rollout.engine=sglang"
             "`student`.*placement=disaggregated; leave it out, or colocate SGLang servers",
         ),
         ("data.train=[]", "data: train is an empty list"),
+        ("optimizer.lr=1e-5 optimizer.min_lr=1e-4", "min_lr=0.0001 exceeds optimizer.lr=1e-05"),
         ('data.train=[{"path":a,"wigth":1}]', "unknown key data.train.0.wigth; keys of data.train"),
         (
             'data.train=[{"path":a,"weight":0}]',

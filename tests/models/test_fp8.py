@@ -27,7 +27,7 @@ EXPERTS = tiny.architecture("qwen3_moe", head_dim=16, moe_intermediate_size=32)
     ("architecture", "fp8", "tensor", "pipeline", "message"),
     [
         (FITS, Fp8("teacher", "blockwise"), 1, 1, None),
-        (FITS, Fp8("student", "tensorwise", 2, 2), 1, 2, None),
+        (FITS, Fp8("student", "tensorwise", 2, 1), 1, 2, None),
         (EXPERTS, Fp8("teacher", "tensorwise"), 2, 1, None),
         (FITS, Fp8("teacher", "blockwise"), 2, 1, "feed-forward width is 24 on a rank"),
         (
@@ -38,6 +38,7 @@ EXPERTS = tiny.architecture("qwen3_moe", head_dim=16, moe_intermediate_size=32)
             "fp8.teacher=tensorwise: hidden_size is 40 .* multiples of 16",
         ),
         (FITS, Fp8("student", "tensorwise", 3, 0), 1, 2, "at most the 2 layers"),
+        (FITS, Fp8("student", "tensorwise", 2, 2), 1, 2, "all 4 layers stay out"),
     ],
 )
 def test_what_cannot_work_is_refused(architecture, fp8, tensor, pipeline, message):

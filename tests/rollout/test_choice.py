@@ -1,9 +1,11 @@
 """The engine that a config names."""
 
+import contextlib
 import re
 
 import pytest
 
+from stable_opd_mcore.config.load import save_config
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import read_architecture
@@ -13,6 +15,7 @@ from stable_opd_mcore.rollout.choice import build_engine, training_sampling, war
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
 from tests.config.cases import run_with
 from tests.planning.cases import QWEN_7B, config_7b
+from tests.train.runs import tiny_config
 
 
 def config(**rollout):
@@ -45,6 +48,21 @@ def test_a_replay_needs_stored_rollouts(tmp_path, world):
     settings = config(engine="replay", replay_from=str(tmp_path))
     with pytest.raises(ValueError, match="no stored rollouts"):
         build_engine(settings, world, [], Tokenizer.load("synthetic"))
+
+
+def test_a_replay_is_of_a_run_that_sampled_alike_for_as_many_steps(tmp_path, world):
+    rollout = {"engine": "replay", "replay_from": str(tmp_path)}
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts/step_000001.jsonl").touch()
+    save_config(tiny_config(tmp_path, "stored"), tmp_path / "config.resolved.yaml")
+    for changed, reason in (
+        ({}, None),
+        ({"train": {"steps": 2}}, r"step 2 was not stored.*\(it has 1\)"),
+        ({"sampling": {"temperature": 2.0}}, r"temperature=2.0, but .* sampled with 1.0"),
+    ):
+        settings = tiny_config(tmp_path, "x", **{"train": {"steps": 1}, **changed}, rollout=rollout)
+        with pytest.raises(UserError, match=reason) if reason else contextlib.nullcontext():
+            build_engine(settings, world, [], Tokenizer.load("synthetic"))
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 5e-4])
