@@ -24,6 +24,8 @@ _LOADING_SECONDS = 60
 _EMPTY_BOX = re.compile(r"\\boxed\{\s*\}")
 _LATEX = re.compile(r"(?<!\\)\$|\\boxed|\\\[|\\\(")
 _GSM8K_ANSWER = re.compile(r"(?:\A|\n)####[ \t]*([^\n]+?)\s*\Z")
+# At most three digits of exponent, as of a double: 10^999999999 would fill the memory.
+_SCIENTIFIC = re.compile(r"(?<![\w\\.])(\d+(?:\.\d*)?)[eE]([-+]?\d{1,3})(?!\w|\.\d)")
 
 
 def is_right(response: str, gold: str) -> bool:
@@ -35,6 +37,7 @@ def is_right(response: str, gold: str) -> bool:
     from math_verify import parse, verify
 
     expected = _parsed_gold(gold)
+    response = _readable(response)
     last_line = _GSM8K_ANSWER.search(response)
     given = parse(last_line[1], parsing_timeout=0) if last_line else []
     given = given or parse(_EMPTY_BOX.sub("", response), parsing_timeout=0)
@@ -46,10 +49,19 @@ def _parsed_gold(gold: str) -> list[Any]:
     """The gold answer as math-verify reads it. Samples of one problem share it."""
     from math_verify import parse
 
+    gold = _readable(gold)
     last_line = _GSM8K_ANSWER.search(gold)
     gold = last_line[1] if last_line else gold
     # Gold answers of most data sets are bare LaTeX, which math-verify reads only in a formula.
     return parse(gold if _LATEX.search(gold) else f"${gold}$", parsing_timeout=0)
+
+
+def _readable(text: str) -> str:
+    """The text with its numbers in a form that math-verify reads alike in a formula and outside.
+
+    Of 4.5e33 it would make 4.5·e·33, with Euler's e.
+    """
+    return _SCIENTIFIC.sub(lambda found: f"{found[1]}*10^({int(found[2])})", text)
 
 
 _users: dict[str, Callable[..., Any]] = {}  # the user's functions, in a process that has some

@@ -32,6 +32,14 @@ ENDLESS = r"\boxed{9^{9^{9^{9}}}+1}"
         ("1/3 of $9\n#### 3", "1/3", False),
         ("#### Result\n\\boxed{3}\n#### as shown", "3", True),  # a heading is no answer
         (r"\boxed{1450}", "x=2 so x*725 = $3\n#### 1,450", True),
+        (r"\boxed{4.5 \times 10^{33}}", "4.5e33", True),  # scientific notation, not Euler's e
+        (r"\boxed{10^{-8} \text{ Farads}}", "1e-8", True),
+        (r"\boxed{-1.87E+6}.", "-1870000", True),
+        ("so\n#### 0.00001", str(1e-5), True),
+        ("The answer is 2e3", "2000", True),
+        (r"\boxed{2000}", "2e4", False),
+        (r"\boxed{2e\cdot x}", "2ex", True),
+        (r"\boxed{1e9999}", "1e9999", True),  # not evaluated
     ],
 )
 def test_answers_are_compared_as_formulas(response, gold, expected):
