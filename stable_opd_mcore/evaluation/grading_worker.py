@@ -26,6 +26,7 @@ _LATEX = re.compile(r"(?<!\\)\$|\\boxed|\\\[|\\\(")
 _GSM8K_ANSWER = re.compile(r"(?:\A|\n)####[ \t]*([^\n]+?)\s*\Z")
 # At most three digits of exponent, as of a double: 10^999999999 would fill the memory.
 _SCIENTIFIC = re.compile(r"(?<![\w\\.])(\d+(?:\.\d*)?)[eE]([-+]?\d{1,3})(?!\w|\.\d)")
+_THOUSANDS_SPACE = re.compile(r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))")  # of 10\,000
 
 
 def is_right(response: str, gold: str) -> bool:
@@ -59,8 +60,9 @@ def _parsed_gold(gold: str) -> list[Any]:
 def _readable(text: str) -> str:
     """The text with its numbers in a form that math-verify reads alike in a formula and outside.
 
-    Of 4.5e33 it would make 4.5·e·33, with Euler's e.
+    Of 4.5e33 it would make 4.5·e·33, with Euler's e, and of 10\\,000 a product, 10·0.
     """
+    text = _THOUSANDS_SPACE.sub("", text)
     return _SCIENTIFIC.sub(lambda found: f"{found[1]}*10^({int(found[2])})", text)
 
 

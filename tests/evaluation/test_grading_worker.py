@@ -40,6 +40,10 @@ ENDLESS = r"\boxed{9^{9^{9^{9}}}+1}"
         (r"\boxed{2000}", "2e4", False),
         (r"\boxed{2e\cdot x}", "2ex", True),
         (r"\boxed{1e9999}", "1e9999", True),  # not evaluated
+        (r"\boxed{10\,000}", "10000", True),  # a thin space of thousands, not a product
+        (r"\boxed{1~234\ 567.5}", r"1{,}234{,}567.5", True),
+        (r"\boxed{20\,000}", r"10\,000", False),
+        (r"\boxed{10\,000}", "0", False),
     ],
 )
 def test_answers_are_compared_as_formulas(response, gold, expected):
