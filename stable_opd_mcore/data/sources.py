@@ -33,6 +33,7 @@ _MAX_LINE_BYTES = 64 * 2**20
 
 _GSM8K_ANSWER = re.compile(r"\n?####[ \t]*([^\n]+?)\s*\Z")
 SURROGATE = re.compile("[\ud800-\udfff]")
+_WITH_THOUSANDS = re.compile(r"[-+$]*\d{1,3}(,\d{3})+(\.\d+)?")
 _GSM8K_CALCULATION = re.compile(r"<<[^<>\n]*>>")
 
 
@@ -134,7 +135,7 @@ def parse_row(record: Record, columns: ColumnsConfig, place: str, row_id: str) -
         answer = _text(record, columns.answer, place, "answer")
         final = _GSM8K_ANSWER.search(answer)
         if final:
-            answer = final.group(1).replace(",", "")
+            answer = _without_thousands_commas(final.group(1))
     has_column = columns.solution is not None and not _is_absent(record, columns.solution)
     if solution is None and columns.solution is not None and has_column:
         solution = boxed_solution(_text(record, columns.solution, place, "solution"))
@@ -162,8 +163,13 @@ def boxed_solution(solution: str) -> str:
     if not final:
         return solution
     steps = _GSM8K_CALCULATION.sub("", solution[: final.start()]).rstrip()
-    answer = final.group(1).replace(",", "")
+    answer = _without_thousands_commas(final.group(1))
     return f"{steps}\nThe answer is \\boxed{{{answer}}}.".lstrip()
+
+
+def _without_thousands_commas(answer: str) -> str:
+    """1200 of 1,200. The commas of (3,4) or of 1, 2 part numbers; they stay."""
+    return answer.replace(",", "") if _WITH_THOUSANDS.fullmatch(answer) else answer
 
 
 def is_bare_answer(solution: str, answer: str | None) -> bool:

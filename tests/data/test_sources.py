@@ -53,13 +53,27 @@ def test_parquet_and_datasets_directories_give_the_same_rows(tmp_path):
         load(tmp_path / "splits")
 
 
-def test_gsm8k_answers_are_extracted_and_boxed(tmp_path):
-    text = "He runs 3*400=<<3*400=1200>>1200 meters.\n#### 1,200"
+@pytest.mark.parametrize(
+    ("written", "answer"),
+    [
+        ("1,200", "1200"),
+        ("-$1,234,567.5", "-$1234567.5"),
+        ("(3,4)", "(3,4)"),
+        ("[1,2]", "[1,2]"),
+        ("1, 2, 3", "1, 2, 3"),
+        ("1,2000", "1,2000"),
+    ],
+)
+def test_gsm8k_answers_are_extracted_and_boxed(tmp_path, written, answer):
+    text = f"He runs 3*400=<<3*400=1200>>1200 meters.\n#### {written}"
     (row,) = load(
         jsonl(tmp_path / "g.jsonl", [{"question": "Far?", "answer": text}]), columns=GSM8K
     )
-    assert row.answer == "1200"
-    assert row.solution == "He runs 3*400=1200 meters.\nThe answer is \\boxed{1200}."
+    assert row.answer == answer
+    assert row.solution == f"He runs 3*400=1200 meters.\nThe answer is \\boxed{{{answer}}}."
+
+
+def test_other_text_has_no_gsm8k_answer():
     assert boxed_solution("#### Title\nThe rest.") == "#### Title\nThe rest."
     assert boxed_solution("a << b >> c") == "a << b >> c"
 
