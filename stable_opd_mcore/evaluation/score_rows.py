@@ -20,7 +20,7 @@ from stable_opd_mcore.records import AnswerFormat, FinishReason
 MAX_LINE_BYTES = 64 * 2**20
 NO_COLUMN = "none"  # as a column's name: do not look for one
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-# The names that are looked for in the first row; a dotted name reaches into nested objects.
+# Looked for in the first row with a response; a dotted name reaches into nested objects.
 _USUAL_NAMES = {
     "response": "response completion generation generated_text model_output output text",
     "gold": "gold answer gold_answer ground_truth expected_answer target reward_model.ground_truth",
@@ -124,33 +124,47 @@ class ScoreRow(BaseModel):
 
 
 def find_columns(file: BinaryIO, name: str, given: Columns) -> Columns:
-    """The given columns, and usual names that the first readable row of the file has.
+    """The given columns, and usual names that the first readable row with a response has.
 
     Raises:
-        DataError: no row is a JSON object, a given column is not in the first that is one, or none
-            of the usual names is there for the response.
+        DataError: no row is a JSON object, none has a response under the given or a usual name, or
+            a given column is not in the first that has one.
     """
+    responses = [given.response] if given.response else _USUAL_NAMES["response"].split()
+    first: dict[str, Any] | None = None
     for _, line in read_lines(file):
         try:
             record = _parse(line)
         except RowError:
             continue
-        found: dict[str, str | None] = {}
-        for role, column in asdict(given).items():
-            usual = _USUAL_NAMES.get(role, "").split()
-            there = [each for each in usual if _look_up(record, each) is not _MISSING]
-            found[role] = next(iter(there), None) if column is None else column
-            if column == NO_COLUMN:
-                found[role] = None
-            elif column is not None and _look_up(record, column) is _MISSING:
-                raise DataError(f"{name}: no column {column} (--{role}) among {_names(record)}")
-        if found["response"] is None:
-            raise DataError(
-                f"{name}: no column for the response among {_names(record)}; name it with "
-                "--response"
-            )
-        return Columns(**found)
-    raise DataError(f"{name}: no row is a JSON object; score reads JSON Lines")
+        first = record if first is None else first
+        if any(_look_up(record, column) is not _MISSING for column in responses):
+            return _columns_of(record, name, given)
+    if first is None:
+        raise DataError(f"{name}: no row is a JSON object; score reads JSON Lines")
+    if given.response not in (None, NO_COLUMN):
+        raise DataError(f"{name}: no column {given.response} (--response) among {_names(first)}")
+    raise DataError(
+        f"{name}: no column for the response among {_names(first)}; name it with --response"
+    )
+
+
+def _columns_of(record: dict[str, Any], name: str, given: Columns) -> Columns:
+    """The given columns, and usual names that the record has.
+
+    Raises:
+        DataError: the record lacks a given column.
+    """
+    found: dict[str, str | None] = {}
+    for role, column in asdict(given).items():
+        usual = _USUAL_NAMES.get(role, "").split()
+        there = [each for each in usual if _look_up(record, each) is not _MISSING]
+        found[role] = next(iter(there), None) if column is None else column
+        if column == NO_COLUMN:
+            found[role] = None
+        elif column is not None and _look_up(record, column) is _MISSING:
+            raise DataError(f"{name}: no column {column} (--{role}) among {_names(record)}")
+    return Columns(**found)
 
 
 def read_lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:

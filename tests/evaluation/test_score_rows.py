@@ -46,6 +46,11 @@ def test_usual_names_are_found_in_the_first_readable_row(tmp_path):
     assert row == ScoreRow(response="x", gold="2", id="1", finish="length")
     nested = found_in(path, Columns(response="reward_model.ground_truth", gold="none"))
     assert (nested.response, nested.gold) == ("reward_model.ground_truth", None)
+    path.write_text('{"id": 0, "error": "time-out"}\n' + path.read_text())  # no response
+    assert found_in(path, Columns(label="right")) == expected
+    assert found_in(path, Columns(response="right", gold="none")).response == "right"
+    with pytest.raises(DataError, match=r"no column reply \(--response\) among error, id"):
+        found_in(path, Columns(response="reply"))
     with pytest.raises(DataError, match=r"no column a\.b \(--group\) among completion, id, reward"):
         found_in(path, Columns(group="a.b"))
 
