@@ -96,7 +96,10 @@ def _given(value: Any) -> Any:
 
 _Name = Annotated[str | None, BeforeValidator(_name)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-_OF_A_RUN = ("answer_format", "opens_thinking")  # columns of a run's rollouts and evaluations
+# Columns of a run's rollouts and evaluations, which also have the marking one. In other files these
+# names may mean anything.
+_OF_A_RUN = ("answer_format", "opens_thinking")
+_MARK_OF_A_RUN = "prompt_token_ids"
 
 
 class ScoreRow(BaseModel):
@@ -196,7 +199,8 @@ def parse_row(line: bytes | None, columns: Columns) -> ScoreRow:
     for role, value in values.items():
         if value is _MISSING:
             raise RowError(f"no column {names[role]} among {_names(record)}")
-    values |= {name: record[name] for name in _OF_A_RUN if name in record}
+    if _MARK_OF_A_RUN in record:
+        values |= {name: record[name] for name in _OF_A_RUN if name in record}
     try:
         return ScoreRow(**values)
     except ValidationError as error:

@@ -24,7 +24,7 @@ from tests.command import exit_code
 from tests.real_data import real_data
 
 DASH = "\N{EN DASH}"
-BRACKET = {"answer_format": "bracket", "gold": "3"}
+BRACKET = {"answer_format": "bracket", "prompt_token_ids": [1], "gold": "3"}
 
 
 def write(path, rows):
@@ -247,7 +247,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
 
 
 def test_the_command_prints_a_table_and_says_where_the_verdicts_are(tmp_path, monkeypatch, capsys):
-    rows = [{"answer_format": "bracket", "answer": "2", "output": f"[{k}]"} for k in range(4)]
+    rows = [BRACKET | {"answer": "2", "output": f"[{k}]"} for k in range(4)]
     path = write(tmp_path / "rows.jsonl", [*rows, {"output": None, "answer": "2"}])
     assert exit_code(monkeypatch, "score", path, "--gold", "answer") == 0
     out = capsys.readouterr().out.splitlines()

@@ -18,6 +18,7 @@ from stable_opd_mcore.evaluation.score_rows import (
 
 ALL = Columns("r", "g", "i", "f", "t", "c", "l")
 ROW = {"r": "x", "g": "2", "i": 7, "f": "eos", "t": [1, 2], "c": "easy", "l": 1}
+OF_A_RUN = {"prompt_token_ids": [1]}
 
 
 READ = ScoreRow(
@@ -72,9 +73,10 @@ def test_a_file_without_responses_is_refused(tmp_path, text, message):
 
 def test_every_column_is_read():
     assert parsed() == READ
+    assert parsed(answer_format="latex", opens_thinking=None) == READ  # not a run's
     others = {"answer_format": "bracket", "opens_thinking": True}
     changed = READ.model_copy(update=others | {"group": None, "label": None})
-    assert parsed(**others, c=None, l=None) == changed
+    assert parsed(**others, **OF_A_RUN, c=None, l=None) == changed
 
 
 @pytest.mark.parametrize(
@@ -113,8 +115,8 @@ def test_values_of_several_forms_are_read(column, value, expected):
         ({"t": None}, "column t is None: expected a list of token ids"),
         ({"l": "yes"}, "column l is 'yes': expected true, false, 0, 1 or null"),
         ({"l": []}, "column l is []: expected true, false, 0, 1 or null"),
-        ({"answer_format": "box"}, "column answer_format is 'box': Input should be 'boxed' or 'b"),
-        ({"opens_thinking": "no"}, "column opens_thinking is 'no': Input should be a valid bool"),
+        (OF_A_RUN | {"answer_format": "box"}, "column answer_format is 'box': Input should"),
+        (OF_A_RUN | {"opens_thinking": "no"}, "column opens_thinking is 'no': Input should"),
     ],
 )
 def test_values_of_another_type_are_refused(changes, reason):
