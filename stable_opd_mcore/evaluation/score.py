@@ -85,10 +85,11 @@ def default_output(paths: Sequence[Path]) -> Path:
     """`FILE.score`, or stdin.score.
 
     Raises:
-        UserError: several files.
+        UserError: several files, or no such file.
     """
     if len(paths) > 1:
         raise UserError(f"{len(paths)} files: say with --output DIR where their verdicts go")
+    _require_file(paths[0])
     name = "stdin" if paths[0] == STANDARD_INPUT else paths[0].name
     return paths[0].with_name(f"{name}.score")
 
@@ -163,6 +164,12 @@ class _Source:
     num_bytes: int
 
 
+def _require_file(path: Path) -> None:
+    if path != STANDARD_INPUT and not path.is_file():
+        found = "a directory" if path.is_dir() else "no such file"
+        raise DataError(f"{path}: {found}; give a file of JSON Lines, or - for standard input")
+
+
 def _open(path: Path, stack: ExitStack) -> _Source:
     """The file; standard input is copied to a temporary one, which the settings' hash needs."""
     if path == STANDARD_INPUT:
@@ -171,9 +178,7 @@ def _open(path: Path, stack: ExitStack) -> _Source:
         num_bytes = file.tell()
         file.seek(0)
         return _Source("standard input", file, num_bytes)
-    if not path.is_file():
-        found = "a directory" if path.is_dir() else "no such file"
-        raise DataError(f"{path}: {found}; give a file of JSON Lines, or - for standard input")
+    _require_file(path)
     return _Source(str(path), stack.enter_context(path.open("rb")), path.stat().st_size)
 
 

@@ -6,6 +6,7 @@ import json
 import resource
 import sys
 import tracemalloc
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -218,6 +219,9 @@ def test_what_cannot_be_scored_is_refused(tmp_path, monkeypatch):
         score_file(tmp_path / "none.jsonl", tmp_path / "out", ScoreSettings())
     with pytest.raises(DataError, match="a directory; give a file of JSON Lines"):
         score_file(tmp_path, tmp_path / "out", ScoreSettings())
+    for nameless in (".", "..", "/"):
+        with pytest.raises(DataError, match="a directory; give a file of JSON Lines"):
+            default_output([Path(nameless)])
 
 
 def test_a_hanging_expression_and_a_megabyte_cost_one_row_each(tmp_path):
