@@ -5,12 +5,13 @@ Not here: the verdicts themselves (score.py) and the numbers of responses (data/
 
 from collections import defaultdict
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from stable_opd_mcore.data.responses import MeasuredResponse, ResponseTotals
-from stable_opd_mcore.host.printable_text import printable_line
+from stable_opd_mcore.host.printable_text import printable_line, shortest_end
 
 NUM_LISTED = 20  # of the rows of each of these kinds
 _LISTED = {
@@ -30,6 +31,7 @@ _TABLE = {  # heading -> name of the number, decimals
     "time-outs": ("grading_timeouts", 0),
     "crashes": ("grading_crashes", 0),
 }
+_NAME_CHARACTERS = 40  # a longer name of a group is shortened in the table
 _NO_NUMBER = "\N{EN DASH}"
 _RESPONSE = TypeAdapter(MeasuredResponse)
 
@@ -100,8 +102,8 @@ def summarise(
 
 def table(summary: dict[str, Any]) -> str:
     """One line for all responses and one for each group, then what needs attention."""
-    sets = [("all", summary["all"]), *summary["groups"].items()]
-    sets = [(printable_line(name, 40), numbers) for name, numbers in sets]
+    names = _short_names(list(summary["groups"]))
+    sets = [("all", summary["all"]), *zip(names, summary["groups"].values(), strict=True)]
     width = max(len(name) for name, _ in sets)
     lines = [f"{'':{width}}  responses  " + "  ".join(f"{head:>9}" for head in _TABLE)]
     for name, numbers in sets:
@@ -119,6 +121,16 @@ def table(summary: dict[str, Any]) -> str:
         if count > len(rows):
             lines.append(f"  … and {count - len(rows)} more in verdicts.jsonl")
     return "\n".join(lines)
+
+
+def _short_names(names: list[str]) -> list[str]:
+    """Printable names of groups; of a long one, as of a file, the end that no other has."""
+    paths = [Path(name) for name in names]
+    short = [
+        name if len(name) <= _NAME_CHARACTERS else shortest_end(path, paths)
+        for name, path in zip(names, paths, strict=True)
+    ]
+    return [printable_line(name, 2 * _NAME_CHARACTERS) for name in short]
 
 
 def _cell(value: float | None, digits: int) -> str:

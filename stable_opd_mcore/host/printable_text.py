@@ -1,6 +1,8 @@
 """Text of strangers for a terminal, a page or a message: no character of it acts."""
 
 import unicodedata
+from collections.abc import Collection, Iterator
+from pathlib import Path
 
 
 def printable(text: str, characters: int | None = None) -> str:
@@ -23,6 +25,17 @@ def printable_line(text: str, characters: int) -> str:
     line = printable(text[: characters + 1]).replace("\n", "\N{SYMBOL FOR NEWLINE}")
     line = line.replace("\t", " ")
     return line if len(line) <= characters else line[: characters - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
+def shortest_end(path: Path, paths: Collection[Path]) -> str:
+    """The shortest end of `path` that no other of the paths has; all of it if there is none."""
+    ends: Iterator[tuple[str, ...]] = (path.parts[-n:] for n in range(1, len(path.parts) + 1))
+    differing = (
+        "/".join(end)
+        for end in ends
+        if sum(other.parts[-len(end) :] == end for other in paths) == 1
+    )
+    return next(differing, str(path))
 
 
 def _printable_character(character: str) -> str:

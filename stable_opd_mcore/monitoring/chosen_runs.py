@@ -9,7 +9,7 @@ Not here: metrics.jsonl (sinks.py), rollouts (reader.py), the page (report.py).
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -20,7 +20,7 @@ import yaml
 from stable_opd_mcore.config.changes import by_dotted_key
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.json_files import read_json_object
-from stable_opd_mcore.host.printable_text import printable
+from stable_opd_mcore.host.printable_text import printable, shortest_end
 from stable_opd_mcore.monitoring.figures import Row
 from stable_opd_mcore.monitoring.sinks import METRICS_FILE, read_run
 from stable_opd_mcore.monitoring.timeline import Timeline, read_timeline
@@ -72,7 +72,7 @@ def named_runs(runs: Sequence[str | Path | ReportRun]) -> list[ReportRun]:
             chosen.setdefault(path, ReportRun(directory, given.label))
     named: list[ReportRun] = []
     for path, run in chosen.items():
-        name = printable(_shortest(path, list(chosen)))
+        name = printable(shortest_end(path, chosen))
         named.append(ReportRun(run.directory, printable(run.label) or name, name))
     return named
 
@@ -172,13 +172,3 @@ def _runs_below(directory: Path) -> list[Path]:
         return [directory]
     found = sorted(path.parent for path in directory.rglob(METRICS_FILE))
     return found or [directory]
-
-
-def _shortest(path: Path, paths: Sequence[Path]) -> str:
-    """The shortest end of `path` that no other path has."""
-    ends: Iterator[tuple[str, ...]] = (path.parts[-n:] for n in range(1, len(path.parts) + 1))
-    return next(
-        "/".join(end)
-        for end in ends
-        if sum(other.parts[-len(end) :] == end for other in paths) == 1
-    )

@@ -73,6 +73,16 @@ def test_a_group_called_all_and_control_characters_do_no_harm():
     assert [line.split()[:2] for line in lines[1:4]] == [["all", "2"], ["␛[2J", "1"], ["all", "1"]]
 
 
+def test_long_names_of_files_are_shown_by_the_ends_that_differ():
+    place = "/mnt/a_rather_long_directory_name/of_many_runs"
+    files = [f"{place}/{run}/rollouts/{step}.jsonl" for run in "ab" for step in (1, 2)]
+    names = ["easy", *files, f"{place}/c.jsonl", "x" * 90]
+    lines = table(summarise([verdict(1, group=name) for name in names], "tokens", None))
+    shown = [line.split()[0] for line in lines.splitlines()[2:9]]
+    ends = [f"{run}/rollouts/{step}.jsonl" for run in "ab" for step in (1, 2)]
+    assert shown == [*ends, "c.jsonl", "easy", "x" * 79 + "…"]
+
+
 def test_long_lists_are_cut_and_counted():
     refused = [{"row": k, "refused": "x"} for k in range(NUM_LISTED + 5)]
     differing = [verdict(100 + k, reward=1.0, label=False) for k in range(NUM_LISTED + 3)]
