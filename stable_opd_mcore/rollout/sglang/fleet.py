@@ -97,7 +97,8 @@ class Fleet:
     @property
     def is_restarting(self) -> bool:
         """Whether a server of this run is being restarted; `max_restarts` bounds how often."""
-        return any(m.state == "restarting" and m.server is not None for m in self.members)
+        with self._lock:  # a thread that takes a server out of use has decided
+            return any(m.state == "restarting" and m.server is not None for m in self.members)
 
     def start(self) -> None:
         """Start this run's servers, all at once, and wait for every member."""
@@ -145,7 +146,7 @@ class Fleet:
     def await_restarts(self) -> None:
         """Wait until every restarting member answers and needs weights, or the fleet is lost."""
         for member in self.members:
-            while member.state == "restarting" and self.lost is None:
+            while self._is_awaited(member):
                 self._await(member)
 
     def weights_arrived(self, member: Member) -> None:
@@ -188,6 +189,10 @@ class Fleet:
             member.state = state
         except (ServerFailure, RefusedRequest) as error:
             self.fail(member, str(error))
+
+    def _is_awaited(self, member: Member) -> bool:
+        with self._lock:  # as in `is_restarting`
+            return member.state == "restarting" and self.lost is None
 
     def _await(self, member: Member) -> None:
         """Wait for one start; after a failed one restart the server or lose the fleet."""

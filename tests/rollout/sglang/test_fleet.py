@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,12 @@ from stable_opd_mcore.config.rollouts import SglangConfig
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, ServerStatus, one_per_server
 from stable_opd_mcore.serving.client import SglangClient
-from stable_opd_mcore.serving.process import ServerOptions, SglangServer, free_port
+from stable_opd_mcore.serving.process import (
+    ServerOptions,
+    ServerStartError,
+    SglangServer,
+    free_port,
+)
 from tests.serving.http_server import Request, http_server
 
 
@@ -50,6 +56,47 @@ def test_a_requested_stop_ends_waiting_for_a_server(member, tmp_path):
     server = fleet.members[0].server
     assert server is None or not server.is_running
     fleet.stop()
+
+
+class SlowToEnd:
+    """A server of this run that ends when it is let; as a killed one that holds a GPU."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.ending, self.may_end = threading.Event(), threading.Event()
+
+    def start(self) -> None:
+        self.log.append("start")
+
+    def stop(self) -> None:
+        self.ending.set()
+        assert self.may_end.wait(30)
+        self.log.append("stop")
+
+    def wait_until_healthy(self, give_up: object) -> None:
+        raise ServerStartError("for the test")
+
+
+def failing(path: Path, server: SlowToEnd) -> tuple[Fleet, threading.Thread]:
+    """A fleet whose one server is being ended by another thread, as by the one of the probes."""
+    member: Any = Member("server_0", SglangClient("http://127.0.0.1:9"), server)  # type: ignore[arg-type]
+    fleet = Fleet([member], EventLog(path / "events.jsonl"), SglangConfig(max_restarts=1))
+    thread = threading.Thread(target=fleet.fail, args=(member_in_use(member), "hung"), daemon=True)
+    thread.start()
+    assert server.ending.wait(30)
+    return fleet, thread
+
+
+def test_a_server_that_is_being_ended_counts_as_restarting(tmp_path):
+    server = SlowToEnd()
+    fleet, _ = failing(tmp_path, server)
+    threading.Timer(0.2, server.may_end.set).start()
+    assert fleet.is_restarting
+    server = SlowToEnd()
+    fleet, _ = failing(tmp_path, server)
+    threading.Timer(0.2, server.may_end.set).start()
+    fleet.await_restarts()
+    assert fleet.lost == "server_0 does not start: for the test"
 
 
 def test_restarts_are_counted_in_a_window_of_time(tmp_path, monkeypatch):
