@@ -110,10 +110,11 @@ class Fleet:
     def stop(self) -> None:
         """End this run's servers and close all connections."""
         self._stopped.set()
-        for member in self.members:
-            member.client.close()
-            if member.server is not None:
-                member.server.stop()
+        with self._lock:  # a restart in another thread has ended, or it finds `_stopped` set
+            for member in self.members:
+                member.client.close()
+                if member.server is not None:
+                    member.server.stop()
 
     def fail(self, member: Member, reason: str) -> None:
         """Take a member out of use; kill and restart it if it is this run's and restarts are left.
@@ -192,7 +193,8 @@ class Fleet:
 
     def _is_awaited(self, member: Member) -> bool:
         with self._lock:  # as in `is_restarting`
-            return member.state == "restarting" and self.lost is None
+            ended = self.lost is not None or self._stopped.is_set()
+            return member.state == "restarting" and not ended
 
     def _await(self, member: Member) -> None:
         """Wait for one start; after a failed one restart the server or lose the fleet."""
@@ -230,13 +232,20 @@ class Fleet:
         return len(self._restarts) < self.settings.max_restarts
 
     def _restart(self, member: Member, server: SglangServer) -> None:
+        """End the server and start it again; without a start the fleet is lost."""
         server.stop()
+        if self._stopped.is_set():
+            return
         self._restarts.append(time.monotonic())
         detail = f"{len(self._restarts)} of {self.settings.max_restarts}"
         minutes = f"{RESTART_WINDOW_MINUTES:g} minutes"
         self.events.add("restart", member.name, f"{detail} in {minutes}")
-        server.start()
-        member.state = "restarting"
+        try:
+            server.start()
+        except (OSError, ServerStartError) as error:  # else a worker thread would end silently
+            self.lose(f"{member.name} cannot be restarted: {error}")
+        else:
+            member.state = "restarting"
 
     def watch(self) -> None:
         """Probe members in the background from now on, while requests are in flight."""

@@ -3,6 +3,7 @@
 tests/integration has real servers.
 """
 
+import errno
 import itertools
 import threading
 import time
@@ -97,6 +98,27 @@ def test_a_server_that_is_being_ended_counts_as_restarting(tmp_path):
     threading.Timer(0.2, server.may_end.set).start()
     fleet.await_restarts()
     assert fleet.lost == "server_0 does not start: for the test"
+
+
+def test_no_server_is_started_after_the_fleet_has_stopped(tmp_path):
+    server = SlowToEnd()
+    fleet, failure = failing(tmp_path, server)
+    threading.Timer(0.2, server.may_end.set).start()
+    fleet.stop()
+    failure.join(30)
+    assert server.log == ["stop", "stop"]
+
+
+def test_a_server_that_cannot_be_started_again_loses_the_fleet(tmp_path):
+    class Unstartable(SlowToEnd):
+        def start(self) -> None:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    server = Unstartable()
+    fleet, failure = failing(tmp_path, server)
+    server.may_end.set()
+    failure.join(30)
+    assert fleet.lost == "server_0 cannot be restarted: [Errno 12] Cannot allocate memory"
 
 
 def test_restarts_are_counted_in_a_window_of_time(tmp_path, monkeypatch):
