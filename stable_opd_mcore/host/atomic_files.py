@@ -103,21 +103,44 @@ def describe_space(path: Path, needed_bytes: int) -> str:
 def atomic_directory(path: Path) -> Iterator[Path]:
     """Yield an empty directory beside `path`; rename it to `path` when the block ends well.
 
-    An older directory is replaced. That takes two renames. A process killed between them leaves the
-    older one as `.NAME.old`, and the next call renames it back first. One process at a time may
-    write a `path`.
+    An older directory is replaced. One process at a time may write a `path`.
     """
-    new, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
-    if old.exists() and not path.exists():
-        old.rename(path)
-    for left in (new, old):
-        shutil.rmtree(left, ignore_errors=True)
+    new = path.with_name(f".{path.name}.new")
+    restore_directory(path)
+    shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
     try:
         yield new
-        if path.exists():
-            path.rename(old)
-        new.rename(path)
+        replace_directory(path, new)
     finally:
         shutil.rmtree(new, ignore_errors=True)
+
+
+def replace_directory(path: Path, new: Path) -> None:
+    """Rename `new` to `path`, then delete the older `path`.
+
+    That takes two renames. A process killed between them leaves the older directory as `.NAME.old`,
+    and `restore_directory` renames it back. After an error `path` is as it was. What cannot be
+    deleted is left to the next `restore_directory`.
+    """
+    old = _aside(path)
+    if path.exists():
+        path.rename(old)
+    try:
+        new.rename(path)
+    except OSError:
+        restore_directory(path)
+        raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def restore_directory(path: Path) -> None:
+    """Rename an older `path` back, if nothing has replaced it; else delete what is left of it."""
+    old = _aside(path)
+    if old.exists() and not path.exists():
+        old.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.old")

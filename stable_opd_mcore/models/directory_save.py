@@ -40,7 +40,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn import Module
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.host.atomic_files import describe_space
+from stable_opd_mcore.host.atomic_files import (
+    describe_space,
+    replace_directory,
+    restore_directory,
+)
 from stable_opd_mcore.models.hidden_states import unwrap
 from stable_opd_mcore.models.huggingface import write_config
 from stable_opd_mcore.models.manifest import Entries, hash_own_files, write_manifest
@@ -158,9 +162,7 @@ class DirectorySave:
             write_config(architecture_of(self._chunks), dtype, self._partial)
             self._describe(self._partial)
             write_manifest(self._partial, gathered)
-            if self._directory.exists():
-                shutil.rmtree(self._directory)
-            self._partial.rename(self._directory)
+            replace_directory(self._directory, self._partial)
 
         self._together(collect)
         gathered = gather_objects(entries)
@@ -177,6 +179,7 @@ class DirectorySave:
         return self._needed_bytes
 
     def _prepare(self) -> None:
+        restore_directory(self._directory)
         shutil.rmtree(self._partial, ignore_errors=True)
         self._partial.mkdir(parents=True)
         probe = self._partial / "probe"  # a full disk fails here, before ranks wait for each other

@@ -52,6 +52,7 @@ from stable_opd_mcore.train.persistence.checkpoint import (
     CheckpointSaver,
     load_checkpoint,
     newest_checkpoint,
+    restore_replaced,
 )
 from stable_opd_mcore.train.persistence.in_flight import restore_in_flight, save_in_flight
 from stable_opd_mcore.train.persistence.rollout_writer import RolloutWriter
@@ -306,6 +307,7 @@ def _save_without_servers(
 def _resume(run: Run) -> TrainState:
     """The newest checkpoint's state, its weights and rollouts restored; else the initial state."""
     directory = run.config.run.path
+    on_first_rank(run.world, lambda: restore_replaced(directory / CHECKPOINTS))
     newest = newest_checkpoint(directory / CHECKPOINTS)
     if newest is None:
         return TrainState()

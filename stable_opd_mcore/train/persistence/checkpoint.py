@@ -28,7 +28,7 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import load_file
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.host.atomic_files import naming_disk_errors
+from stable_opd_mcore.host.atomic_files import naming_disk_errors, restore_directory
 from stable_opd_mcore.host.tensor_files import save_tensors
 from stable_opd_mcore.models.directory_save import DirectorySave
 from stable_opd_mcore.models.manifest import find_damage
@@ -205,6 +205,14 @@ def _begin_save(
             _rng_state(), path / f"rng_rank_{rank:05d}.safetensors"
         ),
     )
+
+
+def restore_replaced(directory: Path) -> None:
+    """Rename a checkpoint back that a killed run had renamed aside, to replace it. On rank 0 of the
+    run that holds the directory's lock: an evaluation beside that run must not.
+    """
+    for aside in sorted(directory.glob(".step_*.old")):
+        restore_directory(directory / aside.name.removeprefix(".").removesuffix(".old"))
 
 
 def newest_checkpoint(directory: Path) -> Path | None:

@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import os
 import resource
 import shutil
 from pathlib import Path
@@ -19,6 +20,7 @@ from stable_opd_mcore.train.persistence.checkpoint import (
     CheckpointSaver,
     load_checkpoint,
     newest_checkpoint,
+    restore_replaced,
 )
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.student import Student
@@ -134,6 +136,42 @@ def test_new_checkpoints_are_kept_after_a_later_damaged_one(
     save(checkpoints, TrainState(step=4), student, keep=1)
     assert [path.name for path in checkpoints.iterdir()] == ["step_000004"]
     assert newest_checkpoint(checkpoints) == checkpoints / "step_000004"
+
+
+class Killed(BaseException):
+    """Ends a save where SIGKILL would."""
+
+
+def test_a_checkpoint_is_replaced_or_stays(
+    checkpoints: Path, student: Student, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a file that another client of NFS reads, and killed between the two renames."""
+    path = checkpoints / "step_000004"
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rmdir", not_empty)
+        save(checkpoints, TrainState(step=4, cursor=7), student, keep=2)
+    assert newest_checkpoint(checkpoints) == path
+    assert load_checkpoint(path, student).cursor == 7
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if path.name.startswith("partial-"):
+            raise Killed
+        return rename(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", killed)
+        with pytest.raises(Killed):
+            save(checkpoints, TrainState(step=4), student, keep=2)
+    restore_replaced(checkpoints)
+    assert newest_checkpoint(checkpoints) == path
+    assert load_checkpoint(path, student).cursor == 7
+    save(checkpoints, TrainState(step=4), student, keep=2)
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step_000002", "step_000004"]
+
+
+def not_empty(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOTEMPTY, "Directory not empty")
 
 
 @pytest.mark.parametrize("max_file_bytes", [100, 100_000])
