@@ -4,6 +4,7 @@ Not here: checkpoints, which all ranks write together (train/persistence/checkpo
 """
 
 import errno
+import logging
 import os
 import secrets
 import shutil
@@ -15,6 +16,7 @@ from typing import BinaryIO
 
 from stable_opd_mcore.errors import UserError
 
+logger = logging.getLogger(__name__)
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NOT_WRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR}
 
@@ -41,6 +43,18 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+@contextmanager
+def tolerating_leftovers(path: Path) -> Iterator[None]:
+    """Log that `path`, which is needed no more, cannot be deleted, and go on.
+
+    On NFS a file that somebody reads keeps its directory from being deleted.
+    """
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s: not deleted, the next save tries again: %s", path, error)
 
 
 def require_new_directory(path: Path) -> None:

@@ -28,7 +28,11 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import load_file
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.host.atomic_files import naming_disk_errors, restore_directory
+from stable_opd_mcore.host.atomic_files import (
+    naming_disk_errors,
+    restore_directory,
+    tolerating_leftovers,
+)
 from stable_opd_mcore.host.tensor_files import save_tensors
 from stable_opd_mcore.models.directory_save import DirectorySave
 from stable_opd_mcore.models.manifest import find_damage
@@ -132,7 +136,8 @@ class CheckpointSaver:
         path = self._directory / checkpoint_name(state.step)
         if dist.get_rank() == 0:
             for left in self._directory.glob("partial-step_*"):
-                shutil.rmtree(left)  # by a run that was killed
+                with tolerating_leftovers(left):
+                    shutil.rmtree(left)  # by a run that was killed
         with shielded():
             self._pending = (
                 path,
@@ -158,7 +163,8 @@ class CheckpointSaver:
             returned_to = {name for path in kept for name in _returns_to(path)}
             for old in so_far[: -self._keep]:
                 if old.name not in returned_to:
-                    shutil.rmtree(old)
+                    with tolerating_leftovers(old):
+                        shutil.rmtree(old)  # one deleted in part differs from its manifest
         dist.barrier()
 
 

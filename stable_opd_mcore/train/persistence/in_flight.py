@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 
 from stable_opd_mcore.data.rollout_files import read_rollouts
+from stable_opd_mcore.host.atomic_files import tolerating_leftovers
 from stable_opd_mcore.parallel.world import World, gather_objects
 from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.train.persistence.rollout_writer import write_together
@@ -30,7 +31,8 @@ def save_in_flight(directory: Path, step: int, engine: RolloutEngine, world: Wor
         kept = {path.name for path in (directory / "checkpoints").glob("step_*")} | {home.name}
         for path in (directory / FOLDER).glob("step_*"):
             if path.name not in kept:
-                shutil.rmtree(path)
+                with tolerating_leftovers(path):
+                    shutil.rmtree(path)
     # With rollout.order=completed a rank may have nothing left of a step.
     steps = sorted({later for each in gather_objects(list(drawn)) for later in each})
     files = [home / f"step_{later:06d}.jsonl" for later in steps]
@@ -38,7 +40,8 @@ def save_in_flight(directory: Path, step: int, engine: RolloutEngine, world: Wor
         write_together(path, drawn.get(later, []), world, with_experts=True)
     if world.rank == 0:
         for path in set(home.glob("*")) - set(files):
-            path.unlink()
+            with tolerating_leftovers(path):
+                path.unlink()
 
 
 def restore_in_flight(directory: Path, step: int, engine: RolloutEngine) -> None:

@@ -170,6 +170,24 @@ def test_a_checkpoint_is_replaced_or_stays(
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step_000002", "step_000004"]
 
 
+def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(
+    checkpoints: Path, student: Student, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    (checkpoints / "partial-step_000003").mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rmdir", not_empty)
+        save(checkpoints, TrainState(step=6), student, keep=2)
+    assert [line.split(":")[0] for line in caplog.messages] == [
+        str(checkpoints / name) for name in ("partial-step_000003", "step_000002")
+    ]
+    for name in ("step_000006", "step_000004"):
+        shutil.rmtree(checkpoints / name)
+    with pytest.raises(UserError, match=r"step_000002: manifest.json cannot be used"):
+        newest_checkpoint(checkpoints)
+    save(checkpoints, TrainState(step=8), student, keep=1)
+    assert [path.name for path in checkpoints.iterdir()] == ["step_000008"]
+
+
 def not_empty(*_: object, **__: object) -> None:
     raise OSError(errno.ENOTEMPTY, "Directory not empty")
 

@@ -1,6 +1,7 @@
 """Rollouts drawn ahead beside their checkpoint: stored for all ranks, deleted with it, restored."""
 
 import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,13 +97,21 @@ def test_experts_come_back_to_an_engine_that_asks_for_them(tmp_path, world):
         restore_in_flight(tmp_path, 4, Engine(routing=Routing(1, 7, 2)))
 
 
-def test_files_of_deleted_checkpoints_are_deleted(tmp_path, world):
+def test_files_of_deleted_checkpoints_are_deleted(tmp_path, world, monkeypatch):
     for step in (2, 4, 6):
         save_in_flight(tmp_path, step, Engine(rollout("s:1")), world)
         make_checkpoint(tmp_path, step)
     (tmp_path / "checkpoints" / "step_000002").rmdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rmdir", not_empty)  # another client of NFS reads one
+        save_in_flight(tmp_path, 8, Engine(rollout("s:1")), world)
+    assert stored(tmp_path) == [f"step_00000{step}" for step in (2, 4, 6, 8)]
     save_in_flight(tmp_path, 8, Engine(rollout("s:1")), world)  # before its checkpoint is written
     assert stored(tmp_path) == [f"step_00000{step}" for step in (4, 6, 8)]
+
+
+def not_empty(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOTEMPTY, "Directory not empty")
 
 
 def test_an_engine_that_draws_nothing_ahead_stores_nothing(tmp_path, world):
