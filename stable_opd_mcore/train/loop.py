@@ -103,7 +103,8 @@ def train(config: Config, show_progress: bool = True, accept_changes: bool = Fal
     with ExitStack() as stack:
         stack.enter_context(stop)
         on_first_rank(world, lambda: _take_directory(home, stack))
-        watchdog = Watchdog(config.fault.watchdog_minutes, home / STACKS, world.rank)
+        minutes, stacks = config.fault.watchdog_minutes, home / STACKS
+        watchdog = Watchdog(minutes, stacks, world.rank, world.world_size)
         stack.enter_context(watchdog)
         session = Session(world, stop, watchdog, show_progress, accept_changes)
         try:

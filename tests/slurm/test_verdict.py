@@ -147,7 +147,7 @@ from stable_opd_mcore.train.oversight.watchdog import Watchdog
 
 run, rank = Path(sys.argv[1]), int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{run}/store", rank=rank, world_size=2)
-with Watchdog(minutes=(2 + 2 * rank) / 60, directory=run / "stacks", rank=rank):
+with Watchdog((2 + 2 * rank) / 60, run / "stacks", rank, world_size=2):
     if rank == 0:
         dist.barrier()
     time.sleep(600)

@@ -19,9 +19,12 @@ Not here: the time-outs of the collectives (config/schema.py), and the verdict (
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -30,6 +33,7 @@ from stable_opd_mcore.host.atomic_files import write_atomically
 STACKS = "stacks"
 SILENT = "silent"  # file beside the stacks: ranks without a sign of life before a hang, one a line
 PROGRESS = "progress"  # file beside the stacks: its time stamp is that of the newest response
+logger = logging.getLogger(__name__)
 _BEATS = 20  # signs of life within the time limit of a step
 _LOOK = 0.8  # share of the limit without a step after which the other ranks are checked
 _SILENCE = 0.5  # share of the limit without a sign of life after which a rank is silent
@@ -41,11 +45,13 @@ class Watchdog:
     Args:
         minutes: longest time between two calls of `step_done`; None never fires.
         directory: of the stack files rank_00003.txt; replaces those of an earlier attempt.
+        world_size: files of higher ranks are of an earlier attempt.
     """
 
-    def __init__(self, minutes: float | None, directory: Path, rank: int):
+    def __init__(self, minutes: float | None, directory: Path, rank: int, world_size: int):
         self._seconds = None if minutes is None else 60.0 * minutes
         self._path = directory / f"rank_{rank:05d}.txt"
+        self._ranks = [directory / f"rank_{other:05d}.txt" for other in range(world_size)]
         self._silent = directory / SILENT
         self._file: TextIO | None = None
         self._progress = directory / PROGRESS
@@ -53,6 +59,7 @@ class Watchdog:
         self._lock = threading.Lock()  # of the timer
         self._ended = threading.Event()
         self._heart: threading.Thread | None = None
+        self._warned = False
 
     def __enter__(self) -> Watchdog:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +84,8 @@ class Watchdog:
         now = time.monotonic()
         if self._seconds is not None and now - self._last_progress > self._seconds / _BEATS:
             self._last_progress = now
-            self._progress.touch()
+            with self._going_on():
+                self._progress.touch()
 
     def __exit__(self, *exception: object) -> None:
         self._ended.set()
@@ -86,29 +94,44 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
         if self._file is not None:
             self._file.close()
-            self._path.unlink()
+            self._path.unlink(missing_ok=True)
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Log the first error of the file system. A later beat may do better."""
+        try:
+            yield
+        except OSError as error:
+            if not self._warned:
+                logger.warning("a sign of life is missed: %s; later ones are not logged", error)
+            self._warned = True
 
     def _beat(self, seconds: float) -> None:
         """Give signs of life; check those of the other ranks once a step takes too long."""
         reported, last_beat, last_stop = [], time.monotonic(), 0.0
-        newest = self._progress_time()
+        newest = 0.0
+        with self._going_on():
+            newest = self._progress_time()
         while not self._ended.wait(seconds / _BEATS):
-            os.utime(self._path)
+            with self._going_on():
+                os.utime(self._path)
             now = time.monotonic()
             if now - last_beat > _SILENCE * seconds:
                 last_stop = now
             last_beat = now
-            if newest != (newest := self._progress_time()):
-                self.step_done()
+            with self._going_on():
+                if newest != (newest := self._progress_time()):
+                    self.step_done()
             # a rank that was itself stopped within this step sees the others' signs too late
             if self._last_step < last_stop or now - self._last_step < _LOOK * seconds:
                 continue
-            silent = self._silent_ranks(_SILENCE * seconds)
-            write_atomically(self._silent, "".join(f"{name}\n" for name in silent).encode())
-            if silent and silent != reported:
-                minutes = _SILENCE * seconds / 60
-                print(f"no sign of life for {minutes:.2g} minutes: {' '.join(silent)}", flush=True)
-                reported = silent
+            with self._going_on():
+                silent = self._silent_ranks(_SILENCE * seconds)
+                write_atomically(self._silent, "".join(f"{name}\n" for name in silent).encode())
+                if silent and silent != reported:
+                    minutes = f"{_SILENCE * seconds / 60:.2g} minutes"
+                    print(f"no sign of life for {minutes}: {' '.join(silent)}", flush=True)
+                    reported = silent
 
     def _progress_time(self) -> float:
         return self._progress.stat().st_mtime if self._progress.exists() else 0.0
@@ -118,5 +141,5 @@ class Watchdog:
         has fired already are left out.
         """
         now = self._path.stat().st_mtime
-        stats = [(file.stem, file.stat()) for file in sorted(self._path.parent.glob("rank_*.txt"))]
+        stats = [(file.stem, file.stat()) for file in self._ranks if file.exists()]
         return [name for name, s in stats if now - s.st_mtime > seconds and not s.st_size]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from stable_opd_mcore.train.oversight.watchdog import SILENT
+from stable_opd_mcore.train.oversight.watchdog import SILENT, Watchdog
 
 PROGRAM = """
 import sys, time
@@ -23,7 +23,7 @@ def collective_that_never_returns():
     time.sleep(60)
 
 directory, rank, seconds, said, times, pause, end = sys.argv[1:]
-with Watchdog(float(seconds) / 60, Path(directory), int(rank)) as watchdog:
+with Watchdog(float(seconds) / 60, Path(directory), int(rank), world_size=4) as watchdog:
     for _ in range(int(times)):
         time.sleep(float(pause))
         if said:
@@ -52,11 +52,15 @@ def test_watchdog_ends_only_a_hanging_process(end, code, tmp_path):
 def start(directory: Path, *ranks: int, seconds: float) -> list[subprocess.Popen]:
     """Processes that hang once their watchdogs are armed."""
     processes = [process(directory, rank, seconds) for rank in ranks]
+    await_armed(directory, *ranks)
+    return processes
+
+
+def await_armed(directory: Path, *ranks: int) -> None:
     deadline = time.monotonic() + 60
     while not all((directory / f"rank_{rank:05d}.txt").exists() for rank in ranks):
         assert time.monotonic() < deadline, "the ranks do not start"
         time.sleep(0.05)
-    return processes
 
 
 def test_stopped_rank_is_recorded_and_stays_recorded_when_it_continues(tmp_path):
@@ -72,14 +76,25 @@ def test_stopped_rank_is_recorded_and_stays_recorded_when_it_continues(tmp_path)
 
 @pytest.mark.parametrize(("end", "code"), [("work", 0), ("hang", 1)])
 def test_waiting_ranks_are_not_ended_while_one_makes_progress(end, code, tmp_path):
+    """Also when one cannot give signs of life."""
     ranks = [
         process(tmp_path, rank, 2.0, said, 25, 0.2, end)
         for rank, said in enumerate(["progress", ""])
     ]
+    await_armed(tmp_path, 1)
+    (tmp_path / "rank_00001.txt").unlink()
     assert [rank.wait(timeout=60) for rank in ranks] == [code, code]
 
 
+def test_progress_that_cannot_be_written_ends_nothing(tmp_path, caplog):
+    Watchdog(1.0, tmp_path / "absent", 0, world_size=1).progress()
+    assert "a sign of life is missed: [Errno 2]" in caplog.text
+
+
 def test_no_rank_is_recorded_if_all_hang(tmp_path):
+    earlier = tmp_path / "rank_00004.txt"  # of a larger attempt that was killed
+    earlier.touch()
+    os.utime(earlier, (1, 1))
     ranks = start(tmp_path, 0, 1, seconds=2)
     assert [rank.wait(timeout=60) for rank in ranks] == [1, 1]
     assert (tmp_path / SILENT).read_text() == ""
