@@ -16,5 +16,9 @@ class ConfigError(UserError):
     """A setting: the message says which, in which file, and how to mend it."""
 
 
+class NotFiniteError(UserError):
+    """NaN or infinity in the loss, the gradient or a weight; every rank raises it."""
+
+
 class DataError(UserError):
     """A file that was read: the message names file, row or line, column and remedy."""

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from torch import Tensor
 from torch.nn import Module
 
-from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.errors import NotFiniteError
 from stable_opd_mcore.models import tensors
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.hidden_states import unwrap
@@ -128,7 +128,7 @@ def refuse_non_finite(chunks: Sequence[Module], origin: str) -> None:
     """Check every weight of the model. Collective over all ranks.
 
     Raises:
-        UserError: a weight of some rank is NaN or infinite; `origin` begins the message.
+        NotFiniteError: a weight of some rank is NaN or infinite; `origin` begins the message.
     """
     parameters = [(weight.detach(), entry) for _, weight, entry in described_parameters(chunks)]
     bounds = torch.stack([_bounds(weight) for weight, _ in parameters])  # read from the GPU once
@@ -136,7 +136,7 @@ def refuse_non_finite(chunks: Sequence[Module], origin: str) -> None:
     bad = None if all(finite) else ", ".join(parameters[finite.index(False)][1].hf_names)
     for name in gather_objects(bad):
         if name is not None:
-            raise UserError(f"{origin}: tensor {name} holds NaN or infinity")
+            raise NotFiniteError(f"{origin}: tensor {name} holds NaN or infinity")
 
 
 def is_finite(tensor: Tensor) -> bool:

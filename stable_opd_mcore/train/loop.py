@@ -18,6 +18,7 @@ from stable_opd_mcore.checks.checklist import check_config, refuse_errors
 from stable_opd_mcore.checks.run_directory import CHECKPOINTS, settings_changes
 from stable_opd_mcore.config.cold_start import MODEL, after_cold_start, cold_start_config
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.errors import NotFiniteError
 from stable_opd_mcore.host.atomic_files import naming_disk_errors, write_atomically
 from stable_opd_mcore.host.run_lock import RunLock
 from stable_opd_mcore.models.huggingface import export_hf
@@ -239,6 +240,9 @@ def _train_steps(
             result = train_step(run, state)
         except (EngineLost, TeacherLost) as lost:
             _save_without_servers(run, state, saver, session.stop, lost)
+            raise
+        except NotFiniteError:
+            saver.finish()  # the checkpoint of an earlier step that is being written
             raise
         state, metrics = result.state, result.metrics
         failed = None

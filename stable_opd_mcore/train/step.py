@@ -27,7 +27,7 @@ from torch.nn import Module
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.packing import costs
 from stable_opd_mcore.data.responses import version_metrics
-from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.errors import NotFiniteError
 from stable_opd_mcore.losses.fused import finite_scores, require_finite_scores
 from stable_opd_mcore.losses.token_weights import (
     correct_importance,
@@ -330,14 +330,14 @@ def require_finite(metrics: Metrics, grad_norm: float, step: int) -> None:
     """Stop before an update that would damage the weights.
 
     Raises:
-        UserError: the loss or the gradient norm is not finite; no weight has changed.
+        NotFiniteError: the loss or the gradient norm is not finite; no weight has changed.
     """
     loss = metrics["loss/total"].value()
     if loss is None or not math.isfinite(loss) or not math.isfinite(grad_norm):
         losses = ", ".join(
             f"{key}={metrics[key].value()}" for key in metrics if key.startswith("loss/")
         )
-        raise UserError(
+        raise NotFiniteError(
             f"step {step}: {losses}, grad_norm={grad_norm}: not finite. The update was not made "
             "and the newest checkpoint is intact. Lower optimizer.lr, or look at the step's "
             "rollouts"
