@@ -9,6 +9,7 @@ Not here: metrics.jsonl (sinks.py), rollouts (reader.py), the page (report.py).
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -92,18 +93,25 @@ def read_written(run: ReportRun) -> WrittenRun:
 def seeds_together(runs: Sequence[WrittenRun]) -> list[WrittenRun]:
     """The runs; those that differ in their seed alone share a label.
 
-    It is what their names have in common. A label that was given stays.
+    It is what their names have in common, or all their names where others would have that label,
+    too. A label that was given stays.
     """
     arms: dict[frozenset[tuple[str, str]], list[WrittenRun]] = {}
     for one in runs:
         if one.run.label == one.run.name:
             same = frozenset(i for i in one.settings.items() if not SEEDS.fullmatch(i[0]))
             arms.setdefault(same, []).append(one)
-    labels = {
-        one.run: _in_common([each.run.name for each in arm])
+    names = {
+        one.run: tuple(each.run.name for each in arm)
         for arm in arms.values()
         if len(arm) == len({frozenset(one.settings.items()) for one in arm}) > 1
         for one in arm
+    }
+    taken = Counter(_in_common(arm) for arm in set(names.values()))
+    taken.update(one.run.label for one in runs if one.run not in names)
+    labels = {
+        run: common if taken[common := _in_common(arm)] == 1 else " + ".join(arm)
+        for run, arm in names.items()
     }
     return [
         replace(one, run=replace(one.run, label=labels.get(one.run, one.run.label))) for one in runs

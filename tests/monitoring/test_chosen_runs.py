@@ -73,3 +73,11 @@ def test_runs_that_differ_in_the_seed_alone_share_a_label():
     found = seeds_together([opd[0], *below, opd[1], alone, given, *unknown])
     labels = [one.run.label for one in found]
     assert labels == ["sweep_beta0", "grpo", "grpo", "sweep_beta0", "sft", "mine", "y0", "y1"]
+
+    arms = [run(f"run{n}", n % 2, beta="0" if n < 3 else "1") for n in (1, 2, 3, 4)]
+    labels = [one.run.label for one in seeds_together(arms)]
+    assert labels == ["run1 + run2", "run1 + run2", "run3 + run4", "run3 + run4"]
+    for other in (run("opd", 1, beta="1"), run("x", 1, "opd", beta="1")):
+        seeds = [run(f"opd_seed{seed}", seed, beta="0") for seed in (1, 2)]
+        labels = [one.run.label for one in seeds_together([*seeds, other])]
+        assert labels == ["opd_seed1 + opd_seed2", "opd_seed1 + opd_seed2", "opd"]
