@@ -27,6 +27,7 @@ from stable_opd_mcore.preparation.recipes import BOTH, OPD, RECIPES, SFT, Recipe
 from stable_opd_mcore.preparation.rules import RuleSettings
 
 SFT_ROWS = 33_000
+DROPPED = "_dropped"  # ends the name of the file of the dropped rows
 _PACKAGES = ("stable-opd-mcore", "tokenizers", "pyarrow", "datasets")
 
 
@@ -141,10 +142,13 @@ def job_of(
     paths = find_files(place, chosen.files)
     name = recipe if recipe != "rows" else place.stem
     outputs = (SFT, OPD, BOTH) if chosen.openr1 else (chosen.output or name,)
-    for output in outputs:
-        if (directory / f"{output}.jsonl").resolve() in [path.resolve() for path in paths]:
+    _require_own_name(name, origin)
+    writes_benchmarks = benchmarks is None or benchmarks.resolve() != directory.resolve()
+    for written in (*outputs, f"{name}{DROPPED}", *(BENCHMARKS if writes_benchmarks else ())):
+        if (directory / f"{written}.jsonl").resolve() in [path.resolve() for path in paths]:
             raise UserError(
-                f"{directory / output}.jsonl would replace its own source; name another --directory"
+                f"{directory / written}.jsonl would replace its own source; "
+                "name another --directory"
             )
     if columns.get("problem") == "":
         raise UserError("--problem '': every row needs a problem; name its column")
@@ -169,7 +173,7 @@ def job_of(
         ),
         directory=directory,
         outputs=outputs,
-        writes_benchmarks=benchmarks is None or benchmarks.resolve() != directory.resolve(),
+        writes_benchmarks=writes_benchmarks,
         sft_rows=sft_rows if chosen.openr1 else None,
         seed=seed,
         num_processes=processes or len(os.sched_getaffinity(0)),
@@ -187,6 +191,16 @@ def _recipe(name: str, columns: Mapping[str, str], sft_rows: int) -> Recipe:
     if sft_rows != SFT_ROWS and not RECIPES[name].openr1:
         raise UserError(f"--sft-rows divides the rows of --recipe openr1, not of {name}")
     return RECIPES[name]
+
+
+def _require_own_name(name: str, origin: str) -> None:
+    """Refuse a name whose files would be those of a benchmark or of another preparation."""
+    if name in BENCHMARKS or name.endswith(DROPPED):
+        whose = "a benchmark" if name in BENCHMARKS else "another source's dropped rows"
+        raise UserError(
+            f"{origin}: its rows would be written to {name}.jsonl, which is the file of {whose}; "
+            "give --source a copy of another name"
+        )
 
 
 def _tokenizer(student: str, revision: str | None) -> Tokenizer:

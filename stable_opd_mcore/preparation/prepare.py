@@ -34,7 +34,7 @@ from stable_opd_mcore.host.atomic_files import atomic_file, naming_disk_errors
 from stable_opd_mcore.host.run_lock import RunLock
 from stable_opd_mcore.host.worker_processes import end_with_parent
 from stable_opd_mcore.preparation.datasheet import datasheet, lengths_entry
-from stable_opd_mcore.preparation.job import InputFile, Job, digest
+from stable_opd_mcore.preparation.job import DROPPED, InputFile, Job, digest
 from stable_opd_mcore.preparation.openr1 import Dropped
 from stable_opd_mcore.preparation.rules import CONTAMINATED, Rules, RuleSettings
 from stable_opd_mcore.preparation.split import row_key, shuffled, split_rows
@@ -183,7 +183,7 @@ def _write_all(job: Job, rows: datasets.Dataset, new: Path, tell: Callable[[str]
         lengths = ([columns[column][row] for row in chosen] for column in _NUMBERS)
         outputs[f"{name}.jsonl"] = _write(new / f"{name}.jsonl", texts) | lengths_entry(*lengths)
         tell(f"{len(chosen):,} rows: {job.directory / name}.jsonl")
-    others = {f"{job.name}_dropped": _records(rows, dropped, ("source", "reason", "detail"))}
+    others = {f"{job.name}{DROPPED}": _records(rows, dropped, ("source", "reason", "detail"))}
     if job.writes_benchmarks:
         for benchmark, problems in job.rules.benchmarks.items():
             others[benchmark] = ({"problem": r.problem, "answer": r.answer} for r in problems)

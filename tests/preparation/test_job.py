@@ -81,6 +81,20 @@ def test_names_of_files_follow_from_the_recipe(inputs, tmp_path):
     assert not small_job(inputs, inputs / "benchmarks").writes_benchmarks
 
 
+def test_no_file_of_a_preparation_replaces_another(inputs, tmp_path):
+    columns = {"problem": "problem", "answer": "answer", "solution": ""}
+    options = {"recipe": "rows", "sft_rows": 33_000, "columns": columns}
+    for name, whose in (("amc", "a benchmark"), ("mine_dropped", "another source's dropped rows")):
+        source = tmp_path / f"{name}.jsonl"
+        source.write_text('{"problem": "x", "answer": "1"}\n')
+        message = rf"{name}\.jsonl, which is the file of {whose}; give --source a copy of another"
+        with pytest.raises(UserError, match=message):
+            small_job(inputs, tmp_path / "out", source=str(source), **options)
+    with pytest.raises(UserError, match=r"amc\.jsonl would replace its own source; name another"):
+        small_job(inputs, tmp_path, source=str(tmp_path), **options)
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_filter_depends_on_all_that_decides_it_and_on_nothing_else(inputs, tmp_path):
     def key(**changes):
         return digest(small_job(inputs, tmp_path, **changes).facts["filter"])
