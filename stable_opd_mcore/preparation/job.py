@@ -138,9 +138,9 @@ def job_of(
     chosen = _recipe(recipe, columns, sft_rows)
     tokenizer = _tokenizer(student, student_revision)
     loaded = {name: load_benchmark(name, benchmarks) for name in BENCHMARKS}
-    place, origin = _source(chosen, source, revision)
+    place, origin, source_name = _source(chosen, source, revision)
     paths = find_files(place, chosen.files)
-    name = recipe if recipe != "rows" else place.stem
+    name = recipe if recipe != "rows" else source_name
     outputs = (SFT, OPD, BOTH) if chosen.openr1 else (chosen.output or name,)
     _require_own_name(name, origin)
     writes_benchmarks = benchmarks is None or benchmarks.resolve() != directory.resolve()
@@ -211,16 +211,17 @@ def _tokenizer(student: str, revision: str | None) -> Tokenizer:
     return Tokenizer.load(student)
 
 
-def _source(recipe: Recipe, source: str | None, revision: str | None) -> tuple[Path, str]:
+def _source(recipe: Recipe, source: str | None, revision: str | None) -> tuple[Path, str, str]:
+    """Where the files are, where they are from, and the source's name."""
     hub_id = source or recipe.hub_id
     if hub_id is None:
         raise UserError("--recipe rows needs --source: a folder, a file, or a hub id")
     if not is_hub_id(hub_id):
         if revision is not None:
             raise UserError(f"--revision is of a data set on the hub, and {source} is a path")
-        return Path(hub_id), hub_id
+        return Path(hub_id), hub_id, Path(os.path.abspath(hub_id)).stem  # "." has a name, too
     folder, commit = download(hub_id, "dataset", recipe.files[:1], revision)
-    return folder, f"{hub_id}@{commit}"
+    return folder, f"{hub_id}@{commit}", hub_id.partition("/")[2]
 
 
 def _columns(recipe: Recipe, columns: ColumnsConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -50,6 +50,10 @@ def test_data_and_student_come_from_the_hub_at_a_commit(inputs, tmp_path, monkey
         use_hub(monkeypatch, url, tmp_path / "cache")
         options = {"source": None, "revision": COMMIT, "student": "me/student"}
         job = small_job(inputs, tmp_path, **options)
+        rows = {"recipe": "rows", "sft_rows": 33_000, "columns": {"answer": ""}}
+        options |= {"source": "open-r1/OpenR1-Math-220k"}
+        named = small_job(inputs, tmp_path, **options | rows)
+    assert (named.name, named.outputs) == ("OpenR1-Math-220k", ("OpenR1-Math-220k",))
     assert job.facts["origin"] == f"open-r1/OpenR1-Math-220k@{COMMIT}"
     local = small_job(inputs, tmp_path)
     assert [file.sha256 for file in job.files] == [file.sha256 for file in local.files]
@@ -69,7 +73,7 @@ def test_benchmarks_and_columns_are_checked_first(inputs, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_names_of_files_follow_from_the_recipe(inputs, tmp_path):
+def test_names_of_files_follow_from_the_recipe(inputs, tmp_path, monkeypatch):
     outputs = small_job(inputs, tmp_path).outputs
     assert outputs == ("openr1_sft_33k", "openr1_opd_13k", "openr1_sft_46k")
     source = {"source": str(inputs / "gsm8k"), "sft_rows": 33_000}
@@ -77,6 +81,9 @@ def test_names_of_files_follow_from_the_recipe(inputs, tmp_path):
     assert (job.name, job.outputs) == ("gsm8k", ("gsm8k_train",))
     columns = {"problem": "question", "answer": "answer", "solution": "answer"}
     job = small_job(inputs, tmp_path, recipe="rows", columns=columns, **source)
+    assert (job.name, job.outputs) == ("gsm8k", ("gsm8k",))
+    monkeypatch.chdir(inputs / "gsm8k")
+    job = small_job(inputs, tmp_path, recipe="rows", columns=columns, **source | {"source": "."})
     assert (job.name, job.outputs) == ("gsm8k", ("gsm8k",))
     assert not small_job(inputs, inputs / "benchmarks").writes_benchmarks
 
