@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from stable_opd_mcore.config.load import read_mapping
+from stable_opd_mcore.config.load import read_mapping, unescaped
 from stable_opd_mcore.config.schema import Config
 
 # Keys and sections that may differ when a run is resumed: how long, where, how fast, how watched.
@@ -45,7 +45,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: see `read_mapping`.
     """
-    return cast("dict[str, Any]", OmegaConf.to_container(read_mapping(path)))
+    return unescaped(OmegaConf.to_container(read_mapping(path)))
 
 
 def changes(old: Mapping[str, Any], new: Config) -> dict[str, tuple[Any, Any]]:

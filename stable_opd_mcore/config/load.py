@@ -5,7 +5,8 @@ the file. A run's resolved copy holds every value and no base.
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -27,7 +28,8 @@ def load_config(
     """Read `path` and its bases, apply overrides such as "train.steps=10", validate.
 
     Args:
-        changes: values that replace those of the file, section by section, before the overrides.
+        changes: plain values that replace those of the file, section by section, before the
+            overrides.
 
     Raises:
         ConfigError: missing file, broken YAML, unknown key (with the nearest right spelling),
@@ -37,9 +39,10 @@ def load_config(
     for item in overrides:
         if "=" not in item:
             raise ConfigError(f"override {item!r}: expected key=value, e.g. train.steps=10")
+    plain: dict[str, Any] = _escaped(changes or {})
     try:
         tree = _with_bases(path)
-        for over in (OmegaConf.create(dict(changes or {})), *map(_parse_override, overrides)):
+        for over in (OmegaConf.create(plain), *map(_parse_override, overrides)):
             tree = _merged(tree, over)
         values = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
@@ -127,7 +130,31 @@ def save_config(config: Config, path: Path) -> None:
 def config_yaml(config: Config) -> bytes:
     """The contents of a resolved config's file."""
     values = config.model_dump(mode="json", by_alias=True)
-    return OmegaConf.to_yaml(OmegaConf.create(values)).encode()
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(values))).encode()
+
+
+def _escaped(values: Any) -> Any:
+    """Plain values with each `${` of their texts as `\\${`: OmegaConf would replace `${key}`.
+
+    It halves the backslashes before a `${`, so they are doubled.
+    """
+    return _with_texts(values, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
+
+
+def unescaped(values: Any) -> Any:
+    """The plain values of what `config_yaml` wrote, as YAML. A bare `${` stays as it is."""
+    escape = re.compile(r"(?<!\\)((?:\\\\)*)\\(?=\$\{)")
+    return _with_texts(values, lambda text: escape.sub(lambda m: m[1][::2], text))
+
+
+def _with_texts(values: Any, change: Callable[[str], str]) -> Any:
+    """The values with every text in them, at any depth, changed; keys stay."""
+    if isinstance(values, Mapping):
+        items = cast("Mapping[Any, Any]", values).items()
+        return {key: _with_texts(value, change) for key, value in items}
+    if isinstance(values, list):
+        return [_with_texts(value, change) for value in cast("list[Any]", values)]
+    return change(values) if isinstance(values, str) else values
 
 
 def _explain(item: Any, origin: str, overrides: Sequence[str]) -> str:

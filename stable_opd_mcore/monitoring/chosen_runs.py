@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from stable_opd_mcore.config.changes import by_dotted_key
+from stable_opd_mcore.config.load import unescaped
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.json_files import read_json_object
 from stable_opd_mcore.host.printable_text import printable, shortest_end
@@ -144,7 +145,7 @@ def read_settings(directory: Path) -> dict[str, str]:
         # A run writes no aliases. Nested ones would grow to any size when they are shown.
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, LOADER)):
             raise ValueError("it holds aliases (*name), which no run writes")
-        values = yaml.load(text, LOADER)
+        values = unescaped(yaml.load(text, LOADER))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())  # of several lines, with a caret below one
         raise UserError(f"{path}: not readable as YAML: {reason}") from error

@@ -5,6 +5,7 @@ import pytest
 from stable_opd_mcore.config.changes import FREE, NOT_FREE, changes, read_settings
 from stable_opd_mcore.config.load import load_config, save_config
 from stable_opd_mcore.config.schema import Config, Section
+from stable_opd_mcore.monitoring.chosen_runs import read_settings as run_settings
 from tests.config.test_load import CONFIGS, SMOKE
 
 
@@ -19,6 +20,32 @@ def differences(tmp_path, overrides):
 def test_stored_config_has_no_changes(path, tmp_path):
     save_config(load_config(path), tmp_path / "stored.yaml")
     assert changes(read_settings(tmp_path / "stored.yaml"), load_config(path)) == {}
+
+
+def test_a_stored_text_with_dollar_and_brace_is_the_one_that_was_set(tmp_path):
+    texts = (
+        "${x}",
+        "a${oc.env:HOME",
+        r"\${x}",
+        r"\\${x}${y}" + "\\",
+        r"\frac12 ${x^{2}}$",
+        "$${\n",
+    )
+    stored = tmp_path / "config.resolved.yaml"
+    for text in texts:
+        config = load_config(SMOKE).replaced(
+            monitoring={"wandb_project": text},
+            data={"prompt_template": f"{{problem}} {text}"},
+            student={"chat_template_kwargs": {"a": {"b": [text]}}},
+        )
+        save_config(config, stored)
+        assert load_config(stored) == config
+        assert load_config(SMOKE, (), config.model_dump(mode="json", by_alias=True)) == config
+        assert changes(read_settings(stored), config) == {}
+        assert run_settings(tmp_path)["monitoring.wandb_project"] == text
+    save_config(load_config(SMOKE, [r"data.prompt_template=\${x}"]), stored)
+    stored.write_text(stored.read_text().replace(r"\${x}", "${x}"))  # a run from before the escapes
+    assert read_settings(stored)["data"]["prompt_template"] == "${x}"
 
 
 @pytest.mark.parametrize(
