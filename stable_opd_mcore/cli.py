@@ -182,11 +182,15 @@ def evaluate(
     configs = [evaluation_config(each, config, overrides) for each in targets]
     from stable_opd_mcore.train.evaluation import evaluate_config
 
+    done: list[Path] = []
     with interruptible("the same command goes on after the last stored part"):
         for settings in configs:
-            last = settings is configs[-1]
-            others = [each.run.path for each in configs[:-1]] if last else []
-            evaluate_config(settings, typer.echo, show_progress=True, limit=limit, beside=others)
+            beside = done if settings is configs[-1] else []
+            done.append(
+                evaluate_config(
+                    settings, typer.echo, show_progress=True, limit=limit, beside=beside
+                )
+            )
 
 
 @app.command()

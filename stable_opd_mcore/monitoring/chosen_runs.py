@@ -91,6 +91,27 @@ def read_written(run: ReportRun) -> WrittenRun:
     return WrittenRun(run, rows, events, read_settings(run.directory), results, timeline)
 
 
+def evaluated_runs(evaluations: Iterable[Path]) -> list[WrittenRun]:
+    """The runs of these evaluations (`<run>/evaluation/<model>`) with their settings and results.
+
+    Models of no run have a common directory in the place of a run's, with neither settings nor
+    metrics.
+
+    Raises:
+        UserError: a malformed settings or results file; the message names it.
+    """
+    results: dict[Path, dict[str, dict[str, dict[str, float]]]] = {}
+    for each in evaluations:
+        directory = Path(os.path.realpath(each))
+        found = _results(directory / "results.json")
+        results.setdefault(directory.parent.parent, {})[directory.name] = found
+    names = {path: printable(shortest_end(path, results)) for path in results}
+    return [
+        WrittenRun(ReportRun(path, names[path], names[path]), [], [], read_settings(path), found)
+        for path, found in results.items()
+    ]
+
+
 def seeds_together(runs: Sequence[WrittenRun]) -> list[WrittenRun]:
     """The runs; those that differ in their seed alone share a label.
 

@@ -39,8 +39,7 @@ from stable_opd_mcore.host.atomic_files import naming_disk_errors, write_atomica
 from stable_opd_mcore.host.run_lock import RunLock
 from stable_opd_mcore.metrics import Max, Metrics, reduce_over_ranks
 from stable_opd_mcore.models.weights import weights_hash
-from stable_opd_mcore.monitoring.chosen_runs import named_runs, read_written, seeds_together
-from stable_opd_mcore.monitoring.sinks import METRICS_FILE
+from stable_opd_mcore.monitoring.chosen_runs import evaluated_runs, seeds_together
 from stable_opd_mcore.monitoring.tables import benchmark_table
 from stable_opd_mcore.parallel.world import World, object_group, stop_world
 from stable_opd_mcore.records import Prompt, Sampling
@@ -116,8 +115,8 @@ def evaluate_config(
 
     Args:
         limit: evaluate the first problems of each set only; the directory's name says so.
-        beside: other runs' directories; a table of their results and these is printed, with means
-            over those that differ in their seed alone.
+        beside: directories of other evaluations; a table of their results and these is printed,
+            with means over the runs that differ in their seed alone.
 
     Returns:
         The evaluation's directory, `<run>/evaluation/<name>`.
@@ -154,7 +153,7 @@ def evaluate_config(
         if world.rank == 0:
             _write_results(evaluation, print_line)
             if beside:
-                print_line(_table_of_runs([*beside, home.parent]))
+                print_line(_table_of_evaluations([*beside, config.run.path]))
     write_outcome(home, DONE, step=None)
     stop_world()
     return config.run.path
@@ -319,11 +318,11 @@ def _write_results(evaluation: Evaluation, print_line: Callable[[str], None]) ->
     print_line(f"{home / RESULTS}.json, .md, .tex; responses: {home / 'responses'}")
 
 
-def _table_of_runs(directories: Sequence[Path]) -> str:
-    """The results of these runs, as in a report; a directory that is no run is left out."""
-    runs = named_runs([each for each in directories if (each / METRICS_FILE).is_file()])
-    table = benchmark_table(seeds_together([read_written(run) for run in runs]))
-    return "" if table is None else markdown_table([table.columns, *table.rows])
+def _table_of_evaluations(directories: Sequence[Path]) -> str:
+    """The results of these evaluations, as in a report."""
+    table = benchmark_table(seeds_together(evaluated_runs(directories)))
+    assert table is not None
+    return markdown_table([table.columns, *table.rows])
 
 
 def _hash_of(prompts: Sequence[Prompt]) -> str:

@@ -8,6 +8,7 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.monitoring.chosen_runs import (
     ReportRun,
     WrittenRun,
+    evaluated_runs,
     named_runs,
     read_written,
     seeds_together,
@@ -59,6 +60,22 @@ def test_what_a_run_has_written(tmp_path):
         read_written(run)
     (run.directory / "config.resolved.yaml").unlink()  # a run that died early has none
     assert read_written(run).settings == {}
+
+
+def test_evaluated_models_of_no_run_have_results_and_no_settings(tmp_path):
+    places = [tmp_path / name for name in ("models/evaluation/b", "models/evaluation/a", "run/e/a")]
+    for number, place in enumerate(places):
+        place.mkdir(parents=True)
+        (place / "results.json").write_text(
+            f'{{"benchmarks": {{"amc": {{"accuracy": {number}}}}}}}'
+        )
+    settings = tmp_path / "run" / "config.resolved.yaml"
+    settings.write_text("train: {seed: 1}")
+    models, run = seeds_together(evaluated_runs(places))
+    assert (models.run.label, models.settings, models.rows) == ("models", {}, [])
+    assert models.results == {"b": {"amc": {"accuracy": 0.0}}, "a": {"amc": {"accuracy": 1.0}}}
+    assert (run.run.name, run.settings) == ("run", {"train.seed": "1"})
+    assert run.results == {"a": {"amc": {"accuracy": 2.0}}}
 
 
 def test_runs_that_differ_in_the_seed_alone_share_a_label():
