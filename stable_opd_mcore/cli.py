@@ -75,6 +75,11 @@ def _require_path(path: Path, wanted: str) -> None:
         raise UserError(f"{path}: no such file or directory; give {wanted}")
 
 
+def _is_path(word: str) -> bool:
+    """Whether a word is no override: it has no "=", or is a path that exists (runs/lr=1e-6)."""
+    return "=" not in word or os.path.exists(word)  # Path.exists raises for a long override
+
+
 @app.command()
 def train(
     config: ConfigPath,
@@ -169,7 +174,7 @@ def evaluate(
     ] = None,
 ) -> None:
     """Evaluate a model: avg@k and pass@k with intervals, truncation, repetition, as tables."""
-    targets = [target, *(Path(word) for word in more or [] if "=" not in word)]
+    targets = [target, *(Path(word) for word in more or [] if _is_path(word))]
     for each in targets:
         _require_path(each, "a config, a run's directory, a model's or a checkpoint's")
     if config is not None:
@@ -178,7 +183,7 @@ def evaluate(
         from stable_opd_mcore.train.evaluated_model import evaluation_config, named_benchmarks
 
     named = named_benchmarks(benchmarks) if benchmarks is not None else []
-    overrides = [*named, *(word for word in more or [] if "=" in word)]
+    overrides = [*named, *(word for word in more or [] if not _is_path(word))]
     configs = [evaluation_config(each, config, overrides) for each in targets]
     from stable_opd_mcore.train.evaluation import evaluate_config
 
@@ -338,8 +343,8 @@ def rehearse(
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch: tensors without memory are the CPU's
     from stable_opd_mcore.config.load import load_config
 
-    overrides = [argument for argument in configs if "=" in argument]
-    paths = [Path(argument) for argument in configs if "=" not in argument]
+    overrides = [argument for argument in configs if not _is_path(argument)]
+    paths = [Path(argument) for argument in configs if _is_path(argument)]
     settings = [load_config(path, overrides) for path in paths]
     with _importing():
         from stable_opd_mcore.planning.plan import Cluster

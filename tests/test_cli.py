@@ -82,6 +82,22 @@ def test_quiet_and_version(command, monkeypatch, capsys):
     assert capsys.readouterr().out == f"stable-opd {version('stable-opd-mcore')}\n"
 
 
+def test_evaluate_takes_an_existing_path_with_an_equals_sign_as_a_target(tmp_path, monkeypatch):
+    runs, calls = [tmp_path / "a", tmp_path / "lr=1e-6" / "b"], []
+
+    def evaluate(config, _tell, *, beside, **_options):
+        calls.append((config.run.path, config.evaluation.temperature, list(beside)))
+        return config.evaluation_path / "model"
+
+    monkeypatch.setattr("stable_opd_mcore.train.evaluation.evaluate_config", evaluate)
+    for run in runs:
+        run.mkdir(parents=True)
+        save_config(tiny_config(run.parent, run.name), run / "config.resolved.yaml")
+    settings = ("evaluation.temperature=0.5", f"data.system_prompt={'long ' * 60}")
+    assert exit_code(monkeypatch, "evaluate", *runs, *settings) == 0
+    assert calls == [(runs[0], 0.5, []), (runs[1], 0.5, [runs[0] / "evaluation" / "model"])]
+
+
 def checked(monkeypatch, capsys, *arguments):
     """The exit code of `stable-opd check` and what it printed."""
     return exit_code(monkeypatch, "check", *arguments), capsys.readouterr()
