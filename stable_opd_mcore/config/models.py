@@ -45,7 +45,7 @@ class ModelConfig(Section):
 
 
 SELF = "self"  # teacher.path of a student that is its own teacher
-TEACHER_PATIENCE = 600.0  # seconds for which servers that fail are asked again in the score phase
+TEACHER_PATIENCE = 600.0  # seconds in which the score phase asks failed servers again
 
 
 class TeacherConfig(ModelConfig):

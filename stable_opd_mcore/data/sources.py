@@ -168,7 +168,7 @@ def boxed_solution(solution: str) -> str:
 
 
 def _without_thousands_commas(answer: str) -> str:
-    """1200 of 1,200. The commas of (3,4) or of 1, 2 part numbers; they stay."""
+    """The answer 1,200 as 1200. Commas that separate numbers, as in (3,4), stay."""
     return answer.replace(",", "") if _WITH_THOUSANDS.fullmatch(answer) else answer
 
 

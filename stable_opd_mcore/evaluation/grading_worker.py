@@ -58,9 +58,9 @@ def _parsed_gold(gold: str) -> list[Any]:
 
 
 def _readable(text: str) -> str:
-    """The text with its numbers in a form that math-verify reads alike in a formula and outside.
+    """The text with numbers that math-verify would misread written in another form.
 
-    Of 4.5e33 it would make 4.5·e·33, with Euler's e, and of 10\\,000 a product, 10·0.
+    It reads 4.5e33 as 4.5·e·33, with Euler's e, and 10\\,000 as a product, 10·0.
     """
     text = _THOUSANDS_SPACE.sub("", text)
     return _SCIENTIFIC.sub(lambda found: f"{found[1]}*10^({int(found[2])})", text)

@@ -153,7 +153,7 @@ def find_columns(file: BinaryIO, name: str, given: Columns) -> Columns:
 
 
 def _columns_of(record: dict[str, Any], name: str, given: Columns) -> Columns:
-    """The given columns, and usual names that the record has.
+    """The given columns; for the others the first usual name that the record has.
 
     Raises:
         DataError: the record lacks a given column.

@@ -144,12 +144,8 @@ def job_of(
     outputs = (SFT, OPD, BOTH) if chosen.openr1 else (chosen.output or name,)
     _require_own_name(name, origin)
     writes_benchmarks = benchmarks is None or benchmarks.resolve() != directory.resolve()
-    for written in (*outputs, f"{name}{DROPPED}", *(BENCHMARKS if writes_benchmarks else ())):
-        if (directory / f"{written}.jsonl").resolve() in [path.resolve() for path in paths]:
-            raise UserError(
-                f"{directory / written}.jsonl would replace its own source; "
-                "name another --directory"
-            )
+    written = (*outputs, f"{name}{DROPPED}", *(BENCHMARKS if writes_benchmarks else ()))
+    _require_no_source(paths, [directory / f"{each}.jsonl" for each in written])
     if columns.get("problem") == "":
         raise UserError("--problem '': every row needs a problem; name its column")
     given = chosen.columns
@@ -203,6 +199,14 @@ def _require_own_name(name: str, origin: str) -> None:
         )
 
 
+def _require_no_source(sources: Sequence[Path], written: Sequence[Path]) -> None:
+    """Refuse files that would replace one that is read."""
+    read = {path.resolve() for path in sources}
+    for path in written:
+        if path.resolve() in read:
+            raise UserError(f"{path} would replace its own source; name another --directory")
+
+
 def _tokenizer(student: str, revision: str | None) -> Tokenizer:
     if is_hub_id(student):
         student = str(download(student, "model", TOKENIZER_FILES, revision)[0])
@@ -212,7 +216,7 @@ def _tokenizer(student: str, revision: str | None) -> Tokenizer:
 
 
 def _source(recipe: Recipe, source: str | None, revision: str | None) -> tuple[Path, str, str]:
-    """Where the files are, where they are from, and the source's name."""
+    """The folder or file that is read, its origin as text, and the source's name."""
     hub_id = source or recipe.hub_id
     if hub_id is None:
         raise UserError("--recipe rows needs --source: a folder, a file, or a hub id")
