@@ -77,8 +77,10 @@ class Job:
 
     @cached_property
     def frozen(self) -> dict[Fp8Role, ModelSize]:
-        """The scorers in the trainer."""
+        """The scorers in the trainer; none where nothing is scored, as in SFT with a teacher."""
         sizes: dict[Fp8Role, ModelSize] = {}
+        if not self.scored:
+            return sizes
         if self.models.teacher is not None:
             sizes["teacher"] = self._size(self.models.teacher)
         if self.models.reference:

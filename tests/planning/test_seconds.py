@@ -21,6 +21,13 @@ def test_seconds_follow_work_and_hardware(tmp_path):
     assert pipelined.seconds.update > plan.seconds.update  # the bubble
 
 
+def test_sft_ignores_a_teacher_that_other_objectives_share(tmp_path):
+    sft = ("objective.name=sft", "kl.beta=0", "mixture.lambda=0", "rollout.samples_per_prompt=1")
+    plan = make_plan(config_7b(tmp_path, *sft), NODE)
+    assert plan.seconds.score == 0
+    assert "teacher" not in plan.table()
+
+
 @pytest.mark.parametrize(
     ("settings", "score", "update"),
     [
