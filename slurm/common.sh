@@ -316,7 +316,7 @@ run_trainer() {
   done
   wait "$trainer"
   log "trainer step ended with code $?"
-  trap '' USR1 # a USR1 from here on did not end the trainer
+  trap '' USR1 # one that arrives now has not ended the trainer
 }
 
 judge_run() {

@@ -15,6 +15,7 @@ from stable_opd_mcore.checks.finding import Finding, finding
 from stable_opd_mcore.checks.known import Known
 from stable_opd_mcore.config.changes import changes, read_settings
 from stable_opd_mcore.config.cold_start import after_cold_start
+from stable_opd_mcore.config.load import RESOLVED
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.host.atomic_files import naming_disk_errors
@@ -31,7 +32,6 @@ from stable_opd_mcore.planning.layout import Layout
 from stable_opd_mcore.planning.model_size import ADAM_BYTES, WEIGHT_BYTES, ModelSize
 
 CHECKPOINTS = "checkpoints"
-RESOLVED = "config.resolved.yaml"
 
 
 def settings_changes(config: Config, accepted: bool) -> dict[str, tuple[Any, Any]]:

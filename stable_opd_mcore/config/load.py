@@ -20,6 +20,7 @@ from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.host.atomic_files import write_atomically
 
 BASE = "base"
+RESOLVED = "config.resolved.yaml"  # a run's own copy, in its directory
 
 
 def load_config(
@@ -142,7 +143,9 @@ def _escaped(values: Any) -> Any:
 
 
 def unescaped(values: Any) -> Any:
-    """The plain values of what `config_yaml` wrote, as YAML. A bare `${` stays as it is."""
+    """The values of a stored config as they were before `config_yaml` escaped them. A bare `${`,
+    which older runs stored, stays as it is.
+    """
     escape = re.compile(r"(?<!\\)((?:\\\\)*)\\(?=\$\{)")
     return _with_texts(values, lambda text: escape.sub(lambda m: m[1][::2], text))
 

@@ -27,7 +27,7 @@ from rich.progress import (
 )
 from rich.table import Column
 
-from stable_opd_mcore.config.load import load_config, parse_config
+from stable_opd_mcore.config.load import RESOLVED, load_config, parse_config
 from stable_opd_mcore.data.synthetic import SECOND_STOP, STOP, VOCABULARY
 from stable_opd_mcore.demo.recipe import ACTS, COLLAPSE, Job, demo_jobs
 from stable_opd_mcore.demo.summary import ablation_markdown, summarise, summary_table
@@ -170,7 +170,7 @@ def _has_same_settings(job: Job) -> bool:
     Settings hold the paths of a run's models. Those of a demo that was copied or moved name its old
     directory, and are compared as if they named the new one.
     """
-    file = job.directory / "config.resolved.yaml"
+    file = job.directory / RESOLVED
     if job.config is None or not file.is_file():
         return True
     settings, wanted = load_config(file), parse_config(job.config, origin="the demo's recipe")

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from stable_opd_mcore.config.changes import by_dotted_key
-from stable_opd_mcore.config.load import unescaped
+from stable_opd_mcore.config.load import RESOLVED, unescaped
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.json_files import read_json_object
 from stable_opd_mcore.host.printable_text import printable, shortest_end
@@ -27,7 +27,6 @@ from stable_opd_mcore.monitoring.figures import Row
 from stable_opd_mcore.monitoring.sinks import METRICS_FILE, read_run
 from stable_opd_mcore.monitoring.timeline import Timeline, read_timeline
 
-CONFIG_FILE = "config.resolved.yaml"
 RESULT_FILES = "evaluation/*/results.json"  # of a run's evaluated models
 SEEDS = re.compile(r"train\.seed|data\.\w+\.options\.seed")  # in which an arm's runs differ
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it is
@@ -158,7 +157,7 @@ def read_settings(directory: Path) -> dict[str, str]:
     Raises:
         UserError: config.resolved.yaml is no YAML mapping, or holds aliases.
     """
-    path = directory / CONFIG_FILE
+    path = directory / RESOLVED
     if not path.is_file():
         return {}
     try:

@@ -24,11 +24,11 @@ from threading import Lock
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from stable_opd_mcore.config.load import RESOLVED
 from stable_opd_mcore.data.rollout_files import rollout_path
 from stable_opd_mcore.data.token_files import read_tokens, token_path
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.monitoring.chosen_runs import (
-    CONFIG_FILE,
     RESULT_FILES,
     ReportRun,
     named_runs,
@@ -108,7 +108,7 @@ class WatchServer(ThreadingHTTPServer):
             for run in self.runs
             for path in (
                 run.directory / METRICS_FILE,
-                run.directory / CONFIG_FILE,
+                run.directory / RESOLVED,
                 run.directory / TIMELINE_FILE,
                 *sorted(run.directory.glob(RESULT_FILES)),
             )

@@ -10,6 +10,7 @@ from typing import Any
 from torch.nn import Module
 
 from stable_opd_mcore.config.changes import changes, read_settings
+from stable_opd_mcore.config.load import RESOLVED
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.errors import UserError
@@ -26,7 +27,6 @@ from stable_opd_mcore.rollout.sglang.build import build_sglang_engine
 
 _log = logging.getLogger(__name__)
 _SLOW_SECONDS = 60.0
-_RESOLVED = "config.resolved.yaml"
 _OF_REPLAYED = (  # what stored rollouts depend on
     "train.seed",
     "rollout.prompts_per_step",
@@ -81,8 +81,8 @@ def _replay_engine(config: Config) -> ReplayEngine:
     """The stored run's rollouts, where it sampled them as this run would."""
     directory = Path(str(config.rollout.replay_from))  # the schema requires it
     engine = ReplayEngine(directory, config.train.steps)
-    if (directory / _RESOLVED).is_file():
-        differ = changes(read_settings(directory / _RESOLVED), config)
+    if (directory / RESOLVED).is_file():
+        differ = changes(read_settings(directory / RESOLVED), config)
         for key in differ.keys() & _OF_REPLAYED:
             stored, own = differ[key]
             raise UserError(

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from stable_opd_mcore import evaluation
-from stable_opd_mcore.checks.run_directory import CHECKPOINTS, RESOLVED
+from stable_opd_mcore.checks.run_directory import CHECKPOINTS
 from stable_opd_mcore.config.changes import read_settings
 from stable_opd_mcore.config.cold_start import MODEL
-from stable_opd_mcore.config.load import load_config
+from stable_opd_mcore.config.load import RESOLVED, load_config
 from stable_opd_mcore.config.schema import Config, ModelConfig, RunConfig, TokenizerConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS

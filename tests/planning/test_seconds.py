@@ -33,7 +33,7 @@ def test_sft_ignores_a_teacher_that_other_objectives_share(tmp_path):
     [
         # Two scored micro-batches of 12 sequences and one of 6: three stages wait for 12.
         (("mixture.lambda=0.5",), 1 + 3 * 12 / 24, 1 + 3 * 12 / 30),
-        # Four scored of 6 and four of 1 or 2; half of a stage at a time.
+        # Four scored ones of 6 and four of 1 or 2; a stage computes half of its layers at a time.
         (
             ("mixture.lambda=0.5", "parallel.virtual_pipeline=2"),
             1 + 3 * 6 / 2 / 24,

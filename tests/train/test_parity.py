@@ -33,7 +33,7 @@ def opd_config(directory: Path, name: str, **sections: Any) -> Config:
 
 
 def solver_config(directory: Path) -> Config:
-    """SFT, two updates a step, of a student that then solves some problems with some samples."""
+    """SFT with two updates a step. Some samples of the trained student are then right."""
     return tiny_config(
         directory,
         "solver",

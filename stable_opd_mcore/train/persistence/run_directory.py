@@ -8,8 +8,7 @@ refusal of changed settings (checks/run_directory.py), checkpoints, metrics.
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from stable_opd_mcore.checks.run_directory import RESOLVED
-from stable_opd_mcore.config.load import config_yaml
+from stable_opd_mcore.config.load import RESOLVED, config_yaml
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import write_atomically

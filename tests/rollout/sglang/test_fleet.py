@@ -79,7 +79,7 @@ class SlowToEnd:
 
 
 def failing(path: Path, server: SlowToEnd) -> tuple[Fleet, threading.Thread]:
-    """A fleet whose one server is being ended by another thread, as by the one of the probes."""
+    """A fleet whose only server another thread ends, as that of the health probes does."""
     member: Any = Member("server_0", SglangClient("http://127.0.0.1:9"), server)  # type: ignore[arg-type]
     fleet = Fleet([member], EventLog(path / "events.jsonl"), SglangConfig(max_restarts=1))
     thread = threading.Thread(target=fleet.fail, args=(member_in_use(member), "hung"), daemon=True)
