@@ -13,6 +13,7 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 
 from stable_opd_mcore.config.load import read_mapping, unescaped
+from stable_opd_mcore.config.removed import without_removed
 from stable_opd_mcore.config.schema import Config
 
 # Keys and sections that may differ when a run is resumed: how long, where, how fast, how watched.
@@ -43,9 +44,9 @@ def read_settings(path: Path) -> dict[str, Any]:
     """The plain values of a resolved config.
 
     Raises:
-        ConfigError: see `read_mapping`.
+        ConfigError: see `read_mapping` and `without_removed`.
     """
-    return unescaped(OmegaConf.to_container(read_mapping(path)))
+    return without_removed(unescaped(OmegaConf.to_container(read_mapping(path))), str(path))
 
 
 def changes(old: Mapping[str, Any], new: Config) -> dict[str, tuple[Any, Any]]:

@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from yaml import YAMLError
 
+from stable_opd_mcore.config.removed import without_removed
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.host.atomic_files import write_atomically
@@ -117,7 +118,7 @@ def read_mapping(path: Path) -> DictConfig:
 def parse_config(values: Any, origin: str, overrides: Sequence[str] = ()) -> Config:
     """Validate plain values; errors name the override that set a wrong one, else `origin`."""
     try:
-        return Config.model_validate(values)
+        return Config.model_validate(without_removed(values, origin, overrides))
     except ValidationError as error:
         found = [_explain(item, origin, overrides) for item in error.errors()]
         raise ConfigError("\n".join(found)) from None
