@@ -9,7 +9,6 @@
 #   make checks  format, lint, types, shell scripts, spelling: the hooks of .pre-commit-config.yaml over all files
 #   make mutants MODULES=stable_opd_mcore/data/packing.py TESTS=tests/data/test_packing.py   mutation tests, by hand
 #   make sglang  a venv of SGLang's own, .venv-sglang, for rollout servers on a CPU (about 1.6 GB)
-#   make sglang-old   the oldest SGLang the tests serve with, .venv-sglang-old (about 0.2 GB)
 #   make gpu     the suite of a Hopper GPU, ten minutes without a network (docs/gpu.md); GPU_ARGS="--parts kernels loss"
 #   make gpu-bundle   what that suite needs on a machine without a network, in build/gpu-bundle (at most 60 MB)
 #   make launch  a venv of NeMo-Run's own, .venv-launch, for the experiments in launch/ (about 0.5 GB)
@@ -21,7 +20,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: gpu gpu-bundle sglang sglang-old launch mutants demo test test-cluster test-slurm test-sglang rehearse plans checks install format clean
+.PHONY: gpu gpu-bundle sglang launch mutants demo test test-cluster test-slurm test-sglang rehearse plans checks install format clean
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -45,7 +44,7 @@ ON_SLURM = tests/integration/test_slurm_*.py tests/integration/test_nemorun_*.py
 test-cluster: test-slurm test-sglang
 test-slurm: $(INSTALLED) sglang launch
 	$(BIN)/python -m pytest -m cluster $(ON_SLURM)
-test-sglang: $(INSTALLED) sglang sglang-old
+test-sglang: $(INSTALLED) sglang
 	$(BIN)/python -m pytest -m cluster $(addprefix --ignore=,$(wildcard $(ON_SLURM)))
 
 # With server nodes, and with pipeline stages that one node does not hold.
@@ -80,19 +79,6 @@ sglang: .venv-sglang/.installed
 	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps ./tools/sglang_cpu
 	@touch $@
 
-# An old release, and the pins that it alone has, in front of the packages of .venv-sglang; with the newer one's stand-in
-# for Triton, which it lacks.
-OLD_SITE = $$(.venv-sglang-old/bin/python -c 'import site; print(site.getsitepackages()[0])')
-NEW_SITE = $$(.venv-sglang/bin/python -c 'import site; print(site.getsitepackages()[0])')
-sglang-old: .venv-sglang-old/.installed
-.venv-sglang-old/.installed: .venv-sglang/.installed requirements/sglang-old.txt
-	rm -rf .venv-sglang-old
-	.venv-sglang/bin/python -m venv --without-pip .venv-sglang-old
-	.venv-sglang/bin/python -m pip --python .venv-sglang-old/bin/python install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --requirement requirements/sglang-old.txt
-	cp $(NEW_SITE)/sglang/_platform_stubs.py $(OLD_SITE)/sglang/
-	echo $(NEW_SITE) > $(OLD_SITE)/servers.pth
-	@touch $@
-
 launch: .venv-launch/.installed
 .venv-launch/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-launch
@@ -116,4 +102,4 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-sglang .venv-sglang-old .venv-launch mutants .pytest_cache .ruff_cache
+	rm -rf .venv .venv-sglang .venv-launch mutants .pytest_cache .ruff_cache

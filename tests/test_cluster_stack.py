@@ -9,7 +9,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from stable_opd_mcore.config.rollouts import SglangConfig
-from stable_opd_mcore.serving.process import OLDEST_RELEASE
+from stable_opd_mcore.serving.process import RELEASE
 
 ROOT = Path(__file__).parents[1]
 STACK = tomllib.loads((ROOT / "requirements/cluster.toml").read_text())
@@ -80,13 +80,10 @@ def test_the_documents_install_servers_where_the_default_looks_for_them() -> Non
     assert named == {default.split("/")[0]}
 
 
-def test_one_range_of_sglang_releases() -> None:
-    releases = STACK["sglang_releases"]
-    assert releases["oldest"] == ".".join(map(str, OLDEST_RELEASE))
-    assert releases["newest_tested"] == PACKAGES["sglang"]
-    for file, version in (("sglang-old", "oldest"), ("sglang-cpu-nodeps", "newest_tested")):
-        lines = (ROOT / f"requirements/{file}.txt").read_text().splitlines()
-        assert f"sglang=={releases[version]}" in lines
+def test_one_release_of_sglang() -> None:
+    assert PACKAGES["sglang"] == ".".join(map(str, RELEASE))
+    lines = (ROOT / "requirements/sglang-cpu-nodeps.txt").read_text().splitlines()
+    assert f"sglang=={PACKAGES['sglang']}" in lines
 
 
 def test_the_page_for_clusters_names_the_stack() -> None:
@@ -94,5 +91,3 @@ def test_the_page_for_clusters_names_the_stack() -> None:
     for name in ("torch", "nvidia-nccl-cu13", "transformer-engine", "megatron-core", "sglang"):
         assert f"| {name} | {PACKAGES[name]} |" in page
     assert f"python{STACK['python']} -m venv" in page
-    for version in (STACK["sglang_releases"]["oldest"], STACK["sglang_releases"]["newest_tested"]):
-        assert version in page

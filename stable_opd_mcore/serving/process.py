@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import logging
 import os
 import re
 import secrets
@@ -31,11 +32,12 @@ from stable_opd_mcore.serving.client import RefusedRequest, ServerFailure, Sglan
 from stable_opd_mcore.serving.command import ServerOptions, launch_command, server_environment
 from stable_opd_mcore.serving.compiling import CompilerWatch
 
-OLDEST_RELEASE = (0, 5, 13)  # the oldest in requirements/
+RELEASE = (0, 5, 23)  # of SGLang, as in requirements/cluster.toml
 _CONNECTION_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # first and last
 _FIRST_PORT = 10_000
 _POLL_SECONDS = 0.3
 _LOOK_SECONDS = 2.0  # between two looks at all processes of the machine
+_log = logging.getLogger("stable_opd_mcore.serving")
 
 
 class ServerStartError(UserError):
@@ -47,20 +49,22 @@ class UnsupportedRelease(ServerStartError):
 
 
 def check_release(release: str, where: str) -> None:
-    """Refuse a release of SGLang that is older than OLDEST_RELEASE.
+    """Refuse a release of SGLang that is older than RELEASE; warn about a newer one.
 
-    The first three numbers of a version are compared. A build from source may state 0.0.0 and is
-    accepted.
+    The first three numbers of a version are compared. A build from source may state 0.0.0: it is
+    treated like a newer release.
 
     Raises:
         UnsupportedRelease: older; the message names `where`.
     """
     numbers = tuple(map(int, re.findall(r"\d+", release)[:3]))
-    if numbers != (0, 0, 0) and numbers < OLDEST_RELEASE:
-        oldest = ".".join(map(str, OLDEST_RELEASE))
+    tested = ".".join(map(str, RELEASE))
+    if numbers == (0, 0, 0) or numbers > RELEASE:
+        _log.warning("%s runs SGLang %s, which is not tested; %s is", where, release, tested)
+    elif numbers < RELEASE:
         raise UnsupportedRelease(
-            f"{where} runs SGLang {release}; {oldest} or later is needed, whose weights can "
-            "be verified after an update: install it where rollout.sglang.python points"
+            f"{where} runs SGLang {release}; {tested} or later is needed: install {tested} where "
+            "rollout.sglang.python points"
         )
 
 
@@ -68,12 +72,11 @@ def free_port(host: str) -> int:
     """A free port that the kernel does not give to connections by itself.
 
     The kernel could give away a port of its own range while the server still imports. Where that
-    range leaves fewer than 1,000 ports, it is used nevertheless. SGLang 0.5.13 also uses port +
-    10,000, which must meet the same conditions.
+    range leaves fewer than 1,000 ports, it is used nevertheless.
     """
-    end = int(_CONNECTION_PORTS.read_text().split()[0]) - 10_000
+    end = int(_CONNECTION_PORTS.read_text().split()[0])
     if end - _FIRST_PORT < 1_000:
-        end = 65_536 - 10_000
+        end = 65_536
     ports = range(_FIRST_PORT, end)
     while True:
         port = secrets.choice(ports)

@@ -120,7 +120,7 @@ def servers_environment(directory: Path, **versions: str) -> tuple[str, str]:
             "servers' nccl",
             ["NCCL absent (torch ", "2.30.7 (torch 2.14.1)", "requirements/cluster.toml"],
         ),
-        ({"sglang": "0.5.12"}, "servers' sglang", ["runs SGLang 0.5.12; 0.5.13 or later"]),
+        ({"sglang": "0.5.22"}, "servers' sglang", ["runs SGLang 0.5.22; 0.5.23 or later"]),
         ({"sglang": "absent"}, "servers' sglang", ["has no SGLang"]),
     ],
 )

@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 
 from stable_opd_mcore.serving import process as process_module
-from stable_opd_mcore.serving.process import ServerOptions, ServerStartError, SglangServer
+from stable_opd_mcore.serving.process import (
+    ServerOptions,
+    ServerStartError,
+    SglangServer,
+    check_release,
+)
 
 
 def server_of(directory: Path, script: str, **changes) -> SglangServer:
@@ -22,6 +27,16 @@ def test_a_server_without_an_interpreter_is_refused(tmp_path):
     server = SglangServer(ServerOptions("/no/python", str(tmp_path)), tmp_path / "log")
     with pytest.raises(ServerStartError, match=r"/no/python: no such interpreter.*make sglang"):
         server.start()
+
+
+@pytest.mark.parametrize(
+    ("release", "is_tested"),
+    [("0.5.23", True), ("0.5.23.post2", True), ("0.6", False), ("0.0.0", False)],
+)
+def test_another_than_the_tested_release_is_used_with_a_warning(release, is_tested, caplog):
+    check_release(release, "a server")
+    warning = f"a server runs SGLang {release}, which is not tested; 0.5.23 is"
+    assert caplog.messages == ([] if is_tested else [warning])
 
 
 def test_every_server_has_a_random_key(tmp_path):
@@ -49,7 +64,7 @@ def test_a_server_whose_port_was_taken_is_not_waited_for(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("first_of_connections", "allowed"), [(32768, (10000, 22767)), (1024, (10000, 55535))]
+    ("first_of_connections", "allowed"), [(32768, (10000, 32767)), (1024, (10000, 65535))]
 )
 def test_a_free_port_is_not_one_of_the_kernels(
     tmp_path, monkeypatch, first_of_connections, allowed

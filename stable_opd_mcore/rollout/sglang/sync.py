@@ -3,7 +3,7 @@
 Whole tensors are sent in buckets (models.weights gathers them over tensor and pipeline ranks), so
 no second copy of the model exists. Order, because a server may die at any point:
 
-1. abort requests, begin the update where the release has update sessions
+1. abort requests, begin the update
 2. send the buckets; from the first one on the server states the version "incomplete"
 3. end the update, flush the cache and verify that it is empty, compare the checksums
 4. only then stamp the new version
@@ -150,10 +150,7 @@ def verify_all(
 
 
 class _Session:
-    """The requests around an update of one server.
-
-    SGLang 0.5.23 takes updates only between begin and end; 0.5.13 has no such routes.
-    """
+    """The requests around an update of one server, which takes it between begin and end only."""
 
     def __init__(self, client: SglangClient, probe: Sequence[int]) -> None:
         """Abort the requests that still run, whose replies nothing reads, and begin.
@@ -167,10 +164,10 @@ class _Session:
         client.call("POST", "/abort_request", abort, timeouts.QUESTION, attempts=ATTEMPTS)
         client.cached_tokens(probe)
         try:
-            self._has_sessions = self._begin()
+            self._begin()
         except RefusedRequest:  # a failed publish left its session open
-            client.call("POST", "/end_weight_update", {}, timeouts.UPDATE)
-            self._has_sessions = self._begin()
+            self._end()
+            self._begin()
 
     def finish(self) -> Any:
         """End the update, flush the cache; returns the server's reply with its checksums.
@@ -178,8 +175,7 @@ class _Session:
         Raises:
             ServerFailure, RefusedRequest: a request failed.
         """
-        if self._has_sessions:
-            self._client.call("POST", "/end_weight_update", {}, timeouts.UPDATE)
+        self._end()
         self._flush_cache()
         body = {"action": "checksum"}
         return self._client.call(
@@ -194,7 +190,10 @@ class _Session:
         """
         client = self._client
         try:
-            by_rank = {_tensor_rank(rank): rank["checksums"] for rank in answer["ranks"]}
+            by_rank = {
+                rank["parallelism_info"][0]["tp_rank"]: rank["checksums"]
+                for rank in answer["ranks"]
+            }
         except (KeyError, TypeError, IndexError) as error:
             raise client.garbage(f"not checksums: {error!r}") from error
         if sorted(by_rank) != list(range(len(expected))):
@@ -208,14 +207,11 @@ class _Session:
         stamp = {"new_version": str(version), "abort_all_requests": False}
         client.call("POST", "/update_weight_version", stamp, timeouts.QUESTION, attempts=ATTEMPTS)
 
-    def _begin(self) -> bool:
-        try:
-            self._client.call("POST", "/begin_weight_update", {}, timeouts.UPDATE)
-        except RefusedRequest as refusal:
-            if refusal.status not in (404, 405):
-                raise
-            return False
-        return True
+    def _begin(self) -> None:
+        self._client.call("POST", "/begin_weight_update", {}, timeouts.UPDATE)
+
+    def _end(self) -> None:
+        self._client.call("POST", "/end_weight_update", {}, timeouts.UPDATE)
 
     def _flush_cache(self) -> None:
         """Flush and verify that no keys and values of the old weights are left."""
@@ -226,9 +222,3 @@ class _Session:
             raise self._client.garbage(f"/flush_cache: {reply!r}")
         if cached := self._client.cached_tokens(self._probe):
             raise self._client.garbage(f"{cached} tokens of the probe are cached after {path}")
-
-
-def _tensor_rank(rank: Any) -> int:
-    """The rank of one entry of /weights_checker: 0.5.13 states one place, 0.5.23 a list."""
-    places = rank["parallelism_info"]
-    return (places[0] if isinstance(places, list) else places)["tp_rank"]

@@ -163,13 +163,13 @@ def test_a_server_is_restarted_also_when_no_event_can_be_written(tmp_path, caplo
 
 
 def test_too_old_a_release_is_refused_before_any_weights(tmp_path):
-    reply = (200, b'{"version": "0.5.12.post1", "tp_size": 1}')
+    reply = (200, b'{"version": "0.5.22.post1", "tp_size": 1}')
     with http_server(lambda _: reply) as url:
         fleet = fleet_of(tmp_path, url)
         fleet.fail(fleet.members[0], "for the test")
         fleet.await_restarts()
-    assert "runs SGLang 0.5.12.post1; 0.5.13 or later is needed" in str(fleet.lost)
-    assert "install it where rollout.sglang.python points" in str(fleet.lost)
+    assert "runs SGLang 0.5.22.post1; 0.5.23 or later is needed" in str(fleet.lost)
+    assert "install 0.5.23 where rollout.sglang.python points" in str(fleet.lost)
 
 
 def test_the_gpu_is_given_to_the_trainer_and_back(tmp_path):

@@ -1,11 +1,10 @@
 """Make an unmodified SGLang wheel import and serve on a CPU: call `prepare()` before importing it.
 
-Five things prevent it otherwise: torchvision's wheel is built for CUDA and cannot register its
-operators, Triton is absent, 0.5.13 synchronises a GPU before it hashes weights, the buffer of
-chosen experts is pinned by CUDA, and the CPU engine imports sgl_kernel, which has no CPU wheel
-(sgl_kernel/ is used instead). SGLang's own files stay as they are. Not fast: attention is torch's
-own, which is enough for tests and laptops. A server's workers are forked, so SGLang is imported
-once and not three times.
+Four things prevent it otherwise: torchvision's wheel is built for CUDA and cannot register its
+operators, Triton is absent, the buffer of chosen experts is pinned by CUDA, and the CPU engine
+imports sgl_kernel, which has no CPU wheel (sgl_kernel/ is used instead). SGLang's own files stay as
+they are. Not fast: attention is torch's own, which is enough for tests and laptops. A server's
+workers are forked, so SGLang is imported once and not three times.
 """
 
 import importlib.util
@@ -45,8 +44,7 @@ def prepare() -> None:
     for operator in _TORCHVISION_OPERATORS:
         if not hasattr(torch.ops.torchvision, operator.partition("(")[0]):
             _library.define(operator)
-    if not torch.cuda.is_available():  # SGLang 0.5.13 calls it before it hashes weights
-        torch.cuda.synchronize = lambda device=None: None
+    if not torch.cuda.is_available():
         torch.cuda.cudart = _UnpinnedMemory  # of the buffer for the experts that were chosen
     if "triton" not in sys.modules and importlib.util.find_spec("triton") is None:
         _stub_triton()
