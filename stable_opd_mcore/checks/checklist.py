@@ -73,7 +73,6 @@ OF_A_RUN: tuple[Check, ...] = (
     sampling.support,
     layout.layout,
     layout.memory,
-    layout.deterministic_attention,
     layout.precision,
     data.usable_rows,
     data.golden_lengths,

@@ -90,14 +90,6 @@ def memory(known: Known) -> Iterator[Finding]:
     )
 
 
-def deterministic_attention(known: Known) -> Iterator[Finding]:
-    """Attention that Transformer Engine does not fuse under train.deterministic."""
-    attention = known.plan and known.plan.attention
-    if attention and not attention.is_fused:
-        gib = attention.layer_bytes / GIB
-        yield finding("unfused-attention", elements=attention.sum, gib=gib)
-
-
 def precision(known: Known) -> Iterator[Finding]:
     """Weights stored, trained, sampled and served in different precisions."""
     config = known.config

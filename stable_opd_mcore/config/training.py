@@ -102,7 +102,11 @@ class TrainConfig(Section):
     """Deterministic algorithms in torch, cuBLAS, Transformer Engine and NCCL: what a resume that is
     exact to the bit needs on a GPU. It costs speed, above all in attention's backward pass, by an
     amount not yet measured. A CPU is exact without. SGLang servers need `rollout.sglang.arguments:
-    [--enable-deterministic-inference]` to sample the same responses again."""
+    [--enable-deterministic-inference]` to sample the same responses again. Warning: where a
+    micro-batch has 2^30 or more elements of attention (its sequences times a tensor rank's heads
+    times the square of its longest sequence), Transformer Engine 2.20 has no deterministic fused
+    kernel. Its scores then take 6 bytes an element in each layer, which `plan` does not count, and
+    `parallel.context` above 1 ends the run."""
     loss_block_tokens: PositiveInt = 1024
     """Tokens whose logits exist at once in the loss. More are taken where the vocabulary is small,
     fewer on a CPU where it is large."""

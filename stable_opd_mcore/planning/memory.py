@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from stable_opd_mcore.config.training import Offloadable
-from stable_opd_mcore.planning.attention import deterministic_attention
 from stable_opd_mcore.planning.hardware import GIB
 from stable_opd_mcore.planning.job import Job
 from stable_opd_mcore.planning.model_size import ADAM_BYTES
@@ -178,8 +177,6 @@ def _passes(job: Job, stage: int) -> Iterator[Component]:
         widest = max(forward_bytes(n, job.of_scorer(r).rank_tokens) for r, n in job.frozen.items())
         yield Component("one layer's activations", widest, ("score",))
     yield Component("activations", _activation_bytes(job, stage), ("update",))
-    if job.config.train.deterministic and not job.is_torch:
-        yield from _attention(job, stage)
     if gathered := gathered_input_bytes(student, tokens):
         yield Component("gathered input of a layer", gathered)
     moment = backward_bytes(student, job.config.train.recompute, tokens)
@@ -229,21 +226,6 @@ def _in_flight(job: Job, stage: int) -> float:
         tokens += min(count * job.micro_batch_tokens, job.share(sequences))
         held -= count
     return tokens / job.micro_batch_tokens
-
-
-def _attention(job: Job, stage: int) -> Iterator[Component]:
-    """What train.deterministic costs Transformer Engine's attention (attention.py)."""
-    layers = 0.0  # whose scores wait for the backward pass
-    if job.config.train.recompute != "full":
-        layers = job.student.layers_per_stage * _in_flight(job, stage)
-    trained = deterministic_attention(job, job.student)
-    yield Component(trained.name, trained.trained_bytes(layers), ("update",))
-    scored = [
-        deterministic_attention(job.of_scorer(role), size).scored_bytes
-        for role, size in job.frozen.items()
-    ]
-    if held := max(scored, default=0):
-        yield Component("frozen attention's scores, unfused", held, ("score",))
 
 
 def _loss_inputs(job: Job) -> Iterator[Component]:

@@ -17,10 +17,9 @@ from rich.table import Table
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.planning.attention import Attention, deterministic_attention
 from stable_opd_mcore.planning.choice import Choice, Prediction, choose, lag_advice
 from stable_opd_mcore.planning.hardware import GIB, Cluster
-from stable_opd_mcore.planning.job import Job, Work, make_job
+from stable_opd_mcore.planning.job import Work, make_job
 from stable_opd_mcore.planning.layout import refuse_layout, valid_layouts
 from stable_opd_mcore.planning.memory import PHASES, largest_micro_batch
 
@@ -37,12 +36,6 @@ class Plan(Prediction):
     def choice(self) -> Choice:
         """The fastest train.recompute and memory.offload that fit."""
         return choose(self.job)
-
-    @property
-    def attention(self) -> Attention | None:
-        """The student's under train.deterministic; None without, where it is always fused."""
-        is_limited = self.job.config.train.deterministic
-        return deterministic_attention(self.job, self.job.student) if is_limited else None
 
     @property
     def any_micro_batch_fits(self) -> bool:
@@ -130,7 +123,6 @@ class Plan(Prediction):
             _render(memory),
             f"{verdict}: {usable}; {advice}",
             self.choice.line(),
-            *([self.attention.line()] if self.attention else []),
             f"seconds a step: {seconds}  total {self.seconds.total:.1f}",
             f"{self.tokens_per_gpu_second:.0f} tokens/GPU/s, {self.gpu_hours:.0f} GPU-hours for "
             f"{job.config.train.steps} steps",
@@ -151,14 +143,15 @@ def make_plan(
     """
     Raises:
         UserError: a layout that does not divide GPUs or model, an unknown GPU, a model whose
-            config.json cannot be read, servers without a place, attention without a kernel.
+            config.json cannot be read, servers without a place.
     """
     job = make_job(config, cluster, gpu, work)
     _ = job.layout  # refuses GPUs that it does not divide
     for role, model in (("student", job.models.student), ("teacher", job.models.teacher)):
         if model is not None:
             refuse_layout(role, model, config.parallel)
-    return _plan(job)
+    _ = job.topology  # refuses servers without a place
+    return Plan(job)
 
 
 def rank_layouts(
@@ -169,9 +162,10 @@ def rank_layouts(
     models = [model for model in (job.models.student, job.models.teacher) if model is not None]
     plans = []
     for parallel in valid_layouts(models, cluster.trainer_gpus, cluster.gpus_per_node):
-        changed = job.config.model_copy(update={"parallel": parallel})
+        changed = replace(job, config=job.config.model_copy(update={"parallel": parallel}))
         with contextlib.suppress(UserError):  # colocated servers do not fit every layout
-            plans.append(_plan(replace(job, config=changed)))
+            _ = changed.topology
+            plans.append(Plan(changed))
     return sorted(plans, key=lambda plan: (not plan.memory.fits, plan.seconds.total))
 
 
@@ -189,23 +183,6 @@ def layouts_table(plans: list[Plan], rows: int = 20) -> str:
             "any" if plan.any_micro_batch_fits else str(plan.largest_micro_batch or "-"),
         )
     return _render(table)
-
-
-def _plan(job: Job) -> Plan:
-    """
-    Raises:
-        UserError: servers without a place; attention without a kernel.
-    """
-    plan, context = Plan(job), job.layout.context
-    _ = job.topology  # refuses servers without a place
-    if context > 1 and plan.attention is not None and not plan.attention.is_fused:
-        raise UserError(
-            f"train.deterministic=true with parallel.context={context}: attention of "
-            f"{plan.attention.sum}, and from 2^30 on Transformer Engine has no deterministic "
-            "kernel that is cut over context ranks: set parallel.context=1, "
-            "train.deterministic=false, or a smaller train.micro_batch_tokens"
-        )
-    return plan
 
 
 def _gib(num_bytes: float) -> str:

@@ -5,7 +5,7 @@ the backward pass gradients stand beside the saved tensors that they are compute
 function takes the largest of the moments in which most is held. For torch's layers these moments
 were seen in the fake world of `stable-opd rehearse`. For Transformer Engine's layers they follow
 from what each operation reads and writes; its own workspaces are not counted. Not here: saved
-tensors (model_size.py), the loss (memory.py), attention under train.deterministic (attention.py).
+tensors (model_size.py), the loss (memory.py).
 
 Per token, in elements: H hidden, h hidden over the sequence-parallel ranks, F feed-forward width
 over the tensor ranks, C copies of a token at this rank's experts.

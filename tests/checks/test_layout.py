@@ -46,18 +46,6 @@ def test_memory_is_an_error_only_where_nothing_fits(tmp_path):
     layout.layout(other)
 
 
-def test_attention_that_is_not_fused_is_found_with_the_sum(tmp_path):
-    assert list(layout.deterministic_attention(Known(config_7b(tmp_path), ONE_NODE))) == []
-    settings = ("train.deterministic=true", "train.recompute=full")
-    (finding,) = layout.deterministic_attention(Known(config_7b(tmp_path, *settings), ONE_NODE))
-    sum_ = "8 sequences x 7 heads x 8448^2 tokens = 3.72 x 2^30 elements"
-    assert finding.values == (
-        ("elements of attention", sum_),
-        ("Transformer Engine's limit", "2^30"),
-    )
-    assert "22.3 GiB a layer" in finding.consequence
-
-
 def test_the_facts_say_what_a_rank_holds(tmp_path):
     heads, memory = layout.facts(Known(config_7b(tmp_path), ONE_NODE))
     assert heads == (
