@@ -12,7 +12,10 @@ set -uo pipefail
 : "${CONTAINER_IMAGE:=}"                 # a pyxis image (path.sqsh or registry#image:tag); empty: no container
 : "${CONTAINER_MOUNTS:=$ROOT:$ROOT}"     # add the model's and the data's directories
 : "${HOST_PYTHON:=}"                     # Python >= 3.8 on the batch node, for verdict.py; empty: VENV's, else python3
-: "${LOG_DIR:=$ROOT/runs/slurm/${SLURM_JOB_NAME:-job}-${SLURM_JOB_ID:-0}}" # verdict.json, attempt_N/rank_00000.log ...
+# The job as Slurm's commands name it: a task of an array is ARRAY_TASK, since SLURM_JOB_ID of one of them names all.
+JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID:-}}
+: "${JOB:=${SLURM_JOB_ID:-0}}"
+: "${LOG_DIR:=$ROOT/runs/slurm/${SLURM_JOB_NAME:-job}-$JOB}" # verdict.json, attempt_N/rank_00000.log ...
 
 # ---- shape ------------------------------------------------------------------------------------------------------
 : "${RANKS_PER_NODE:=8}"                 # one process per GPU
@@ -103,7 +106,17 @@ run_on_cluster() {
 # ---- the allocation ---------------------------------------------------------------------------------------------
 split_nodes() {
   local -a nodes
+  if ((${SLURM_HET_SIZE:-1} > 1)); then
+    log "a heterogeneous job of $SLURM_HET_SIZE components: only the first would be used. Submit one job for all nodes;" \
+      "SERVER_NODES=N makes its last N nodes servers"
+    return 2
+  fi
   if [ -n "${SLURM_JOB_NODELIST:-}" ]; then
+    if ! command -v scontrol >/dev/null; then
+      log "SLURM_JOB_NODELIST is set, but Slurm's command scontrol is not found: run the script outside the container" \
+        "(CONTAINER_IMAGE names one for the ranks), or unset SLURM_JOB_NODELIST for a dry run"
+      return 2
+    fi
     mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
   else # a dry run outside a job: as many nodes as the script requests
     local count
@@ -175,7 +188,10 @@ step() {
 
 joined() { local IFS=,; echo "$*"; }
 
-step_id() { squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format='%i %j' | awk -v name="$1" '$2 == name {print $1}'; }
+step_id() {
+  squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format='%i %j' |
+    awk -v name="$1" -v job="$JOB." 'index($1, job) == 1 && $2 == name {print $1}'
+}
 
 # signal_step SIGNAL NAME: signal the step's processes through Slurm. srun itself, when signalled, kills its step at once.
 signal_step() {
@@ -331,7 +347,7 @@ judge_run() {
 # End of the job in seconds since the epoch; empty when it has none.
 job_end() {
   local end
-  end=$(scontrol -o show job "$SLURM_JOB_ID" | sed -nE 's/.* EndTime=([0-9]\S+).*/\1/p')
+  end=$(scontrol -o show job "$JOB" | sed -nE 's/.* EndTime=([0-9]\S+).*/\1/p')
   [ -z "$end" ] || date -d "$end" +%s
 }
 
@@ -378,7 +394,7 @@ judge() {
 # queue_again requeue|requeuehold; returns 1 when Slurm refuses, for example because of --no-requeue
 queue_again() {
   local message
-  if ! message=$(scontrol "$1" "$SLURM_JOB_ID" 2>&1); then
+  if ! message=$(scontrol "$1" "$JOB" 2>&1); then
     judge refused "$message"
     return 1
   fi
@@ -387,11 +403,11 @@ queue_again() {
 # exclude_nodes NODE,NODE: release the held job without them. Slurm accepts an exclusion only while a job is held.
 exclude_nodes() {
   local excluded try
-  excluded=$(scontrol -o show job "$SLURM_JOB_ID" | sed -nE 's/.* ExcNodeList=(\S+).*/\1/p')
+  excluded=$(scontrol -o show job "$JOB" | sed -nE 's/.* ExcNodeList=(\S+).*/\1/p')
   excluded=$(joined ${excluded:+"${excluded/(null)/}"} "$1")
   for try in 1 2 3 4 5 6 7 8; do
-    scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${excluded#,}" && break
+    scontrol update JobId="$JOB" ExcNodeList="${excluded#,}" && break
     sleep "0.$try"
   done
-  scontrol release "$SLURM_JOB_ID"
+  scontrol release "$JOB"
 }

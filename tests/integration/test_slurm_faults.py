@@ -66,3 +66,26 @@ def test_a_step_longer_than_the_lead_is_queued_again_before_the_limit(cluster, t
     (verdict,) = run.verdicts()
     assert (verdict["verdict"], verdict["queued_again"]) == ("stopped", True)
     assert "a longer --signal=B:USR1@SECONDS" in verdict["reason"]
+
+
+def test_a_task_of_an_array_is_queued_again_without_the_others(cluster, tmp_path):
+    """Of the last task SLURM_JOB_ID is the number of the whole array."""
+    script = tmp_path / "seeds.sh"
+    script.write_text(
+        "#!/bin/bash\n#SBATCH --requeue\n"
+        f"export LOG_DIR={tmp_path}/seed_$SLURM_ARRAY_TASK_ID-logs\n"
+        'source "$SLURM_SUBMIT_DIR/slurm/common.sh"\n'
+        'run_on_cluster train "$@" "run.name=seed_$SLURM_ARRAY_TASK_ID"\n'
+    )
+    first, last = Run(cluster, tmp_path, "seed_1"), Run(cluster, tmp_path, "seed_2")
+    last.command[0] = str(script)
+    job = last.submit(settings={"LOG_DIR": ""}, options=("--array=1-2", "--nodes=1"))
+    first.until_step(2)
+    last.until_step(2)
+    cluster.call("scancel", "--batch", "--signal=USR1", f"{job}_2")
+    last.until_verdicts(1)
+    last.until(lambda: cluster.field(f"{job}_2", "Restarts") == "1", "task 2 queued again")
+    assert last.verdicts()[0]["verdict"] == "stopped"
+    assert cluster.field(f"{job}_1", "Restarts") == "0"
+    assert not first.verdicts() or first.verdicts()[0]["verdict"] == "done"
+    cluster.call("scancel", job)

@@ -180,3 +180,16 @@ def test_a_run_with_other_settings_is_refused_unless_they_are_accepted(tmp_path)
     assert "settings: --accept-changes" in refused
     assert accepted.startswith("0\n")
     assert "kl.beta" in accepted
+
+
+def test_jobs_whose_nodes_it_would_not_know_are_refused_before_anything_starts(tmp_path):
+    told = run_function(
+        tmp_path,
+        "export SLURM_JOB_NODELIST=n1; SLURM_HET_SIZE=2 split_nodes || echo refused; "
+        "PATH=${PATH%%:*}; split_nodes || echo refused",
+        date="#!/bin/bash\n",
+    )
+    first, second = told.split("refused\n")[:2]
+    assert "heterogeneous job of 2 components" in first
+    assert "SERVER_NODES=N" in first
+    assert "scontrol is not found" in second
