@@ -25,7 +25,6 @@ from stable_opd_mcore.host.json_files import read_json_object
 from stable_opd_mcore.host.printable_text import printable, shortest_end
 from stable_opd_mcore.monitoring.figures import Row
 from stable_opd_mcore.monitoring.sinks import METRICS_FILE, read_run
-from stable_opd_mcore.monitoring.timeline import Timeline, read_timeline
 
 RESULT_FILES = "evaluation/*/results.json"  # of a run's evaluated models
 SEEDS = re.compile(r"train\.seed|data\.\w+\.options\.seed")  # in which an arm's runs differ
@@ -55,7 +54,6 @@ class WrittenRun:
     events: list[dict[str, Any]]
     settings: dict[str, str]  # by dotted key
     results: dict[str, dict[str, dict[str, float]]]  # evaluated model -> benchmark -> its numbers
-    timeline: Timeline | None = None
 
 
 def named_runs(runs: Sequence[str | Path | ReportRun]) -> list[ReportRun]:
@@ -81,13 +79,12 @@ def named_runs(runs: Sequence[str | Path | ReportRun]) -> list[ReportRun]:
 def read_written(run: ReportRun) -> WrittenRun:
     """
     Raises:
-        UserError: no metrics.jsonl, or a malformed metrics, settings, results or timeline file;
-            the message names it.
+        UserError: no metrics.jsonl, or a malformed metrics, settings or results file; the message
+            names it.
     """
     results = {path.parent.name: _results(path) for path in run.directory.glob(RESULT_FILES)}
     rows, events = read_run(run.directory / METRICS_FILE)
-    timeline = read_timeline(run.directory, rows[-1]["step"])
-    return WrittenRun(run, rows, events, read_settings(run.directory), results, timeline)
+    return WrittenRun(run, rows, events, read_settings(run.directory), results)
 
 
 def evaluated_runs(evaluations: Iterable[Path]) -> list[WrittenRun]:

@@ -152,12 +152,13 @@ _ALL: dict[str, tuple[str, str]] = {
         "share",
     ),
     "perf/servers_waited": (
-        "share of the step in which a rollout server neither drew nor received weights; mean of "
-        "servers",
+        "share of the step in which a rank had no request at a rollout server of its own and sent "
+        "it no weights; mean of ranks and servers",
         "share",
     ),
     "perf/teacher_waited": (
-        "share of the step in which a teacher's server had no request; mean of servers",
+        "share of the step in which a rank had no request at a teacher's server; mean of ranks "
+        "and servers",
         "share",
     ),
     "perf/scored_early": (

@@ -34,14 +34,12 @@ from stable_opd_mcore.monitoring.figures import draw_all, points_that_fit, style
 from stable_opd_mcore.monitoring.reader import BUDGET_BYTES, embedded
 from stable_opd_mcore.monitoring.run_events import marks
 from stable_opd_mcore.monitoring.sinks import METRICS_FILE
-from stable_opd_mcore.monitoring.timeline import drawn
 
 TEMPLATES = Path(__file__).with_name("templates")
 SCRIPTS = ("uplot.min.js", "figures.js", "reader.js", "watch.js")
 MAX_NAMES = 3  # of runs in a title
 MAX_TEXT = 1000  # characters of a title, a subtitle and a message
 MAX_EVENTS = 100
-MAX_TIMELINES = 4
 MAX_BYTES = 2_000_000  # of a page
 LEAST_ROLLOUT_BYTES = 200_000  # that the rest of a page leaves to its rollouts
 
@@ -140,7 +138,6 @@ def _content(
     of_run = [labels.index(one.run.label) for one in written]
     styled = [{"name": label, **styles[label]} for label in labels]
     figures, steps = draw_all([one.rows for one in written], points, of_run)
-    timelines = [drawn(one.timeline, one.run.name) for one in written if one.timeline]
     half = max(2, MAX_EVENTS // len(written)) // 2  # of a run's events: the first and the last
     events = [
         {**mark, "of": of_run[index]}
@@ -152,8 +149,6 @@ def _content(
         "seeds": tables.seed_table(written),
         "labels": styled,
         "figures": figures,
-        "timelines": timelines[:MAX_TIMELINES],
-        "timelines_left_out": len(timelines[MAX_TIMELINES:]),
         "events": events,
         "events_left_out": sum(len(one.events) for one in written) - len(events),
         "events_each": half,

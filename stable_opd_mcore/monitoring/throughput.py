@@ -6,14 +6,14 @@ Not a profiler: it measures the named phases and nothing inside them.
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from stable_opd_mcore.metrics import Max, Mean, Metrics
-from stable_opd_mcore.serving.activity import Span
+from stable_opd_mcore.serving.idle_clock import IdleClock
 
 
 class PhaseTimer:
@@ -30,17 +30,21 @@ class PhaseTimer:
 
     Args:
         tell: gets the name of each phase that begins.
+        idle: by metric, the clocks of servers; they measure the same time as this timer.
     """
 
     def __init__(
         self,
         device: torch.device | str = "cpu",
         tell: Callable[[str], object] = lambda _: None,
+        idle: Mapping[str, IdleClock] | None = None,
     ):
         self._device = torch.device(device)
         self._tell = tell
+        self._idle = idle or {}
+        for clock in self._idle.values():
+            clock.restart()
         self._phases: list[tuple[str, Any, Any]] = []  # name, start, end
-        self.began = self.ended = time.perf_counter()  # of the host; the end is set by `metrics`
         self._start = self._now()
 
     @contextmanager
@@ -63,7 +67,8 @@ class PhaseTimer:
         """`time/<phase>` and `time/total` in seconds, tokens per second, peak memory.
 
         With a part "wait", in which the trainer waits for the responses of servers, also the share
-        of the step that it waits for them: there and while they take the weights ("sync").
+        of the step that it waits for them: there and while they take the weights ("sync"). Shares
+        of the step in which servers are idle, where clocks are given.
 
         Args:
             num_tokens: prompt and response tokens of the step's global batch, the same number on
@@ -72,7 +77,6 @@ class PhaseTimer:
         end = self._now()
         if isinstance(end, torch.cuda.Event):
             end.synchronize()
-        self.ended = time.perf_counter()
         total = _seconds(self._start, end)
         seconds: dict[str, float] = {}
         for name, start, stop in self._phases:
@@ -85,18 +89,12 @@ class PhaseTimer:
             {
                 **times,
                 **waited,
+                **{key: clock.idle_share() for key, clock in self._idle.items()},
                 "time/total": Max(total),
                 "throughput/tokens_per_second": Mean(num_tokens, total),
                 "memory/peak_gib": Max(peak_memory_gib(self._device)),
             }
         )
-
-    def spans(self) -> list[Span]:
-        """The phases and their parts in seconds since the step began; called after `metrics`."""
-        return [
-            Span(name, _seconds(self._start, start), _seconds(self._start, end))
-            for name, start, end in self._phases
-        ]
 
     def _now(self) -> Any:
         """A moment of this timer: seconds, or an event in the queue of a CUDA device."""

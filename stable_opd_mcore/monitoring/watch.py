@@ -46,7 +46,6 @@ from stable_opd_mcore.monitoring.reader import (
 )
 from stable_opd_mcore.monitoring.report import live_page
 from stable_opd_mcore.monitoring.sinks import METRICS_FILE, read_metrics
-from stable_opd_mcore.monitoring.timeline import TIMELINE_FILE
 from stable_opd_mcore.records import Rollout
 
 HOST = "127.0.0.1"
@@ -109,7 +108,6 @@ class WatchServer(ThreadingHTTPServer):
             for path in (
                 run.directory / METRICS_FILE,
                 run.directory / RESOLVED,
-                run.directory / TIMELINE_FILE,
                 *sorted(run.directory.glob(RESULT_FILES)),
             )
         ]

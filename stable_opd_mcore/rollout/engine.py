@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.records import Prompt, Rollout, Routing, Sampling
-from stable_opd_mcore.serving.activity import Spans
+from stable_opd_mcore.serving.idle_clock import IdleClock
 
 # Gets the prompt and the tokens of a response that is finished
 WhenFinished = Callable[[Prompt, Sequence[int]], None]
@@ -29,6 +29,7 @@ class RolloutEngine:
 
     weight_version: int = 0
     routing: Routing | None = None  # of the experts in its rollouts; None: they have none
+    idle: IdleClock | None = None  # of this rank's servers; None: an engine without servers
 
     def generate(
         self,
@@ -101,12 +102,6 @@ class RolloutEngine:
     def take_metrics(self) -> Metrics:
         """This rank's metrics since the last call; the caller reduces them over ranks."""
         return Metrics()
-
-    def take_activity(self) -> Spans | None:
-        """What this rank saw its servers do since the last call: "draws" while a request was in
-        flight, "weights" while weights were sent; {} on a rank that has none, None without servers.
-        """
-        return None
 
     def close(self) -> None:
         """End the servers that the engine started."""

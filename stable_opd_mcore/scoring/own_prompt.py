@@ -23,7 +23,6 @@ from torch import Tensor
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import MicroBatch, Sample, Scores
 from stable_opd_mcore.scoring.scorer import Scorer
-from stable_opd_mcore.serving.activity import Spans
 
 Pack = Callable[[Sequence[Sample]], list[MicroBatch]]  # on this rank's device; collective
 
@@ -39,7 +38,7 @@ class OwnPromptScorer(Scorer):
         self._scorer, self._world, self._pack = scorer, world, pack
         self._samples: Sequence[Sample] = ()
         self._num_rows = 0  # R
-        self.head, self.early = scorer.head, scorer.early
+        self.head, self.early, self.idle = scorer.head, scorer.early, scorer.idle
 
     def about(self, samples: Sequence[Sample]) -> OwnPromptScorer:
         """See `Scorer.about`."""
@@ -52,10 +51,6 @@ class OwnPromptScorer(Scorer):
     def ask(self, sample: Sample, step: int) -> None:
         """See `Scorer.ask`."""
         self._scorer.ask(_with_teacher_prompt(sample), step)
-
-    def take_activity(self) -> Spans | None:
-        """See `Scorer.take_activity`."""
-        return self._scorer.take_activity()
 
     def close(self) -> None:
         """See `Scorer.close`."""

@@ -15,7 +15,7 @@ from dataclasses import replace
 from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.records import MicroBatch, Sample, Scores
 from stable_opd_mcore.scoring.early_requests import EarlyRequests
-from stable_opd_mcore.serving.activity import Spans
+from stable_opd_mcore.serving.idle_clock import IdleClock
 
 
 class Scorer:
@@ -23,6 +23,7 @@ class Scorer:
 
     head: Head | None = None  # this rank's shard of the output head; None off the last stage
     early: EarlyRequests | None = None  # what `ask` has asked for; None: `ask` does nothing
+    idle: IdleClock | None = None  # of the servers that this rank asks; None: without servers
 
     def ask(self, sample: Sample, step: int) -> None:
         """Begin to score a sample that `step` will train on. From any thread of the rank that drew
@@ -39,12 +40,6 @@ class Scorer:
         All ranks of the replica call it with the same micro-batches, at least one.
         """
         raise NotImplementedError
-
-    def take_activity(self) -> Spans | None:
-        """What this rank saw its servers do since the last call: "scores" while a request was in
-        flight; None without servers.
-        """
-        return None
 
     def close(self) -> None:
         """Ask for nothing more."""

@@ -39,7 +39,6 @@ from stable_opd_mcore.parallel.world import World, gather_objects
 from stable_opd_mcore.records import MicroBatch, Sample, Scores
 from stable_opd_mcore.scoring.early_requests import EarlyRequests
 from stable_opd_mcore.scoring.scorer import Scorer
-from stable_opd_mcore.serving.activity import Activity, Spans
 from stable_opd_mcore.serving.api_key import read_api_key
 from stable_opd_mcore.serving.client import (
     RefusedRequest,
@@ -47,6 +46,7 @@ from stable_opd_mcore.serving.client import (
     SglangClient,
     pause_seconds,
 )
+from stable_opd_mcore.serving.idle_clock import IdleClock
 from stable_opd_mcore.serving.requests import Scoring, SequenceScores
 
 _MAX_IN_FLIGHT = 64
@@ -105,9 +105,7 @@ class ServedTeacher(Scorer):
                 f"top-{self.top_k} of a vocabulary of {self.vocab_size}: lower objective.top_k"
             )
         self._extra_ids = tuple(sorted({*self.stop_ids, *merged}))
-        self._activity = Activity(
-            list(dict.fromkeys(url for urls in routes.values() for url in urls))
-        )
+        self._idle = self.idle = IdleClock([url for urls in routes.values() for url in urls])
         self._turn = itertools.count()
         self._prompt_ids: list[str] = []
 
@@ -150,10 +148,6 @@ class ServedTeacher(Scorer):
         if group.size() > 1:
             dist.broadcast_object_list(replies, src=dist.get_global_rank(group, 0), group=group)
         return [self._scores(*pair) for pair in zip(microbatches, replies[0], strict=True)]
-
-    def take_activity(self) -> Spans:
-        """See `Scorer.take_activity`."""
-        return self._activity.take()
 
     def ask(self, sample: Sample, step: int) -> None:
         """See `Scorer.ask`."""
@@ -309,7 +303,7 @@ class ServedTeacher(Scorer):
                 left = round_ends - time.monotonic() - later * limit / max(1, len(clients) - 1)
                 client = clients[(turn - later) % len(clients)]
                 try:
-                    with self._activity.during("scores", [client.url]):
+                    with self._idle.busy([client.url]):
                         scores = client.score(request, min(limit, max(left, limit / len(clients))))
                     self.progress()
                     return scores

@@ -24,7 +24,6 @@ from stable_opd_mcore.host.run_lock import RunLock
 from stable_opd_mcore.models.huggingface import export_hf
 from stable_opd_mcore.monitoring.report import write_report
 from stable_opd_mcore.monitoring.sinks import METRICS_FILE, Sinks, read_metrics
-from stable_opd_mcore.monitoring.timeline import write_timeline
 from stable_opd_mcore.parallel.world import World, stop_world
 from stable_opd_mcore.rollout.engine import EngineLost
 from stable_opd_mcore.scoring.served_teacher import TeacherLost
@@ -256,8 +255,6 @@ def _train_steps(
         if sinks is not None:
             write_token_values(config.run.path, state.step, result.token_values, run.tokenizer)
             sinks.write(state.step, metrics)
-            if state.step + config.rollout.max_staleness <= config.train.steps:
-                write_timeline(config.run.path, result.timeline)  # later steps draw less ahead
             now = strengths_of(config, state.adapted, state.guard)
             write_actions(sinks, state.step, result.actions, now)
             warn_of_equal_models(state.step, metrics.values_by_key())

@@ -19,6 +19,7 @@ from stable_opd_mcore.records import Sampling
 from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.scoring.early_requests import EarlyRequests
 from stable_opd_mcore.scoring.scorer import Scorer
+from stable_opd_mcore.serving.idle_clock import IdleClock
 from stable_opd_mcore.train.reference import MovingWeights
 from stable_opd_mcore.train.samples.overlap import OverlapPair
 from stable_opd_mcore.train.student import Student
@@ -53,3 +54,12 @@ class Run:
     def early(self) -> EarlyRequests | None:
         """Of a served teacher whose scores are asked for while responses are drawn."""
         return self.teacher and self.teacher.early
+
+    @property
+    def idle_clocks(self) -> dict[str, IdleClock]:
+        """Those of rollout servers and of a served teacher's, by the metric that they give."""
+        clocks = {
+            "perf/servers_waited": self.engine.idle,
+            "perf/teacher_waited": self.teacher and self.teacher.idle,
+        }
+        return {metric: clock for metric, clock in clocks.items() if clock is not None}

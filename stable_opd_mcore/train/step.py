@@ -39,7 +39,6 @@ from stable_opd_mcore.models.hidden_states import forward_hidden
 from stable_opd_mcore.models.weights import refuse_non_finite
 from stable_opd_mcore.monitoring.health import sample_metrics, token_metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
-from stable_opd_mcore.monitoring.timeline import Timeline, gather_timeline, waited
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.transfers import OnHost
 from stable_opd_mcore.parallel.world import World, object_group
@@ -82,7 +81,6 @@ class StepResult:
     rollouts: Sequence[Rollout]  # of this data-parallel rank, in the order of its prompts
     actions: Sequence[Action]  # the guard's after the step
     token_values: Sequence[RolloutValues]  # the first rollouts, for readers; on rank 0 only
-    timeline: Timeline  # of trainer and servers
 
 
 def train_step(run: Run, state: TrainState) -> StepResult:
@@ -93,7 +91,8 @@ def train_step(run: Run, state: TrainState) -> StepResult:
         UserError: the loss or the gradient norm is not finite.
         EngineLost, TeacherLost: no server answers; no weight has changed.
     """
-    config, timer = run.config, PhaseTimer(run.world.device, run.phase)
+    config = run.config
+    timer = PhaseTimer(run.world.device, run.phase, run.idle_clocks)
     run = at_step(run, state)
 
     with timer.phase("rollout"):
@@ -135,17 +134,9 @@ def train_step(run: Run, state: TrainState) -> StepResult:
         run.engine.publish(state.weight_version)
     reduced = [early, overlap, correction, *updates]
     metrics = step_metrics(run, rollouts, facts, reduced, timer, trained_version)
-    timeline = timeline_of(run, state.step, timer)
-    metrics = metrics | waited(timeline)
     state, actions = guarded(config, state, metrics)
     token_values = values.gather(run.world, rollouts)
-    return StepResult(state, metrics, rollouts, actions, token_values, timeline)
-
-
-def timeline_of(run: Run, step: int, timer: PhaseTimer) -> Timeline:
-    """What the trainer and all servers did in a finished step."""
-    teacher = run.teacher.take_activity() if run.teacher else None
-    return gather_timeline(step, timer, {"server": run.engine.take_activity(), "teacher": teacher})
+    return StepResult(state, metrics, rollouts, actions, token_values)
 
 
 def at_step(run: Run, state: TrainState) -> Run:

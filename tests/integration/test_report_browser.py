@@ -11,10 +11,8 @@ from stable_opd_mcore.monitoring.chosen_runs import ReportRun
 from stable_opd_mcore.monitoring.figures import FIGURES
 from stable_opd_mcore.monitoring.report import write_report
 from stable_opd_mcore.monitoring.sinks import JsonlSink
-from stable_opd_mcore.monitoring.timeline import Role, Timeline, write_timeline
 from stable_opd_mcore.monitoring.watch import WatchServer
 from stable_opd_mcore.records import Prompt, Rollout
-from stable_opd_mcore.serving.activity import Span
 from tests.integration.browser import BROWSER, Browser
 from tests.monitoring.make_run import HOSTILE, make_run
 
@@ -37,14 +35,6 @@ AXES = """
   return `${inside.left - plot.left} ${plot.bottom - inside.bottom}`;
 }))]
 """
-# The widths of a timeline's parts in each row, as shares of the row.
-TIMELINE = """
-[...document.querySelectorAll('.timeline svg')].map((row) => [...row.querySelectorAll('path')].map(
-  (part) => Math.round(100 * part.getBoundingClientRect().width / row.clientWidth) / 100))
-"""
-FILLS = (
-    "[...document.querySelectorAll('.timeline path')].map((part) => getComputedStyle(part).fill)"
-)
 WIDER_THAN_THE_WINDOW = "document.documentElement.scrollWidth > innerWidth"
 
 
@@ -86,18 +76,8 @@ def test_every_panel_is_drawn_without_a_message_or_a_request(browser, tmp_path, 
         ReportRun(make_run(tmp_path / "held", 40, beta=0.5), HOSTILE),
         ReportRun(make_run(tmp_path / "other", 4), "opd"),
     ]
-    roles = (
-        Role(
-            "trainer", "rank 0", (Span("rollout", 0, 3), Span("update", 3, 4), Span("wait", 1, 3))
-        ),
-        Role("server", HOSTILE, (Span("draws", 0, 2), Span("weights", 2, 4))),
-    )
-    write_timeline(runs[0].directory, Timeline(40, 4.0, roles))
     report = write_report(runs, tmp_path / "report.html", title=HOSTILE)
     open_report(browser, report, width=width, dark=dark)
-    assert browser.run(TIMELINE) == [[0.75, 0.25, 0.5], [0.5, 0.5]]
-    colours = set(browser.run(FILLS))
-    assert len(colours) == 4  # sampling of the trainer and drawing of the server have one
     panels = sum(len(figure.panels) for figure in FIGURES) - 1  # kl/reference has no values
     assert browser.run("document.querySelectorAll('.plot canvas').length") == panels
     assert browser.run(DRAWN) == panels
@@ -106,7 +86,6 @@ def test_every_panel_is_drawn_without_a_message_or_a_request(browser, tmp_path, 
     light = browser.run("getComputedStyle(document.body).color")
     browser.run("document.getElementById('theme').click()")
     assert browser.run("getComputedStyle(document.body).color") != light
-    assert not colours & set(browser.run(FILLS))
     assert browser.run(DRAWN) == panels
     assert browser.run("document.querySelectorAll('main img, #rollouts img').length") == 0
     assert browser.console == []
@@ -223,9 +202,6 @@ def test_the_live_view_follows_a_run_over_its_restart(browser, tmp_path):
         assert not browser.run("document.querySelector('details.figure').open")
         plots = browser.run("document.querySelectorAll('.figure[open] .plot').length")
         assert browser.run(DRAWN) == plots > 20
-        for step, seconds in ((21, 1.0), (22, 8.0)):
-            write_timeline(run, Timeline(step, seconds, ()))
-            browser.wait(f"document.querySelector('.ticks')?.textContent.endsWith('{seconds:g} s')")
         write_rollouts(rollout_path(run, 31), read_rollouts(rollout_path(run, 1)))
         browser.wait("document.getElementById('reader-step').value === '31'")
         browser.wait("document.querySelector('.facts').textContent.includes('step 31')")

@@ -27,7 +27,6 @@ from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.routers import Routers
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
-from stable_opd_mcore.monitoring.timeline import gather_timeline, waited
 from stable_opd_mcore.parallel.world import World, gather_objects, start_world, stop_world
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.sglang.build import build_sglang_engine
@@ -317,14 +316,13 @@ def share_a_server(rank: int, num_ranks: int, directory: Path, url: str) -> None
     student = student_of(directory, world, *external(url), key)
     engine, first = student.engine, student.publish()
     prompts = [Prompt(f"rank_{rank}:{i}", "", tuple(range(3 + i, 15 + i + rank))) for i in range(4)]
-    timer = PhaseTimer()
-    timer.began = gather_objects(timer.began)[0]  # ranks of one host share a clock
+    assert engine.idle is not None
+    timer = PhaseTimer(idle={"perf/servers_waited": engine.idle})
     engine.prefetch(prompts, SAMPLING, step=1, weight_version=first + 2)
     for version in (first, first + 1):
         await_tokens(engine, 1, version)
         student.publish()
     drawn = engine.generate(prompts, SAMPLING, step=1)
-    timer.metrics(num_tokens=1)
     assert [r.prompt.prompt_id for r in drawn] == [p.prompt_id for p in prompts for _ in range(2)]
     assert {len(rollout.token_ids) for rollout in drawn} == {600}
     assert [first, first + 1, first + 2] in [versions_of(rollout) for rollout in drawn]
@@ -332,15 +330,9 @@ def share_a_server(rank: int, num_ranks: int, directory: Path, url: str) -> None
     happened = engine.take_metrics()
     for event in ("failure", "retried", "redrawn", "stale"):
         assert happened[f"engine/{event}"].value() == 0, event
-    timeline = gather_timeline(1, timer, {"server": engine.take_activity()})
-    assert gather_objects(timeline) == [timeline] * num_ranks
-    (server,) = [role for role in timeline.roles if role.kind == "server"]
-    weights = [span for span in server.spans if span.what == "weights"]
-    draws = [span for span in server.spans if span.what == "draws"]
-    assert len(weights) == 2
-    assert len(draws) >= 3
-    assert not [w for w in weights for d in draws if d.start < w.end and w.start < d.end]
-    assert 0 < waited(timeline)["perf/servers_waited"].value() < 0.7
+    waited = timer.metrics(num_tokens=1)["perf/servers_waited"].value()
+    assert waited is not None
+    assert 0 < waited < 1
     engine.close()
     stop_world()
 

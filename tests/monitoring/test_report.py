@@ -17,9 +17,7 @@ from stable_opd_mcore.monitoring.figures import FIGURES
 from stable_opd_mcore.monitoring.names import NAMES
 from stable_opd_mcore.monitoring.reader import ROLLOUTS_PER_STEP
 from stable_opd_mcore.monitoring.report import MAX_BYTES, write_report
-from stable_opd_mcore.monitoring.timeline import Role, Timeline, write_timeline
 from stable_opd_mcore.records import Prompt, Rollout
-from stable_opd_mcore.serving.activity import Span
 from tests.monitoring.make_run import HOSTILE, make_run
 
 
@@ -210,35 +208,12 @@ def test_hostile_text_stays_text(tmp_path):
     assert "\x00" not in rollouts_of(page)["rollouts"][0]["detail"]["text"]
 
 
-def test_the_timelines_of_some_runs_are_shown(tmp_path):
-    """Not of a step whose row is gone."""
-    runs = [make_run(tmp_path / f"run{number}", 2) for number in range(7)]
-    for run in runs[1:]:
-        server = Role("server", HOSTILE, (Span("draws", 0, 1),))
-        write_timeline(run, Timeline(2, 4.0, (server,)))
-    write_timeline(runs[0], Timeline(3, 4.0, ()))
-    page = page_of(write_report(runs, tmp_path / "r.html"))
-    assert page.count("div", **{"class": "panel timeline"}) == page_maker.MAX_TIMELINES == 4
-    assert page.count("path", d="M0 0H250V1H0Z", **{"class": "part-draws"}) == 4
-    assert [f"run{number}, step 2" in page.text for number in range(6)] == [
-        False,
-        *[True] * 4,
-        False,
-    ]
-    assert "Of 2 more runs it is left out." in page.text
-    assert page.count("script") == 5
-    assert page.count("img") == 0
-    alone = page_of(write_report(runs[:1], tmp_path / "r.html"))
-    assert alone.count("details", id="timeline") == 0
-
-
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
         ("metrics.jsonl", '{"step": 4, "a": NaNN}\n{"step": 5}\n', "line 1: not JSON"),
         ("config.resolved.yaml", "a: [1", "not readable as YAML"),
         ("config.resolved.yaml", "a0: &a0 x\na1: [*a0, *a0]", "it holds aliases"),
-        ("timeline.json", '{"step": 1}', "column seconds is missing"),
         ("rollouts/step_000001.jsonl", "{}\n", "line 1: column prompt_id is missing"),
     ],
 )

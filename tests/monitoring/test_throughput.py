@@ -33,10 +33,6 @@ def test_the_trainer_waits_for_responses_and_while_servers_take_weights():
     values = timer.metrics(num_tokens=1).values_by_key()
     require_known(values)
     waited = values["time/wait"] + values["time/sync"]
-    wait, rollout, sync = timer.spans()
-    assert [span.what for span in (wait, rollout, sync)] == ["wait", "rollout", "sync"]
-    assert 0 <= rollout.start <= wait.start < wait.end <= rollout.end <= sync.start
-    assert sync.end <= timer.ended - timer.began
     assert 0.04 <= waited == pytest.approx(values["perf/trainer_waited"] * values["time/total"])
 
 

@@ -10,6 +10,7 @@ class Recorder:
 
     def __init__(self, engine: Any):
         self._engine = engine
+        self.idle = engine.idle
         self.calls: list[tuple[Any, ...]] = []
 
     def generate(self, prompts, sampling, *, step, when_finished=None):
@@ -26,6 +27,3 @@ class Recorder:
 
     def take_metrics(self):
         return Metrics({"engine/noted": Sum(1)})
-
-    def take_activity(self):
-        return self._engine.take_activity()

@@ -99,7 +99,6 @@ def test_smoke_config_writes_every_file_and_metric(tmp_path, monkeypatch):
         "rollouts",
         "checkpoints",
         "summary.json",
-        "timeline.json",
         "report.html",
         "model",
         "tensorboard",

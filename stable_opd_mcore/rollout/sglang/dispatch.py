@@ -169,7 +169,7 @@ class Dispatcher:
         member.responses_in_flight += sign * len(task.samples)
         member.tokens_in_flight += sign * size
         self._num_running += sign
-        self._fleet.activity.count("draws", member.name, sign)
+        self._fleet.idle.count(member.name, sign)
 
     def _take(self, member: Member, task: Task, pieces: list[Completion] | None) -> None:
         """Extend the job's answers by a reply, and queue what they still lack."""

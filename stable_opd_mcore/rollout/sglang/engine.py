@@ -57,7 +57,6 @@ from stable_opd_mcore.rollout.sglang.records import (
     routing_of,
 )
 from stable_opd_mcore.rollout.sglang.transports import Transport
-from stable_opd_mcore.serving.activity import Spans
 from stable_opd_mcore.serving.requests import Completion, Generation
 
 _MAX_ROUNDS = 5  # of drawing
@@ -80,6 +79,7 @@ class SglangEngine(RolloutEngine):
 
     def __post_init__(self) -> None:
         self.weight_version = -1  # nothing is published yet
+        self.idle = self.fleet.idle
         self._sent_version = -1  # the newest version that was sent to all servers
         self._architecture = architecture_of(self.chunks)
         if self.config.rollout.routing_replay:
@@ -288,10 +288,6 @@ class SglangEngine(RolloutEngine):
         if not self._is_leader:
             return metrics
         return metrics | self.fleet.events.take_metrics() | self._dispatcher.take_metrics()
-
-    def take_activity(self) -> Spans:
-        """See `RolloutEngine.take_activity`."""
-        return self.fleet.activity.take()
 
     def _check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         window = self._architecture.max_positions

@@ -21,9 +21,9 @@ from stable_opd_mcore.config.rollouts import SglangConfig
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.serving import timeouts
-from stable_opd_mcore.serving.activity import Activity
 from stable_opd_mcore.serving.client import RefusedRequest, ServerFailure, SglangClient
 from stable_opd_mcore.serving.compiling import CompilerWatch
+from stable_opd_mcore.serving.idle_clock import IdleClock
 from stable_opd_mcore.serving.process import (
     ServerStartError,
     SglangServer,
@@ -87,7 +87,7 @@ class Fleet:
 
     def __post_init__(self) -> None:
         self.lost: str | None = None  # why the fleet cannot go on
-        self.activity = Activity([member.name for member in self.members])
+        self.idle = IdleClock([member.name for member in self.members])
         self._restarts: deque[float] = deque()  # when, in monotonic seconds, the oldest first
         self._watcher: threading.Thread | None = None
         self._probing = threading.Lock()  # held during a health probe

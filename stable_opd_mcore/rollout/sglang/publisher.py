@@ -72,7 +72,7 @@ class Publisher:
             for member in mine:  # another leader may have seen that it lacks them
                 self.fleet.weights_outdated(member)
             self._num_publishes += 1
-            with self.fleet.activity.during("weights", [member.name for member in mine]):
+            with self.fleet.idle.busy([member.name for member in mine]):
                 outcome, sent = self._send_to(targets, version)
             num_bytes += sent
             failures = [reason for reason in outcome.values() if reason is not None]

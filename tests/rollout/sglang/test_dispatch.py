@@ -184,26 +184,23 @@ def test_tokens_keep_the_experts_of_the_request_that_read_them_first(tmp_path):
     dispatcher.close()
 
 
-def test_a_server_draws_while_a_request_is_in_flight(tmp_path):
-    """Aborted and sent again: two spans with the pause between them; the idle server has none."""
-    client = Drawing()
-    fleet = fleet_over(tmp_path, client, Drawing())
-    fleet.members[1].state = "needs_weights"
+def test_a_server_waits_while_no_request_is_in_flight(tmp_path, monkeypatch):
+    """Aborted and sent again: busy twice, with the pause between them."""
+    client, noted = Drawing(), []
+    fleet = fleet_over(tmp_path, client)
+    monkeypatch.setattr(fleet.idle, "count", lambda *counted: noted.append(counted))
     dispatcher = Dispatcher(fleet)
     (job,) = jobs_of([request(max_new_tokens=8, num_samples=2)])
     dispatcher.submit([job])
     client.await_requests(1)
     dispatcher.pause(abort=True)
-    paused = time.perf_counter()
+    assert noted == [("server_0", 1), ("server_0", -1)]
     dispatcher.resume()
     client.await_requests(3)  # each sample has its own request now
+    assert noted[2:] == [("server_0", 1)] * 2
     client.end()
     dispatcher.wait([job])
-    spans = fleet.activity.take()
-    assert spans["server_1"] == []
-    first, second = spans["server_0"]
-    assert first.what == second.what == "draws"
-    assert first.start < first.end < paused < second.start < second.end < time.perf_counter()
+    assert noted[4:] == [("server_0", -1)] * 2
     dispatcher.close()
 
 

@@ -1,6 +1,5 @@
 """Publishes over many steps, without SGLang."""
 
-import itertools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -62,6 +61,7 @@ def engine_of(
     sent: list[int] = []
 
     def send(statuses: Sequence[ServerStatus], version: int) -> tuple[dict[str, str | None], int]:
+        assert not member.in_flight, "no request meanwhile"
         client.version = version
         sent.append(version)
         return {status.name: None for status in statuses}, 0
@@ -100,10 +100,6 @@ def test_first_tokens_are_at_most_max_staleness_versions_old(
     engine, published = engine_of(tmp_path, world, client, partial=partial)
     assert steps(engine, 8) == [[version] for version in versions]
     assert published == sent
-    spans = engine.take_activity()["server_0"]
-    by_start = sorted(spans, key=lambda span: span.start)
-    assert [span.what for span in spans].count("weights") == len(sent)
-    assert all(a.end <= b.start for a, b in itertools.pairwise(by_start)), "no request meanwhile"
     (evaluated,) = engine.generate(PROMPTS[:1], Sampling(max_new_tokens=3), step=0)
     assert evaluated.weight_version == published[-1] == 7
     engine.drop_ahead()
