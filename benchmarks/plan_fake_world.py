@@ -43,7 +43,6 @@ ROWS = (  # config, trainer nodes, server nodes, stage, settings
     ("stable_opd_7b", 2, 1, 1, "parallel.pipeline=2"),
     ("stable_opd_7b", 2, 1, 0, "parallel.pipeline=2 parallel.virtual_pipeline=2"),
     ("stable_opd_7b", 4, 1, 3, f"parallel.pipeline=4 {NO_TENSOR} train.micro_batch_tokens=16896"),
-    ("stable_opd_7b", 16, 2, 0, "optimizer.distributed=false"),
     ("recipes/gkd_7b", 1, 0, 0, ""),
     ("recipes/lsm_7b", 1, 0, 0, ""),
     ("sft_7b", 1, 0, 0, ""),

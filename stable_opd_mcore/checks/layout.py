@@ -11,7 +11,6 @@ from stable_opd_mcore.planning.hardware import DEVICES, GIB
 from stable_opd_mcore.planning.job import plan_topology
 from stable_opd_mcore.planning.known_models import models_in_trainer
 from stable_opd_mcore.planning.layout import layout_of, refuse_layout
-from stable_opd_mcore.planning.topology import server_dtype
 from stable_opd_mcore.run_inputs import (
     refuse_routing_without_experts,
     refuse_unused_expert_ranks,
@@ -91,7 +90,7 @@ def memory(known: Known) -> Iterator[Finding]:
 
 
 def precision(known: Known) -> Iterator[Finding]:
-    """Weights stored, trained, sampled and served in different precisions."""
+    """Weights stored and trained, or responses trained and sampled, in different precisions."""
     config = known.config
     trained = {"fp32": "float32", "bf16": "bfloat16"}[config.train.precision]
     models = models_in_trainer(config).items()
@@ -100,10 +99,5 @@ def precision(known: Known) -> Iterator[Finding]:
         loses_bits = trained == "bfloat16" and stored in ("float16", "float32")
         if settings.path is not None and loses_bits:
             yield finding(f"{name}-loses-bits", role=name, stored=stored)
-    if not known.objective.needs_rollouts:
-        return
-    served = server_dtype(config)
-    if config.rollout.engine == "sglang" and served != trained:
-        yield finding("served-precision", served=served, trained=trained)
-    if config.fp8.student is not None:
+    if known.objective.needs_rollouts and config.fp8.student is not None:
         yield finding("sampled-without-fp8", fp8=config.fp8.student, trained=trained)

@@ -37,7 +37,6 @@ FREE = (
     "train.recompute",
     "train.loss_block_tokens",
 )
-NOT_FREE = ("rollout.sglang.dtype",)  # within FREE
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -61,11 +60,7 @@ def changes(old: Mapping[str, Any], new: Config) -> dict[str, tuple[Any, Any]]:
     acted = isinstance(old_guard, Mapping) and cast("Any", old_guard).get("policy") == "act"
     if not (acted or new.guard.acts):
         free.append("guard")
-    return {
-        key: values
-        for key, values in differences.items()
-        if _is_in(key, NOT_FREE) or not _is_in(key, free)
-    }
+    return {key: values for key, values in differences.items() if not _is_in(key, free)}
 
 
 def by_dotted_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -37,9 +37,6 @@ class EvaluationConfig(Section):
     """Longest held-out response; `null`: `sampling.max_new_tokens`."""
     also_greedy: bool = False
     """While training: evaluate greedy responses too, as `eval_greedy/*`."""
-    teacher_accuracy: float | None = Field(default=None, ge=0, le=1)
-    """The teacher's accuracy, from `stable-opd evaluate` on it. The report then shows the gap
-    recovered."""
 
 
 class MonitoringConfig(Section):

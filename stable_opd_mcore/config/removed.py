@@ -18,7 +18,17 @@ class Removed:
     instead: str  # one sentence: what to do with any other value
 
 
-REMOVED: dict[str, Removed] = {}  # by dotted key; of a list of sections, without an index
+_ABLATION = "drop it: the last commit with this ablation is tagged before-lighter"
+# By dotted key; of a list of sections, without an index.
+REMOVED: dict[str, Removed] = {
+    "evaluation.teacher_accuracy": Removed(
+        (None,), "drop it: evaluate the teacher by `stable-opd evaluate` and compare"
+    ),
+    "objective.advantage.constant": Removed((None,), _ABLATION),
+    "objective.position_half_life": Removed((None,), _ABLATION),
+    "optimizer.distributed": Removed((True,), "drop it: the optimizer's state is always sharded"),
+    "rollout.sglang.dtype": Removed((None,), "drop it: servers compute in train.precision"),
+}
 
 
 def without_removed(values: Any, origin: str, overrides: Sequence[str] = ()) -> Any:

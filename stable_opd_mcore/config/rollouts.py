@@ -77,8 +77,6 @@ class SglangConfig(Section):
     `external` servers names that file, or sends no key."""
     python: str = ".venv-sglang/bin/python"
     """Interpreter of the environment in which SGLang is installed."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Of the servers' weights; `null`: that of `train.precision`."""
     arguments: tuple[str, ...] = ()
     """More arguments of SGLang's command line, such as [--max-running-requests, "64"]."""
     startup_timeout_seconds: float = Field(default=600.0, gt=0)

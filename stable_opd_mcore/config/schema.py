@@ -70,8 +70,6 @@ class AdvantageConfig(Section):
     """`opd`: sign(A) log(1 + |A|) in place of A, before clamping."""
     clamp: float | None = Field(default=None, gt=0)
     """Clamp the advantage to [-clamp, clamp], before discounting and before the control variate."""
-    constant: float | None = None
-    """`opd`: this number is the advantage of every token, whatever the teacher says: a control."""
     teacher_weight: float = Field(default=1.0, gt=0)
     """`grpo_opd`: weight of the teacher's log-ratio beside the advantage from rewards."""
 
@@ -79,21 +77,6 @@ class AdvantageConfig(Section):
         """With the policy that `null` stands for."""
         default = "present" if is_stale else "rollout"
         return self.model_copy(update={"policy": self.policy or default})
-
-    @model_validator(mode="after")
-    def _constant_alone(self) -> Self:
-        others = {
-            "policy": self.policy,
-            "power": self.power,
-            "log": self.log or None,
-            "clamp": self.clamp,
-        }
-        if self.constant is not None and (names := [k for k, v in others.items() if v is not None]):
-            raise ValueError(
-                f"objective.advantage.constant={self.constant:g} leaves nothing to change for "
-                f"objective.advantage.{names[0]}; drop one of them"
-            )
-        return self
 
 
 class TokenMasksConfig(Section):
@@ -139,9 +122,6 @@ class ObjectiveConfig(Section):
     std_normalise: bool = True
     """`grpo` and `grpo_opd` divide advantages by the standard deviation of the group's rewards.
     Dr.GRPO is `false` with `aggregation: constant`."""
-    position_half_life: float | None = Field(default=None, gt=0)
-    """Tokens after which the weight of a token in the policy term has halved: docs/method.md §3.
-    `null`: all positions weigh the same."""
     advantage: AdvantageConfig = AdvantageConfig()
     masks: TokenMasksConfig = TokenMasksConfig()
 

@@ -66,9 +66,6 @@ class OptimizerConfig(Section):
     """Decoupled weight decay."""
     clip_grad: float = Field(default=1.0, gt=0)
     """Largest global gradient norm; a larger gradient is scaled down to it."""
-    distributed: bool = True
-    """Shard the optimizer's state over data-parallel ranks. On one rank it costs nothing, and the
-    checkpoints load on more."""
 
     @model_validator(mode="after")
     def _decays(self) -> Self:

@@ -165,13 +165,11 @@ def divergence_from_teacher(rows: Rows, settings: ObjectiveConfig) -> PolicyLoss
 
 def from_teacher(rows: Rows, settings: AdvantageConfig) -> Tensor:
     """A = log pi_T - log pi, or pi_T^alpha - pi^alpha with settings.power; compressed and clamped.
-    With settings.constant: that number. pi is pi_old, or the present student by settings.policy.
+    pi is pi_old, or the present student by settings.policy.
 
     Raises:
         ValueError: the micro-batch carries no teacher scores.
     """
-    if settings.constant is not None:
-        return torch.full_like(rows.old_logprob, settings.constant)
     if rows.teacher_logprob is None:
         raise ValueError(
             "this objective needs teacher scores: attach them to the micro-batch first"

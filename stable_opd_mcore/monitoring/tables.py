@@ -50,11 +50,7 @@ class Table:
 
 
 def outcome_table(runs: Sequence[WrittenRun]) -> Table:
-    """One row per run: its outcome, and the first damage.
-
-    The gap recovered is (accuracy at end - at start) / (teacher's - at start), docs/method.md §5,
-    if the run's settings hold the teacher's accuracy (`evaluation.teacher_accuracy`).
-    """
+    """One row per run: its outcome, and the first damage."""
     return _table([_outcome_cells(run) for run in runs], texts=2)
 
 
@@ -91,17 +87,14 @@ def _table(records: Sequence[Mapping[str, Any]], texts: int) -> Table:
 def _outcome_cells(written: WrittenRun) -> dict[str, Any]:
     rows, total = written.rows, whole_number(written.settings, "train.steps")
     found = outcome(rows)
-    start, end = found.initial_accuracy, found.final_accuracy
-    distance = _teacher_accuracy(written.settings) - start
     return {
         "run": written.run.name,
         "first damage": verdict(rows),
         "steps": f"{rows[-1]['step']:,}" + ("" if total is None else f" of {total:,}"),
-        "accuracy at start": start,
+        "accuracy at start": found.initial_accuracy,
         "accuracy at peak": found.peak_accuracy,
-        "accuracy at end": end,
+        "accuracy at end": found.final_accuracy,
         "greedy at end": found.greedy_final_accuracy,
-        "gap recovered": (end - start) / distance if distance else math.nan,
         "truncated at worst": found.max_truncation_rate,
         "truncated at end": found.final_truncation_rate,
         "repetitive at worst": found.max_repetition_rate,
@@ -219,14 +212,6 @@ def _interval(result: Mapping[str, float]) -> str | None:
     if not {"accuracy_low", "accuracy_high"} <= result.keys():
         return None
     return f"{result['accuracy_low']:.3f} to {result['accuracy_high']:.3f}"
-
-
-def _teacher_accuracy(settings: Mapping[str, str]) -> float:
-    """NaN where the run's settings have none."""
-    try:
-        return float(settings.get("evaluation.teacher_accuracy", ""))
-    except ValueError:  # "None", or no number
-        return math.nan
 
 
 def _mean(numbers: Sequence[float]) -> str:

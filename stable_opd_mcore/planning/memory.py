@@ -118,9 +118,9 @@ def largest_micro_batch(job: Job) -> int | None:
 def _student(job: Job, stage: int) -> Iterator[Component]:
     """Weights, gradients, and the optimizer's shards of them."""
     config, student, layout = job.config, job.student, job.layout
-    parameters, is_cut = student.stage_parameters(stage), config.optimizer.distributed
-    sharded = student.shared_parameters(stage) / (layout.gradient_ranks if is_cut else 1)
-    sharded += student.expert_parameters() / (layout.expert_copies if is_cut else 1)
+    parameters = student.stage_parameters(stage)
+    sharded = student.shared_parameters(stage) / layout.gradient_ranks
+    sharded += student.expert_parameters() / layout.expert_copies
     state = ADAM_BYTES[config.train.precision] * sharded
     yield Component("student weights", job.element * parameters, part="student")
     yield Component("gradients, fp32", 4 * parameters, part="gradients")

@@ -140,8 +140,7 @@ def _optimizer_seconds(job: Job) -> float:
     ):
         messages = (4 + 2) * parameters * (d - 1) / d
         seconds += device.link_seconds(messages, within_node=within_node)
-        shards = d if job.config.optimizer.distributed else 1
-        seconds += device.memory_seconds(7 * 4 * parameters / shards)
+        seconds += device.memory_seconds(7 * 4 * parameters / d)
     return job.config.train.minibatches * seconds
 
 

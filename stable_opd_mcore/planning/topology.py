@@ -228,7 +228,7 @@ def machine_servers(
 
 def server_dtype(config: Config) -> str:
     """The precision of the servers' weights, by torch's name."""
-    return config.rollout.sglang.dtype or _DTYPES[config.train.precision]
+    return _DTYPES[config.train.precision]
 
 
 def smallest_tensor(

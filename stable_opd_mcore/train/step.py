@@ -32,7 +32,6 @@ from stable_opd_mcore.losses.fused import finite_scores, require_finite_scores
 from stable_opd_mcore.losses.token_weights import (
     correct_importance,
     use_rollout_policy,
-    weigh_positions,
 )
 from stable_opd_mcore.metrics import Mean, Metrics, Same, Sum, reduce_over_ranks
 from stable_opd_mcore.models.hidden_states import forward_hidden
@@ -184,7 +183,7 @@ def pack_minibatch(run: Run, minibatch: Minibatch) -> list[MicroBatch]:
     """This rank's micro-batches of a minibatch on its device, sliced under context parallelism."""
     architecture = run.student.chunks[0].architecture
     experts = architecture.experts if run.config.rollout.routing_replay else None
-    batches = micro_batches(
+    return micro_batches(
         run.config,
         run.world,
         minibatch.samples,
@@ -192,7 +191,6 @@ def pack_minibatch(run: Run, minibatch: Minibatch) -> list[MicroBatch]:
         attention_length=architecture.attention_length,
         routing=experts and (architecture.num_layers, experts.per_token),
     )
-    return weigh_positions(batches, run.config.objective.position_half_life)
 
 
 def score(run: Run, batches: Sequence[MicroBatch], minibatch: Minibatch) -> list[MicroBatch]:

@@ -47,7 +47,6 @@ class Student:
     ):
         self.chunks = list(chunks)
         self.clip_grad = config.clip_grad
-        self.distributed = config.distributed
         bf16 = precision == "bf16"
         # The sum over replicas starts inside the last micro-batch's backward pass, bucket by
         # bucket. The weights' gather is not overlapped with the next forward pass: they are checked
@@ -56,7 +55,7 @@ class Student:
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=replicas > 1,
-            use_distributed_optimizer=config.distributed,
+            use_distributed_optimizer=True,
             average_in_collective=False,
             check_for_nan_in_grad=False,  # require_finite names the step, before any weight moves
         )
@@ -81,7 +80,7 @@ class Student:
                 clip_grad=config.clip_grad,
                 bf16=bf16,
                 params_dtype=torch.bfloat16 if bf16 else torch.float32,
-                use_distributed_optimizer=config.distributed,
+                use_distributed_optimizer=True,
             ),
             self.model,
         )

@@ -59,17 +59,6 @@ def test_the_facts_say_what_a_rank_holds(tmp_path):
     )
 
 
-def test_weights_that_lose_bits_and_servers_of_another_precision_are_found(tmp_path):
-    config = tiny_config(
-        tmp_path,
-        "run",
-        train={"precision": "bf16"},
-        rollout={"engine": "sglang", "sglang": {"dtype": "float32"}},
-    )
-    (served,) = layout.precision(Known(config, None))
-    assert [value for _, value in served.values] == ["float32", "bfloat16"]
-
-
 def test_weights_stored_in_more_bits_than_they_are_trained_in_are_found(tmp_path):
     path = write_model(tmp_path / "model", torch_dtype="float16", vocab_size=261)
     models = {name: {"path": path, "architecture": None} for name in ("student", "teacher")}
@@ -94,12 +83,9 @@ def test_servers_that_do_not_fit_the_gpus_are_refused_where_the_gpu_is_known(tmp
     layout.layout(Known(config_7b(tmp_path), ONE_NODE))
 
 
-def test_precision_of_a_run_without_teacher_or_rollouts(tmp_path):
+def test_precision_of_a_run_without_teacher(tmp_path):
     alone = {**ALONE, "train": {"precision": "bf16"}}
     config = tiny_config(tmp_path, "run", objective={"name": "grpo"}, **alone)
-    assert list(layout.precision(Known(config, None))) == []
-    unused = {"engine": "sglang", "sglang": {"dtype": "float32"}, "samples_per_prompt": 4}
-    config = tiny_config(tmp_path, "run", objective={"name": "sft"}, rollout=unused, **alone)
     assert list(layout.precision(Known(config, None))) == []
 
 

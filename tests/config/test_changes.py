@@ -2,7 +2,7 @@
 
 import pytest
 
-from stable_opd_mcore.config.changes import FREE, NOT_FREE, changes, read_settings
+from stable_opd_mcore.config.changes import FREE, changes, read_settings
 from stable_opd_mcore.config.load import load_config, save_config
 from stable_opd_mcore.config.schema import Config, Section
 from stable_opd_mcore.monitoring.chosen_runs import read_settings as run_settings
@@ -57,7 +57,6 @@ def test_a_stored_text_with_dollar_and_brace_is_the_one_that_was_set(tmp_path):
         ("train.seed=1", {"train.seed": (0, 1)}),
         ("data.train.limit=5", {"data.train.limit": (None, 5)}),
         ("student.architecture.hidden_size=128", None),
-        ("rollout.sglang.dtype=bfloat16", {"rollout.sglang.dtype": (None, "bfloat16")}),
         ("cold_start={steps: 1, lr: 0.1}", None),
         ("train.steps=20", {}),
         ("parallel.tensor=2", {}),
@@ -97,7 +96,7 @@ def test_number_of_steps_is_listed_if_the_learning_rate_depends_on_it(tmp_path):
 
 
 def test_every_free_key_exists():
-    for key in (*FREE, *NOT_FREE):
+    for key in FREE:
         section: type[Section] = Config
         *parents, last = key.split(".")
         for name in parents:

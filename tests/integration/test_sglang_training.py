@@ -245,9 +245,9 @@ def assert_each_prompt_once(run: Path) -> None:
     assert len(names) == len(set(names)) == 80
 
 
-def test_colocated_servers_in_another_precision(tmp_path):
+def test_colocated_servers_whose_rounding_is_corrected(tmp_path):
     """Memory is released and resumed around every update, weights go through shared memory, and
-    tokens whose probability differs too much (servers in bf16, trainer in fp32) are dropped.
+    tokens whose probability differs too much (servers and trainer in bf16) are dropped.
 
     On a CPU a server releases no memory: this shows the order of the requests, that the server
     serves on, and that it holds the right weights then.
@@ -258,7 +258,7 @@ def test_colocated_servers_in_another_precision(tmp_path):
         "train.steps=3",
         "rollout.sglang.placement=colocated",
         "rollout.sglang.sync=tensor",
-        "rollout.sglang.dtype=bfloat16",
+        "train.precision=bf16",
         "rollout.importance_correction=masked",
         "rollout.importance_threshold=1.0005",
     )

@@ -13,7 +13,6 @@ from stable_opd_mcore.losses.token_weights import (
     correct_importance,
     importance_weights,
     use_rollout_policy,
-    weigh_positions,
 )
 from stable_opd_mcore.records import Sample
 from stable_opd_mcore.scoring.token_scores import score
@@ -173,13 +172,3 @@ def test_off_policy_gradient_is_exact_with_several_stop_ids():
 
 def outcomes(log_p_V: torch.Tensor) -> torch.Tensor:
     return torch.cat([log_p_V[:2].logsumexp(0, keepdim=True), log_p_V[2:]])
-
-
-def test_weights_halve_with_the_position_and_golden_ones_stay():
-    packed = batch()
-    assert weigh_positions([packed], None) == [packed]
-    (found,) = weigh_positions([packed], 2.0)
-    factor = torch.tensor([0.5 ** (int(t) / 2) for t in packed.token_index_N])
-    torch.testing.assert_close(found.pg_weight_N, packed.pg_weight_N * factor)
-    assert found.sft_weight_N is packed.sft_weight_N
-    assert found.kl_weight_N is packed.kl_weight_N

@@ -44,7 +44,6 @@ SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "objective__advantage__log": (True, {}),
     "objective__advantage__clamp": (0.1, {}),
     "objective__advantage__policy": ("present", {"train__minibatches": 2}),
-    "objective__advantage__constant": (-0.3, {}),
     "objective__advantage__teacher_weight": (0.3, {}),
     "objective__masks__special_token_ids": ([9], {}),
     "objective__masks__truncated_rollouts": (True, {}),

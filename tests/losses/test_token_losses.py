@@ -117,7 +117,6 @@ P, Q = 0.5, 0.2  # of the sampled token, by student and teacher
         (P, {"power": 0.5}, math.sqrt(P) - math.sqrt(Q)),
         (P, {"log": True}, math.log(1 + math.log(P / Q))),
         (P, {"log": True, "clamp": 0.5}, 0.5),
-        (P, {"constant": -0.7}, 0.7),
         (P, {"clamp": 0.5}, 0.5),
         (P, {"clamp": 0.5, "control_variate": True}, 0.5 - 0.3),  # added after clamping
     ],

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from stable_opd_mcore.monitoring.chosen_runs import ReportRun, WrittenRun
 from stable_opd_mcore.monitoring.tables import (
     MAX_ROWS,
@@ -43,13 +41,6 @@ def test_outcomes():
         "truncated at worst": "0.200",
         "truncated at end": "0.200",
     }
-
-
-@pytest.mark.parametrize(("teacher", "gap"), [("0.75", "0.500"), ("None", MISSING)])
-def test_the_gap_recovered_needs_the_teachers_accuracy(teacher, gap):
-    rows = [{"step": 0, "eval/accuracy": 0.25}, {"step": 1, "eval/accuracy": 0.5}]
-    found = outcomes(rows, {"evaluation.teacher_accuracy": teacher})
-    assert (found["gap recovered"], found["steps"]) == (gap, "1")
 
 
 def test_a_verdict_is_computed():

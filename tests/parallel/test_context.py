@@ -121,7 +121,7 @@ def train_once(world: World, name: str, path: Path) -> dict[str, Tensor]:
         build_model(
             read_architecture(tiny_architecture(32, 4)), world, recompute="selective", seed=1
         ),
-        OptimizerConfig(distributed=False),
+        OptimizerConfig(),
         "fp32",
     )
     teacher, reference = (
@@ -153,6 +153,7 @@ def train_once(world: World, name: str, path: Path) -> dict[str, Tensor]:
     student.zero_grad()
     outputs = run_forward_backward(student.model, batches, forward_step, world=world)
     grad_norm = student.finish_grads()
+    gather_gradients(student, world)
     with torch.no_grad():
         for chunk in student.chunks:
             for weight in chunk.parameters():
@@ -163,6 +164,15 @@ def train_once(world: World, name: str, path: Path) -> dict[str, Tensor]:
         **summed(world, outputs, batches),
         "grad_norm": torch.tensor(grad_norm),
     }
+
+
+def gather_gradients(student: Student, world: World) -> None:
+    """Each rank has the sums of its own optimizer shard: gather those of all ranks."""
+    group = world.groups.dp_cp
+    for model in student.model:
+        for bucket in (bucket for each in model.bucket_groups for bucket in each.buckets):
+            shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
 
 
 def summed(world: World, outputs: list[LossOutput], batches: list[MicroBatch]) -> dict[str, Tensor]:

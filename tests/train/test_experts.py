@@ -36,12 +36,9 @@ MIXTURE = tiny_architecture(
 )
 ROLLOUT = {"prompts_per_step": 5, "samples_per_prompt": 1}  # unequal shares of four ranks
 AHEAD = {"max_staleness": 1, "partial": True}
-# That run has a student with experts, a dense teacher, and the distributed optimizer.
+# That run has a student with experts, a dense teacher, and no rollouts ahead.
 OTHERS: dict[str, tuple[dict, dict]] = {
-    "plain_optimizer": (
-        {"expert": 4, "tensor": 2, "sequence": True},
-        {"optimizer": {"distributed": False}, "rollout": ROLLOUT | AHEAD},
-    ),
+    "ahead": ({"expert": 4, "tensor": 2, "sequence": True}, {"rollout": ROLLOUT | AHEAD}),
     "dense_student": (
         LAYOUTS["ep4"],
         {

@@ -36,11 +36,11 @@ def update(student: Student) -> None:
     student.update(1e-3)
 
 
-def test_distributed_optimizer_on_one_rank_makes_no_copies():
+def test_the_optimizer_on_one_rank_makes_no_copies():
     """The one rank owns every shard, so an update copies neither gradients nor weights."""
     world = start_world(ParallelConfig(), seed=0)
     chunks = build_model(read_architecture(tiny_architecture(1024, 2)), world)
-    student = Student(chunks, OptimizerConfig(distributed=True), "fp32")
+    student = Student(chunks, OptimizerConfig(), "fp32")
     weights_mib = sum(p.nbytes for chunk in chunks for p in chunk.parameters()) / 2**20
     update(student)  # allocates Adam's moments
     Path("/proc/self/clear_refs").write_text("5")
@@ -119,19 +119,18 @@ def test_replicas_sum_gradients_inside_the_last_backward_pass():
 
 
 def check_overlapped_sum(rank: int, world_size: int) -> None:
-    for distributed in (False, True):
-        world = start_world(ParallelConfig(), seed=0)
-        chunks = build_model(read_architecture(tiny_architecture(32, 2)), world)
-        student = Student(chunks, OptimizerConfig(distributed=distributed), "fp32")
-        sums = student.model[0].bucket_groups
-        for step in range(3):
-            student.zero_grad()
-            run_golden(student.model, chunks, world)
-            assert all((group.grad_reduce_handle is not None) == (step > 0) for group in sums)
-            norm = student.finish_grads()
-        alone = sum(float(p.grad.double().square().sum()) for p in plain_parameters(world))
-        assert norm == pytest.approx(2 * alone**0.5, rel=1e-5)
-        stop_world()
+    world = start_world(ParallelConfig(), seed=0)
+    chunks = build_model(read_architecture(tiny_architecture(32, 2)), world)
+    student = Student(chunks, OptimizerConfig(), "fp32")
+    sums = student.model[0].bucket_groups
+    for step in range(3):
+        student.zero_grad()
+        run_golden(student.model, chunks, world)
+        assert all((group.grad_reduce_handle is not None) == (step > 0) for group in sums)
+        norm = student.finish_grads()
+    alone = sum(float(p.grad.double().square().sum()) for p in plain_parameters(world))
+    assert norm == pytest.approx(2 * alone**0.5, rel=1e-5)
+    stop_world()
 
 
 def plain_parameters(world: World) -> list[torch.nn.Parameter]:

@@ -60,7 +60,6 @@ class Record:
 
     state: TrainState
     architecture: dict[str, Any]
-    distributed_optimizer: bool
     reference: bool  # whether the weights of a moving reference are saved too
     versions: dict[str, str]
     teacher: bool = False  # the same of a self-teacher
@@ -197,7 +196,6 @@ def _begin_save(
     record = Record(
         state,
         _shape_of(student),
-        student.distributed,
         "reference" in moving,
         {name: version(name) for name in ("torch", "megatron-core")},
         "teacher" in moving,
@@ -256,7 +254,7 @@ def load_checkpoint(
     A model of `moving` keeps its weights if the checkpoint has none: they did not move in its run.
 
     Raises:
-        UserError: another architecture or optimizer layout, or a file that is not ours.
+        UserError: another architecture, or a file that is not ours.
     """
     record = _read_record(path)
     found, wanted = record.architecture, _shape_of(student)
@@ -268,11 +266,6 @@ def load_checkpoint(
                 f"{n}={found.get(n)!r} (the config's model has {wanted.get(n)!r})" for n in names
             )
             + "; use another run.name or the config it was written with"
-        )
-    if record.distributed_optimizer != student.distributed:
-        raise UserError(
-            f"{path}: written with optimizer.distributed={record.distributed_optimizer}, "
-            f"resumed with {student.distributed}; set it back"
         )
     refuse_foreign_pickle(path)
     moving = {name: model for name, model in moving.items() if getattr(record, name)}
