@@ -79,9 +79,9 @@ class SglangConfig(Section):
     """Interpreter of the environment in which SGLang is installed."""
     arguments: tuple[str, ...] = ()
     """More arguments of SGLang's command line, such as [--max-running-requests, "64"]."""
-    startup_timeout_seconds: float = Field(default=600.0, gt=0)
-    """Longest time a server may take to start or, once lost, to come back. While a server of this
-    run compiles kernels, the time does not count."""
+    startup_timeout_seconds: float = Field(default=1800.0, gt=0)
+    """Longest time a server may take to start or, once lost, to come back. With empty caches it
+    compiles kernels for minutes."""
     request_timeout_seconds: float = Field(default=1800.0, gt=0)
     """Longest time for all responses to one prompt."""
     health_interval_seconds: float = Field(default=10.0, gt=0)

@@ -30,13 +30,11 @@ from pathlib import Path
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.serving.client import RefusedRequest, ServerFailure, SglangClient
 from stable_opd_mcore.serving.command import ServerOptions, launch_command, server_environment
-from stable_opd_mcore.serving.compiling import CompilerWatch
 
 RELEASE = (0, 5, 23)  # of SGLang, as in requirements/cluster.toml
 _CONNECTION_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # first and last
 _FIRST_PORT = 10_000
 _POLL_SECONDS = 0.3
-_LOOK_SECONDS = 2.0  # between two looks at all processes of the machine
 _log = logging.getLogger("stable_opd_mcore.serving")
 
 
@@ -96,21 +94,14 @@ def await_answer(
     give_up: Callable[[], bool],
     is_running: Callable[[], bool] = lambda: True,
 ) -> str | None:
-    """Block until a server answers. Returns None, or why it is waited for no longer.
-
-    Time in which servers of this machine compile kernels does not count.
-    """
-    compilers = CompilerWatch()
-    waited, counted = 0.0, time.monotonic()
+    """Block until a server answers. Returns None, or why it is waited for no longer."""
+    began = time.monotonic()
     while not client.is_healthy():
-        if (passed := time.monotonic() - counted) >= _LOOK_SECONDS:
-            waited += 0.0 if compilers.has_compiled() else passed
-            counted += passed
         if not is_running():
             return "ended"
         if give_up():
             return "did not answer yet, and a stop was requested"
-        if waited > limit_seconds:
+        if time.monotonic() - began > limit_seconds:
             return f"did not answer in {limit_seconds:g} s"
         time.sleep(_POLL_SECONDS)
     return None

@@ -3,6 +3,7 @@
 Of a whole request, unless a line says otherwise. Not here: pauses between attempts (client.py).
 """
 
+START = 1800.0  # until a server answers; where its caches are empty it compiles kernels
 CONNECT = 10.0  # until a server has taken a connection
 SILENCE = 30  # until a machine whose kernel sends no TCP packets counts as unreachable
 PROBE = 15.0  # a health probe, for which SGLang draws one token: a second

@@ -19,7 +19,6 @@ from benchmarks.gpu.parts import layers, loss, step
 from benchmarks.gpu.record import Record, read_entries
 from benchmarks.gpu.report import JSON_FILE, MARKDOWN_FILE, write_results
 from benchmarks.gpu.suite import PARTS, Part, run_part
-from stable_opd_mcore.serving.compiling import CompilerWatch
 
 # Stands in for `python -m benchmarks.gpu.part`, whose imports take seconds: NAME RECORD DEVICE ...
 PROGRAM = """
@@ -76,16 +75,6 @@ def test_every_part_ends_with_its_own_status(results):
     assert found["exceeds"].reason == "error: 0.5 > 0.1 and 1 more"
     assert found["skips"].reason == "no SGLang here"
     assert found["hangs"].reason == "ended at its limit of 2 s"
-
-
-def test_time_in_which_servers_compile_does_not_count(tmp_path, monkeypatch):
-    work = iter([True] * 3)
-    monkeypatch.setattr(suite, "_POLL_SECONDS", 0.05)
-    monkeypatch.setattr(CompilerWatch, "has_compiled", lambda self: next(work, False))
-    command = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
-    result = run_part(Part("servers", 0.05, ""), tmp_path, "cuda", "", command)
-    assert result.status == "out of time"
-    assert next(work, None) is None
 
 
 def test_figures_from_before_a_failure_are_kept(results):

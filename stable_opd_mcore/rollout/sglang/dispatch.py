@@ -180,6 +180,7 @@ class Dispatcher:
             self._push([task])
             return
         self._fleet.progress()
+        member.has_answered = True
         if not job.answers[task.samples[0]].token_ids:
             prompt = len(job.request.token_ids) * sum(bool(piece.token_ids) for piece in pieces)
             cached = Mean(sum(piece.cached_tokens for piece in pieces), prompt)

@@ -22,7 +22,6 @@ from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.serving import timeouts
 from stable_opd_mcore.serving.client import RefusedRequest, ServerFailure, SglangClient
-from stable_opd_mcore.serving.compiling import CompilerWatch
 from stable_opd_mcore.serving.idle_clock import IdleClock
 from stable_opd_mcore.serving.process import (
     ServerStartError,
@@ -51,6 +50,7 @@ class Member:
     tokens_in_flight: int = 0  # places that they are expected to take in the server's cache
     max_responses: int = 2**31  # in flight at a time; what this rank may have of the server's
     max_tokens: int = 2**63
+    has_answered: bool = False  # a request or a probe; before, it may be compiling kernels
     missed_probes: int = 0
     life: int = 0  # the number of failures so far; each ends the server's process groups
 
@@ -222,7 +222,8 @@ class Fleet:
                     self.lose(f"{member.name} does not start: {error}")
             return
         with self._lock:
-            member.state, member.missed_probes = "needs_weights", 0
+            member.state = "needs_weights"
+            member.has_answered, member.missed_probes = False, 0
 
     def _may_restart(self) -> bool:
         """Whether fewer than max_restarts restarts lie in the window that ends now."""
@@ -254,26 +255,21 @@ class Fleet:
             self._watcher.start()
 
     def _watch(self) -> None:
-        """Fail members that do not answer. A probe is not missed while servers of this machine
-        compile kernels."""
+        """Fail members that do not answer any more."""
         interval = self.settings.health_interval_seconds
-        compilers = CompilerWatch()
         while not self._stopped.wait(interval):
             if not any(member.in_flight for member in self.members):
                 continue
-            compiled = compilers.has_compiled()
             for member in self.members:
                 with self._probing:
                     if member.state == "ready" and member.in_flight:
-                        self._probe(member, compiled, interval)
+                        self._probe(member, interval)
 
-    def _probe(self, member: Member, compiled: bool, seconds: float) -> None:
+    def _probe(self, member: Member, seconds: float) -> None:
         if member.client.is_healthy(timeout_seconds=seconds):
-            member.missed_probes = 0
+            member.has_answered, member.missed_probes = True, 0
             return
-        if member.server is not None and compiled:
-            return
-        member.missed_probes += 1
+        member.missed_probes += member.has_answered
         if member.missed_probes >= _MAX_MISSED_PROBES and member.in_flight:
             self.fail(member, f"hung: {_MAX_MISSED_PROBES} health probes went unanswered")
 
