@@ -4,6 +4,7 @@
 data, in the same words. Not here: models, engines, the objective (train/setup.py).
 """
 
+import logging
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -24,6 +25,8 @@ from stable_opd_mcore.losses.objectives import Objective
 from stable_opd_mcore.losses.token_losses import SUPPORTS
 from stable_opd_mcore.models.families import Architecture, read_architecture, read_fields
 from stable_opd_mcore.serving.requests import UNUSED_POSITIONS
+
+_log = logging.getLogger(__name__)
 
 
 def with_downloads(config: Config) -> Config:
@@ -219,10 +222,23 @@ def load_held_out(
 def held_out_prompts(
     rows: Sequence[Row], config: Config, tokenizer: Tokenizer, architecture: Architecture
 ) -> PromptSet:
-    """Rows as prompts that leave room for an evaluation's response."""
+    """Rows as prompts that leave room for an evaluation's response; each problem once.
+
+    A file with copies, as published for avg@k, would make intervals too narrow.
+    """
+    by_contents: dict[str, Row] = {}
+    for row in rows:
+        by_contents.setdefault(repr(replace(row, row_id="")), row)
+    distinct = [*by_contents.values()]
+    if repeated := len(rows) - len(distinct):
+        _log.warning(
+            "%d of %d held-out rows repeat a problem; each is counted once "
+            "(evaluation.num_samples=K draws K responses to each)",
+            *(repeated, len(rows)),
+        )
     tokenizer = tokenizer.with_template_kwargs(config.evaluation.chat_template_kwargs)
     return PromptSet(
-        rows,
+        distinct,
         tokenizer,
         config.data,
         window=architecture.max_positions,

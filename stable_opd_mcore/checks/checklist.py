@@ -78,6 +78,7 @@ OF_A_RUN: tuple[Check, ...] = (
     data.golden_lengths,
     data.repeated_ids,
     data.repeated_problems,
+    data.repeated_held_out,
     contamination.benchmark_problems,
     run_directory.writable,
     run_directory.other_run,

@@ -119,5 +119,15 @@ def repeated_problems(known: Known) -> Iterator[Finding]:
         )
 
 
+def repeated_held_out(known: Known) -> Iterator[Finding]:
+    """Rows of the held-out set that repeat a problem."""
+    source, held_out = known.config.data.eval, known.held_out
+    if source is None or held_out is None or source.path.startswith(SYNTHETIC):
+        return
+    rows, distinct = sum(1 for _ in read_records(source)), len(held_out) + held_out.num_dropped
+    if rows > distinct:
+        yield finding("repeated-held-out", number=rows - distinct, rows=rows, distinct=distinct)
+
+
 def _problems(prompts: PromptSet | None) -> Sequence[str]:
     return [] if prompts is None else [" ".join(text.split()) for text in prompts.problems()]

@@ -6,18 +6,26 @@ from pathlib import Path
 
 from stable_opd_mcore.checks.finding import Finding, finding
 from stable_opd_mcore.checks.known import Known
+from stable_opd_mcore.models.families import Architecture, unread_keys
 
 _END_BYTES = 65536
 
 
-def student_settings(known: Known) -> None:
-    """A config.json that `train` refuses."""
-    _ = known.architecture
+def student_settings(known: Known) -> Iterator[Finding]:
+    """A config.json that `train` refuses, or that asks for something that is not computed."""
+    yield from _unread_settings("student", known.architecture)
 
 
-def teacher_settings(known: Known) -> None:
-    """A config.json that `train` refuses."""
-    _ = known.teacher_architecture
+def teacher_settings(known: Known) -> Iterator[Finding]:
+    """As `student_settings`."""
+    if known.teacher_architecture is not None:
+        yield from _unread_settings("teacher", known.teacher_architecture)
+
+
+def _unread_settings(role: str, architecture: Architecture) -> Iterator[Finding]:
+    if keys := unread_keys(architecture.source):
+        values = ", ".join(f"{key}={architecture.source[key]!r:.60}" for key in keys)
+        yield finding("unread-settings", role=role, values=values)
 
 
 def same_weights(known: Known) -> Iterator[Finding]:
@@ -42,8 +50,10 @@ def _ends(directory: str) -> dict[str, tuple[int, bytes]]:
     return ends
 
 
-def weights(known: Known) -> None:
-    """Files that `train` refuses when it loads a model; no value is read."""
+def weights(known: Known) -> Iterator[Finding]:
+    """Files that `train` refuses when it loads a model, and files of weights that it passes over;
+    few values are read.
+    """
     config, models = known.config, known.models.values()
     places = [(settings.path, model) for settings, model in models]
     if config.largest_beta:
@@ -52,8 +62,10 @@ def weights(known: Known) -> None:
     if read:
         # imports Megatron, which takes seconds
         from stable_opd_mcore.models.huggingface import check_hf
-        from stable_opd_mcore.models.megatron_checkpoint import is_megatron
+        from stable_opd_mcore.models.megatron_checkpoint import is_megatron, require_manifest
 
         for path, architecture in read:
-            if not is_megatron(path):
-                check_hf(path, architecture)
+            if is_megatron(path):
+                require_manifest(path)
+            elif unread := check_hf(path, architecture):
+                yield finding("unread-weights", path=path, files=", ".join(unread))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stable_opd_mcore.checks.finding import Finding, finding
+from stable_opd_mcore.checks.inputs import INPUTS, changed_inputs
 from stable_opd_mcore.checks.known import Known
 from stable_opd_mcore.config.changes import changes, read_settings
 from stable_opd_mcore.config.cold_start import after_cold_start
@@ -35,7 +36,8 @@ CHECKPOINTS = "checkpoints"
 
 
 def settings_changes(config: Config, accepted: bool) -> dict[str, tuple[Any, Any]]:
-    """Settings that differ from those with which the run directory's checkpoints were trained.
+    """Settings, and contents of files, that differ from those with which the run directory's
+    checkpoints were trained.
 
     Empty without checkpoints: then the run starts anew.
 
@@ -46,13 +48,13 @@ def settings_changes(config: Config, accepted: bool) -> dict[str, tuple[Any, Any
     stored = directory / RESOLVED
     if not stored.is_file() or not any((directory / CHECKPOINTS).glob("step_*")):
         return {}
-    differences = changes(read_settings(stored), config)
+    differences = changes(read_settings(stored), config) | changed_inputs(config)
     if differences and not accepted:
         lines = "\n".join(f"  {key}: {old} -> {new}" for key, (old, new) in differences.items())
         raise ConfigError(
-            f"{directory} was trained with other settings ({stored}):\n{lines}\n"
-            "Set them back, start a new run with another run.name, or resume with the new "
-            "settings: --accept-changes"
+            f"{directory} was trained with other settings or files ({stored}, {INPUTS}):\n{lines}\n"
+            "Set them back, start a new run with another run.name, or resume with the new ones: "
+            "--accept-changes"
         )
     return differences
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from stable_opd_mcore.config.section import Section
+from stable_opd_mcore.config.section import Section, Url
 
 
 class ModelConfig(Section):
@@ -66,9 +66,9 @@ class TeacherConfig(ModelConfig):
     """`megatron`: the teacher runs in the trainer, on the trainer's ranks. `sglang`: servers score
     the rollouts over HTTP, at temperature 1; with `rollout.engine: sglang` each as soon as it is
     finished."""
-    urls: tuple[str, ...] = ()
+    urls: tuple[Url, ...] = ()
     """With `engine: sglang`: the addresses of the replicas of one teacher."""
-    routes: dict[str, tuple[str, ...]] = Field(default={})
+    routes: dict[str, tuple[Url, ...]] = Field(default={})
     """With `engine: sglang`: several teachers. Maps the source of a prompt (its prompt_id before
     the last colon) to the addresses of that teacher's replicas."""
     api_key_file: str | None = None

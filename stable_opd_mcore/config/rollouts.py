@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from stable_opd_mcore.config.section import Section
+from stable_opd_mcore.config.section import Section, Url
 
 MAX_STALENESS = 8  # the largest rollout.max_staleness
 
@@ -56,7 +56,7 @@ class SglangConfig(Section):
     """`colocated`: the run starts servers on the trainer's GPUs; they release their memory while
     the trainer needs it. `disaggregated`: the run starts servers on other GPUs of the trainer's
     machine. `external`: `stable-opd serve` or someone else started them; see `urls`."""
-    urls: tuple[str, ...] = ()
+    urls: tuple[Url, ...] = ()
     """Addresses of the `external` servers."""
     num_servers: PositiveInt | None = None
     """Servers on each machine. `null`: as many as its GPUs hold; on a CPU 1, or one per rank where

@@ -3,12 +3,22 @@
 The text under a field is its description; docs/configuration.md is generated from it.
 """
 
-from typing import Any
+import re
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
 
 _LARGEST = 10**9
 _LARGEST_SEED = 2**63 - 1
+
+
+def _is_url(value: str) -> str:
+    if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", value):
+        raise ValueError(f"{value!r} is no address of a server; expected http://HOST:PORT")
+    return value
+
+
+Url = Annotated[str, AfterValidator(_is_url)]
 
 
 class Section(BaseModel):

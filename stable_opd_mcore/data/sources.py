@@ -30,6 +30,10 @@ Record = Mapping[str, Any]
 _DEFAULT_COLUMNS = ColumnsConfig()
 _BATCH_ROWS = 64
 _MAX_LINE_BYTES = 64 * 2**20
+_DATA_SUFFIXES = {".json": "json", ".jsonl": "json"} | {
+    suffix: suffix for suffix in (".parquet", ".csv", ".tsv", ".arrow", ".txt")
+}
+_OTHER_JSON = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 
 _GSM8K_ANSWER = re.compile(r"\n?####[ \t]*([^\n]+?)\s*\Z")
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -252,6 +256,19 @@ def _read_parquet(
         raise DataError(f"{path}: not a readable parquet file: {error}") from error
 
 
+def _refuse_mixed_kinds(folder: Path) -> None:
+    """`datasets` reads the most frequent kind of file in a folder and passes over the others."""
+    names: dict[str, str] = {}  # one of each kind
+    for file in sorted(folder.rglob("*")):
+        if file.suffix in _DATA_SUFFIXES and not file.name.endswith(_OTHER_JSON):
+            names.setdefault(_DATA_SUFFIXES[file.suffix], str(file.relative_to(folder)))
+    if len(names) > 1:
+        raise DataError(
+            f"{folder}: holds files of several kinds ({', '.join(names.values())}), of which only "
+            "one kind would be read; set data.*.path to one file, or move the others away"
+        )
+
+
 def _read_dataset(source: SourceConfig) -> Iterator[tuple[int, Record]]:
     path = Path(source.path)
     if not path.exists() and not is_hub_id(source.path):
@@ -259,6 +276,8 @@ def _read_dataset(source: SourceConfig) -> Iterator[tuple[int, Record]]:
             f"{source.path}: no such file or directory, and no hub id (owner/name); "
             "check data.*.path"
         )
+    if path.is_dir():
+        _refuse_mixed_kinds(path)
     import datasets  # takes seconds, so only sources that need it import it
     from datasets.exceptions import DatasetsError
 

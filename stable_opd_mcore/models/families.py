@@ -34,7 +34,12 @@ class Family:
     """Parts of tensor names, where Hugging Face's differ from the table in tensors.py."""
 
 
-_PLAIN = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
+_PLAIN = {
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "quantization_config": None,
+}
 _NO_ATTENTION_BIAS = {"attention_bias": False}
 FAMILIES: dict[str, Family] = {
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, qk_norm=False, supported=_PLAIN),
@@ -62,6 +67,26 @@ FAMILIES: dict[str, Family] = {
         "LlamaForCausalLM", qkv_bias=False, qk_norm=False, supported=_PLAIN | _NO_ATTENTION_BIAS
     ),
 }
+
+
+# Keys of config.json that this file reads, beside those of the families.
+_READ = {
+    "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "intermediate_size", "num_experts", "num_local_experts",
+    "num_experts_per_tok", "vocab_size", "rms_norm_eps", "max_position_embeddings", "rope_theta",
+    "rope_scaling", "rope_parameters", "tie_word_embeddings", "initializer_range",
+    "norm_topk_prob", "layer_types",
+}  # fmt: skip
+# Keys that change no logit: of files, of generation, of transformers' training and outputs; a
+# sliding window is off unless use_sliding_window says otherwise.
+_WITHOUT_EFFECT = {
+    "_name_or_path", "architectures", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id",
+    "torch_dtype", "dtype", "transformers_version", "use_cache", "attention_dropout",
+    "pretraining_tp", "router_aux_loss_coef", "output_router_logits", "sliding_window",
+    "max_window_layers", "return_dict", "output_attentions", "output_hidden_states", "id2label",
+    "label2id", "problem_type", "is_decoder", "chunk_size_feed_forward", "attn_implementation",
+    "_attn_implementation", "_attn_implementation_autoset", "unsloth_version", "unsloth_fixed",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -240,9 +265,23 @@ def _supported_type(origin: str, fields: Mapping[str, Any]) -> str:
         if fields.get(key, wanted) != wanted:
             raise UserError(
                 f"{origin}: {key}={fields[key]!r} is not supported for {model_type}; "
-                f"expected {wanted!r}"
+                f"expected {wanted!r}; correct config.json if the weights are not of that kind, "
+                "else take another model"
             )
+    layers = fields.get("layer_types") or ()
+    if any(layer != "full_attention" for layer in layers):
+        raise UserError(
+            f"{origin}: layer_types={sorted(set(map(str, layers)))} is not supported for "
+            f"{model_type}; expected full_attention in every layer"
+        )
     return model_type
+
+
+def unread_keys(fields: Mapping[str, Any]) -> list[str]:
+    """Keys of a readable config.json that switch something on which is not computed here."""
+    family = FAMILIES[fields["model_type"]]
+    known = {*_READ, *_WITHOUT_EFFECT, *family.supported, *family.required, family.expert_width}
+    return sorted(key for key, value in fields.items() if value and key not in known)
 
 
 def _heads(origin: str, fields: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -350,11 +389,17 @@ def _rotary(origin: str, fields: Mapping[str, Any]) -> tuple[float, RotaryScalin
     given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise UserError(f"{origin}: rope_parameters={given!r} should be an object")
+    scaling = fields.get("rope_scaling") or given
+    if _rotary_kind(scaling) != _rotary_kind(given):
+        raise UserError(
+            f"{origin}: rope_parameters={given} and rope_scaling={fields['rope_scaling']} differ; "
+            "keep the one that is meant"
+        )
     holder = given if "rope_theta" in given else fields
     if holder.get("rope_theta") is None:
         raise UserError(f"{origin}: key rope_theta is missing (also not in rope_parameters)")
     theta = _number(origin, holder, "rope_theta", 0.0)
-    kind = given.get("rope_type", given.get("type", "default"))
+    kind = _rotary_kind(given)["rope_type"]
     if kind == "default":
         return theta, None
     if kind not in ("linear", "llama3"):
@@ -372,6 +417,13 @@ def _rotary(origin: str, fields: Mapping[str, Any]) -> tuple[float, RotaryScalin
             _number(origin, given, "original_max_position_embeddings", 8192)
         ),
     )
+
+
+def _rotary_kind(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The scaling that `rope_parameters` or `rope_scaling` names, in one spelling."""
+    kind = given.get("rope_type", given.get("type", "default"))
+    other = {k: v for k, v in given.items() if k not in ("type", "rope_type", "rope_theta")}
+    return {"rope_type": kind, **other}
 
 
 def _divisors(number: int) -> list[int]:

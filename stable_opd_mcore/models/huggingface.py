@@ -40,6 +40,9 @@ from stable_opd_mcore.parallel.world import gather_objects
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".safetensors")  # kinds of files of weights
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_BLOCKS, _ROWS = 16, 64  # of the head, compared with a tied embedding
 _DTYPES = ("F32", "BF16", "F16", "F64")  # in safetensors' names
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -74,14 +77,16 @@ def load_hf(chunks: Sequence[Module], path: str | Path) -> None:
                 raise UserError(fault)
 
 
-def check_hf(path: str | Path, architecture: Architecture) -> None:
-    """Check the names, shapes and types of all tensors in a directory; no value is read.
+def check_hf(path: str | Path, architecture: Architecture) -> list[str]:
+    """Check the names, shapes and types of all tensors in a directory; returns the names of files
+    of weights that nothing reads.
 
     Raises:
-        UserError: as `load_hf`, but for values.
+        UserError: as `load_hf`, but for values that are not finite.
     """
     with _Checkpoint(Path(path)) as checkpoint:
         checkpoint.check(architecture)
+        return checkpoint.unread()
 
 
 def export_hf(
@@ -159,13 +164,24 @@ class _Checkpoint:
         self.fault: str | None = None  # the first tensor read with a value that is not finite
 
     def __enter__(self) -> _Checkpoint:
-        index = self._directory / _INDEX
+        index, single = self._directory / _INDEX, self._directory / _SINGLE
+        if (self._directory / "adapter_config.json").is_file():
+            raise UserError(
+                f"{self._directory}: holds adapter_config.json; an adapter is not read, and the "
+                "weights without it are another model. Merge it into the weights, or move its "
+                "files away"
+            )
         if index.is_file():
             try:
                 self._file_of = dict(json.loads(index.read_bytes())["weight_map"])
             except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
                 raise UserError(f"{index}: not an index of safetensors files ({error})") from None
-        elif (self._directory / _SINGLE).is_file():
+            if single.is_file() and _SINGLE not in self._file_of.values():
+                raise UserError(
+                    f"{self._directory}: holds two sets of weights, {_SINGLE} and the files of "
+                    f"{_INDEX}; move the one away that is not meant"
+                )
+        elif single.is_file():
             self._file_of = dict.fromkeys(self._handle(_SINGLE).keys(), _SINGLE)
         else:
             raise UserError(f"{self._directory}: has neither {_SINGLE} nor {_INDEX}")
@@ -196,12 +212,32 @@ class _Checkpoint:
                     f"{self._path(name)}: tensor {name} has dtype {dtype}, expected one of "
                     f"{', '.join(_DTYPES)}; convert quantized weights first"
                 )
-        ignored = {"lm_head.weight"} if architecture.tied else set()
+        ignored = {_HEAD} if architecture.tied else set()
         for name in self._file_of.keys() - wanted.keys() - ignored:
             if not name.endswith("rotary_emb.inv_freq"):
                 raise UserError(
                     f"{self._path(name)}: tensor {name} has no place in the model; {hint}"
                 )
+        if architecture.tied and _HEAD in self._file_of and not self._repeats_embedding():
+            raise UserError(
+                f"{self._path(_HEAD)}: {_HEAD} differs from {_EMBEDDING}, but config.json says "
+                "tie_word_embeddings=true, with which it would not be read; set that to false, or "
+                f"remove {_HEAD}"
+            )
+
+    def _repeats_embedding(self) -> bool:
+        """Whether the head is the embedding, by blocks of rows that lie evenly over both."""
+        head, embedding = self._view(_HEAD), self._view(_EMBEDDING)
+        rows = head.get_shape()[0]
+        if head.get_shape() != embedding.get_shape():
+            return False
+        starts = {block * max(0, rows - _ROWS) // (_BLOCKS - 1) for block in range(_BLOCKS)}
+        return all(torch.equal(head[at : at + _ROWS], embedding[at : at + _ROWS]) for at in starts)
+
+    def unread(self) -> list[str]:
+        """Files of weights in the directory that hold none of the model's tensors."""
+        files = (path for path in self._directory.iterdir() if path.suffix in _OTHER_WEIGHTS)
+        return sorted({path.name for path in files} - set(self._file_of.values()))
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """A slice of each dimension of a tensor; only these bytes are read from the file."""

@@ -19,7 +19,7 @@ from torch.nn import Module
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.directory_save import DirectorySave, sharding
 from stable_opd_mcore.models.hidden_states import unwrap
-from stable_opd_mcore.models.manifest import find_damage
+from stable_opd_mcore.models.manifest import MANIFEST, find_damage
 from stable_opd_mcore.models.weights import refuse_non_finite
 
 METADATA = ".metadata"
@@ -39,6 +39,17 @@ _EXTRA_STATE = "_extra_state"
 def is_megatron(path: str | Path) -> bool:
     """Whether a model directory holds a distributed checkpoint."""
     return (Path(path) / METADATA).is_file()
+
+
+def require_manifest(path: str | Path) -> None:
+    """Raise a UserError for a distributed checkpoint that no manifest lists the files of."""
+    if not (Path(path) / MANIFEST).is_file():
+        raise UserError(
+            f"{path}: a distributed checkpoint without {MANIFEST}, which `stable-opd` writes last: "
+            "another program's, whose tensors may have other names, or an incomplete one. Export "
+            "it to Hugging Face's form (config.json and safetensors) with that program, and give "
+            "that directory"
+        )
 
 
 def weights_of(chunks: Sequence[Module]) -> dict[str, Any]:
@@ -91,10 +102,11 @@ def load_weights(chunks: Sequence[Module], path: str | Path) -> None:
     """Read a distributed checkpoint's weights into the chunks; any layout may have written it.
 
     Raises:
-        UserError: a file is damaged, the metadata names foreign classes, a weight is missing, of
-            another shape or not finite.
+        UserError: as `require_manifest`; or a file is damaged, the metadata names foreign classes,
+            a weight is missing, of another shape or not finite.
     """
     path = Path(path)
+    require_manifest(path)
     fault = find_damage(path)
     if fault is not None:
         raise UserError(f"{path}: damaged: {fault}; copy or convert it again")

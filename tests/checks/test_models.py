@@ -1,5 +1,6 @@
 """Weights are refused as train refuses them, from their headers alone."""
 
+import json
 import shutil
 
 import pytest
@@ -10,9 +11,12 @@ from stable_opd_mcore.checks import models
 from stable_opd_mcore.checks.known import Known
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.megatron_checkpoint import load_weights
 from stable_opd_mcore.models.tensors import hf_shapes
 from tests.checks.directories import write_model
 from tests.train.runs import tiny_config
+
+INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture
@@ -28,11 +32,61 @@ def check(tmp_path, path, **fields):
     student = {"path": path, "architecture": None, **fields}
     config = tiny_config(tmp_path, "run", student=student, tokenizer={"path": None}, teacher=None,
                          objective={"name": "grpo"}, kl={"beta": 0})  # fmt: skip
-    models.weights(Known(config, None))
+    return list(models.weights(Known(config, None)))
 
 
 def test_whole_weights_give_no_finding(tmp_path, model):
-    check(tmp_path, model[0])
+    assert check(tmp_path, model[0]) == []
+
+
+def test_files_of_weights_that_are_not_read_are_named(tmp_path, model):
+    path, tensors = model
+    for name in ("pytorch_model.bin", "model-00002-of-00003.safetensors"):
+        save_file(tensors, f"{path}/{name}")
+    (finding,) = check(tmp_path, path)
+    assert finding.values[0] == ("not read", "model-00002-of-00003.safetensors, pytorch_model.bin")
+
+
+def test_a_directory_that_may_mean_another_model_is_refused(tmp_path, model):
+    path, tensors = model
+    index, adapter = (tmp_path / "model" / name for name in (INDEX, "adapter_config.json"))
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model.safetensors")}))
+    assert check(tmp_path, path) == []
+    save_file(tensors, f"{path}/new.safetensors")
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "new.safetensors")}))
+    with pytest.raises(UserError, match=r"two sets of weights, model\.safetensors and"):
+        check(tmp_path, path)
+    adapter.write_text("{}")
+    with pytest.raises(UserError, match=r"holds adapter_config\.json; an adapter is not read"):
+        check(tmp_path, path)
+
+
+def test_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path):
+    path = write_model(tmp_path / "model", tie_word_embeddings=True)
+    shapes = hf_shapes(read_architecture(path))
+    tensors = {name: torch.rand(shape) for name, shape in shapes.items()}
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, f"{path}/model.safetensors")
+    assert check(tmp_path, path) == []
+    tensors["lm_head.weight"][-1, -1] += 1
+    save_file(tensors, f"{path}/model.safetensors")
+    with pytest.raises(
+        UserError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight, but"
+    ):
+        check(tmp_path, path)
+    save_file({**tensors, "lm_head.weight": torch.zeros(3, 32)}, f"{path}/model.safetensors")
+    with pytest.raises(UserError, match=r"lm_head\.weight differs"):
+        check(tmp_path, path)
+
+
+def test_a_distributed_checkpoint_of_another_program_is_refused_in_the_words_of_train(tmp_path):
+    path = write_model(tmp_path / "model")
+    (tmp_path / "model" / ".metadata").write_bytes(b"")
+    with pytest.raises(UserError, match=r"without manifest\.json.*another program's") as by_check:
+        check(tmp_path, path)
+    with pytest.raises(UserError) as by_train:
+        load_weights([], path)
+    assert str(by_check.value) == str(by_train.value)
 
 
 def test_a_teacher_with_the_students_weights_and_prompt_is_found(tmp_path, model):
@@ -77,7 +131,16 @@ def test_a_config_json_that_train_refuses_is_refused(tmp_path):
     section = {"path": path, "architecture": None}
     student = Known(tiny_config(tmp_path, "run", student=section), None)
     with pytest.raises(UserError, match="use_sliding_window=True is not supported"):
-        models.student_settings(student)
-    models.teacher_settings(student)
+        list(models.student_settings(student))
+    assert list(models.teacher_settings(student)) == []
     with pytest.raises(UserError, match="use_sliding_window=True is not supported"):
-        models.teacher_settings(Known(tiny_config(tmp_path, "run", teacher=section), None))
+        list(models.teacher_settings(Known(tiny_config(tmp_path, "run", teacher=section), None)))
+
+
+def test_a_setting_that_is_not_computed_is_named(tmp_path):
+    path = write_model(tmp_path / "model", attn_logit_softcapping=50.0)
+    section = {"path": path, "architecture": None}
+    known = Known(tiny_config(tmp_path, "run", student=section, teacher=section), None)
+    for settings in (models.student_settings, models.teacher_settings):
+        (finding,) = settings(known)
+        assert "attn_logit_softcapping=50.0" in finding.values[0][1]

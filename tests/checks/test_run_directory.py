@@ -8,6 +8,7 @@ from collections import namedtuple
 import pytest
 
 from stable_opd_mcore.checks import run_directory
+from stable_opd_mcore.checks.inputs import write_inputs
 from stable_opd_mcore.checks.known import Known
 from stable_opd_mcore.config.load import save_config
 from stable_opd_mcore.errors import ConfigError, UserError
@@ -37,6 +38,42 @@ def test_changed_settings_are_refused_unless_accepted(tmp_path):
         ("note", (("before", "0.1"), ("now", "0.2"))),
         ("note", (("before", "0.001"), ("now", "0.002"))),
     ]
+
+
+def test_changed_files_of_data_teacher_and_reference_are_refused_unless_accepted(tmp_path):
+    rows, teacher = tmp_path / "rows.jsonl", tmp_path / "teacher"
+    teacher.mkdir()
+    weights = teacher / "model.safetensors"
+    rows.write_text('{"problem": "1+1"}')
+    weights.write_bytes(bytes(70 * 2**20))  # too large to be hashed whole
+    sections = {
+        "data": {"train": {"path": str(rows)}},
+        "teacher": {"path": str(teacher), "architecture": None},
+        "student": {"path": str(teacher), "architecture": None},
+        "tokenizer": {"path": "synthetic"},
+    }
+    trained(tmp_path, **sections)
+    assert list(run_directory.other_settings(known(tmp_path, **sections))) == []  # as before 0.2
+    write_inputs(known(tmp_path, **sections).config)
+    for path in (rows, weights):
+        os.utime(path, (1, 1))
+    assert list(run_directory.other_settings(known(tmp_path, **sections))) == []
+    rows.write_text('{"problem": "1+2"}')
+    with weights.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    (teacher / "more.json").write_text("{}")
+    with pytest.raises(ConfigError, match="absent -> 2 bytes") as caught:
+        list(run_directory.other_settings(known(tmp_path, **sections)))
+    for key, path in (("data.train", rows), ("teacher", weights), ("student", weights)):
+        assert f"contents of {key}.path={path}: {path.stat().st_size} bytes" in str(caught.value)
+    accepted = run_directory.other_settings(known(tmp_path, accept_changes=True, **sections))
+    assert len(list(accepted)) == 5
+    moved = {**sections, "data": {"train": {"path": str(shutil.copy(rows, tmp_path / "b.jsonl"))}}}
+    with pytest.raises(ConfigError) as caught:
+        list(run_directory.other_settings(known(tmp_path, **moved)))
+    assert "data.train.path: " in str(caught.value)
+    assert "contents of data.train" not in str(caught.value)
 
 
 def test_a_run_without_checkpoints_starts_anew(tmp_path):

@@ -46,6 +46,8 @@ def test_overrides_replace_values_and_have_their_types():
         ("kl.beta=.nan", "kl.beta: Input should be a finite number"),
         ("student.path=somewhere", "give either path or architecture, not both"),
         ("train.steps", "expected key=value"),
+        ("teacher.urls=[10.0.0.1:30000]", "expected http://HOST:PORT"),
+        ("rollout.sglang.urls=['http://']", "'http://' is no address of a server"),
         ("run.name=\x07", "not readable as YAML"),
         ("run.name=" + "[" * 10_000, "not readable as YAML"),
     ],

@@ -12,13 +12,13 @@ from tests.config.cases import run_of
         ("student.path=a student.architecture={}", "give either path or architecture"),
         ("teacher.path=a teacher.architecture={}", "give either path or architecture"),
         ("teacher.engine=sglang", "teacher.urls or teacher.routes go together"),
-        ("teacher.urls=[a:1]", "teacher.urls or teacher.routes go together"),
-        ("teacher.routes.math=[a:1]", "teacher.urls or teacher.routes go together"),
+        ("teacher.urls=[http://a:1]", "teacher.urls or teacher.routes go together"),
+        ("teacher.routes.math=[http://a:1]", "teacher.urls or teacher.routes go together"),
         (
-            "teacher.engine=sglang teacher.urls=[a:1] teacher.routes.math=[b:1]",
+            "teacher.engine=sglang teacher.urls=[http://a:1] teacher.routes.math=[http://b:1]",
             "give either teacher.urls",
         ),
-        ("teacher.engine=sglang teacher.urls=[a:1] teacher.window=9", "teacher.window and"),
+        ("teacher.engine=sglang teacher.urls=[http://a:1] teacher.window=9", "teacher.window and"),
         (
             "teacher.path=self teacher.weights=live",
             r"weights=live and no teacher\.prompt: .*nothing to learn",

@@ -36,9 +36,9 @@ EXTERNAL = f"{SGLANG} rollout.sglang.placement=external"
             "horizon_start=8 is not below sampling.max_new_tokens=8",
         ),
         (EXTERNAL, "external and sglang.urls"),
-        (f"{SGLANG} rollout.sglang.urls=[a:1]", "external and sglang.urls"),
+        (f"{SGLANG} rollout.sglang.urls=[http://a:1]", "external and sglang.urls"),
         (
-            f"{EXTERNAL} rollout.sglang.urls=[a:1] rollout.sglang.sync=tensor",
+            f"{EXTERNAL} rollout.sglang.urls=[http://a:1] rollout.sglang.sync=tensor",
             "servers this run starts itself",
         ),
         (

@@ -7,7 +7,7 @@ import pytest
 from stable_opd_mcore.errors import ConfigError
 from tests.config.cases import run_of, run_with
 
-SERVED = "teacher.engine=sglang teacher.urls=[a:1]"
+SERVED = "teacher.engine=sglang teacher.urls=[http://a:1]"
 SGLANG = "rollout.engine=sglang"
 
 
@@ -37,7 +37,8 @@ SGLANG = "rollout.engine=sglang"
             r"teacher.request_timeout_seconds=660 is not below .*=10.5 \(630 s\): .* only waits",
         ),
         (
-            f"{SERVED} teacher.urls=[a:1,b:1,c:1] {SGLANG} fault.watchdog_minutes=39",
+            f"{SERVED} teacher.urls=[http://a,http://b,http://c] {SGLANG} "
+            "fault.watchdog_minutes=39",
             r"the longest wait by teacher.request_timeout_seconds=2400 is .*=39 \(2340 s\)",
         ),
         (

@@ -25,7 +25,7 @@ LONGEST = COLLECTIVE_TIMEOUT_MINUTES / 4
         ("train.moe_aux_loss_coeff=.nan", "moe_aux_loss_coeff: Input should be a finite number"),
         ("cold_start.steps=3", "cold_start.lr is required"),
         (
-            "teacher.engine=sglang teacher.urls=[a:1] fp8.teacher=blockwise",
+            "teacher.engine=sglang teacher.urls=[http://a:1] fp8.teacher=blockwise",
             "fp8.teacher=blockwise with teacher.engine=sglang",
         ),
     ],

@@ -53,6 +53,16 @@ def test_parquet_and_datasets_directories_give_the_same_rows(tmp_path):
         load(tmp_path / "splits")
 
 
+def test_a_folder_with_files_of_two_kinds_is_refused(tmp_path):
+    pytest.importorskip("datasets")
+    (tmp_path / "a.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    assert [row.answer for row in load(tmp_path)] == ["2"]
+    (tmp_path / "b.csv").write_text("problem,answer\n1+2,3\n")
+    with pytest.raises(DataError, match=r"several kinds \(a\.jsonl, b\.csv\), of which only one"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("written", "answer"),
     [

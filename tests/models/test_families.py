@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoConfig
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.families import FAMILIES, read_architecture
+from stable_opd_mcore.models.families import FAMILIES, read_architecture, unread_keys
 from tests.models import tiny
 
 
@@ -28,6 +28,12 @@ from tests.models import tiny
         ),
         ({"rope_parameters": None}, "key rope_theta is missing"),
         ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not supported"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* not supported"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            r"rope_parameters={.*} and rope_scaling={'type': 'yarn', 'factor': 4.0} differ",
+        ),
         (
             {"num_key_value_heads": 3},
             "num_attention_heads=4 is no multiple of num_key_value_heads=3",
@@ -58,6 +64,14 @@ def test_window_and_rope_theta_replace_those_of_config_json(form: str) -> None:
     assert read_architecture(changed.source) == changed
     own = AutoConfig.for_model(**changed.source)
     assert (own.max_position_embeddings, own.rope_parameters["rope_theta"]) == (999, 4e4)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_settings_that_switch_something_on_are_named_and_those_of_transformers_are_not(model_type):
+    fields = AutoConfig.for_model(**tiny.config(model_type)).to_dict()
+    assert unread_keys(read_architecture(fields).source) == []
+    more = {"final_logit_softcapping": 30.0, "residual_multiplier": None, "use_bias": False}
+    assert unread_keys({**fields, **more}) == ["final_logit_softcapping"]
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

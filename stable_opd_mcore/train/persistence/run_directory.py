@@ -8,6 +8,7 @@ refusal of changed settings (checks/run_directory.py), checkpoints, metrics.
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from stable_opd_mcore.checks.inputs import write_inputs
 from stable_opd_mcore.config.load import RESOLVED, config_yaml
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
@@ -32,7 +33,9 @@ def on_first_rank(world: World, function: Callable[[], Result]) -> Result:
 
 
 def keep_resolved(config: Config) -> None:
-    """Write config.resolved.yaml; one with other contents is kept under the next number."""
+    """Write config.resolved.yaml and inputs.json (checks/inputs.py); a config with other contents
+    is kept under the next number.
+    """
     path = config.run.path / RESOLVED
     text = config_yaml(config)
     before = path.read_bytes() if path.is_file() else text
@@ -41,3 +44,4 @@ def keep_resolved(config: Config) -> None:
         number = int(earlier[-1].name.split(".")[2]) + 1 if earlier else 1
         write_atomically(path.with_name(f"config.resolved.{number:03d}.yaml"), before)
     write_atomically(path, text)
+    write_inputs(config)

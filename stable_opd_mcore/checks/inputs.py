@@ -1,0 +1,86 @@
+"""What a run reads again whenever it starts: its data, and the weights of teacher and reference.
+
+`train` stores sizes and hashes of these files in the run directory; `train` and `check` compare
+them when the run is resumed. A file of up to 64 MiB is hashed whole; of a larger one, 64 pieces of
+64 KiB that lie evenly over it, so a change between them is not seen. Times are not compared: a copy
+has others.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.host.atomic_files import write_atomically
+from stable_opd_mcore.host.json_files import read_json_object
+
+INPUTS = "inputs.json"
+_WHOLE_BYTES = 64 * 2**20
+_PIECES, _PIECE_BYTES = 64, 64 * 2**10
+
+
+def inputs_of(config: Config) -> dict[str, dict[str, Any]]:
+    """Setting -> its path, and size and hash of each file there. Hub ids are not in it."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, place in _places(config):
+        path = Path(place)
+        files = sorted(path.rglob("*")) if path.is_dir() else [path]
+        files = [each for each in files if each.is_file() and not each.name.startswith(".")]
+        if files:
+            described = {str(each.relative_to(path)): _describe(each) for each in files}
+            found[key] = {"path": place, "files": described}
+    return found
+
+
+def write_inputs(config: Config) -> None:
+    """Store them in the run directory."""
+    text = json.dumps(inputs_of(config), indent=1)
+    write_atomically(config.run.path / INPUTS, text.encode())
+
+
+def changed_inputs(config: Config) -> dict[str, tuple[Any, Any]]:
+    """File -> (before, now), of files under unchanged paths. Empty where nothing was stored."""
+    stored = config.run.path / INPUTS
+    if not stored.is_file():
+        return {}
+    before = read_json_object(stored)
+    changed: dict[str, tuple[Any, Any]] = {}
+    for key, now in inputs_of(config).items():
+        old = before.get(key, {})
+        if old.get("path") != now["path"]:
+            continue
+        for name in {**old["files"], **now["files"]}:
+            pair = old["files"].get(name, "absent"), now["files"].get(name, "absent")
+            if pair[0] != pair[1]:
+                changed[f"contents of {key}={Path(now['path']) / name}"] = pair
+    return changed
+
+
+def _places(config: Config) -> Iterator[tuple[str, str]]:
+    sources = config.data.sources
+    for number, source in enumerate(sources):
+        key = "data.train.path" if len(sources) == 1 else f"data.train.{number}.path"
+        yield key, source.path
+    teacher, reference = config.teacher, config.reference
+    own = teacher is not None and teacher.is_self
+    if teacher is not None and teacher.path is not None and not own:
+        yield "teacher.path", teacher.path
+    if (config.largest_beta and reference.update == "never") or own:
+        start = reference.path or config.student.path
+        if start is not None:
+            yield "reference.path" if reference.path else "student.path", start
+
+
+def _describe(path: Path) -> str:
+    size, hasher = path.stat().st_size, xxhash.xxh3_64()
+    with path.open("rb") as file:
+        if size <= _WHOLE_BYTES:
+            hasher.update(file.read())
+        else:
+            for piece in range(_PIECES):
+                file.seek(piece * (size - _PIECE_BYTES) // (_PIECES - 1))
+                hasher.update(file.read(_PIECE_BYTES))
+    return f"{size} bytes, xxh3 {hasher.hexdigest()}"
