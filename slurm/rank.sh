@@ -52,7 +52,6 @@ done
 copy_from_run "${files[@]}"
 if [ -e "$ATTEMPT_DIR/run/stacks/$name.txt" ]; then # a hang; the step ends with the first rank that leaves
   sleep 5                                           # so that the other ranks also write and copy their stacks
-  copy_from_run stacks/silent
 fi
 echo "$code $(date +%s.%N) $SLURMD_NODENAME" >"$ATTEMPT_DIR/exits/$name.partial"
 mv "$ATTEMPT_DIR/exits/$name.partial" "$ATTEMPT_DIR/exits/$name"

@@ -197,21 +197,16 @@ def name_culprit(attempt: Attempt, exits: list[Exit]) -> Verdict:
 def describe_hang(attempt: Attempt) -> str:
     """What a hang looks like from the stacks that the watchdog wrote; "" when it wrote none.
 
-    Suspects are the ranks that stood still, as the others recorded them
-    (train/oversight/watchdog.py). Where none did, they are the ranks whose innermost frame is not
-    in a collective.
+    Suspects are the ranks whose innermost frame is not in a collective.
     """
     stacks = attempt.directory / "run" / "stacks"
     texts = {path.stem: text for path in sorted(stacks.glob(STACKS)) if (text := read(path))}
     if not texts:
         return ""
-    why, suspects = "stood still", read(stacks / "silent").split()
-    if not suspects:
-        why = "not waiting for others"
-        suspects = [rank for rank, text in texts.items() if not waits_in_collective(text)]
+    suspects = [rank for rank, text in texts.items() if not waits_in_collective(text)]
     places = [f"{rank} on {read(attempt.directory / 'ranks' / rank)}" for rank in suspects]
     return "no step within fault.watchdog_minutes" + (
-        f"; {why}: {' '.join(places)}" if places else ""
+        f"; not waiting for others: {' '.join(places)}" if places else ""
     )
 
 

@@ -104,7 +104,7 @@ def train(config: Config, show_progress: bool = True, accept_changes: bool = Fal
         stack.enter_context(stop)
         on_first_rank(world, lambda: _take_directory(home, stack))
         minutes, stacks = config.fault.watchdog_minutes, home / STACKS
-        watchdog = Watchdog(minutes, stacks, world.rank, world.world_size)
+        watchdog = Watchdog(minutes, stacks, world.rank)
         stack.enter_context(watchdog)
         session = Session(world, stop, watchdog, show_progress, accept_changes)
         try:

@@ -136,8 +136,8 @@ def test_a_hang_is_ended_and_a_crash_is_named(cluster, tmp_path):
     run.until_verdicts(1)
     hang = run.verdicts()[0]
     assert hang["verdict"] == "hang"
-    stopped_on = (run.logs / "attempt_0" / "ranks" / "rank_00001").read_text().strip()
-    assert hang["reason"].endswith(f"stood still: rank_00001 on {stopped_on}; queued again")
+    assert hang["reason"].startswith("no step within fault.watchdog_minutes")
+    assert hang["reason"].endswith("; queued again")
     assert "(most recent call first)" in run.text()
     assert "torch/distributed/" in run.text()  # where rank 0 waited for the other
     run.until_attempt(1)

@@ -64,12 +64,7 @@ def test_a_rank_that_ends_early_leaves_no_outcome_of_an_earlier_attempt(director
     assert copied(directories) == {}
 
 
-def test_a_hanging_rank_copies_its_stack_and_the_silent_ranks(directories):
-    command = (
-        "cd $RUN_DIRECTORY/stacks; echo frames >rank_00001.txt; echo rank_00000 >silent; exit 1"
-    )
+def test_a_hanging_rank_copies_its_stack(directories):
+    command = "cd $RUN_DIRECTORY/stacks; echo frames >rank_00001.txt; exit 1"
     assert run_rank(directories, command, rank=1) == 1
-    assert copied(directories) == {
-        "stacks/rank_00001.txt": "frames\n",
-        "stacks/silent": "rank_00000\n",
-    }
+    assert copied(directories) == {"stacks/rank_00001.txt": "frames\n"}

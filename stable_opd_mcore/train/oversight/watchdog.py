@@ -7,10 +7,7 @@
 
 The timer is faulthandler's, a thread in C, so it also fires while a collective or a kernel holds
 the interpreter lock. A stack file is empty until the timer fires and is removed at the end, so a
-stack file with text means a hang. A thread updates the file's time stamp, the rank's sign of life.
-When a rank is stopped or its node is frozen, all other ranks wait for it and their stacks are
-alike. They therefore write the ranks without a sign of life to SILENT before the timer fires,
-because the end of the step lets a stopped process continue.
+stack file with text means a hang.
 A wait for rollouts is no hang while responses arrive: `progress`, called on any rank, restarts the
 timers of all ranks through the time stamp of the file PROGRESS.
 Not here: the time-outs of the collectives (config/schema.py), and the verdict (slurm/verdict.py).
@@ -20,7 +17,6 @@ from __future__ import annotations
 
 import faulthandler
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -28,15 +24,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from stable_opd_mcore.host.atomic_files import write_atomically
-
 STACKS = "stacks"
-SILENT = "silent"  # file beside the stacks: ranks without a sign of life before a hang, one a line
 PROGRESS = "progress"  # file beside the stacks: its time stamp is that of the newest response
 logger = logging.getLogger(__name__)
-_BEATS = 20  # signs of life within the time limit of a step
-_LOOK = 0.8  # share of the limit without a step after which the other ranks are checked
-_SILENCE = 0.5  # share of the limit without a sign of life after which a rank is silent
+_BEATS = 20  # looks at PROGRESS within the time limit of a step
 
 
 class Watchdog:
@@ -45,17 +36,14 @@ class Watchdog:
     Args:
         minutes: longest time between two calls of `step_done`; None never fires.
         directory: of the stack files rank_00003.txt; replaces those of an earlier attempt.
-        world_size: files of higher ranks are of an earlier attempt.
     """
 
-    def __init__(self, minutes: float | None, directory: Path, rank: int, world_size: int):
+    def __init__(self, minutes: float | None, directory: Path, rank: int):
         self._seconds = None if minutes is None else 60.0 * minutes
         self._path = directory / f"rank_{rank:05d}.txt"
-        self._ranks = [directory / f"rank_{other:05d}.txt" for other in range(world_size)]
-        self._silent = directory / SILENT
         self._file: TextIO | None = None
         self._progress = directory / PROGRESS
-        self._last_step = self._last_progress = 0.0
+        self._last_progress = 0.0
         self._lock = threading.Lock()  # of the timer
         self._ended = threading.Event()
         self._heart: threading.Thread | None = None
@@ -63,7 +51,6 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._silent.unlink(missing_ok=True)
         self._file = self._path.open("w")
         self.step_done()
         if self._seconds is not None:
@@ -77,7 +64,6 @@ class Watchdog:
             assert self._file is not None, "used outside its with block"
             with self._lock:
                 faulthandler.dump_traceback_later(self._seconds, exit=True, file=self._file)
-                self._last_step = time.monotonic()
 
     def progress(self) -> None:
         """Restart the timers of all ranks, within a few beats; may be called from any thread."""
@@ -103,43 +89,18 @@ class Watchdog:
             yield
         except OSError as error:
             if not self._warned:
-                logger.warning("a sign of life is missed: %s; later ones are not logged", error)
+                logger.warning("progress is missed: %s; later errors are not logged", error)
             self._warned = True
 
     def _beat(self, seconds: float) -> None:
-        """Give signs of life; check those of the other ranks once a step takes too long."""
-        reported, last_beat, last_stop = [], time.monotonic(), 0.0
+        """Restart the timer after progress of any rank."""
         newest = 0.0
         with self._going_on():
             newest = self._progress_time()
         while not self._ended.wait(seconds / _BEATS):
             with self._going_on():
-                os.utime(self._path)
-            now = time.monotonic()
-            if now - last_beat > _SILENCE * seconds:
-                last_stop = now
-            last_beat = now
-            with self._going_on():
                 if newest != (newest := self._progress_time()):
                     self.step_done()
-            # a rank that was itself stopped within this step sees the others' signs too late
-            if self._last_step < last_stop or now - self._last_step < _LOOK * seconds:
-                continue
-            with self._going_on():
-                silent = self._silent_ranks(_SILENCE * seconds)
-                write_atomically(self._silent, "".join(f"{name}\n" for name in silent).encode())
-                if silent and silent != reported:
-                    minutes = f"{_SILENCE * seconds / 60:.2g} minutes"
-                    print(f"no sign of life for {minutes}: {' '.join(silent)}", flush=True)
-                    reported = silent
 
     def _progress_time(self) -> float:
         return self._progress.stat().st_mtime if self._progress.exists() else 0.0
-
-    def _silent_ranks(self, seconds: float) -> list[str]:
-        """Ranks without a sign of life for that long, by the file system's clock. Ranks whose timer
-        has fired already are left out.
-        """
-        now = self._path.stat().st_mtime
-        stats = [(file.stem, file.stat()) for file in self._ranks if file.exists()]
-        return [name for name, s in stats if now - s.st_mtime > seconds and not s.st_size]
