@@ -60,11 +60,8 @@ def score(
     columns = Columns(response, gold, row_id, finish, tokens, group, label)
     settings = scoring.ScoreSettings(columns, tokenizer, limit, tail, ratio, timeout, workers)
     directory = output or scoring.default_output(files)
-    with (
-        interruptible("the same command goes on where it stopped"),
-        scoring.shown_progress() as progress,
-    ):
-        summary = scoring.score_files(files, directory, settings, progress)
+    with interruptible("nothing was written"):
+        summary = scoring.score_files(files, directory, settings)
     typer.echo(table(summary))
     typer.echo(f"wrote {directory}")
 

@@ -6,7 +6,7 @@ refused with a reason. Not here: grading and counting (score.py).
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, BinaryIO, cast
 
@@ -33,6 +33,11 @@ _FINISH_REASONS: dict[str, FinishReason] = {
     **dict.fromkeys(("length", "max_tokens", "max_length", "truncated"), "length"),
     **dict.fromkeys(("abort", "cancelled", "error"), "abort"),
 }
+# Columns of a run's rollouts and evaluations, which also have the marking one. In other files these
+# names may mean anything.
+_OF_A_RUN = ("answer_format", "opens_thinking")
+_MARK_OF_A_RUN = "prompt_token_ids"
+_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -96,10 +101,6 @@ def _given(value: Any) -> Any:
 
 _Name = Annotated[str | None, BeforeValidator(_name)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-# Columns of a run's rollouts and evaluations, which also have the marking one. In other files these
-# names may mean anything.
-_OF_A_RUN = ("answer_format", "opens_thinking")
-_MARK_OF_A_RUN = "prompt_token_ids"
 
 
 class ScoreRow(BaseModel):
@@ -126,64 +127,57 @@ class ScoreRow(BaseModel):
         )
 
 
-def find_columns(file: BinaryIO, name: str, given: Columns) -> Columns:
+def find_columns(lines: Iterable[bytes | None], name: str, given: Columns) -> Columns:
     """The given columns, and usual names that the first readable row with a response has.
+
+    Args:
+        name: of the file, for errors.
 
     Raises:
         DataError: no row is a JSON object, none has a response under the given or a usual name, or
             a given column is not in the first that has one.
     """
-    responses = [given.response] if given.response else _USUAL_NAMES["response"].split()
+    asked = {role: column for role, column in asdict(given).items() if column is not None}
+    candidates = {role: names.split() for role, names in _USUAL_NAMES.items()}
+    candidates |= {role: [each] if each != NO_COLUMN else [] for role, each in asked.items()}
     first: dict[str, Any] | None = None
-    for _, line in read_lines(file):
+    for line in lines:
         try:
             record = _parse(line)
         except RowError:
             continue
         first = record if first is None else first
-        if any(_look_up(record, column) is not _MISSING for column in responses):
-            return _columns_of(record, name, given)
+        found = {
+            role: next((each for each in names if _look_up(record, each) is not _MISSING), None)
+            for role, names in candidates.items()
+        }
+        if found["response"] is None:
+            continue
+        for role in asked:
+            if candidates[role] and found[role] is None:
+                raise DataError(
+                    f"{name}: no column {asked[role]} (--{role}) among {_names(record)}"
+                )
+        return Columns(**found)
     if first is None:
         raise DataError(f"{name}: no row is a JSON object; score reads JSON Lines")
-    if given.response not in (None, NO_COLUMN):
-        raise DataError(f"{name}: no column {given.response} (--response) among {_names(first)}")
     raise DataError(
-        f"{name}: no column for the response among {_names(first)}; name it with --response"
+        f"{name}: no column {given.response or 'for the response'} among {_names(first)}; name the "
+        "response's with --response"
     )
 
 
-def _columns_of(record: dict[str, Any], name: str, given: Columns) -> Columns:
-    """The given columns; for the others the first usual name that the record has.
+def read_lines(file: BinaryIO) -> Iterator[bytes | None]:
+    """Each line; None for one above MAX_LINE_BYTES. Memory stays at one line.
 
-    Raises:
-        DataError: the record lacks a given column.
-    """
-    found: dict[str, str | None] = {}
-    for role, column in asdict(given).items():
-        usual = _USUAL_NAMES.get(role, "").split()
-        there = [each for each in usual if _look_up(record, each) is not _MISSING]
-        found[role] = next(iter(there), None) if column is None else column
-        if column == NO_COLUMN:
-            found[role] = None
-        elif column is not None and _look_up(record, column) is _MISSING:
-            raise DataError(f"{name}: no column {column} (--{role}) among {_names(record)}")
-    return Columns(**found)
-
-
-def read_lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
-    """(its bytes in the file, the line) of each line; None for one above MAX_LINE_BYTES.
-
-    Empty lines count, and are given. A byte order mark is dropped. Memory stays at one line.
+    Empty lines count, and are given. A byte order mark is dropped.
     """
     mark = _BYTE_ORDER_MARK
     while line := file.readline(MAX_LINE_BYTES):
-        size = len(line)
-        too_long = size == MAX_LINE_BYTES and not line.endswith(b"\n")
-        rest = line
-        while too_long and rest and not rest.endswith(b"\n"):
-            rest = file.readline(MAX_LINE_BYTES)
-            size += len(rest)
-        yield size, None if too_long else line.removeprefix(mark)
+        too_long = len(line) == MAX_LINE_BYTES and not line.endswith(b"\n")
+        yield None if too_long else line.removeprefix(mark)
+        while too_long and line and not line.endswith(b"\n"):
+            line = file.readline(MAX_LINE_BYTES)
         mark = b""
 
 
@@ -225,9 +219,6 @@ def _parse(line: bytes | None) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise RowError(f"not a JSON object but {type(record).__name__}")
     return cast("dict[str, Any]", record)
-
-
-_MISSING = object()
 
 
 def _look_up(record: Any, column: str) -> Any:

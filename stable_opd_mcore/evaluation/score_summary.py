@@ -37,23 +37,22 @@ _RESPONSE = TypeAdapter(MeasuredResponse)
 
 
 class _Totals(ResponseTotals):
-    """Numbers of one set of responses, with the rate of a detector that could judge none."""
+    """Numbers of one set of responses; None for a detector that could judge none of them."""
 
     def __init__(self, max_length: int | None):
         super().__init__(max_length)
-        self._undefined = {"repetition_rate", "repetition_rate_10k"}
+        self._judging = dict.fromkeys(("repetition_rate", "repetition_rate_10k"), False)
 
     def add(self, response: MeasuredResponse) -> None:
         super().add(response)
-        judged = {"repetition_rate": response.repetitive}
-        judged["repetition_rate_10k"] = response.repetitive_10k
-        self._undefined -= {name for name, value in judged.items() if value is not None}
+        self._judging["repetition_rate"] |= response.repetitive is not None
+        self._judging["repetition_rate_10k"] |= response.repetitive_10k is not None
 
     def plain(self) -> dict[str, Any]:
         """Names as in monitoring/names.py, without their area; None where nothing defines it."""
         values = self.metrics(_AREA).values_by_key()
         numbers = {key.removeprefix(f"{_AREA}/"): value for key, value in values.items()}
-        numbers |= dict.fromkeys(self._undefined)
+        numbers |= {name: None for name, has_judged in self._judging.items() if not has_judged}
         return {"num_responses": self.num_responses, "numbers": numbers}
 
 
@@ -66,9 +65,6 @@ def summarise(
     then of three kinds of rows how many there are (`num_refused`) and the first ones (`refused`:
     the row's number, after its file's name if there are several, and its id or the reason):
     `refused`; `differing` from their label; `right_in_loop`.
-
-    Raises:
-        KeyError, TypeError, ValueError: a record that score.py did not write.
     """
     totals = _Totals(max_length)
     by_group: defaultdict[str, _Totals] = defaultdict(lambda: _Totals(max_length))

@@ -45,8 +45,13 @@ class ResponseStore:
         wanted = json.dumps(self._identity, indent=1, sort_keys=True)
         if not path.is_file():
             write_atomically(path, wanted.encode())
-        remedy = "give another run.name=NAME for the results, or remove that directory"
-        require_same(read_json_object(path), json.loads(wanted), self._directory, remedy)
+        earlier = read_json_object(path)
+        for name, value in json.loads(wanted).items():
+            if earlier.get(name) != value:
+                raise UserError(
+                    f"{self._directory}: begun with {name} {earlier.get(name)!r}, now {value!r}; "
+                    "give another run.name=NAME for the results, or remove that directory"
+                )
         number = 0
         while self.path(number).is_file():
             number += 1
@@ -60,14 +65,3 @@ class ResponseStore:
     def path(self, number: int) -> Path:
         """The file of a part; it must be written atomically."""
         return self._directory / f"part_{number:05d}.jsonl"
-
-
-def require_same(
-    earlier: Mapping[str, Any], wanted: Mapping[str, Any], place: Path, remedy: str
-) -> None:
-    """Raise a UserError where `place` was begun with other settings; it names the first one."""
-    for name, value in wanted.items():
-        if earlier.get(name) != value:
-            raise UserError(
-                f"{place}: begun with {name} {earlier.get(name)!r}, now {value!r}; {remedy}"
-            )

@@ -1,12 +1,10 @@
-"""Scoring files: a run's numbers, interruptions, hanging rows, settings, real generations."""
+"""Scoring files: a run's numbers, interruptions, hanging rows, real generations."""
 
-import fcntl
 import io
 import json
 import resource
 import sys
 import tracemalloc
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +16,7 @@ from stable_opd_mcore.errors import DataError, UserError
 from stable_opd_mcore.evaluation import score
 from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.evaluation.score import ScoreSettings, default_output, score_files
-from stable_opd_mcore.evaluation.score_rows import Columns
+from stable_opd_mcore.evaluation.score_rows import Columns, parse_row
 from stable_opd_mcore.records import Prompt, Rollout
 from tests.checks.directories import write_model
 from tests.command import exit_code
@@ -37,8 +35,8 @@ def records(output):
     return [json.loads(line) for line in (output / "verdicts.jsonl").read_text().splitlines()]
 
 
-def score_file(path, output, settings, *args):
-    return score_files([path], output, settings, *args)
+def score_file(path, output, settings):
+    return score_files([path], output, settings)
 
 
 def settings_of(output):
@@ -99,69 +97,37 @@ def test_half_a_character_is_measured_as_a_whole_one(tmp_path):
     assert [record["length"] for record in records(tmp_path / "out")] == [2, 6, 3]
 
 
-def rows_to_interrupt():
+def test_refused_rows_and_groups_are_counted_and_an_interrupted_run_leaves_earlier_files(
+    tmp_path, monkeypatch
+):
     rows = [{"id": k, "response": f"is [{k % 5}]", **BRACKET, "kind": k % 2} for k in range(40)]
-    return [*rows[:20], {"response": 5}, *rows[20:]]
-
-
-def test_an_interrupted_run_continued_gives_the_bytes_of_an_uninterrupted_one(tmp_path):
-    path = write(tmp_path / "rows.jsonl", rows_to_interrupt())
+    path = write(tmp_path / "rows.jsonl", [*rows[:20], {"response": 5}, *rows[20:]])
     settings = ScoreSettings(Columns(group="kind"))
-    whole = score_file(path, tmp_path / "whole", settings)
+    summary = score_file(path, tmp_path / "out", settings)
+    assert (summary["num_rows"], summary["num_refused"], summary["refused"].keys()) == (
+        41,
+        1,
+        {"21"},
+    )
+    assert summary["all"]["numbers"]["accuracy"] == 0.2
+    groups = {name: group["num_responses"] for name, group in summary["groups"].items()}
+    assert groups == {"0": 20, "1": 20}
+    before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
 
-    def interrupt(rows, _):
-        if rows == 30:
+    def interrupted(line, columns):
+        if b'"id": 30' in line:
             raise KeyboardInterrupt
+        return parse_row(line, columns)
 
+    monkeypatch.setattr(score, "parse_row", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        score_file(path, tmp_path / "cut", settings, interrupt)
-    assert len(records(tmp_path / "cut")) == 29
-    with (tmp_path / "cut/verdicts.jsonl").open("ab") as file:
-        file.write(b'{"row": 30, "id": "29", "gro')  # killed inside a write
-    read = []
-    continued = score_file(path, tmp_path / "cut", settings, lambda rows, _: read.append(rows))
-    assert read == list(range(30, 42))
-    assert continued == whole
-    for name in ("verdicts.jsonl", "summary.json"):
-        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    assert score_file(path, tmp_path / "cut", settings, read.append) == whole
-    assert len(read) == 12
-    assert (whole["num_rows"], whole["num_refused"], whole["refused"].keys()) == (41, 1, {"21"})
-    assert whole["all"]["numbers"]["accuracy"] == 0.2
-    assert {name: group["num_responses"] for name, group in whole["groups"].items()} == {
-        "0": 20,
-        "1": 20,
-    }
-
-
-def test_an_output_of_other_settings_or_another_file_or_in_use_is_refused(tmp_path):
-    path = write(tmp_path / "rows.jsonl", [{"response": "x"}])
-    score_file(path, tmp_path / "out", ScoreSettings())
-    with pytest.raises(UserError, match=r"begun with ratio 10\.0, now 3"):
         score_file(path, tmp_path / "out", ScoreSettings(ratio=3))
-    with pytest.raises(UserError, match=r"begun with unit 'characters', now 'tokens'"):
-        score_file(path, tmp_path / "out", ScoreSettings(tokenizer="synthetic"))
-    write(path, [{"response": "y"}])
-    with pytest.raises(UserError, match="begun with files"):
-        score_file(path, tmp_path / "out", ScoreSettings())
-    verdicts = tmp_path / "out/verdicts.jsonl"
-    with verdicts.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="another score command is writing it"):
-            score_file(path, tmp_path / "out", ScoreSettings())
-    write(path, [{"response": "x"}])
-    verdicts.write_text(verdicts.read_text().replace('"length"', '"size"'))
-    with pytest.raises(UserError, match=r"verdicts\.jsonl: holds a row that this command did not"):
-        score_file(path, tmp_path / "out", ScoreSettings())
-    (tmp_path / "out/summary.json").unlink()
-    verdicts.write_text("not ours\n")
-    with pytest.raises(UserError, match=r"no summary\.json of this command beside it"):
-        score_file(path, tmp_path / "out", ScoreSettings())
-    assert verdicts.read_text() == "not ours\n"
+    assert before.keys() == {"verdicts.jsonl", "summary.json"}
+    assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
 
 
-def test_a_full_disk_is_one_message_and_the_command_goes_on_after_it(tmp_path):
-    path = write(tmp_path / "rows.jsonl", rows_to_interrupt())
+def test_a_full_disk_is_one_message(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [{"response": "x" * 100}] * 40)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
@@ -171,8 +137,6 @@ def test_a_full_disk_is_one_message_and_the_command_goes_on_after_it(tmp_path):
             score_file(path, tmp_path / "out", ScoreSettings())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    continued = score_file(path, tmp_path / "out", ScoreSettings())
-    assert continued == score_file(path, tmp_path / "whole", ScoreSettings())
 
 
 def test_several_files_and_standard_input_are_scored_together(tmp_path, monkeypatch):
@@ -207,21 +171,17 @@ def test_a_loop_that_its_budget_cuts_is_not_right_without_a_word(tmp_path):
     assert summary["right_in_loop"] == {"2": None}
 
 
-def test_what_cannot_be_scored_is_refused(tmp_path, monkeypatch):
+def test_what_cannot_be_scored_is_refused(tmp_path):
     for ratio in (float("nan"), float("inf"), 0.5, 1.0):
         with pytest.raises(UserError, match=r"--ratio .*: expected a number above 1"):
             ScoreSettings(ratio=ratio)
-    monkeypatch.setattr(score, "MAX_GROUPS", 2)
-    path = write(tmp_path / "rows.jsonl", [{"response": "x", "id": k} for k in range(3)])
-    with pytest.raises(UserError, match="row 3: more than 2 groups; --group id names a column"):
-        score_file(path, tmp_path / "out", ScoreSettings(Columns(group="id")))
     with pytest.raises(DataError, match=r"none\.jsonl: no such file"):
         score_file(tmp_path / "none.jsonl", tmp_path / "out", ScoreSettings())
     with pytest.raises(DataError, match="a directory; give a file of JSON Lines"):
         score_file(tmp_path, tmp_path / "out", ScoreSettings())
-    for nameless in (".", "..", "/"):
-        with pytest.raises(DataError, match="a directory; give a file of JSON Lines"):
-            default_output([Path(nameless)])
+    own = write(tmp_path / "verdicts.jsonl", [{"response": "x"}])
+    with pytest.raises(DataError, match="replaced by its own verdicts; give another --output"):
+        score_file(own, tmp_path, ScoreSettings())
 
 
 def test_a_hanging_expression_and_a_megabyte_cost_one_row_each(tmp_path):
