@@ -83,11 +83,13 @@ def take_step(file: Path) -> StepRecord:
     from stable_opd_mcore.data.rollout_files import rollout_path, write_rollouts
     from stable_opd_mcore.models.weights import iter_hf_tensors
     from stable_opd_mcore.parallel.world import start_world
+    from stable_opd_mcore.train import student
     from stable_opd_mcore.train.persistence.state import TrainState
     from stable_opd_mcore.train.setup import build_run
     from stable_opd_mcore.train.step import train_step
 
     config = load_config(file)
+    student.ADAM_EPS = 1.0  # large: the update is then a smooth function of the gradient
     run = build_run(config, start_world(config.parallel, config.train.seed))
     chunks = run.student.chunks
 

@@ -35,7 +35,6 @@ FREE = (
     "train.steps",
     "train.micro_batch_tokens",
     "train.recompute",
-    "train.loss_block_tokens",
 )
 
 

@@ -5,7 +5,7 @@ Not here: what a symptom is (monitoring/onset.py), what is done about it (train/
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, field_validator
 
 from stable_opd_mcore.config.section import Section
 
@@ -16,25 +16,13 @@ class GuardConfig(Section):
     policy: Literal["off", "warn", "act"] = "warn"
     """`warn`: symptoms of a collapse are logged and written to metrics.jsonl as events. `act`: the
     guard also raises beta and lambda, returns to a healthy checkpoint and, if nothing helps, stops
-    the run. Objective `sft` has no rollouts, so nothing is watched."""
-    window: PositiveInt = 5
-    """Steps in the recent mean of a metric."""
-    baseline: PositiveInt = 20
-    """Steps after which the normal value of a metric is known; before, nothing is a symptom. It
-    forgets after three times as many."""
-    patience: PositiveInt = 10
-    """Steps that a measure has to take effect before the next one is taken, and steps without
-    symptoms after which measures end."""
+    the run; it needs `checkpoint.every`. Objective `sft` has no rollouts, so nothing is watched."""
     max_beta: float = Field(default=0.1, ge=0)
     """`act`: the largest `kl.beta` that the guard sets. Above 0 the reference is loaded from the
     start of the run, also where `kl.beta` is 0. 0: beta is not raised."""
     max_lambda: float = Field(default=1.0, ge=0)
     """`act`: the largest `mixture.lambda` that the guard sets. Above 0 every prompt needs a golden
     solution. 0: lambda is not raised."""
-    relax_steps: PositiveInt = 50
-    """`act`: steps without symptoms in which what the guard added to beta and lambda halves."""
-    max_rollbacks: int = Field(default=2, ge=0)
-    """`act`: how often the run may return to a healthy checkpoint. Needs `checkpoint.every`."""
 
     @field_validator("policy", mode="before")
     @classmethod

@@ -18,16 +18,29 @@ class Removed:
     instead: str  # one sentence: what to do with any other value
 
 
+def _constant(value: float, *harmless: float) -> Removed:
+    """A setting that always has its former default. Others' files may have harmless values."""
+    return Removed((value, *harmless), f"drop it: it is always {value:g}")
+
+
 _ABLATION = "drop it: the last commit with this ablation is tagged before-lighter"
 # By dotted key; of a list of sections, without an index.
 REMOVED: dict[str, Removed] = {
     "evaluation.teacher_accuracy": Removed(
         (None,), "drop it: evaluate the teacher by `stable-opd evaluate` and compare"
     ),
+    "guard.baseline": _constant(20),
+    "guard.max_rollbacks": _constant(2),
+    "guard.patience": _constant(10),
+    "guard.relax_steps": _constant(50),
+    "guard.window": _constant(5),
     "objective.advantage.constant": Removed((None,), _ABLATION),
     "objective.position_half_life": Removed((None,), _ABLATION),
+    "optimizer.beta1": _constant(0.9),
     "optimizer.distributed": Removed((True,), "drop it: the optimizer's state is always sharded"),
+    "optimizer.eps": _constant(1e-8),
     "rollout.sglang.dtype": Removed((None,), "drop it: servers compute in train.precision"),
+    "train.loss_block_tokens": _constant(1024, 256),  # 256: configs/gsm8k_cpu.yaml until then
 }
 
 

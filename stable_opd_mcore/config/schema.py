@@ -347,10 +347,10 @@ class Config(Section):
                 "guard.policy=act with objective.name=sft: without rollouts there is nothing to "
                 "guard; set guard.policy=off"
             )
-        if self.guard.max_rollbacks and not self.checkpoint.every:
+        if not self.checkpoint.every:
             raise ValueError(
-                f"guard.max_rollbacks={self.guard.max_rollbacks} with checkpoint.every=0: there "
-                "would be no checkpoint to return to; set checkpoint.every or guard.max_rollbacks=0"
+                "guard.policy=act with checkpoint.every=0: there would be no checkpoint to return "
+                "to; set checkpoint.every or guard.policy=warn"
             )
 
     def _require_waits_below_watchdog(self) -> None:

@@ -56,12 +56,8 @@ class OptimizerConfig(Section):
     """How the learning rate changes after the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up, from lr / warmup_steps."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the first moment."""
     beta2: float = Field(default=0.999, ge=0, lt=1)
-    """Decay of the second moment."""
-    eps: float = Field(default=1e-8, gt=0)
-    """Added to the root of the second moment."""
+    """Decay of the second moment; that of the first is 0.9."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
     clip_grad: float = Field(default=1.0, gt=0)
@@ -104,9 +100,6 @@ class TrainConfig(Section):
     times the square of its longest sequence), Transformer Engine 2.20 has no deterministic fused
     kernel. Its scores then take 6 bytes an element in each layer, which `plan` does not count, and
     `parallel.context` above 1 ends the run."""
-    loss_block_tokens: PositiveInt = 1024
-    """Tokens whose logits exist at once in the loss. More are taken where the vocabulary is small,
-    fewer on a CPU where it is large."""
     moe_aux_loss_coeff: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Of a student with experts: the coefficient of each layer's loss that balances their load,
     docs/method.md §11. It costs one more forward pass of the student an optimizer step; 0: none."""

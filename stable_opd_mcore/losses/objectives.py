@@ -208,7 +208,7 @@ class Objective:
             teacher_head=teacher_head,
             reference_head=reference_head,
             context_group=context_group,
-            block_rows=rows_per_block(self.config.train.loss_block_tokens, head),
+            block_rows=rows_per_block(head),
         )
 
 

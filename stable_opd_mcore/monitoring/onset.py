@@ -1,11 +1,11 @@
 """Symptoms of a collapse in a run's metrics: which metric left its normal value, and how far.
 
-    watched = observe(watched, values, window)      # one step's metrics
-    found = symptoms(watched, window, baseline)
+    watched = observe(watched, values)      # one step's metrics
+    found = symptoms(watched)
     damaged = is_damage(found, watched)
-    watched = learn(watched, values, window, baseline)    # while the run is not damaged
+    watched = learn(watched, values)        # while the run is not damaged
 
-A metric is compared with its own past (docs/method.md §9): the mean of the last `window` values
+A metric is compared with its own past (docs/method.md §9): the mean of the last WINDOW values
 against a mean that follows slowly. Its excess must be larger than the detector's least change and
 than the metric's noise. Symptoms alone are drift: truncation rises to .4 to .8 in healthy runs,
 too, and falls again. Damage is truncation near its ceiling, or its rise together with loops or with
@@ -18,8 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+WINDOW = 5  # steps in the recent mean of a metric
+BASELINE = 20  # steps after which a normal value is known; before, nothing is a symptom
 NOISE = 4.0  # standard errors of the recent mean that a change must exceed
-HORIZON = 3  # a normal value forgets after this many times `baseline` values
+HORIZON = 3  # a normal value forgets after this many times BASELINE values
 CEILING = 0.9  # truncation rate above which few responses end by themselves
 SMALL_BUDGET = 0.5  # truncation rate at a run's start; above it the budget is small by design
 
@@ -53,9 +55,9 @@ DETECTORS: dict[str, Detector] = {
 class Series:
     """What is remembered of one detector's metric."""
 
-    recent: tuple[float, ...] = ()  # the last values, oldest first; at most `window`
-    learnt: int = 0  # how many values `normal` has learnt from, at most HORIZON * baseline
-    start: float = 0.0  # mean of the first `baseline` values
+    recent: tuple[float, ...] = ()  # the last values, oldest first; at most WINDOW
+    learnt: int = 0  # how many values `normal` has learnt from, at most HORIZON * BASELINE
+    start: float = 0.0  # mean of the first BASELINE values
     normal: float = 0.0  # running mean
     variance: float = 0.0  # of single values about it
 
@@ -70,32 +72,30 @@ class Symptom:
     bound: float
 
 
-def observe(
-    watched: Mapping[str, Series], values: Mapping[str, float | None], window: int
-) -> dict[str, Series]:
+def observe(watched: Mapping[str, Series], values: Mapping[str, float | None]) -> dict[str, Series]:
     """The series with one step's metrics. A metric that is absent or undefined leaves its series
     as it was.
     """
     after = dict(watched)
     for name, value in _finite(values).items():
         series = after.get(name, Series())
-        after[name] = replace(series, recent=(*series.recent, value)[-_window(name, window) :])
+        after[name] = replace(series, recent=(*series.recent, value)[-_window(name) :])
     return after
 
 
-def symptoms(watched: Mapping[str, Series], window: int, baseline: int) -> list[Symptom]:
+def symptoms(watched: Mapping[str, Series]) -> list[Symptom]:
     """The detectors whose recent mean is beyond its bound, in the order of DETECTORS.
 
-    None before `baseline` steps. A metric that is written rarely needs two values then. CEILING
+    None before BASELINE steps. A metric that is written rarely needs two values then. CEILING
     bounds truncation, whatever is normal, unless the budget is small by design.
     """
     found: list[Symptom] = []
-    if max((series.learnt for series in watched.values()), default=0) < baseline:
+    if max((series.learnt for series in watched.values()), default=0) < BASELINE:
         return found
     for name, detector in DETECTORS.items():
         series = watched.get(name, Series())
-        wanted = 2 if detector.rare else baseline
-        if len(series.recent) < _window(name, window) or series.learnt < wanted:
+        wanted = 2 if detector.rare else BASELINE
+        if len(series.recent) < _window(name) or series.learnt < wanted:
             continue
         recent = math.fsum(series.recent) / len(series.recent)
         least = max(detector.absolute, detector.relative * abs(series.normal))
@@ -118,34 +118,32 @@ def is_damage(found: Sequence[Symptom], watched: Mapping[str, Series]) -> bool:
     return capped or any(DETECTORS[symptom.name].broken for symptom in found)
 
 
-def learn(
-    watched: Mapping[str, Series], values: Mapping[str, float | None], window: int, baseline: int
-) -> dict[str, Series]:
+def learn(watched: Mapping[str, Series], values: Mapping[str, float | None]) -> dict[str, Series]:
     """The series with one step's metrics in the normal values.
 
-    The normal value is the plain mean of the first HORIZON * baseline values; then it forgets.
+    The normal value is the plain mean of the first HORIZON * BASELINE values; then it forgets.
     After a return to a checkpoint nothing is learnt until the recent mean can judge the run again.
     """
     after = dict(watched)
     for name, value in _finite(values).items():
         series = after.get(name, Series())
-        if len(series.recent) < min(_window(name, window), series.learnt):
+        if len(series.recent) < min(_window(name), series.learnt):
             continue
-        learnt = min(series.learnt + 1, HORIZON * baseline)
+        learnt = min(series.learnt + 1, HORIZON * BASELINE)
         change = value - series.normal
         normal = series.normal + change / learnt
         after[name] = replace(
             series,
             learnt=learnt,
-            start=normal if learnt <= baseline else series.start,
+            start=normal if learnt <= BASELINE else series.start,
             normal=normal,
             variance=(1 - 1 / learnt) * (series.variance + change * change / learnt),
         )
     return after
 
 
-def _window(name: str, window: int) -> int:
-    return 1 if DETECTORS[name].rare else window
+def _window(name: str) -> int:
+    return 1 if DETECTORS[name].rare else WINDOW
 
 
 def _finite(values: Mapping[str, float | None]) -> dict[str, float]:

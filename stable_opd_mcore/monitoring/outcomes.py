@@ -8,9 +8,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stable_opd_mcore.config.guard import GuardConfig
 from stable_opd_mcore.monitoring.figures import WINDOW, Row
-from stable_opd_mcore.monitoring.onset import Symptom, is_damage, learn, observe, symptoms
+from stable_opd_mcore.monitoring.onset import Series, Symptom, is_damage, learn, observe, symptoms
 
 
 @dataclass(frozen=True)
@@ -74,14 +73,13 @@ def window_means(numbers: Sequence[float], window: int = WINDOW) -> list[float]:
 def first_damage(rows: Sequence[Row]) -> tuple[int, list[Symptom]] | None:
     """The first step after which the guard finds damage, and its symptoms; None if never.
 
-    The detectors (docs/guard.md) have the default window and baseline, whatever the run's guard
-    was set to. None within the first `guard.baseline` steps.
+    None within the first onset.BASELINE steps. The detectors: docs/guard.md.
     """
-    settings, watched = GuardConfig(), {}
+    watched: dict[str, Series] = {}
     for row in rows:
-        watched = observe(watched, row, settings.window)
-        found = symptoms(watched, settings.window, settings.baseline)
+        watched = observe(watched, row)
+        found = symptoms(watched)
         if is_damage(found, watched):
             return row["step"], found
-        watched = learn(watched, row, settings.window, settings.baseline)
+        watched = learn(watched, row)
     return None

@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stable_opd_mcore.config.guard import GuardConfig
 from stable_opd_mcore.evaluation.estimates import bootstrap_interval
 from stable_opd_mcore.host.printable_text import printable
 from stable_opd_mcore.monitoring.chosen_runs import WrittenRun, whole_number
 from stable_opd_mcore.monitoring.figures import WINDOW, Row
-from stable_opd_mcore.monitoring.onset import DETECTORS
+from stable_opd_mcore.monitoring.onset import BASELINE, DETECTORS
 from stable_opd_mcore.monitoring.outcomes import Outcome, defined, first_damage, outcome
 
 MISSING = "\N{EN DASH}"
@@ -109,7 +108,7 @@ def verdict(rows: Sequence[Row]) -> str:
     found = first_damage(rows)
     if found is None:
         watched = defined(rows, "rollout/truncation_rate")
-        return "none" if len(watched) > GuardConfig().baseline else MISSING
+        return "none" if len(watched) > BASELINE else MISSING
     step, symptoms = found
     return f"step {step:,}: " + ", ".join(DETECTORS[symptom.name].metric for symptom in symptoms)
 

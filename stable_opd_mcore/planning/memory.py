@@ -30,7 +30,7 @@ PHASES_OF_OFFLOADED: dict[Offloadable, tuple[Phase, ...]] = {
     "optimizer": ("update",),
     "frozen": ("score",),
 }
-PRODUCT_COLUMNS = 2**14  # losses.output_head's, without torch
+BLOCK_ROWS, PRODUCT_COLUMNS = 1024, 2**14  # losses.output_head's, without torch
 # What a colocated SGLang server keeps on each GPU while its weights and KV cache are released: its
 # CUDA context, kernels, workspaces and CUDA graphs. About 1 to 2 GiB.
 RELEASED_SERVER_BYTES = 2 * GIB
@@ -256,7 +256,7 @@ def _loss_bytes(job: Job) -> float:
     # All hidden states, gathered; those of the responses, and their gradient.
     held = element * (tokens + 2 * responses) * hidden
     # losses/output_head.rows_per_block: as many rows as shards, so that the block's bytes stay.
-    rows = min(config.train.loss_block_tokens * job.layout.tensor, responses)
+    rows = min(BLOCK_ROWS * job.layout.tensor, responses)
     # At other temperatures the logits of off-policy golden rows are copied, a block at most.
     copies = 1 if job.scored > job.drawn and config.sampling.temperature != 1 else 0
     blocks = 1 + len(_hidden_states_needed(job)) + copies

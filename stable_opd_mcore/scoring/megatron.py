@@ -46,7 +46,6 @@ class MegatronScorer(Scorer):
     # the model's head where its shards have been cut anew, at the student's vocabulary entries
     # (align_head); None: as Megatron cuts it
     head: Head | None = None
-    block_rows: int = 1024  # whose logits exist at once, adjusted by output_head.rows_per_block
     # a context for the forward pass of each micro-batch
     around: Callable[[MicroBatch], AbstractContextManager[None]] = lambda _: nullcontext()
 
@@ -86,5 +85,5 @@ class MegatronScorer(Scorer):
             stop_ids=self.stop_ids,
             top_k=self.top_k,
             merged_ids=self.merged_ids,
-            block_rows=rows_per_block(self.block_rows, self.head),
+            block_rows=rows_per_block(self.head),
         )

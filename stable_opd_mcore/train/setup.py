@@ -228,7 +228,6 @@ class _Models:
             world=world,
             vocab_size=vocab_size,
             temperature=objective.temperature,
-            block_rows=config.train.loss_block_tokens,
         )
 
     def teacher(self) -> Scorer | None:

@@ -27,6 +27,8 @@ from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import MicroBatch
 
+ADAM_BETA1, ADAM_EPS = 0.9, 1e-8
+
 
 class Student:
     """Trainable model chunks of this rank with their optimizer.
@@ -74,9 +76,9 @@ class Student:
                 optimizer="adam",
                 lr=config.lr,
                 weight_decay=config.weight_decay,
-                adam_beta1=config.beta1,
+                adam_beta1=ADAM_BETA1,
                 adam_beta2=config.beta2,
-                adam_eps=config.eps,
+                adam_eps=ADAM_EPS,
                 clip_grad=config.clip_grad,
                 bf16=bf16,
                 params_dtype=torch.bfloat16 if bf16 else torch.float32,

@@ -14,7 +14,7 @@ NO_SOLUTIONS = "data.train.columns.solution=null"
     ("overrides", "remedy"),
     [
         ([ACT, "objective.name=sft", "kl.beta=0", "mixture.lambda=0"], r"guard\.policy=off"),
-        ([ACT, "checkpoint.every=0"], r"checkpoint\.every or guard\.max_rollbacks=0"),
+        ([ACT, "checkpoint.every=0"], r"checkpoint\.every or guard\.policy=warn"),
         ([ACT, "checkpoint.every=5", "mixture.lambda=0", NO_SOLUTIONS], r"guard\.max_lambda=0"),
     ],
 )  # fmt: skip

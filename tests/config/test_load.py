@@ -35,7 +35,7 @@ def test_overrides_replace_values_and_have_their_types():
         ("xyz=1", "unknown key xyz; sections: run, student, teacher, "),
         ("rollout.prompts_per_stp=3", "did you mean rollout.prompts_per_step?"),
         ("rollout.temperature=1", "did you mean sampling.temperature or evaluation.temperature?"),
-        ("guard.xyz.a=1", "unknown key guard.xyz; keys of guard: policy, window, "),
+        ("guard.xyz.a=1", "unknown key guard.xyz; keys of guard: policy, max_beta, "),
         (f"train.steps={10**30}", "train.steps: 1e+30 is too large; at most 1e+09"),
         (f"train.seed={2**63}", "train.seed: 9.22337e+18 is too large"),
         ("rollout.samples_per_prompt=1000000", "Input should be less than or equal to 65536"),

@@ -6,24 +6,30 @@ import random
 import pytest
 
 from stable_opd_mcore.monitoring.names import NAMES
-from stable_opd_mcore.monitoring.onset import DETECTORS, Series, learn, observe, symptoms
-
-WINDOW, BASELINE = 5, 20
+from stable_opd_mcore.monitoring.onset import (
+    BASELINE,
+    DETECTORS,
+    WINDOW,
+    Series,
+    learn,
+    observe,
+    symptoms,
+)
 
 
 def after(rows, watched=None):
     """What the detectors have learnt after these rows, none of which had a symptom."""
     watched = watched or {}
     for values in rows:
-        watched = learn(observe(watched, values, WINDOW), values, WINDOW, BASELINE)
+        watched = learn(observe(watched, values), values)
     return watched
 
 
 def found_in(rows, watched):
     """The metrics of the symptoms after more rows, from which nothing is learnt."""
     for values in rows:
-        watched = observe(watched, values, WINDOW)
-    return [DETECTORS[s.name].metric for s in symptoms(watched, WINDOW, BASELINE)]
+        watched = observe(watched, values)
+    return [DETECTORS[s.name].metric for s in symptoms(watched)]
 
 
 def test_every_detector_reads_a_metric_that_runs_write():
@@ -86,7 +92,7 @@ def test_noise_of_a_metric_widens_its_bound():
     assert watched["teacher"].normal == pytest.approx(mean)
     assert watched["teacher"].variance == pytest.approx(spread**2)
     bound = mean + max(mean, 4 * spread / math.sqrt(WINDOW))
-    (symptom,) = symptoms(observe(after(rows), {"kl/teacher": 50.0}, WINDOW), WINDOW, BASELINE)
+    (symptom,) = symptoms(observe(after(rows), {"kl/teacher": 50.0}))
     assert symptom.bound == pytest.approx(bound)
     assert symptom.recent == pytest.approx((sum(values[-4:]) + 50) / 5)
 
@@ -94,7 +100,7 @@ def test_noise_of_a_metric_widens_its_bound():
 def test_learnt_mean_forgets_and_the_start_is_kept():
     def then(count):
         watched = after([{"kl/teacher": 1.0}] * count)
-        return learn(watched, {"kl/teacher": 2.0}, WINDOW, BASELINE)["teacher"]
+        return learn(watched, {"kl/teacher": 2.0})["teacher"]
 
     assert then(9).normal == then(9).start == pytest.approx(1.1)
     assert then(24).normal == pytest.approx(1.04)
@@ -106,5 +112,5 @@ def test_learnt_mean_forgets_and_the_start_is_kept():
 def test_undefined_values_leave_a_series_as_it_was(value):
     watched = after([{"kl/teacher": 0.1}] * 3)
     values = {"kl/teacher": value}
-    assert learn(observe(watched, values, WINDOW), values, WINDOW, BASELINE) == watched
-    assert learn(observe(watched, {}, WINDOW), {}, WINDOW, BASELINE) == watched
+    assert learn(observe(watched, values), values) == watched
+    assert learn(observe(watched, {}), {}) == watched

@@ -133,11 +133,12 @@ def test_one_gpu_does_not_hold_a_7b_run(tmp_path):
     assert "DOES NOT FIT" in plan.table()
 
 
-def test_another_temperature_keeps_a_copy_of_the_off_policy_golden_logits(tmp_path):
+def test_another_temperature_keeps_a_copy_of_the_off_policy_golden_logits(tmp_path, monkeypatch):
+    # More rows in a block, so that the logits need more than a layer's backward pass.
+    monkeypatch.setattr(memory, "BLOCK_ROWS", 4096)
+
     def logits(*overrides: str) -> float:
-        # More rows in a block, so that the logits need more than a layer's backward pass.
-        options = ["train.loss_block_tokens=4096", *overrides]
-        held = components(make_plan(config_7b(tmp_path, *options), NODE))
+        held = components(make_plan(config_7b(tmp_path, *overrides), NODE))
         return held["loss, or backward of a layer"]
 
     off_policy = ("objective.name=gkd", "objective.on_policy_fraction=0.5")
@@ -169,3 +170,4 @@ def test_offloaded_parts_are_held_in_the_phases_that_need_them(tmp_path):
 
 def test_the_plan_knows_the_slices_of_the_heads_gradient():
     assert memory.PRODUCT_COLUMNS == output_head.PRODUCT_COLUMNS
+    assert memory.BLOCK_ROWS == output_head.BLOCK_ROWS

@@ -1,10 +1,10 @@
 """One Stable-OPD step on the GPU beside the CPU's, on the same rollouts, in fp32 without TF32.
 
 The CPU draws the rollouts and takes the step first. The GPU takes it with torch's layers, which the
-CPU has too, and replays the rollouts. Adam's eps is large, so that the update is a smooth function
-of the gradient; with the usual one it is its sign. The step has two updates: the student is its own
-reference before the first one, so only the second one has a KL. On a CPU both steps run there and
-are the same.
+CPU has too, and replays the rollouts. gpu/one_step.py makes Adam's eps large: with the usual one
+the update would be the gradient's sign. The step has two updates: the student is its own reference
+before the first one, so only the second one has a KL. On a CPU both steps run there and are the
+same.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def step_config(options: Options, name: str, **changes: Any) -> Config:
         sampling={"max_new_tokens": 48 if options.on_gpu else 8},
         rollout={"prompts_per_step": 4, "samples_per_prompt": 2, "save": "all"}
         | changes.pop("rollout", {}),
-        optimizer={"lr": 1.0, "eps": 1.0, "clip_grad": 1e9},
+        optimizer={"lr": 1.0, "clip_grad": 1e9},
         train={"steps": 1, "minibatches": 2, "micro_batch_tokens": 512} | changes.pop("train", {}),
         **changes,
     )

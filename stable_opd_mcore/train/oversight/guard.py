@@ -4,7 +4,7 @@
 
 Metrics are global, so every rank decides the same; the state is part of the checkpoint, so a
 resumed run decides the same again. Symptoms are a warning. Damage starts measures, one after the
-other, each after the earlier one had `patience` steps to help: raise beta and lambda, roll back,
+other, each after the earlier one had PATIENCE steps to help: raise beta and lambda, roll back,
 stop.
 Not here: what a symptom is (monitoring/onset.py), how a measure is carried out (train/step.py,
 train/loop.py).
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from stable_opd_mcore.config.guard import GuardConfig
+from stable_opd_mcore.monitoring import onset
 from stable_opd_mcore.monitoring.onset import (
     DETECTORS,
     Series,
@@ -27,6 +28,9 @@ from stable_opd_mcore.monitoring.onset import (
 
 ActionName = Literal["warned", "recovered", "raised", "rolled_back", "stopped"]
 Measure = Literal["none", "raised", "stopped"]
+PATIENCE = 10  # steps for a measure to take effect, and without symptoms until measures end
+RELAX_STEPS = 50  # without symptoms, until what the guard added to beta and lambda has halved
+MAX_ROLLBACKS = 2
 FIRST_SHARE = 0.25  # of max_beta and max_lambda at the first raise; each further step doubles
 NEGLIGIBLE = 0.01  # of max_beta and max_lambda; what has decayed below is 0
 
@@ -39,7 +43,7 @@ class GuardState:
     measure: Measure = "none"  # in force
     beta: float = 0.0  # least kl.beta of the next step
     lambda_: float = 0.0  # least mixture.lambda of the next step
-    warned: bool = False  # there were symptoms less than `patience` steps ago
+    warned: bool = False  # there were symptoms less than PATIENCE steps ago
     since_measure: int = 0  # steps with damage since the newest measure
     quiet: int = 0  # steps in a row without symptoms
     rollbacks: int = 0
@@ -79,15 +83,15 @@ def decide(
         state = GuardState(state.watched, warned=state.warned, quiet=state.quiet)
     if config.policy == "off" or state.measure == "stopped":
         return state, []
-    state = replace(state, watched=observe(state.watched, values, config.window))
-    found = symptoms(state.watched, config.window, config.baseline)
+    state = replace(state, watched=observe(state.watched, values))
+    found = symptoms(state.watched)
     damaged = is_damage(found, state.watched)
     if found:
         state, actions = _with_symptoms(config, state, found, damaged)
     else:
         state, actions = _without_symptoms(config, state, step, saved)
     if not damaged:
-        state = replace(state, watched=learn(state.watched, values, config.window, config.baseline))
+        state = replace(state, watched=learn(state.watched, values))
     return state, actions
 
 
@@ -111,19 +115,19 @@ def _with_symptoms(
     state = replace(state, since_measure=state.since_measure + 1, **_raised(config, state))
     if state.measure == "none":
         action, state = "raised", replace(state, measure="raised", since_measure=0)
-    elif state.since_measure < config.patience:
+    elif state.since_measure < PATIENCE:
         return state, actions
     else:
-        action, state = _next_measure(config, state)
+        action, state = _next_measure(state)
     held: dict[str, Any] = {"beta": state.beta, "lambda": state.lambda_}
     if action == "rolled_back":
         held |= {"to_step": state.healthy_save}
     return state, [*actions, Action(action, evidence | held)]
 
 
-def _next_measure(config: GuardConfig, state: GuardState) -> tuple[ActionName, GuardState]:
+def _next_measure(state: GuardState) -> tuple[ActionName, GuardState]:
     """The measure after one that did not end the damage."""
-    if state.healthy_save is None or state.rollbacks == config.max_rollbacks:
+    if state.healthy_save is None or state.rollbacks == MAX_ROLLBACKS:
         return "stopped", replace(state, measure="stopped")
     forgotten = {name: replace(series, recent=()) for name, series in state.watched.items()}
     return "rolled_back", replace(
@@ -140,12 +144,12 @@ def _without_symptoms(
 ) -> tuple[GuardState, list[Action]]:
     state = replace(state, quiet=state.quiet + 1)
     actions: list[Action] = []
-    if state.quiet > config.window:  # the recent means may have begun anew
+    if state.quiet > onset.WINDOW:  # the recent means may have begun anew
         state = replace(state, **_relaxed(config, state))
-    if state.quiet >= config.patience and (state.warned or state.measure != "none"):
+    if state.quiet >= PATIENCE and (state.warned or state.measure != "none"):
         actions.append(Action("recovered", {"beta": state.beta, "lambda": state.lambda_}))
         state = replace(state, warned=False, measure="none", since_measure=0)
-    if state.recent_save is not None and step >= state.recent_save + config.patience:
+    if state.recent_save is not None and step >= state.recent_save + PATIENCE:
         state = replace(state, healthy_save=state.recent_save, recent_save=None)
     if config.acts and saved and state.recent_save is None and not state.warned:
         state = replace(state, recent_save=step)
@@ -163,7 +167,7 @@ def _raised(config: GuardConfig, state: GuardState) -> dict[str, Any]:
 
 
 def _relaxed(config: GuardConfig, state: GuardState) -> dict[str, Any]:
-    factor = 0.5 ** (1 / config.relax_steps)
+    factor = 0.5 ** (1 / RELAX_STEPS)
 
     def of(value: float, largest: float) -> float:
         return value * factor if value * factor >= NEGLIGIBLE * largest else 0.0

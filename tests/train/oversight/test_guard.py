@@ -8,9 +8,10 @@ import pytest
 from pydantic import TypeAdapter
 
 from stable_opd_mcore.config.guard import GuardConfig
+from stable_opd_mcore.train.oversight import guard
 from stable_opd_mcore.train.oversight.guard import GuardState, decide
 
-ACT = GuardConfig(policy="act", max_beta=0.8, max_lambda=0.4, relax_steps=10)
+ACT = GuardConfig(policy="act", max_beta=0.8, max_lambda=0.4)
 HEALTHY = {
     "rollout/truncation_rate": 0.1,
     "rollout/response_length_mean": 100.0,
@@ -50,11 +51,12 @@ def test_measures_follow_one_another_while_damage_lasts():
     assert seen["recent"] > seen["bound"] > seen["normal"] == pytest.approx(0.1)
     assert actions[2][1].details["to_step"] == 30  # the save of step 40 had not proved healthy
     assert states[-1].measure == "stopped"
-    assert states[-1].rollbacks == ACT.max_rollbacks
+    assert states[-1].rollbacks == guard.MAX_ROLLBACKS
     assert decide(ACT, states[-1], 106, HEALTHY, True) == (states[-1], [])
 
 
-def test_beta_and_lambda_rise_to_their_bounds_and_decay_when_healthy():
+def test_beta_and_lambda_rise_to_their_bounds_and_decay_when_healthy(monkeypatch):
+    monkeypatch.setattr(guard, "RELAX_STEPS", 10)
     states, actions = follow([HEALTHY] * 40 + [DAMAGE] * 6 + [HEALTHY] * 100)
     betas = [state.beta for state in states]
     first = next(i for i, beta in enumerate(betas) if beta)
@@ -171,9 +173,6 @@ def test_save_counts_as_healthy_only_after_patience_steps_without_symptoms():
 def test_without_a_healthy_save_the_run_stops_instead_of_rolling_back():
     _, actions = follow([HEALTHY] * 45 + [DAMAGE] * 40, every=1000)
     assert [name for _, name in names(actions)][-1] == "stopped"
-    never = ACT.model_copy(update={"max_rollbacks": 0})
-    _, actions = follow([HEALTHY] * 45 + [DAMAGE] * 40, never)
-    assert [name for _, name in names(actions)] == ["warned", "raised", "stopped"]
 
 
 def test_damage_during_a_return_is_not_learnt_as_normal():

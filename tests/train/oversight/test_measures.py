@@ -28,7 +28,7 @@ from tests.train.runs import VOLATILE, end_process_at, tiny_architecture, tiny_c
 
 pytestmark = pytest.mark.slow
 
-GUARD = {"policy": "act", "window": 1, "baseline": 3, "patience": 2, "max_beta": 0.8}
+GUARD = {"policy": "act", "max_beta": 0.8}
 KILLED_AT = 6  # the step after which the run returns to a checkpoint
 
 
@@ -51,6 +51,7 @@ def config_of(directory: Path, name: str, **sections):
 
 
 def watch_learning_rate() -> None:
+    onset.WINDOW, onset.BASELINE, guard.PATIENCE = 1, 3, 2
     onset.NOISE = 1.0  # the rise of the warm-up counts as noise of the rate
     onset.DETECTORS.clear()
     onset.DETECTORS["rate"] = Detector("optimizer/lr", "higher", 0.0)
