@@ -51,7 +51,7 @@ THIRD_PARTIES = {
     "math_verify": {"evaluation/grading_worker"},
     "pebble": {"evaluation/grading"},
     "sglang": {"serving/launch_server"},
-    "httpx": {"serving/connection"},
+    "h11": {"serving/exchange"},
     "tensorboard": {"monitoring"},
     "wandb": {"monitoring/trackers"},
     "mlflow": {"monitoring/trackers"},

@@ -1,12 +1,12 @@
-"""What a client sends to SGLang's /generate, and what it returns: plain records.
+"""What servers are asked, and what the answers are: plain records.
 
-Not here: sending and checking replies (client.py).
+Not here: sending (http_worker.py) and checking replies (replies.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,36 +24,48 @@ _BYTES_PER_ENTRY = 256  # of a reply, per token and listed log-probability; SGLa
 
 
 @dataclass(frozen=True)
-class Completion:
-    """One drawn response."""
+class Call:
+    """A request to a route other than /generate."""
 
-    token_ids: tuple[int, ...]  # with its stop token
-    logprobs: tuple[float, ...]  # per token, full softmax at the sampling temperature
+    method: str
+    path: str
+    payload: Mapping[str, Any] | None = None
+    max_bytes: int = MAX_REPLY_BYTES  # a longer reply is refused
+
+
+@dataclass(frozen=True, eq=False)
+class Completion:
+    """One drawn response of L tokens, or the rest of one."""
+
+    token_ids: NDArray[np.int32]  # [L], with its stop token
+    logprobs: NDArray[np.float32]  # [L], full softmax at the sampling temperature
     finish_reason: FinishReason
     weight_versions: tuple[str, ...]  # in order; several if the weights changed during the response
     cached_tokens: int  # prompt tokens that the server's prefix cache held
     # int16 [prompt and response tokens - 1 - routing_start of the request, layers, experts of a
     # token]; None: not requested
-    routed_experts: NDArray[np.int16] | None = field(default=None, compare=False)
+    routed_experts: NDArray[np.int16] | None = None
+    text: str = ""  # of the whole response without its stop token; "" if it is not finished
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Generation:
-    """A request for several responses to one prompt."""
+    """A request for one response to a prompt, or for the rest of one."""
 
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int] | NDArray[np.int32]
     sampling: Sampling
     vocab_size: int  # no id at or above it is sent or accepted
     padded_vocab_size: int = 0  # rows of the served model; those from vocab_size on are not drawn
     routing: Routing | None = None  # the experts that the server chose are wanted
     routing_start: int = 0  # from this position on; at most the number of token_ids
+    num_drawn: int = 0  # so many token_ids, the last ones, begin the response
 
     @property
     def max_reply_bytes(self) -> int:
-        samples, longest = self.sampling.num_samples, self.sampling.max_new_tokens
-        positions = samples * (len(self.token_ids) - self.routing_start + longest)
+        longest = self.sampling.max_new_tokens
+        positions = len(self.token_ids) - self.routing_start + longest
         routing_bytes = 0 if self.routing is None else 6 * self.routing.per_position  # base64
-        return MAX_REPLY_BYTES + _BYTES_PER_ENTRY * samples * longest + routing_bytes * positions
+        return MAX_REPLY_BYTES + _BYTES_PER_ENTRY * longest + routing_bytes * positions
 
     def payload(self) -> dict[str, Any]:
         """The body of /generate.
@@ -65,11 +77,10 @@ class Generation:
         padding = range(self.vocab_size, self.padded_vocab_size)
         experts = {"return_routed_experts": True, "routed_experts_start_len": self.routing_start}
         return {
-            "input_ids": [list(self.token_ids)],
+            "input_ids": self.token_ids,
             "sampling_params": {
                 # applied before the softmax, so log-probabilities exclude the padding rows
                 "logit_bias": {str(token): _EXCLUDED_LOGIT_BIAS for token in padding} or None,
-                "n": self.sampling.num_samples,
                 "temperature": self.sampling.temperature,
                 "top_p": self.sampling.top_p,
                 **_PLAIN_SAMPLING,
@@ -86,11 +97,11 @@ class Generation:
 UNUSED_POSITIONS = 7  # SGLang refuses sequences that are longer than its window less these
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Scoring:
     """A request for the log-probabilities of a given sequence."""
 
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int] | NDArray[np.int32]
     start: int  # first token to score, at least 1
     vocab_size: int
     top_k: int = 0
@@ -111,12 +122,14 @@ class Scoring:
         assert self.start >= 1, "nothing predicts a sequence's first token"
         require_in_vocabulary(self.token_ids, self.vocab_size)
         return {
-            "input_ids": list(self.token_ids),
+            "input_ids": self.token_ids,
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": self.start - 1,  # the reply's first entry has no log-probability
             "top_logprobs_num": self.top_k,
             "token_ids_logprob": list(self.extra_ids) or None,
+            "return_flat_raw_top_logprobs": self.top_k > 0,
+            "return_flat_raw_top_logprobs_b64": self.top_k > 0,
         }
 
 
@@ -131,15 +144,16 @@ class SequenceScores:
     extra_logprobs_LE: NDArray[np.float32]  # in the order of extra_ids
 
 
-def require_in_vocabulary(token_ids: Sequence[int], vocab_size: int) -> None:
+def require_in_vocabulary(token_ids: Sequence[int] | NDArray[np.int32], vocab_size: int) -> None:
     """Refuse ids that would crash SGLang's scheduler.
 
     Raises:
         UserError: an id is outside [0, vocab_size).
     """
-    outside = next((token for token in token_ids if not 0 <= token < vocab_size), None)
-    if outside is not None:
+    ids = np.asarray(token_ids)
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if outside.size:
         raise UserError(
-            f"token id {outside} is outside the server's vocabulary of {vocab_size}: not sent; "
+            f"token id {outside[0]} is outside the server's vocabulary of {vocab_size}: not sent; "
             "the tokenizer belongs to another model"
         )

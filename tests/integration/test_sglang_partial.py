@@ -184,11 +184,13 @@ def routings(student, monkeypatch) -> Routings | None:
     def whole(client: SglangClient, request: Any) -> Any:
         pieces = generate(client, replace(request, routing_start=0))
         for piece in pieces:
-            if piece.token_ids:
-                seen[request.token_ids + piece.token_ids] = piece.routed_experts
+            if len(piece.token_ids):
+                seen[*request.token_ids, *piece.token_ids.tolist()] = piece.routed_experts
         start = request.routing_start
         return [
-            replace(piece, routed_experts=piece.routed_experts[start:] if piece.token_ids else None)
+            replace(
+                piece, routed_experts=piece.routed_experts[start:] if len(piece.token_ids) else None
+            )
             for piece in pieces
         ]
 

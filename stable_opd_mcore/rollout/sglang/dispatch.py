@@ -182,7 +182,7 @@ class Dispatcher:
         self._fleet.progress()
         member.has_answered = True
         if not job.answers[task.samples[0]].token_ids:
-            prompt = len(job.request.token_ids) * sum(bool(piece.token_ids) for piece in pieces)
+            prompt = len(job.request.token_ids) * sum(len(piece.token_ids) > 0 for piece in pieces)
             cached = Mean(sum(piece.cached_tokens for piece in pieces), prompt)
             self._metrics = self._metrics | Metrics({"engine/prefix_cached_share": cached})
         continued = 0
@@ -240,7 +240,7 @@ class Dispatcher:
             attempt += 1
             try:
                 pieces = client.generate(request)
-                if not self._is_paused and not any(piece.token_ids for piece in pieces):
+                if not self._is_paused and not any(len(piece.token_ids) for piece in pieces):
                     detail = "before the first token, and not by this run"
                     raise ServerFailure(client.url, "aborted", detail, transient=True)
                 return pieces

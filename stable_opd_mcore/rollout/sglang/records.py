@@ -34,7 +34,7 @@ class Answer:
     def extended(self, piece: Completion) -> Answer:
         """This answer and what a further request drew, experts as of `Task.request`. Tokens of a
         piece from several versions count as of the oldest."""
-        if not piece.token_ids:
+        if not len(piece.token_ids):
             return self
         version = min(int(version) for version in piece.weight_versions)
         segments, num_tokens = self.segments, len(piece.token_ids)
@@ -45,8 +45,8 @@ class Answer:
         if experts is not None and self.routed_experts is not None:
             experts = np.concatenate([self.routed_experts, experts])
         return Answer(
-            self.token_ids + piece.token_ids,
-            self.logprobs + piece.logprobs,
+            (*self.token_ids, *piece.token_ids.tolist()),
+            (*self.logprobs, *piece.logprobs.tolist()),
             (*segments, Segment(num_tokens, version)),
             piece.finish_reason,
             experts,
@@ -90,7 +90,7 @@ class Task:
         request, so_far = self.job.request, self.job.answers[self.samples[0]].token_ids
         left = request.sampling.max_new_tokens - len(so_far)
         sampling = replace(request.sampling, num_samples=len(self.samples), max_new_tokens=left)
-        token_ids = request.token_ids + so_far
+        token_ids = (*request.token_ids, *so_far)
         start = len(token_ids) - 1 if so_far else 0
         return replace(request, token_ids=token_ids, sampling=sampling, routing_start=start)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from stable_opd_mcore.models.families import read_architecture
@@ -196,7 +197,8 @@ class Uneven(Drawing):
         if request.token_ids[0] != 1:
             return super().generate(request)
         number = request.sampling.max_new_tokens
-        piece = Completion((7,) * number, (-0.5,) * number, "length", (str(self.version),), 0)
+        ids, logprobs = np.full(number, 7, np.int32), np.full(number, -0.5, np.float32)
+        piece = Completion(ids, logprobs, "length", (str(self.version),), 0)
         return [piece] * request.sampling.num_samples
 
 

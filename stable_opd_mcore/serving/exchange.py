@@ -1,0 +1,160 @@
+"""One HTTP request, over a connection of its own, as a coroutine with a deadline.
+
+Not here: what SGLang is asked and what it replies (requests.py, replies.py), and which process
+sends it (http_worker.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import random
+import socket
+import ssl
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import h11
+
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.serving import timeouts
+
+_TCP_KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, timeouts.SILENCE // 3),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, timeouts.SILENCE // 6),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeouts.SILENCE * 1000),
+)
+_READ_BYTES = 2**20
+_MAX_PAUSE_SECONDS = 2.0
+# The machine of this process, not the server, lacks something for a moment
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
+
+
+class ServerFailure(RuntimeError):
+    """A request failed. `kind`: unreachable, timeout, status, garbage or aborted.
+
+    `transient`: the server may fulfil the same request when it is repeated.
+    """
+
+    def __init__(self, url: str, kind: str, detail: str, transient: bool = False) -> None:
+        super().__init__(url, kind, detail, transient)  # all of them, so that it can be pickled
+        self.url = url
+        self.kind = kind
+        self.detail = detail
+        self.transient = transient
+
+    def __str__(self) -> str:
+        return f"{self.url}: {self.kind}: {self.detail}"
+
+
+class RefusedRequest(UserError):
+    """The server refuses the request (HTTP 4xx); repeating it cannot help."""
+
+    def __init__(self, url: str, path: str, status: int, detail: str) -> None:
+        super().__init__(url, path, status, detail)
+        self.status = status
+
+    def __str__(self) -> str:
+        url, path, status, detail = self.args
+        return f"{url}{path}: HTTP {status}: {detail}"
+
+
+class Server(NamedTuple):
+    """Where requests go. Not printed: it has the key."""
+
+    url: str
+    api_key: str | None
+
+
+def pause_seconds(attempt: int) -> float:
+    """The pause after the failed attempt number `attempt`, from 1: doubling, with jitter."""
+    return min(_MAX_PAUSE_SECONDS, 0.1 * 2**attempt) * random.uniform(0.5, 1.0)
+
+
+async def exchange(
+    server: Server,
+    method: str,
+    path: str,
+    body: bytes,
+    max_bytes: int,
+    connecting: asyncio.Semaphore | None = None,
+) -> tuple[int, bytearray]:
+    """Status and content of the reply. The caller sets a deadline for all of it.
+
+    SGLang closes idle connections after 5 s, and a request sent at that moment is lost, so none is
+    kept. A machine that sends no packet for timeouts.SILENCE is unreachable, whatever the deadline.
+
+    Args:
+        connecting: bounds how many connections are opened at a time.
+
+    Raises:
+        ServerFailure: unreachable, not HTTP, or more than `max_bytes`.
+    """
+    parts = urlsplit(server.url)
+    async with connecting or contextlib.nullcontext():
+        reader, writer = await _connected(server.url, path)
+    try:
+        for option in _TCP_KEEPALIVE:
+            writer.get_extra_info("socket").setsockopt(*option)
+        headers = [
+            ("Host", parts.netloc.rpartition("@")[2]),
+            ("Content-Type", "application/json"),
+            ("Content-Length", str(len(body))),
+            ("Accept-Encoding", "identity"),  # a compressed reply could be of any size
+            ("Connection", "close"),
+        ]
+        if server.api_key is not None:
+            headers.append(("Authorization", f"Bearer {server.api_key}"))
+        protocol = h11.Connection(h11.CLIENT)
+        head = h11.Request(method=method, target=parts.path + path, headers=headers)
+        writer.write(b"".join(filter(None, map(protocol.send, (head, h11.Data(data=body))))))
+        protocol.send(h11.EndOfMessage())  # a request of known length ends without a byte
+        return await _reply(server.url, path, reader, protocol, max_bytes)
+    except (OSError, h11.RemoteProtocolError) as error:
+        detail = f"{path}: {error!r}"
+        raise ServerFailure(server.url, "unreachable", detail, transient=True) from error
+    finally:
+        writer.transport.abort()
+
+
+async def _connected(url: str, path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    parts = urlsplit(url)
+    tls = _certificates() if parts.scheme == "https" else None
+    port = parts.port or (443 if tls else 80)
+    try:
+        async with asyncio.timeout(timeouts.CONNECT):
+            return await asyncio.open_connection(parts.hostname, port, ssl=tls, limit=_READ_BYTES)
+    except TimeoutError as error:  # before OSError, of which it is one
+        detail = f"{path}: no connection within {timeouts.CONNECT:g} s"
+        raise ServerFailure(url, "timeout", detail, transient=True) from error
+    except OSError as error:
+        lacks = error.errno in _SHORTAGES
+        raise ServerFailure(url, "unreachable", f"{path}: {error!r}", transient=lacks) from error
+
+
+async def _reply(
+    url: str, path: str, reader: asyncio.StreamReader, protocol: h11.Connection, max_bytes: int
+) -> tuple[int, bytearray]:
+    status, content = 0, bytearray()
+    while True:
+        event = protocol.next_event()
+        if event is h11.NEED_DATA:
+            protocol.receive_data(await reader.read(_READ_BYTES))
+        elif isinstance(event, h11.Response):
+            status = event.status_code
+        elif isinstance(event, h11.Data):
+            content += event.data
+            if len(content) > max_bytes:
+                raise ServerFailure(url, "garbage", f"{path}: more than {max_bytes} bytes")
+        elif isinstance(event, h11.EndOfMessage):
+            return status, content
+        elif not isinstance(event, h11.InformationalResponse):
+            raise ServerFailure(url, "garbage", f"{path}: not a reply: {event!r}")
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    return ssl.create_default_context()

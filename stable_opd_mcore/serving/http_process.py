@@ -1,0 +1,159 @@
+"""The trainer's side of the process that talks to servers (http_worker.py).
+
+Every request of this process goes through it. It starts with the first one, and once more if it
+was killed; the requests that it had then fail as transient. SglangClient is the way to use it:
+
+    reply = client.submit(request)  # a Future, which does not block
+    reply.add_done_callback(...)  # called in the one thread that reads replies: it may submit, and
+                                  # must not wait for another reply; of a cancelled one at once
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.serving.channel import Channel
+from stable_opd_mcore.serving.exchange import ServerFailure
+
+_PROGRAM = (
+    "import sys; sys.path[:] = sys.argv[2:]; "
+    "from stable_opd_mcore.serving.http_worker import main; main(int(sys.argv[1]))"
+)
+_ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}  # numpy starts them, for nothing
+_log = logging.getLogger("stable_opd_mcore.serving")
+
+
+class HttpProcess:
+    """Hands requests over and sets their futures. Safe to use from many threads.
+
+    Raises:
+        UserError: from the first request, if the process cannot start.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._numbers = itertools.count()
+        self._pending: dict[int, Future[Any]] = {}
+        self._channel: Channel | None = None
+        self._tokenizer: str | None = None
+        self._is_over = False  # this process ends
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """None while none runs."""
+        return None if self._channel is None or self._process is None else self._process.pid
+
+    def end(self) -> None:
+        """End the process, when this one ends."""
+        self._is_over = True
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def submit(self, kind: str, *arguments: Any) -> Future[Any]:
+        """Hand over a message with a reply; its kind and arguments are those of `Worker`."""
+        reply: Future[Any] = Future()
+        with self._lock:
+            number = next(self._numbers)
+            self._tell(kind, number, *arguments)
+            self._pending[number] = reply
+        reply.add_done_callback(lambda _: self._forget(number))
+        return reply
+
+    def close_client(self, client: int) -> None:
+        """Fail what the client has sent and will send."""
+        with self._lock:
+            if self._channel is not None:
+                self._tell("close", client)
+
+    def use_tokenizer(self, content: str) -> None:
+        """Decode the responses that end from now on by this tokenizer.json."""
+        with self._lock:
+            self._tokenizer = content
+            if self._channel is not None:
+                self._tell("use_tokenizer", content)
+
+    def _tell(self, *message: Any) -> None:
+        channel = self._channel or self._start()
+        with contextlib.suppress(OSError):  # it was killed: the thread that reads replies notices
+            channel.send(message)
+
+    def _forget(self, number: int) -> None:
+        with self._lock:
+            waits = self._pending.pop(number, None) is not None
+            if waits and self._channel is not None:  # its future was cancelled
+                self._tell("cancel", number)
+
+    def _start(self) -> Channel:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            file = theirs.fileno()
+            process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, str(file), *sys.path],
+                stdin=subprocess.DEVNULL,
+                env=os.environ | _ONE_THREAD,
+                pass_fds=[file],
+            )
+        channel = Channel(ours.detach())
+        try:
+            _, error = channel.receive()
+        except (EOFError, OSError):
+            error = UserError(
+                f"the process that talks to servers ended with code {process.wait()} as it "
+                "started; its last words are above"
+            )
+        if error is not None:
+            raise error
+        self._process, self._channel = process, channel
+        if self._tokenizer is not None:
+            channel.send(("use_tokenizer", self._tokenizer))
+        arguments = (channel, process)
+        threading.Thread(target=self._read, args=arguments, name="http", daemon=True).start()
+        return channel
+
+    def _read(self, channel: Channel, process: subprocess.Popen[bytes]) -> None:
+        """Set the futures, until the process ends; then fail those that are left."""
+        while True:
+            try:
+                number, result = channel.receive()
+            except (EOFError, OSError):
+                break
+            with self._lock:
+                reply = self._pending.pop(number, None)
+            _set(reply, result)
+        with self._lock:
+            lost, self._pending, self._channel = self._pending, {}, None
+        if self._is_over:
+            return
+        detail = f"the process that talks to servers ended with code {process.wait()}"
+        _log.warning("%s; the next request starts another", detail)
+        for reply in lost.values():
+            _set(reply, ServerFailure("this machine", "unreachable", detail, transient=True))
+
+
+def _set(reply: Future[Any] | None, result: Any) -> None:
+    if reply is None or not reply.set_running_or_notify_cancel():
+        return  # it was cancelled
+    if isinstance(result, BaseException):
+        reply.set_exception(result)
+    else:
+        reply.set_result(result)
+
+
+HTTP = HttpProcess()
+atexit.register(HTTP.end)

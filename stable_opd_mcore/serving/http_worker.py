@@ -1,0 +1,228 @@
+"""The process that talks to servers: it sends, receives, checks and decodes on one event loop.
+
+http_process.py starts it and has the other end of its channel. It imports neither torch nor
+Megatron, and ends when its parent does, however that ends. Of the replies of /generate one is read
+in each turn of the loop, so that a health probe waits for a few of them, not for hundreds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import queue
+import resource
+import signal
+import threading
+import traceback
+from collections import defaultdict
+from collections.abc import Coroutine
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import orjson
+from tokenizers import Tokenizer
+
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.serving.channel import Channel
+from stable_opd_mcore.serving.exchange import Server, ServerFailure, exchange
+from stable_opd_mcore.serving.replies import content_of, read_completion, read_scores
+from stable_opd_mcore.serving.requests import Call, Completion, Generation, Scoring
+
+_MAX_CONNECTING = 128  # connections that are being opened
+_OTHER_FILES = 64  # that this process has open, connections of calls and probes included
+_LEAST_FILES = 512
+_WATCH_SECONDS = 1.0
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def max_open_files() -> int:
+    """The files that this process may open, as many as its hard limit allows.
+
+    Raises:
+        UserError: fewer than _LEAST_FILES.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    number = 2**20 if hard == resource.RLIM_INFINITY else hard
+    if number < _LEAST_FILES:
+        raise UserError(
+            f"requests to servers need at least {_LEAST_FILES} open files, one each, and this "
+            f"process has a hard limit of {number} (ulimit -Hn): raise it where the job starts "
+            "(limits.conf, LimitNOFILE of a service, --ulimit nofile of a container)"
+        )
+    return number
+
+
+class Worker:
+    """Answers each message of the parent by one of its own: (number of the request, result)."""
+
+    def __init__(self, channel: Channel, num_files: int) -> None:
+        self._channel = channel
+        self._answers: queue.SimpleQueue[tuple[int | None, Any]] = queue.SimpleQueue()
+        self._tasks: dict[int, asyncio.Task[Any]] = {}  # by number of the request
+        self._of_client: defaultdict[int, set[int]] = defaultdict(set)  # numbers
+        self._closed: set[int] = set()  # clients
+        self._connections = asyncio.Semaphore(num_files - _OTHER_FILES)
+        self._connecting = asyncio.Semaphore(_MAX_CONNECTING)
+        self._reading = asyncio.Lock()
+        self._tokenizer: Tokenizer | None = None
+
+    async def run(self, parent: int) -> None:
+        """Serve the parent until it has ended."""
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._receive, args=(loop,), daemon=True).start()
+        threading.Thread(target=self._send, daemon=True).start()
+        self._answers.put((None, None))  # ready
+        while os.getppid() == parent:  # a fork of the parent may hold its end of the channel
+            await asyncio.sleep(_WATCH_SECONDS)
+        os._exit(0)
+
+    # ---- in threads of their own: the channel blocks
+
+    def _receive(self, loop: asyncio.AbstractEventLoop) -> None:
+        while True:
+            try:
+                kind, *arguments = self._channel.receive()
+            except (EOFError, OSError):
+                os._exit(0)  # the parent has ended
+            loop.call_soon_threadsafe(getattr(self, kind), *arguments)
+
+    def _send(self) -> None:
+        while True:
+            answer = self._answers.get()
+            try:
+                self._channel.send(answer)
+            except OSError:
+                os._exit(0)
+
+    # ---- messages of the parent
+
+    def send(
+        self,
+        number: int,
+        client: int,
+        server: Server,
+        request: Generation | Scoring | Call,
+        timeout_seconds: float,
+        delay_seconds: float,
+    ) -> None:
+        """Fulfil a request, after a delay. The time-out is of the whole exchange."""
+        work = self._send_after(delay_seconds, server, request, timeout_seconds)
+        self._start(number, client, server.url, work)
+
+    def cancel(self, number: int) -> None:
+        """Nobody waits for this request any more."""
+        if (task := self._tasks.get(number)) is not None:
+            task.cancel()
+
+    def close(self, client: int) -> None:
+        """Fail the client's requests, also those that come later, as unreachable."""
+        self._closed.add(client)
+        for number in self._of_client[client]:
+            self._tasks[number].cancel()
+
+    def use_tokenizer(self, content: str) -> None:
+        """Decode the responses that end from now on by this tokenizer.json."""
+        self._tokenizer = Tokenizer.from_str(content)
+
+    # ---- on the loop
+
+    def _start(self, number: int, client: int, url: str, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks[number] = task
+        self._of_client[client].add(number)
+        task.add_done_callback(partial(self._answer, number, client, url))
+        if client in self._closed:
+            task.cancel()
+
+    def _answer(self, number: int, client: int, url: str, task: asyncio.Task[Any]) -> None:
+        del self._tasks[number]
+        self._of_client[client].discard(number)
+        if task.cancelled():
+            result = ServerFailure(url, "unreachable", "the client is closed")
+        elif (error := task.exception()) is None:
+            result = task.result()
+        elif isinstance(error, ServerFailure | UserError):
+            result = error.with_traceback(None)
+            result.__cause__ = result.__context__ = None
+        else:  # a defect of this project
+            text = "".join(traceback.format_exception(error))
+            result = RuntimeError(f"in the process that talks to servers:\n{text}")
+        self._answers.put((number, result))
+
+    async def _send_after(
+        self,
+        delay_seconds: float,
+        server: Server,
+        request: Generation | Scoring | Call,
+        timeout_seconds: float,
+    ) -> Any:
+        await asyncio.sleep(delay_seconds)
+        return await self._fulfil(server, request, timeout_seconds)
+
+    async def _fulfil(
+        self, server: Server, request: Generation | Scoring | Call, timeout_seconds: float
+    ) -> Any:
+        if isinstance(request, Call):
+            body = b"" if request.payload is None else orjson.dumps(request.payload)
+            limit, method, path = request.max_bytes, request.method, request.path
+            reply = await self._exchange(server, method, path, body, limit, timeout_seconds, None)
+            return content_of(server.url, path, *reply)
+        body = orjson.dumps(request.payload(), option=orjson.OPT_SERIALIZE_NUMPY)
+        limit = request.max_reply_bytes
+        async with self._connections:
+            status, content = await self._exchange(
+                server, "POST", "/generate", body, limit, timeout_seconds, self._connecting
+            )
+        async with self._reading:
+            await asyncio.sleep(0)  # whoever waits for the loop has a turn now
+            reply = content_of(server.url, "/generate", status, content)
+            try:
+                if isinstance(request, Scoring):
+                    return read_scores(reply, request)
+                return self._with_text(read_completion(reply, request), request)
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+                detail = f"{type(error).__name__}: {error}"
+                raise ServerFailure(server.url, "garbage", detail, transient=True) from error
+
+    async def _exchange(
+        self,
+        server: Server,
+        method: str,
+        path: str,
+        body: bytes,
+        max_bytes: int,
+        timeout_seconds: float,
+        connecting: asyncio.Semaphore | None,
+    ) -> tuple[int, bytearray]:
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                return await exchange(server, method, path, body, max_bytes, connecting)
+        except TimeoutError as error:
+            detail = f"{path}: no reply within {timeout_seconds:g} s"
+            raise ServerFailure(server.url, "timeout", detail) from error
+
+    def _with_text(self, completion: Completion, request: Generation) -> Completion:
+        if self._tokenizer is None or completion.finish_reason == "abort":
+            return completion
+        begun = request.token_ids[len(request.token_ids) - request.num_drawn :]
+        ids = [*begun, *completion.token_ids.tolist()]
+        if completion.finish_reason == "stop":
+            ids.pop()
+        text = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return replace(completion, text=text)
+
+
+def main(file: int) -> None:
+    for name in _IGNORED:  # they are for the trainer, whose end ends this process
+        signal.signal(name, signal.SIG_IGN)
+    gc.set_threshold(200_000)  # a reply has as many lists, and none in a circle
+    channel = Channel(file)
+    try:
+        num_files = max_open_files()
+    except UserError as error:
+        channel.send((None, error))
+        return
+    asyncio.run(Worker(channel, num_files).run(os.getppid()))
