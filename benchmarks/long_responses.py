@@ -30,7 +30,6 @@ from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.train import step
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
-from stable_opd_mcore.train.samples.choice import Draws
 from stable_opd_mcore.train.samples.drawing import own_share
 from stable_opd_mcore.train.setup import build_run
 
@@ -70,9 +69,9 @@ def config_of(directory: str, context: int) -> Config:
     return parse_config(values, origin="long_responses")
 
 
-def responses(run: Run, prompts: Sequence[Prompt], draws: Draws, *unused: Any) -> list[Rollout]:
+def responses(run: Run, prompts: Sequence[Prompt], version: int, *unused: Any) -> list[Rollout]:
     """This rank's share; those of a prompt are the same on every layout."""
-    rollouts, version = list[Rollout](), draws.steps[0]
+    rollouts = list[Rollout]()
     for prompt, length in zip(prompts, own_share(run.world, RESPONSES), strict=True):
         draw = np.random.default_rng((version, length))
         tokens = draw.integers(3, 30, length, dtype=np.int32)

@@ -8,13 +8,10 @@ clock jumps from event to event. The schedules are those of the product, in a mo
 
 - Step n trains batch n. It submits batches n + 1 .. n + K, the nearest first, each as soon as n
   minus the servers' version is at most K, and then waits for its own.
-- With rollout.order=completed it submits one batch less, and takes as many groups as a batch has:
-  those of batch n - 1 that are left, then the first that end. GROUP responses are a group.
 - Requests start in order of submission, on the server with the fewest, which has bounded slots.
-- Without partial responses servers take new weights every P = max(1, K - 1) updates, with
-  rollout.order=completed every max(1, K - 2), and a publish waits for all responses in flight. With
-  them every publish interrupts the responses, which go on with a new prefill of their prompt and
-  tokens.
+- Without partial responses servers take new weights every P = max(1, K - 1) updates, and a publish
+  waits for all responses in flight. With them every publish interrupts the responses, which go on
+  with a new prefill of their prompt and tokens.
 
 Lengths are those of the given files or of log-normals fitted to them (FITTED), cut at LIMIT tokens.
 """
@@ -30,8 +27,6 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
-from itertools import chain
 from pathlib import Path
 from statistics import NormalDist, fmean
 
@@ -45,9 +40,7 @@ CHARACTERS_PER_TOKEN = 2.92  # of the stored answers, by their tokenizer
 # 6,503 with 13.3 %. "base" is fitted to 310 answers of Qwen2.5-Math-7B, loops included; their limit
 # was 4,096.
 SHORT, LONG, BASE = (5.85, 1.94), (8.44, 1.14), (6.95, 1.22)
-GROUP = 4  # responses of one prompt, which train together
 Lengths = Callable[[random.Random], int]
-Group = tuple[int, int]  # the step that its prompt is drawn for, and its place there
 
 
 @dataclass(frozen=True)
@@ -69,29 +62,19 @@ class Schedule:
     max_staleness: int
     partial: bool = False
     every: int = 0  # updates between publishes; 0: the product's
-    completed: bool = False  # as rollout.order
-
-    @property
-    def ahead(self) -> int:
-        """Steps whose responses are drawn while one trains."""
-        return self.max_staleness - self.completed
 
     @property
     def publish_every(self) -> int:
-        return self.every or (1 if self.partial else max(1, self.ahead - 1))
+        return self.every or (1 if self.partial else max(1, self.max_staleness - 1))
 
     def __str__(self) -> str:
         if not self.max_staleness:
             return "on-policy"
         every = f" P={self.every}" if self.every else ""
-        how = " completed" if self.completed else ""
-        return f"K={self.max_staleness}{' partial' if self.partial else ''}{every}{how}"
+        return f"K={self.max_staleness}{' partial' if self.partial else ''}{every}"
 
 
-SCHEDULES = (
-    *(Schedule(ahead, partial) for ahead in (1, 2, 4) for partial in (False, True)),
-    *(Schedule(ahead, partial=True, completed=True) for ahead in (2, 4)),
-)
+SCHEDULES = [Schedule(ahead, partial) for ahead in (1, 2, 4) for partial in (False, True)]
 
 
 @dataclass(frozen=True)
@@ -118,10 +101,6 @@ class Response:
     drawn: float = field(default=0.0, compare=False)  # tokens so far
     version: int = field(default=-1, compare=False)  # of the servers at its first token
     interrupted: bool = field(default=False, compare=False)
-
-    @property
-    def group(self) -> Group:
-        return self.step, self.number // GROUP
 
 
 class Server:
@@ -193,15 +172,13 @@ class Servers:
         self.servers = [Server(hardware) for _ in range(hardware.servers)]
         self.slots = hardware.slots
         self.queue: list[Response] = []
-        self.left: Counter[Group] = Counter()  # unfinished responses by group
-        self.num_left = 0
+        self.left = Counter[int]()  # unfinished responses by step
         self.version, self.now = 0, 0.0
 
     def submit(self, responses: Sequence[Response]) -> None:
         for response in responses:
             heapq.heappush(self.queue, response)
-            self.left[response.group] += 1
-        self.num_left += len(responses)
+            self.left[response.step] += 1
         self._fill()
 
     def _fill(self) -> None:
@@ -214,23 +191,19 @@ class Servers:
                 response.version = self.version
             server.admit(response)
 
-    def run(self, until: float = math.inf, enough: Callable[[], bool] = lambda: False) -> float:
-        """Draw until a time, until `enough` says so after a response, or until all have ended."""
-        while self.num_left and not enough():
+    def run(self, until: float = math.inf, step: int | None = None) -> float:
+        """Draw until a time, or until all responses, or those of `step`, have ended."""
+        while self.left.total() if step is None else self.left[step]:
             server = min(self.servers, key=Server.next_end)
             end = server.next_end()
             if end > until:
                 break
             self._advance(end)
-            self.left[server.pop().group] -= 1
-            self.num_left -= 1
+            self.left[server.pop().step] -= 1
             self._fill()
         if until < math.inf:
             self._advance(until)
         return self.now
-
-    def have_ended(self, groups: Sequence[Group]) -> bool:
-        return not any(self.left[group] for group in groups)
 
     def publish(self, version: int, seconds: float) -> float:
         """Take new weights; responses in flight go on afterwards."""
@@ -248,23 +221,6 @@ class Servers:
             server.advance(now)
 
 
-def choose(servers: Servers, pool: Sequence[Group], due: int, count: int) -> list[Group]:
-    """The groups that make a step: those of step `due` and before, then the first that end.
-
-    Waits until so many of them are due or have ended.
-    """
-
-    def order(group: Group) -> tuple[bool, bool, Group]:
-        return group[0] > due, servers.left[group] > 0, group
-
-    def enough() -> bool:
-        return sum(group[0] <= due or not servers.left[group] for group in pool) >= count
-
-    if not enough():
-        servers.run(enough=enough)
-    return sorted(pool, key=order)[:count]
-
-
 def simulate(
     schedule: Schedule,
     batches: Sequence[Sequence[int]],
@@ -277,14 +233,10 @@ def simulate(
         batches: the lengths of the responses of each step.
         token_seconds: of the trainer, for each token of a batch.
     """
-    servers, ahead, every = Servers(hardware), schedule.ahead, schedule.publish_every
+    servers, ahead, every = Servers(hardware), schedule.max_staleness, schedule.publish_every
     responses = [[Response(n, i, x) for i, x in enumerate(b)] for n, b in enumerate(batches)]
-    members: dict[Group, list[Response]] = {}
-    for response in chain(*responses):
-        members.setdefault(response.group, []).append(response)
     first, last = 2 * schedule.max_staleness + 2, len(batches) - ahead  # the measured steps
     submitted, waited, published, begin, busy, used = 0, 0.0, 0.0, 0.0, 0.0, 0.0
-    pool: list[Group] = []  # submitted and not trained on
     trained: list[tuple[int, Response]] = []  # and the step that trained on it
     for n in range(last):
         if n == first:
@@ -293,16 +245,12 @@ def simulate(
         start = servers.now
         while submitted <= n or (submitted <= n + ahead and submitted - servers.version <= ahead):
             servers.submit(responses[submitted])
-            pool += sorted({response.group for response in responses[submitted]})
             submitted += 1
-        chosen = choose(servers, pool, n - schedule.completed, len(batches[n]) // GROUP)
-        pool = sorted(set(pool).difference(chosen))
-        batch = [response for group in chosen for response in members[group]]
-        trains = servers.run(enough=partial(servers.have_ended, chosen))
-        now = servers.run(trains + token_seconds * sum(PROMPT_TOKENS + r.length for r in batch))
+        trains = servers.run(step=n)
+        now = servers.run(trains + token_seconds * sum(PROMPT_TOKENS + x for x in batches[n]))
         waited += trains - start
         if n >= first:
-            trained += [(n, response) for response in batch]
+            trained += [(n, response) for response in responses[n]]
         if n + 1 - servers.version >= every:
             if not schedule.partial:
                 servers.run()

@@ -118,16 +118,20 @@ def first_logits(run: Any) -> Tensor:
     """The student's logits of the first rows of the first micro-batch that the step will train."""
     from stable_opd_mcore.models.hidden_states import forward_hidden
     from stable_opd_mcore.train.persistence.state import TrainState
-    from stable_opd_mcore.train.samples.choice import choose_draws
-    from stable_opd_mcore.train.samples.drawing import draw_rollouts, training_samples
+    from stable_opd_mcore.train.samples.drawing import (
+        draw_rollouts,
+        own_prompts,
+        rows_of_step,
+        training_samples,
+    )
     from stable_opd_mcore.train.samples.sharing import gather_facts
     from stable_opd_mcore.train.step import minibatches_of, pack_minibatch
 
-    draws = choose_draws(run, TrainState())
-    prompts = draws.prompts(run)
-    rollouts = draw_rollouts(run, prompts, draws)
-    samples = training_samples(run, prompts, rollouts, 0, draws.places)
-    facts = gather_facts(run.world, samples, draws.numbers)
+    rows = rows_of_step(run, TrainState())
+    prompts = own_prompts(run, rows)
+    rollouts = draw_rollouts(run, prompts, 0)
+    samples = training_samples(run, prompts, rollouts, 0)
+    facts = gather_facts(run.world, samples, range(len(rows)))
     batch = pack_minibatch(run, minibatches_of(run, samples, facts)[0])[0]
     hidden_TH = forward_hidden(run.student.chunks[0], batch)
     return run.head.logits(hidden_TH[batch.rows_N[:LOGIT_ROWS]]).float().cpu()

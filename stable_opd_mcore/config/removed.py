@@ -39,6 +39,11 @@ REMOVED: dict[str, Removed] = {
     "optimizer.beta1": _constant(0.9),
     "optimizer.distributed": Removed((True,), "drop it: the optimizer's state is always sharded"),
     "optimizer.eps": _constant(1e-8),
+    "rollout.order": Removed(
+        ("submitted",),
+        "drop it: steps train on the prompts in the data's order; rollout.partial with one step "
+        "less of rollout.max_staleness has rollouts as young",
+    ),
     "rollout.sglang.dtype": Removed((None,), "drop it: servers compute in train.precision"),
     "train.loss_block_tokens": _constant(1024, 256),  # 256: configs/gsm8k_cpu.yaml until then
 }

@@ -152,11 +152,6 @@ class RolloutConfig(Section):
     """With `max_staleness`: a response that is unfinished when the weights change goes on with the
     new ones. Each token keeps the log-probability and the weight version that sampled it. `false`:
     new weights wait until every response has ended."""
-    order: Literal["submitted", "completed"] = "submitted"
-    """Which prompts make a step. `submitted`: those that the data order gives it. `completed`, with
-    `max_staleness` K of at least 2: K - 1 steps are sampled ahead, and a step takes the prompts
-    whose responses have all ended first. A prompt comes at most one step after its own, and each
-    once. Steps with short responses come early: see `rollout/response_length_mean_early`."""
     routing_replay: bool = False
     """Of a student with experts: the trainer's forward pass uses the experts that the servers
     chose for each token of a rollout. Needs `sglang`, which starts its servers for it. With
@@ -166,11 +161,6 @@ class RolloutConfig(Section):
     `truncated`: min(w, threshold). `masked`: w, or 0 outside [1/threshold, threshold]."""
     importance_threshold: float = Field(default=2.0, gt=1)
     """The threshold of `importance_correction`."""
-
-    @property
-    def steps_ahead(self) -> int:
-        """Steps whose rollouts are sampled while another one trains."""
-        return self.max_staleness - (self.order == "completed")
 
     @model_validator(mode="after")
     def _replay(self) -> Self:
@@ -194,11 +184,6 @@ class RolloutConfig(Section):
             raise ValueError(
                 "rollout.partial=true with rollout.max_staleness=0: on-policy responses end before "
                 "the weights change; set max_staleness to at least 1"
-            )
-        if self.order == "completed" and self.max_staleness < 2:
-            raise ValueError(
-                f"rollout.order=completed with {stale}: a prompt may be trained on one step after "
-                "its own, and samples at least one step ahead; set max_staleness to at least 2"
             )
         if self.max_staleness and self.engine == "replay":
             raise ValueError(

@@ -279,12 +279,6 @@ class Config(Section):
                 f"rollout.engine={self.rollout.engine}, rollout.sglang.placement="
                 f"{self.rollout.sglang.placement}; leave it out, or colocate SGLang servers"
             )
-        if self.rollout.order == "completed" and self.sampling.horizon_start is not None:
-            raise ValueError(
-                f"rollout.order=completed with sampling.horizon_start={self.sampling.horizon_start}"
-                ": the prompts of a step were drawn for several steps, whose longest responses "
-                "differ; set rollout.order=submitted or sampling.horizon_start=null"
-            )
         self._require_waits_below_watchdog()
         self._require_sources_fit()
         self._require_guard_fits()

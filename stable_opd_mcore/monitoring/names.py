@@ -99,11 +99,6 @@ _ALL: dict[str, tuple[str, str]] = {
         "share of prompts whose responses have not all the same weight versions",
         "share",
     ),
-    "rollout/early_groups": (
-        "prompts of later steps that the step trained on (rollout.order=completed)",
-        "prompts",
-    ),
-    "rollout/response_length_mean_early": ("mean length of their responses", "tokens"),
     "rollout/max_new_tokens": ("longest response that the step allows", "tokens"),
     "kl/reference_sampled": ("KL(student || reference), sampled: mean log-ratio", "nats/token"),
     **_split("entropy/student", "mean entropy of the student on visited prefixes", "nats"),

@@ -151,11 +151,10 @@ def lag_advice(job: Job) -> list[str]:
         return []
     rates = []
     for ahead, partial in SHOWN_LAGS:
-        lag = {"max_staleness": ahead, "partial": partial, "order": "submitted"}
+        lag = {"max_staleness": ahead, "partial": partial}
         other = Prediction(job.changed(rollout=lag))
         rates.append(f"{ahead}{' partial' if partial else ''}: {other.tokens_per_second:,.0f}")
-    order = ", in the submitted order" if job.config.rollout.order != "submitted" else ""
-    lines = [f"tokens/s by rollout.max_staleness and partial{order}: {'; '.join(rates)}"]
+    lines = [f"tokens/s by rollout.max_staleness and partial: {'; '.join(rates)}"]
     best, own = best_split(job), Prediction(job).tokens_per_second
     if best.job is not job:
         lines.append(

@@ -71,8 +71,7 @@ def step_seconds(job: Job) -> StepSeconds:
     if draw is not None:
         # Servers draw while the trainer computes; the embedded engine takes its time all the same.
         has_servers = config.rollout.engine == "sglang"
-        # A step that takes what finishes first waits no longer than one in order with this lag.
-        staleness = config.rollout.steps_ahead if has_servers else 0
+        staleness = config.rollout.max_staleness if has_servers else 0
         partial, busy = config.rollout.partial, score + update + offload
         rollout = waiting_seconds(draw, busy, publish, staleness, partial)
         publish /= publish_every(staleness, partial)

@@ -38,8 +38,7 @@ from stable_opd_mcore.rollout.sglang.transports import Buffers
 from stable_opd_mcore.train import reference, setup, step
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
-from stable_opd_mcore.train.samples import choice, sharing
-from stable_opd_mcore.train.samples.choice import Draws
+from stable_opd_mcore.train.samples import drawing, sharing
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ class _Inputs:
         ]
 
     def rollouts(
-        self, run: Run, prompts: Sequence[Prompt], draws: Draws, *unused: Any
+        self, run: Run, prompts: Sequence[Prompt], step: int, *unused: Any
     ) -> list[Rollout]:
         """As train.samples.drawing.draw_rollouts: all responses are truncated at the limit."""
         if not run.objective.needs_rollouts:
@@ -136,7 +135,7 @@ class _Inputs:
         response = np.array(self._response(), np.int32)
         logprobs = np.zeros(len(response), np.float32)
         return [
-            Rollout(prompt, i, response, logprobs, "length", draws.steps[0], reward=0.0)
+            Rollout(prompt, i, response, logprobs, "length", step, reward=0.0)
             for prompt in prompts
             for i in range(self.config.rollout.samples_per_prompt)
         ]
@@ -214,18 +213,12 @@ def _absent(inputs: _Inputs) -> Iterator[None]:
         patch.object(output_head, "MAX_CPU_BLOCK_ELEMENTS", 2**62),  # blocks as on a GPU
         patch.object(clip_grads, "l2_norm_impl", lambda *unused: (torch.ones(1), None)),
         patch.object(step, "draw_rollouts", inputs.rollouts),
-        patch.object(choice, "ranks_of", _this_rank),
-        patch.object(choice, "gather_objects", lambda item: [item]),
+        patch.object(drawing, "own_share", lambda _world, items: items),  # that of all ranks
         patch.object(sharing, "gather_objects", lambda item, _group: [item]),
         patch.object(sharing, "collect", inputs.collect),
         patch.object(step, "reduce_row_metrics", _row_metrics),
     ):
         yield
-
-
-def _this_rank(run: Run, _state: TrainState, numbers: Sequence[int]) -> list[int]:
-    """As train.samples.choice.ranks_of: it draws for all prompts."""
-    return [run.world.data_rank] * len(numbers)
 
 
 def _row_metrics(world: World, metrics: Metrics) -> Metrics:  # noqa: ARG001

@@ -33,8 +33,7 @@ class DrawnAhead:
     def __init__(self, max_staleness: int):
         self._max_staleness = max_staleness
         self._held: dict[int, _Held] = {}  # by step
-        # step and keys of the rollouts that are trained on now
-        self._handed_out: list[tuple[int, set[tuple[str, int]]]] = []
+        self._handed_out: list[int] = []  # steps whose rollouts are trained on now
 
     def begun(
         self, prompts: Sequence[Prompt], sampling: Sampling, step: int, weight_version: int
@@ -67,29 +66,18 @@ class DrawnAhead:
         by_key = {(rollout.prompt.prompt_id, rollout.sample_index): rollout for rollout in rollouts}
         self._held[step] = _Held(sampling, by_key)
 
-    def finished(self, step: int) -> set[str]:
-        """Ids of the prompts of the step whose responses have all ended."""
-        held = self._held[step].rollouts if step in self._held else {}
-        ids = {prompt_id for prompt_id, _ in held}
-        return ids - {key[0] for key, rollout in held.items() if rollout.finish_reason == "abort"}
-
     def hand_out(self, rollouts: Sequence[Rollout], sampling: Sampling, step: int) -> None:
         """Keep finished rollouts of a step that was drawn ahead until `new_weights`."""
         if self.has(step, sampling):
             held = self._held[step]
             others = {} if held.sampling is None else held.rollouts  # a checkpoint's: of any rank
             self.hold([*others.values(), *rollouts], sampling, step)
-            self._handed_out.append(
-                (step, {(r.prompt.prompt_id, r.sample_index) for r in rollouts})
-            )
+            self._handed_out.append(step)
 
     def new_weights(self) -> None:
         """Forget the rollouts that were trained on."""
-        for step, keys in self._handed_out:
-            held = self._held.pop(step, None)
-            left = [] if held is None else [r for k, r in held.rollouts.items() if k not in keys]
-            if held is not None and left:
-                self.hold(left, held.sampling, step)
+        for step in self._handed_out:
+            self._held.pop(step, None)
         self._handed_out.clear()
 
     def restore(self, rollouts: Mapping[int, Sequence[Rollout]]) -> None:

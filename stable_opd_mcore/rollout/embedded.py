@@ -122,10 +122,6 @@ class EmbeddedEngine(RolloutEngine):
         begun = self._ahead.begun(prompts, sampling, step, weight_version)
         self._ahead.hold(self._continue(begun, sampling, step, length), sampling, step)
 
-    def finished(self, step: int) -> set[str]:
-        """See `RolloutEngine.finished`: as far as `prefetch` has drawn."""
-        return self._ahead.finished(step)
-
     def publish(self, weight_version: int) -> None:
         """See `RolloutEngine.publish`."""
         if weight_version != self.weight_version:

@@ -65,26 +65,13 @@ class RolloutEngine:
     ) -> None:
         """Draw the rollouts of the future `step` ahead, or go on with them, if the engine can.
 
-        Each step calls it for all steps from which it is drawn ahead, the nearest first, and then
-        `generate` for the prompts that it trains on. They are those of its own step; with
-        rollout.order=completed some of each step, once, and later calls are for the others.
+        Each step calls it for all steps that are drawn ahead, the nearest first, and then
+        `generate` for its own prompts.
 
         Args:
             weight_version: of the last weights that the prompts may update.
             when_finished: as of `generate`, which need not be told again.
         """
-
-    def finished(self, step: int) -> set[str]:
-        """Ids of this replica's prompts, drawn ahead for `step`, whose responses have all ended.
-
-        One rank of the replica knows them; another may answer with none.
-        """
-        del step
-        return set()
-
-    def await_more(self) -> bool:
-        """Wait a moment for more `finished` prompts; whether there may be more. Collective."""
-        return False
 
     def in_flight(self) -> dict[int, list[Rollout]]:
         """This rank's rollouts that are drawn ahead, by step, for a checkpoint.

@@ -85,8 +85,7 @@ def _stored_sample(
     if samples is None:
         raise UserError(
             f"{path}: no rollouts of prompt {prompt.prompt_id}; a replay needs the same data, "
-            "train.seed and rollout.prompts_per_step as the stored run, and there rollout.save=all "
-            "and rollout.order=submitted"
+            "train.seed and rollout.prompts_per_step as the stored run, and there rollout.save=all"
         )
     if sample not in samples:
         raise UserError(

@@ -59,7 +59,6 @@ from stable_opd_mcore.train.persistence.rollout_writer import RolloutWriter
 from stable_opd_mcore.train.persistence.run_directory import keep_resolved, on_first_rank
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
-from stable_opd_mcore.train.samples.choice import refuse_exchanged
 from stable_opd_mcore.train.samples.token_values import write_token_values
 from stable_opd_mcore.train.setup import build_run, place_of, start_configured_world
 from stable_opd_mcore.train.step import train_step
@@ -315,7 +314,6 @@ def _resume(run: Run) -> TrainState:
         return TrainState()
     run.memory.hold(*phases.save_parts(run.config))
     state = load_checkpoint(newest, run.student, run.moving)
-    refuse_exchanged(run.config, state)
     restore_in_flight(directory, state.step, run.engine)
     run.engine.publish(state.weight_version)
     return state

@@ -7,8 +7,7 @@ of all samples, but tokens only of those that it trains on (train/samples/sharin
 follow from these facts and contain the global normalisers, so the loss is a plain sum over tokens,
 micro-batches and ranks.
 
-Not here: which prompts make a step (train/samples/choice.py), how rollouts are drawn
-(train/samples/drawing.py); the loop around the step, evaluation,
+Not here: how rollouts are drawn (train/samples/drawing.py); the loop around the step, evaluation,
 checkpoints, files (loop.py).
 """
 
@@ -18,7 +17,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
@@ -54,11 +52,12 @@ from stable_opd_mcore.train.learning_rate import learning_rate
 from stable_opd_mcore.train.oversight.guard import Action, decide
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
-from stable_opd_mcore.train.samples.choice import choose_draws, early_metrics
 from stable_opd_mcore.train.samples.drawing import (
     draw_rollouts,
     measured,
+    own_prompts,
     prefetch_rollouts,
+    rows_of_step,
     training_samples,
 )
 from stable_opd_mcore.train.samples.overlap import overlap_metrics
@@ -97,14 +96,14 @@ def train_step(run: Run, state: TrainState) -> StepResult:
     with timer.phase("rollout"):
         run.memory.keep_only(*phases.ROLLOUT)
         prefetch_rollouts(run, state)
-        waits = config.rollout.engine == "sglang"
-        waiting = partial(timer.part, "wait") if waits else nullcontext
-        draws = choose_draws(run, state, waiting)
-        prompts = draws.prompts(run)
-        rollouts = draw_rollouts(run, prompts, draws, waiting())
-        drawn = training_samples(run, prompts, rollouts, state.cursor, draws.places)
-        sources = run.order.sources(draws.rows)
-        facts = gather_facts(run.world, drawn, draws.numbers, sources, draws.ranks)
+        rows = rows_of_step(run, state)
+        prompts = own_prompts(run, rows)
+        has_servers = config.rollout.engine == "sglang"
+        waiting = timer.part("wait") if has_servers else nullcontext()
+        rollouts = draw_rollouts(run, prompts, state.step, waiting)
+        drawn = training_samples(run, prompts, rollouts, state.cursor)
+        numbers = range(state.cursor, state.cursor + len(rows))
+        facts = gather_facts(run.world, drawn, numbers, run.order.sources(rows))
         parts = minibatches_of(run, drawn, facts)
 
     with timer.phase("score"):
@@ -125,13 +124,13 @@ def train_step(run: Run, state: TrainState) -> StepResult:
         ]
     del minibatches  # a publish gathers whole tensors in the memory of the scores
 
-    trained_version, early = state.weight_version, early_metrics(run, state, facts)
-    state = state.advance(draws.numbers, optimizer_steps=len(updates))
+    trained_version = state.weight_version
+    state = state.advance(prompts=len(rows), optimizer_steps=len(updates))
     for moving in run.moving.values():
         moving.follow(state.step, run.memory)
     with timer.phase("sync"):
         run.engine.publish(state.weight_version)
-    reduced = [early, overlap, correction, *updates]
+    reduced = [overlap, correction, *updates]
     metrics = step_metrics(run, rollouts, facts, reduced, timer, trained_version)
     state, actions = guarded(config, state, metrics)
     token_values = values.gather(run.world, rollouts)

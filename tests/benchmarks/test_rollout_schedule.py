@@ -47,13 +47,6 @@ def test_responses_that_outlive_updates_gain_where_lengths_have_a_tail():
     assert slow.trainer_waited < 0.1
 
 
-def test_groups_that_finish_first_are_younger_and_no_slower_than_one_step_less():
-    schedules = [Schedule(1, True), Schedule(2, True), Schedule(2, True, completed=True)]
-    _, one, two, completed = found(FITTED["short"], schedules)
-    assert one.speedup < completed.speedup
-    assert 0.9 < completed.mean_staleness < 1.1 < two.mean_staleness == 2
-
-
 def test_a_new_prefill_costs_time():
     costly = replace(SMALL, prefill_seconds=1e-3)
     cheap, dear = (

@@ -17,12 +17,6 @@ EXTERNAL = f"{SGLANG} rollout.sglang.placement=external"
     [
         (f"rollout.engine=replay rollout.replay_from=a {STALE}", "not drawn ahead; set max_stalen"),
         ("rollout.partial=true", "set max_staleness to at least 1"),
-        (f"rollout.order=completed {STALE}", "max_staleness=1: .* set max_staleness to at least 2"),
-        (
-            "rollout.order=completed rollout.max_staleness=2 sampling.max_new_tokens=8 "
-            "sampling.horizon_start=4 sampling.horizon_steps=2",
-            "whose longest responses differ; set rollout.order=submitted or sampling.horizon_start",
-        ),
         ("rollout.max_staleness=9", "max_staleness: Input should be less than or equal to 8"),
         (f"{COLOCATED} {STALE}", "servers with devices of their own"),
         ("rollout.routing_replay=true", "engine=embedded: only sglang servers send the experts"),

@@ -194,57 +194,6 @@ def test_metrics_of_rollouts_that_lag_and_outlive_updates(tmp_path, pair):
     assert min(ahead_of) < 1, "servers draw while the trainer works"
 
 
-def test_steps_of_the_prompts_that_finish_first(tmp_path, pair):
-    """Two ranks with a server each agree on them. Each prompt is trained on once, also by a run
-    that was interrupted while prompts wait for the next step, and no response is too old.
-    """
-    settings = (
-        "train.steps=5",
-        "checkpoint.every=1",
-        "checkpoint.keep=9",
-        "student.architecture.max_position_embeddings=512",
-        "teacher.architecture.max_position_embeddings=512",
-        "sampling.max_new_tokens=200",
-        "rollout.max_staleness=2",
-        "rollout.partial=true",
-        "rollout.order=completed",
-        *pair.overrides,
-    )
-    run = train(tmp_path, "completed", *settings, ranks=2)
-    early = [row["rollout/early_groups"] for row in rows(run)]
-    assert sum(early[:-1]) > 0 == early[-1]
-    assert_each_prompt_once(run)
-
-    after = next(step for step, number in enumerate(early, start=1) if number)
-    held = {
-        (row["prompt_id"], row["sample_index"]): row["response_token_ids"]
-        for path in (run / f"in_flight/step_{after:06d}").iterdir()
-        for row in map(json.loads, path.read_text().splitlines())
-    }
-    for later in range(after + 1, 6):
-        shutil.rmtree(run / f"checkpoints/step_{later:06d}")
-    train(tmp_path, "completed", *settings, ranks=2)
-    assert_each_prompt_once(run)
-    trained = {
-        (row["prompt_id"], row["sample_index"]): row["response_token_ids"]
-        for step in range(after + 1, 6)
-        for row in rollouts(run, step)
-    }
-    assert held
-    assert {key: trained[key][: len(tokens)] for key, tokens in held.items()} == held
-
-
-def assert_each_prompt_once(run: Path) -> None:
-    """In five steps of 16 prompts, of weights at most two updates old."""
-    names = []
-    for step in range(1, 6):
-        drawn = rollouts(run, step)
-        names += [row["prompt_id"] for row in drawn if row["sample_index"] == 0]
-        assert len(drawn) == 32
-        assert {step - 1 - row["weight_version"] for row in drawn} <= {0, 1, 2}
-    assert len(names) == len(set(names)) == 80
-
-
 def test_colocated_servers_whose_rounding_is_corrected(tmp_path):
     """Memory is released and resumed around every update, weights go through shared memory, and
     tokens whose probability differs too much (servers and trainer in bf16) are dropped.

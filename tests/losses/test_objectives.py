@@ -141,7 +141,7 @@ def test_settings_of_the_reference_need_its_kl(changes):
         ),
         ({"objective__name": "sft", "mixture__lambda": 0.1}, "mixture.lambda=0.1 would"),
         (
-            {"objective__name": "sft", "rollout__max_staleness": 3, "rollout__order": "completed"},
+            {"objective__name": "sft", "rollout__max_staleness": 3},
             "^rollout.max_staleness=3 would have no effect: objective.name=sft has no rollouts; d",
         ),
         ({"optimizer__min_lr": 1e-7}, "it needs optimizer.schedule=linear or cosine; drop it$"),

@@ -39,7 +39,7 @@ def test_a_step_takes_what_the_clock_of_events_says(name, largest, balance):
     token_seconds = balance * balanced(batches, HARDWARE)
     busy, publish = token_seconds * 2 * (tokens + PROMPT_TOKENS * each), HARDWARE.publish_seconds
     for schedule in (Schedule(0), *SCHEDULES):
-        how = schedule.ahead, schedule.partial
+        how = schedule.max_staleness, schedule.partial
         assert schedule.publish_every == publish_every(*how)
         seconds = waiting_seconds(draw, busy, publish, *how) + busy + publish / publish_every(*how)
         measured = simulate(schedule, batches, token_seconds, HARDWARE).step_seconds

@@ -46,26 +46,6 @@ def test_tokens_of_one_version_are_one_segment():
     assert (stopped.segments, stopped.finish_reason) == ((Segment(2, 4),), "stop")
 
 
-def test_a_step_may_take_some_prompts_of_another():
-    ahead, samples = DrawnAhead(max_staleness=2), Sampling(max_new_tokens=3, num_samples=2)
-    prompts = [replace(PROMPT, prompt_id=name) for name in "abc"]
-    reasons = ["stop", "stop", "abort", "stop", "length", "stop"]
-    drawn = [
-        replace(rollout(2, reason), prompt=prompts[place // 2], sample_index=place % 2)
-        for place, reason in enumerate(reasons)
-    ]
-    assert ahead.finished(7) == set()
-    ahead.hold(drawn, samples, 7)
-    assert ahead.finished(7) == {"a", "c"}
-    ahead.hand_out(drawn[4:], samples, 7)
-    assert ahead.rollouts() == {7: drawn}, "until the weights change"
-    ahead.new_weights()
-    assert ahead.rollouts() == {7: drawn[:4]}
-    ahead.hand_out(drawn[:4], samples, 7)
-    ahead.new_weights()
-    assert ahead.rollouts() == {}
-
-
 def test_of_a_checkpoint_with_prompts_of_all_ranks_only_own_ones_are_kept():
     ahead, other = DrawnAhead(max_staleness=2), replace(PROMPT, prompt_id="b")
     ahead.restore({7: [rollout(2, "stop"), replace(rollout(2, "stop"), prompt=other)]})

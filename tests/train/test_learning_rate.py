@@ -31,5 +31,5 @@ def test_cosine_decay_is_halfway_in_the_middle():
 
 
 def test_state_advances_each_counter_by_its_own_unit():
-    state = TrainState().advance(range(8), optimizer_steps=2).advance(range(8, 16), 2)
+    state = TrainState().advance(8, optimizer_steps=2).advance(8, 2)
     assert state == TrainState(step=2, cursor=16, optimizer_steps=4, weight_version=2)

@@ -89,7 +89,6 @@ def test_smoke_config_writes_every_file_and_metric(tmp_path, monkeypatch):
     of_servers = {"memory/left_gib", "time/wait", "perf/scored_early"}
     of_servers |= {f"perf/{role}_waited" for role in ("trainer", "servers", "teacher")}
     ahead = {"perf/continued_share", "rollout/mixed_groups"}
-    ahead |= {"rollout/early_groups", "rollout/response_length_mean_early"}
     assert unwritten == of_servers | ahead
     assert rows[-1]["logprob/rollout_gap_max"] < 1e-4  # of engine and trainer
     names = {path.name for path in run.iterdir()}

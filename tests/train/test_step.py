@@ -35,11 +35,11 @@ from tests.train.runs import tiny_config
 
 def drawn(run, cursor=0):
     """Rollouts, samples and facts of one step."""
-    draws = step.choose_draws(run, TrainState(cursor=cursor))
-    prompts = draws.prompts(run)
-    rollouts = step.draw_rollouts(run, prompts, draws)
-    samples = step.training_samples(run, prompts, rollouts, cursor, draws.places)
-    return rollouts, samples, step.gather_facts(run.world, samples, draws.numbers)
+    rows = step.rows_of_step(run, TrainState(cursor=cursor))
+    prompts = step.own_prompts(run, rows)
+    rollouts = step.draw_rollouts(run, prompts, 0)
+    samples = step.training_samples(run, prompts, rollouts, cursor)
+    return rollouts, samples, step.gather_facts(run.world, samples, range(len(rows)))
 
 
 def scored_step(run, cursor=0):
@@ -91,7 +91,7 @@ def test_a_step_draws_at_its_cursor_updates_and_publishes(run):
     expected = rollout_metrics(result.rollouts, 24, run.config.monitoring)
     assert {key: result.metrics[key] for key in expected} == dict(expected)
     prompts = run.prompts.select(run.order.indices(6, 2))
-    samples = step.training_samples(run, prompts, result.rollouts, 6, range(2))
+    samples = step.training_samples(run, prompts, result.rollouts, 6)
     expected = sample_metrics(facts_of(samples))
     assert {key: result.metrics[key] for key in expected} == dict(expected)
     tokens = sum(len(s.prompt_token_ids) + len(s.response_token_ids) for s in samples)

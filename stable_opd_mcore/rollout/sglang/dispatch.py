@@ -75,28 +75,20 @@ class Dispatcher:
                 self._push(tasks_of(job))
             self._send()
 
-    def wait(self, jobs: Sequence[Job], seconds: float | None = None) -> bool:
+    def wait(self, jobs: Sequence[Job]) -> None:
         """Return when all are done, or when nothing is in flight and no member is ready.
-
-        Args:
-            seconds: the longest wait; None: without limit.
-
-        Returns:
-            Whether something is in flight.
 
         Raises:
             RefusedRequest: a server refuses a request.
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: self._error or not self._num_running or all(job.is_done for job in jobs),
-                seconds,
+                lambda: self._error or not self._num_running or all(job.is_done for job in jobs)
             )
             self._report()
             if self._error is not None:
                 error, self._error = self._error, None
                 raise error
-            return self._num_running > 0
 
     def hold(self) -> None:
         """Send nothing more."""

@@ -8,10 +8,9 @@ share with other leaders. Ordering:
   restart is left. It never raises for a server, because the step is finished and its weights are
   good. The next `generate` raises EngineLost instead, when the training state is complete and can
   be saved.
-- Without rollout.partial servers take new weights only every max_staleness - 1 updates (with
-  rollout.order=completed every max_staleness - 2), so that few responses have to be waited for. Any
-  other `publish` only records the version; what is not drawn ahead, an evaluation say, needs the
-  current weights, which are then sent first.
+- Without rollout.partial servers take new weights only every max_staleness - 1 updates, so that few
+  responses have to be waited for. Any other `publish` only records the version; what is not drawn
+  ahead, an evaluation say, needs the current weights, which are then sent first.
 - `prefetch` queues a step's requests. They may be in flight from then on until the `generate` of
   that step, over several publishes. The first token of a response is at most max_staleness
   versions older than the weights that its step updates: older responses are dropped.
@@ -60,7 +59,6 @@ from stable_opd_mcore.rollout.sglang.transports import Transport
 from stable_opd_mcore.serving.requests import Completion, Generation
 
 _MAX_ROUNDS = 5  # of drawing
-_POLL_SECONDS = 0.2  # between two looks at which prompts have finished (rollout.order=completed)
 _SEE_LOGS = "see sglang/events.jsonl and the servers' logs in the run directory"
 
 
@@ -86,7 +84,7 @@ class SglangEngine(RolloutEngine):
             self.routing = routing_of(self._architecture)
         self._is_leader = is_leader(self.world)
         self._ahead: dict[int, Draw] = {}  # by step
-        self._handed_out: list[tuple[int, Draw]] = []  # of a step, what is trained on now
+        self._handed_out: list[int] = []  # steps whose rollouts are trained on now
         self._held: dict[int, dict[tuple[str, int], Rollout]] = {}  # restored rollouts, by step
         self._longest: dict[str, int] = {}  # tokens of the longest response, by prompt
         self._dispatcher = Dispatcher(self.fleet)
@@ -127,10 +125,10 @@ class SglangEngine(RolloutEngine):
         if self.config.is_colocated:
             self._take_gpu()
         draw = self._ahead.get(step)
-        # None: it is an evaluation, or nothing was drawn ahead
-        draw = draw.select(prompts) if draw is not None and draw.sampling == sampling else None
+        if draw is not None and (draw.prompts, draw.sampling) != (tuple(prompts), sampling):
+            draw = None  # an evaluation
         if draw is not None:
-            self._handed_out.append((step, draw))
+            self._handed_out.append(step)
         if self._sent_version != self.weight_version and any(gather_objects(draw is None)):
             self._update_servers()
         if draw is None:
@@ -229,23 +227,6 @@ class SglangEngine(RolloutEngine):
         if step not in self._ahead and self._sent_version >= oldest:
             self._ahead[step] = self._start(prompts, sampling, step, oldest, when_finished)
 
-    def finished(self, step: int) -> set[str]:
-        """See `RolloutEngine.finished`. Only leaders know them."""
-        draw = self._ahead.get(step)
-        if draw is None or not draw.jobs:
-            return set()
-        pairs = zip(draw.prompts, draw.jobs, strict=True)
-        return {prompt.prompt_id for prompt, job in pairs if job.is_done}
-
-    def await_more(self) -> bool:
-        """See `RolloutEngine.await_more`. Where some rank has no server left, there are none:
-        `generate` brings servers back."""
-        jobs = [job for draw in self._ahead.values() for job in draw.jobs]
-        runs = self._dispatcher.wait(jobs, _POLL_SECONDS)
-        missing = not all(job.is_done for job in jobs)
-        gathered = gather_objects((missing, missing and not runs))
-        return any(some for some, _ in gathered) and not any(stuck for _, stuck in gathered)
-
     def in_flight(self) -> dict[int, list[Rollout]]:
         """See `RolloutEngine.in_flight`. With rollout.partial unfinished responses are interrupted
         and then go on; else those that servers draw now are waited for."""
@@ -324,20 +305,13 @@ class SglangEngine(RolloutEngine):
         if weight_version == self.weight_version:
             return
         self.weight_version = weight_version
-        for step, draw in self._handed_out:
-            self._forget(step, draw)
+        for step in self._handed_out:
+            self._ahead.pop(step, None)
         self._handed_out.clear()
         rollout = self.config.rollout
-        interval = 1 if rollout.partial else max(1, rollout.steps_ahead - 1)
+        interval = 1 if rollout.partial else max(1, rollout.max_staleness - 1)
         if self._sent_version < 0 or weight_version >= self._sent_version + interval:
             self._update_servers()
-
-    def _forget(self, step: int, trained: Draw) -> None:
-        """Drop what was trained on from the step's draw, and the draw if nothing is left."""
-        ahead = self._ahead.pop(step, None)
-        left = ahead and ahead.select([p for p in ahead.prompts if p not in trained.prompts])
-        if left and left.prompts:
-            self._ahead[step] = left
 
     def _update_servers(self) -> None:
         """Send every server the current weights; colocated ones when they next draw."""

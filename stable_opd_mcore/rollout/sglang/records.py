@@ -117,14 +117,6 @@ class Draw:
     sampling: Sampling
     jobs: Sequence[Job]  # one a prompt; none on ranks that are not leaders
 
-    def select(self, prompts: Sequence[Prompt]) -> Draw | None:
-        """The draw of some of its prompts, in their order; None if one of them is no part of it."""
-        places = {prompt: place for place, prompt in enumerate(self.prompts)}
-        if not places.keys() >= set(prompts):
-            return None
-        jobs = [self.jobs[places[prompt]] for prompt in prompts] if self.jobs else []
-        return Draw(tuple(prompts), self.sampling, jobs)
-
     def rollouts(self, decode: Decode) -> list[Rollout]:
         """All that have a token; the finish_reason of unfinished ones is "abort"."""
         return [

@@ -45,7 +45,7 @@ from stable_opd_mcore.models.weights import architecture_of, refuse_non_finite
 from stable_opd_mcore.parallel.world import broadcast_object
 from stable_opd_mcore.train.oversight.signals import shielded
 from stable_opd_mcore.train.persistence.optimizer_state import set_state, sharded_state
-from stable_opd_mcore.train.persistence.state import TrainState
+from stable_opd_mcore.train.persistence.state import TrainState, without_exchanged_prompts
 from stable_opd_mcore.train.reference import MovingWeights
 from stable_opd_mcore.train.student import Student
 
@@ -316,7 +316,8 @@ def find_fault(path: Path) -> str | None:
 def _read_record(path: Path) -> Record:
     """The content of state.json; ValueError if it is not what `_begin_save` writes."""
     try:
-        return _RECORD.validate_json((path / STATE_FILE).read_bytes(), strict=True)
+        record = without_exchanged_prompts((path / STATE_FILE).read_bytes())
+        return _RECORD.validate_json(record, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from stable_opd_mcore.data.rollout_files import read_rollouts
 from stable_opd_mcore.host.atomic_files import tolerating_leftovers
-from stable_opd_mcore.parallel.world import World, gather_objects
+from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.train.persistence.rollout_writer import write_together
 
@@ -33,11 +33,9 @@ def save_in_flight(directory: Path, step: int, engine: RolloutEngine, world: Wor
             if path.name not in kept:
                 with tolerating_leftovers(path):
                     shutil.rmtree(path)
-    # With rollout.order=completed a rank may have nothing left of a step.
-    steps = sorted({later for each in gather_objects(list(drawn)) for later in each})
-    files = [home / f"step_{later:06d}.jsonl" for later in steps]
-    for later, path in zip(steps, files, strict=True):
-        write_together(path, drawn.get(later, []), world, with_experts=True)
+    files = [home / f"step_{later:06d}.jsonl" for later in drawn]
+    for rollouts, path in zip(drawn.values(), files, strict=True):
+        write_together(path, rollouts, world, with_experts=True)
     if world.rank == 0:
         for path in set(home.glob("*")) - set(files):
             with tolerating_leftovers(path):

@@ -7,7 +7,7 @@ anything derived from them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
 from dataclasses import dataclass, field, replace
 
 from pydantic import ConfigDict
@@ -26,24 +26,33 @@ class TrainState:
     weight_version: int = 0  # of the student's weights; every rollout records it
     adapted: Adapted = field(default_factory=Adapted)
     guard: GuardState = field(default_factory=GuardState)
-    # With rollout.order=completed, by their places in the data order, rising and equally many:
-    late: tuple[int, ...] = ()  # prompts before the cursor on which the next step trains
-    early: tuple[int, ...] = ()  # prompts from the cursor on that were trained on already
 
-    def advance(self, draws: Sequence[int], optimizer_steps: int) -> TrainState:
-        """The state after one training step.
-
-        Args:
-            draws: the places of the step's prompts in the data order.
-        """
-        cursor, trained = self.cursor + len(draws), {*self.early, *draws}
-        behind = {*self.late, *range(self.cursor, cursor)}
+    def advance(self, prompts: int, optimizer_steps: int) -> TrainState:
+        """The state after one training step on so many prompts."""
         return replace(
             self,
             step=self.step + 1,
-            cursor=cursor,
-            late=tuple(sorted(behind - trained)),
-            early=tuple(sorted(draw for draw in trained if draw >= cursor)),
+            cursor=self.cursor + prompts,
             optimizer_steps=self.optimizer_steps + optimizer_steps,
             weight_version=self.weight_version + 1,
         )
+
+
+def without_exchanged_prompts(record: bytes) -> bytes:
+    """state.json as this release writes it, from one of the release before.
+
+    Raises:
+        ValueError: no JSON, or steps have exchanged prompts, which this release does not.
+    """
+    values = json.loads(record)
+    state = values.get("state") if isinstance(values, dict) else None
+    if not isinstance(state, dict):
+        return record
+    late, early = state.pop("late", []), state.pop("early", [])
+    if late or early:
+        raise ValueError(
+            f"prompts {late} in the order of the data wait for the next step and {early} were "
+            "trained on before their own (rollout.order=completed, which is gone): finish the run "
+            "with the release that began it"
+        )
+    return json.dumps(values).encode()

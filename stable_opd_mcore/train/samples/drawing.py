@@ -1,7 +1,9 @@
 """Draw and grade the rollouts of this data-parallel rank's prompts, and make samples of them.
 
-Not here: which prompts they are (choice.py), the engines (rollout/), which rank trains on which
-sample (sharing.py).
+A step trains on the next `rollout.prompts_per_step` places of the data order, counted over the run.
+The data-parallel ranks take them in turn.
+
+Not here: the engines (rollout/), which rank trains on which sample (sharing.py).
 """
 
 from __future__ import annotations
@@ -28,7 +30,6 @@ from stable_opd_mcore.records import Prompt, Rollout, Sample, Sampling
 from stable_opd_mcore.rollout.engine import RolloutEngine, WhenFinished
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
-from stable_opd_mcore.train.samples.choice import Draws, draws_ahead
 
 Item = TypeVar("Item")
 NOT_TIMED = nullcontext()
@@ -39,28 +40,36 @@ def own_share(world: World, items: Sequence[Item]) -> Sequence[Item]:
     return items[world.data_rank :: world.data_size]
 
 
+def rows_of_step(run: Run, state: TrainState, ahead: int = 0) -> list[int]:
+    """The rows of the data, of all ranks, for the step after `state` or for one `ahead` of it."""
+    size = run.config.rollout.prompts_per_step
+    return run.order.indices(state.cursor + ahead * size, size)
+
+
+def own_prompts(run: Run, rows: Sequence[int]) -> list[Prompt]:
+    """Of the rows of a step, the prompts of this data-parallel rank."""
+    return run.prompts.select(own_share(run.world, rows))
+
+
 def draw_rollouts(
     run: Run,
     prompts: Sequence[Prompt],
-    draws: Draws,
+    step: int,
     drawing: AbstractContextManager[object] = NOT_TIMED,
 ) -> list[Rollout]:
     """Graded rollouts of this rank's prompts; none where the objective trains on golden solutions
     only.
 
     Args:
-        prompts: of this rank's draws.
-        draws: of all ranks: all call the engine for the same steps.
+        step: finished steps.
         drawing: entered while the engine draws.
     """
     if not run.objective.needs_rollouts:
         return []
-    steps, rollouts = [draws.steps[place] for place in draws.places], list[Rollout]()
     with drawing:
-        for step in dict.fromkeys(draws.steps):
-            own = [prompt for prompt, of in zip(prompts, steps, strict=True) if of == step]
-            asks = ask_teacher(run, step)
-            rollouts += run.engine.generate(own, run.sampling, step=step, when_finished=asks)
+        rollouts = run.engine.generate(
+            prompts, run.sampling, step=step, when_finished=ask_teacher(run, step)
+        )
     return graded(run.grader, run.world, prompts, rollouts)
 
 
@@ -146,14 +155,15 @@ def prefetch_rollouts(run: Run, state: TrainState) -> None:
     if run.early is not None:
         # What nobody has taken a step after it was due is not trained on.
         run.early.forget(before_step=state.step - 1)
-    after_own = run.config.rollout.order == "completed"  # a step may leave prompts to the next one
-    for step, draws in draws_ahead(run, state):
-        prompts = draws.prompts(run)
-        sampling = replace(run.sampling, max_new_tokens=run.config.sampling.budget(step))
-        version = state.weight_version + step - state.step + after_own
-        asks = ask_teacher(run, step)
+    steps_left = run.config.train.steps - state.step
+    for ahead in range(1, min(1 + run.config.rollout.max_staleness, steps_left)):
+        step = state.step + ahead
         run.engine.prefetch(
-            prompts, sampling, step=step, weight_version=version, when_finished=asks
+            own_prompts(run, rows_of_step(run, state, ahead)),
+            replace(run.sampling, max_new_tokens=run.config.sampling.budget(step)),
+            step=step,
+            weight_version=state.weight_version + ahead,
+            when_finished=ask_teacher(run, step),
         )
 
 
@@ -162,14 +172,12 @@ def training_samples(
     prompts: Sequence[Prompt],
     rollouts: Sequence[Rollout],
     cursor: int,
-    places: Sequence[int],
 ) -> list[Sample]:
     """This rank's rollouts and, where the objective trains on them, golden solutions of its
     prompts.
 
     Args:
         cursor: prompts that earlier steps trained on.
-        places: of `prompts` among those of the step.
     """
     settings = run.config.objective
     samples = rollout_samples(rollouts, settings.masks, run.sampling.max_new_tokens)
@@ -177,7 +185,7 @@ def training_samples(
     if settings.on_policy_fraction < 1:
         count, seed = run.config.rollout.prompts_per_step, run.config.train.seed
         marks = off_policy_draws(cursor, count, settings.on_policy_fraction, seed)
-        off_policy = [marks[place] for place in places]
+        off_policy = own_share(run.world, marks)
         samples, golden = mark_off_policy(samples, off_policy), mark_off_policy(golden, off_policy)
     return with_teacher_prompts(samples + golden, prompts)
 

@@ -42,7 +42,6 @@ def gather_facts(
     samples: Sequence[Sample],
     prompts: Sequence[int],
     sources: NDArray[np.int64] | None = None,
-    ranks: Sequence[int] | None = None,
 ) -> SampleFacts:
     """The facts of the step's samples, of all ranks: first the rollouts in the order of the
     prompts, then the golden solutions. Collective over the data-parallel ranks.
@@ -51,7 +50,6 @@ def gather_facts(
         samples: those that this rank drew, in the same order; equally many rollouts per prompt.
         prompts: a number of each prompt of the step, of all ranks.
         sources: the source of each; None: there is one.
-        ranks: the data rank that drew for each; None: the ranks in turn.
     """
     parts = gather_objects(_numbers_of(samples), world.data_group)
     counts = [part.shape[1] for part in parts]
@@ -63,9 +61,7 @@ def gather_facts(
     num_rollouts = np.bincount(holder[~is_golden], minlength=len(parts))
     per_prompt = int(num_rollouts.sum()) // len(prompts)
     turn = np.where(is_golden, index - num_rollouts[holder], index // max(1, per_prompt))
-    rank_P = np.arange(len(prompts)) % len(parts) if ranks is None else np.array(ranks)
-    first_R = np.searchsorted(np.sort(rank_P), np.arange(len(parts)))
-    prompt = np.argsort(rank_P, kind="stable")[first_R[holder] + turn]
+    prompt = holder + turn * len(parts)  # the ranks take prompts in turn
     order = np.lexsort((index, prompt, is_golden))
     return SampleFacts(
         holder_B=holder,

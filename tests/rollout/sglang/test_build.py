@@ -40,9 +40,8 @@ def test_only_colocated_servers_release_their_memory():
     assert others.memory_share is None
 
 
-def test_the_precision_is_the_trainers_unless_it_is_set():
+def test_the_precision_is_the_trainers():
     assert options_of({}, precision="bf16").dtype == "bfloat16"
-    assert options_of({"dtype": "float32"}, precision="bf16").dtype == "float32"
 
 
 def test_the_key_is_that_of_the_file(tmp_path):

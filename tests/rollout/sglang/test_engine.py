@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
 
 from stable_opd_mcore.models.families import read_architecture
@@ -18,7 +17,6 @@ from stable_opd_mcore.rollout.engine import EngineLost
 from stable_opd_mcore.rollout.sglang.engine import SglangEngine
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, ServerStatus
-from stable_opd_mcore.serving.requests import Completion
 from tests.config.cases import run_with
 from tests.integration.sglang_tools import architecture
 from tests.rollout.sglang.test_dispatch import Drawing
@@ -187,59 +185,4 @@ def test_restored_responses_of_the_present_step_are_saved_until_its_update(tmp_p
     engine.publish(6)
     assert engine.in_flight().keys() == {6}
     assert client.requests == []
-    engine.close()
-
-
-class Uneven(Drawing):
-    """Responses to prompts that begin with 1 end at once."""
-
-    def generate(self, request):
-        if request.token_ids[0] != 1:
-            return super().generate(request)
-        number = request.sampling.max_new_tokens
-        ids, logprobs = np.full(number, 7, np.int32), np.full(number, -0.5, np.float32)
-        piece = Completion(ids, logprobs, "length", (str(self.version),), 0)
-        return [piece] * request.sampling.num_samples
-
-
-def test_a_step_takes_what_has_ended_of_other_steps(tmp_path, world):
-    """What is left of them goes on, and is in the next checkpoint alone."""
-    client = Uneven()
-    engine, _ = engine_of(tmp_path, world, client, partial=True)
-    sampling = Sampling(max_new_tokens=9, num_samples=2)
-    of_steps = [[Prompt(f"a:{n}{k}", "", (k, 2)) for k in (1, 3)] for n in range(2)]
-    engine.publish(0)
-    for step, prompts in enumerate(of_steps):
-        engine.prefetch(prompts, sampling, step=step, weight_version=step + 1)
-    while not (engine.finished(0) and engine.finished(1)):
-        assert engine.await_more()
-    assert [engine.finished(step) for step in range(3)] == [{"a:01"}, {"a:11"}, set()]
-    drawn = [engine.generate(of_steps[step][:1], sampling, step=step) for step in range(2)]
-    saved = engine.in_flight()  # aborts the others, which then go on
-    assert [saved[step][:2] for step in range(2)] == drawn
-    assert [rollout.finish_reason for rollout in saved[0][2:]] == ["abort"] * 2
-    engine.publish(1)
-    left = engine.in_flight()
-    assert {r.prompt for step in range(2) for r in left[step]} == {p[1] for p in of_steps}
-    for step, prompts in enumerate(of_steps):
-        engine.prefetch(prompts[1:], sampling, step=step, weight_version=step + 1)
-    client.end()
-    for step in range(2):
-        rest = engine.generate(of_steps[step][1:], sampling, step=step)
-        assert [len(rollout.token_ids) for rollout in rest] == [9, 9]
-        assert {rollout.weight_version for rollout in rest} == {0}
-        for before, after in zip(left[step], rest, strict=True):
-            assert before.token_ids.tolist() == after.token_ids[: len(before.token_ids)].tolist()
-    again = client.requests[4:]
-    assert {len(request.token_ids) > 2 for request in again} == {True}, "no response begins anew"
-    assert not engine.await_more()
-    engine.publish(2)
-    assert engine.in_flight() == {}
-
-    engine.restore({5: left[0]})  # too old for a run that was resumed with a lower max_staleness
-    engine.prefetch(of_steps[0][1:], sampling, step=5, weight_version=K + 1)
-    assert {r.weight_version for r in engine.generate(of_steps[0][1:], sampling, step=5)} == {2}
-    engine.fleet.members[0].state = "failed"
-    engine.prefetch(of_steps[0], sampling, step=9, weight_version=5)
-    assert not engine.await_more(), "no server is left"
     engine.close()

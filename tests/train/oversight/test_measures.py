@@ -169,29 +169,6 @@ def test_a_return_drops_what_is_drawn_ahead(runs):
     assert first_tokens == [{version} for version in (0, 0, 0, 1, 2, 3, 7, 7, 10, 10)]
 
 
-def test_a_return_loses_no_prompt_that_waits_for_the_next_step(runs):
-    """What was drawn of it is dropped, and it is drawn anew."""
-    ahead = {"rollout": {"max_staleness": 2, "partial": True, "order": "completed"}}
-    sampling = {"sampling": {"max_new_tokens": 40}}
-    run_ranks(1, run_to_collapse, str(runs), "completed", ahead | sampling)
-    assert events_of(runs / "completed") == events_of(runs / "whole")
-    early = {
-        row["step"]: row["rollout/early_groups"]
-        for row in lines_of(runs / "completed")
-        if "rollout/early_groups" in row
-    }
-    assert early[6] or early[8], "some prompt waited while the run returned"
-    names = []
-    for step in range(1, 11):
-        rollouts = read_rollouts(rollout_path(runs / "completed", step))
-        names += [rollout.prompt.prompt_id for rollout in rollouts[::2]]
-        returns = (step > 6) + (step > 8)
-        oldest = {7: 7, 8: 7, 9: 10, 10: 10}.get(step, step - 1 - 2)
-        for rollout in rollouts:
-            assert oldest <= rollout.weight_version <= step - 1 + returns
-    assert len(names) == len(set(names))
-
-
 def test_actions_and_strengths_are_the_same_on_two_ranks(runs):
     run_ranks(2, run_to_collapse, str(runs), "tp2", {"parallel": {"tensor": 2}})
     one, other = (lines_of(runs / name) for name in ("whole", "tp2"))

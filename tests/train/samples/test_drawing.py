@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 from stable_opd_mcore.config.schema import TokenMasksConfig
@@ -21,7 +22,6 @@ from stable_opd_mcore.scoring.own_prompt import OwnPromptScorer
 from stable_opd_mcore.serving.requests import Completion, Generation
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.samples import drawing
-from stable_opd_mcore.train.samples.choice import choose_draws
 from tests.parallel.launch import run_ranks
 from tests.rollout.sglang.test_engine import engine_of
 from tests.scoring.test_served_teacher import served_by
@@ -34,13 +34,13 @@ from tests.train.runs import tiny_config
 def test_an_objective_without_rollouts_draws_none(run):
     engine = Recorder(run.engine)
     sft = replace(run, engine=engine, objective=SimpleNamespace(needs_rollouts=False))
-    draws = choose_draws(sft, TrainState())
-    assert drawing.draw_rollouts(sft, draws.prompts(run), draws) == []
+    prompts = drawing.own_prompts(sft, drawing.rows_of_step(sft, TrainState()))
+    assert drawing.draw_rollouts(sft, prompts, 0) == []
     assert engine.calls == []
 
 
 def test_prefetch_asks_for_the_next_steps_prompts_of_this_rank(run):
-    rollout = SimpleNamespace(steps_ahead=2, order="submitted", prompts_per_step=3)
+    rollout = SimpleNamespace(max_staleness=2, prompts_per_step=3)
     steps = SimpleNamespace(steps=5)
     config = SimpleNamespace(rollout=rollout, train=steps, sampling=run.config.sampling)
     world = SimpleNamespace(data_rank=1, data_size=2)
@@ -50,7 +50,7 @@ def test_prefetch_asks_for_the_next_steps_prompts_of_this_rank(run):
     ids = [p.prompt_id for p in run.prompts.select(run.order.indices(9, 3))]
     assert engine.calls == [("prefetch", [ids[1]], run.sampling, 4, 8)]
     drawing.prefetch_rollouts(ahead, TrainState(step=4, cursor=9))  # the last step
-    rollout.steps_ahead = 0
+    rollout.max_staleness = 0
     drawing.prefetch_rollouts(ahead, TrainState(step=3, cursor=6))
     assert len(engine.calls) == 1
 
@@ -73,20 +73,20 @@ def test_samples_have_the_masks_golden_solutions_and_off_policy_marks_of_the_obj
     )
     objective = SimpleNamespace(needs_golden=True)
     gkd = replace(run, config=config, objective=objective)
-    samples = drawing.training_samples(gkd, prompts, rollouts, 8, range(8))
+    samples = drawing.training_samples(gkd, prompts, rollouts, 8)
     assert [s.source for s in samples] == ["rollout"] * 16 + ["golden"] * 8
     assert not any(any(s.trained) for s in samples[:16])
     marks = off_policy_draws(8, 8, 0.5, 3)
     assert marks != off_policy_draws(8, 8, 0.5, 0)
     assert [s.off_policy for s in samples] == [m for m in marks for _ in range(2)] + marks
     second = replace(gkd, world=SimpleNamespace(data_rank=1, data_size=2))
-    own = drawing.training_samples(second, prompts[1::2], [], 8, range(1, 8, 2))
+    own = drawing.training_samples(second, prompts[1::2], [], 8)
     assert [s.off_policy for s in own] == marks[1::2]
     settings.on_policy_fraction = 1
-    samples = drawing.training_samples(gkd, prompts, rollouts, 8, range(8))
+    samples = drawing.training_samples(gkd, prompts, rollouts, 8)
     assert not any(s.off_policy for s in samples)
     objective.needs_golden = False
-    assert len(drawing.training_samples(gkd, prompts, rollouts, 8, range(8))) == 16
+    assert len(drawing.training_samples(gkd, prompts, rollouts, 8)) == 16
 
 
 class HeldBack:
@@ -101,7 +101,11 @@ class HeldBack:
         if request.token_ids == self._last.token_ids:
             assert self.may_end.wait(30), "no teacher was asked while this response was drawn"
         return [
-            Completion((number, 3), (-0.5, -0.5), "length", ("0",), 0)
+            Completion(
+                np.array([number, 3], np.int32),
+                np.full(2, -0.5, np.float32),
+                *("length", ("0",), 0),
+            )
             for number in range(request.sampling.num_samples)
         ]
 
@@ -129,10 +133,8 @@ def test_a_served_teacher_is_asked_before_the_last_response_is_drawn(run, tmp_pa
     ):
         teacher = OwnPromptScorer(served_by(run.world, url, early=EarlyRequests()), run.world, pack)
         served = replace(run, engine=engine, teacher=teacher, sampling=sampling)
-        draws = choose_draws(served, TrainState())
-        draws = replace(draws, steps=[0] * 4, places=range(4))
-        rollouts = drawing.draw_rollouts(served, prompts, draws)
-        samples = drawing.training_samples(served, prompts, rollouts, 0, draws.places)
+        rollouts = drawing.draw_rollouts(served, prompts, 0)
+        samples = drawing.training_samples(served, prompts, rollouts, 0)
         assert served.early is not None
         assert len(served.early._asked) == 8
         batches = [batch for batch in pack(samples) if batch.is_scored]
@@ -149,7 +151,7 @@ def test_a_served_teacher_is_asked_before_the_last_response_is_drawn(run, tmp_pa
 
         drawing.draw_graded(engine, run.grader, run.world, prompts, sampling, step=0)
         assert not served.early._asked
-        drawing.draw_rollouts(served, prompts, replace(draws, steps=[1] * 4))
+        drawing.draw_rollouts(served, prompts, 1)
         drawing.prefetch_rollouts(served, TrainState(step=2, cursor=4))
         assert len(served.early._asked) == 8
         drawing.prefetch_rollouts(served, TrainState(step=3, cursor=6))

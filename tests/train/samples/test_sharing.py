@@ -87,31 +87,6 @@ def test_every_sample_reaches_the_ranks_that_train_on_it(tmp_path, world, ranks,
             assert sorted(places.tolist()) == sorted(whole.places.tolist())
 
 
-def share_unevenly(rank: int, world_size: int, directory: Path) -> None:
-    """Rank 1 draws four of five prompts, in any places of the step."""
-    world = start_world(ParallelConfig(), seed=0)
-    ranks = [1, 1, 0, 1, 1]
-    own = samples_of([place for place, of in enumerate(ranks) if of == rank])
-    facts = gather_facts(world, own, range(5), ranks=ranks)
-    held = [
-        (place, own[facts.index_B[place]]) for place in range(15) if facts.holder_B[place] == rank
-    ]
-    torch.save((facts, held), directory / f"{rank}.pt")
-    stop_world()
-
-
-def test_ranks_may_draw_any_of_a_steps_prompts(tmp_path):
-    run_ranks(2, share_unevenly, tmp_path)
-    (facts, held), (other, others) = (
-        torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)
-    )
-    assert facts.index_B.tolist() == other.index_B.tolist()
-    assert facts.prompt_B.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 0, 1, 2, 3, 4]
-    assert [sample for _, sample in sorted(held + others, key=lambda pair: pair[0])] == samples_of(
-        [*range(5)]
-    )
-
-
 def share_with_own_prompts(rank: int, world_size: int, directory: Path) -> None:
     """Each rank draws two of four equal samples; of the first one the teacher reads 900 tokens."""
     world = start_world(ParallelConfig(), seed=0)
