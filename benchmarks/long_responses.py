@@ -58,13 +58,13 @@ def config_of(directory: str, context: int) -> Config:
         "data": {"train": {"path": "synthetic:arithmetic", "options": {"rows": 64}}},
         "parallel": {"context": context},
         "sampling": {"max_new_tokens": max(RESPONSES)},
-        "rollout": {"prompts_per_step": len(RESPONSES), "samples_per_prompt": 1},
+        "rollout": {"prompts_per_step": len(RESPONSES), "samples_per_prompt": 1, "save": "none"},
         "objective": {"advantage": {"control_variate": True}},
         "kl": {"beta": 0.1, "estimator": "exact"},
         "mixture": {"lambda": 0.5},
         "train": {"micro_batch_tokens": WINDOW, "recompute": "full", "steps": STEPS},
         "optimizer": {"lr": 1e-3},
-        "monitoring": {"tensorboard": False, "token_values": 0},
+        "monitoring": {"tensorboard": False},
     }
     return parse_config(values, origin="long_responses")
 

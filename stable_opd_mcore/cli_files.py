@@ -46,7 +46,9 @@ def score(
     tail: Annotated[
         int | None, typer.Option(min=1, help="Characters whose compression is the repetition rate.")
     ] = None,
-    ratio: Annotated[float, typer.Option(help="Compression above which a tail repeats.")] = 10.0,
+    ratio: Annotated[
+        float | None, typer.Option(help="Compression above which a tail repeats.")
+    ] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to grade one response.")] = 10.0,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Grading processes; default: one a core.")

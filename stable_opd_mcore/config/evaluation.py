@@ -45,29 +45,8 @@ class MonitoringConfig(Section):
     tensorboard: bool = True
     """Write TensorBoard events to the run directory."""
     wandb: bool = False
-    """Write to Weights & Biases; needs the wandb package, whose own settings hold the account."""
-    wandb_project: str = "stable-opd"
-    """Project of Weights & Biases."""
-    wandb_entity: str | None = None
-    """User or team of Weights & Biases; `null`: the account's own."""
-    wandb_tags: tuple[str, ...] = ()
-    """Tags of the run in Weights & Biases."""
+    """Write to Weights & Biases; needs the wandb package. Its own variables name the account, the
+    project (WANDB_PROJECT) and more: docs/monitoring.md."""
     mlflow: str | None = None
     """Address of an MLflow server or database to write to, such as http://HOST:5000 or
     sqlite:///mlflow.db; needs the mlflow package. `null`: none."""
-    mlflow_experiment: str = "stable-opd"
-    """MLflow's experiment; it is made if it does not exist."""
-    repetition_tail_characters: PositiveInt | None = None
-    """Length of the tail whose compression is the repetition rate; `null`: 2.5 characters per token
-    of the length budget, at most 10,000."""
-    repetition_ratio: float = Field(default=10.0, gt=1)
-    """Bytes over zlib bytes above which a tail counts as repetitive."""
-    sample_every: int = Field(default=20, ge=0)
-    """Steps between rollouts that are shown on the terminal; 0: never."""
-    token_values: int = Field(default=8, ge=0)
-    """Rollouts of each step whose tokens are written to `tokens/` with advantage, teacher
-    log-probability and KL, for the reader of `report` and `watch`, about 35 bytes a token. None
-    with `rollout.save: none`; 0: none."""
-    overlap_every: int = Field(default=10, ge=0)
-    """Steps between measurements of `overlap/*` and `stop/*`, which cost one more forward pass of
-    student and teacher; 0: never."""

@@ -23,6 +23,11 @@ def _constant(value: float, *harmless: float) -> Removed:
     return Removed((value, *harmless), f"drop it: it is always {value:g}")
 
 
+def _variable(name: str, default: Any) -> Removed:
+    return Removed((default,), f"drop it, and set the environment variable {name}")
+
+
+_BUDGET = "drop it: it follows from sampling.max_new_tokens"
 _ABLATION = "drop it: the last commit with this ablation is tagged before-lighter"
 # By dotted key; of a list of sections, without an index.
 REMOVED: dict[str, Removed] = {
@@ -34,6 +39,15 @@ REMOVED: dict[str, Removed] = {
     "guard.patience": _constant(10),
     "guard.relax_steps": _constant(50),
     "guard.window": _constant(5),
+    "monitoring.mlflow_experiment": _variable("MLFLOW_EXPERIMENT_NAME", "stable-opd"),
+    "monitoring.overlap_every": _constant(10),
+    "monitoring.repetition_ratio": Removed((10, 2), _BUDGET),  # 2: the demo's
+    "monitoring.repetition_tail_characters": Removed((None, 64), _BUDGET),
+    "monitoring.sample_every": _constant(20, 0),
+    "monitoring.token_values": _constant(8, 0),
+    "monitoring.wandb_entity": _variable("WANDB_ENTITY", None),
+    "monitoring.wandb_project": _variable("WANDB_PROJECT", "stable-opd"),
+    "monitoring.wandb_tags": _variable("WANDB_TAGS", []),
     "objective.advantage.constant": Removed((None,), _ABLATION),
     "objective.position_half_life": Removed((None,), _ABLATION),
     "optimizer.beta1": _constant(0.9),

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stable_opd_mcore.config.evaluation import MonitoringConfig
 from stable_opd_mcore.data.repetition import (
     MIN_LOOP_TOKENS,
     PAPER_TAIL_CHARACTERS,
@@ -29,6 +28,9 @@ from stable_opd_mcore.metrics import Max, Mean, Metric, Metrics, Quantile, Sum
 from stable_opd_mcore.records import FinishReason, GradingFailure, Rollout
 
 CHARACTERS_PER_TOKEN = 2.5  # low, so that a response of max_new_tokens exceeds the tail
+SMALL_BUDGET = 128  # tokens; below, a token may be one character, and a short tail compresses less
+SMALL_CHARACTERS_PER_TOKEN = 0.8
+RATIO, SMALL_RATIO = 10.0, 2.0
 QUARTERS = ("q1", "q2", "q3", "q4")  # of the length budget
 _PARTS: dict[FinishReason | None, str] = {"stop": "finished", "length": "truncated"}
 _MEANS = (
@@ -75,12 +77,13 @@ class MeasuredResponse:
     repetitive_10k: bool | None  # the same for the paper's tail of 10,000 characters
 
 
-def compression_limits(config: MonitoringConfig, max_new_tokens: int) -> CompressionLimits:
-    """The configured limits; a tail that is not set is min(10,000, 2.5 x max_new_tokens)."""
-    characters = config.repetition_tail_characters
-    if characters is None:
-        characters = max(1, min(PAPER_TAIL_CHARACTERS, int(CHARACTERS_PER_TOKEN * max_new_tokens)))
-    return CompressionLimits(characters, config.repetition_ratio, min_loop_tokens(max_new_tokens))
+def compression_limits(max_new_tokens: int) -> CompressionLimits:
+    """The limits for responses of at most so many tokens (docs/method.md §5)."""
+    per_token, ratio = CHARACTERS_PER_TOKEN, RATIO
+    if max_new_tokens < SMALL_BUDGET:
+        per_token, ratio = SMALL_CHARACTERS_PER_TOKEN, SMALL_RATIO
+    characters = max(1, min(PAPER_TAIL_CHARACTERS, int(per_token * max_new_tokens)))
+    return CompressionLimits(characters, ratio, min_loop_tokens(max_new_tokens))
 
 
 def measure(
@@ -152,16 +155,13 @@ class ResponseTotals:
 
 
 def rollout_metrics(
-    rollouts: Iterable[Rollout],
-    max_new_tokens: int,
-    config: MonitoringConfig,
-    area: str = "rollout",
+    rollouts: Iterable[Rollout], max_new_tokens: int, area: str = "rollout"
 ) -> Metrics:
     """The numbers of a set of rollouts under `<area>/...` ("rollout", "eval" or "eval_greedy").
 
     Of several ranks, each measures its own rollouts, and the results add up.
     """
-    limits = compression_limits(config, max_new_tokens)
+    limits = compression_limits(max_new_tokens)
     totals = ResponseTotals(max_new_tokens)
     for rollout in rollouts:
         totals.add(

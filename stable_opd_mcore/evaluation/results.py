@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stable_opd_mcore.config.evaluation import MonitoringConfig
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.responses import rollout_metrics
 from stable_opd_mcore.errors import UserError
@@ -84,7 +83,6 @@ def require_answers(prompts: Sequence[Prompt]) -> None:
 def benchmark_result(
     rollouts: Iterable[Rollout],
     sampling: Sampling,
-    monitoring: MonitoringConfig,
     over_long: int = 0,
 ) -> BenchmarkResult:
     """The result of graded responses, which are read once; the over-long problems come last."""
@@ -96,7 +94,7 @@ def benchmark_result(
             correct[prompt_id] = correct.get(prompt_id, 0) + (rollout.reward == 1.0)
             yield rollout
 
-    metrics = rollout_metrics(counted(), sampling.max_new_tokens, monitoring, "eval")
+    metrics = rollout_metrics(counted(), sampling.max_new_tokens, "eval")
     rates = {key.removeprefix("eval/"): value for key, value in metrics.values_by_key().items()}
     del rates["accuracy"]  # the over-long problems count as wrong in ours
     num_correct = (*correct.values(), *[0] * over_long)

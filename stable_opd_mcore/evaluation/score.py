@@ -18,7 +18,6 @@ from typing import Any, BinaryIO
 from rich.console import Console
 from rich.progress import track
 
-from stable_opd_mcore.config.evaluation import MonitoringConfig
 from stable_opd_mcore.data.repetition import PAPER_TAIL_CHARACTERS
 from stable_opd_mcore.data.responses import CompressionLimits, compression_limits, measure
 from stable_opd_mcore.errors import DataError, UserError
@@ -47,12 +46,12 @@ class ScoreSettings:
     tokenizer: str | None = None  # model directory; makes the token ids of rows that have none
     max_length: int | None = None  # length budget, in tokens, or in characters without tokens
     tail_characters: int | None = None  # None: as in a run with this budget, at most 10,000
-    ratio: float = 10.0
+    ratio: float | None = None  # None: as in such a run, 10 without a budget
     timeout_seconds: float = 10.0
     workers: int | None = None  # None: one for each core
 
     def __post_init__(self) -> None:
-        if not 1 < self.ratio < math.inf:
+        if self.ratio is not None and not 1 < self.ratio < math.inf:
             raise UserError(f"--ratio {self.ratio}: expected a number above 1; 10 is the paper's")
 
     @property
@@ -64,11 +63,13 @@ class ScoreSettings:
     @property
     def limits(self) -> CompressionLimits:
         """A budget in characters says nothing about the tail of a run with that budget."""
-        config = MonitoringConfig(
-            repetition_tail_characters=self.tail_characters, repetition_ratio=self.ratio
-        )
         budget = self.max_length if self.unit == "tokens" else None
-        return compression_limits(config, PAPER_TAIL_CHARACTERS if budget is None else budget)
+        limits = compression_limits(PAPER_TAIL_CHARACTERS if budget is None else budget)
+        return replace(
+            limits,
+            tail_characters=self.tail_characters or limits.tail_characters,
+            ratio=self.ratio or limits.ratio,
+        )
 
     def plain(self) -> _Record:
         """What decides the verdicts and numbers, for summary.json."""

@@ -35,7 +35,7 @@ class Detector:
     absolute: float  # least change that counts, in the metric's unit
     relative: float = 0.0  # and as a share of the normal value; the larger one holds
     broken: bool = False  # a symptom of it makes a rise of truncation damage
-    rare: bool = False  # written every monitoring.overlap_every steps: one value is enough
+    rare: bool = False  # not written in every step: one value is enough
 
 
 TRUNCATION = "truncation"

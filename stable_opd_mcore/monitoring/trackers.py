@@ -14,6 +14,7 @@ Not here: which sinks a run has, and metrics.jsonl (sinks.py).
 # wandb and mlflow are not installed where types are checked.
 # pyright: reportMissingImports=false
 
+import os
 import time
 import uuid
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import write_atomically
 
+PROJECT = "stable-opd"  # where the variables of wandb and mlflow name no other
 WANDB_ID, MLFLOW_ID = "wandb_id", "mlflow_id"  # files of the run directory
 MLFLOW_BATCH = 100  # settings that one request may hold
 MLFLOW_CHARACTERS = 500  # of a setting
@@ -58,14 +60,11 @@ class WandbSink:
             import wandb
         except ImportError as error:
             raise _missing("wandb", "monitoring.wandb=false") from error
-        settings = config.monitoring
         path = directory / WANDB_ID
         name = path.read_text().strip() if path.is_file() else uuid.uuid4().hex[:12]
         try:
             self._run = wandb.init(
-                project=settings.wandb_project,
-                entity=settings.wandb_entity,
-                tags=list(settings.wandb_tags),
+                project=os.environ.get("WANDB_PROJECT", PROJECT),
                 name=config.run.name,
                 id=name,
                 resume="allow",
@@ -111,7 +110,7 @@ class MlflowSink:
                 self._id = path.read_text().strip()
                 self._client.update_run(self._id, status="RUNNING")
                 return
-            name = config.monitoring.mlflow_experiment
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
             found = self._client.get_experiment_by_name(name)
             experiment = found.experiment_id if found else self._client.create_experiment(name)
             run = self._client.create_run(experiment, run_name=config.run.name)

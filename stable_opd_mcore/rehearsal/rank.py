@@ -68,7 +68,7 @@ def rehearse_rank(
     """
     start = time.process_time()
     # Values of single tokens leave the device, and tensors without memory have none.
-    config = config.replaced(monitoring={"token_values": 0})
+    config = config.replaced(rollout={"save": "none"})
     with (
         fake_world(config.parallel, gpus, rank) as world,
         fake_tensors() as live,

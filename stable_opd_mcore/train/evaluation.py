@@ -272,9 +272,7 @@ def _write_results(evaluation: Evaluation, print_line: Callable[[str], None]) ->
     """The numbers of the stored responses, on rank 0."""
     config, model = evaluation.config, evaluation.model
     results = {
-        name: benchmark_result(
-            evaluation.store(name).rollouts(), one.sampling, config.monitoring, one.over_long
-        )
+        name: benchmark_result(evaluation.store(name).rollouts(), one.sampling, one.over_long)
         for name, one in evaluation.problems.items()
     }
     sampling = next(iter(evaluation.problems.values())).sampling

@@ -71,6 +71,8 @@ from stable_opd_mcore.train.samples.source_metrics import (
 from stable_opd_mcore.train.samples.token_values import Record, RolloutValues, TokenRecorder
 from stable_opd_mcore.train.strengths import adapt, strengths_of
 
+OVERLAP_EVERY = 10  # steps between measurements that cost one more pass of both models
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -208,9 +210,9 @@ def compare_models(
     parts: Sequence[Minibatch],
     step: int,
 ) -> Metrics:
-    """Every monitoring.overlap_every steps: metrics of the most probable tokens of both models."""
-    every, metrics = run.config.monitoring.overlap_every, Metrics()
-    if run.overlap is None or not every or step % every:
+    """Every OVERLAP_EVERY steps: metrics of the most probable tokens of both models."""
+    metrics = Metrics()
+    if run.overlap is None or step % OVERLAP_EVERY:
         return metrics
     for batches, part in zip(minibatches, parts, strict=True):
         row_metrics = overlap_metrics(run.overlap, batches, part.samples)

@@ -34,7 +34,7 @@ def test_a_stored_text_with_dollar_and_brace_is_the_one_that_was_set(tmp_path):
     stored = tmp_path / "config.resolved.yaml"
     for text in texts:
         config = load_config(SMOKE).replaced(
-            monitoring={"wandb_project": text},
+            monitoring={"mlflow": text},
             data={"prompt_template": f"{{problem}} {text}"},
             student={"chat_template_kwargs": {"a": {"b": [text]}}},
         )
@@ -42,7 +42,7 @@ def test_a_stored_text_with_dollar_and_brace_is_the_one_that_was_set(tmp_path):
         assert load_config(stored) == config
         assert load_config(SMOKE, (), config.model_dump(mode="json", by_alias=True)) == config
         assert changes(read_settings(stored), config) == {}
-        assert run_settings(tmp_path)["monitoring.wandb_project"] == text
+        assert run_settings(tmp_path)["monitoring.mlflow"] == text
     save_config(load_config(SMOKE, [r"data.prompt_template=\${x}"]), stored)
     stored.write_text(stored.read_text().replace(r"\${x}", "${x}"))  # a run from before the escapes
     assert read_settings(stored)["data"]["prompt_template"] == "${x}"

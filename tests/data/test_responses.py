@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stable_opd_mcore.config.evaluation import MonitoringConfig
 from stable_opd_mcore.data.golden import rollout_samples
 from stable_opd_mcore.data.repetition import TailLoop
 from stable_opd_mcore.data.responses import (
@@ -25,19 +24,18 @@ LIMITS = CompressionLimits(64, 2.0)
 
 
 @pytest.mark.parametrize(
-    ("configured", "max_new_tokens", "expected"),
-    [(None, 8192, 10_000), (None, 1024, 2560), (None, 1, 2), (64, 8192, 64)],
+    ("max_new_tokens", "tail", "ratio"),
+    [(8192, 10_000, 10), (1024, 2560, 10), (128, 320, 10), (127, 101, 2), (80, 64, 2), (1, 1, 2)],
 )
-def test_the_tail_must_be_reachable_within_the_budget(configured, max_new_tokens, expected):
-    config = MonitoringConfig(repetition_tail_characters=configured, repetition_ratio=3)
-    limits = compression_limits(config, max_new_tokens)
-    assert (limits.tail_characters, limits.ratio) == (expected, 3)
+def test_the_tail_must_be_reachable_within_the_budget(max_new_tokens, tail, ratio):
+    limits = compression_limits(max_new_tokens)
+    assert (limits.tail_characters, limits.ratio) == (tail, ratio)
 
 
 @pytest.mark.parametrize(("budget", "loops"), [(48, 1.0), (56, 1.0), (64, 0.0), (2048, 0.0)])
 def test_a_loop_is_a_quarter_of_a_small_budget(budget, loops):
     cut = rollout([*range(10, 44), *[1, 2] * 7], "length")
-    values = rollout_metrics([cut], budget, MonitoringConfig()).values_by_key()
+    values = rollout_metrics([cut], budget).values_by_key()
     assert values["rollout/loop_rate"] == loops
     assert rollout_samples([cut], max_new_tokens=budget)[0].loop_length == 14 * loops
 
@@ -63,8 +61,7 @@ ROLLOUTS = [
 
 
 def test_rollout_metrics_of_a_batch_by_hand():
-    config = MonitoringConfig(repetition_tail_characters=64, repetition_ratio=2)
-    values = rollout_metrics(ROLLOUTS, 100, config).values_by_key()
+    values = rollout_metrics(ROLLOUTS, 100).values_by_key()
     require_known(values)
     assert values == {
         "rollout/response_length_mean": 106 / 4,
@@ -111,7 +108,7 @@ def test_shares_of_responses_and_tokens_by_the_age_of_their_weights():
 
 
 def test_no_responses_leave_everything_undefined():
-    values = rollout_metrics([], 10, MonitoringConfig(), area="eval_greedy").values_by_key()
+    values = rollout_metrics([], 10, area="eval_greedy").values_by_key()
     require_known(values)
     assert set(values.values()) == {None}
 

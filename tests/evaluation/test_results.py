@@ -2,7 +2,6 @@
 
 import pytest
 
-from stable_opd_mcore.config.evaluation import MonitoringConfig
 from stable_opd_mcore.evaluation.results import (
     BenchmarkResult,
     benchmark_result,
@@ -23,13 +22,13 @@ ROLLOUTS = [
 
 def test_all_responses_of_all_problems_count_and_over_long_problems_are_wrong():
     sampling = Sampling(1.0, 1.0, 8, 2, (), 0)
-    result = benchmark_result(iter(ROLLOUTS), sampling, MonitoringConfig())
+    result = benchmark_result(iter(ROLLOUTS), sampling)
     assert result.num_correct == (1, 1, 1, 1, 1, 1, 0)
     assert result.accuracy == result.pass_at(1)[0] == pytest.approx(6 / 14)
     assert result.pass_at(2)[0] == pytest.approx(6 / 7)
     low, high = result.accuracy_interval
     assert low < result.accuracy < high < result.pass_at(2)[1][1] <= 1
-    with_long = benchmark_result(iter(ROLLOUTS), sampling, MonitoringConfig(), over_long=7)
+    with_long = benchmark_result(iter(ROLLOUTS), sampling, over_long=7)
     assert with_long.accuracy == pytest.approx(6 / 28)
     assert with_long.pass_at(2)[0] == pytest.approx(6 / 14)
     assert (with_long.num_correct, with_long.num_over_long) == ((1,) * 6 + (0,) * 8, 7)

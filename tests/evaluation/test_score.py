@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from stable_opd_mcore.config.evaluation import MonitoringConfig
 from stable_opd_mcore.data.responses import rollout_metrics
 from stable_opd_mcore.data.rollout_files import write_rollouts
 from stable_opd_mcore.errors import DataError, UserError
@@ -58,9 +57,8 @@ def test_the_numbers_of_a_run_s_rollouts_are_the_run_s(tmp_path):
     with Grader() as grader:
         rollouts = grader.grade_rollouts(run_rollouts())
     write_rollouts(tmp_path / "rollouts.jsonl", rollouts)
-    config = MonitoringConfig(repetition_tail_characters=100, repetition_ratio=3)
-    expected = rollout_metrics(rollouts, 48, config, "all").values_by_key()
-    settings = ScoreSettings(max_length=48, tail_characters=100, ratio=3)
+    expected = rollout_metrics(rollouts, 48, "all").values_by_key()
+    settings = ScoreSettings(max_length=48)
     summary = score_file(tmp_path / "rollouts.jsonl", tmp_path / "out", settings)
     numbers = {f"all/{name}": value for name, value in summary["all"]["numbers"].items()}
     undefined = {"all/repetition_rate_10k": None}  # each response is shorter; a run counts "no"
@@ -76,14 +74,15 @@ def test_a_budget_of_tokens_sets_the_tail_as_in_a_run_and_one_of_characters_does
     path = write(tmp_path / "rows.jsonl", [{"text": "ab" * 60, "token_ids": [1, 2] * 20}])
     score_file(path, tmp_path / "out", ScoreSettings(max_length=40))
     header = settings_of(tmp_path / "out")
-    assert (header["tail_characters"], header["ratio"], header["unit"]) == (100, 10.0, "tokens")
+    assert (header["tail_characters"], header["ratio"], header["unit"]) == (32, 2.0, "tokens")
     (record,) = records(tmp_path / "out")
     assert (record["finish_reason"], record["loop"]) == ("length", {"length": 40, "period": 2})
     found = score_file(path, tmp_path / "c", ScoreSettings(Columns(tokens="none"), None, 200))
     numbers = found["all"]["numbers"]
     assert (found["unit"], numbers["truncation_rate"]) == ("characters", 0.0)
     assert numbers["response_length_mean"] == 120
-    assert settings_of(tmp_path / "c")["tail_characters"] == 10_000
+    header = settings_of(tmp_path / "c")
+    assert (header["tail_characters"], header["ratio"]) == (10_000, 10.0)
     path = write(tmp_path / "plain.jsonl", [{"text": "1+2=3;"}])
     found = score_file(path, tmp_path / "t", ScoreSettings(tokenizer="synthetic"))
     assert (found["unit"], found["all"]["numbers"]["response_length_mean"]) == ("tokens", 6)

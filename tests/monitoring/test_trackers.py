@@ -58,8 +58,9 @@ def test_a_missing_package_is_refused_with_its_remedy(
 @pytest.mark.skipif(not HAS_WANDB, reason="needs wandb")
 def test_wandb_keeps_project_entity_tags_and_the_run_over_a_resume(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    named = {"wandb_project": "p", "wandb_entity": "e", "wandb_tags": ["x", "y"]}
-    settings = config(monitoring={"tensorboard": False, "wandb": True} | named)
+    for name, value in {"PROJECT": "p", "ENTITY": "e", "TAGS": "x,y"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    settings = config(monitoring={"tensorboard": False, "wandb": True})
     sink = WandbSink(tmp_path, settings)
     run = sink._run
     assert (run.project, run.entity, run.tags, run.name) == ("p", "e", ("x", "y"), "a-run")
@@ -68,20 +69,19 @@ def test_wandb_keeps_project_entity_tags_and_the_run_over_a_resume(tmp_path, mon
     first = run.id
     write(tmp_path, settings, range(3))
     assert (tmp_path / "wandb_id").read_text() == f"{first}\n"
-    parts = list((tmp_path / "wandb").glob(f"offline-run-*-{first}"))
-    assert parts
-    data = b"".join(next(part.glob("*.wandb")).read_bytes() for part in parts)
+    files = (tmp_path / "wandb").glob(f"offline-run-*-{first}/*.wandb")
+    data = b"".join(file.read_bytes() for file in files)
     assert b"loss/pg" in data
     assert b"kl/reference" not in data
 
 
 @pytest.mark.skipif(not HAS_MLFLOW, reason="needs mlflow, sqlalchemy and alembic")
-def test_mlflow_keeps_settings_steps_and_the_run_over_a_resume(tmp_path):
+def test_mlflow_keeps_settings_steps_and_the_run_over_a_resume(tmp_path, monkeypatch):
     from mlflow.tracking import MlflowClient
 
     address = f"sqlite:///{tmp_path}/mlflow.db"
-    named = {"mlflow": address, "mlflow_experiment": "an experiment"}
-    settings = config(monitoring={"tensorboard": False} | named)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "an experiment")
+    settings = config(monitoring={"tensorboard": False, "mlflow": address})
     write(tmp_path, settings, range(3))
     write(tmp_path, settings, range(2, 4), first_step=2)
     client = MlflowClient(tracking_uri=address)

@@ -9,6 +9,7 @@ import pytest
 from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.monitoring.names import NAMES
 from stable_opd_mcore.monitoring.sinks import METRICS_FILE, read_metrics
+from stable_opd_mcore.train import step
 from stable_opd_mcore.train.loop import train
 from tests.command import exit_code
 from tests.parallel.launch import run_ranks
@@ -31,6 +32,7 @@ def smoke(rank: int, world_size: int, directory: str) -> None:
 
 def own_teacher(rank: int, world_size: int, directory: str) -> None:
     """Teacher and student of the same random weights; an update of size zero keeps them equal."""
+    step.OVERLAP_EVERY = 2
     config = tiny_config(
         Path(directory),
         "own_teacher",
@@ -40,7 +42,6 @@ def own_teacher(rank: int, world_size: int, directory: str) -> None:
         optimizer={"lr": 1e-30, "warmup_steps": 0},
         train={"steps": 2},
         sampling={"max_new_tokens": 100},
-        monitoring={"tensorboard": False, "overlap_every": 2},
     )
     train(config, show_progress=False)
 

@@ -113,7 +113,7 @@ def tiny(config: Config, directory: Path) -> tuple[str, Config]:
     values["train"] |= {"steps": 2, "precision": "fp32", "micro_batch_tokens": 256}
     values["train"] |= {"recompute": "none"}
     values["evaluation"] = values["checkpoint"] = {"every": 0}
-    values["monitoring"] = {"tensorboard": False, "overlap_every": 0}
+    values["monitoring"] = {"tensorboard": False}
     values["run"] = {"name": "x", "directory": str(directory)}
     same = repr({key: values[key] for key in values if key != "optimizer"})
     values["run"]["name"] = config.run.name

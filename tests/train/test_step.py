@@ -65,6 +65,7 @@ def test_a_step_draws_at_its_cursor_updates_and_publishes(run):
 
     with (
         patch.object(PhaseTimer, "phase", noted),
+        patch.object(step, "OVERLAP_EVERY", 4),
         patch.object(step, "prefetch_rollouts") as prefetch,
         patch.object(step, "training_samples", wraps=step.training_samples) as training_samples,
     ):
@@ -88,7 +89,7 @@ def test_a_step_draws_at_its_cursor_updates_and_publishes(run):
     assert result.metrics["engine/noted"] == Sum(1)
     assert result.metrics["grad_norm"].count == 2
     assert {"time/total", "overlap/ratio", "rollout/grading_timeouts"} <= result.metrics.keys()
-    expected = rollout_metrics(result.rollouts, 24, run.config.monitoring)
+    expected = rollout_metrics(result.rollouts, 24)
     assert {key: result.metrics[key] for key in expected} == dict(expected)
     prompts = run.prompts.select(run.order.indices(6, 2))
     samples = step.training_samples(run, prompts, result.rollouts, 6)
@@ -168,16 +169,14 @@ def test_routing_is_packed_for_replay_and_tokens_are_padded_for_fp8(run, replaye
 
 def test_models_are_compared_over_all_minibatches_every_few_steps(run):
     _, parts, scored = scored_step(run)
-    both = step.compare_models(run, scored, parts, 4)
-    each = [step.compare_models(run, [b], [p], 4) for b, p in zip(scored, parts, strict=True)]
+    both = step.compare_models(run, scored, parts, 10)
+    each = [step.compare_models(run, [b], [p], 10) for b, p in zip(scored, parts, strict=True)]
     assert both == each[0] | each[1]
     assert both["overlap/ratio"].count > each[0]["overlap/ratio"].count > 0
-    assert not step.compare_models(run, scored, parts, 3)
-    assert not step.compare_models(replace(run, overlap=None), scored, parts, 4)
-    never = SimpleNamespace(monitoring=SimpleNamespace(overlap_every=0))
-    assert not step.compare_models(replace(run, config=never), scored, parts, 4)
+    assert not step.compare_models(run, scored, parts, 9)
+    assert not step.compare_models(replace(run, overlap=None), scored, parts, 10)
     with pytest.raises(ValueError, match="shorter"):
-        step.compare_models(run, scored, parts[:1], 4)
+        step.compare_models(run, scored, parts[:1], 10)
 
 
 def test_mismatch_is_corrected_as_configured(run):

@@ -38,13 +38,14 @@ NUMBERS = (  # key and form; the last ones are the first to be cut off
     ("rollout/response_length_mean", "length {:.3g}"),
     ("grad_norm", "gradient {:.3g}"),
 )
+SAMPLE_EVERY = 20  # steps between rollouts that are shown
 
 
 class Terminal:
     """Tells how a run goes. A context manager around its steps; `say` works before and after.
 
     Args:
-        config: `run.name`, `train.steps` and `monitoring.sample_every` are read.
+        config: `run.name` and `train.steps` are read.
         shown: False says nothing.
         console: where; by default stderr.
     """
@@ -91,13 +92,13 @@ class Terminal:
     def step_done(
         self, step: int, values: Mapping[str, float | None], rollouts: Sequence[Rollout]
     ) -> None:
-        """`step` is finished; every `monitoring.sample_every` steps its first rollout is shown."""
+        """`step` is finished; every SAMPLE_EVERY steps its first rollout is shown."""
         if not self._shown:
             return
         self._ends.append(time.monotonic())
-        total, every = self._config.train.steps, self._config.monitoring.sample_every
+        total = self._config.train.steps
         left = _time_left(seconds_left(list(self._ends), total - step))
-        if every and step % every == 0 and rollouts:
+        if step % SAMPLE_EVERY == 0 and rollouts:
             self.say(sample_text(step, rollouts[0]))
         new = _numbers(values)
         if self._bar is None:

@@ -1,6 +1,6 @@
 """Whether student and teacher prefer the same tokens and would stop at the same place.
 
-Every `monitoring.overlap_every` steps both models score the step's rollouts once more, before the
+Every 10 steps both models score the step's rollouts once more, before the
 update: their most probable tokens on every trained prefix, and the probability of ending the
 response at its last position. The metrics are defined in docs/method.md §5.
 

@@ -31,6 +31,7 @@ from stable_opd_mcore.parallel.world import World, gather_on_first_rank
 from stable_opd_mcore.records import LossOutput, MicroBatch, Rollout, SampleFacts
 from stable_opd_mcore.train.samples.sharing import Minibatch
 
+NUM_ROLLOUTS = 8  # of each step, about 35 bytes a token
 Record = Callable[[Sequence[LossOutput], Sequence[MicroBatch]], None]
 
 
@@ -43,15 +44,15 @@ class RolloutValues:
 
 
 class TokenRecorder:
-    """Keeps the token values of the first `monitoring.token_values` rollouts of a step.
+    """Keeps the token values of the first NUM_ROLLOUTS rollouts of a step.
 
     Args:
-        config: `monitoring` and `rollout.save` are read.
+        config: of `rollout.save: none` none is kept.
         facts: of all samples of the step; the rollouts stand first, in order.
     """
 
     def __init__(self, config: Config, facts: SampleFacts):
-        count = 0 if config.rollout.save == "none" else config.monitoring.token_values
+        count = 0 if config.rollout.save == "none" else NUM_ROLLOUTS
         self._kept = facts.select(~facts.golden_B).select(np.s_[:count])
         self._rows: list[tuple[Minibatch, OnHost]] = []  # of each micro-batch
 

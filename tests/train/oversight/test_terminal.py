@@ -8,6 +8,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from stable_opd_mcore.records import Prompt, Rollout
+from stable_opd_mcore.train.oversight import terminal as terminal_module
 from stable_opd_mcore.train.oversight.terminal import (
     Terminal,
     resume_text,
@@ -74,7 +75,8 @@ def test_a_pipe_or_no_color_gets_one_line_a_step_and_a_sample_now_and_then(
 ):
     if no_color:
         monkeypatch.setenv("NO_COLOR", "1")
-    config = tiny_config(tmp_path, "a-run", train={"steps": 4}, monitoring={"sample_every": 2})
+    monkeypatch.setattr(terminal_module, "SAMPLE_EVERY", 2)
+    config = tiny_config(tmp_path, "a-run", train={"steps": 4})
     stream = io.StringIO()
     with Terminal(
         config, True, Console(file=stream, width=80, force_terminal=no_color)
@@ -102,14 +104,15 @@ def test_nothing_is_said_where_nothing_is_shown(tmp_path):
     assert stream.getvalue() == ""
 
 
-def test_a_sample_is_short_and_its_text_is_harmless(tmp_path):
+def test_a_sample_is_short_and_its_text_is_harmless(tmp_path, monkeypatch):
     long = sample_text(3, rollout("head" + "x" * 10_000 + "tail", None))
     assert "not graded" in long
     assert "head" in long
     assert "[... 9508 characters ...]" in long
     assert "tail" in long
     stream = io.StringIO()
-    config = tiny_config(tmp_path, "a-run", train={"steps": 4}, monitoring={"sample_every": 1})
+    monkeypatch.setattr(terminal_module, "SAMPLE_EVERY", 1)
+    config = tiny_config(tmp_path, "a-run", train={"steps": 4})
     hostile = "\x1b]0;title\x07\x1b[2J[bold]markup[/nothing] \ud83d \u202e"
     with Terminal(config, True, Console(file=stream, width=80)) as terminal:
         terminal.step_done(1, VALUES, [rollout(hostile)])

@@ -4,13 +4,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.token_files import read_tokens, token_path
 from stable_opd_mcore.records import Prompt, Rollout, Sample
+from stable_opd_mcore.train.samples import token_values
 from stable_opd_mcore.train.samples.sharing import Minibatch
 from stable_opd_mcore.train.samples.token_values import (
     RolloutValues,
@@ -21,8 +21,8 @@ from tests.config.cases import run_with
 from tests.shares import facts_of, weights_of
 
 
-def config(count: int = 2, save: str = "all") -> Config:
-    return run_with(monitoring={"token_values": count}, rollout={"save": save})
+def config(save: str = "all") -> Config:
+    return run_with(rollout={"save": save})
 
 
 def sample(length: int, source: Any = "rollout") -> Sample:
@@ -53,7 +53,8 @@ def results_of(rows: list[tuple[int, int, float]]) -> tuple[list[Any], list[Any]
     return [output], [batch]
 
 
-def test_each_token_of_the_first_rollouts_has_its_value(world):
+def test_each_token_of_the_first_rollouts_has_its_value(world, monkeypatch):
+    monkeypatch.setattr(token_values, "NUM_ROLLOUTS", 2)
     first, second, third, golden = sample(3), sample(2), sample(2), sample(2, "golden")
     values = TokenRecorder(config(), facts_of([first, second, third, golden]))
     # The minibatches hold the samples in another order, and their tokens too.
@@ -81,9 +82,8 @@ def test_objectives_without_advantage_have_the_other_values(world):
     assert found.values == {"teacher_logprob": [-1.0], "kl_teacher": [2.0]}
 
 
-@pytest.mark.parametrize("settings", [config(0), config(save="none")])
-def test_nothing_is_kept_where_nothing_is_asked_for(world, settings):
-    values = TokenRecorder(settings, facts_of([sample(1)]))
+def test_nothing_is_kept_where_no_rollouts_are_saved(world):
+    values = TokenRecorder(config(save="none"), facts_of([sample(1)]))
     values.of(minibatch(0))(*results_of([(0, 0, 1.0)]))
     assert values.gather(world, [rollout(1)]) == []
 
