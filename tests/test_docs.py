@@ -22,7 +22,10 @@ TRACKED = subprocess.run(
 TEXTS = [path for path in TRACKED if Path(path).suffix in {".py", ".md", ".yaml", ".sh", ".toml"}]
 ROOT_FOLDERS = sorted({path.split("/")[0] for path in TRACKED if "/" in path})
 # What runs and jobs write, and what a user downloads; not in the repository.
-WRITTEN = ("runs/", "rollouts/", "tokens/", "checkpoints/", "model/", "attempt_1/")
+WRITTEN = (
+    *("runs/", "rollouts/", "tokens/", "checkpoints/", "model/", "sglang/", "stacks/"),
+    "attempt_1/",
+)
 
 every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 
