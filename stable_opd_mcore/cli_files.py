@@ -95,9 +95,6 @@ def prepare(
     ] = 33_000,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest solution.")] = 8192,
     seed: Annotated[int, typer.Option(help="Of the order and the split.")] = 0,
-    processes: Annotated[
-        int, typer.Option(min=0, help="0: one for each core of this process.")
-    ] = 0,
     problem: Annotated[str | None, typer.Option(help="rows: the problem's column.")] = None,
     answer: Annotated[str | None, typer.Option(help="rows: the answer's; '': none.")] = None,
     solution: Annotated[str | None, typer.Option(help="rows: the solution's; '': none.")] = None,
@@ -118,7 +115,6 @@ def prepare(
         sft_rows=sft_rows,
         max_tokens=max_tokens,
         seed=seed,
-        processes=processes,
         columns={role: name for role, name in columns.items() if name is not None},
     )
     prepare_data(job, typer.echo)

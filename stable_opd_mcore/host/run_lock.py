@@ -91,11 +91,10 @@ class RunLock:
 
 
 def in_use(run_directory: Path, holder: OwnerRecord | None) -> UserError:
-    """The refusal of a directory that another run, evaluation or preparation holds."""
+    """The refusal of a directory that another run or evaluation holds."""
     return UserError(
         f"{run_directory}: another run is at work here: {describe(holder)}. Stop it, or choose "
-        "another run.name (of `prepare`: --directory). If it does not exist any more, delete "
-        f"{run_directory / LOCK_FILE}"
+        f"another run.name. If it does not exist any more, delete {run_directory / LOCK_FILE}"
     )
 
 

@@ -38,6 +38,12 @@ def lengths_entry(problem_tokens: Sequence[int], solution_tokens: Sequence[int])
 def datasheet(manifest: Mapping[str, Any]) -> str:
     """The manifest as a page in Markdown."""
     counts = manifest["counts"]
+    rows = {
+        "read": counts["read"],
+        **{f"dropped: {reason}": number for reason, number in counts["dropped"].items()},
+        "kept": counts["kept"],
+        "kept with the problem of an earlier row": counts["repeated_problems"],
+    }
     lines = [
         f"# {manifest['name']}",
         "",
@@ -45,15 +51,9 @@ def datasheet(manifest: Mapping[str, Any]) -> str:
         f"`{manifest['origin']}`. `{manifest['name']}.manifest.json` holds the same facts, with "
         "hashes, versions and settings.",
         "",
-        *_table(
-            ("rows", ""),
-            [
-                ("read", counts["read"]),
-                *((f"dropped: {reason}", n) for reason, n in counts["dropped"].items()),
-                ("kept", counts["kept"]),
-                ("kept with the problem of an earlier row", counts["repeated_problems"]),
-            ],
-        ),
+        "| rows |  |",
+        "| --- | --- |",
+        *(f"| {what} | {number} |" for what, number in rows.items()),
         "",
         f"`{manifest['name']}_dropped.jsonl` names every dropped row.",
     ]
@@ -66,11 +66,6 @@ def datasheet(manifest: Mapping[str, Any]) -> str:
             shown = ", ".join(f"{k} {statistics[k]}" for k in ("mean", "p50", "p95", "max"))
             lines += ["", f"{what}: {shown}", "", "```", *_bars(statistics["histogram"]), "```"]
     return "\n".join(lines) + "\n"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    cells = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(str(cell) for cell in row) + " |" for row in cells]
 
 
 def _bars(histogram: Mapping[str, int]) -> list[str]:

@@ -4,17 +4,10 @@ A job holds everything that the outputs depend on, and nothing else decides them
 unpacked or run. Not here: the filter and the outputs (prepare.py), reading rows (data/sources.py).
 """
 
-import hashlib
-import json
 import os
-import platform
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from stable_opd_mcore.config.data import ColumnsConfig
 from stable_opd_mcore.data.chat import Tokenizer
@@ -24,21 +17,10 @@ from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS, load_benchmark
 from stable_opd_mcore.host.hub import TOKENIZER_FILES, download, is_hub_id
 from stable_opd_mcore.preparation import openr1
 from stable_opd_mcore.preparation.recipes import BOTH, OPD, RECIPES, SFT, Recipe
-from stable_opd_mcore.preparation.rules import RuleSettings
+from stable_opd_mcore.preparation.rules import Rules
 
 SFT_ROWS = 33_000
 DROPPED = "_dropped"  # ends the name of the file of the dropped rows
-_PACKAGES = ("stable-opd-mcore", "tokenizers", "pyarrow", "datasets")
-
-
-@dataclass(frozen=True)
-class InputFile:
-    """A parquet or JSON Lines file that is read."""
-
-    path: Path
-    name: str  # in row names and in the manifest: the path inside the source
-    num_bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -48,67 +30,14 @@ class Job:
     recipe: str
     name: str  # of the manifest
     origin: str  # where the source is from, for the manifest: a path, or hub id and commit
-    files: tuple[InputFile, ...]
+    files: Mapping[str, Path]  # parquet or JSON Lines, by their paths inside the source
     columns: tuple[str, ...]  # read from parquet files
-    rules: RuleSettings
+    rules: Rules
     directory: Path
     outputs: tuple[str, ...]  # files of rows, without their ending
     writes_benchmarks: bool  # False: they are read from `directory`
     sft_rows: int | None  # None: the rows are not divided
     seed: int
-    num_processes: int
-
-    @property
-    def spool(self) -> Path:
-        """The directory of what is done so far."""
-        return self.directory / f".prepare-{self.name}"
-
-    @property
-    def manifest(self) -> Path:
-        return self.directory / f"{self.name}.manifest.json"
-
-    @cached_property
-    def facts(self) -> dict[str, Any]:
-        """What the outputs depend on: the first part of the manifest."""
-        rules = self.rules
-        pattern = rules.control_tokens
-        return {
-            "name": self.name,
-            "origin": self.origin,
-            "settings": {
-                "recipe": self.recipe,
-                "max_tokens": rules.max_tokens,
-                "sft_rows": self.sft_rows,
-                "seed": self.seed,
-            },
-            "filter": {
-                "openr1": rules.openr1,
-                "columns": rules.columns.model_dump(),
-                "max_tokens": rules.max_tokens,
-                "tokenizer_sha256": hashlib.sha256(rules.tokenizer_json.encode()).hexdigest(),
-                "control_tokens": None if pattern is None else pattern.pattern,
-                "benchmarks": {
-                    name: {
-                        "rows": len(rows),
-                        "sha256": digest([(row.row_id, row.problem) for row in rows]),
-                    }
-                    for name, rows in rules.benchmarks.items()
-                },
-                "inputs": [
-                    {"name": f.name, "bytes": f.num_bytes, "sha256": f.sha256} for f in self.files
-                ],
-                "versions": {
-                    "python": platform.python_version(),
-                    "unicode": unicodedata.unidata_version,
-                    **{package: version(package) for package in _PACKAGES},
-                },
-            },
-        }
-
-
-def digest(value: Any) -> str:
-    """The sha256 of a value's JSON."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def job_of(
@@ -123,7 +52,6 @@ def job_of(
     sft_rows: int,
     max_tokens: int,
     seed: int,
-    processes: int,
     columns: Mapping[str, str],
 ) -> Job:
     """The job of a command line; downloads a source that is on the hub.
@@ -133,7 +61,7 @@ def job_of(
 
     Raises:
         UserError: an unknown recipe, an option that does not fit it, a failed download, a source,
-            student or benchmark that cannot be read.
+            student or benchmark that cannot be read, an output that would replace another file.
     """
     chosen = _recipe(recipe, columns, sft_rows)
     tokenizer = _tokenizer(student, student_revision)
@@ -142,24 +70,27 @@ def job_of(
     paths = find_files(place, chosen.files)
     name = recipe if recipe != "rows" else source_name
     outputs = (SFT, OPD, BOTH) if chosen.openr1 else (chosen.output or name,)
-    _require_own_name(name, origin)
     writes_benchmarks = benchmarks is None or benchmarks.resolve() != directory.resolve()
     written = (*outputs, f"{name}{DROPPED}", *(BENCHMARKS if writes_benchmarks else ()))
-    _require_no_source(paths, [directory / f"{each}.jsonl" for each in written])
-    if columns.get("problem") == "":
-        raise UserError("--problem '': every row needs a problem; name its column")
+    _require_new_files(name, origin, paths, [directory / f"{each}.jsonl" for each in written])
     given = chosen.columns
     if columns:
         given = ColumnsConfig.model_validate({role: name or None for role, name in columns.items()})
-    required, read = _columns(chosen, given)
+    required, read = openr1.REQUIRED_COLUMNS, openr1.COLUMNS
+    if not chosen.openr1:
+        read = tuple(column for column in given.model_dump().values() if column is not None)
+        # A source may lack the default column of solutions.
+        required = tuple(column for column in read if column != ColumnsConfig().solution)
+    for path in paths:
+        require_columns(path, required)
     names = [path.name if path == place else path.relative_to(place).as_posix() for path in paths]
     return Job(
         recipe=recipe,
         name=name,
         origin=origin,
-        files=tuple(open_input(p, n, required) for p, n in zip(paths, names, strict=True)),
+        files=dict(zip(names, paths, strict=True)),
         columns=read,
-        rules=RuleSettings(
+        rules=Rules(
             openr1=chosen.openr1,
             columns=given,
             max_tokens=max_tokens,
@@ -172,7 +103,6 @@ def job_of(
         writes_benchmarks=writes_benchmarks,
         sft_rows=sft_rows if chosen.openr1 else None,
         seed=seed,
-        num_processes=processes or len(os.sched_getaffinity(0)),
     )
 
 
@@ -184,23 +114,23 @@ def _recipe(name: str, columns: Mapping[str, str], sft_rows: int) -> Recipe:
         raise UserError(
             f"--problem, --answer and --solution are for --recipe rows; {name} has its own"
         )
+    if columns.get("problem") == "":
+        raise UserError("--problem '': every row needs a problem; name its column")
     if sft_rows != SFT_ROWS and not RECIPES[name].openr1:
         raise UserError(f"--sft-rows divides the rows of --recipe openr1, not of {name}")
     return RECIPES[name]
 
 
-def _require_own_name(name: str, origin: str) -> None:
-    """Refuse a name whose files would be those of a benchmark or of another preparation."""
+def _require_new_files(
+    name: str, origin: str, sources: Sequence[Path], written: Sequence[Path]
+) -> None:
+    """Refuse files that would replace a source, a benchmark or those of another preparation."""
     if name in BENCHMARKS or name.endswith(DROPPED):
         whose = "a benchmark" if name in BENCHMARKS else "another source's dropped rows"
         raise UserError(
             f"{origin}: its rows would be written to {name}.jsonl, which is the file of {whose}; "
             "give --source a copy of another name"
         )
-
-
-def _require_no_source(sources: Sequence[Path], written: Sequence[Path]) -> None:
-    """Refuse files that would replace one that is read."""
     read = {path.resolve() for path in sources}
     for path in written:
         if path.resolve() in read:
@@ -228,15 +158,6 @@ def _source(recipe: Recipe, source: str | None, revision: str | None) -> tuple[P
     return folder, f"{hub_id}@{commit}", hub_id.partition("/")[2]
 
 
-def _columns(recipe: Recipe, columns: ColumnsConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The columns that a file must have, and those that are read."""
-    if recipe.openr1:
-        return openr1.REQUIRED_COLUMNS, openr1.COLUMNS
-    named = tuple(name for name in columns.model_dump().values() if name is not None)
-    optional = ColumnsConfig().solution  # a source may lack the default column
-    return tuple(name for name in named if name != optional), named
-
-
 def find_files(source: Path, globs: Sequence[str]) -> list[Path]:
     """The source itself if it is a file, else the files of the first glob that matches, sorted.
 
@@ -257,7 +178,7 @@ def find_files(source: Path, globs: Sequence[str]) -> list[Path]:
     )
 
 
-def open_input(path: Path, name: str, columns: Sequence[str]) -> InputFile:
+def require_columns(path: Path, columns: Sequence[str]) -> None:
     """Check that a file is readable and has the columns.
 
     Args:
@@ -275,6 +196,3 @@ def open_input(path: Path, name: str, columns: Sequence[str]) -> InputFile:
             f"{path}: no column {missing[0]!r}; it has {', '.join(names)}. Choose the recipe of "
             "this data set, or name the columns with --problem, --answer and --solution"
         )
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return InputFile(path, name, path.stat().st_size, digest)

@@ -1,43 +1,37 @@
 """Makes training sets of a data set: filter its files, split the rows, write them all at once.
 
-Finished files stay in `DIRECTORY/.prepare-NAME/` until all outputs are written, so the same command
-continues after a kill and writes the same bytes. Outputs are renamed into place together, the
-manifest last: a kill at any moment leaves either no manifest or a complete set. Memory holds hashes
-and lengths of rows, never all texts.
+Outputs are renamed into place together, the manifest last: a kill at any moment leaves either no
+manifest or a complete set. Memory holds hashes and lengths of rows, never all texts. Not here:
+which rows are kept (rules.py), the page for people (datasheet.py).
 """
 
 # Not strict: datasets has no types.
 # pyright: basic
 
+import hashlib
 import json
-import multiprocessing
 import os
+import platform
 import shutil
-import signal
-from collections import Counter, deque
+import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from functools import partial
-from hashlib import file_digest
-from itertools import islice
+from importlib.metadata import version
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, cast
 
 import datasets
 import pyarrow
 
+from stable_opd_mcore.data.decontamination import problem_key
 from stable_opd_mcore.data.sources import read_file
-from stable_opd_mcore.errors import DataError, UserError
-from stable_opd_mcore.host.atomic_files import atomic_file, naming_disk_errors
-from stable_opd_mcore.host.run_lock import RunLock
-from stable_opd_mcore.host.worker_processes import end_with_parent
+from stable_opd_mcore.errors import DataError
+from stable_opd_mcore.host.atomic_files import naming_disk_errors
 from stable_opd_mcore.preparation.datasheet import datasheet, lengths_entry
-from stable_opd_mcore.preparation.job import DROPPED, InputFile, Job, digest
+from stable_opd_mcore.preparation.job import DROPPED, Job
 from stable_opd_mcore.preparation.openr1 import Dropped
-from stable_opd_mcore.preparation.rules import CONTAMINATED, Rules, RuleSettings
-from stable_opd_mcore.preparation.split import row_key, shuffled, split_rows
+from stable_opd_mcore.preparation.rules import CONTAMINATED, Kept
 
 _TEXTS = ("source", "reason", "detail", "key", "problem", "answer", "solution")
 _NUMBERS = ("problem_tokens", "solution_tokens")
@@ -45,9 +39,9 @@ _NUMBERS = ("problem_tokens", "solution_tokens")
 _SCHEMA = pyarrow.schema(
     [(name, pyarrow.string()) for name in _TEXTS] + [(name, pyarrow.int32()) for name in _NUMBERS]
 )
-_BATCH_ROWS = 64
+_BATCH_ROWS = 32
 _DETAIL_CHARACTERS = 300
-_rules: Rules | None = None  # of this process
+_PACKAGES = ("stable-opd-mcore", "tokenizers", "pyarrow", "datasets")
 
 
 def prepare_data(job: Job, tell: Callable[[str], None]) -> None:
@@ -57,107 +51,40 @@ def prepare_data(job: Job, tell: Callable[[str], None]) -> None:
         tell: gets a line of progress or result at a time.
 
     Raises:
-        UserError: an unreadable file, too few rows, a full disk, a process that was killed, another
-            preparation at work in the same place.
+        UserError: an unreadable file, too few rows, a full disk.
     """
-    with naming_disk_errors(job.directory, setting="--directory"), RunLock(job.spool):
-        if is_prepared(job):
-            tell(f"{job.manifest}: made by this command before, and its files are intact")
-        else:
-            folder = job.spool / digest(job.facts["filter"])
-            for other in job.spool.iterdir():
-                if other.is_dir() and other != folder:
-                    shutil.rmtree(other)
-            _write_all(job, _filtered(job, folder, tell), folder / "new", tell)
-        shutil.rmtree(job.spool)
+    new = job.directory / f".prepare-{job.name}"
+    with naming_disk_errors(job.directory, setting="--directory"):
+        shutil.rmtree(new, ignore_errors=True)  # of a killed command
+        new.mkdir(parents=True)
+        try:
+            _write_all(job, _filtered(job, new / "rows.arrow", tell), new, tell)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
 
 
-def is_prepared(job: Job) -> bool:
-    """Whether the directory holds the manifest of this job and every file that it lists."""
-    try:
-        manifest = json.loads(job.manifest.read_bytes())
-        same = all(manifest[key] == value for key, value in job.facts.items())
-        return same and all(
-            _size_and_hash(job.directory / name)["sha256"] == entry["sha256"]
-            for name, entry in manifest["outputs"].items()
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
+def _filtered(job: Job, path: Path, tell: Callable[[str], None]) -> datasets.Dataset:
+    """Every row and what the rules say of it, in the file `path`."""
+    with pyarrow.ipc.new_stream(str(path), _SCHEMA) as stream:
+        for name, file in job.files.items():
+            records, count = read_file(file, job.columns), 0
+            while batch := list(islice(records, _BATCH_ROWS)):
+                placed = [(f"{name}:{number}", record) for number, record in batch]
+                rows = map(_row, placed, job.rules.apply(placed))
+                stream.write_batch(pyarrow.RecordBatch.from_pylist(list(rows), schema=_SCHEMA))
+                count += len(batch)
+            tell(f"{name}: {count:,} rows")
+    return datasets.Dataset.from_file(str(path))
 
 
-def _filtered(job: Job, folder: Path, tell: Callable[[str], None]) -> datasets.Dataset:
-    """Every row and what the rules say of it. Finished files are kept in `folder`."""
-    folder.mkdir(exist_ok=True)
-    finished = [folder / f"{number:05d}.arrow" for number in range(len(job.files))]
-    with _processes(job) as run:
-        for file, path in zip(job.files, finished, strict=True):
-            if path.is_file():
-                tell(f"{file.name}: finished before")
-                continue
-            records, count = read_file(file.path, job.columns), 0
-            batches = iter(lambda: list(islice(records, _BATCH_ROWS)), [])  # noqa: B023, used here
-            with atomic_file(path) as out, pyarrow.ipc.new_stream(out, _SCHEMA) as stream:
-                for rows in run(partial(_apply, file), batches):
-                    stream.write_batch(rows)
-                    count += len(rows)
-            tell(f"{file.name}: {count:,} rows")
-    return datasets.concatenate_datasets([datasets.Dataset.from_file(str(p)) for p in finished])
-
-
-@contextmanager
-def _processes(job: Job) -> Iterator[Callable[..., Iterator[pyarrow.RecordBatch]]]:
-    """Yield a `map` that runs in processes; with one process in this one."""
-    if job.num_processes == 1:
-        _start_process(job.rules)
-        yield map
-        return
-    spawn = multiprocessing.get_context("spawn")  # pyarrow has threads, which a fork would lose
-    try:
-        with ProcessPoolExecutor(job.num_processes, spawn, _start_process, (job.rules,)) as pool:
-            yield partial(_in_order, pool, 4 * job.num_processes)
-    except BrokenProcessPool as error:
-        raise UserError(
-            "a process of the preparation was killed, perhaps for want of memory; finished files "
-            "are kept. Start it again with fewer --processes"
-        ) from error
-
-
-def _in_order(
-    pool: ProcessPoolExecutor, ahead: int, function: Callable[..., Any], inputs: Iterator[Any]
-) -> Iterator[Any]:
-    """As `map`; at most `ahead` inputs are in memory."""
-    started: deque[Future[Any]] = deque()
-    for one in inputs:
-        started.append(pool.submit(function, one))
-        if len(started) == ahead:
-            yield started.popleft().result()
-    yield from (future.result() for future in started)
-
-
-def _start_process(settings: RuleSettings) -> None:
-    global _rules
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    if multiprocessing.parent_process() is not None:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # the parent says that it ended
-        end_with_parent()
-    _rules = Rules(settings)
-
-
-def _apply(file: InputFile, records: Sequence[tuple[int, Any]]) -> pyarrow.RecordBatch:
-    """What the rules say of numbered records, in the columns of _SCHEMA."""
-    assert _rules is not None
-    rows: list[dict[str, Any]] = []
-    for number, record in records:
-        name = f"{file.name}:{number}"
-        found = _rules.apply(record, name)
-        row: dict[str, Any] = {"source": name, "reason": "", **vars(found)}
-        if isinstance(found, Dropped):
-            detail = found.detail[:_DETAIL_CHARACTERS]
-            row["detail"] = detail.encode(errors="replace").decode()
-        else:
-            row["key"] = row_key(found.problem)
-        rows.append(row)
-    return pyarrow.RecordBatch.from_pylist(rows, schema=_SCHEMA)
+def _row(placed: tuple[str, Any], found: Kept | Dropped) -> dict[str, Any]:
+    """A filtered row, in the columns of _SCHEMA."""
+    row: dict[str, Any] = {"source": placed[0], "reason": "", **vars(found)}
+    if isinstance(found, Dropped):
+        row["detail"] = found.detail[:_DETAIL_CHARACTERS].encode(errors="replace").decode()
+    else:
+        row["key"] = row_key(found.problem)
+    return row
 
 
 def _write_all(job: Job, rows: datasets.Dataset, new: Path, tell: Callable[[str], None]) -> None:
@@ -175,8 +102,6 @@ def _write_all(job: Job, rows: datasets.Dataset, new: Path, tell: Callable[[str]
     sets: list[Sequence[int]] = [order]
     if job.sft_rows is not None:
         sets = [*split_rows(columns["key"], order, job.sft_rows), order]
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir()
     outputs: dict[str, Any] = {}
     for name, chosen in zip(job.outputs, sets, strict=True):
         texts = _records(rows, chosen, ("problem", "answer", "solution", "source"))
@@ -189,15 +114,52 @@ def _write_all(job: Job, rows: datasets.Dataset, new: Path, tell: Callable[[str]
             others[benchmark] = ({"problem": r.problem, "answer": r.answer} for r in problems)
     for name, records in others.items():
         outputs[f"{name}.jsonl"] = _write(new / f"{name}.jsonl", records)
-    manifest = job.facts | {"counts": counts, "outputs": outputs}
-    sheet = f"{job.name}.datasheet.md"
-    (new / sheet).write_text(datasheet(manifest), encoding="utf-8")
+    facts = _facts(job) | {"counts": counts, "outputs": outputs}
+    sheet, manifest = f"{job.name}.datasheet.md", f"{job.name}.manifest.json"
+    (new / sheet).write_text(datasheet(facts), encoding="utf-8")
     outputs[sheet] = _size_and_hash(new / sheet)
-    (new / job.manifest.name).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    job.manifest.unlink(missing_ok=True)
-    for name in (*outputs, job.manifest.name):
+    (new / manifest).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    (job.directory / manifest).unlink(missing_ok=True)
+    for name in (*outputs, manifest):
         os.replace(new / name, job.directory / name)
-    tell(f"hashes, counts and lengths: {job.manifest}, {job.directory / sheet}")
+    tell(f"hashes, counts and lengths: {job.directory / manifest}, {job.directory / sheet}")
+
+
+def _facts(job: Job) -> dict[str, Any]:
+    """What the outputs depend on: the first part of the manifest."""
+    rules = job.rules
+    pattern = rules.control_tokens
+    problems = {
+        name: json.dumps([(row.row_id, row.problem) for row in rows])
+        for name, rows in rules.benchmarks.items()
+    }
+    return {
+        "name": job.name,
+        "origin": job.origin,
+        "settings": {
+            "recipe": job.recipe,
+            "max_tokens": rules.max_tokens,
+            "sft_rows": job.sft_rows,
+            "seed": job.seed,
+        },
+        "filter": {
+            "openr1": rules.openr1,
+            "columns": rules.columns.model_dump(),
+            "max_tokens": rules.max_tokens,
+            "tokenizer_sha256": _sha256(rules.tokenizer_json),
+            "control_tokens": None if pattern is None else pattern.pattern,
+            "benchmarks": {
+                name: {"rows": len(rows), "sha256": _sha256(problems[name])}
+                for name, rows in rules.benchmarks.items()
+            },
+            "inputs": [{"name": name, **_size_and_hash(path)} for name, path in job.files.items()],
+            "versions": {
+                "python": platform.python_version(),
+                "unicode": unicodedata.unidata_version,
+                **{package: version(package) for package in _PACKAGES},
+            },
+        },
+    }
 
 
 def _counts(columns: dict[str, list[Any]]) -> dict[str, Any]:
@@ -216,11 +178,10 @@ def _records(
     rows: datasets.Dataset, numbers: Sequence[int], columns: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
     """These rows with these columns, without the columns that are null."""
-    chosen = rows.select_columns(list(columns)).select(numbers)
-    for batch in cast("Iterator[dict[str, list[Any]]]", chosen.iter(_BATCH_ROWS)):
-        for values in zip(*(batch[column] for column in columns), strict=True):
-            named = zip(columns, values, strict=True)
-            yield {column: value for column, value in named if value is not None}
+    chosen = rows.select_columns(list(columns)).select(numbers).with_format("arrow")
+    for batch in cast("Iterator[pyarrow.Table]", chosen.iter(_BATCH_ROWS)):
+        for row in batch.to_pylist():
+            yield {column: value for column, value in row.items() if value is not None}
 
 
 def _write(path: Path, records: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -233,4 +194,54 @@ def _write(path: Path, records: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 def _size_and_hash(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": file_digest(file, "sha256").hexdigest()}
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest}
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def row_key(problem: str) -> str:
+    """16 hex digits, hashed from the normalised problem: near-duplicates share them."""
+    return hashlib.blake2b(problem_key(problem).encode(), digest_size=8).hexdigest()
+
+
+def shuffled(keys: Sequence[str], rows: Sequence[int], seed: int) -> list[int]:
+    """The rows in the order of a hash of seed and key; rows of one problem in the input's order.
+
+    It depends on nothing else: not on other rows, nor on a random generator.
+
+    Args:
+        keys: `row_key` of every row of the input.
+        rows: numbers of those that are ordered.
+    """
+
+    def rank(row: int) -> bytes:
+        return hashlib.blake2b(f"{seed}/{keys[row]}".encode(), digest_size=8).digest()
+
+    return sorted(rows, key=rank)
+
+
+def split_rows(
+    keys: Sequence[str], order: Sequence[int], num_first: int
+) -> tuple[list[int], list[int]]:
+    """The first `num_first` rows of the order, for the supervised run, and the others.
+
+    Rows of one problem stay together, so that no distillation prompt is trained on before.
+
+    Raises:
+        DataError: fewer than num_first + 1 rows.
+    """
+    if len(order) <= num_first:
+        raise DataError(
+            f"{len(order)} rows are kept, which is too few for {num_first} supervised rows and "
+            f"the prompts of the distillation; lower --sft-rows below {len(order)}, raise "
+            "--max-tokens, or give more data with --source"
+        )
+    first: list[int] = []
+    second: list[int] = []
+    for _, group in groupby(order, key=keys.__getitem__):
+        rows = list(group)
+        (first if len(first) + len(rows) <= num_first else second).extend(rows)
+    return first, second

@@ -3,12 +3,13 @@
 The rules hold for every recipe, in this order: the problem stands in no benchmark; the row has what
 its recipe asks for; no text of a control token in problem or solution; the solution is more than
 the bare answer; the shortest solution in the student's tokens is kept, if it has at most
-`max_tokens` of them. The training refuses what these rules drop. Not here: files and processes.
+`max_tokens` of them. The training refuses what these rules drop. Not here: files.
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import itemgetter
 from typing import Any
 
@@ -42,8 +43,8 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class RuleSettings:
-    """What the rules depend on. It is sent to every process."""
+class Rules:
+    """The rules, and what they depend on."""
 
     openr1: bool
     columns: ColumnsConfig
@@ -52,44 +53,54 @@ class RuleSettings:
     control_tokens: re.Pattern[str] | None
     benchmarks: Mapping[str, Sequence[Row]]
 
+    @cached_property
+    def _tokenizer(self) -> RawTokenizer:
+        return RawTokenizer.from_str(self.tokenizer_json)
 
-class Rules:
-    """The rules, with the tokenizer and the index of the benchmarks loaded."""
+    @cached_property
+    def _index(self) -> BenchmarkIndex:
+        return BenchmarkIndex(self.benchmarks)
 
-    def __init__(self, settings: RuleSettings) -> None:
-        self._settings = settings
-        self._tokenizer = RawTokenizer.from_str(settings.tokenizer_json)
-        self._benchmarks = BenchmarkIndex(settings.benchmarks)
-
-    def apply(self, record: Mapping[str, Any], place: str) -> Kept | Dropped:
-        """The row as it is written, or why it is dropped.
+    def apply(self, records: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Kept | Dropped]:
+        """The rows as they are written, or why they are dropped.
 
         Args:
-            place: file and row, for the detail of a malformed row.
+            records: each with its file and row, for the detail of a malformed row. Their texts are
+                tokenized together, on all cores.
         """
+        found = [self._usable(record, place) for place, record in records]
+        candidates = [each for each in found if isinstance(each, Candidate)]
+        texts = [text for each in candidates for text in (each.problem, *each.solutions)]
+        lengths = map(len, self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        return [
+            self._shortest(each, lengths) if isinstance(each, Candidate) else each for each in found
+        ]
+
+    def _usable(self, record: Mapping[str, Any], place: str) -> Candidate | Dropped:
+        """The row with the solutions that may be trained on, or why it is dropped."""
         try:
-            match = self._benchmarks.find(self._problem(record, place))
+            match = self._index.find(self._problem(record, place))
             if match is not None:
                 reason = f"{CONTAMINATED}{match.benchmark} ({match.kind})"
                 return Dropped(reason, f"{match.row_id}: {match.words}")
             candidate = self._candidate(record, place)
         except DataError as error:
             return Dropped(MALFORMED, str(error))
-        return candidate if isinstance(candidate, Dropped) else self._keep(candidate)
+        return candidate if isinstance(candidate, Dropped) else self._without_faults(candidate)
 
     def _problem(self, record: Mapping[str, Any], place: str) -> str:
-        if self._settings.openr1:
+        if self.openr1:
             return openr1_problem(record, place)
-        columns = self._settings.columns.model_copy(update={"answer": None, "solution": None})
+        columns = self.columns.model_copy(update={"answer": None, "solution": None})
         return parse_row(record, columns, place, place).problem
 
     def _candidate(self, record: Mapping[str, Any], place: str) -> Candidate | Dropped:
-        if self._settings.openr1:
+        if self.openr1:
             return openr1_candidate(record, place)
-        row = parse_row(record, self._settings.columns, place, place)
+        row = parse_row(record, self.columns, place, place)
         return Candidate(row.problem, row.answer, () if row.solution is None else (row.solution,))
 
-    def _keep(self, candidate: Candidate) -> Kept | Dropped:
+    def _without_faults(self, candidate: Candidate) -> Candidate | Dropped:
         if any(map(SURROGATE.search, (candidate.problem, *candidate.solutions))):
             return Dropped(MALFORMED, "a lone surrogate, half a character")
         token = self._control_token(candidate.problem)
@@ -102,17 +113,18 @@ class Rules:
         solutions = [text for text in solutions if not is_bare_answer(text, candidate.answer)]
         if candidate.solutions and not solutions:
             return Dropped("every solution is the bare answer")
-        encoded = self._tokenizer.encode_batch_fast(
-            [candidate.problem, *solutions], add_special_tokens=False
-        )
-        problem_tokens, *lengths = map(len, encoded)
-        measured = zip(lengths, solutions, strict=True)
+        return replace(candidate, solutions=tuple(solutions))
+
+    def _shortest(self, candidate: Candidate, lengths: Iterator[int]) -> Kept | Dropped:
+        """The row with its shortest solution; takes the lengths of its texts."""
+        problem_tokens = next(lengths)
+        measured = [(next(lengths), solution) for solution in candidate.solutions]
         length, solution = min(measured, key=itemgetter(0), default=(0, None))
-        if length > self._settings.max_tokens:
-            return Dropped(f"longer than {self._settings.max_tokens} tokens", f"{length} tokens")
+        if length > self.max_tokens:
+            return Dropped(f"longer than {self.max_tokens} tokens", f"{length} tokens")
         return Kept(candidate.problem, candidate.answer, solution, problem_tokens, length)
 
     def _control_token(self, text: str) -> str | None:
-        pattern = self._settings.control_tokens
+        pattern = self.control_tokens
         match = None if pattern is None else pattern.search(text)
         return match.group() if match else None

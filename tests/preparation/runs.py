@@ -31,7 +31,6 @@ def small_job(inputs: Path, directory: Path, **changes: Any) -> Job:
         "sft_rows": 100,
         "max_tokens": 60,
         "seed": 0,
-        "processes": 1,
         "columns": {},
     }
     return job_of(**options | changes)

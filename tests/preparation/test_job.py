@@ -1,13 +1,11 @@
-"""What is refused before the first row is read, and what the outputs depend on."""
-
-import json
+"""What is refused before the first row is read, and what a job reads and writes."""
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from stable_opd_mcore.errors import DataError, UserError
-from stable_opd_mcore.preparation.job import digest, find_files, open_input
+from stable_opd_mcore.preparation.job import find_files, require_columns
 from tests.hub_server import COMMIT, hub_server, use_hub
 from tests.preparation.runs import make_inputs, small_job
 
@@ -54,9 +52,10 @@ def test_data_and_student_come_from_the_hub_at_a_commit(inputs, tmp_path, monkey
         options |= {"source": "open-r1/OpenR1-Math-220k"}
         named = small_job(inputs, tmp_path, **options | rows)
     assert (named.name, named.outputs) == ("OpenR1-Math-220k", ("OpenR1-Math-220k",))
-    assert job.facts["origin"] == f"open-r1/OpenR1-Math-220k@{COMMIT}"
+    assert job.origin == f"open-r1/OpenR1-Math-220k@{COMMIT}"
     local = small_job(inputs, tmp_path)
-    assert [file.sha256 for file in job.files] == [file.sha256 for file in local.files]
+    read, expected = ([path.read_bytes() for path in each.files.values()] for each in (job, local))
+    assert read == expected
     assert job.rules == local.rules
     assert not any("safetensors" in path or "all/" in path for path in asked)
 
@@ -102,27 +101,11 @@ def test_no_file_of_a_preparation_replaces_another(inputs, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_filter_depends_on_all_that_decides_it_and_on_nothing_else(inputs, tmp_path):
-    def key(**changes):
-        return digest(small_job(inputs, tmp_path, **changes).facts["filter"])
-
-    assert key() == key(processes=7) == key(seed=4) == key(sft_rows=50)
-    assert key() != key(max_tokens=61)
-    copy = inputs / "more_benchmarks"
-    copy.mkdir()
-    for path in (inputs / "benchmarks").iterdir():
-        (copy / path.name).write_bytes(path.read_bytes())
-    assert key() == key(benchmarks=copy)
-    with (copy / "amc.jsonl").open("a") as file:
-        file.write(json.dumps({"problem": "Another one", "answer": "1"}))
-    assert key() != key(benchmarks=copy)
-
-
 def test_bad_files_are_named(tmp_path):
     def refuses(name, content, message):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=message):
-            open_input(tmp_path / name, name, ["a"])
+            require_columns(tmp_path / name, ["a"])
 
     refuses("a.parquet", b"PAR1 not really", r"a\.parquet: not a readable parquet file")
     refuses("b.jsonl", b"", r"b\.jsonl: no rows in it")

@@ -1,15 +1,9 @@
-"""From shards to training sets: every row accounted for, and the same bytes after any kill."""
+"""From shards to training sets: every row accounted for, the same bytes, order and division."""
 
-import contextlib
 import hashlib
 import json
-import os
-import shutil
-import signal
-import time
 from collections import Counter
 
-import psutil
 import pytest
 
 from stable_opd_mcore.config.data import SourceConfig
@@ -17,10 +11,17 @@ from stable_opd_mcore.data.decontamination import problem_key
 from stable_opd_mcore.data.sources import load_rows
 from stable_opd_mcore.errors import DataError, UserError
 from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS, load_benchmark
-from stable_opd_mcore.host.run_lock import RunLock
-from stable_opd_mcore.preparation.prepare import is_prepared, prepare_data
+from stable_opd_mcore.preparation import prepare
+from stable_opd_mcore.preparation.prepare import prepare_data, row_key, shuffled, split_rows
 from tests.preparation.make_openr1 import benchmark_text
 from tests.preparation.runs import NUM_ROWS, make_inputs, small_job
+
+HASHES = {
+    "openr1_dropped.jsonl": "4ccccd5347ac4924",
+    "openr1_opd_13k.jsonl": "efea731505da51f8",
+    "openr1_sft_33k.jsonl": "c04dc3de4092ae6d",
+    "openr1_sft_46k.jsonl": "8c9a8f3c114e9917",
+}
 
 
 @pytest.fixture(scope="module")
@@ -101,92 +102,41 @@ def test_the_manifest_describes_the_files(inputs, prepared):
     assert "## openr1_opd_13k.jsonl" in files["openr1.datasheet.md"].decode()
 
 
-def test_several_processes_write_the_same_bytes(inputs, prepared, tmp_path):
-    prepare_data(small_job(inputs[0], tmp_path / "data", processes=2), print)
-    assert contents(tmp_path / "data") == contents(prepared[0])
+def test_the_same_inputs_give_the_same_bytes(prepared):
+    """Whoever prepares a data set again with a later release gets the same files."""
+    hashes = {
+        name: hashlib.sha256(content).hexdigest()[:16]
+        for name, content in contents(prepared[0]).items()
+        if name.startswith("openr1") and name.endswith(".jsonl")
+    }
+    assert hashes == HASHES
 
 
-def in_a_child(job):
-    """The id of a process that prepares, and what it told so far."""
-    told = job.directory.parent / "told"
-    told.write_text("")
-    child = os.fork()
-    if child == 0:
-        os.setsid()  # its processes can be found by its session
-        with told.open("a", buffering=1) as file:
-            try:
-                prepare_data(job, lambda line: print(line, file=file))
-            except BaseException as error:
-                print(error, file=file)
-        os._exit(0)
-    return child, told
-
-
-def test_kills_do_not_change_a_byte_and_finished_files_stay(inputs, prepared, tmp_path):
+def test_an_interrupted_preparation_changes_no_file_and_leaves_none(
+    inputs, prepared, tmp_path, monkeypatch
+):
     job = small_job(inputs[0], tmp_path / "data")
-    for finished in range(1, 4):
-        child, told = in_a_child(job)
-        while len(told.read_text().splitlines()) < finished:
-            time.sleep(0.001)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    lines = []
-    prepare_data(job, lines.append)
-    assert sum("finished before" in line for line in lines) >= 2
+    (tmp_path / "data/.prepare-openr1").mkdir(parents=True)
+    (tmp_path / "data/.prepare-openr1/00000.arrow").write_text("of a killed command")
+    (tmp_path / "data/openr1_sft_33k.jsonl").write_text("earlier\n")
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare, "datasheet", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_data(job, print)
+    assert contents(tmp_path / "data") == {"openr1_sft_33k.jsonl": b"earlier\n"}
+    monkeypatch.undo()
+    prepare_data(job, print)
     assert contents(tmp_path / "data") == contents(prepared[0])
-
-
-def processes_of(session):
-    """Those of a session that run; other users' processes and ended ones are left out."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, ProcessLookupError):
-            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
-
-
-def test_a_killed_process_ends_with_advice_and_a_killed_command_leaves_none(inputs, tmp_path):
-    for victim, advice in (("process", "fewer --processes"), ("command", "")):
-        (tmp_path / victim).mkdir()
-        child, told = in_a_child(small_job(inputs[0], tmp_path / victim / "data", processes=2))
-        workers = []
-        while not workers:
-            workers = [p for p in processes_of(child) if "spawn_main" in " ".join(p.cmdline())]
-            time.sleep(0.01)
-        os.kill(child if victim == "command" else workers[0].pid, signal.SIGKILL)
-        os.waitpid(child, 0)
-        deadline = time.monotonic() + 60
-        while processes_of(child):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        assert advice in told.read_text()
-
-
-def test_prepared_again_nothing_is_done_and_a_lost_file_is_made_again(inputs, prepared, tmp_path):
-    directory = tmp_path / "data"
-    shutil.copytree(prepared[0], directory)
-    before, job, lines = contents(directory), small_job(inputs[0], directory), []
-    prepare_data(job, lines.append)
-    assert "made by this command before" in lines[-1]
-    assert is_prepared(job)
-    for name in ("amc.jsonl", "openr1.datasheet.md", "openr1.manifest.json"):
-        (directory / name).write_text("{}")
-        assert not is_prepared(job)
-        (directory / name).write_bytes(before[name])
-    (directory / "openr1_opd_13k.jsonl").unlink()
-    prepare_data(job, lines.append)
-    assert contents(directory) == before
-    assert not is_prepared(small_job(inputs[0], directory, seed=1))
 
 
 def test_too_few_rows_end_with_advice_that_works(inputs, tmp_path):
     with pytest.raises(DataError, match=r"lower --sft-rows below (\d+), raise --max-tokens") as few:
         prepare_data(small_job(inputs[0], tmp_path / "data", sft_rows=250), print)
     below = int(str(few.value).split("below ")[1].split(",")[0])
-    lines = []
-    prepare_data(small_job(inputs[0], tmp_path / "data", sft_rows=below - 1), lines.append)
-    assert sum("finished before" in line for line in lines) == 3
+    prepare_data(small_job(inputs[0], tmp_path / "data", sft_rows=below - 1), print)
 
 
 def test_a_file_that_breaks_off_and_a_line_that_is_no_row_end_the_command(inputs, tmp_path):
@@ -206,14 +156,6 @@ def test_a_file_that_breaks_off_and_a_line_that_is_no_row_end_the_command(inputs
     ends(tmp_path / "b.jsonl", r"b\.jsonl:2: not valid JSON")
 
 
-def test_a_second_preparation_in_the_same_place_is_refused(inputs, tmp_path):
-    with (
-        RunLock(tmp_path / "data" / ".prepare-openr1"),
-        pytest.raises(UserError, match="another run is at work here"),
-    ):
-        prepare_data(small_job(inputs[0], tmp_path / "data"), print)
-
-
 def test_any_jsonl(inputs, tmp_path):
     rows = [{"q": f"Sum of {i} and {i}?", "a": 2 * i} for i in range(5)]
     rows += [{"q": benchmark_text("amc", 1), "a": "1"}, {"q": "", "a": "1"}]
@@ -228,3 +170,31 @@ def test_any_jsonl(inputs, tmp_path):
     assert [row["reason"] for row in dropped] == ["stands in amc (exact)", "malformed"]
     with pytest.raises(UserError, match=r"mine\.jsonl would replace its own source"):
         prepare_data(small_job(inputs[0], tmp_path, **options), print)
+
+
+def test_the_split_is_seeded_exact_and_disjoint_by_problem():
+    keys = [str(i // 2 if i < 20 else i) for i in range(100)]
+    order = shuffled(keys, range(100), seed=0)
+    assert sorted(order) == list(range(100))
+    assert order != sorted(order)
+    assert order != shuffled(keys, range(100), seed=1)
+    sft, opd = split_rows(keys, order, 70)
+    assert len(sft) == 70
+    assert sorted(sft + opd) == list(range(100))
+    assert not {keys[row] for row in sft} & {keys[row] for row in opd}
+    with pytest.raises(DataError, match=r"100 rows are kept.*lower --sft-rows below 100"):
+        split_rows(keys, order, 100)
+
+
+def test_a_group_that_does_not_fit_goes_to_the_second_part():
+    assert split_rows(["1", "1", "1", "2"], [0, 1, 2, 3], 2) == ([3], [0, 1, 2])
+
+
+def test_the_order_of_a_problem_does_not_depend_on_other_rows():
+    few, many = ["5", "6", "7", "8"], ["5", "1", "6", "2", "7", "3", "8"]
+    order = [many[row] for row in shuffled(many, range(7), seed=3)]
+    assert [key for key in order if key >= "5"] == [few[row] for row in shuffled(few, range(4), 3)]
+
+
+def test_near_duplicates_share_a_key():
+    assert row_key("How many?") == row_key(" HOW  many ") != row_key("How much?")
