@@ -240,7 +240,8 @@ def one_step(run: Any, rollouts: list[Rollout], others: OtherRanks, clock: Clock
     with others.replaced():
         timer = PhaseTimer()
         with clock.phase("samples"):
-            drawn = step.training_samples(run, prompts, rollouts, 0, rows[:: run.world.data_size])
+            drawn = step.rollouts_as_samples(run, prompts, rollouts, 0)
+            drawn += step.golden_solutions(run, prompts, 0)
         with clock.phase("facts"):
             facts = sharing.gather_facts(run.world, drawn, rows)
         with clock.phase("share"), nested(clock, "share", "exchange"):

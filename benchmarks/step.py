@@ -170,7 +170,7 @@ def scripted_engine(run: Any, lengths: Sequence[int]) -> Any:
     from stable_opd_mcore.rollout.noise import row_key
 
     class ScriptedEngine(EmbeddedEngine):
-        def generate(self, prompts, sampling, *, step, when_finished=None):
+        def generate(self, prompts, sampling, *, step):
             keys = [row_key(sampling.seed, step, prompt.prompt_id, 0) for prompt in prompts]
             self.length_of_key = dict(zip(keys, lengths, strict=True))
             return super().generate(prompts, sampling, step=step)

@@ -50,6 +50,7 @@ class Sampling:
     num_samples: int = 1  # responses per prompt
     stop_token_ids: tuple[int, ...] = ()  # a response ends with, and includes, the first of these
     seed: int = 0  # of the noise, with step, prompt and sample index
+    scored: bool = False  # a served teacher scores each response as soon as it ends
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
@@ -111,6 +112,26 @@ def _equal(left: Any, right: Any) -> bool:
     return left == right
 
 
+@dataclass(frozen=True, eq=False)
+class SequenceScores(_WithArrays):
+    """A served model's scores of L tokens of a sequence, at temperature 1, in nats. K and E are 0
+    where they were not requested."""
+
+    _DTYPES: ClassVar = {
+        "logprobs_L": np.float32,
+        "top_ids_LK": np.int32,
+        "top_logprobs_LK": np.float16,
+        "extra_logprobs_LE": np.float32,
+    }
+
+    logprobs_L: NDArray[np.float32]  # of the token
+    top_ids_LK: NDArray[np.int32]  # most probable first
+    # Half precision, because they are most of what travels: a log-probability of -2 is exact to
+    # .001, one of -8 to .004.
+    top_logprobs_LK: NDArray[np.float16]
+    extra_logprobs_LE: NDArray[np.float32]  # of the E ids that are looked up at every token
+
+
 @dataclass(frozen=True)
 class Routing:
     """The shape of a model's choices of experts."""
@@ -170,6 +191,7 @@ class Rollout(_WithArrays):
     routed_experts: NDArray[np.int16] | None = None
     # in order, L tokens together; not given: all of weight_version
     segments: tuple[Segment, ...] = ()
+    teacher_scores: SequenceScores | None = None  # of the L tokens; None: no server has scored them
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -203,6 +225,7 @@ class Sample(_WithArrays):
     off_policy: bool = False  # the golden solution, not the rollouts, carries the policy term (gkd)
     # as Prompt.teacher_token_ids; None where the teacher reads prompt_token_ids
     teacher_prompt_token_ids: NDArray[np.int32] | None = None
+    teacher_scores: SequenceScores | None = None  # as Rollout.teacher_scores
 
     @property
     def is_scored(self) -> bool:
@@ -317,6 +340,12 @@ class MicroBatch:
     # rollouts alone (rollout.max_staleness) has only token_logprobs.
     old_logprob_N: Tensor | None = None  # [N] fp32, nats, of the stop class as in Scores
     old_token_logprob_N: Tensor | None = None  # [N] fp32, nats, of the token itself
+    # A served teacher's scores as they arrived (SequenceScores); None without one, and where
+    # is_scored is False
+    served_logprob_N: Tensor | None = None  # [N] fp32, nats
+    served_top_ids_NK: Tensor | None = None  # [N, K] int32
+    served_top_logprobs_NK: Tensor | None = None  # [N, K] fp16, nats
+    served_extra_logprobs_NE: Tensor | None = None  # [N, E] fp32, nats
     teacher: Scores | None = None
     reference: Scores | None = None
 
@@ -343,15 +372,24 @@ class LossOutput:
     teacher_entropy_N: Tensor  # [N] nats, 0 where the loss does not compute the teacher's logits
 
 
+def fields_of_rows(record: object) -> dict[str, Any]:
+    """What a record holds for each row: the fields named ..._N, or ..._N and another letter."""
+    return {
+        name: value
+        for name, value in vars(record).items()
+        if value is not None and name.rpartition("_")[2][:1] == "N"
+    }
+
+
 def split_rows(record: _Rows, count: int) -> list[_Rows]:
-    """The record in blocks of `count` rows, the last one shorter: cuts every field named ..._N or
-    ..._N followed by another letter. Views; one operation per field for all blocks.
+    """The record in blocks of `count` rows, the last one shorter. Views; one operation per field
+    for all blocks.
     """
-    parts: dict[str, Sequence[Any]] = {}
-    for name, value in vars(record).items():
-        if isinstance(value, Scores):
-            parts[name] = split_rows(value, count)
-        elif value is not None and name.rpartition("_")[2][:1] == "N":
-            parts[name] = value.split(count)
+    parts: dict[str, Sequence[Any]] = {
+        name: split_rows(value, count)
+        for name, value in vars(record).items()
+        if isinstance(value, Scores)
+    }
+    parts |= {name: value.split(count) for name, value in fields_of_rows(record).items()}
     blocks = zip(*parts.values(), strict=True)
     return [replace(record, **dict(zip(parts, block, strict=True))) for block in blocks]

@@ -29,7 +29,7 @@ from stable_opd_mcore.planning.layout import Layout
 from stable_opd_mcore.planning.memory import MemoryPlan, memory_plan
 from stable_opd_mcore.planning.model_size import ModelSize
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
-from stable_opd_mcore.rollout.engine import RolloutEngine, WhenFinished
+from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.setup import build_run
 from stable_opd_mcore.train.step import train_step
@@ -88,7 +88,6 @@ class FixedLengthEngine(RolloutEngine):
         sampling: Sampling,
         *,
         step: int,
-        when_finished: WhenFinished | None = None,
     ) -> list[Rollout]:
         draw, length = np.random.default_rng(step), sampling.max_new_tokens
         return [

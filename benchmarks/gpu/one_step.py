@@ -121,8 +121,8 @@ def first_logits(run: Any) -> Tensor:
     from stable_opd_mcore.train.samples.drawing import (
         draw_rollouts,
         own_prompts,
+        rollouts_as_samples,
         rows_of_step,
-        training_samples,
     )
     from stable_opd_mcore.train.samples.sharing import gather_facts
     from stable_opd_mcore.train.step import minibatches_of, pack_minibatch
@@ -130,7 +130,7 @@ def first_logits(run: Any) -> Tensor:
     rows = rows_of_step(run, TrainState())
     prompts = own_prompts(run, rows)
     rollouts = draw_rollouts(run, prompts, 0)
-    samples = training_samples(run, prompts, rollouts, 0)
+    samples = rollouts_as_samples(run, prompts, rollouts, 0)
     facts = gather_facts(run.world, samples, range(len(rows)))
     batch = pack_minibatch(run, minibatches_of(run, samples, facts)[0])[0]
     hidden_TH = forward_hidden(run.student.chunks[0], batch)

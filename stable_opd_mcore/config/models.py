@@ -45,7 +45,7 @@ class ModelConfig(Section):
 
 
 SELF = "self"  # teacher.path of a student that is its own teacher
-TEACHER_PATIENCE = 600.0  # seconds in which the score phase asks failed servers again
+TEACHER_PATIENCE = 600.0  # seconds in which servers that do not answer are asked again
 
 
 class TeacherConfig(ModelConfig):
@@ -74,25 +74,12 @@ class TeacherConfig(ModelConfig):
     api_key_file: str | None = None
     """File with the servers' API key; `null`: the servers have none."""
     request_timeout_seconds: float = Field(default=600.0, gt=0)
-    """Longest time one scoring request may take. To try all replicas takes twice as long at
-    most."""
+    """Longest time one scoring request may take; then the teacher's next replica is asked."""
 
     @property
     def is_self(self) -> bool:
         """Whether the student is its own teacher."""
         return self.path == SELF
-
-    def longest_wait(self, *, asks_early: bool) -> float:
-        """Seconds after which servers that do not answer are lost at the latest.
-
-        Args:
-            asks_early: whether responses are scored as soon as they are finished; what failed then
-                is asked for again in the score phase.
-        """
-        replicas = max(map(len, (self.urls, *self.routes.values())))
-        all_tried = min(2, replicas) * self.request_timeout_seconds
-        again = TEACHER_PATIENCE + self.request_timeout_seconds  # begun before the patience ends
-        return asks_early * all_tried + max(all_tried, again)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -16,6 +16,7 @@ from stable_opd_mcore.config.data import DataConfig, RewardConfig
 from stable_opd_mcore.config.evaluation import EvaluationConfig, MonitoringConfig
 from stable_opd_mcore.config.guard import GuardConfig
 from stable_opd_mcore.config.models import (
+    TEACHER_PATIENCE,
     ModelConfig,
     ReferenceConfig,
     TeacherConfig,
@@ -316,12 +317,6 @@ class Config(Section):
                 "server scores prompts at temperature 1 alone, so its log-probabilities would not "
                 "compare with the student's; set sampling.temperature=1 or teacher.engine=megatron"
             )
-        if served and self.parallel.context > 1:
-            raise ValueError(
-                f"parallel.context={self.parallel.context} with teacher.engine=sglang: a server "
-                "scores whole sequences, and each rank holds a slice; set parallel.context=1 or "
-                "teacher.engine=megatron"
-            )
         if served and self.fp8.teacher:
             raise ValueError(
                 f"fp8.teacher={self.fp8.teacher} with teacher.engine=sglang: the precision of a "
@@ -358,7 +353,7 @@ class Config(Section):
                 "rollout.sglang.sync_timeout_seconds": sglang.sync_timeout_seconds,
             }
         if self.teacher and self.teacher.engine == "sglang":
-            wait = self.teacher.longest_wait(asks_early=self.rollout.engine == "sglang")
+            wait = TEACHER_PATIENCE + self.teacher.request_timeout_seconds
             waits["the longest wait by teacher.request_timeout_seconds"] = wait
         for key, seconds in waits.items():
             if limit is not None and seconds >= 60 * limit:

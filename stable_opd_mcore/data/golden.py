@@ -65,6 +65,7 @@ def rollout_samples(
                 loop_length=loop_length,
                 reward=rollout.reward,
                 routed_experts=rollout.routed_experts,
+                teacher_scores=rollout.teacher_scores,
                 truncated=rollout.finish_reason != "stop",
             )
         )

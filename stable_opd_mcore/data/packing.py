@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stable_opd_mcore.records import MicroBatch, Sample, SampleFacts, SampleWeights
+from stable_opd_mcore.records import MicroBatch, Sample, SampleFacts, SampleWeights, SequenceScores
 
 _PAD_TOKEN = 0  # any valid id: no loss reads it and no token attends to it
 
@@ -203,6 +203,8 @@ def _build(
     ]
     tokens_T = _join([*tokens, _padding(padding)], np.int64)
     arrays = _row_values(chosen, weights.select(members_S), responses_S)
+    if is_scored:
+        arrays |= _served_scores([sample.teacher_scores for sample in chosen])
     if routing is not None:
         shape = (len(tokens_T), *routing)
         arrays["routed_experts_TLC"] = _routed_experts(chosen, starts_S, shape)
@@ -259,6 +261,20 @@ def _row_values(
     if weights.advantage_B is not None:
         values["given_advantage_N"] = weight(weights.advantage_B)
     return values
+
+
+def _served_scores(scores: Sequence[SequenceScores | None]) -> dict[str, NDArray[Any]]:
+    """MicroBatch's fields from a served teacher, which has scored all samples or none."""
+    found = [each for each in scores if each is not None]
+    if not found:
+        return {}
+    assert len(found) == len(scores), "train/samples/served_scores.py waits for all scores"
+    return {
+        "served_logprob_N": np.concatenate([each.logprobs_L for each in found]),
+        "served_top_ids_NK": np.concatenate([each.top_ids_LK for each in found]),
+        "served_top_logprobs_NK": np.concatenate([each.top_logprobs_LK for each in found]),
+        "served_extra_logprobs_NE": np.concatenate([each.extra_logprobs_LE for each in found]),
+    }
 
 
 def _routed_experts(

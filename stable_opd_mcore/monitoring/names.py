@@ -136,14 +136,14 @@ _ALL: dict[str, tuple[str, str]] = {
     "engine/prefix_cached_share": ("prompt tokens found in the servers' prefix cache", "share"),
     "time/sync": ("sending weights to the rollout engine", "s"),
     "time/rollout": ("sampling and grading rollouts", "s"),
-    "time/wait": ("waiting for responses of servers, a part of time/rollout", "s"),
-    "time/score": ("teacher and reference scores", "s"),
+    "time/wait": ("waiting for servers' responses and their scores, a part of time/rollout", "s"),
+    "time/score": ("scores of teacher and reference in the trainer", "s"),
     "time/update": ("forward, backward and optimizer", "s"),
     "time/total": ("the whole step", "s"),
     "time/eval": ("held-out evaluation", "s"),
     "throughput/tokens_per_second": ("tokens of the rollout batch over step time", "tokens/s"),
     "perf/trainer_waited": (
-        "share of the step that the trainer waits for servers: for responses, and in time/sync",
+        "share of the step that the trainer waits for servers: in time/wait and time/sync",
         "share",
     ),
     "perf/servers_waited": (
@@ -154,10 +154,6 @@ _ALL: dict[str, tuple[str, str]] = {
     "perf/teacher_waited": (
         "share of the step in which a rank had no request at a teacher's server; mean of ranks "
         "and servers",
-        "share",
-    ),
-    "perf/scored_early": (
-        "share of the samples that a served teacher has scored when the score phase begins",
         "share",
     ),
     "perf/continued_share": (

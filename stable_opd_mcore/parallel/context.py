@@ -13,12 +13,12 @@ Not here: padding sequences to a multiple of 2C tokens (data/packing.py), attent
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from stable_opd_mcore.records import MicroBatch
+from stable_opd_mcore.records import MicroBatch, fields_of_rows
 
 
 def token_indices(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
@@ -48,12 +48,7 @@ def slice_microbatch(batch: MicroBatch, rank: int, size: int) -> MicroBatch:
     place_T[indices] = torch.arange(len(indices), device=indices.device)
     place_N = place_T[batch.rows_N]
     mine_N = place_N >= 0
-    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    of_rows = {
-        name: value[mine_N]
-        for name, value in values.items()
-        if name.endswith("_N") and value is not None
-    }
+    of_rows = {name: values[mine_N] for name, values in fields_of_rows(batch).items()}
     of_rows["rows_N"] = place_N[mine_N]
     of_rows["golden_rows_G"] = of_rows["golden_N"].nonzero()[:, 0]
     if batch.routed_experts_TLC is not None:

@@ -24,6 +24,7 @@ from stable_opd_mcore.rollout.embedded import EmbeddedEngine
 from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.rollout.replay import ReplayEngine
 from stable_opd_mcore.rollout.sglang.build import build_sglang_engine
+from stable_opd_mcore.serving.teacher import ServedTeacher
 
 _log = logging.getLogger(__name__)
 _SLOW_SECONDS = 60.0
@@ -44,6 +45,7 @@ def build_engine(
     stop_requested: Callable[[], bool] = lambda: False,
     progress: Callable[[], None] = lambda: None,
     memory: DeviceMemory | None = None,
+    teacher: ServedTeacher | None = None,
 ) -> RolloutEngine:
     """The engine of `rollout.engine`, over the student's model chunks of this rank.
 
@@ -51,6 +53,7 @@ def build_engine(
         stop_requested: whether the run is about to end; then no server is waited for.
         progress: called from any thread whenever a server has answered or a token is decoded.
         memory: the trainer's parts on the device, which colocated servers need.
+        teacher: scores the responses that servers draw.
 
     Raises:
         UserError: the run to replay has no stored rollouts, or there are too few servers.
@@ -73,7 +76,7 @@ def build_engine(
         case "sglang":
             decode, size = tokenizer.decode, tokenizer.vocab_size
             return build_sglang_engine(
-                config, world, chunks, decode, size, stop_requested, progress, memory
+                config, world, chunks, decode, size, stop_requested, progress, memory, teacher
             )
 
 

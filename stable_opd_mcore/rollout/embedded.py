@@ -44,7 +44,7 @@ from stable_opd_mcore.models.linear import linear, packed
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.drawn_ahead import DrawnAhead, with_tokens
-from stable_opd_mcore.rollout.engine import RolloutEngine, WhenFinished, check_prompts
+from stable_opd_mcore.rollout.engine import RolloutEngine, check_prompts
 from stable_opd_mcore.rollout.inference import inference_mode, run_layers
 from stable_opd_mcore.rollout.kv_cache import KVCache
 from stable_opd_mcore.rollout.noise import row_key, sample_tokens, uniforms
@@ -85,12 +85,7 @@ class EmbeddedEngine(RolloutEngine):
         self._ahead = DrawnAhead(self.max_staleness)
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        *,
-        step: int,
-        when_finished: WhenFinished | None = None,  # noqa: ARG002
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int
     ) -> list[Rollout]:
         """See `RolloutEngine.generate`. All ranks of the replica call it together."""
         check_prompts(prompts, sampling, vocab_size=self.vocab_size, window=self._window)
@@ -100,13 +95,7 @@ class EmbeddedEngine(RolloutEngine):
         return rollouts
 
     def prefetch(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        *,
-        step: int,
-        weight_version: int,
-        when_finished: WhenFinished | None = None,  # noqa: ARG002
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int, weight_version: int
     ) -> None:
         """Draw the step's rollouts to the end, or with `partial` to their share of the budget.
 

@@ -10,15 +10,12 @@ prompts and may pass none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.records import Prompt, Rollout, Routing, Sampling
 from stable_opd_mcore.serving.idle_clock import IdleClock
-
-# Gets the prompt and the tokens of a response that is finished
-WhenFinished = Callable[[Prompt, Sequence[int]], None]
 
 
 class RolloutEngine:
@@ -32,18 +29,11 @@ class RolloutEngine:
     idle: IdleClock | None = None  # of this rank's servers; None: an engine without servers
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        *,
-        step: int,
-        when_finished: WhenFinished | None = None,
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int
     ) -> list[Rollout]:
-        """`sampling.num_samples` rollouts per prompt, all of the first prompt first.
-
-        Args:
-            when_finished: called on the first rank of the replica, from any thread, for each
-                response that a server finishes from now on, before this returns.
+        """`sampling.num_samples` rollouts per prompt, all of the first prompt first. With
+        `sampling.scored` those of an engine with servers have their `teacher_scores`, unless the
+        teacher is lost.
 
         Raises:
             UserError: a prompt that the model cannot take (see `check_prompts`).
@@ -55,13 +45,7 @@ class RolloutEngine:
         self.weight_version = weight_version
 
     def prefetch(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        *,
-        step: int,
-        weight_version: int,
-        when_finished: WhenFinished | None = None,
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int, weight_version: int
     ) -> None:
         """Draw the rollouts of the future `step` ahead, or go on with them, if the engine can.
 
@@ -70,7 +54,6 @@ class RolloutEngine:
 
         Args:
             weight_version: of the last weights that the prompts may update.
-            when_finished: as of `generate`, which need not be told again.
         """
 
     def in_flight(self) -> dict[int, list[Rollout]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from stable_opd_mcore.data.rollout_files import read_rollouts, rollout_path
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
-from stable_opd_mcore.rollout.engine import RolloutEngine, WhenFinished
+from stable_opd_mcore.rollout.engine import RolloutEngine
 
 
 class ReplayEngine(RolloutEngine):
@@ -49,12 +49,7 @@ class ReplayEngine(RolloutEngine):
         return path
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        *,
-        step: int,
-        when_finished: WhenFinished | None = None,  # noqa: ARG002
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int
     ) -> list[Rollout]:
         """The stored rollouts of `prompts` at step `step + 1`, the one after `step` steps.
 

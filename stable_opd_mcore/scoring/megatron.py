@@ -21,7 +21,7 @@ from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.world import World
-from stable_opd_mcore.records import MicroBatch, Scores
+from stable_opd_mcore.records import MicroBatch, Sample, Scores
 from stable_opd_mcore.scoring.scorer import Scorer
 from stable_opd_mcore.scoring.token_scores import score
 
@@ -59,8 +59,11 @@ class MegatronScorer(Scorer):
         if self.head is None:
             self.head = output_head(self.chunks, self.vocab_size)
 
-    def score(self, microbatches: Sequence[MicroBatch]) -> list[Scores]:
+    def score(
+        self, microbatches: Sequence[MicroBatch], samples: Sequence[Sample] = ()
+    ) -> list[Scores]:
         """See `Scorer.score`."""
+        del samples
         return run_forward_backward(
             self.chunks, microbatches, self._forward_step, world=self.world, forward_only=True
         )

@@ -6,8 +6,8 @@ of the student's micro-batches: number r of R counts the response tokens of this
 samples, in order. Under context parallelism a token may lie on different ranks in the two packings;
 its values are then summed over the context ranks, of which one has them and the others have zeros.
 
-Not here: the text of the prompt (data/teacher_prompt.py), scoring itself (megatron.py,
-served_teacher.py).
+Not here: the text of the prompt (data/teacher_prompt.py), scoring itself (megatron.py). A served
+teacher is sent its own prompt at once (serving/teacher.py), and its scores need not be moved.
 """
 
 from __future__ import annotations
@@ -36,35 +36,22 @@ class OwnPromptScorer(Scorer):
 
     def __init__(self, scorer: Scorer, world: World, pack: Pack) -> None:
         self._scorer, self._world, self._pack = scorer, world, pack
-        self._samples: Sequence[Sample] = ()
-        self._num_rows = 0  # R
-        self.head, self.early, self.idle = scorer.head, scorer.early, scorer.idle
+        self.head = scorer.head
 
-    def about(self, samples: Sequence[Sample]) -> OwnPromptScorer:
-        """See `Scorer.about`."""
-        scored = [sample for sample in samples if sample.is_scored]  # all that `scorer` reads
-        about = OwnPromptScorer(self._scorer.about(scored), self._world, self._pack)
-        about._samples = samples
-        about._num_rows = sum(_num_rows(sample) for sample in samples)
-        return about
-
-    def ask(self, sample: Sample, step: int) -> None:
-        """See `Scorer.ask`."""
-        self._scorer.ask(_with_teacher_prompt(sample), step)
-
-    def close(self) -> None:
-        """See `Scorer.close`."""
-        self._scorer.close()
-
-    def score(self, microbatches: Sequence[MicroBatch]) -> list[Scores]:
+    def score(
+        self, microbatches: Sequence[MicroBatch], samples: Sequence[Sample] = ()
+    ) -> list[Scores]:
         """See `Scorer.score`. Collective over the context ranks."""
-        scored = [sample for sample in self._samples if sample.is_scored]
-        own = self._pack([_with_teacher_prompt(sample) for sample in scored])
-        starts, starts_of_scored = self._starts(self._samples), self._starts(scored)
+        scored = [_with_teacher_prompt(sample) for sample in samples if sample.is_scored]
+        own = self._pack(scored)
+        starts, starts_of_scored = self._starts(samples), self._starts(scored)
         rows_of_teacher = [_numbers(batch, starts_of_scored) for batch in own]
         rows_of_student = [_numbers(batch, starts) for batch in microbatches]
+        num_rows = sum(_num_rows(sample) for sample in scored)  # R
+        to_teacher = (num_rows, rows_of_student, rows_of_teacher)
+        to_student = (num_rows, rows_of_teacher, rows_of_student)
         # The student's targets: a caller may ask for others than the response tokens.
-        targets = self._moved([b.targets_N for b in microbatches], rows_of_student, rows_of_teacher)
+        targets = self._moved([batch.targets_N for batch in microbatches], *to_teacher)
         scores = self._scorer.score(
             [replace(batch, targets_N=ids) for batch, ids in zip(own, targets, strict=True)]
         )
@@ -73,7 +60,7 @@ class OwnPromptScorer(Scorer):
         columns = {field.name: [getattr(s, field.name) for s in scores] for field in fields(Scores)}
         del scores  # so that each field is freed once it is moved
         moved = {
-            name: self._moved(values, rows_of_teacher, rows_of_student)
+            name: self._moved(values, *to_student)
             if values[0] is not None
             else [None] * len(microbatches)
             for name, values in columns.items()
@@ -92,13 +79,17 @@ class OwnPromptScorer(Scorer):
         return starts_B.to(self._world.device, non_blocking=True)
 
     def _moved(
-        self, values: list[Tensor], origins: Sequence[Tensor], destinations: Sequence[Tensor]
+        self,
+        values: list[Tensor],
+        num_rows: int,
+        origins: Sequence[Tensor],
+        destinations: Sequence[Tensor],
     ) -> list[Tensor]:
         """Values of the rows `origins`, one tensor a micro-batch, as those of `destinations`.
 
         `values` is emptied, so that its tensors can be freed.
         """
-        all_R = values[0].new_zeros(self._num_rows, *values[0].shape[1:])
+        all_R = values[0].new_zeros(num_rows, *values[0].shape[1:])
         for rows, numbers in zip(values, origins, strict=True):
             all_R[numbers] = rows
         values.clear()

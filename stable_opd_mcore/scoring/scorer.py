@@ -2,7 +2,7 @@
 
 Teacher, reference and behaviour policy (the student before its update, when one batch of rollouts
 serves several) score the same micro-batches through it. Not here: the computation (megatron.py,
-served_teacher.py), which scores an objective needs (losses/).
+served.py), which scores an objective needs (losses/).
 
 Ordering: scores are of the weights at the time of the call; nothing is cached between calls.
 """
@@ -14,39 +14,30 @@ from dataclasses import replace
 
 from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.records import MicroBatch, Sample, Scores
-from stable_opd_mcore.scoring.early_requests import EarlyRequests
-from stable_opd_mcore.serving.idle_clock import IdleClock
 
 
 class Scorer:
     """A model on the same tensor x pipeline x data ranks as the student."""
 
     head: Head | None = None  # this rank's shard of the output head; None off the last stage
-    early: EarlyRequests | None = None  # what `ask` has asked for; None: `ask` does nothing
-    idle: IdleClock | None = None  # of the servers that this rank asks; None: without servers
 
-    def ask(self, sample: Sample, step: int) -> None:
-        """Begin to score a sample that `step` will train on. From any thread of the rank that drew
-        it; `score` gets the same scores without it, later.
-        """
-
-    def about(self, samples: Sequence[Sample]) -> Scorer:  # noqa: ARG002
-        """The scorer of the following micro-batches, which hold `samples`: `sample_index_N`."""
-        return self
-
-    def score(self, microbatches: Sequence[MicroBatch]) -> list[Scores]:
+    def score(
+        self, microbatches: Sequence[MicroBatch], samples: Sequence[Sample] = ()
+    ) -> list[Scores]:
         """Scores of each micro-batch's N rows; an empty list off the last pipeline stage.
 
         All ranks of the replica call it with the same micro-batches, at least one.
+
+        Args:
+            samples: what `sample_index_N` of the micro-batches points into. Only a teacher with a
+                prompt of its own reads them.
         """
         raise NotImplementedError
-
-    def close(self) -> None:
-        """Ask for nothing more."""
 
 
 def with_scores(
     microbatches: Sequence[MicroBatch],
+    samples: Sequence[Sample] = (),
     *,
     teacher: Scorer | None = None,
     reference: Scorer | None = None,
@@ -56,13 +47,14 @@ def with_scores(
     the loss reads none (MicroBatch.is_scored).
 
     Args:
+        samples: as in `Scorer.score`.
         behaviour: gives `old_logprob_N` and `old_token_logprob_N`. Without it both stay None: the
             loss then uses the current policy, which is exact for the first update of a batch.
     """
     scored = [batch for batch in microbatches if batch.is_scored]
     rest = [batch for batch in microbatches if not batch.is_scored]
     for name, scorer in (("teacher", teacher), ("reference", reference), ("behaviour", behaviour)):
-        scores = [] if scorer is None else scorer.score(scored)
+        scores = [] if scorer is None else scorer.score(scored, samples)
         if scores:
             scored = [_with(name, *pair) for pair in zip(scored, scores, strict=True)]
     return scored + rest

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, overload
 
+from stable_opd_mcore.records import SequenceScores
 from stable_opd_mcore.serving import timeouts
 from stable_opd_mcore.serving.exchange import RefusedRequest as RefusedRequest
 from stable_opd_mcore.serving.exchange import Server
@@ -27,7 +28,6 @@ from stable_opd_mcore.serving.requests import (
     Completion,
     Generation,
     Scoring,
-    SequenceScores,
 )
 
 ATTEMPTS = 6  # for requests that may be repeated

@@ -15,8 +15,9 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from stable_opd_mcore.records import SequenceScores
 from stable_opd_mcore.serving.exchange import RefusedRequest, ServerFailure
-from stable_opd_mcore.serving.requests import Completion, Generation, Scoring, SequenceScores
+from stable_opd_mcore.serving.requests import Completion, Generation, Scoring
 
 _ROUNDING = 1e-3  # a log-probability may exceed 0 by this much
 _RETRYABLE_STATUSES = (408, 429)  # request time-out, too many requests
@@ -114,7 +115,7 @@ def read_scores(reply: Any, request: Scoring) -> SequenceScores:
     _require_below(top_ids, np.iinfo(np.int32).max if request.any_top_id else request.vocab_size)
     extra = meta["input_token_ids_logprobs"][1:] if request.extra_ids else []
     extra_logprobs, _ = _table(extra, len(sent), len(request.extra_ids))
-    return SequenceScores(logprobs, top_ids, top_logprobs, extra_logprobs)
+    return SequenceScores(logprobs, top_ids, top_logprobs.astype(np.float16), extra_logprobs)
 
 
 def _top(meta: Any, length: int, width: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:

@@ -133,17 +133,6 @@ class Scoring:
         }
 
 
-@dataclass(frozen=True, eq=False)
-class SequenceScores:
-    """Log-probabilities at temperature 1 of L scored tokens, K most probable ones at each, and E
-    extra ids. K and E are 0 where they were not requested."""
-
-    logprobs_L: NDArray[np.float32]
-    top_ids_LK: NDArray[np.int32]  # most probable first
-    top_logprobs_LK: NDArray[np.float32]
-    extra_logprobs_LE: NDArray[np.float32]  # in the order of extra_ids
-
-
 def require_in_vocabulary(token_ids: Sequence[int] | NDArray[np.int32], vocab_size: int) -> None:
     """Refuse ids that would crash SGLang's scheduler.
 

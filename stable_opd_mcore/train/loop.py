@@ -26,7 +26,7 @@ from stable_opd_mcore.monitoring.report import write_report
 from stable_opd_mcore.monitoring.sinks import METRICS_FILE, Sinks, read_metrics
 from stable_opd_mcore.parallel.world import World, stop_world
 from stable_opd_mcore.rollout.engine import EngineLost
-from stable_opd_mcore.scoring.served_teacher import TeacherLost
+from stable_opd_mcore.serving.teacher import TeacherLost
 from stable_opd_mcore.train import phases
 from stable_opd_mcore.train.evaluated_model import mark_trained
 from stable_opd_mcore.train.evaluation import evaluate_student
@@ -171,10 +171,8 @@ def _train_phase(config: Config, session: Session) -> None:
     state = _resume(run)
 
     with ExitStack() as stack:
-        if run.teacher is not None:
-            stack.callback(run.teacher.close)
-        if run.overlap is not None:
-            stack.callback(run.overlap.teacher.scorer.close)
+        if run.served_teacher is not None:
+            stack.callback(run.served_teacher.close)
         stack.callback(run.engine.close)
         stack.enter_context(run.grader)
         sinks = stack.enter_context(_sinks(config, state)) if session.is_first_rank else None

@@ -17,9 +17,9 @@ from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import Sampling
 from stable_opd_mcore.rollout.engine import RolloutEngine
-from stable_opd_mcore.scoring.early_requests import EarlyRequests
 from stable_opd_mcore.scoring.scorer import Scorer
 from stable_opd_mcore.serving.idle_clock import IdleClock
+from stable_opd_mcore.serving.teacher import ServedTeacher
 from stable_opd_mcore.train.reference import MovingWeights
 from stable_opd_mcore.train.samples.overlap import OverlapPair
 from stable_opd_mcore.train.student import Student
@@ -35,6 +35,7 @@ class Run:
     student: Student
     head: Head | None  # the student's output head; None off the last pipeline stage
     teacher: Scorer | None
+    served_teacher: ServedTeacher | None  # whose scores `teacher` reads; None: it is in the trainer
     reference: Scorer | None
     moving: Mapping[str, MovingWeights]  # "reference", "teacher": those that follow the student
     behaviour: Scorer | None  # scores with the student's weights from before the step's updates
@@ -51,15 +52,10 @@ class Run:
     phase: Callable[[str], object] = lambda _: None  # is told what the run does now
 
     @property
-    def early(self) -> EarlyRequests | None:
-        """Of a served teacher whose scores are asked for while responses are drawn."""
-        return self.teacher and self.teacher.early
-
-    @property
     def idle_clocks(self) -> dict[str, IdleClock]:
         """Those of rollout servers and of a served teacher's, by the metric that they give."""
         clocks = {
             "perf/servers_waited": self.engine.idle,
-            "perf/teacher_waited": self.teacher and self.teacher.idle,
+            "perf/teacher_waited": self.served_teacher and self.served_teacher.idle,
         }
         return {metric: clock for metric, clock in clocks.items() if clock is not None}

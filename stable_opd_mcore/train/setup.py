@@ -5,6 +5,7 @@ sampled. Not here: the step, the loop, or anything that changes while training.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -41,15 +42,15 @@ from stable_opd_mcore.run_inputs import (
     refuse_small_vocabulary,
     teacher_stop_ids,
 )
-from stable_opd_mcore.scoring.early_requests import EarlyRequests
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.scoring.own_prompt import OwnPromptScorer
 from stable_opd_mcore.scoring.scorer import Scorer
-from stable_opd_mcore.scoring.served_teacher import ServedTeacher
+from stable_opd_mcore.scoring.served import ServedScorer
+from stable_opd_mcore.serving.teacher import ServedTeacher
 from stable_opd_mcore.train.phases import device_memory
 from stable_opd_mcore.train.reference import MovingWeights, frozen_student, read_weights
 from stable_opd_mcore.train.run import Run
-from stable_opd_mcore.train.samples.overlap import TOP_K, OverlapModel, OverlapPair
+from stable_opd_mcore.train.samples.overlap import TOP_K, OverlapModel, OverlapPair, overlap_is_due
 from stable_opd_mcore.train.samples.sharing import micro_batches
 from stable_opd_mcore.train.student import Student
 
@@ -116,7 +117,8 @@ def build_run(
         models.student, config.optimizer, config.train.precision, config.train.moe_aux_loss_coeff
     )
     teacher, reference = models.teacher(), models.reference()
-    overlap = models.overlap(tokenizer.stop_token_ids, teacher_stops)
+    overlap = models.overlap(teacher, tokenizer.stop_token_ids, teacher_stops)
+    served_teacher = models.served_teacher(teacher, overlap)
     scorers = (teacher, reference, overlap and overlap.teacher.scorer)
     heads = [scorer.head for scorer in scorers if scorer and scorer.head is not models.head]
     memory = device_memory(config, world, student, models.frozen, heads)
@@ -129,18 +131,28 @@ def build_run(
         student=student,
         head=models.head,
         teacher=teacher,
+        served_teacher=served_teacher,
         reference=reference,
         moving=models.moving,
         behaviour=models.behaviour(student),
         overlap=overlap,
         memory=memory,
         engine=build_engine(
-            config, world, models.student, tokenizer, stop_requested, progress, memory
+            config,
+            world,
+            models.student,
+            tokenizer,
+            stop_requested,
+            progress,
+            memory,
+            served_teacher,
         ),
         held_out_engine=embedded_engine(world, models.student, tokenizer, progress)
         if config.rollout.engine == "replay"
         else None,
-        sampling=training_sampling(config, tokenizer.stop_token_ids),
+        sampling=replace(
+            training_sampling(config, tokenizer.stop_token_ids), scored=served_teacher is not None
+        ),
         objective=objective,
         prompts=prompts,
         held_out=held_out,
@@ -229,6 +241,7 @@ class _Models:
             vocab_size=vocab_size,
             temperature=objective.temperature,
         )
+        self._served_scorer = partial(ServedScorer, world.is_last_stage, vocab_size=vocab_size)
 
     def teacher(self) -> Scorer | None:
         """The teacher as the objective needs it, None where it needs none."""
@@ -250,21 +263,38 @@ class _Models:
                 f"objective.name={self.config.objective.name} compares whole distributions, which "
                 "a served teacher does not send; set teacher.engine=megatron"
             )
-        # Only servers finish one response while they draw others.
-        early = EarlyRequests() if self.config.rollout.engine == "sglang" else None
-        served = self._served_teacher(self.config.teacher, stop_ids, top_k, merged_ids, early)
+        return self._served_scorer(stop_ids=stop_ids, top_k=top_k, merged_ids=merged_ids)
+
+    def served_teacher(
+        self, teacher: Scorer | None, overlap: OverlapPair | None
+    ) -> ServedTeacher | None:
+        """What is asked for the scores that these scorers of this run read."""
+        settings = self.config.teacher
+        if settings is None or not isinstance(teacher, ServedScorer):
+            return None
+        of_loss = of_overlap = teacher.wanted
+        if overlap is not None and isinstance(overlap.teacher.scorer, ServedScorer):
+            both = overlap.teacher.scorer.wanted
+            of_overlap = replace(both, top_k=max(both.top_k, of_loss.top_k))
+        names = {source_name(each): each.teacher for each in self.config.data.sources}
+        served = ServedTeacher(
+            settings,
+            vocab_size=self.vocab_size,
+            temperature=self.objective.temperature,
+            wanted=lambda step: of_overlap if overlap_is_due(step + 1) else of_loss,
+            route_of={source: route or source for source, route in names.items()},
+            progress=self.progress,
+        )
         served.self_test(range(min(64, self.vocab_size)))
-        return self._reading_its_prompt(served)
+        return served
 
     def _reading_its_prompt(self, scorer: Scorer) -> Scorer:
-        """The teacher with `teacher.prompt`, or as it is without."""
-        config, teacher = self.config, self.config.teacher
-        assert teacher is not None
+        """The teacher in the trainer with `teacher.prompt`, or as it is without."""
+        config, teacher, model = self.config, self.config.teacher, self.config.teacher_model
+        assert teacher is not None and model is not None
         if teacher.prompt is None:
             return scorer
-        # SGLang packs for itself
-        model = config.teacher_model if teacher.engine == "megatron" else None
-        length = configured_architecture(model or config.student).attention_length
+        length = configured_architecture(model).attention_length
 
         def pack(samples: Sequence[Sample]) -> list[MicroBatch]:
             weights = SampleWeights(*np.zeros((3, len(samples))))
@@ -310,24 +340,30 @@ class _Models:
         )
 
     def overlap(
-        self, student_stops: Sequence[int], teacher_stops: Sequence[int] | None
+        self,
+        of_loss: Scorer | None,
+        student_stops: Sequence[int],
+        teacher_stops: Sequence[int] | None,
     ) -> OverlapPair | None:
-        """Student and teacher with their most probable tokens; None where no teacher scores."""
+        """Student and teacher with their most probable tokens; None where no teacher scores.
+
+        Args:
+            of_loss: the teacher as the objective needs it.
+        """
         teacher = self.config.teacher
-        if teacher is None or teacher_stops is None or self.objective.teacher_needs == "none":
+        if teacher is None or teacher_stops is None or of_loss is None:
             return None
         own, others = tuple(student_stops), tuple(teacher_stops)
         top_k = min(TOP_K, self.vocab_size)
         if teacher.engine == "sglang":
-            scorer: Scorer = self._served_teacher(teacher, others, top_k)
+            assert isinstance(of_loss, ServedScorer)
+            scorer: Scorer = self._served_scorer(
+                stop_ids=others, top_k=top_k, columns_before=of_loss.wanted.extra_ids
+            )
         else:
-            scorer = self._teacher_scorer(stop_ids=others, top_k=top_k)
-        return OverlapPair(
-            student=OverlapModel(
-                self._megatron_scorer(self.student, stop_ids=own, top_k=top_k), own
-            ),
-            teacher=OverlapModel(self._reading_its_prompt(scorer), others),
-        )
+            scorer = self._reading_its_prompt(self._teacher_scorer(stop_ids=others, top_k=top_k))
+        student = self._megatron_scorer(self.student, stop_ids=own, top_k=top_k)
+        return OverlapPair(OverlapModel(student, own), OverlapModel(scorer, others))
 
     def _load(
         self, model: ModelConfig, fp8: Fp8 | None, *, trainable: bool
@@ -370,25 +406,3 @@ class _Models:
         update = "ema" if teacher.weights == "ema" else "never"
         follows = ReferenceConfig(update=update, decay=teacher.ema_decay)
         return partial(self._megatron_scorer, self._following("teacher", follows, fp8))
-
-    def _served_teacher(
-        self,
-        teacher: TeacherConfig,
-        stop_ids: tuple[int, ...],
-        top_k: int | None,
-        merged_ids: tuple[int, ...] = (),
-        early: EarlyRequests | None = None,
-    ) -> ServedTeacher:
-        sources = {source_name(each): each.teacher for each in self.config.data.sources}
-        return ServedTeacher(
-            teacher,
-            self.world,
-            route_of={name: route for name, route in sources.items() if route is not None},
-            vocab_size=self.vocab_size,
-            temperature=self.objective.temperature,
-            stop_ids=stop_ids,
-            top_k=top_k,
-            merged_ids=merged_ids,
-            progress=self.progress,
-            early=early,
-        )

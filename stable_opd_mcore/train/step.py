@@ -54,13 +54,15 @@ from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.samples.drawing import (
     draw_rollouts,
+    golden_solutions,
     measured,
     own_prompts,
     prefetch_rollouts,
+    rollouts_as_samples,
     rows_of_step,
-    training_samples,
 )
-from stable_opd_mcore.train.samples.overlap import overlap_metrics
+from stable_opd_mcore.train.samples.overlap import overlap_is_due, overlap_metrics
+from stable_opd_mcore.train.samples.served_scores import begin_scoring
 from stable_opd_mcore.train.samples.sharing import Minibatch, gather_facts, micro_batches, share_out
 from stable_opd_mcore.train.samples.source_metrics import (
     NO_GROUPS,
@@ -70,8 +72,6 @@ from stable_opd_mcore.train.samples.source_metrics import (
 )
 from stable_opd_mcore.train.samples.token_values import Record, RolloutValues, TokenRecorder
 from stable_opd_mcore.train.strengths import adapt, strengths_of
-
-OVERLAP_EVERY = 10  # steps between measurements that cost one more pass of both models
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,13 @@ def train_step(run: Run, state: TrainState) -> StepResult:
         prefetch_rollouts(run, state)
         rows = rows_of_step(run, state)
         prompts = own_prompts(run, rows)
+        golden = golden_solutions(run, prompts, state.cursor)
+        scored_golden = begin_scoring(run, golden, state.step)
         has_servers = config.rollout.engine == "sglang"
         waiting = timer.part("wait") if has_servers else nullcontext()
         rollouts = draw_rollouts(run, prompts, state.step, waiting)
-        drawn = training_samples(run, prompts, rollouts, state.cursor)
+        samples = rollouts_as_samples(run, prompts, rollouts, state.cursor)
+        drawn = begin_scoring(run, samples, state.step)() + scored_golden()
         numbers = range(state.cursor, state.cursor + len(rows))
         facts = gather_facts(run.world, drawn, numbers, run.order.sources(rows))
         parts = minibatches_of(run, drawn, facts)
@@ -198,7 +201,8 @@ def score(run: Run, batches: Sequence[MicroBatch], minibatch: Minibatch) -> list
     """The micro-batches with the scores of teacher, reference and behaviour policy."""
     return with_scores(
         batches,
-        teacher=run.teacher and run.teacher.about(minibatch.samples),
+        minibatch.samples,
+        teacher=run.teacher,
         reference=run.reference,
         behaviour=run.behaviour,
     )
@@ -210,9 +214,9 @@ def compare_models(
     parts: Sequence[Minibatch],
     step: int,
 ) -> Metrics:
-    """Every OVERLAP_EVERY steps: metrics of the most probable tokens of both models."""
+    """Every overlap.EVERY steps: metrics of the most probable tokens of both models."""
     metrics = Metrics()
-    if run.overlap is None or step % OVERLAP_EVERY:
+    if run.overlap is None or not overlap_is_due(step):
         return metrics
     for batches, part in zip(minibatches, parts, strict=True):
         row_metrics = overlap_metrics(run.overlap, batches, part.samples)
@@ -361,8 +365,6 @@ def step_metrics(
     """
     num_tokens = int((facts.prompt_tokens_B + facts.response_tokens_B).sum())
     own = timer.metrics(num_tokens) | run.engine.take_metrics()
-    if run.early is not None:
-        own = own | run.early.take_metrics()
     metrics = sample_metrics(facts) | source_metrics(run.config, run.objective, facts)
     if run.objective.needs_rollouts:
         own = own | measured(run, rollouts, run.sampling.max_new_tokens)

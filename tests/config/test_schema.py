@@ -21,10 +21,6 @@ SGLANG = "rollout.engine=sglang"
             "temperature=0.7 .* scores prompts at temperature 1 alone.*set sampling.temperature=1",
         ),
         (
-            f"{SERVED} parallel.context=2",
-            "parallel.context=2 .* set parallel.context=1 or teacher.engine=megatron",
-        ),
-        (
             "mixture.lambda=0.1 data.train.path=d.jsonl data.train.columns.solution=null",
             "needs golden solutions: set data.train.columns.solution",
         ),
@@ -34,12 +30,7 @@ SGLANG = "rollout.engine=sglang"
         ),
         (
             f"{SERVED} teacher.request_timeout_seconds=60 fault.watchdog_minutes=10.5",
-            r"teacher.request_timeout_seconds=660 is not below .*=10.5 \(630 s\): .* only waits",
-        ),
-        (
-            f"{SERVED} teacher.urls=[http://a,http://b,http://c] {SGLANG} "
-            "fault.watchdog_minutes=39",
-            r"the longest wait by teacher.request_timeout_seconds=2400 is .*=39 \(2340 s\)",
+            r"the longest wait by teacher.request_timeout_seconds=660 is not .*=10.5 \(630 s\): ",
         ),
         (
             f"{SGLANG} memory.offload=[student]",

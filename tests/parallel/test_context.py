@@ -2,6 +2,7 @@
 gradients of whole sequences."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,10 @@ from stable_opd_mcore.models.weights import iter_hf_tensors
 from stable_opd_mcore.parallel.context import slice_microbatch, token_indices
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
-from stable_opd_mcore.records import LossOutput, MicroBatch, Sample, SampleWeights
+from stable_opd_mcore.records import LossOutput, MicroBatch, Sample, SampleWeights, SequenceScores
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.scoring.scorer import with_scores
+from stable_opd_mcore.scoring.served import ServedScorer
 from stable_opd_mcore.train.student import Student
 from tests.parallel.launch import run_ranks
 from tests.shares import pack_share, weights_of
@@ -42,6 +44,7 @@ OBJECTIVES = {
     "opd, discounted": {"name": "opd", "discount": 0.9},
     "gkd": {"name": "gkd", "divergence": "jsd"},
     "own": {"name": f"{MARGIN}:pairwise_margin", "top_k": 6},
+    "lsm, served": {"name": "lsm", "top_k": 6},
 }
 
 
@@ -56,10 +59,21 @@ def make_samples() -> tuple[list[Sample], SampleWeights]:
             prompt_token_ids=tokens[:prompt],
             response_token_ids=tokens[prompt:],
             trained=(True,) * response,
+            teacher_scores=served_scores(index, tokens[prompt:]),
         )
         samples.append(sample)
     draws = ([draw.random() for _ in samples] for _ in range(3))
     return samples, weights_of(samples, *draws)
+
+
+def served_scores(index: int, response: Sequence[int]) -> SequenceScores:
+    """As a server would score the response, from random distributions."""
+    draw = torch.Generator().manual_seed(index)
+    log_p_LV = torch.randn(len(response), VOCAB, generator=draw).log_softmax(1)
+    top = log_p_LV.topk(6, dim=1)
+    own = log_p_LV[torch.arange(len(response)), torch.tensor(response, dtype=torch.int64)]
+    extra = log_p_LV[:, [1]]
+    return SequenceScores(own.numpy(), top.indices.numpy(), top.values.numpy(), extra.numpy())
 
 
 def packed(world: World, max_tokens: int) -> list[MicroBatch]:
@@ -134,6 +148,8 @@ def train_once(world: World, name: str, path: Path) -> dict[str, Tensor]:
         )
         for hidden, needs in ((48, objective.teacher_needs), (32, objective.reference_needs))
     )
+    if "served" in name:
+        teacher = ServedScorer(world.is_last_stage, vocab_size=VOCAB, stop_ids=(1,), top_k=6)
     batches = with_scores(packed(world, max_tokens=40), teacher=teacher, reference=reference)
 
     def forward_step(chunk, batch: MicroBatch):

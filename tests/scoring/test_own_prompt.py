@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from stable_opd_mcore.config.schema import Config, ParallelConfig, TeacherConfig
+from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.huggingface import load_hf
@@ -17,7 +17,6 @@ from stable_opd_mcore.records import Sample
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.scoring.own_prompt import OwnPromptScorer
 from stable_opd_mcore.scoring.scorer import Scorer
-from stable_opd_mcore.scoring.served_teacher import ServedTeacher
 from stable_opd_mcore.train.samples.sharing import micro_batches
 from tests.models import tiny
 from tests.parallel.launch import run_ranks
@@ -84,7 +83,7 @@ def score_on_layouts(rank: int, world_size: int, model: str, out: str, layouts: 
         asked = [replace(b, targets_N=(b.targets_N + 1) % tiny.VOCAB_SIZE) for b in batches]
         for options in ({"top_k": TOP_K}, {"hidden_alone": True}):
             scorer = MegatronScorer(chunks, world, vocab_size=tiny.VOCAB_SIZE, **options)
-            scores = own_prompt(scorer, config, world).about(samples).score(asked)
+            scores = own_prompt(scorer, config, world).score(asked, samples)
             assert len(scores) == (len(batches) if world.is_last_stage else 0)
             for batch, of_batch in zip(batches, scores, strict=world.is_last_stage):
                 for row, place in enumerate(zip(*places(batch), strict=True)):
@@ -141,26 +140,3 @@ def test_scores_are_those_of_teacher_prompt_and_response(results, layout):
             assert torch.equal(values["topk_ids_NK"], top.indices[token])
             hidden = output.hidden_states[-1][0, rows][token]
             torch.testing.assert_close(values["hidden_NH"], hidden, **near)
-
-
-def test_a_served_teacher_is_sent_its_own_prompt_and_the_response(tmp_path, monkeypatch):
-    config = config_of(tmp_path, {})
-    world = start_world(ParallelConfig(), seed=0)
-    settings = TeacherConfig(engine="sglang", routes={"s": ("http://127.0.0.1:1",)})
-    served = ServedTeacher(settings, world, vocab_size=tiny.VOCAB_SIZE, temperature=1.0)
-    asked = []
-
-    def score(self, batches):
-        asked.extend(request for batch in batches for request in self._requests(batch))
-        return []
-
-    monkeypatch.setattr(ServedTeacher, "score", score)
-    samples = samples_of()
-    batches = [batch for batch in batches_of(samples, config, world) if batch.is_scored]
-    own_prompt(served, config, world).about(samples).score(batches)
-    stop_world()
-    sent = {request.token_ids: (route, request.start) for route, request in asked}
-    for sample in (sample for sample in samples if sample.is_scored):
-        prompt = tuple(sample.teacher_prompt_token_ids)
-        assert sent.pop((*prompt, *sample.response_token_ids)) == ("s", len(prompt))
-    assert not sent

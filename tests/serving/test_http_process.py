@@ -185,7 +185,7 @@ def test_text_is_of_the_whole_response_without_its_stop_token():
 
 
 def test_large_arrays_of_scores_arrive_whole_and_writable():
-    length, width = 3000, 40
+    length, width = 4000, 40
     ids = [n % 50 for n in range(length + 1)]
     with fake_teacher() as (url, _):
         scores = SglangClient(url).score(Scoring(ids, 1, 50, top_k=width, extra_ids=(1, 2)))

@@ -13,7 +13,7 @@ class Recorder:
         self.idle = engine.idle
         self.calls: list[tuple[Any, ...]] = []
 
-    def generate(self, prompts, sampling, *, step, when_finished=None):
+    def generate(self, prompts, sampling, *, step):
         self.calls.append(("generate", [p.prompt_id for p in prompts], sampling, step))
         return self._engine.generate(prompts, sampling, step=step)
 
@@ -21,7 +21,7 @@ class Recorder:
         self.calls.append(("publish", weight_version))
         self._engine.publish(weight_version)
 
-    def prefetch(self, prompts, sampling, *, step, weight_version, when_finished=None):
+    def prefetch(self, prompts, sampling, *, step, weight_version):
         call = ("prefetch", [p.prompt_id for p in prompts], sampling, step, weight_version)
         self.calls.append(call)
 

@@ -7,8 +7,8 @@ import pytest
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.token_files import VALUES, TokenText, read_tokens, token_path
-from stable_opd_mcore.train import step
 from stable_opd_mcore.train.loop import train
+from stable_opd_mcore.train.samples import overlap
 from tests.parallel.launch import run_ranks
 from tests.train.runs import ALONE, metrics_of, tiny_config
 
@@ -29,7 +29,7 @@ FEW_PROBLEMS = {"train": {"path": "synthetic:arithmetic", "options": {"rows": 8}
 
 def opd_config(directory: Path, name: str, **sections: Any) -> Config:
     """Stable-OPD; the last step measures `overlap/*` and `stop/*` too."""
-    step.OVERLAP_EVERY = STEPS
+    overlap.EVERY = STEPS
     return tiny_config(directory, name, train={"steps": STEPS}, **sections)
 
 

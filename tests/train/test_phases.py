@@ -45,7 +45,7 @@ class Lending(RolloutEngine):
     def publish(self, weight_version: int) -> None:
         self._engine.publish(weight_version)
 
-    def generate(self, prompts, sampling, *, step, when_finished=None):
+    def generate(self, prompts, sampling, *, step):
         if not self._memory.is_lent:
             self._memory.lend(self._give_back, keep=("student",))
         self._memory.keep_only()

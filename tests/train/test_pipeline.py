@@ -9,8 +9,8 @@ import pytest
 from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.monitoring.names import NAMES
 from stable_opd_mcore.monitoring.sinks import METRICS_FILE, read_metrics
-from stable_opd_mcore.train import step
 from stable_opd_mcore.train.loop import train
+from stable_opd_mcore.train.samples import overlap
 from tests.command import exit_code
 from tests.parallel.launch import run_ranks
 from tests.real_data import real_data
@@ -32,7 +32,7 @@ def smoke(rank: int, world_size: int, directory: str) -> None:
 
 def own_teacher(rank: int, world_size: int, directory: str) -> None:
     """Teacher and student of the same random weights; an update of size zero keeps them equal."""
-    step.OVERLAP_EVERY = 2
+    overlap.EVERY = 2
     config = tiny_config(
         Path(directory),
         "own_teacher",
@@ -87,7 +87,7 @@ def test_smoke_config_writes_every_file_and_metric(tmp_path, monkeypatch):
     others = ("engine/", "moe/", "loss/moe_aux")  # of rollout servers, of experts
     others += ("perf/staleness_", "perf/tokens_age_")  # of rollouts that lag
     unwritten = {key for key in NAMES.keys() - written if not key.startswith(others)}
-    of_servers = {"memory/left_gib", "time/wait", "perf/scored_early"}
+    of_servers = {"memory/left_gib", "time/wait"}
     of_servers |= {f"perf/{role}_waited" for role in ("trainer", "servers", "teacher")}
     ahead = {"perf/continued_share", "rollout/mixed_groups"}
     assert unwritten == of_servers | ahead

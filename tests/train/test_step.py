@@ -24,7 +24,7 @@ from stable_opd_mcore.train import step
 from stable_opd_mcore.train.learning_rate import learning_rate
 from stable_opd_mcore.train.oversight.guard import GuardState
 from stable_opd_mcore.train.persistence.state import TrainState
-from stable_opd_mcore.train.samples import sharing
+from stable_opd_mcore.train.samples import overlap, sharing
 from stable_opd_mcore.train.student import Student
 from tests.config.test_load import SMOKE
 from tests.parallel.launch import run_ranks
@@ -38,7 +38,8 @@ def drawn(run, cursor=0):
     rows = step.rows_of_step(run, TrainState(cursor=cursor))
     prompts = step.own_prompts(run, rows)
     rollouts = step.draw_rollouts(run, prompts, 0)
-    samples = step.training_samples(run, prompts, rollouts, cursor)
+    samples = step.rollouts_as_samples(run, prompts, rollouts, cursor)
+    samples += step.golden_solutions(run, prompts, cursor)
     return rollouts, samples, step.gather_facts(run.world, samples, range(len(rows)))
 
 
@@ -65,14 +66,14 @@ def test_a_step_draws_at_its_cursor_updates_and_publishes(run):
 
     with (
         patch.object(PhaseTimer, "phase", noted),
-        patch.object(step, "OVERLAP_EVERY", 4),
+        patch.object(overlap, "EVERY", 4),
         patch.object(step, "prefetch_rollouts") as prefetch,
-        patch.object(step, "training_samples", wraps=step.training_samples) as training_samples,
+        patch.object(step, "golden_solutions", wraps=step.golden_solutions) as golden_solutions,
     ):
         asked = replace(run, engine=engine)
         result = step.train_step(asked, TrainState(3, 6, 5, 7))
     prefetch.assert_called_once_with(asked, TrainState(3, 6, 5, 7))
-    assert training_samples.call_args.args[3] == 6
+    assert golden_solutions.call_args.args[2] == 6
     ids = [p.prompt_id for p in run.prompts.select(run.order.indices(6, 2))]
     assert engine.calls == [("generate", ids, run.sampling, 3), ("publish", 8)]
     assert timed == ["rollout", "score", "update", "sync"]
@@ -92,7 +93,8 @@ def test_a_step_draws_at_its_cursor_updates_and_publishes(run):
     expected = rollout_metrics(result.rollouts, 24)
     assert {key: result.metrics[key] for key in expected} == dict(expected)
     prompts = run.prompts.select(run.order.indices(6, 2))
-    samples = step.training_samples(run, prompts, result.rollouts, 6)
+    samples = step.rollouts_as_samples(run, prompts, result.rollouts, 6)
+    samples += step.golden_solutions(run, prompts, 6)
     expected = sample_metrics(facts_of(samples))
     assert {key: result.metrics[key] for key in expected} == dict(expected)
     tokens = sum(len(s.prompt_token_ids) + len(s.response_token_ids) for s in samples)
@@ -266,12 +268,11 @@ def measure_on_two_ranks(rank: int, _world_size: int, directory: Path) -> None:
         own = SimpleNamespace(take_metrics=lambda *_: Metrics({"engine/noted": Sum(1)}))
         objective = SimpleNamespace(needs_rollouts=True, beta=0.0, golden_weight=0.0)
         parts = {"engine": own, "objective": objective, "world": world, "config": config}
-        parts["early"] = SimpleNamespace(take_metrics=lambda: Metrics({"perf/noted": Sum(1)}))
         run = SimpleNamespace(**parts, sampling=Sampling(max_new_tokens=8))
         names = "abcd" if tensor == 2 else "ac" if rank == 0 else "bd"
         drawn = [Rollout(Prompt(n, "", ()), 0, (5,), (0.0,), "stop", 0, reward=0.0) for n in names]
         metrics = step.step_metrics(run, drawn, facts_of([]), [], PhaseTimer(), trained_version=1)
-        assert metrics["engine/noted"] == metrics["perf/noted"] == Sum(2)
+        assert metrics["engine/noted"] == Sum(2)
         assert metrics["rollout/response_length_mean"] == Mean(4, 4)
         assert ("perf/staleness_1" in metrics) == (tensor == 2)
         stop_world()

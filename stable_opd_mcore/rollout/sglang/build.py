@@ -44,6 +44,7 @@ from stable_opd_mcore.serving.api_key import read_api_key
 from stable_opd_mcore.serving.client import SglangClient
 from stable_opd_mcore.serving.process import ServerOptions, SglangServer
 from stable_opd_mcore.serving.requests import UNUSED_POSITIONS
+from stable_opd_mcore.serving.teacher import ServedTeacher
 
 
 def build_sglang_engine(
@@ -55,6 +56,7 @@ def build_sglang_engine(
     stop_requested: Callable[[], bool] = lambda: False,
     progress: Callable[[], None] = lambda: None,
     memory: DeviceMemory | None = None,
+    teacher: ServedTeacher | None = None,
 ) -> SglangEngine:
     """Start this rank's servers, or connect to external ones, and wait until they answer.
 
@@ -79,7 +81,9 @@ def build_sglang_engine(
         memory.lend(fleet.release_memory)
     fleet.start()
     transport = _transport(config, architecture, world, folder, topology)
-    return SglangEngine(config, world, chunks, fleet, transport, decode, vocab_size, memory)
+    return SglangEngine(
+        config, world, chunks, fleet, transport, decode, vocab_size, memory, teacher
+    )
 
 
 def run_topology(config: Config, architecture: Architecture, world: World) -> Topology:

@@ -183,8 +183,8 @@ class Dispatcher:
             if answer.is_done:
                 tokens, number = self._lengths
                 self._lengths = tokens + len(answer.token_ids), number + 1
-                if job.when_finished is not None:
-                    job.when_finished(answer.token_ids)
+                if job.ask is not None:
+                    job.scores[sample] = job.ask(answer.token_ids)
             else:
                 continued += bool(answer.token_ids)
         left = {answer for answer in task.samples if not job.answers[answer].is_done}

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch.nn import Module
@@ -43,12 +43,13 @@ from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World, broadcast_object, gather_objects
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.drawn_ahead import serves
-from stable_opd_mcore.rollout.engine import EngineLost, RolloutEngine, WhenFinished, check_prompts
+from stable_opd_mcore.rollout.engine import EngineLost, RolloutEngine, check_prompts
 from stable_opd_mcore.rollout.sglang.dispatch import Dispatcher
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, is_leader
 from stable_opd_mcore.rollout.sglang.publisher import Publisher
 from stable_opd_mcore.rollout.sglang.records import (
     Answer,
+    Ask,
     Decode,
     Draw,
     Job,
@@ -57,6 +58,7 @@ from stable_opd_mcore.rollout.sglang.records import (
 )
 from stable_opd_mcore.rollout.sglang.transports import Transport
 from stable_opd_mcore.serving.requests import Completion, Generation
+from stable_opd_mcore.serving.teacher import ServedTeacher
 
 _MAX_ROUNDS = 5  # of drawing
 _SEE_LOGS = "see sglang/events.jsonl and the servers' logs in the run directory"
@@ -74,6 +76,7 @@ class SglangEngine(RolloutEngine):
     decode: Decode
     vocab_size: int  # of the tokenizer; larger ids are never drawn
     memory: DeviceMemory  # the trainer's parts on this rank's device, for colocated servers
+    teacher: ServedTeacher | None = None  # scores the responses where the sampling says so
 
     def __post_init__(self) -> None:
         self.weight_version = -1  # nothing is published yet
@@ -102,12 +105,7 @@ class SglangEngine(RolloutEngine):
     # ---- drawing
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        *,
-        step: int,
-        when_finished: WhenFinished | None = None,
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int
     ) -> list[Rollout]:
         """`sampling.num_samples` rollouts per prompt, all of the first prompt first.
 
@@ -120,7 +118,7 @@ class SglangEngine(RolloutEngine):
             self.publish(0)  # servers start with random weights
         oldest = self.weight_version - self.config.rollout.max_staleness
         if step in self._held:  # kept until the next publish, as what this run draws ahead
-            self._ahead[step] = self._start(prompts, sampling, step, oldest, when_finished)
+            self._ahead[step] = self._start(prompts, sampling, step, oldest)
         self._raise_if_lost()
         if self.config.is_colocated:
             self._take_gpu()
@@ -132,9 +130,9 @@ class SglangEngine(RolloutEngine):
         if self._sent_version != self.weight_version and any(gather_objects(draw is None)):
             self._update_servers()
         if draw is None:
-            draw = self._start(prompts, sampling, step, oldest, when_finished)
+            draw = self._start(prompts, sampling, step, oldest)
         self._finish(draw)
-        rollouts = draw.rollouts(self.decode)  # only leaders have any
+        rollouts = self._with_scores(draw, draw.rollouts(self.decode))  # only leaders have any
         longest = {r.prompt.prompt_id: 0 for r in rollouts}
         for rollout in rollouts:
             length = len(rollout.token_ids)
@@ -158,7 +156,6 @@ class SglangEngine(RolloutEngine):
         sampling: Sampling,
         step: int,
         oldest: int,
-        when_finished: WhenFinished | None,
     ) -> Draw:
         """Queue the requests for what no rollout of the checkpoint serves.
 
@@ -183,12 +180,31 @@ class SglangEngine(RolloutEngine):
                     [begun(prompt, sample) for sample in samples],
                     step,
                     self._longest.get(prompt.prompt_id),
-                    when_finished=when_finished and partial(when_finished, prompt),
+                    ask=self._teacher_asked_about(prompt, step) if sampling.scored else None,
                 )
                 for prompt, request in zip(prompts, self._requests(prompts, sampling), strict=True)
             ]
+            for job in jobs:
+                if job.ask is not None:  # about what the checkpoint held
+                    done = [(i, answer) for i, answer in enumerate(job.answers) if answer.is_done]
+                    job.scores |= {i: job.ask(answer.token_ids) for i, answer in done}
             self._dispatcher.submit(jobs)
         return Draw(tuple(prompts), sampling, jobs)
+
+    def _teacher_asked_about(self, prompt: Prompt, step: int) -> Ask:
+        assert self.teacher is not None, "sampling.scored without a served teacher"
+        own = prompt.teacher_token_ids
+        as_read = prompt.token_ids if own is None else own
+        return partial(self.teacher.ask, prompt.prompt_id, as_read, step=step)
+
+    def _with_scores(self, draw: Draw, rollouts: list[Rollout]) -> list[Rollout]:
+        """Wait for the scores of the draw's responses; they lack some if the teacher is lost."""
+        if self.teacher is None or not draw.sampling.scored:
+            return rollouts
+        replies = [job.scores[i] for job in draw.jobs for i in range(draw.sampling.num_samples)]
+        scores = self.teacher.wait(replies)
+        pairs = zip(rollouts, scores, strict=True)
+        return [replace(rollout, teacher_scores=found) for rollout, found in pairs]
 
     def _finish(self, draw: Draw) -> None:
         """Wait for the draw's responses; give servers that came back the weights. Collective.
@@ -211,13 +227,7 @@ class SglangEngine(RolloutEngine):
             self._raise_if_lost()
 
     def prefetch(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        *,
-        step: int,
-        weight_version: int,
-        when_finished: WhenFinished | None = None,
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int, weight_version: int
     ) -> None:
         """See `RolloutEngine.prefetch`. Does nothing while the servers' weights are too old."""
         self._check(prompts, sampling)
@@ -225,7 +235,7 @@ class SglangEngine(RolloutEngine):
             self.publish(0)  # servers start with random weights
         oldest = weight_version - self.config.rollout.max_staleness
         if step not in self._ahead and self._sent_version >= oldest:
-            self._ahead[step] = self._start(prompts, sampling, step, oldest, when_finished)
+            self._ahead[step] = self._start(prompts, sampling, step, oldest)
 
     def in_flight(self) -> dict[int, list[Rollout]]:
         """See `RolloutEngine.in_flight`. With rollout.partial unfinished responses are interrupted

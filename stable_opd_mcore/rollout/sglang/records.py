@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stable_opd_mcore.models.families import Architecture
-from stable_opd_mcore.records import FinishReason, Prompt, Rollout, Routing, Sampling, Segment
+from stable_opd_mcore.records import (
+    FinishReason,
+    Prompt,
+    Rollout,
+    Routing,
+    Sampling,
+    Segment,
+    SequenceScores,
+)
 from stable_opd_mcore.rollout.sglang.fleet import Member
 from stable_opd_mcore.serving.requests import Completion, Generation
 
 Decode = Callable[[Sequence[int]], str]
+Ask = Callable[[Sequence[int]], Future[SequenceScores]]  # gets a response's tokens
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,9 @@ class Job:
     answers: list[Answer]  # one a sample
     step: int  # requests of a lower one are sent first
     expected_tokens: int | None = None  # length of an earlier response; None: unknown
-    when_finished: Callable[[Sequence[int]], None] | None = None  # gets each response's tokens
+    ask: Ask | None = None  # asks a served teacher about a response; None: nobody scores it
+    # of the responses that have ended, by sample
+    scores: dict[int, Future[SequenceScores]] = field(default_factory=dict)
     number: int = 0  # the order of submission
 
     @property

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TypeVar
 
-import numpy as np
 import torch.distributed as dist
 
 from stable_opd_mcore.data.golden import (
@@ -27,7 +26,7 @@ from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.parallel.world import World, broadcast_object
 from stable_opd_mcore.records import Prompt, Rollout, Sample, Sampling
-from stable_opd_mcore.rollout.engine import RolloutEngine, WhenFinished
+from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
 
@@ -67,44 +66,8 @@ def draw_rollouts(
     if not run.objective.needs_rollouts:
         return []
     with drawing:
-        rollouts = run.engine.generate(
-            prompts, run.sampling, step=step, when_finished=ask_teacher(run, step)
-        )
+        rollouts = run.engine.generate(prompts, run.sampling, step=step)
     return graded(run.grader, run.world, prompts, rollouts)
-
-
-def ask_teacher(run: Run, step: int) -> WhenFinished | None:
-    """What asks a served teacher for the scores of finished responses; None where a teacher is
-    only asked in the score phase.
-
-    Args:
-        step: that will train on them.
-    """
-    teacher = run.teacher
-    if teacher is None or teacher.early is None:
-        return None
-
-    def when_finished(prompt: Prompt, token_ids: Sequence[int]) -> None:
-        teacher.ask(_finished_sample(prompt, token_ids), step)
-
-    return when_finished
-
-
-def _finished_sample(prompt: Prompt, token_ids: Sequence[int]) -> Sample:
-    """What a teacher reads of a finished response."""
-    (sample,) = with_teacher_prompts(
-        [
-            Sample(
-                source="rollout",
-                prompt_id=prompt.prompt_id,
-                prompt_token_ids=np.array(prompt.token_ids, np.int32),
-                response_token_ids=np.array(token_ids, np.int32),
-                trained=np.ones(len(token_ids), np.bool_),
-            )
-        ],
-        [prompt],
-    )
-    return sample
 
 
 def draw_graded(
@@ -152,9 +115,6 @@ def prefetch_rollouts(run: Run, state: TrainState) -> None:
     """Draw the rollouts of later steps ahead (rollout.max_staleness), or go on with them."""
     if not run.objective.needs_rollouts:
         return
-    if run.early is not None:
-        # What nobody has taken a step after it was due is not trained on.
-        run.early.forget(before_step=state.step - 1)
     steps_left = run.config.train.steps - state.step
     for ahead in range(1, min(1 + run.config.rollout.max_staleness, steps_left)):
         step = state.step + ahead
@@ -163,31 +123,43 @@ def prefetch_rollouts(run: Run, state: TrainState) -> None:
             replace(run.sampling, max_new_tokens=run.config.sampling.budget(step)),
             step=step,
             weight_version=state.weight_version + ahead,
-            when_finished=ask_teacher(run, step),
         )
 
 
-def training_samples(
+def rollouts_as_samples(
     run: Run,
     prompts: Sequence[Prompt],
     rollouts: Sequence[Rollout],
     cursor: int,
 ) -> list[Sample]:
-    """This rank's rollouts and, where the objective trains on them, golden solutions of its
-    prompts.
+    """This rank's rollouts as they are trained on.
 
     Args:
+        prompts: of this rank.
         cursor: prompts that earlier steps trained on.
     """
-    settings = run.config.objective
-    samples = rollout_samples(rollouts, settings.masks, run.sampling.max_new_tokens)
-    golden = golden_samples(prompts) if run.objective.needs_golden else []
-    if settings.on_policy_fraction < 1:
-        count, seed = run.config.rollout.prompts_per_step, run.config.train.seed
-        marks = off_policy_draws(cursor, count, settings.on_policy_fraction, seed)
-        off_policy = own_share(run.world, marks)
-        samples, golden = mark_off_policy(samples, off_policy), mark_off_policy(golden, off_policy)
-    return with_teacher_prompts(samples + golden, prompts)
+    masks = run.config.objective.masks
+    samples = rollout_samples(rollouts, masks, run.sampling.max_new_tokens)
+    return _with_marks(run, with_teacher_prompts(samples, prompts), cursor)
+
+
+def golden_solutions(run: Run, prompts: Sequence[Prompt], cursor: int) -> list[Sample]:
+    """The golden solutions of this rank's prompts where the objective trains on them.
+
+    Args: as of `rollouts_as_samples`.
+    """
+    samples = golden_samples(prompts) if run.objective.needs_golden else []
+    return _with_marks(run, with_teacher_prompts(samples, prompts), cursor)
+
+
+def _with_marks(run: Run, samples: list[Sample], cursor: int) -> list[Sample]:
+    """Samples of one source, those of some prompts marked as off-policy (gkd)."""
+    fraction = run.config.objective.on_policy_fraction
+    if fraction == 1:
+        return samples
+    count, seed = run.config.rollout.prompts_per_step, run.config.train.seed
+    marks = off_policy_draws(cursor, count, fraction, seed)
+    return mark_off_policy(samples, own_share(run.world, marks))
 
 
 def with_teacher_prompts(samples: list[Sample], prompts: Sequence[Prompt]) -> list[Sample]:

@@ -22,6 +22,7 @@ from stable_opd_mcore.scoring.scorer import Scorer
 from stable_opd_mcore.scoring.token_scores import overlap
 
 TOP_K = 16
+EVERY = 10  # steps between comparisons, which cost one more pass of the models in the trainer
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class OverlapModel:
 class OverlapPair:
     student: OverlapModel
     teacher: OverlapModel
+
+
+def overlap_is_due(step: int) -> bool:
+    """Whether step number `step`, counted from 1, compares both models."""
+    return step % EVERY == 0
 
 
 def overlap_metrics(
@@ -80,7 +86,7 @@ def _stop_scores(
         replace(batch, targets_N=batch.targets_N.masked_fill(is_last_N, stop_id))
         for batch, is_last_N in zip(batches, is_last, strict=True)
     ]
-    return model.scorer.about(samples).score(retargeted)
+    return model.scorer.score(retargeted, samples)
 
 
 def _compare(

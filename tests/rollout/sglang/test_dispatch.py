@@ -7,6 +7,7 @@ import json
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 
 from stable_opd_mcore.config.rollouts import SglangConfig
 from stable_opd_mcore.metrics import Sum
-from stable_opd_mcore.records import Routing, Sampling, Segment
+from stable_opd_mcore.records import Routing, Sampling, Segment, SequenceScores
 from stable_opd_mcore.rollout.sglang import dispatch
 from stable_opd_mcore.rollout.sglang.dispatch import Dispatcher, has_room
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
@@ -201,14 +202,15 @@ def test_a_server_waits_while_no_request_is_in_flight(tmp_path, monkeypatch):
     dispatcher.close()
 
 
-def test_finished_responses_are_told_while_others_are_drawn(tmp_path):
+def test_a_teacher_is_asked_about_finished_responses_while_others_are_drawn(tmp_path):
     """Not those that were interrupted; the last one before `wait` returns."""
     first, second = Drawing(), Drawing()
     dispatcher = Dispatcher(fleet_over(tmp_path, first, second))
     jobs = jobs_of([request(max_new_tokens=4, num_samples=2), request(max_new_tokens=8)])
     told: queue.Queue[tuple[int, Sequence[int]]] = queue.Queue()
+    replies = [Future[SequenceScores]() for _ in jobs]
     for number, job in enumerate(jobs):
-        job.when_finished = lambda tokens, number=number: told.put((number, tokens))
+        job.ask = lambda tokens, number=number: told.put((number, tokens)) or replies[number]
     dispatcher.submit(jobs)
     second.await_requests(1)
     first.end()
@@ -219,6 +221,7 @@ def test_finished_responses_are_told_while_others_are_drawn(tmp_path):
     dispatcher.resume()
     dispatcher.wait(jobs)
     assert told.get_nowait() == (1, tuple(range(2, 10)))
+    assert [job.scores for job in jobs] == [dict.fromkeys((0, 1), replies[0]), {0: replies[1]}]
     dispatcher.close()
 
 

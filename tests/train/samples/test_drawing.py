@@ -1,32 +1,18 @@
 """Which prompts, samples and rollouts a rank draws, and who grades them."""
 
-import threading
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
-import torch
-
 from stable_opd_mcore.config.schema import TokenMasksConfig
-from stable_opd_mcore.data import packing
 from stable_opd_mcore.data.golden import off_policy_draws
 from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.host.user_code import read_user_function
 from stable_opd_mcore.parallel.world import start_world, stop_world
-from stable_opd_mcore.records import MicroBatch, Prompt, Rollout, Sample
-from stable_opd_mcore.scoring.early_requests import EarlyRequests
-from stable_opd_mcore.scoring.own_prompt import OwnPromptScorer
-from stable_opd_mcore.serving.requests import Completion, Generation
+from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.samples import drawing
 from tests.parallel.launch import run_ranks
-from tests.rollout.sglang.test_engine import engine_of
-from tests.scoring.test_served_teacher import served_by
-from tests.serving.fake_teacher import fake_teacher
-from tests.shares import weights_of
 from tests.train.engine_recorder import Recorder
 from tests.train.runs import tiny_config
 
@@ -73,95 +59,21 @@ def test_samples_have_the_masks_golden_solutions_and_off_policy_marks_of_the_obj
     )
     objective = SimpleNamespace(needs_golden=True)
     gkd = replace(run, config=config, objective=objective)
-    samples = drawing.training_samples(gkd, prompts, rollouts, 8)
-    assert [s.source for s in samples] == ["rollout"] * 16 + ["golden"] * 8
+    samples = drawing.rollouts_as_samples(gkd, prompts, rollouts, 8)
+    golden = drawing.golden_solutions(gkd, prompts, 8)
+    assert [s.source for s in samples + golden] == ["rollout"] * 16 + ["golden"] * 8
     assert not any(any(s.trained) for s in samples[:16])
     marks = off_policy_draws(8, 8, 0.5, 3)
     assert marks != off_policy_draws(8, 8, 0.5, 0)
-    assert [s.off_policy for s in samples] == [m for m in marks for _ in range(2)] + marks
+    assert [s.off_policy for s in samples] == [m for m in marks for _ in range(2)]
+    assert [s.off_policy for s in golden] == marks
     second = replace(gkd, world=SimpleNamespace(data_rank=1, data_size=2))
-    own = drawing.training_samples(second, prompts[1::2], [], 8)
+    own = drawing.golden_solutions(second, prompts[1::2], 8)
     assert [s.off_policy for s in own] == marks[1::2]
     settings.on_policy_fraction = 1
-    samples = drawing.training_samples(gkd, prompts, rollouts, 8)
-    assert not any(s.off_policy for s in samples)
+    assert not any(s.off_policy for s in drawing.golden_solutions(gkd, prompts, 8))
     objective.needs_golden = False
-    assert len(drawing.training_samples(gkd, prompts, rollouts, 8)) == 16
-
-
-class HeldBack:
-    """A rollout server that ends its responses at once, but those of `last` when it is told so."""
-
-    url, api_key = "http://here", None
-
-    def __init__(self, last: Prompt):
-        self._last, self.may_end = last, threading.Event()
-
-    def generate(self, request: Generation) -> list[Completion]:
-        if request.token_ids == self._last.token_ids:
-            assert self.may_end.wait(30), "no teacher was asked while this response was drawn"
-        return [
-            Completion(
-                np.array([number, 3], np.int32),
-                np.full(2, -0.5, np.float32),
-                *("length", ("0",), 0),
-            )
-            for number in range(request.sampling.num_samples)
-        ]
-
-    def is_healthy(self, timeout_seconds: float) -> bool:
-        return True
-
-    def close(self) -> None:
-        pass
-
-
-def test_a_served_teacher_is_asked_before_the_last_response_is_drawn(run, tmp_path):
-    """The last one is drawn only when all others were asked for. Every request is sent once, and
-    the same scores come without early requests. An evaluation asks for nothing, and the step after
-    the next forgets what nobody took."""
-    prompts = [
-        replace(prompt, teacher_token_ids=(5 + number, *prompt.token_ids))
-        for number, prompt in enumerate(run.prompts.select(range(4)))
-    ]
-    server, asked_early = HeldBack(prompts[-1]), 3 * 2
-    sampling = replace(run.sampling, max_new_tokens=2, num_samples=2)
-    engine, _ = engine_of(tmp_path, run.world, server, partial=False)
-    with fake_teacher(lambda _: len(asked) < asked_early or server.may_end.set() or True) as (
-        url,
-        asked,
-    ):
-        teacher = OwnPromptScorer(served_by(run.world, url, early=EarlyRequests()), run.world, pack)
-        served = replace(run, engine=engine, teacher=teacher, sampling=sampling)
-        rollouts = drawing.draw_rollouts(served, prompts, 0)
-        samples = drawing.training_samples(served, prompts, rollouts, 0)
-        assert served.early is not None
-        assert len(served.early._asked) == 8
-        batches = [batch for batch in pack(samples) if batch.is_scored]
-        found = teacher.about(samples).score(batches)
-        sent = Counter(asked)
-        assert sent == Counter(
-            (*s.teacher_prompt_token_ids, *s.response_token_ids) for s in samples if s.is_scored
-        )
-        assert served.early.take_metrics()["perf/scored_early"].count == 8
-
-        late = OwnPromptScorer(served_by(run.world, url), run.world, pack)
-        for a, b in zip(late.about(samples).score(batches), found, strict=True):
-            assert torch.equal(a.logprob_N, b.logprob_N)
-
-        drawing.draw_graded(engine, run.grader, run.world, prompts, sampling, step=0)
-        assert not served.early._asked
-        drawing.draw_rollouts(served, prompts, 1)
-        drawing.prefetch_rollouts(served, TrainState(step=2, cursor=4))
-        assert len(served.early._asked) == 8
-        drawing.prefetch_rollouts(served, TrainState(step=3, cursor=6))
-        assert not served.early._asked
-    engine.close()
-    teacher.close()
-
-
-def pack(samples: Sequence[Sample]) -> list[MicroBatch]:
-    return packing.pack(samples, weights_of(samples), max_tokens=64)
+    assert drawing.golden_solutions(gkd, prompts, 8) == []
 
 
 class Grades:
@@ -178,7 +90,7 @@ class Draws:
     def __init__(self, rank: int):
         self.rank = rank
 
-    def generate(self, prompts, sampling, *, step, when_finished=None):
+    def generate(self, prompts, sampling, *, step):
         return [
             Rollout(p, k, (step,), (0.0,), "stop", self.rank, text="[3]")
             for p in prompts

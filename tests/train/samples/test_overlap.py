@@ -31,11 +31,8 @@ class Listing:
         self.prompts: list[str] = []
         self.batches: list[MicroBatch] = []
 
-    def about(self, samples):
+    def score(self, microbatches, samples=()):
         self.prompts = [sample.prompt_id for sample in samples]
-        return self
-
-    def score(self, microbatches):
         self.batches = list(microbatches)
         return [self._score(batch.targets_N) for batch in microbatches]
 
@@ -92,7 +89,7 @@ def test_the_advantage_is_over_the_shared_tokens():
 
 def test_a_stage_without_scores_has_no_metrics():
     class NoScores(Listing):
-        def score(self, microbatches):
+        def score(self, microbatches, samples=()):
             return []
 
     no_scores = NoScores([4, 7], [0.5, 0.3])

@@ -1,0 +1,298 @@
+"""A teacher on SGLang servers, of any architecture that SGLang supports. It is asked about one
+response at a time, while others are still drawn.
+
+    reply = teacher.ask("math:7", prompt_ids, response_ids, step)  # from any thread
+    (scores,) = teacher.wait([reply])
+
+Scores are of the softmax at temperature 1 (SGLang scores prompts at no other), so rollouts must be
+drawn at 1. SGLang normalises over all rows of the output head, with those beyond the tokenizer's
+vocabulary; a teacher with probability there is refused at the start.
+
+A request that fails is sent to the teacher's next replica, and so on, until one answers. The
+teacher is lost when somebody waits, no replica has answered for `patience_seconds`, and the request
+that fails then has been sent to each of them.
+
+Not here: who asks (rollout/sglang/dispatch.py for responses that servers draw, otherwise
+train/samples/served_scores.py), and what becomes of the scores (scoring/served.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future
+from concurrent.futures import wait as wait_for
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stable_opd_mcore.config.models import TEACHER_PATIENCE, TeacherConfig
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.records import SequenceScores
+from stable_opd_mcore.serving.api_key import read_api_key
+from stable_opd_mcore.serving.client import (
+    RefusedRequest,
+    ServerFailure,
+    SglangClient,
+    pause_seconds,
+)
+from stable_opd_mcore.serving.idle_clock import IdleClock
+from stable_opd_mcore.serving.requests import Scoring
+
+_MAX_IN_FLIGHT = 64  # of a rank: the time-out runs while a request waits in a server
+_SELF_TEST_TOP_K = 8
+_SELF_TEST_TOLERANCE = 1e-3  # of log-probabilities, and of probability outside the vocabulary
+_ANY = ""  # the only route of a teacher for all sources
+TokenIds = Sequence[int] | NDArray[np.int32]
+_log = logging.getLogger(__name__)
+
+
+class TeacherLost(UserError):
+    """No replica of a teacher answers. Raised before the step changes anything."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked about every token, besides its log-probability."""
+
+    top_k: int = 0  # the most probable tokens
+    extra_ids: tuple[int, ...] = ()  # the log-probabilities of these ids
+
+
+@dataclass(eq=False)
+class _Asked:
+    """A request until it is answered."""
+
+    route: str
+    clients: Sequence[SglangClient]  # in the order in which they are tried
+    request: Scoring
+    failures: int = 0
+    reply: Future[SequenceScores] = field(default_factory=Future)
+
+    @property
+    def client(self) -> SglangClient:
+        """Whose turn it is."""
+        return self.clients[self.failures % len(self.clients)]
+
+
+@dataclass(eq=False)
+class ServedTeacher:
+    """The teacher's replicas, or those of several teachers, each for some sources of prompts.
+
+    Raises:
+        UserError: a temperature other than 1, no key in `api_key_file`, or a source without a
+            teacher.
+    """
+
+    settings: TeacherConfig
+    _: KW_ONLY
+    vocab_size: int  # the common vocabulary of student and teacher
+    temperature: float  # of the rollouts; must be 1
+    wanted: Callable[[int], Wanted] = lambda _: Wanted()  # of the step, counted as by `ask`
+    # source of a prompt -> the key of its teacher in teacher.routes; not read without routes
+    route_of: Mapping[str, str] = field(default_factory=dict[str, str])
+    patience_seconds: float = TEACHER_PATIENCE
+    progress: Callable[[], None] = lambda: None  # called from other threads after each answer
+
+    def __post_init__(self) -> None:
+        if self.temperature != 1.0:
+            raise UserError(
+                "a served teacher scores at temperature 1, rollouts are drawn at "
+                f"{self.temperature}: their log-probabilities are not comparable; set "
+                "sampling.temperature=1, or teacher.engine=megatron, which scores at any "
+                "temperature"
+            )
+        settings = self.settings
+        routes = {_ANY: settings.urls} if settings.urls else settings.routes
+        for source, route in {} if settings.urls else self.route_of.items():
+            if route not in routes:
+                raise UserError(
+                    f"no teacher is routed for the source {source!r} of data.train: "
+                    f"teacher.routes names {', '.join(sorted(routes))}, not {route!r}"
+                )
+        api_key = read_api_key(settings.api_key_file)
+        self._clients = {
+            route: [SglangClient(url, api_key=api_key) for url in urls]
+            for route, urls in routes.items()
+        }
+        self._urls = [url for urls in routes.values() for url in urls]
+        self.idle = IdleClock(self._urls)
+        self.lost: str | None = None  # why no replica answers any more
+        self._turn = itertools.count()
+        self._lock = threading.RLock()  # of all that follows
+        self._waiting: deque[_Asked] = deque()  # not sent yet
+        self._num_in_flight = 0
+        self._waits_since: float | None = None  # time.monotonic(); None: nobody waits
+        self._answered: defaultdict[str, float] = defaultdict(float)  # the same, of a route
+        self._failing: set[str] = set()  # addresses of the replicas that the log has reported
+
+    def ask(
+        self, prompt_id: str, prompt_ids: TokenIds, response_ids: TokenIds, step: int
+    ) -> Future[SequenceScores]:
+        """Begin to score a response's tokens, and do not wait. From any thread.
+
+        Args:
+            prompt_id: its source selects the teacher.
+            prompt_ids: as the teacher reads the prompt.
+            step: finished steps before the one that trains on the response.
+        """
+        source = prompt_id.rpartition(":")[0]
+        route = _ANY if _ANY in self._clients else self.route_of.get(source, source)
+        sequence = np.concatenate([prompt_ids, response_ids]).astype(np.int32)
+        wanted, start, size = self.wanted(step), len(prompt_ids), self.vocab_size
+        request = Scoring(sequence, start, size, wanted.top_k, wanted.extra_ids)
+        return self._submit(route, self._clients[route], request)
+
+    def wait(self, replies: Sequence[Future[SequenceScores]]) -> list[SequenceScores | None]:
+        """The scores, when all are there; when the teacher is lost meanwhile, some are None."""
+        self._waits_since = time.monotonic()
+        try:
+            wait_for(replies, return_when=FIRST_EXCEPTION)
+        finally:
+            self._waits_since = None
+        found: list[SequenceScores | None] = [None] * len(replies)
+        for place, reply in enumerate(replies):
+            if reply.done():
+                try:
+                    found[place] = reply.result()
+                except TeacherLost:
+                    continue
+        return found
+
+    def close(self) -> None:
+        """Ask for nothing more. Requests in flight fail."""
+        self.lost = self.lost or "the run ends"
+        for client in itertools.chain(*self._clients.values()):
+            client.close()
+
+    def self_test(self, token_ids: Sequence[int]) -> float:
+        """Score one sequence twice on every replica.
+
+        Returns:
+            The largest difference of a log-probability from the first reply of its route.
+
+        Raises:
+            UserError: the difference exceeds the tolerance (the replicas differ, or their weights
+                change), or the teacher has probability beyond the common vocabulary.
+            TeacherLost: a replica does not answer.
+        """
+        top_k = min(_SELF_TEST_TOP_K, self.vocab_size)
+        request = Scoring(tuple(token_ids), 1, self.vocab_size, top_k, any_top_id=True)
+        largest = 0.0
+        for route, clients in self._clients.items():
+            first: SequenceScores | None = None
+            for client in [client for client in clients for _ in range(2)]:
+                (scores,) = self.wait([self._submit(route, [client], request)])
+                if scores is None:
+                    raise TeacherLost(str(self.lost))
+                first = first or scores
+                self._require_within_vocabulary(client.url, scores)
+                difference = float(np.abs(first.logprobs_L - scores.logprobs_L).max())
+                largest = max(largest, difference)
+                if difference > _SELF_TEST_TOLERANCE:
+                    raise UserError(
+                        f"teacher {route or 'urls'}: scores of {client.url} differ by "
+                        f"{difference:.3g} from those of {clients[0].url} (allowed "
+                        f"{_SELF_TEST_TOLERANCE:g}): other weights, another precision, or a server "
+                        "that is not deterministic"
+                    )
+        self.idle = IdleClock(self._urls)  # a test is no part of a step
+        return largest
+
+    def _require_within_vocabulary(self, url: str, scores: SequenceScores) -> None:
+        probabilities_LK = np.exp(scores.top_logprobs_LK.astype(np.float32))
+        beyond_LK = np.where(scores.top_ids_LK >= self.vocab_size, probabilities_LK, 0.0)
+        beyond = float(beyond_LK.sum(axis=1).max())
+        if beyond > _SELF_TEST_TOLERANCE:
+            raise UserError(
+                f"teacher {url} gives {beyond:.3g} of its probability to token ids from "
+                f"{self.vocab_size} on, which are not in the common vocabulary (allowed "
+                f"{_SELF_TEST_TOLERANCE:g}): random weights, or the model of another tokenizer; "
+                "teacher.engine=megatron ignores such ids"
+            )
+
+    # ---- sending, in any thread
+
+    def _submit(
+        self, route: str, clients: Sequence[SglangClient], request: Scoring
+    ) -> Future[SequenceScores]:
+        first = next(self._turn) % len(clients)
+        asked = _Asked(route, [*clients[first:], *clients[:first]], request)
+        with self._lock:
+            self._waiting.append(asked)
+            self._send_next()
+        return asked.reply
+
+    def _send_next(self) -> None:
+        """Send what waits while there is room; called with the lock held."""
+        while self._waiting and self._num_in_flight < _MAX_IN_FLIGHT:
+            asked = self._waiting.popleft()
+            if self.lost is None:
+                self._num_in_flight += 1
+                self._send(asked)
+            else:
+                asked.reply.set_exception(TeacherLost(self.lost))
+
+    def _send(self, asked: _Asked, delay_seconds: float = 0.0) -> None:
+        client, limit = asked.client, self.settings.request_timeout_seconds
+        sent = client.submit(asked.request, limit, delay_seconds)
+        self.idle.count(client.url, 1)
+        sent.add_done_callback(partial(self._receive, asked, client))
+
+    # ---- receiving, in the thread that reads replies
+
+    def _receive(self, asked: _Asked, client: SglangClient, sent: Future[SequenceScores]) -> None:
+        self.idle.count(client.url, -1)
+        with self._lock:
+            try:
+                scores = self._scores(asked, client, sent)
+                if scores is None:
+                    return  # it is in flight again
+                asked.reply.set_result(scores)
+            except BaseException as error:  # raised again by `wait`
+                asked.reply.set_exception(error)
+            self._num_in_flight -= 1
+            self._send_next()
+
+    def _scores(
+        self, asked: _Asked, client: SglangClient, sent: Future[SequenceScores]
+    ) -> SequenceScores | None:
+        """What the client answered; None: it failed, and the next one is asked.
+
+        Raises:
+            TeacherLost: see the file's head; or a server refuses the request.
+        """
+        try:
+            scores = sent.result()
+            self._answered[asked.route] = time.monotonic()
+            self._failing.discard(client.url)
+            self.progress()
+            return scores
+        except RefusedRequest as refusal:  # asking again cannot help
+            self.lost = self.lost or str(refusal)
+        except ServerFailure as failure:
+            asked.failures += 1
+            self._note(asked, failure)
+        if self.lost is not None:
+            raise TeacherLost(self.lost)
+        rounds, others = divmod(asked.failures, len(asked.clients))
+        self._send(asked, delay_seconds=0.0 if others else pause_seconds(rounds))
+        return None
+
+    def _note(self, asked: _Asked, failure: ServerFailure) -> None:
+        """Log a failure; the teacher may be lost by it."""
+        if self.lost is None and failure.url not in self._failing:
+            self._failing.add(failure.url)
+            _log.warning("teacher: %s; its requests are repeated until one is answered", failure)
+        if self._waits_since is None or asked.failures < len(asked.clients):
+            return
+        silent_since = max(self._waits_since, self._answered[asked.route])
+        if time.monotonic() - silent_since > self.patience_seconds:
+            waited = f"no teacher answered for {self.patience_seconds:.0f} s"
+            self.lost = self.lost or f"{waited}; last failure: {failure}"

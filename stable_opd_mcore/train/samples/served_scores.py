@@ -1,0 +1,64 @@
+"""The scores of a served teacher for what no rollout server has drawn: golden solutions, and the
+rollouts of an engine without servers.
+
+    golden = begin_scoring(run, golden, step)  # before the draw, so that both run at once
+    rollouts = ...
+    samples = rollouts + golden()
+
+Not here: responses that servers draw, which rollout/sglang/dispatch.py asks about as they end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from stable_opd_mcore.parallel.world import broadcast_object, gather_objects
+from stable_opd_mcore.records import Sample
+from stable_opd_mcore.serving.teacher import TeacherLost
+from stable_opd_mcore.train.run import Run
+
+
+def begin_scoring(run: Run, samples: list[Sample], step: int) -> Callable[[], list[Sample]]:
+    """Ask the served teacher, if there is one, about those samples whose scores the loss reads and
+    which have none. One rank of the replica asks.
+
+    Args:
+        samples: of this data-parallel rank.
+        step: finished steps.
+
+    Returns:
+        A function that waits for the scores and returns the samples with them. Collective over all
+        ranks. It raises TeacherLost on all of them, because all of them save a checkpoint then.
+    """
+    teacher = run.served_teacher
+    if teacher is None:
+        return lambda: samples
+    asks = dist.get_rank(run.world.model_group) == 0
+    places = [i for i, one in enumerate(samples) if one.is_scored and one.teacher_scores is None]
+    replies = [
+        teacher.ask(one.prompt_id, _prompt(one), one.response_token_ids, step)
+        for one in (samples[place] for place in places if asks)
+    ]
+
+    def scored() -> list[Sample]:
+        found = teacher.wait(replies)
+        for reason in gather_objects(teacher.lost):
+            if reason is not None:
+                raise TeacherLost(reason)
+        found = broadcast_object(found, run.world.model_group)
+        whole = list(samples)
+        for place, scores in zip(places, found, strict=True):
+            whole[place] = replace(whole[place], teacher_scores=scores)
+        return whole
+
+    return scored
+
+
+def _prompt(sample: Sample) -> NDArray[np.int32]:
+    own = sample.teacher_prompt_token_ids
+    return sample.prompt_token_ids if own is None else own
