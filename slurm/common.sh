@@ -290,14 +290,14 @@ check_nodes() {
   judge preflight --nodes "${all[@]}" || return 1
   if [ "$PREFLIGHT" = on ] && [ "$MIN_ALLREDUCE_GBPS" != 0 ]; then
     check_network
-    judge network --nodes "${TRAINER_NODES[@]}" || return 1
+    judge network || return 1
   fi
   RUN_DIRECTORY=$(cat "$notes/run_directory") # a path inside the container; only rank.sh uses it
   export RUN_DIRECTORY
-  log "preflight passed: all-reduce $(cat "$notes/${TRAINER_NODES[0]}.network_good" 2>/dev/null || echo skipped); run directory $RUN_DIRECTORY"
+  log "preflight passed: all-reduce $(cat "$notes/network_good" 2>/dev/null || echo skipped); run directory $RUN_DIRECTORY"
 }
 
-# All-reduce over every trainer rank. When that is slow, also over each node and each pair of neighbours.
+# One all-reduce over every trainer rank.
 check_network() {
   step network "$(joined "${TRAINER_NODES[@]}")" "$RANKS_PER_NODE"
   timeout "$PREFLIGHT_TIMEOUT" "${STEP[@]}" --kill-on-bad-exit=1 --output="$notes/network_%5t.log" "$ROOT/slurm/rank.sh" \

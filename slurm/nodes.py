@@ -13,6 +13,7 @@ import re
 from attempt import Attempt, Verdict, last_line, read, read_history
 
 NO_ANSWER = "no answer"
+STOPPED = "asked to stop during the checks"
 
 
 def judge_preflight(attempt: Attempt, nodes: list[str]) -> Verdict:
@@ -35,20 +36,19 @@ def judge_preflight(attempt: Attempt, nodes: list[str]) -> Verdict:
     return judge_faults(attempt, faults)
 
 
-def judge_network(attempt: Attempt, nodes: list[str]) -> Verdict:
-    """Verdict over the notes of `preflight.py network`, from the nodes of the all-reduce."""
+def judge_network(attempt: Attempt) -> Verdict:
+    """Verdict over the notes of `preflight.py network`."""
     notes = attempt.directory / "preflight"
-    faults: dict[str, dict[str, str]] = {}
-    for node in nodes:
-        if (notes / f"{node}.network_good").exists():
-            faults[node] = {}
-        elif (notes / f"{node}.network_bad").exists():
-            faults[node] = json.loads(read(notes / f"{node}.network_bad"))
-        else:
-            words = [last_line(path) for path in sorted(notes.glob("network_*.log"))]
-            message = f"the all-reduce did not finish: {next(filter(None, words), 'no output')}"
-            faults[node] = {"all-reduce unfinished": message}
-    return judge_faults(attempt, faults)
+    if (notes / "network_good").exists():
+        return Verdict("", "", action="start")
+    if attempt.stop:
+        return Verdict("stopped", STOPPED, action="requeue")
+    message = read(notes / "network_bad")
+    if not message:
+        words = [last_line(path) for path in sorted(notes.glob("network_*.log"))]
+        message = f"the all-reduce did not finish: {next(filter(None, words), 'no output')}"
+    attempt.log(f"preflight: {message}")
+    return Verdict("failed", message)
 
 
 def judge_faults(attempt: Attempt, faults: dict[str, dict[str, str]]) -> Verdict:
@@ -59,7 +59,7 @@ def judge_faults(attempt: Attempt, faults: dict[str, dict[str, str]]) -> Verdict
     if not bad:
         return Verdict("", "", action="start")
     if attempt.stop:
-        return Verdict("stopped", "asked to stop during the checks", action="requeue")
+        return Verdict("stopped", STOPPED, action="requeue")
     kinds = tuple({kind: None for each in faults.values() for kind in each})
     shared = shared_fault(attempt, faults)
     if shared:

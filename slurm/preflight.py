@@ -4,17 +4,15 @@
     preflight.py network NOTES --floor=100                                     one process a rank
 
 NOTES is a directory that all nodes share. A node writes `<node>.good`, or `<node>.bad`: a JSON
-object from the kind of a fault to its message, so that verdict.py can compare nodes. The all-reduce
-likewise writes `<node>.network_good` or `.network_bad`. The head node also writes `run_directory`,
-or `config_error`.
+object from the kind of a fault to its message, so that verdict.py can compare nodes. The head node
+also writes `run_directory`, or `config_error`. Rank 0 of the all-reduce writes its speed to
+`network_good`, or what is wrong to `network_bad`.
 Not here: what follows from a fault (verdict.py), and whether the settings fit the model.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import errno
 import json
 import os
 import re
@@ -71,7 +69,7 @@ def main() -> int:
     name = os.environ.get("SLURMD_NODENAME", socket.gethostname())
     if arguments.check == "node":
         return check_node(arguments, name)
-    return check_network(arguments.notes, name, arguments.floor)
+    return check_network(arguments.notes, arguments.floor)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -122,7 +120,7 @@ def check_node(arguments: argparse.Namespace, name: str) -> int:
         (notes / "run_directory").write_text(str(run_directory))
     faults: dict[str, str] = {}
     if arguments.checks == "on":
-        faults |= disk_faults(run_directory, arguments.min_free_gib, is_head)
+        faults |= disk_faults(run_directory, arguments.min_free_gib)
         faults |= gpu_faults(arguments.gpus)
         server_nodes = arguments.servers.split(",") if arguments.servers else []
         python = servers_python(config, bool(server_nodes))
@@ -135,51 +133,20 @@ def check_node(arguments: argparse.Namespace, name: str) -> int:
     return 0
 
 
-def disk_faults(run_directory: Path, min_free_gib: float, is_head: bool) -> dict[str, str]:
-    """Whether the run directory is writable and has room. The head node also reserves the room,
-    because a quota may end before the disk is full.
-    """
-    size = int(min_free_gib * 2**30)
+def disk_faults(run_directory: Path, min_free_gib: float) -> dict[str, str]:
+    """Whether the run directory is writable and has room."""
     try:
         run_directory.mkdir(parents=True, exist_ok=True)
         probe = run_directory / f".preflight-{socket.gethostname()}-{os.getpid()}"
         probe.write_text("writable")
+        probe.unlink()
     except OSError as error:
         return {"disk write": f"cannot write to {run_directory}: {error.strerror}"}
-    try:
-        free = shutil.disk_usage(run_directory).free
-        if free < size:
-            message = (
-                f"{free / 2**30:.1f} GiB free at {run_directory}, MIN_FREE_GIB={min_free_gib:g}"
-            )
-            return {"disk space": message}
-        if is_head and size:
-            reserve(probe, size)
-    except OSError as error:
-        message = f"no room for MIN_FREE_GIB={min_free_gib:g} at {run_directory}: {error.strerror}"
-        return {"disk space": f"{message} ({free / 2**30:.1f} GiB free; a quota?)"}
-    finally:
-        probe.unlink()
+    free = shutil.disk_usage(run_directory).free / 2**30
+    if free < min_free_gib:
+        message = f"{free:.1f} GiB free at {run_directory}, MIN_FREE_GIB={min_free_gib:g}"
+        return {"disk space": message}
     return {}
-
-
-def reserve(path: Path, size: int) -> None:
-    """Allocate `size` bytes without writing them; write 64 MiB where the file system cannot.
-
-    Raises:
-        OSError: the file system refuses, because of a full disk, a quota or a limit.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    with path.open("wb") as file:
-        if libc.fallocate(file.fileno(), 0, 0, size) == 0:
-            return
-        code = ctypes.get_errno()
-        if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
-            raise OSError(code, os.strerror(code))
-        file.write(bytes(min(size, 64 * MIB)))
-        file.flush()
-        os.fsync(file.fileno())  # a network file system may refuse only here
 
 
 def gpu_faults(required: int) -> dict[str, str]:
@@ -345,10 +312,8 @@ def port_faults(port: int) -> dict[str, str]:
     return {}
 
 
-def check_network(notes: Path, name: str, floor: float) -> int:
-    """Measure the all-reduce over all ranks. When that is slow, also measure within each node and
-    between neighbours, to find the slow node.
-    """
+def check_network(notes: Path, floor: float) -> int:
+    """Measure one all-reduce over all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -360,83 +325,46 @@ def check_network(notes: Path, name: str, floor: float) -> int:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     os.environ.update(gloo_settings(os.environ["MASTER_ADDR"]))
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
-    node, num_nodes = rank // per_node, world_size // per_node
-    speeds = {"all nodes": bus_bandwidth(dist.group.WORLD, on_gpu)}
-    if slowest(speeds["all nodes"], on_gpu) < floor:
-        mine = [range(n * per_node, (n + 1) * per_node) for n in range(num_nodes)]
-        speeds = {"within the node": among(mine, rank, on_gpu)} if per_node > 1 else {}
-        # A slow node is slow with both neighbours; a good one is fast with one of its own.
-        pairs = [range(n * per_node, (n + 2) * per_node) for n in range(num_nodes - 1)]
-        even, odd = among(pairs[0::2], rank, on_gpu), among(pairs[1::2], rank, on_gpu)
-        if with_neighbours := [speed for speed in (even, odd) if speed is not None]:
-            speeds["with its better neighbour"] = max(with_neighbours)
-    if rank % per_node == 0:
-        slow = {
-            f"all-reduce {where}": f"all-reduce {where}: {s:.1f} GB/s, MIN_ALLREDUCE_GBPS={floor:g}"
-            for where, s in speeds.items()
-            if s and s < floor
-        }
-        note = notes / f"{name}.network_{'bad' if slow else 'good'}"
-        speed = f"{min(filter(None, speeds.values())):.3f} GB/s"
-        note.write_text(json.dumps(slow) if slow else speed)
-    print(f"node {node} rank {rank}: {speeds}")
+    rank, ranks, speed = dist.get_rank(), dist.get_world_size(), bus_bandwidth(on_gpu)
+    print(f"rank {rank}: {speed:.3f} GB/s")
+    if rank == 0 and speed < floor:
+        (notes / "network_bad").write_text(
+            f"all-reduce over {ranks} ranks: {speed:.1f} GB/s, MIN_ALLREDUCE_GBPS={floor:g}: leave "
+            "slow nodes out with --exclude (NCCL's all_reduce_perf finds them), or lower the floor"
+        )
+    elif rank == 0:
+        (notes / "network_good").write_text(f"{speed:.3f} GB/s")
     dist.barrier()
     dist.destroy_process_group()
     return 0
 
 
-def among(groups: list[range], rank: int, on_gpu: bool) -> float | None:
-    """Bandwidth within this rank's group, None when it is in none of these disjoint groups."""
-    import torch.distributed as dist
-
-    mine = None
-    for members in groups:
-        group = dist.new_group(list(members))  # a collective over all ranks
-        if rank in members:
-            mine = group
-    speed = bus_bandwidth(mine, on_gpu) if mine is not None else None
-    dist.barrier()
-    return speed
-
-
-def bus_bandwidth(group, on_gpu: bool) -> float:
+def bus_bandwidth(on_gpu: bool) -> float:
     """Bus bandwidth of an all-reduce in GB/s: 2(n-1)/n bytes moved per byte, as in nccl-tests.
 
-    Infinite for a group of one.
+    Infinite for one rank.
     """
     import torch
     import torch.distributed as dist
 
-    size = dist.get_world_size(group)
+    size = dist.get_world_size()
     if size == 1:
         return float("inf")
     values = torch.ones((512 if on_gpu else 4) * MIB // 4, device="cuda" if on_gpu else "cpu")
     repeats = 10 if on_gpu else 2
     seconds = 0.0
     for measured in (False, True):  # the first round opens the connections
-        dist.all_reduce(values, group=group)
+        dist.all_reduce(values)
         if on_gpu:
             torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(repeats if measured else 1):
-            dist.all_reduce(values, group=group)
+            dist.all_reduce(values)
         if on_gpu:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - begin
     moved = repeats * values.numel() * values.element_size() * 2 * (size - 1) / size
     return moved / seconds / 1e9
-
-
-def slowest(speed: float, on_gpu: bool) -> float:
-    """The lowest speed of all ranks, so that all ranks take the same branch."""
-    import torch
-    import torch.distributed as dist
-
-    lowest = torch.tensor([speed], dtype=torch.float64, device="cuda" if on_gpu else "cpu")
-    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
-    return float(lowest)
 
 
 if __name__ == "__main__":

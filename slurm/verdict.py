@@ -1,7 +1,7 @@
 """Judge one attempt of a batch job from the files in its attempt directory, and record the verdict.
 
     verdict.py ATTEMPT_DIR --job=7 --attempt=0 ... preflight --nodes n1 n2
-    verdict.py ATTEMPT_DIR --job=7 --attempt=0 ... network --nodes n1
+    verdict.py ATTEMPT_DIR --job=7 --attempt=0 ... network
     verdict.py ATTEMPT_DIR --job=7 --attempt=0 ... run --nodes n1 n2 --ranks=16
     verdict.py ATTEMPT_DIR --job=7 --attempt=0 ... record failed "the servers did not start"
     verdict.py ATTEMPT_DIR --job=7 --attempt=0 ... refused "what Slurm printed"
@@ -42,7 +42,7 @@ def main() -> int:
     if arguments.what == "preflight":
         verdict = judge_preflight(attempt, arguments.nodes)
     elif arguments.what == "network":
-        verdict = judge_network(attempt, arguments.nodes)
+        verdict = judge_network(attempt)
     elif arguments.what == "refused":
         refuse(attempt, arguments.message)
         return 1
@@ -71,8 +71,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-requeues", type=int, required=True)
     parser.add_argument("--max-hangs", type=int, required=True)
     what = parser.add_subparsers(dest="what", required=True)
-    for name in ("preflight", "network"):
-        what.add_parser(name).add_argument("--nodes", nargs="+", required=True)
+    what.add_parser("preflight").add_argument("--nodes", nargs="+", required=True)
+    what.add_parser("network")
     refused = what.add_parser("refused")
     refused.add_argument("message", help="of scontrol")
     run = what.add_parser("run")

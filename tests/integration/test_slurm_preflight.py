@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,11 +18,10 @@ def check_node(
     notes: Path,
     *options: str,
     name: str = "n1",
-    limit: str = "true",
     settings: tuple[str, ...] = (),
     **variables: str,
 ) -> dict[str, str]:
-    """Check a node in a shell after `limit`; its faults."""
+    """Check a node; its faults."""
     (notes / "token").write_text("7.0\n")
     with socket.socket() as free:
         free.bind(("", 0))
@@ -30,7 +30,7 @@ def check_node(
     arguments += ["--", CONFIG, f"run.directory={notes}", *settings]
     command = [sys.executable, "slurm/preflight.py", "node", str(notes), *arguments]
     subprocess.run(
-        ["/bin/bash", "-c", f'{limit}; exec "$@"', "bash", *command],
+        command,
         cwd=REPOSITORY,
         env=os.environ
         | {
@@ -52,16 +52,14 @@ def test_a_good_node_also_reports_the_run_directory(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "limit", "kind", "message"),
+    ("option", "kind", "message"),
     [
-        (["--min-free-gib=1e9"], "true", "disk space", "GiB free at"),
-        # as with a quota, the disk has room but the file system refuses the size
-        (["--min-free-gib=0.01"], "ulimit -f 1024", "disk space", "no room for MIN_FREE_GIB=0.01"),
-        (["--gpus=8"], "true", "driver", "no nvidia-smi"),
+        ("--min-free-gib=1e9", "disk space", "GiB free at"),
+        ("--gpus=8", "driver", "no nvidia-smi"),
     ],
 )
-def test_a_bad_node_reports_its_fault(options, limit, kind, message, tmp_path):
-    assert message in check_node(tmp_path, *options, limit=limit)[kind]
+def test_a_bad_node_reports_its_fault(option, kind, message, tmp_path):
+    assert message in check_node(tmp_path, option)[kind]
     assert not (tmp_path / "n1.good").exists()
 
 
@@ -179,7 +177,7 @@ def test_a_taken_port_is_a_fault(tmp_path):
     assert "for the rendezvous" in faults["port"]
 
 
-def test_the_nodes_of_a_slow_network_are_named(tmp_path):
+def test_a_slow_network_is_named_with_its_speed(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -203,7 +201,6 @@ def test_the_nodes_of_a_slow_network_are_named(tmp_path):
         for rank in range(2)
     ]
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
-    for node in ("n1", "n2"):
-        faults = json.loads((tmp_path / f"{node}.network_bad").read_text())
-        speed = faults["all-reduce with its better neighbour"]
-        assert "GB/s, MIN_ALLREDUCE_GBPS=1e+06" in speed
+    message = (tmp_path / "network_bad").read_text()
+    assert re.match(r"all-reduce over 2 ranks: [0-9.]+ GB/s, MIN_ALLREDUCE_GBPS=1e\+06: ", message)
+    assert not (tmp_path / "network_good").exists()

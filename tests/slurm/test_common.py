@@ -177,7 +177,7 @@ def test_a_run_with_other_settings_is_refused_unless_they_are_accepted(tmp_path)
     )
     refused, accepted = told.split("code ")[1:]
     assert refused.startswith("1\n")
-    assert "settings: --accept-changes" in refused
+    assert "resume with the new ones: --accept-changes" in refused
     assert accepted.startswith("0\n")
     assert "kl.beta" in accepted
 
