@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from stable_opd_mcore.config.data import SourceConfig
 from stable_opd_mcore.config.models import TeacherConfig
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.data.chat import Tokenizer, resolve_stop_ids
@@ -17,6 +18,7 @@ from stable_opd_mcore.data.prompts import PromptOrder, PromptSet
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.source_order import SourceOrder
 from stable_opd_mcore.data.sources import load_rows, source_name
+from stable_opd_mcore.data.synthetic import SYNTHETIC
 from stable_opd_mcore.data.teacher_prompt import TeacherPrompt
 from stable_opd_mcore.data.vocabulary import same_vocabulary
 from stable_opd_mcore.errors import UserError
@@ -215,30 +217,37 @@ def load_held_out(
     """The held-out prompts; None without `data.eval`."""
     if config.data.eval is None:
         return None
-    rows = load_rows(config.data.eval, with_columns=config.reward.function is not None)
+    rows = held_out_rows(config.data.eval, with_columns=config.reward.function is not None)
     return held_out_prompts(rows, config, tokenizer, architecture)
 
 
-def held_out_prompts(
-    rows: Sequence[Row], config: Config, tokenizer: Tokenizer, architecture: Architecture
-) -> PromptSet:
-    """Rows as prompts that leave room for an evaluation's response; each problem once.
+def held_out_rows(source: SourceConfig, with_columns: bool = False) -> list[Row]:
+    """The rows of `data.eval`; of a file or data set each problem once.
 
     A file with copies, as published for avg@k, would make intervals too narrow.
     """
+    rows = load_rows(source, with_columns)
+    if source.path.startswith(SYNTHETIC):  # its repetitions belong to the task
+        return rows
     by_contents: dict[str, Row] = {}
     for row in rows:
         by_contents.setdefault(repr(replace(row, row_id="")), row)
-    distinct = [*by_contents.values()]
-    if repeated := len(rows) - len(distinct):
+    if repeated := len(rows) - len(by_contents):
         _log.warning(
             "%d of %d held-out rows repeat a problem; each is counted once "
             "(evaluation.num_samples=K draws K responses to each)",
             *(repeated, len(rows)),
         )
+    return [*by_contents.values()]
+
+
+def held_out_prompts(
+    rows: Sequence[Row], config: Config, tokenizer: Tokenizer, architecture: Architecture
+) -> PromptSet:
+    """Rows as prompts that leave room for an evaluation's response."""
     tokenizer = tokenizer.with_template_kwargs(config.evaluation.chat_template_kwargs)
     return PromptSet(
-        distinct,
+        rows,
         tokenizer,
         config.data,
         window=architecture.max_positions,
@@ -293,8 +302,7 @@ def refuse_unused_expert_ranks(config: Config, student: Architecture) -> None:
 def refuse_routing_without_experts(config: Config, student: Architecture) -> None:
     """
     Raises:
-        UserError: rollout.routing_replay or train.moe_aux_loss_coeff is set, and the student has no
-            experts.
+        UserError: rollout.routing_replay is set, and the student has no experts.
     """
     if student.experts is not None:
         return
@@ -302,9 +310,4 @@ def refuse_routing_without_experts(config: Config, student: Architecture) -> Non
         raise UserError(
             f"rollout.routing_replay=true: the student ({student.model_type}) has no experts "
             "whose choice could be replayed; set it to false"
-        )
-    if config.train.moe_aux_loss_coeff:
-        raise UserError(
-            f"train.moe_aux_loss_coeff={config.train.moe_aux_loss_coeff:g}: the student "
-            f"({student.model_type}) has no experts whose load could be balanced; set it to 0"
         )

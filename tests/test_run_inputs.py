@@ -131,7 +131,6 @@ def test_expert_ranks_without_experts_are_refused(tmp_path):
     ("sections", "message"),
     [
         ({"rollout": {"engine": "sglang", "routing_replay": True}}, r"rollout.routing_replay=true"),
-        ({"train": {"moe_aux_loss_coeff": 0.01}}, r"train.moe_aux_loss_coeff=0.01"),
     ],
 )
 def test_settings_of_a_routing_that_does_not_exist_are_refused(tmp_path, sections, message):

@@ -59,6 +59,9 @@ REMOVED: dict[str, Removed] = {
         "less of rollout.max_staleness has rollouts as young",
     ),
     "rollout.sglang.dtype": Removed((None,), "drop it: servers compute in train.precision"),
+    "train.moe_aux_loss_coeff": Removed(
+        (0.0,), "drop it: balancing a student's experts left its KL to the teacher as it was"
+    ),
     "train.loss_block_tokens": _constant(1024, 256),  # 256: configs/gsm8k_cpu.yaml until then
 }
 

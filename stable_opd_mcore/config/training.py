@@ -100,9 +100,6 @@ class TrainConfig(Section):
     times the square of its longest sequence), Transformer Engine 2.20 has no deterministic fused
     kernel. Its scores then take 6 bytes an element in each layer, which `plan` does not count, and
     `parallel.context` above 1 ends the run."""
-    moe_aux_loss_coeff: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Of a student with experts: the coefficient of each layer's loss that balances their load,
-    docs/method.md §11. It costs one more forward pass of the student an optimizer step; 0: none."""
 
 
 Fp8Recipe = Literal["tensorwise", "blockwise"]

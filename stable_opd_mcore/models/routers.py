@@ -1,17 +1,14 @@
-"""The routers of a mixture of experts: their choices are counted, balanced, and replayed.
+"""The routers of a mixture of experts: their choices are counted and replayed.
 
-    routers = Routers(chunks, aux_loss_coefficient)
+    routers = Routers(chunks)
     with routers.applying(microbatch, trains=True):     # around the forward pass of each chunk
         hidden_TH = forward_hidden(chunk, microbatch)
     metrics = routers.take()            # after the backward pass, on every rank together
 
 Counted are the trained positions, tokens whose successor is a response token, so every layout gives
-the same numbers (docs/method.md §5). The loss that balances experts is over them, too (§11): f_e is
-known before (`weigh`), so it is a sum over tokens. Megatron's own auxiliary losses take f_e of a
-micro-batch or of those before it, count the router's choice in place of a replayed one, and are
-scaled for losses that are divided by the number of tokens. A micro-batch with `routed_experts_TLC`
-replays the rollout engine's choices: a router that sums in another order may choose another expert
-where two logits are close. Probabilities and gradients are the trainer's own (docs/experts.md).
+the same numbers (docs/method.md §5). A micro-batch with `routed_experts_TLC` replays the rollout
+engine's choices: a router that sums in another order may choose another expert where two logits are
+close. Probabilities and gradients are the trainer's own (docs/experts.md).
 
 A dense model has no routers: nothing is computed or communicated. Not here: the routing itself,
 which is Megatron's; what the engine sends (rollout/sglang/records.py).
@@ -24,37 +21,29 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from torch.nn import Module
 
-from stable_opd_mcore.metrics import Mean, Metrics, Sum
+from stable_opd_mcore.metrics import Mean, Metrics
 from stable_opd_mcore.models.hidden_states import unwrap
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.records import MicroBatch
 
 
 class Routers:
-    """The routers of `chunks`, this rank's part of a model.
+    """The routers of `chunks`, this rank's part of a model."""
 
-    Args:
-        aux_loss_coefficient: of each layer's loss; 0: there is none.
-    """
-
-    def __init__(self, chunks: Sequence[Module], aux_loss_coefficient: float = 0.0) -> None:
+    def __init__(self, chunks: Sequence[Module]) -> None:
         architecture, device = architecture_of(chunks), next(chunks[0].parameters()).device
         self._chunk, self._experts = unwrap(chunks[0]), architecture.experts
-        self.coefficient = aux_loss_coefficient
         shape = (architecture.num_layers, self._experts.number if self._experts else 0)
         # Of all layers; those of other ranks stay 0.
         self.counts_LE = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.slopes_LE = torch.zeros(0)  # of each layer's loss by a position's probabilities
-        self.aux_loss = torch.zeros((), device=device)
         self._routers = [
             _Router(module, self)
             for chunk in chunks
@@ -67,8 +56,8 @@ class Routers:
         """Count and replay the choices of `batch` in the forward pass inside the block.
 
         Args:
-            trains: a backward pass follows, which also descends the loss that balances experts.
-                Where it runs layers again (recompute), they replay the same choices.
+            trains: a backward pass follows. Where it runs layers again (recompute), they replay
+                the same choices.
             counts: False: the choices are only replayed.
         """
         if not self._routers:
@@ -96,42 +85,17 @@ class Routers:
             for router in self._routers:
                 router.end()
 
-    def weigh(self) -> None:
-        """Take f of the minibatch that is trained next from the choices since the last call.
-        Collective.
-        """
-        assert self._experts is not None, "a dense student with a coefficient is refused"
-        counts_LE = self._take_counts()
-        choices_L1 = counts_LE.sum(dim=1, keepdim=True).clamp(min=1).to(self.aux_loss.dtype)
-        positions_L1 = choices_L1 / self._experts.per_token
-        self.slopes_LE = self._experts.number * counts_LE / choices_L1 / positions_L1
-
     def take(self) -> Metrics:
-        """`moe/*` and the loss since the last call, the same on every rank; none of a dense model.
+        """`moe/*` since the last call, the same on every rank; none of a dense model.
+
         Collective.
         """
         if self._experts is None:
             return Metrics()
-        metrics = load_metrics(self._take_counts())
-        if not self.coefficient:
-            return metrics
-        dist.all_reduce(self.aux_loss)
-        total = float(self.aux_loss)
-        self.aux_loss.zero_()
-        weighted = Sum(self.coefficient * total)
-        return metrics | Metrics(
-            {
-                "moe/aux_loss": Mean(total, len(self.counts_LE)),
-                "loss/moe_aux": weighted,
-                "loss/total": weighted,  # added to the other parts
-            }
-        )
-
-    def _take_counts(self) -> Tensor:
         counts_LE = self.counts_LE.clone()
         dist.all_reduce(counts_LE)
         self.counts_LE.zero_()
-        return counts_LE
+        return load_metrics(counts_LE)
 
 
 class _OfMicrobatch(NamedTuple):
@@ -189,26 +153,13 @@ class _Router:
         indices_TC = torch.where(self._now.chosen_TC >= 0, self._now.chosen_TC, own[1])
         return scores_TE.gather(1, indices_TC), indices_TC
 
-    def _after(self, router: Any, inputs: Any, routed: tuple[Tensor, Tensor]) -> Any:
-        """The router's output, through which the loss gets its gradient."""
-        routers, now, is_first_run = self._routers, self._now, self._value is not None
-        if now is None or now.positions_T is None:
-            return routed
-        weights_TE, chosen_TE = routed  # probabilities and bool
-        if is_first_run:
-            counted_TE = chosen_TE & now.positions_T[:, None]
-            routers.counts_LE[self.layer] += counted_TE.sum(dim=0)
-        if not now.trains or not routers.coefficient:
-            return routed
-        logits_TE = router.gating(inputs[0]).flatten(end_dim=-2)
-        probabilities_TE = logits_TE.softmax(dim=-1, dtype=torch.float32)
-        loss = (probabilities_TE @ routers.slopes_LE[self.layer] * now.positions_T).sum()
-        if is_first_run:
-            routers.aux_loss += loss.detach()
-        # Megatron scales this gradient as it does the loss of a micro-batch: by 1, see
-        # `calculate_per_token_loss` in gpt.py.
-        apply = cast(Any, MoEAuxLossAutoScaler).apply
-        return apply(weights_TE, routers.coefficient * loss), chosen_TE
+    def _after(self, _router: Module, _inputs: object, routed: tuple[Tensor, Tensor]) -> None:
+        now, is_first_run = self._now, self._value is not None
+        if now is None or now.positions_T is None or not is_first_run:
+            return
+        _, chosen_TE = routed  # probabilities and bool
+        counted_TE = chosen_TE & now.positions_T[:, None]
+        self._routers.counts_LE[self.layer] += counted_TE.sum(dim=0)
 
 
 def load_metrics(counts_LE: Tensor) -> Metrics:

@@ -73,7 +73,7 @@ class Job:
 
     @cached_property
     def student(self) -> ModelSize:
-        return self._size(self.models.student, self.config.train.moe_aux_loss_coeff > 0)
+        return self._size(self.models.student)
 
     @cached_property
     def frozen(self) -> dict[Fp8Role, ModelSize]:
@@ -101,8 +101,8 @@ class Job:
             return None
         return self.work.teacher_prompt_tokens or self.work.prompt_tokens + PRIVILEGED_TOKENS
 
-    def _size(self, architecture: Architecture, balances_experts: bool = False) -> ModelSize:
-        return ModelSize(architecture, self.layout, balances_experts, self.element, self.is_torch)
+    def _size(self, architecture: Architecture) -> ModelSize:
+        return ModelSize(architecture, self.layout, self.element, self.is_torch)
 
     @property
     def element(self) -> int:

@@ -29,7 +29,6 @@ class ModelSize:
 
     architecture: Architecture
     layout: Layout
-    balances_experts: bool = False  # trained with train.moe_aux_loss_coeff
     element: int = 2  # bytes of an activation
     is_torch: bool = False  # with the torch layers of a CPU run
 
@@ -152,7 +151,7 @@ class ModelSize:
         kept = width + model.hidden_size
         kept += model.ffn_hidden_size if self.is_torch else model.hidden_size
         # fp32: logits and probabilities of the router; probabilities again in the balancing loss.
-        router = (3 if self.balances_experts else 2) * 4 * experts.number / self.norm_ranks
+        router = 2 * 4 * experts.number / self.norm_ranks
         return self.element * self.expert_copies() * kept + router
 
     def expert_copies(self) -> float:

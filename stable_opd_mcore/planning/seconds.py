@@ -57,13 +57,12 @@ def step_seconds(job: Job) -> StepSeconds:
     head_flops = 3 * student.head_flops(job.response_rows)
     head_flops += sum(size.head_flops(job.scored_rows) for size in job.frozen.values())
     head = device.matmul_seconds(head_flops / (job.layout.gpus / job.layout.pipeline))
-    counting = forward if config.train.moe_aux_loss_coeff else 0.0
     score = sum(
         _forward_seconds(job.of_scorer(role), size, [job.scored])
         for role, size in job.frozen.items()
     )
     # Forward, two products backward, and what the backward pass computes again.
-    update = 3 * forward + again + counting + head + _optimizer_seconds(job)
+    update = 3 * forward + again + head + _optimizer_seconds(job)
     offload, publish, rollout, draw = _offload_seconds(job), 0.0, 0.0, _drawing(job)
     if config.rollout.engine == "sglang":
         weights = 2 * student.total_parameters()

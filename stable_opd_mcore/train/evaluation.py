@@ -22,7 +22,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.rows import Row
-from stable_opd_mcore.data.sources import load_rows
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS, load_benchmark
 from stable_opd_mcore.evaluation.grading import Grader
@@ -48,6 +47,7 @@ from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.run_inputs import (
     configured_architecture,
     held_out_prompts,
+    held_out_rows,
     load_tokenizer,
 )
 from stable_opd_mcore.train import phases
@@ -207,7 +207,7 @@ def _problems(config: Config, tokenizer: Tokenizer, limit: int | None) -> dict[s
             for name in config.evaluation.benchmarks
         }
     elif config.data.eval is not None:
-        sets = {"held_out": (load_rows(config.data.eval)[:limit], 1)}
+        sets = {"held_out": (held_out_rows(config.data.eval)[:limit], 1)}
     else:
         raise ConfigError(
             "nothing to evaluate on: give --benchmarks, or set evaluation.benchmarks or "

@@ -113,9 +113,7 @@ def build_run(
     if config.fp8.is_on:
         tell(fp8_engine())
     models = _Models(config, world, widest, tokenizer.vocab_size, progress)
-    student = Student(
-        models.student, config.optimizer, config.train.precision, config.train.moe_aux_loss_coeff
-    )
+    student = Student(models.student, config.optimizer, config.train.precision)
     teacher, reference = models.teacher(), models.reference()
     overlap = models.overlap(teacher, tokenizer.stop_token_ids, teacher_stops)
     served_teacher = models.served_teacher(teacher, overlap)

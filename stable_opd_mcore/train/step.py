@@ -280,7 +280,6 @@ def update(
             hidden_TH = forward_hidden(model_chunk, batch)
         return hidden_TH, lambda hidden_TH: loss_of(run, batch, hidden_TH)
 
-    run.student.measure_loads(batches, run.world)
     run.student.zero_grad()
     results = run_forward_backward(run.student.model, batches, forward_step, world=run.world)
     record(results, batches)

@@ -5,7 +5,7 @@ token weights already contain the global normaliser. Not here: the loss, the lea
 checkpoints.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,14 +18,10 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
-from torch.nn import Module
 
 from stable_opd_mcore.config.schema import OptimizerConfig
-from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, forward_hidden
+from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
 from stable_opd_mcore.models.routers import Routers
-from stable_opd_mcore.parallel.pipeline import run_forward_backward
-from stable_opd_mcore.parallel.world import World
-from stable_opd_mcore.records import MicroBatch
 
 ADAM_BETA1, ADAM_EPS = 0.9, 1e-8
 
@@ -37,7 +33,6 @@ class Student:
         chunks: this rank's pipeline chunks, without a gradient wrapper.
         config: Adam's settings.
         precision: "fp32" or "bf16"; gradients and main weights are fp32 either way.
-        moe_aux_loss_coeff: of the loss that balances experts; 0: there is none.
     """
 
     def __init__(
@@ -45,7 +40,6 @@ class Student:
         chunks: Sequence[HiddenStatesGPTModel],
         config: OptimizerConfig,
         precision: str,
-        moe_aux_loss_coeff: float = 0.0,
     ):
         self.chunks = list(chunks)
         self.clip_grad = config.clip_grad
@@ -86,25 +80,9 @@ class Student:
             ),
             self.model,
         )
-        self.routers = Routers(chunks, moe_aux_loss_coeff)
+        self.routers = Routers(chunks)
         self._grad_norm = 0.0
         self._inner = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-
-    def measure_loads(self, batches: Sequence[MicroBatch], world: World) -> None:
-        """Count the minibatch's choices of each expert in a forward pass of its own. Collective.
-
-        The loss that balances experts needs the counts of the whole minibatch before the first
-        micro-batch trains. Without that loss nothing is run.
-        """
-        if not self.routers.coefficient:
-            return
-
-        def count(chunk: Module, batch: MicroBatch) -> tuple[Tensor, Callable[[Tensor], None]]:
-            with self.routers.applying(batch, trains=False):
-                return forward_hidden(chunk, batch), lambda _: None
-
-        run_forward_backward(self.chunks, batches, count, world=world, forward_only=True)
-        self.routers.weigh()
 
     def gradient_buffers(self) -> list[Tensor]:
         """Megatron's buffers of the gradients; every parameter's gradient is a view of one."""

@@ -1,6 +1,5 @@
 """Choices of experts are counted at loss rows alone, and once; a replayed choice replaces the
-router's own; and the loss that balances experts is its plain definition over the whole minibatch.
-Each also where recompute runs layers again."""
+router's own, also where recompute runs layers again."""
 
 from dataclasses import replace
 
@@ -18,8 +17,6 @@ from tests.models import tiny
 
 EXPERTS, CHOSEN, LAYERS = 8, 2, 4
 ARCHITECTURE = tiny.architecture("qwen3_moe", num_experts_per_tok=CHOSEN)
-COEFFICIENT = 0.3
-METRICS = ("moe/load_max_over_mean", "moe/unused_experts")
 
 
 def other_choices(num_tokens: int, seed: int) -> Tensor:
@@ -48,53 +45,40 @@ def gradients(chunk) -> dict[str, Tensor]:
     return {name: w.grad for name, w in chunk.named_parameters() if w.grad is not None}
 
 
-def seen_by_routers(chunk, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """The main loss; logits and choices [L, T, E] of the routers."""
-    logits, chosen = [], []
-
-    def keep(router, inputs, routed) -> None:
-        logits.append((inputs[0] @ router.weight.T)[:, 0])
-        chosen.append(routed[1])
-
+def seen_by_routers(chunk, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """The main loss; choices [L, T, E] of the routers."""
+    chosen: list[Tensor] = []
     routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
-    hooks = [router.register_forward_hook(keep) for router in routers]
+    hooks = [
+        router.register_forward_hook(lambda router, inputs, routed: chosen.append(routed[1]))
+        for router in routers
+    ]
     loss = main_loss(chunk, batch)
     for hook in hooks:
         hook.remove()
-    return loss, torch.stack(logits), torch.stack(chosen)
+    return loss, torch.stack(chosen)
 
 
-def defined(world: World, batches: list[MicroBatch]) -> tuple[float, dict[str, Tensor], Tensor]:
-    """E * sum_e f_e P_e, mean of layers; the gradients of the main loss with it; the loads."""
+def defined(world: World, batches: list[MicroBatch]) -> tuple[dict[str, Tensor], Tensor]:
+    """The gradients of the main loss, and the loads [L, E]."""
     (chunk,) = build_model(ARCHITECTURE, world)
-    routers, total, logits, chosen = Routers([chunk]), torch.zeros(()), [], []
+    routers, chosen = Routers([chunk]), []
     for batch in batches:
         with routers.applying(batch, trains=False):
-            loss, logits_LTE, chosen_LTE = seen_by_routers(chunk, batch)
-        total = total + loss
-        logits.append(logits_LTE[:, batch.rows_N])
+            loss, chosen_LTE = seen_by_routers(chunk, batch)
         chosen.append(chosen_LTE[:, batch.rows_N])
-    p_LE = torch.cat(logits, dim=1).softmax(dim=-1).mean(dim=1)
-    chosen_LTE = torch.cat(chosen, dim=1)
-    f_LE = chosen_LTE.float().mean(dim=1) / CHOSEN
-    value = EXPERTS * (f_LE * p_LE).sum()
-    (total + COEFFICIENT * value).backward()
-    return value.item() / LAYERS, gradients(chunk), chosen_LTE.sum(dim=1)
+        loss.backward()
+    return gradients(chunk), torch.cat(chosen, dim=1).sum(dim=1)
 
 
 @pytest.mark.parametrize(
     ("recompute", "replayed"), [("none", False), ("selective", True), ("full", True)]
 )
-def test_loads_loss_and_gradients_are_those_of_the_definition(world, recompute, replayed) -> None:
+def test_loads_and_gradients_are_those_of_the_definition(world, recompute, replayed) -> None:
     batches = minibatch(replayed)
-    expected, expected_gradients, counts_LE = defined(world, batches)
+    expected_gradients, counts_LE = defined(world, batches)
     (chunk,) = build_model(ARCHITECTURE, world, recompute=recompute)
-    routers = Routers([chunk], COEFFICIENT)
-    for batch in batches:
-        with torch.no_grad(), routers.applying(batch, trains=False):
-            forward_hidden(chunk, batch)
-    assert torch.equal(routers.counts_LE, counts_LE)
-    routers.weigh()
+    routers = Routers([chunk])
     losses = []
     for batch in batches:  # forward of all, then backward of all, as in a pipeline
         with routers.applying(batch, trains=True):
@@ -106,44 +90,22 @@ def test_loads_loss_and_gradients_are_those_of_the_definition(world, recompute, 
         main_loss(chunk, batches[0])
     assert torch.equal(routers.counts_LE, counts_LE)  # once, though layers ran again
     found = routers.take().values_by_key()
-    assert {key: found[key] for key in METRICS} == load_metrics(counts_LE).values_by_key()
-    assert found["moe/aux_loss"] == pytest.approx(expected, rel=1e-5)
-    total = pytest.approx(LAYERS * COEFFICIENT * expected, rel=1e-5)
-    assert (found["loss/moe_aux"], found["loss/total"]) == (total, total)
-    again = routers.take().values_by_key()  # nothing since the last call
-    assert again["loss/moe_aux"] == 0
-    assert [again[key] for key in METRICS] == [None, None]
+    assert found == load_metrics(counts_LE).values_by_key()
+    assert [*routers.take().values_by_key().values()] == [None, None]  # nothing since
     for name, gradient in gradients(chunk).items():
         torch.testing.assert_close(gradient, expected_gradients[name], rtol=2e-4, atol=1e-5)
-
-
-def test_other_passes_have_no_loss(world) -> None:
-    batch, found = minibatch(replayed=False)[1], []
-    for coefficient in (0.0, COEFFICIENT):
-        (chunk,) = build_model(ARCHITECTURE, world, recompute="full")
-        routers = Routers([chunk], coefficient)
-        routers.slopes_LE = torch.arange(LAYERS * EXPERTS).view(LAYERS, EXPERTS)
-        if not coefficient:
-            with routers.applying(batch, trains=True):
-                main_loss(chunk, batch).backward()
-            assert routers.take().keys() == set(METRICS)
-        else:
-            main_loss(chunk, batch).backward()  # outside the block
-        found.append(gradients(chunk))
-    for name, gradient in found[0].items():
-        assert torch.equal(gradient, found[1][name]), name
 
 
 def test_own_choice_changes_nothing_and_another_one_is_followed(world) -> None:
     (chunk,) = build_model(ARCHITECTURE, world, trainable=False)
     batch = tiny.microbatch([5, 7])
-    own, _, chosen_LTE = seen_by_routers(chunk, batch)
+    own, chosen_LTE = seen_by_routers(chunk, batch)
     routers = Routers([chunk])
 
     def replayed(experts_TLC: Tensor) -> tuple[Tensor, Tensor]:
         other = replace(batch, routed_experts_TLC=experts_TLC)
         with routers.applying(other, trains=False):
-            loss, _, followed_LTE = seen_by_routers(chunk, other)
+            loss, followed_LTE = seen_by_routers(chunk, other)
         return loss, followed_LTE
 
     indices_TLC = chosen_LTE.nonzero()[:, 2].view(LAYERS, -1, CHOSEN).transpose(0, 1)

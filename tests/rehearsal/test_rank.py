@@ -18,7 +18,6 @@ MODELS = {  # settings of the student -> its parameters
         2 * (4 * 64 * 64 + 2 * 32 + 8 * 64 + 8 * 3 * 48 * 64 + 2 * 64) + 64 + 2 * 32 * 64,
     ),
 }
-BALANCED = ["train.recompute=full", "train.moe_aux_loss_coeff=0.01"]
 # The student as its own teacher, with a prompt of its own.
 SELF = ["teacher.architecture=null", "teacher.path=self", "teacher.prompt='{{ solution }}'"]
 CUT = ["parallel.tensor=2", "parallel.context=2", "parallel.sequence=true"]
@@ -27,7 +26,7 @@ LAYOUTS = [  # student, settings of the layout, rank of 8, its stage
     ("dense", ["parallel.pipeline=2", "sampling.temperature=0.9", "train.minibatches=2"], 7, 1),
     ("dense", [*CUT, *SELF, "teacher.weights=ema"], 0, 0),
     ("experts", ["parallel.expert=4", "parallel.tensor=2", "parallel.sequence=true"], 0, 0),
-    ("experts", ["parallel.expert=2", "parallel.pipeline=2", *BALANCED], 4, 1),
+    ("experts", ["parallel.expert=2", "parallel.pipeline=2", "train.recompute=full"], 4, 1),
 ]
 
 

@@ -10,7 +10,7 @@ from tests.train.runs import tiny_config
 def test_every_resolved_config_is_kept(tmp_path):
     for lr in (1e-3, 1e-3, 2e-3, 3e-3):
         keep_resolved(tiny_config(tmp_path, "run", optimizer={"lr": lr}))
-    texts = {path.name: path.read_text() for path in (tmp_path / "run").iterdir()}
+    texts = {path.name: path.read_text() for path in (tmp_path / "run").glob("*.yaml")}
     assert {name: "lr: 0.00" + digit in texts[name] for name, digit in (
         ("config.resolved.001.yaml", "1"),
         ("config.resolved.002.yaml", "2"),
