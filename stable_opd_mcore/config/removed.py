@@ -31,6 +31,7 @@ _BUDGET = "drop it: it follows from sampling.max_new_tokens"
 _ABLATION = "drop it: the last commit with this ablation is tagged before-lighter"
 # By dotted key; of a list of sections, without an index.
 REMOVED: dict[str, Removed] = {
+    "checkpoint.asynchronous": Removed((True, False), "drop it: training waits for each save"),
     "evaluation.teacher_accuracy": Removed(
         (None,), "drop it: evaluate the teacher by `stable-opd evaluate` and compare"
     ),

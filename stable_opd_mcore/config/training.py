@@ -173,10 +173,6 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; 0: only at the end and when the run is stopped."""
     keep: PositiveInt = 2
     """Newest checkpoints to keep."""
-    asynchronous: bool = True
-    """Write files while training goes on. A step then waits only for the copy to host memory, which
-    must have room for one; a checkpoint exists some steps later. The run waits for it at its end
-    and when it is stopped."""
 
 
 COLLECTIVE_TIMEOUT_MINUTES = 24 * 60

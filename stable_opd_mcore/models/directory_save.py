@@ -1,13 +1,11 @@
-"""Write a checkpoint directory on all ranks together, while they go on computing.
+"""Write a checkpoint directory on all ranks together.
 
-    save = DirectorySave(tree, chunks, directory, describe)  # copies to the host, starts a writer
-    while not save.is_written(): ...                         # train on
-    save.finish()                                            # one rename: the directory appears
+    save_directory(tree, chunks, directory, describe)
 
-Each rank's writer is a process of Megatron's asynchronous strategy, forked with the tensors as they
-are. It also hashes the files. Ranks that hold the same weights write a share each. A crash before
-`finish` leaves the older directory and a `partial-` one, which the next save removes. Not here:
-what is saved (megatron_checkpoint.py, train/persistence/checkpoint.py).
+Megatron's strategy writes it. Ranks that hold the same weights write a share each, and each rank
+hashes its files. One rename makes the directory appear; a crash before leaves the older directory
+and a `partial-` one, which the next save removes. Not here: what is saved (megatron_checkpoint.py,
+train/persistence/checkpoint.py).
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
@@ -30,7 +28,6 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import TemporalAsyncCaller
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
@@ -47,11 +44,11 @@ from stable_opd_mcore.host.atomic_files import (
 )
 from stable_opd_mcore.models.hidden_states import unwrap
 from stable_opd_mcore.models.huggingface import write_config
-from stable_opd_mcore.models.manifest import Entries, hash_own_files, write_manifest
+from stable_opd_mcore.models.manifest import hash_own_files, write_manifest
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.world import gather_objects
-from stable_opd_mcore.parallel.writer_process import WriterResult, end_with_parent
 
+_T = TypeVar("_T")
 _BYTES_PER_TENSOR = 3 * 2**10  # of torch's zip format and of the metadata
 # RuntimeErrors of torch's and of Megatron's file writers. The last is of newer releases, which log
 # the reason and give its class alone.
@@ -82,156 +79,98 @@ def sharding() -> dict[str, Any]:
     }
 
 
-class DirectorySave:
-    """A checkpoint directory that all ranks write.
-
-    The saved tensors may change once the constructor has returned.
-
-    All methods but `abort` are collective.
+def save_directory(
+    tree: dict[str, Any],
+    chunks: Sequence[Module],
+    directory: Path,
+    describe: Callable[[Path], object],
+    add_own_files: Callable[[Path], object] = lambda _: None,
+) -> None:
+    """Write a checkpoint directory, which replaces an older one. Collective.
 
     Args:
         tree: the sharded tensors, as `weights_of` gives them, and others.
         chunks: the model, for config.json.
-        describe: called on rank 0 by `finish` to write the small files.
-        add_own_files: called on every rank, now, to write files with the rank's number in their
-            names.
+        describe: called on rank 0 to write the small files.
+        add_own_files: called on every rank to write files with the rank's number in their names.
 
     Raises:
         UserError: a rank could not write. The message has the space that was missing. An older
             `directory` is untouched.
     """
+    partial_directory = directory.with_name(f"partial-{directory.name}")
+    needed_bytes = sum(gather_objects(_bytes_of(tree)))
+    together = partial(_together, partial_directory, needed_bytes)
+    is_first = dist.get_rank() == 0
 
-    def __init__(
-        self,
-        tree: dict[str, Any],
-        chunks: Sequence[Module],
-        directory: Path,
-        describe: Callable[[Path], object],
-        add_own_files: Callable[[Path], object] = lambda _: None,
-    ):
-        self._chunks, self._directory, self._describe = chunks, directory, describe
-        self._partial = directory.with_name(f"partial-{directory.name}")
-        self._needed_bytes = sum(gather_objects(_bytes_of(tree)))
-        self._writer, self._hashed = TemporalAsyncCaller(), WriterResult()
-        self._together(self._prepare, first_rank_only=True)
-        request = self._together(partial(self._plan, tree))
-        self._finalize: list[Callable[[], None]] = request.finalize_fns
-        self._together(partial(add_own_files, self._partial))  # the writer hashes these files too
-        if request.async_fn is not None:
-            write = partial(_write_and_hash, self._partial, self._hashed, request.async_fn)
-            request = request._replace(async_fn=write, preload_fn=_staging(request))
-        self._writer.schedule_async_call(request)
+    def complete() -> None:
+        dtype = unwrap(chunks[0]).config.params_dtype
+        write_config(architecture_of(chunks), dtype, partial_directory)
+        describe(partial_directory)
+        write_manifest(partial_directory, entries)
+        replace_directory(directory, partial_directory)
 
-    def _plan(self, tree: dict[str, Any]) -> Any:
-        """Copy the tensors to the host. Ranks that hold the same weights share the writing."""
-        filesystem_async._results_queue = WriterResult()
-        same_weights = unwrap(self._chunks[0]).pg_collection.dp_cp
-        return dist_checkpointing.save(
-            tree,
-            str(self._partial),
-            FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), same_weights),
-            async_sharded_save=True,
-            content_metadata=sharding(),
-            **_OWN_WRITERS,
-        )
-
-    def is_written(self) -> bool:
-        """Whether all ranks' writers have ended; then `finish` does not wait."""
-        return self._writer.is_current_async_call_done(blocking=False, no_dist=False)
-
-    def finish(self) -> None:
-        """Wait for the writers, then complete the directory.
-
-        Raises:
-            UserError: a rank could not write. The message has the space that was missing. An older
-                directory is untouched.
-        """
-        entries: Entries = {}
-
-        def collect() -> None:
-            self._writer.close()
-            for finalize in self._finalize:
-                finalize()
-            try:
-                entries.update(self._hashed.get_nowait())
-            except queue.Empty:  # this rank had no tensor to write
-                entries.update(hash_own_files(self._partial))
-
-        def complete() -> None:
-            dtype = unwrap(self._chunks[0]).config.params_dtype
-            write_config(architecture_of(self._chunks), dtype, self._partial)
-            self._describe(self._partial)
-            write_manifest(self._partial, gathered)
-            replace_directory(self._directory, self._partial)
-
-        self._together(collect)
-        gathered = gather_objects(entries)
-        self._together(complete, first_rank_only=True)
-
-    def abort(self) -> int:
-        """Stop this rank's writer and remove what is written; not collective.
-
-        Returns:
-            The bytes that the directory needs.
-        """
-        self._writer.close(abort=True)
-        shutil.rmtree(self._partial, ignore_errors=True)
-        return self._needed_bytes
-
-    def _prepare(self) -> None:
-        restore_directory(self._directory)
-        shutil.rmtree(self._partial, ignore_errors=True)
-        self._partial.mkdir(parents=True)
-        probe = self._partial / "probe"  # a full disk fails here, before ranks wait for each other
-        probe.write_bytes(bytes(2**14))
-        probe.unlink()
-
-    def _together(self, action: Callable[[], Any], first_rank_only: bool = False) -> Any:
-        """The result of `action`; if any rank cannot write, all clean up and raise UserError."""
-        reason = result = None
-        try:
-            if not first_rank_only or dist.get_rank() == 0:
-                result = action()
-        except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
-            reason = _write_error(error)
-            if reason is None:
-                raise
-        reasons = [reason for reason in gather_objects(reason) if reason is not None]
-        if not reasons:
-            return result
-        self._writer.close(abort=True)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(self._partial, ignore_errors=True)
-        dist.barrier()
-        space = describe_space(self._partial, self._needed_bytes)
-        raise UserError(
-            f"{self._partial}: cannot be written: {reasons[0]}; {space}. "
-            "Older checkpoints are intact"
-        )
+    together(lambda: _prepare(directory, partial_directory) if is_first else None)
+    together(lambda: _write(tree, chunks, partial_directory))
+    together(lambda: add_own_files(partial_directory))
+    entries = together(lambda: hash_own_files(partial_directory))
+    together(lambda: complete() if is_first else None)
 
 
-def _staging(request: Any) -> Callable[[], Any]:
-    """What copies the tensors of a Megatron request from the device, into ordinary memory.
+def _prepare(directory: Path, partial_directory: Path) -> None:
+    restore_directory(directory)
+    shutil.rmtree(partial_directory, ignore_errors=True)
+    partial_directory.mkdir(parents=True)
+    probe = partial_directory / "probe"  # a full disk fails here, before ranks wait for each other
+    probe.write_bytes(bytes(2**14))
+    probe.unlink()
 
-    Megatron's own choice is pinned memory, which a forked process shares instead of having its own:
-    the writer would read what the next step's transfers put there. It also takes up to twice the
-    room, since torch rounds each tensor up to a power of two and keeps it.
+
+def _write(tree: dict[str, Any], chunks: Sequence[Module], directory: Path) -> None:
+    # In place of a queue in a process of its own, which would outlive a killed rank.
+    filesystem_async._results_queue = queue.SimpleQueue()
+    same_weights = unwrap(chunks[0]).pg_collection.dp_cp
+    request: Any = dist_checkpointing.save(
+        tree,
+        str(directory),
+        FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), same_weights),
+        async_sharded_save=True,
+        content_metadata=sharding(),
+        **_OWN_WRITERS,
+    )
+    if request.async_fn is not None:
+        # In place of pinned memory, which takes up to twice the room: torch rounds each tensor up
+        # to a power of two, and keeps it.
+        stage = FileSystemWriterAsync.preload_tensors
+        buckets = request.async_fn_args[1]
+        request = request._replace(preload_fn=partial(stage, buckets, non_blocking=False))
+    request.execute_sync()
+
+
+def _together(directory: Path, needed_bytes: int, action: Callable[[], _T]) -> list[_T]:
+    """The results of all ranks; if any cannot write, the directory is removed and all raise.
+
+    Raises:
+        UserError: a rank could not write.
     """
-    buckets = request.async_fn_args[1]
-    return partial(FileSystemWriterAsync.preload_tensors, buckets, non_blocking=False)
-
-
-def _write_and_hash(
-    directory: Path, hashed: WriterResult, write: Callable[..., None], *args: Any
-) -> None:
-    """The writer process: write this rank's tensors, then hash all files of this rank.
-
-    A failed write reaches `finish` as Megatron's own result.
-    """
-    end_with_parent()
-    write(*args)
-    hashed.put(hash_own_files(directory))
+    reason, results = None, []
+    try:
+        results = [action()]
+    except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+        reason = _write_error(error)
+        if reason is None:
+            raise
+    gathered = gather_objects((reason, results))
+    reasons = [reason for reason, _ in gathered if reason is not None]
+    if not reasons:
+        return [result for _, results in gathered for result in results]
+    if dist.get_rank() == 0:
+        shutil.rmtree(directory, ignore_errors=True)
+    dist.barrier()
+    space = describe_space(directory, needed_bytes)
+    raise UserError(
+        f"{directory}: cannot be written: {reasons[0]}; {space}. Older checkpoints are intact"
+    )
 
 
 def _write_error(error: BaseException) -> str | None:

@@ -1,6 +1,6 @@
 """The manifest of a checkpoint directory: the size and checksum of every file in it.
 
-    entries = hash_own_files(directory)     # by a rank's writer process
+    entries = hash_own_files(directory)     # on all ranks
     write_manifest(directory, gathered)     # on rank 0, which hashes the other files
     fault = find_damage(directory)          # on all ranks together, before any file is read
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn import Module
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.directory_save import DirectorySave, sharding
+from stable_opd_mcore.models.directory_save import save_directory, sharding
 from stable_opd_mcore.models.hidden_states import unwrap
 from stable_opd_mcore.models.manifest import MANIFEST, find_damage
 from stable_opd_mcore.models.weights import refuse_non_finite
@@ -95,7 +95,7 @@ def save_weights(
     if directory.exists():
         raise UserError(f"{directory} exists; name a directory that does not")
     refuse_non_finite(chunks, f"{directory} is not written")
-    DirectorySave(weights_of(chunks), chunks, directory, describe=save_tokenizer).finish()
+    save_directory(weights_of(chunks), chunks, directory, describe=save_tokenizer)
 
 
 def load_weights(chunks: Sequence[Module], path: str | Path) -> None:

@@ -18,7 +18,6 @@ from stable_opd_mcore.checks.checklist import check_config, refuse_errors
 from stable_opd_mcore.checks.run_directory import CHECKPOINTS, settings_changes
 from stable_opd_mcore.config.cold_start import MODEL, after_cold_start, cold_start_config
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.errors import NotFiniteError
 from stable_opd_mcore.host.atomic_files import naming_disk_errors, write_atomically
 from stable_opd_mcore.host.run_lock import RunLock
 from stable_opd_mcore.models.huggingface import export_hf
@@ -195,7 +194,6 @@ def _train_phase(config: Config, session: Session) -> None:
             run.moving,
             run.tokenizer.save,
         )
-        stack.enter_context(saver)
         session.stop.finish_step_first = True
         _train_steps(run, state, saver, session, sinks, terminal)
         session.stop.finish_step_first = False
@@ -229,16 +227,13 @@ def _train_steps(
     """
     config = run.config
     writer = RolloutWriter(config.run.path, run.world, config.rollout.save)
-    refuse_collapsed(run, state, saver, _report)
-    state = roll_back(run, state, saver)
+    refuse_collapsed(run, state, _report)
+    state = roll_back(run, state)
     while state.step < config.train.steps:
         try:
             result = train_step(run, state)
         except (EngineLost, TeacherLost) as lost:
             _save_without_servers(run, state, saver, session.stop, lost)
-            raise
-        except NotFiniteError:
-            saver.finish()  # the checkpoint of an earlier step that is being written
             raise
         state, metrics = result.state, result.metrics
         failed = None
@@ -258,12 +253,12 @@ def _train_steps(
         if failed is not None:  # the step itself is finished; a resumed run continues after it
             _save_without_servers(run, state, saver, session.stop, failed)
             raise failed
-        state = roll_back(run, state, saver)
+        state = roll_back(run, state)
         reason = session.stop.requested_on_any_rank()
         checkpoint = _save_if_due(run, state, saver, reason)
         terminal.step_done(state.step, metrics.values_by_key(), result.rollouts)
         session.watchdog.step_done()
-        refuse_collapsed(run, state, saver, _report)
+        refuse_collapsed(run, state, _report)
         if reason and state.step < config.train.steps:
             raise Stopped(state.step, reason, checkpoint)
 
@@ -271,16 +266,10 @@ def _train_steps(
 def _save_if_due(
     run: Run, state: TrainState, saver: CheckpointSaver, reason: StopReason
 ) -> Path | None:
-    """Begin to save what is due, and wait for it before the run ends; its directory."""
-    settings, checkpoint = run.config.checkpoint, None
-    due = _due(state.step, settings.every or run.config.train.steps, run.config)
-    if due or reason or is_collapsed(run, state):
-        checkpoint = _save(run, state, saver)
-    else:
-        saver.poll()
-    if reason or state.step == run.config.train.steps or not settings.asynchronous:
-        saver.finish()
-    return checkpoint
+    """The checkpoint of `state`, if one is due."""
+    config = run.config
+    due = _due(state.step, config.checkpoint.every or config.train.steps, config)
+    return _save(run, state, saver) if due or reason or is_collapsed(run, state) else None
 
 
 def _sinks(config: Config, state: TrainState) -> Sinks:
@@ -298,7 +287,6 @@ def _save_without_servers(
     """
     if state.step:  # the optimizer has no state to save before its first step
         checkpoint = _save(run, state, saver)
-        saver.finish()
         if reason := stop.requested_on_any_rank():
             raise Stopped(state.step, reason, checkpoint) from lost
 
@@ -318,12 +306,11 @@ def _resume(run: Run) -> TrainState:
 
 
 def _save(run: Run, state: TrainState, saver: CheckpointSaver) -> Path:
-    """Begin to save a checkpoint of `state`; returns its directory."""
-    saver.finish()  # before the rollouts of deleted checkpoints are looked for
+    """Save a checkpoint of `state`; returns its directory."""
     save_in_flight(run.config.run.path, state.step, run.engine, run.world)
     run.phase("save")
     run.memory.hold(*phases.save_parts(run.config))
-    return saver.begin(state)
+    return saver.save(state)
 
 
 def _due(step: int, every: int, config: Config) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models import megatron_checkpoint
-from stable_opd_mcore.models.directory_save import DirectorySave
+from stable_opd_mcore.models.directory_save import save_directory
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
 from stable_opd_mcore.models.manifest import MANIFEST, write_manifest
@@ -123,7 +123,7 @@ def test_a_weight_that_the_checkpoint_lacks_is_an_error(
     tree = weights_of(chunks)
     name = "decoder.final_layernorm.weight"
     item = tree["model0"].pop(name)
-    DirectorySave(tree, chunks, tmp_path / "model", lambda _: None).finish()
+    save_directory(tree, chunks, tmp_path / "model", lambda _: None)
     with pytest.raises(UserError, match=rf"model: not the weights .*{name} from model not in"):
         load_weights(chunks, tmp_path / "model")
     loaded = {"model0": dict(chunks[0].state_dict())}

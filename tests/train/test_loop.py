@@ -4,9 +4,7 @@ import contextlib
 
 import pytest
 
-from stable_opd_mcore.errors import ConfigError, NotFiniteError
-from stable_opd_mcore.models.directory_save import DirectorySave
-from stable_opd_mcore.parallel.world import stop_world
+from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.train import loop
 from tests.parallel.launch import run_ranks
 from tests.train.runs import tiny_config
@@ -39,21 +37,3 @@ def test_errors_of_the_checks_end_every_rank_before_a_model_is_built(tmp_path):
     assert "ERROR" not in printed  # the exception says them
     assert (tmp_path / "printed_1").read_text() == ""
     assert not (tmp_path / "run").exists()
-
-
-def test_a_step_that_is_not_finite_leaves_the_checkpoint_that_is_being_written(
-    tmp_path, monkeypatch
-):
-    train_step = loop.train_step
-
-    def second_is_not_finite(run, state):
-        if state.step:
-            raise NotFiniteError("for the test")
-        return train_step(run, state)
-
-    monkeypatch.setattr(loop, "train_step", second_is_not_finite)
-    monkeypatch.setattr(DirectorySave, "is_written", lambda _: False)
-    with pytest.raises(NotFiniteError, match="for the test"):
-        loop.train(tiny_config(tmp_path, "run", checkpoint={"every": 1}))
-    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step_000001"]
-    stop_world()

@@ -113,7 +113,6 @@ def _train(config: Config, *, num_given_back: list[int], save_after: int | None 
             if state.step == save_after:
                 saver = CheckpointSaver(config.run.path / CHECKPOINTS, run.student, keep=1)
                 loop._save(run, state, saver)
-                saver.finish()
     if config.memory.offload:
         assert max(engine.largest_left) < 1024  # the smallest matrix has 2 KiB
     else:

@@ -56,7 +56,7 @@ def run_schedules(rank: int, world_size: int, directory: str) -> None:
 
 
 def run_with_checkpoints(rank: int, world_size: int, directory: str, name: str) -> None:
-    checkpoint = {"every": 2, "keep": 5, "asynchronous": False}  # complete before the kill
+    checkpoint = {"every": 2, "keep": 5}
     train(config_of(Path(directory), name, 2, True, checkpoint=checkpoint), show_progress=False)
 
 

@@ -15,7 +15,6 @@ from stable_opd_mcore.monitoring.sinks import GUARD_EVENT, Sinks
 from stable_opd_mcore.train import phases
 from stable_opd_mcore.train.oversight.guard import Action
 from stable_opd_mcore.train.persistence.checkpoint import (
-    CheckpointSaver,
     checkpoint_name,
     find_fault,
     load_checkpoint,
@@ -73,7 +72,7 @@ def is_collapsed(run: Run, state: TrainState) -> bool:
     return run.config.guard.acts and state.guard.measure == "stopped"
 
 
-def roll_back(run: Run, state: TrainState, saver: CheckpointSaver) -> TrainState:
+def roll_back(run: Run, state: TrainState) -> TrainState:
     """If the guard decided so, take weights, optimizer and generators of its healthy checkpoint.
 
     Step and cursor go on, so the next prompts and their sampling noise are fresh ones. Collective.
@@ -84,7 +83,6 @@ def roll_back(run: Run, state: TrainState, saver: CheckpointSaver) -> TrainState
     if not (run.config.guard.acts and state.guard.must_roll_back):
         return state
     assert state.guard.healthy_save is not None
-    saver.finish()
     path = run.config.run.path / CHECKPOINTS / checkpoint_name(state.guard.healthy_save)
     if fault := find_fault(path):
         raise UserError(
@@ -103,9 +101,7 @@ def roll_back(run: Run, state: TrainState, saver: CheckpointSaver) -> TrainState
     return state
 
 
-def refuse_collapsed(
-    run: Run, state: TrainState, saver: CheckpointSaver, write_report: Callable[[Path], None]
-) -> None:
+def refuse_collapsed(run: Run, state: TrainState, write_report: Callable[[Path], None]) -> None:
     """End a run that the guard has stopped, with its checkpoint and its report. Collective.
 
     Args:
@@ -117,7 +113,6 @@ def refuse_collapsed(
     if not is_collapsed(run, state):
         return
     directory = run.config.run.path
-    saver.finish()
     on_first_rank(run.world, lambda: write_report(directory))
     healthy = state.guard.healthy_save
     place = "none" if healthy is None else directory / CHECKPOINTS / checkpoint_name(healthy)

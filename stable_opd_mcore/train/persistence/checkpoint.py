@@ -1,10 +1,9 @@
 """Save and resume a run: weights, optimizer, random generators and counters.
 
-A checkpoint is a directory `step_000100` in Megatron's distributed form. Processes beside the ranks
-write it while the ranks train on. One rename makes it appear when every rank's part is written. Its
-manifest holds a checksum of every file; a run resumes from the newest checkpoint whose files all
-match. Any TP x PP x DP layout reads what another wrote. Not here: when to save, Hugging Face
-export.
+A checkpoint is a directory `step_000100` in Megatron's distributed form. One rename makes it appear
+when every rank's part is written. Its manifest holds a checksum of every file; a run resumes from
+the newest checkpoint whose files all match. Any TP x PP x DP layout reads what another wrote. Not
+here: when to save, Hugging Face export.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -29,12 +27,11 @@ from safetensors.torch import load_file
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import (
-    naming_disk_errors,
     restore_directory,
     tolerating_leftovers,
 )
 from stable_opd_mcore.host.tensor_files import save_tensors
-from stable_opd_mcore.models.directory_save import DirectorySave
+from stable_opd_mcore.models.directory_save import save_directory
 from stable_opd_mcore.models.manifest import find_damage
 from stable_opd_mcore.models.megatron_checkpoint import (
     refuse_foreign_pickle,
@@ -70,17 +67,10 @@ _RECORD = TypeAdapter(Record)
 
 
 class CheckpointSaver:
-    """Saves a run's checkpoints, one at a time, in the background. All methods are collective.
+    """Saves a run's checkpoints.
 
-        with CheckpointSaver(directory, student, keep=2) as saver:
-            path = saver.begin(state)       # the tensors may change once it returns
-            saver.poll()                    # after each step: completes what has been written
-            saver.finish()                  # before the run ends
-
-    A checkpoint exists once `poll` or `finish` has completed it: its manifest is written last, then
-    one rename makes it appear. A run that is killed before resumes from the one before it. After an
-    error inside the block, what is written of a checkpoint is removed; where the disk is full, the
-    UserError says how much the checkpoint needs.
+    The manifest is written last, then one rename makes the checkpoint appear. A run that is killed
+    before resumes from the one before it.
 
     Args:
         directory: of the checkpoints `step_NNNNNN`.
@@ -103,59 +93,23 @@ class CheckpointSaver:
         self._moving = moving
         self._keep = keep
         self._save_tokenizer = save_tokenizer
-        self._pending: tuple[Path, DirectorySave] | None = None
 
-    def __enter__(self) -> CheckpointSaver:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None or self._pending is None:
-            return
-        (path, save), self._pending = self._pending, None
-        needed_bytes = save.abort()
-        if isinstance(error, OSError):
-            with naming_disk_errors(path, needed_bytes):
-                raise error
-
-    def begin(self, state: TrainState) -> Path:
-        """Complete the previous checkpoint, then begin to save `state`.
+    def save(self, state: TrainState) -> Path:
+        """Write the checkpoint of `state` and delete those that are needed no more. Collective.
 
         Returns:
-            The directory in which it will appear.
+            Its directory.
 
         Raises:
             UserError: a rank could not write; older checkpoints are untouched.
         """
-        self.finish()
         path = self._directory / checkpoint_name(state.step)
         if dist.get_rank() == 0:
             for left in self._directory.glob("partial-step_*"):
                 with tolerating_leftovers(left):
                     shutil.rmtree(left)  # by a run that was killed
         with shielded():
-            self._pending = (
-                path,
-                _begin_save(path, state, self._student, self._moving, self._save_tokenizer),
-            )
-        return path
-
-    def poll(self) -> None:
-        """Complete the checkpoint if all ranks have written it; UserError if one could not."""
-        if self._pending is not None and self._pending[1].is_written():
-            self.finish()
-
-    def finish(self) -> None:
-        """Wait for the checkpoint and complete it; UserError if a rank could not write."""
-        if self._pending is None:
-            return
-        (path, save), self._pending = self._pending, None
-        with shielded():
-            save.finish()
+            self._write(path, state)
         if dist.get_rank() == 0:
             so_far = sorted(old for old in self._directory.glob("step_*") if old.name <= path.name)
             kept = so_far[-self._keep :]
@@ -165,6 +119,29 @@ class CheckpointSaver:
                     with tolerating_leftovers(old):
                         shutil.rmtree(old)  # one deleted in part differs from its manifest
         dist.barrier()
+        return path
+
+    def _write(self, path: Path, state: TrainState) -> None:
+        record = Record(
+            state,
+            _shape_of(self._student),
+            "reference" in self._moving,
+            {name: version(name) for name in ("torch", "megatron-core")},
+            "teacher" in self._moving,
+        )
+
+        def describe(path: Path) -> None:
+            (path / STATE_FILE).write_text(json.dumps(asdict(record), indent=1))
+            self._save_tokenizer(path)
+
+        rng_file = f"rng_rank_{dist.get_rank():05d}.safetensors"
+        save_directory(
+            _state_dict(self._student, self._moving, loading=False),
+            self._student.chunks,
+            path,
+            describe=describe,
+            add_own_files=lambda path: save_tensors(_rng_state(), path / rng_file),
+        )
 
 
 def checkpoint_name(step: int) -> str:
@@ -179,36 +156,6 @@ def _returns_to(path: Path) -> set[str]:
     except (OSError, ValueError):
         return set()  # damaged: no run resumes from it
     return {checkpoint_name(step) for step in guard.kept_saves}
-
-
-def _begin_save(
-    path: Path,
-    state: TrainState,
-    student: Student,
-    moving: Mapping[str, MovingWeights],
-    save_tokenizer: Callable[[Path], object],
-) -> DirectorySave:
-    def describe(path: Path) -> None:
-        (path / STATE_FILE).write_text(json.dumps(asdict(record), indent=1))
-        save_tokenizer(path)
-
-    rank = dist.get_rank()
-    record = Record(
-        state,
-        _shape_of(student),
-        "reference" in moving,
-        {name: version(name) for name in ("torch", "megatron-core")},
-        "teacher" in moving,
-    )
-    return DirectorySave(
-        _state_dict(student, moving, loading=False),
-        student.chunks,
-        path,
-        describe=describe,
-        add_own_files=lambda path: save_tensors(
-            _rng_state(), path / f"rng_rank_{rank:05d}.safetensors"
-        ),
-    )
 
 
 def restore_replaced(directory: Path) -> None:
@@ -314,7 +261,7 @@ def find_fault(path: Path) -> str | None:
 
 
 def _read_record(path: Path) -> Record:
-    """The content of state.json; ValueError if it is not what `_begin_save` writes."""
+    """The content of state.json; ValueError if it is not what `CheckpointSaver` writes."""
     try:
         record = without_exchanged_prompts((path / STATE_FILE).read_bytes())
         return _RECORD.validate_json(record, strict=True)

@@ -43,17 +43,12 @@ def test_each_layout_loads_what_another_saved_and_what_megatrons_form_holds(
 def _save_and_load(rank: int, world_size: int, directory: Path) -> None:
     for number, layout in enumerate(LAYOUTS, start=1):
         student = _student(layout, precision="bf16", seed=5)
-        saver = CheckpointSaver(directory, student, keep=9)
-        path = saver.begin(TrainState(step=number))
-        for weight in student.chunks[0].parameters():  # the writer has its own copy
-            torch.nn.init.constant_(weight, 7.0)
-        saver.finish()
+        path = CheckpointSaver(directory, student, keep=9).save(TrainState(step=number))
         expected = _student(layout, precision="bf16", seed=5)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(checkpoint, "sharded_state", _megatrons_form)
             older = CheckpointSaver(directory / "older", expected, keep=9)
-            older.begin(TrainState(step=number))
-            older.finish()
+            older.save(TrainState(step=number))
         stop_world()
         other = LAYOUTS[number % len(LAYOUTS)]
         loaded = _student(other, precision="bf16", seed=6)
