@@ -1,7 +1,7 @@
 """The paper's six benchmarks: hub id, column names and the k of avg@k.
 
 Read from a local directory (`<directory>/<name>.jsonl` or `.parquet`, with the hub's column names
-or with problem and answer), or from the hub and its cache. Three published gold answers cannot be
+or with problem and answer), or from the hub and its cache. Two published gold answers cannot be
 graded as they are; they are replaced here. Not here: the data themselves; `stable-opd prepare`
 writes them for machines without internet.
 """
@@ -46,19 +46,14 @@ BENCHMARKS = {
 }
 
 
-# Published gold answer -> the one to grade against: no plain response equals the
-# first. The third has lost the conditions that the problem also asks for.
+# Published gold answer -> the one to grade against: no plain response equals the first.
 GOLD_CORRECTIONS = {
     "minerva": {
         r"x_{0} \cos (\omega t)+$ $\dot{x}_{0} \sin (\omega t) / \omega": (
             r"x_{0} \cos (\omega t)+\dot{x}_{0} \sin (\omega t) / \omega"
         )
     },
-    "olympiadbench": {
-        "$221,$8$": "(221, 8)",
-        r"$f(x)=a x+b$, where $b$ is an arbitrary integer, and $a$ is an arbitrary positive "
-        r"integer with $\mho(a)=0$": "$f(x)=a x+b$",
-    },
+    "olympiadbench": {"$221,$8$": "(221, 8)"},
 }
 
 

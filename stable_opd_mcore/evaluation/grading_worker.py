@@ -16,54 +16,110 @@ from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
+from stable_opd_mcore.evaluation.answers import (
+    lacks_entries,
+    of_a_choice,
+    one_formula,
+    plain_boxes,
+    readable,
+    same_letters,
+    with_units,
+)
 from stable_opd_mcore.host.user_code import UserFunction
 
 _MEMORY_BYTES = 4 * 2**30
 _LOADING_SECONDS = 60
-# A looping response may hold thousands of empty boxes, and math-verify is slow on each.
-_EMPTY_BOX = re.compile(r"\\boxed\{\s*\}")
 _LATEX = re.compile(r"(?<!\\)\$|\\boxed|\\\[|\\\(")
 _GSM8K_ANSWER = re.compile(r"(?:\A|\n)####[ \t]*([^\n]+?)\s*\Z")
-# At most three digits of exponent, as of a double: 10^999999999 would fill the memory.
-_SCIENTIFIC = re.compile(r"(?<![\w\\.])(\d+(?:\.\d*)?)[eE]([-+]?\d{1,3})(?!\w|\.\d)")
-_THOUSANDS_SPACE = re.compile(r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))")  # of 10\,000
+_FINAL_ANSWER = re.compile(r"final answer is.{1,200}I hope", re.IGNORECASE | re.DOTALL)
+_SMALL, _DIGITS = 1e-3, 1e-6
 
 
 def is_right(response: str, gold: str) -> bool:
-    """Whether math-verify finds the gold answer in the response, with its default extraction.
+    """Whether the response's answer is the gold answer: letter by letter, or by math-verify.
 
-    Of a response that ends in GSM8K's "#### answer" that answer counts alone. math-verify's own
-    timeouts are off: they are signals, which do not interrupt C code.
+    Of a response that ends in GSM8K's "#### answer" that answer counts alone; a box that never ends
+    is no answer. math-verify extracts the others. Its own timeouts are off: they are signals, which
+    do not interrupt C code.
     """
-    from math_verify import parse, verify
-
-    expected = _parsed_gold(gold)
-    response = _readable(response)
+    response, answer = plain_boxes(readable(response))
     last_line = _GSM8K_ANSWER.search(response)
-    given = parse(last_line[1], parsing_timeout=0) if last_line else []
-    given = given or parse(_EMPTY_BOX.sub("", response), parsing_timeout=0)
-    return bool(expected) and bool(verify(expected, given, timeout_seconds=0))
+    given = _parsed(with_units(last_line[1])) if last_line else []
+    if last_line and (given or answer is None):
+        answer = last_line[1]
+    elif answer == "" and not _FINAL_ANSWER.search(response):
+        return False
+    gold = _gold_text(gold)
+    if answer and (same_letters(answer, gold) or lacks_entries(answer, gold)):
+        return same_letters(answer, gold)
+    return _agree(given or _parsed(response), _parsed_gold(gold)) or any(
+        same_letters(part, gold_part)
+        or _agree(_parsed(f"${with_units(part)}$"), _parsed_gold(gold_part))
+        for part, gold_part in of_a_choice(answer or "", gold)
+    )
+
+
+def _gold_text(gold: str) -> str:
+    gold = readable(gold)
+    last_line = _GSM8K_ANSWER.search(gold)
+    return last_line[1] if last_line else gold
+
+
+def _parsed(text: str) -> list[Any]:
+    from math_verify import parse
+
+    return parse(text, parsing_timeout=0)
 
 
 @functools.lru_cache(maxsize=1024)
 def _parsed_gold(gold: str) -> list[Any]:
-    """The gold answer as math-verify reads it. Samples of one problem share it."""
-    from math_verify import parse
+    """The gold answer as math-verify reads it, whole. Samples of one problem share it."""
+    from math_verify import LatexExtractionConfig, parse
 
-    gold = _readable(gold)
-    last_line = _GSM8K_ANSWER.search(gold)
-    gold = last_line[1] if last_line else gold
+    gold = with_units(one_formula(gold))
     # Gold answers of most data sets are bare LaTeX, which math-verify reads only in a formula.
-    return parse(gold if _LATEX.search(gold) else f"${gold}$", parsing_timeout=0)
+    # Of one that it cannot read, it would take a number: 4 of "4:30 p.m.".
+    if _LATEX.search(gold):
+        return _parsed(gold)
+    return parse(f"${gold}$", [LatexExtractionConfig()], parsing_timeout=0)
 
 
-def _readable(text: str) -> str:
-    """The text with numbers that math-verify would misread written in another form.
+def _agree(given: list[Any], expected: list[Any]) -> bool:
+    """Whether math-verify finds one of the expressions or texts equal to an expected one."""
+    from math_verify import verify
 
-    It reads 4.5e33 as 4.5·e·33, with Euler's e, and 10\\,000 as a product, 10·0.
+    return any(
+        verify(right, value, timeout_seconds=0) and not _only_rounded_alike(value, right)
+        for right in expected
+        for value in given
+    )
+
+
+def _only_rounded_alike(given: Any, gold: Any) -> bool:
+    """Whether two numbers differ that math-verify takes for equal.
+
+    It compares six decimals, in which 2e-9 is 4e-9, and takes what is below 1e-15 for zero. Numbers
+    below 0.001 must have six digits in common.
     """
-    text = _THOUSANDS_SPACE.sub("", text)
-    return _SCIENTIFIC.sub(lambda found: f"{found[1]}*10^({int(found[2])})", text)
+    from sympy import FiniteSet, Interval, Tuple, UnevaluatedExpr
+    from sympy.core.relational import Relational
+
+    if isinstance(given, Relational) and isinstance(gold, Relational) and given.lhs != gold.lhs:
+        return False
+    given, gold = (each.rhs if isinstance(each, Relational) else each for each in (given, gold))
+    if given == gold or isinstance(given, str) or given.has(UnevaluatedExpr):  # of a per cent
+        return False
+    if getattr(given, "is_number", False) and getattr(gold, "is_number", False):
+        if not gold.evalf():
+            given, gold = gold, given
+        error = abs((given / gold - 1).evalf())
+        tolerance = _DIGITS if abs(gold.evalf()) < _SMALL else _SMALL
+        return bool(error.is_comparable and error > tolerance)
+    if isinstance(gold, FiniteSet):
+        return any(all(_only_rounded_alike(v, g) for v in given.args) for g in gold.args)
+    if type(given) is type(gold) and isinstance(gold, Tuple | Interval):
+        return any(map(_only_rounded_alike, given.args, gold.args))
+    return False
 
 
 _users: dict[str, Callable[..., Any]] = {}  # the user's functions, in a process that has some

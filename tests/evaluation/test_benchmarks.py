@@ -69,8 +69,7 @@ def test_corrected_golds_are_those_of_the_data_and_can_be_matched(name):
     golds = [row.answer for row in load_benchmark(name, real_data("eval"))]
     changed = {old: new for old, new in zip(published, golds, strict=True) if old != new}
     assert changed == GOLD_CORRECTIONS[name]
-    for old, new in changed.items():
+    for new in changed.values():
         response = f"So the answer is \\boxed{{{new.strip('$')}}}."
-        assert not is_right(response, old)
         assert is_right(response, new)
         assert not is_right("\\boxed{17}", new)

@@ -1,0 +1,153 @@
+"""Texts of answers, rewritten where math-verify would misread them.
+
+Every rule has its examples in tests/evaluation/test_answers.py. Standard library only, for grading
+processes. Not here: the comparison of what math-verify reads (grading_worker.py).
+"""
+
+import re
+from collections.abc import Iterator
+
+_SPACE = r"(?:\s|~|\\[ ,;:!])"
+_THOUSANDS_SPACE = re.compile(r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))")  # of 10\,000
+# At most three digits of exponent, as of a double: 10^999999999 would fill the memory.
+_SCIENTIFIC = re.compile(r"(?<![\w\\.])(\d+(?:\.\d*)?)[eE]([-+]?\d{1,3})(?!\w|\.\d)")
+_POINT_OR_E = re.compile(r"(?<=\d)\.(?=/)|\\mathrm\s*(?:\{e\}|e\b)")  # of 1./3 and \mathrm{e}
+_MIXED_NUMBER = re.compile(
+    rf"(?<![\w.,^/])(\d{{1,9}}){_SPACE}*"
+    r"(?:(?<=\W)([1-9]\d?) ?/ ?([1-9]\d?)(?![\d/])"
+    r"|\\[dtc]?frac\s*(?:\{(\d{1,9})\}|(\d))\s*(?:\{(\d{1,9})\}|(\d)))"
+)
+_BOX_OR_BRACE = re.compile(r"(?P<box>\\+(?:boxed|fbox)\s*(?:\{|\Z))|\\.|[{}]", re.DOTALL)
+_END_OF_BOX = re.compile(rf"(?:{_SPACE}|\\q?quad\b|(?<!\\right)\\?[.,;])+\Z")
+_BARE_BOX = re.compile(r"(\\boxed|\\fbox)\s*([\dA-Za-z])(?![\dA-Za-z])")
+_UNIT = re.compile(r"(\\?\$?-?[\d.,]*\d) +([A-Za-z]{3,}(?:[ /][A-Za-z]{2,})*)")
+_NO_UNIT = re.compile(
+    r"\b(?:a?(?:sin|cos|tan|cot|sec|csc)h?|sqrt|log|exp|and|mod|choose|times|inf\w*"
+    r"|percent\w*|pct|hundred|thousand|\w+illion|dozen)\b"
+)
+_INSIDE = rf"(?<=[\w}})]){_SPACE}*\\(?:text|mbox|mathrm)\s*\{{"
+_UNIT_INSIDE = re.compile(rf"{_INSIDE}[^{{}}]*\}}(?={_SPACE}*[,;])")
+_WORDS_INSIDE = re.compile(
+    rf"{_INSIDE}[^{{}}]*\b(?:and|or|if|when|where|for(?! all| any))\b[^{{}}]*\}}(?=.)"
+)
+_FORMULA = re.compile(r"(?<!\\)\${1,2}([^$]+)\${1,2}|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_SOLUTION = re.compile(r"\\(?:boxed|fbox)|answer|\.\s", re.IGNORECASE)
+_CONDITION = re.compile(r",?\s+(?:for (?:all|any|each|every)|where [^=]*?\bis an?)\b.*", re.DOTALL)
+_TEXT = re.compile(r"\\(?:text\w*|mbox|math(?:rm|bf|it)|operatorname)\s*\{([^{}]*)\}")
+_FORMATTING = re.compile(r"\\(?:left|right)\b|\\[()\[\]]|\\?\$|\*\*")
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3}")
+_CHOICE = re.compile(r"(?:\(([A-J])\)|([A-J])(?:\)|[.:](?=\s|\Z)|\Z))\s*(.*)", re.DOTALL)
+
+
+def readable(text: str) -> str:
+    """The text with numbers that math-verify would misread written in another form.
+
+    It reads 4.5e33 as 4.5·e·33, with Euler's e, 10\\,000 as 10·0, 2 1/2 as 2·1/2, and 1./3 and
+    1+1/\\mathrm{e} as 1.
+    """
+    text = _POINT_OR_E.sub(lambda found: "" if found[0] == "." else "e", text)
+    text = _THOUSANDS_SPACE.sub("", text)
+    text = _SCIENTIFIC.sub(lambda found: f"{found[1]}*10^({int(found[2])})", text)
+    return _MIXED_NUMBER.sub(_improper_fraction, text)
+
+
+def _improper_fraction(found: re.Match[str]) -> str:
+    whole, above, below = (int(digits) for digits in found.groups() if digits)
+    return rf"\frac{{{whole * below + above}}}{{{below}}}" if above < below else found[0]
+
+
+def plain_boxes(response: str) -> tuple[str, str | None]:
+    r"""The response with \boxed{7} for "\boxed {7.}", and what its last box holds.
+
+    Empty boxes are left out: a looping response may hold thousands, and math-verify is slow on
+    each. Where the last box never ends, its content is "": it withdraws the boxes before it.
+    """
+    response = _BARE_BOX.sub(r"\1{\2}", response)
+    boxes: list[tuple[int, int, int]] = []  # a box's start, its content's start and end
+    opened: list[tuple[int, int, bool]] = []  # of a brace that is not closed yet
+    for found in _BOX_OR_BRACE.finditer(response):
+        if found["box"] or found[0] == "{":
+            opened.append((found.start(), found.end(), bool(found["box"])))
+        elif found[0] == "}" and opened:
+            start, content, is_box = opened.pop()
+            while is_box and boxes and boxes[-1][0] > start:  # inside this one
+                boxes.pop()
+            boxes += [(start, content, found.start())] * is_box
+    last_start = boxes[-1][0] if boxes else -1
+    if any(is_box and start > last_start for start, _, is_box in opened):
+        return response, ""
+    text, done, last = "", 0, None
+    for start, content, end in boxes:
+        inside = response[content:end].lstrip()
+        inside = inside[:-40] + _END_OF_BOX.sub("", inside[-40:])
+        text += response[done:start] + (f"\\boxed{{{with_units(inside)}}}" if inside else "")
+        done, last = end + 1, inside or last
+    return text + response[done:], last
+
+
+def with_units(answer: str) -> str:
+    r"""`12 \text{dollars}` for `12 dollars`: math-verify drops text at the end, and all before it.
+
+    So `5\text{ cm and }3\text{ cm}` becomes `5, 3\text{ cm}`.
+    """
+    answer = _WORDS_INSIDE.sub(", ", _UNIT_INSIDE.sub("", answer))
+    found = _UNIT.fullmatch(answer)
+    return answer if not found or _NO_UNIT.search(answer) else rf"{found[1]} \text{{{found[2]}}}"
+
+
+def one_formula(gold: str) -> str:
+    """A gold answer of several formulas as one list; of many, math-verify takes the last.
+
+    Without the conditions of its symbols ("for all $x$"). A solution in sentences stays as it is.
+    """
+    gold = gold.strip()
+    if _SOLUTION.search(gold) or not _FORMULA.match(re.sub(r"\A\([a-z\d]\)\s*", "", gold)):
+        return gold
+    gold = _CONDITION.sub("", gold)
+    formulas = [next(filter(None, found)) for found in _FORMULA.findall(gold)]
+    return f"${', '.join(formulas)}$" if len(formulas) > 1 else gold
+
+
+def lacks_entries(answer: str, gold: str) -> bool:
+    """Whether an answer has fewer numbers than a gold list that has one twice, as -2,-2 has.
+
+    math-verify compares lists as sets.
+    """
+    entries = gold.strip("$ ").replace(" ", "").split(",")
+    is_list = all(re.fullmatch(r"-?\d{1,2}", entry) for entry in entries)
+    repeats = len(set(entries)) < len(entries)
+    return is_list and repeats and len(re.findall(r"\d+", answer)) < len(entries)
+
+
+def same_letters(answer: str, gold: str) -> bool:
+    """Whether two texts are equal except for formatting and, if there are words, capitals."""
+    answer, gold = _letters(answer), _letters(gold)
+    if _WORD.search(gold):
+        answer, gold = answer.casefold(), gold.casefold()
+    return answer == gold != ""
+
+
+def _letters(text: str) -> str:
+    text = re.sub(rf"{_SPACE}+", " ", _FORMATTING.sub("", _without_text(text))).rstrip(" .,;")
+    return re.sub(r" (?!\w)|(?<!\w) ", "", text)
+
+
+def _without_text(text: str) -> str:
+    while (bare := _TEXT.sub(r"\1", text)) != text:
+        text = bare
+    return text
+
+
+def of_a_choice(answer: str, gold: str) -> Iterator[tuple[str, str]]:
+    """What to compare where one is a choice's letter, or has it before its text: "(B) 12"."""
+    (letter, text), (gold_letter, gold_text) = _choice(answer), _choice(gold)
+    if letter and letter == gold_letter:
+        yield (text, gold_text) if text and gold_text else (letter, letter)
+    elif bool(letter) != bool(gold_letter) and text and gold_text:
+        yield text, gold_text
+
+
+def _choice(answer: str) -> tuple[str, str]:
+    answer = re.sub(rf"{_SPACE}+", " ", _without_text(answer)).strip("$ ")
+    found = _CHOICE.fullmatch(answer)
+    return (found[1] or found[2], found[3]) if found else ("", answer)

@@ -1,0 +1,120 @@
+"""Answers that math-verify 0.9.0 misreads, rule by rule; the first examples are of public data."""
+
+import pytest
+
+from stable_opd_mcore.evaluation.answers import plain_boxes
+from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS, load_benchmark
+from stable_opd_mcore.evaluation.grading_worker import is_right
+from tests.real_data import real_data
+
+SMALL_NUMBERS = [  # (gold, boxed answers that are right, boxed answers that are wrong)
+    ("2.88e-19", [r"2.88 \times 10^{-19} \text{ J}", r"28.8 \cdot 10^{-20}"], ["5.76e-19", "0.0"]),
+    ("1.325e-27", ["1.325e-27"], [r"1.325 \times 10^{-28}", "1.326e-27", "0"]),
+    (r"\frac{1}{2^{99}}", ["2^{-99}"], [r"\frac{1}{2^{98}}"]),
+    (r"\frac{2^{2005}+1}{3 \cdot 2^{2006}}", [], [r"\frac{1}{3 \cdot 2^{2006}}"]),
+    ("0.0000002", [r"2 \cdot 10^{-7}"], ["0.0000001", "0.00000024"]),
+    (r"\{1e-20, 2\}", [r"\{2, 1e-20\}"], [r"\{3e-20, 2\}"]),
+    ("[1e-20, 2]", ["[1e-20, 2]"], ["[3e-20, 2]"]),
+    ("x = 6e-20", ["6e-20", "x = 6e-20"], ["3e-20", "x = 3e-20"]),
+    (r"x = -5,\ p = \frac{14}{3}", [r"-5, \frac{14}{3}"], [r"-5, \frac{13}{3}"]),
+    ("x^2/4 + y^2/3 = 1", ["x^2/16 + y^2/12 = 1/4"], []),
+    (r"\frac{1}{300}", ["0.003333"], ["0.00333"]),  # to six decimals, as before
+    ("0.0005", [r"0.05\%"], []),
+]
+NUMBERS = [
+    (r"-1./3", [r"-\frac13"], ["-1"]),  # Minerva
+    (r"1 - \frac{1}{\mathrm{e}}", ["1-1/e"], [r"1 + \frac{1}{\mathrm{e}}"]),  # math-verify's tests
+    (r"137 \frac{1}{2}", ["137.5", "137 1/2", r"137\tfrac12", r"137\ 1/2"], ["137", "1/2"]),  # MATH
+    ("2 1/2", ["2.5", r"\frac52", r"x = 2\frac{1}{2}", r"2 1/2 \text{ hours}"], ["21/2", "1"]),
+    ("-2.5", ["-2 1/2", r"-2 \frac 1 2"], ["-1.5"]),
+    ("12 dollars", ["12", r"12 \text{ dollars}", "12 dollars"], ["13 dollars", "12 thousand"]),
+    ("12", ["12 miles per hour"], ["12 million"]),
+]
+TEXTS = [
+    (r"\text{Evelyn}", ["Evelyn", r"\textbf{evelyn.}"], ["Eve"]),  # MATH
+    ("np.arcsin(10/13)", ["np.arcsin(10/13)"], ["10/13"]),  # Minerva
+    ("4:30 p.m.", [r"\text{4:30 p.m.}", r"4:30\ \text{p.m.}"], [r"\text{4:45 p.m.}", "4"]),
+    ("Alice and Bob", [r"\text{Alice}\text{ and }\text{Bob}"], [r"\text{Alice}"]),
+    ("Tuesday, March 3", [r"\text{Tuesday, March 3}"], [r"\text{Tuesday, March 4}"]),
+]
+LISTS = [  # OlympiadBench's forms
+    (
+        r"$\frac{32}{9}$,$\frac{1}{2}$",
+        [r"\frac12, \frac{32}{9}"],
+        [r"\frac{1}{2}", r"\frac{32}{9}"],
+    ),
+    ("$f(x)=a x+b$, where $b$ is an arbitrary integer, and $a$ one with $g(a)=0$", ["ax+b"], ["0"]),
+    ("$f(x)=x+22$ for all $x$", ["f(x)=x+22", "$f(x)=x+22$ for all $x$"], ["x"]),
+    ("-2,-2", ["-2, -2"], ["-2"]),
+    ("$2$; $3$", ["2, 3", "3; 2", r"2 \text{ and } 3"], ["2", "3"]),
+    ("(a) $2$ (b) $3$", ["2, 3", "(a) $2$ (b) $3$"], ["3"]),
+    ("$x=2$ where $y=3$", ["x=2, y=3", r"x=2 \text{ where } y=3"], ["y=3", "3"]),
+    ("$1$, $2$, $3$, $4$, $5$, $6$, $7$", ["1,2,3,4,5,6,7"], ["7", "1,2,3,4,5,6"]),
+    (
+        r"5\text{ cm and }3\text{ cm}",
+        ["5, 3", r"5\text{ cm}, 3\text{ cm}"],
+        [r"5\text{ cm and }4\text{ cm}", "5"],
+    ),
+    ("$x=2$. So the answer is $5$.", ["5"], ["2"]),  # a solution: its answer counts
+]
+CHOICES = [  # the first of MATH
+    (r"\text{(C)}", ["C", "(C) 12", r"\textbf{(C)}\ 12", "C. 12", "C: 12"], ["(B) 12", "12"]),
+    ("12", [r"\textbf{(B)} \quad 12", "(B) 12"], ["(B) 13"]),
+    (r"\textbf{(B)}\ 12", ["B", "12", "B) 12"], ["(C) 12", "(B) 13", "C", "13"]),
+    ("B", ["B"], ["2B", "B12"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("gold", "right", "wrong"), [*SMALL_NUMBERS, *NUMBERS, *TEXTS, *LISTS, *CHOICES]
+)
+def test_rules(gold, right, wrong):
+    verdicts = {each: is_right(f"It is $\\boxed{{{each}}}$.", gold) for each in [*right, *wrong]}
+    assert verdicts == {**dict.fromkeys(right, True), **dict.fromkeys(wrong, False)}
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        (r"\boxed {7}", True),
+        ("\\boxed\n{7}", True),
+        (r"$\boxed{7.}$", True),
+        (r"\boxed{7,\ }", True),
+        (r"\boxed{ 7\quad}", True),
+        (r"\fbox{7}", True),
+        (r"\boxed7", True),
+        (r"\boxed{\boxed{7}}", True),
+        (r"\boxed {8.}", False),
+        (r"\boxed{7!}", False),
+        ("First \\boxed{7}. No.\nThe final answer is \\boxed{", False),
+        ("First \\boxed{7}. No.\nThe final answer is \\boxed", False),
+        (r"First \boxed{7}. No. It is $\boxed{\frac{1}{2}", False),
+        (r"Fill \boxed{ in. It is \boxed{7}.", True),
+        (r"\boxed{7} \boxed{}", True),  # an empty one withdraws nothing
+        (r"The final answer is $7$. I hope it is correct. \boxed{1} \boxed{", True),  # Minerva
+        ("so \\boxed{8\n#### 7", True),
+        ("#### 7 dollars", True),
+    ],
+)  # fmt: skip
+def test_forms_of_the_box(response, expected):
+    assert is_right(response, "7") is expected
+
+
+@pytest.mark.parametrize(
+    ("response", "last"),
+    [  # of the length of a looping response: seconds if the time were quadratic
+        (r"\boxed{" * 20_000, ""),
+        (r"\boxed{a" + " " * 10**5 + "b}", "a" + " " * 10**5 + "b"),
+        (r"{\boxed{1}" * 20_000, "1"),
+    ],
+)
+def test_the_last_box_of_a_looping_response(response, last):
+    assert plain_boxes(response)[1] == last
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_published_golds_are_right_in_every_form_of_the_box(name):
+    for gold in (row.answer or "" for row in load_benchmark(name, real_data("eval"))):
+        bare = gold[1:-1] if gold.startswith("$") and gold.count("$") == 2 else gold
+        for response in (f"\\boxed {{{bare}}}", f"$\\boxed{{{bare}.}}$", f"\\boxed{{{gold}}}"):
+            assert is_right(response, gold), response
