@@ -83,7 +83,6 @@ FIGURES = (
             "loss/pg": "Policy gradient",
             "loss/kl": "KL to the reference",
             "loss/sft": "Golden solutions",
-            "loss/moe_aux": "Balance of experts",
             "grad_norm": "Gradient norm",
             "optimizer/lr": "Learning rate",
             "kl/beta": "\u03b2, weight of the KL",

@@ -84,7 +84,7 @@ def test_smoke_config_writes_every_file_and_metric(tmp_path, monkeypatch):
     assert [row["step"] for row in rows] == list(range(11))
     assert "eval/accuracy" in rows[0]
     written = {key for row in read_metrics(run / METRICS_FILE) for key in row}
-    others = ("engine/", "moe/", "loss/moe_aux")  # of rollout servers, of experts
+    others = ("engine/", "moe/")  # of rollout servers, of experts
     others += ("perf/staleness_", "perf/tokens_age_")  # of rollouts that lag
     unwritten = {key for key in NAMES.keys() - written if not key.startswith(others)}
     of_servers = {"memory/left_gib", "time/wait"}
