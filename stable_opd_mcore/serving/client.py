@@ -150,14 +150,6 @@ class SglangClient:
         except (KeyError, TypeError, ValueError) as error:
             raise self.garbage(f"no cached_tokens: {error!r}") from error
 
-    def score(self, request: Scoring, timeout_seconds: float | None = None) -> SequenceScores:
-        """The served model's scores of a sequence's tokens from `start` on, at temperature 1.
-
-        Raises:
-            ServerFailure, RefusedRequest, UserError: as for `submit`.
-        """
-        return self.submit(request, timeout_seconds).result()
-
     def call(
         self,
         method: str,

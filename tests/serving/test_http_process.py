@@ -188,7 +188,8 @@ def test_large_arrays_of_scores_arrive_whole_and_writable():
     length, width = 4000, 40
     ids = [n % 50 for n in range(length + 1)]
     with fake_teacher() as (url, _):
-        scores = SglangClient(url).score(Scoring(ids, 1, 50, top_k=width, extra_ids=(1, 2)))
+        request = Scoring(ids, 1, 50, top_k=width, extra_ids=(1, 2))
+        scores = SglangClient(url).submit(request).result()
     assert scores.top_logprobs_LK.shape == (length, width)
     assert scores.top_logprobs_LK.nbytes > 2**18
     assert (np.diff(scores.top_logprobs_LK, axis=1) <= 0).all()
