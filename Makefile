@@ -5,7 +5,6 @@
 #   make test-slurm     on a real Slurm, with NeMo-Run: apt-get install slurm-wlm munge iproute2
 #   make test-sglang    with real SGLang servers, and the suite of a GPU on a CPU
 #   make rehearse   every shipped config on 1 to 128 nodes, set up, stepped and published without a GPU
-#   make plans   print the plans of the 7B and the 32B run into docs/plans.md
 #   make checks  format, lint, types, shell scripts, spelling: the hooks of .pre-commit-config.yaml over all files
 #   make mutants MODULES=stable_opd_mcore/data/packing.py TESTS=tests/data/test_packing.py   mutation tests, by hand
 #   make sglang  a venv of SGLang's own, .venv-sglang, for rollout servers on a CPU (about 1.6 GB)
@@ -20,7 +19,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: gpu gpu-bundle sglang launch mutants demo test test-cluster test-slurm test-sglang rehearse plans checks install format clean
+.PHONY: gpu gpu-bundle sglang launch mutants demo test test-cluster test-slurm test-sglang rehearse checks install format clean
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -52,13 +51,6 @@ ON_MANY_NODES = $(addprefix configs/stable_opd_,32b.yaml 30b_a3b.yaml 8b_235b.ya
 rehearse: $(INSTALLED)
 	$(BIN)/stable-opd rehearse $(wildcard configs/*.yaml)
 	$(BIN)/stable-opd rehearse $(ON_MANY_NODES) --nodes 4 --nodes 16 --nodes 128 --server-nodes 2 parallel.pipeline=2
-
-plans: $(INSTALLED)
-	{ printf '# The plans of the 7B and the 32B run\n\nWritten by `make plans`; [planning.md](planning.md) says what they mean.\n'; \
-	  for run in 'stable_opd_7b.yaml' 'stable_opd_32b.yaml --nodes 2'; do \
-	    printf '\n`stable-opd plan configs/%s`\n```\n' "$$run"; \
-	    $(BIN)/stable-opd plan configs/$$run || exit; printf '```\n'; \
-	  done; } > docs/plans.md
 
 checks: $(INSTALLED)
 	$(BIN)/pre-commit run --all-files --show-diff-on-failure --hook-stage manual

@@ -19,7 +19,6 @@ import typer
 
 from stable_opd_mcore.cli_files import interruptible, prepare, report, score, watch
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.host.closed_pipes import ignore_closed_pipes
 
 app = typer.Typer(
     help="Stable on-policy distillation of large language models on Megatron-Core.",
@@ -371,7 +370,6 @@ def demo(
 
 def main() -> None:
     """Run the command; a UserError becomes one message on stderr."""
-    ignore_closed_pipes()
     try:
         app()
     except UserError as error:

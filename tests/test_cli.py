@@ -40,6 +40,18 @@ def test_a_wrong_path_is_named_before_anything_heavy_is_imported():
     assert ended.returncode == 0, ended.stderr
 
 
+def test_a_reader_that_ends_ends_the_command_without_a_traceback():
+    """`stable-opd --help | head -0`."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stable_opd_mcore", "--help"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert (process.communicate()[1], process.returncode) == (b"", 1)
+
+
 def raising(error):
     def train(*_args, **_settings):
         raise error

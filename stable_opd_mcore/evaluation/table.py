@@ -1,4 +1,4 @@
-"""The results of evaluations as Markdown and LaTeX.
+"""The results of evaluations as Markdown.
 
 The papers' table has one row per model and one column per benchmark, with the published rows below
 ours. Not here: the published numbers (published.py), what a result is (results.py).
@@ -53,25 +53,13 @@ def markdown(title: str, about: Sequence[str], results: Results) -> str:
         about: lines that say which weights and which settings.
     """
     heading = ["", *COLUMNS.values(), "Avg", "source"]
-    ours = [f"**{title}**", *_cells(results, interval=True), "this evaluation"]
+    ours = [f"**{title}**", *_cells(results), "this evaluation"]
     lines = [f"# {title}", "", *[f"- {line}" for line in about], ""]
     lines += [markdown_table([heading, ours, *_published()]), _NOTE, results_table(results)]
     return "\n".join(lines) + "\n"
 
 
-def latex(title: str, results: Results) -> str:
-    """The papers' table for a document with the package booktabs."""
-    ours = [title, *_cells(results, interval=False)]
-    body = [" & ".join(["Model", *COLUMNS.values(), "Avg."]), r"\midrule"]
-    body += [" & ".join([_escape(ours[0]), *ours[1:]]), r"\midrule"]
-    body += [" & ".join([_escape(row[0]), *row[1:-1]]) for row in _published()]
-    body = [line if line.startswith("\\") else line + r" \\" for line in body]
-    columns = "l" + "r" * (len(COLUMNS) + 1)
-    lines = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", *body, r"\bottomrule"]
-    return "\n".join([*lines, r"\end{tabular}"]) + "\n"
-
-
-def _cells(results: Results, interval: bool) -> list[str]:
+def _cells(results: Results) -> list[str]:
     """Our row: one cell per column, the average only where all columns were evaluated."""
     shown: list[tuple[float, tuple[float, float]] | None] = [
         (results[name].accuracy, results[name].accuracy_interval) if name in results else None
@@ -79,10 +67,7 @@ def _cells(results: Results, interval: bool) -> list[str]:
     ]
     whole = results.keys() >= COLUMNS.keys()
     shown.append(average({name: results[name] for name in COLUMNS}) if whole else None)
-    return [
-        "--" if one is None else _with_interval(*one) if interval else f"{100 * one[0]:.1f}"
-        for one in shown
-    ]
+    return ["--" if one is None else _with_interval(*one) for one in shown]
 
 
 def _published() -> list[list[str]]:
@@ -109,7 +94,3 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
     cells.insert(1, ["-" * width for width in widths])
     lines = (" | ".join(map(str.ljust, row, widths)) for row in cells)
     return "\n".join(f"| {line} |" for line in lines)
-
-
-def _escape(text: str) -> str:
-    return text.translate({ord(character): f"\\{character}" for character in "&%$#_{}"})

@@ -19,9 +19,7 @@ SCHEDULES = frozenset({"optimizer/lr", "kl/beta", "mixture/lambda"})  # drawn as
 # Metrics of terms that a run may lack: left out where all values are 0.
 TERMS = ("loss/", "logprob/teacher", "kl/", "mixture/", "ratio/")
 
-MAX_POINTS, LEAST_POINTS = 1000, 20  # of one curve; longer ones are means over equal numbers
-CURVE_BYTES = 1_000_000  # of all curves of a page
-BYTES_OF_A_POINT, BYTES_OF_A_CURVE = 9, 60  # as JSON
+MAX_POINTS = 2000  # of one curve; of longer ones every n-th point and the last
 OTHERS = "Other metrics"
 
 # Angle between the hues of two labels in a row, 360 / golden ratio^2: all hues of a page differ.
@@ -150,7 +148,7 @@ def style(index: int) -> dict[str, str]:
 
 
 def draw_all(
-    runs: Sequence[Sequence[Row]], points: int = MAX_POINTS, arms: Sequence[int] = ()
+    runs: Sequence[Sequence[Row]], arms: Sequence[int] = ()
 ) -> tuple[list[dict[str, Any]], list[tuple[int, ...]]]:
     """The figures that have values, with the metrics of no figure last; the steps of their curves.
 
@@ -162,7 +160,6 @@ def draw_all(
 
     Args:
         runs: the rows of each run.
-        points: of one curve, at most.
         arms: of each run; runs of one arm are its seeds. Empty: each run is an arm.
     """
     figures: list[dict[str, Any]] = []
@@ -170,7 +167,7 @@ def draw_all(
     for figure in (*FIGURES, _others(runs)):
         closed, panels = figure.title == OTHERS, []
         for key, title in figure.panels.items():
-            curves = _curves(key, runs, points, steps)
+            curves = _curves(key, runs, steps)
             curves += _means(curves, arms, list(steps), steps)
             is_zero = not any(value for curve in curves for value in curve["values"])
             if curves and not (is_zero and (closed or key.startswith(TERMS))):
@@ -180,13 +177,6 @@ def draw_all(
             shown = {"title": figure.title, "caption": figure.caption, "closed": closed}
             figures.append({**shown, "panels": panels})
     return figures, list(steps)
-
-
-def points_that_fit(runs: Sequence[Sequence[Row]]) -> int:
-    """The points of one curve with which all curves of `runs` have about CURVE_BYTES."""
-    curves = sum(len({key for row in rows for key in row}) for rows in runs)
-    room = CURVE_BYTES // max(1, curves) - BYTES_OF_A_CURVE
-    return max(LEAST_POINTS, min(MAX_POINTS, room // BYTES_OF_A_POINT))
 
 
 def _others(runs: Sequence[Sequence[Row]]) -> Figure:
@@ -199,7 +189,7 @@ def _others(runs: Sequence[Sequence[Row]]) -> Figure:
 
 
 def _curves(
-    key: str, runs: Sequence[Sequence[Row]], limit: int, all_steps: dict[tuple[int, ...], int]
+    key: str, runs: Sequence[Sequence[Row]], all_steps: dict[tuple[int, ...], int]
 ) -> list[dict[str, Any]]:
     """The curves of a metric; their steps are added to `all_steps`."""
     curves: list[dict[str, Any]] = []
@@ -208,12 +198,13 @@ def _curves(
         if all(value is None for _, value in points):
             continue
         smooth = len(points) >= SMOOTH_FROM and not key.startswith("eval") and key not in SCHEDULES
-        steps, values = _thinned(points, limit)
+        each = -(-len(points) // (MAX_POINTS - 1))
+        drawn = [*points[:-1:each], points[-1]]
         curves.append(
             {
                 "run": index,
-                "steps": all_steps.setdefault(tuple(steps), len(all_steps)),
-                "values": values,
+                "steps": all_steps.setdefault(tuple(step for step, _ in drawn), len(all_steps)),
+                "values": [None if v is None else float(f"{v:.5g}") for _, v in drawn],
                 "window": WINDOW if smooth else 1,
                 "faint": smooth and len(runs) <= MAX_FAINT_RUNS,
             }
@@ -244,20 +235,3 @@ def _means(
         place = all_steps.setdefault(tuple(sorted(found)), len(all_steps))
         means.append(seeds[0] | {"steps": place, "values": values, "mean": True})
     return means
-
-
-def _thinned(
-    points: Sequence[tuple[int, float | None]], limit: int
-) -> tuple[list[int], list[float | None]]:
-    """At most `limit` points: equal numbers of them are replaced by their last step and mean.
-
-    Values have five digits, which keep the page small.
-    """
-    each = -(-len(points) // limit)
-    steps, values = [], []
-    for start in range(0, len(points), each):
-        group = points[start : start + each]
-        steps.append(group[-1][0])
-        defined = [value for _, value in group if value is not None]
-        values.append(float(f"{sum(defined) / len(defined):.5g}") if defined else None)
-    return steps, values

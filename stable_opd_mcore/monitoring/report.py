@@ -5,7 +5,7 @@
 The page holds the paper's Figures 2-4 and the other curves with the runs' events marked, a table of
 outcomes, benchmark results, the settings that differ between the runs, and a reader of rollouts. It
 contains all that it needs; its security policy forbids every request. All text from the runs is
-escaped. A page has at most MAX_BYTES: of long or many runs it shows less, and says so.
+escaped.
 `live_page` makes the page of the live view, which asks its own server (watch.py).
 
 It changes nothing in the runs. Not here: which runs a command names (chosen_runs.py).
@@ -30,8 +30,8 @@ from stable_opd_mcore.monitoring.chosen_runs import (
     read_written,
     seeds_together,
 )
-from stable_opd_mcore.monitoring.figures import draw_all, points_that_fit, style
-from stable_opd_mcore.monitoring.reader import BUDGET_BYTES, embedded
+from stable_opd_mcore.monitoring.figures import MAX_POINTS, draw_all, style
+from stable_opd_mcore.monitoring.reader import embedded
 from stable_opd_mcore.monitoring.run_events import marks
 from stable_opd_mcore.monitoring.sinks import METRICS_FILE
 
@@ -40,8 +40,6 @@ SCRIPTS = ("uplot.min.js", "figures.js", "reader.js", "watch.js")
 MAX_NAMES = 3  # of runs in a title
 MAX_TEXT = 1000  # characters of a title, a subtitle and a message
 MAX_EVENTS = 100
-MAX_BYTES = 2_000_000  # of a page
-LEAST_ROLLOUT_BYTES = 200_000  # that the rest of a page leaves to its rollouts
 
 
 def write_report(
@@ -68,12 +66,7 @@ def write_report(
         raise UserError("no runs to report on: give at least one run directory")
     written = seeds_together([read_written(run) for run in named])
     values = _page_values([one.run for one in written], written, title, caption)
-    room = MAX_BYTES - len(_rendered(values, rollouts="", has_reader=True))
-    if room < LEAST_ROLLOUT_BYTES:
-        raise UserError(
-            f"{len(runs)} runs do not fit into a page of {MAX_BYTES / 1e6:.0f} MB: give fewer"
-        )
-    rollouts = embedded(written, min(BUDGET_BYTES, room))
+    rollouts = embedded(written)
     write_atomically(Path(output), _rendered(values, rollouts, has_reader=bool(rollouts)))
     return Path(output)
 
@@ -114,8 +107,7 @@ def _page_values(
     if len(runs) == 1:
         about = tables.described(written[0].settings if written else {})
     styles = {label: style(index) for index, label in enumerate(labels)}
-    points = points_that_fit([one.rows for one in written])
-    content = _content(written, styles, points) if written else {"drawn": None}
+    content = _content(written, styles) if written else {"drawn": None}
     return {
         "title": printable(title or names, MAX_TEXT),
         "subtitle": printable(about, MAX_TEXT),
@@ -125,19 +117,19 @@ def _page_values(
         "scripts": {name.partition(".")[0]: _script(name) for name in SCRIPTS},
         "caption": printable(caption),
         "data": _json_script(content.pop("drawn")),
-        "points": points,
+        "points": MAX_POINTS,
         "content": content,
     }
 
 
 def _content(
-    written: Sequence[WrittenRun], styles: Mapping[str, Mapping[str, str]], points: int
+    written: Sequence[WrittenRun], styles: Mapping[str, Mapping[str, str]]
 ) -> dict[str, Any]:
     """Tables, figures and events for the template; "drawn" is what the page's script draws."""
     labels = list(dict.fromkeys(one.run.label for one in written))
     of_run = [labels.index(one.run.label) for one in written]
     styled = [{"name": label, **styles[label]} for label in labels]
-    figures, steps = draw_all([one.rows for one in written], points, of_run)
+    figures, steps = draw_all([one.rows for one in written], of_run)
     half = max(2, MAX_EVENTS // len(written)) // 2  # of a run's events: the first and the last
     events = [
         {**mark, "of": of_run[index]}

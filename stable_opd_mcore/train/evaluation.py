@@ -33,7 +33,7 @@ from stable_opd_mcore.evaluation.results import (
     require_answers,
 )
 from stable_opd_mcore.evaluation.store import ResponseStore
-from stable_opd_mcore.evaluation.table import latex, markdown, markdown_table, results_table
+from stable_opd_mcore.evaluation.table import markdown, markdown_table, results_table
 from stable_opd_mcore.host.atomic_files import naming_disk_errors, write_atomically
 from stable_opd_mcore.host.run_lock import RunLock
 from stable_opd_mcore.metrics import Max, Metrics, reduce_over_ranks
@@ -67,7 +67,7 @@ from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.samples.drawing import draw_graded, measured, own_share
 from stable_opd_mcore.train.setup import load_model, start_configured_world
 
-RESULTS = "results"  # .json, .md and .tex
+RESULTS = "results"  # .json and .md
 
 
 def evaluate_student(run: Run, state: TrainState) -> Metrics:
@@ -109,7 +109,7 @@ def evaluate_config(
     """Evaluate a model on `evaluation.benchmarks`, or on `data.eval` where there are none.
 
     The model is `evaluation.model`, or the trained one of the config's run. Writes every response
-    (`responses/<name>/`) and the numbers (`results.json`, `.md`, `.tex`) to the evaluation's
+    (`responses/<name>/`) and the numbers (`results.json`, `.md`) to the evaluation's
     directory, and prints the table of results on rank 0. Started again after a kill, it goes on
     after the last stored part, and the files are the same.
 
@@ -310,10 +310,9 @@ def _write_results(evaluation: Evaluation, print_line: Callable[[str], None]) ->
     home = config.run.path
     write_atomically(home / f"{RESULTS}.json", (json.dumps(record, indent=1) + "\n").encode())
     write_atomically(home / f"{RESULTS}.md", markdown(title, about, results).encode())
-    write_atomically(home / f"{RESULTS}.tex", latex(title, results).encode())
     print_line(f"{title}: {model.path}, weights {evaluation.weights[:12]}")
     print_line(results_table(results))
-    print_line(f"{home / RESULTS}.json, .md, .tex; responses: {home / 'responses'}")
+    print_line(f"{home / RESULTS}.json, .md; responses: {home / 'responses'}")
 
 
 def _table_of_evaluations(directories: Sequence[Path]) -> str:

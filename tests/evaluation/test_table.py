@@ -2,7 +2,7 @@
 
 from stable_opd_mcore.evaluation.published import COLUMNS, PUBLISHED
 from stable_opd_mcore.evaluation.results import BenchmarkResult, average
-from stable_opd_mcore.evaluation.table import latex, markdown, results_table
+from stable_opd_mcore.evaluation.table import markdown, results_table
 
 RATES = {"truncation_rate": 0.25, "repetition_rate": 0.5, "response_length_mean": 10.0}
 AIME = BenchmarkResult(4, (4, 2, 0, 2), rates=RATES)
@@ -38,11 +38,6 @@ def test_the_papers_layout_with_the_published_rows():
     assert rows[2][-2] == f"{100 * mean:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
     assert {len(row) for row in rows[: 3 + len(PUBLISHED)]} == {9}
     assert ["84.6", "43.4", "49.3", "58.1", "24.7", "25.2", "47.6"] in [row[1:-1] for row in rows]
-
-    body = [line for line in latex("a_b step 8", six).splitlines() if line.endswith(r"\\")]
-    assert len(body) == 2 + len(PUBLISHED)
-    assert {line.count("&") for line in body} == {7}
-    assert body[1] == r"a\_b step 8 & 50.0 & 100.0 & 50.0 & 50.0 & 50.0 & 50.0 & 58.3 \\"
 
 
 def test_a_part_of_the_benchmarks_has_no_average_beside_the_papers():

@@ -4,19 +4,17 @@ import base64
 import gzip
 import json
 import random
-import re
 from html.parser import HTMLParser
 
 import pytest
 
 from stable_opd_mcore.data.rollout_files import rollout_path, write_rollouts
 from stable_opd_mcore.data.token_files import TokenText, token_path, write_tokens
-from stable_opd_mcore.monitoring import report as page_maker
 from stable_opd_mcore.monitoring.chosen_runs import ReportRun
 from stable_opd_mcore.monitoring.figures import FIGURES
 from stable_opd_mcore.monitoring.names import NAMES
 from stable_opd_mcore.monitoring.reader import ROLLOUTS_PER_STEP
-from stable_opd_mcore.monitoring.report import MAX_BYTES, write_report
+from stable_opd_mcore.monitoring.report import write_report
 from stable_opd_mcore.records import Prompt, Rollout
 from tests.monitoring.make_run import HOSTILE, make_run
 
@@ -116,25 +114,22 @@ def make_largest_run(directory, seed: int) -> None:
         write_tokens(token_path(directory, step), tokens)
 
 
-def test_the_largest_runs_fit_into_two_megabytes_and_the_page_says_what_is_left_out(tmp_path):
+def test_the_page_says_what_is_left_out_of_large_runs(tmp_path):
     for seed in range(2):
         make_largest_run(tmp_path / f"run{seed}", seed)
     report = write_report([tmp_path / "run0", tmp_path / "run1"], tmp_path / "r.html")
-    assert report.stat().st_size <= MAX_BYTES
     page = page_of(report)
     text = " ".join(page.text)
     assert "200 more rows are left out" in text  # of 300 settings that differ
     assert "The first and the last 25 of a run are kept; 1,500 are left out" in text
     content = data_of(page)
-    longest = max(map(len, content["steps"]))
-    assert 200 <= longest <= int(re.search(r"Curves have at most (\d+) points", text)[1])
     assert len(content["events"]) == 100
     found = rollouts_of(page)
     assert found["rollouts"]
     assert {run["stored"] for run in found["runs"]} == {2}
 
 
-def test_no_runs_and_too_many_runs_are_refused_and_a_title_names_some(tmp_path, monkeypatch):
+def test_no_runs_are_refused_and_a_title_names_some(tmp_path):
     with pytest.raises(ValueError, match="give at least one run"):
         write_report([], tmp_path / "r.html")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
@@ -145,9 +140,6 @@ def test_no_runs_and_too_many_runs_are_refused_and_a_title_names_some(tmp_path, 
     page = page_of(write_report(runs, tmp_path / "r.html"))
     assert page.text.count("w, x, y and 1 more") == 3  # title, bar, heading
     assert "4 runs of on-policy distillation" in page.text
-    monkeypatch.setattr(page_maker, "MAX_BYTES", 50_000)
-    with pytest.raises(ValueError, match="4 runs do not fit into a page of 0 MB: give fewer"):
-        write_report(runs, tmp_path / "r.html")
 
 
 def test_runs_of_one_label_share_a_colour_and_a_mean(tmp_path):

@@ -35,7 +35,7 @@ def train_two_steps(home: Path) -> None:
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
-    names = ("results.json", "results.md", "results.tex")
+    names = ("results.json", "results.md")
     files = [*(directory / name for name in names), *directory.glob("responses/*/*")]
     return {str(file.relative_to(directory)): file.read_bytes() for file in files}
 
