@@ -237,6 +237,10 @@ class Tokenizer:
             self._backend.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
 
+    def content(self) -> str:
+        """Of tokenizer.json: what another process needs to `decode`."""
+        return self._backend.backend_tokenizer.to_str()
+
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """The text of each token, special ones included; together the text of all.
 

@@ -74,9 +74,9 @@ def build_engine(
         case "replay":
             return _replay_engine(config)
         case "sglang":
-            decode, size = tokenizer.decode, tokenizer.vocab_size
+            content, size = tokenizer.content(), tokenizer.vocab_size
             return build_sglang_engine(
-                config, world, chunks, decode, size, stop_requested, progress, memory, teacher
+                config, world, chunks, content, size, stop_requested, progress, memory, teacher
             )
 
 

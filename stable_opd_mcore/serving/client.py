@@ -112,14 +112,12 @@ class SglangClient:
         """The number of the server's tensor-parallel ranks."""
         return int(self._stated("/server_info", "tp_size"))
 
-    def capacity(self) -> tuple[int, int]:
-        """The responses that the server draws at a time, and the tokens that its cache holds."""
+    def capacity(self) -> int:
+        """The number of responses that the server draws at a time."""
         reply = self.call("GET", "/server_info", None, timeouts.QUESTION, attempts=ATTEMPTS)
         try:
             states = reply["internal_states"]  # one of each of the server's replicas
-            responses = [s["effective_max_running_requests_per_dp"] for s in states]
-            tokens = _whole_number(reply["max_total_num_tokens"]) * len(states)
-            return sum(map(_whole_number, responses)), tokens
+            return sum(_whole_number(s["effective_max_running_requests_per_dp"]) for s in states)
         except (KeyError, TypeError, ValueError) as error:
             raise self.garbage(f"/server_info states no capacity: {error!r}") from error
 
@@ -128,17 +126,6 @@ class SglangClient:
         if not isinstance(reply, dict) or not isinstance(reply.get(key), str | int):
             raise self.garbage(f"{path} states no {key}")
         return reply[key]
-
-    def generate(self, request: Generation) -> list[Completion]:
-        """`num_samples` responses to one prompt.
-
-        The finish_reason of those that were aborted is "abort"; they may have no token.
-
-        Raises:
-            ServerFailure, RefusedRequest, UserError: as for `submit`.
-        """
-        replies = [self.submit(request) for _ in range(request.sampling.num_samples)]
-        return [reply.result() for reply in replies]
 
     def cached_tokens(self, token_ids: Sequence[int]) -> int:
         """How many of a prompt's tokens the prefix cache holds; afterwards it holds them all."""

@@ -34,6 +34,7 @@ _ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }  # numpy starts them, for nothing
+_JOIN_SECONDS = 10.0
 _log = logging.getLogger("stable_opd_mcore.serving")
 
 
@@ -50,8 +51,10 @@ class HttpProcess:
         self._pending: dict[int, Future[Any]] = {}
         self._channel: Channel | None = None
         self._tokenizer: str | None = None
+        self._reader: threading.Thread | None = None
         self._is_over = False  # this process ends
         self._process: subprocess.Popen[bytes] | None = None
+        self._owner: int | None = None  # process id of the one that started it
 
     @property
     def pid(self) -> int | None:
@@ -59,11 +62,13 @@ class HttpProcess:
         return None if self._channel is None or self._process is None else self._process.pid
 
     def end(self) -> None:
-        """End the process, when this one ends."""
-        self._is_over = True
-        if self._process is not None:
+        """End the process as this one ends, and the thread, which could not wake up later. A fork
+        of this process does not."""
+        with self._lock:
+            self._is_over = True
+        if self._process is not None and self._reader is not None and self._owner == os.getpid():
             self._process.kill()
-            self._process.wait()
+            self._reader.join(_JOIN_SECONDS)
 
     def submit(self, kind: str, *arguments: Any) -> Future[Any]:
         """Hand over a message with a reply; its kind and arguments are those of `Worker`."""
@@ -100,6 +105,8 @@ class HttpProcess:
                 self._tell("cancel", number)
 
     def _start(self) -> Channel:
+        if self._is_over:
+            raise ServerFailure("this machine", "unreachable", "this process ends")
         ours, theirs = socket.socketpair()
         with theirs:
             file = theirs.fileno()
@@ -119,11 +126,12 @@ class HttpProcess:
             )
         if error is not None:
             raise error
-        self._process, self._channel = process, channel
+        self._process, self._channel, self._owner = process, channel, os.getpid()
         if self._tokenizer is not None:
             channel.send(("use_tokenizer", self._tokenizer))
         arguments = (channel, process)
-        threading.Thread(target=self._read, args=arguments, name="http", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, args=arguments, name="http", daemon=True)
+        self._reader.start()
         return channel
 
     def _read(self, channel: Channel, process: subprocess.Popen[bytes]) -> None:
@@ -138,9 +146,10 @@ class HttpProcess:
             _set(reply, result)
         with self._lock:
             lost, self._pending, self._channel = self._pending, {}, None
+        code = process.wait()
         if self._is_over:
             return
-        detail = f"the process that talks to servers ended with code {process.wait()}"
+        detail = f"the process that talks to servers ended with code {code}"
         _log.warning("%s; the next request starts another", detail)
         for reply in lost.values():
             _set(reply, ServerFailure("this machine", "unreachable", detail, transient=True))

@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import orjson
 from tokenizers import Tokenizer
 
@@ -207,8 +208,10 @@ class Worker:
     def _with_text(self, completion: Completion, request: Generation) -> Completion:
         if self._tokenizer is None or completion.finish_reason == "abort":
             return completion
-        begun = request.token_ids[len(request.token_ids) - request.num_drawn :]
-        ids = [*begun, *completion.token_ids.tolist()]
+        begun = np.asarray(request.token_ids, np.int32)[
+            len(request.token_ids) - request.num_drawn :
+        ]
+        ids = np.concatenate([begun, completion.token_ids]).tolist()
         if completion.finish_reason == "stop":
             ids.pop()
         text = self._tokenizer.decode(ids, skip_special_tokens=False)

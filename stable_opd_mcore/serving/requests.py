@@ -47,6 +47,10 @@ class Completion:
     routed_experts: NDArray[np.int16] | None = None
     text: str = ""  # of the whole response without its stop token; "" if it is not finished
 
+    @property
+    def has_tokens(self) -> bool:
+        return len(self.token_ids) > 0
+
 
 @dataclass(frozen=True, eq=False)
 class Generation:

@@ -140,7 +140,7 @@ def _publish(world: World, directory: str, name: str, url: str) -> None:
     chunks = build_model(
         read_architecture(FAMILIES[name]), world, precision="fp32", trainable=False, seed=1
     )
-    engine = build_sglang_engine(config, world, chunks, str, VOCABULARY)
+    engine = build_sglang_engine(config, world, chunks, None, VOCABULARY)
     engine.publish(0)
     with torch.no_grad():
         for parameter in chunks[0].parameters():

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -33,7 +34,7 @@ from stable_opd_mcore.rollout.sglang.build import build_sglang_engine
 from stable_opd_mcore.rollout.sglang.engine import SglangEngine
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.serving.client import SglangClient
-from stable_opd_mcore.serving.requests import Generation
+from stable_opd_mcore.serving.requests import Completion, Generation
 from stable_opd_mcore.train.persistence.in_flight import restore_in_flight, save_in_flight
 from tests.integration.sglang_tools import (
     PYTHON,
@@ -152,7 +153,7 @@ def student_of(directory: Path, world: World, *overrides: str) -> Student:
     assert config.student.architecture is not None
     architecture = read_architecture(config.student.architecture)
     chunks = build_model(architecture, world, precision="fp32", trainable=False, seed=3)
-    engine = build_sglang_engine(config, world, chunks, str, VOCABULARY)
+    engine = build_sglang_engine(config, world, chunks, None, VOCABULARY)
     replaying = partial(Routers(chunks).applying, trains=False, counts=False)
     scorer = MegatronScorer(chunks, world, vocab_size=VOCABULARY, around=replaying)
     return Student(engine, world, list(chunks), {}, scorer)
@@ -179,22 +180,30 @@ def routings(student, monkeypatch) -> Routings | None:
     if student.engine.routing is None:
         return None
     seen: Routings = {}
-    generate = SglangClient.generate
+    submit = SglangClient.submit
 
-    def whole(client: SglangClient, request: Any) -> Any:
-        pieces = generate(client, replace(request, routing_start=0))
-        for piece in pieces:
-            if len(piece.token_ids):
-                seen[*request.token_ids, *piece.token_ids.tolist()] = piece.routed_experts
-        start = request.routing_start
-        return [
-            replace(
-                piece, routed_experts=piece.routed_experts[start:] if len(piece.token_ids) else None
-            )
-            for piece in pieces
-        ]
+    def whole(client: SglangClient, request: Any, *arguments: Any, **named: Any) -> Future[Any]:
+        if not isinstance(request, Generation):
+            return submit(client, request, *arguments, **named)
+        handed: Future[Any] = Future()
 
-    monkeypatch.setattr(SglangClient, "generate", whole)
+        def hand_on(reply: Future[Completion]) -> None:
+            try:
+                piece = reply.result()
+            except Exception as error:
+                handed.set_exception(error)
+                return
+            chosen = piece.routed_experts
+            if chosen is not None:
+                seen[*request.token_ids, *piece.token_ids.tolist()] = chosen
+                piece = replace(piece, routed_experts=chosen[request.routing_start :])
+            handed.set_result(piece)
+
+        whole = replace(request, routing_start=0)
+        submit(client, whole, *arguments, **named).add_done_callback(hand_on)
+        return handed
+
+    monkeypatch.setattr(SglangClient, "submit", whole)
     return seen
 
 
@@ -265,8 +274,8 @@ def assert_logprobs(student: Student, rollouts: list[Rollout]) -> None:
 def test_a_server_sends_experts_from_a_position_on(student):
     client, sampling = student.engine.fleet.members[0].client, Sampling(0.0, max_new_tokens=8)
     request = Generation(tuple(range(3, 30)), sampling, VOCABULARY, routing=student.engine.routing)
-    (whole,) = client.generate(request)
-    (rest,) = client.generate(replace(request, routing_start=26))
+    whole = client.submit(request).result()
+    rest = client.submit(replace(request, routing_start=26)).result()
     assert whole.routed_experts is not None
     assert len(whole.routed_experts) == 34
     assert (rest.routed_experts == whole.routed_experts[26:]).all()

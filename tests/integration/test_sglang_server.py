@@ -28,9 +28,9 @@ from stable_opd_mcore.records import Sample, SampleWeights, Sampling
 from stable_opd_mcore.rollout.sglang.build import model_config
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.scoring.served import ServedScorer
-from stable_opd_mcore.serving.client import RefusedRequest
+from stable_opd_mcore.serving.client import RefusedRequest, SglangClient
 from stable_opd_mcore.serving.process import ServerOptions, SglangServer
-from stable_opd_mcore.serving.requests import Generation
+from stable_opd_mcore.serving.requests import Completion, Generation
 from stable_opd_mcore.serving.teacher import ServedTeacher, TeacherLost, Wanted
 from stable_opd_mcore.train.samples.served_scores import begin_scoring
 from tests.integration.sglang_tools import (
@@ -92,9 +92,13 @@ def key_file(tmp_path_factory) -> str:
 
 
 def generation(first: int = 3, vocab_size: int = VOCABULARY, **sampling) -> Generation:
-    changed = {"num_samples": 3, "max_new_tokens": 8, "stop_token_ids": (2,)} | sampling
+    changed = {"max_new_tokens": 8, "stop_token_ids": (2,)} | sampling
     ids = tuple(range(first, first + 12))
     return Generation(ids, Sampling(**changed), vocab_size, padded_vocab_size=VOCABULARY)
+
+
+def several(client: SglangClient, request: Generation, number: int) -> list[Completion]:
+    return [reply.result() for reply in [client.submit(request) for _ in range(number)]]
 
 
 def test_the_key_is_required_and_not_in_the_process_list(server):
@@ -106,8 +110,8 @@ def test_the_key_is_required_and_not_in_the_process_list(server):
 def test_samples_share_the_prompt_in_the_prefix_cache(server):
     """Those that come after the first one; the server computes at once what comes at once."""
     client = server.client()
-    client.generate(generation(30, num_samples=1))
-    drawn = client.generate(generation(30))
+    client.submit(generation(30)).result()
+    drawn = several(client, generation(30), 3)
     assert len({tuple(one.token_ids) for one in drawn}) == 3  # the server's own top_k is 1
     assert min(one.cached_tokens for one in drawn) >= 11
     assert {one.weight_versions for one in drawn} == {("default",)}
@@ -115,9 +119,8 @@ def test_samples_share_the_prompt_in_the_prefix_cache(server):
 
 def test_a_stop_id_ends_a_response_wherever_it_comes(server):
     stops = tuple(range(0, VOCABULARY, 4))
-    drawn = server.client().generate(
-        generation(30, stop_token_ids=stops, num_samples=16, max_new_tokens=32)
-    )
+    request = generation(30, stop_token_ids=stops, max_new_tokens=32)
+    drawn = several(server.client(), request, 16)
     assert not any(set(completion.token_ids[:-1].tolist()) & set(stops) for completion in drawn)
     assert any(completion.finish_reason == "stop" for completion in drawn)
 
@@ -125,30 +128,30 @@ def test_a_stop_id_ends_a_response_wherever_it_comes(server):
 def test_a_response_fills_the_students_window_and_goes_on_up_to_its_end(server):
     window, client = FIELDS["max_position_embeddings"], server.client()
     rest = window - 12
-    (whole,) = client.generate(generation(num_samples=1, max_new_tokens=rest, stop_token_ids=()))
+    whole = client.submit(generation(max_new_tokens=rest, stop_token_ids=())).result()
     assert len(whole.token_ids) == rest
-    last = generation(num_samples=1, max_new_tokens=1, stop_token_ids=())
+    last = generation(max_new_tokens=1, stop_token_ids=())
     request = replace(last, token_ids=(*last.token_ids, *whole.token_ids[:-1]))
-    assert [len(one.token_ids) for one in client.generate(request)] == [1]
+    assert len(client.submit(request).result().token_ids) == 1
 
 
 def test_padding_rows_are_never_drawn(server):
     """With 100 of 128 rows a vocabulary, everything is drawn from and normalised over the 100."""
     client = server.client()
-    narrow = generation(20, vocab_size=100, num_samples=8)
-    for completion in client.generate(narrow):
+    narrow = generation(20, vocab_size=100)
+    for completion in several(client, narrow, 8):
         assert max(completion.token_ids) < 100
     certain = replace(generation(vocab_size=6), token_ids=(3, 4, 5))
     total = sum(
         torch.tensor(completion.logprobs[0]).exp().item()
-        for completion in {c.token_ids[0]: c for c in client.generate(certain)}.values()
+        for completion in {c.token_ids[0]: c for c in several(client, certain, 3)}.values()
     )
     assert total <= 1 + 1e-5
 
 
 def test_a_prompt_beyond_the_window_is_refused(server):
     with pytest.raises(RefusedRequest, match="HTTP 400"):
-        server.client().generate(generation(max_new_tokens=4000))
+        server.client().submit(generation(max_new_tokens=4000)).result()
 
 
 @pytest.mark.parametrize("merged_ids", [(), (2, 9, 11)])

@@ -123,7 +123,7 @@ def test_data_parallel_ranks_share_the_servers_one_step_off(tmp_path, pair):
     )
     drawn = [after - start for start, after in zip(before, pair.num_generated(), strict=True)]
     probes = 2 * 4  # before and after the cache is flushed, for versions 0 to 3
-    assert drawn == [3 * 8 + probes] * 2  # half of a step's 16 prompts each
+    assert drawn == [3 * 16 + probes] * 2  # half of a step's 32 responses each
     first, second, third = rows(run)
     assert first["importance/cut_share"] == 0
     assert abs(first["importance/weight_mean"] - 1) < 1e-4
@@ -143,7 +143,7 @@ def test_ranks_share_one_server_for_rollouts_and_evaluation(tmp_path, pair):
     published = [event["detail"] for event in events(run) if event["event"] == "published"]
     assert published == [f"version {v}" for v in range(3) for _ in range(2)]  # as each leader saw
     probes = 2 * 3  # before and after the cache is flushed, for versions 0 to 2
-    assert sum(pair.num_generated()) - before == 2 * 16 + 2 * 64 + probes
+    assert sum(pair.num_generated()) - before == 2 * 32 + 2 * 62 + probes
 
 
 def test_one_step_off_trains_on_rollouts_one_version_old(tmp_path, pair):
@@ -276,7 +276,7 @@ def _engine(directory: Path, world, pair: Pair, url: str, *overrides: str) -> Sg
     assert config.student.architecture is not None
     architecture = read_architecture(config.student.architecture)
     chunks = build_model(architecture, world, precision="fp32", trainable=False, seed=3)
-    engine = build_sglang_engine(config, world, chunks, str, VOCABULARY)
+    engine = build_sglang_engine(config, world, chunks, None, VOCABULARY)
     for version in range(2):
         with torch.no_grad():
             for parameter in chunks[0].parameters():
@@ -327,14 +327,13 @@ def test_a_response_from_two_versions(tmp_path, world, pair, max_staleness, vers
     def mixed(body: bytes) -> bytes:
         if not next(mixes):
             return body
-        answers = json.loads(body)
-        for answer in answers:
-            answer["meta_info"]["weight_versions"] = [{"version": "0"}, {"version": "1"}]
-        return json.dumps(answers).encode()
+        answer = json.loads(body)
+        answer["meta_info"]["weight_versions"] = [{"version": "0"}, {"version": "1"}]
+        return json.dumps(answer).encode()
 
     with faulty_proxy(pair.urls[0], change=mixed) as url:
         engine = _engine(tmp_path, world, pair, url, f"rollout.max_staleness={max_staleness}")
-        mixes = itertools.chain([True], mixes)  # the first prompt's responses
+        mixes = itertools.chain([True], mixes)  # the first response
         drawn, happened = _drawn(engine, tmp_path)
     assert drawn == versions
     assert happened == ([] if max_staleness else DROPPED)

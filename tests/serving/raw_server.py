@@ -26,4 +26,7 @@ def raw_server(serve: Callable[[socket.socket], None]) -> Iterator[str]:
                         serve(connection)
 
         threading.Thread(target=run, daemon=True).start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:  # else the thread would accept connections of the file's next owner
+            listener.shutdown(socket.SHUT_RDWR)

@@ -34,7 +34,6 @@ from stable_opd_mcore.rollout.sglang.engine import SglangEngine
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, is_leader
 from stable_opd_mcore.rollout.sglang.group import DistributedTransport
-from stable_opd_mcore.rollout.sglang.records import Decode
 from stable_opd_mcore.rollout.sglang.transports import (
     DiskTransport,
     TensorTransport,
@@ -42,6 +41,7 @@ from stable_opd_mcore.rollout.sglang.transports import (
 )
 from stable_opd_mcore.serving.api_key import read_api_key
 from stable_opd_mcore.serving.client import SglangClient
+from stable_opd_mcore.serving.http_process import HTTP
 from stable_opd_mcore.serving.process import ServerOptions, SglangServer
 from stable_opd_mcore.serving.requests import UNUSED_POSITIONS
 from stable_opd_mcore.serving.teacher import ServedTeacher
@@ -51,7 +51,7 @@ def build_sglang_engine(
     config: Config,
     world: World,
     chunks: Sequence[Module],
-    decode: Decode,
+    tokenizer: str | None,
     vocab_size: int,
     stop_requested: Callable[[], bool] = lambda: False,
     progress: Callable[[], None] = lambda: None,
@@ -64,7 +64,9 @@ def build_sglang_engine(
     parts move to the host first. They come back, and the servers release their memory, when the
     trainer next holds one.
 
-    Args: as of `SglangEngine` and `Fleet`.
+    Args:
+        tokenizer: tokenizer.json; None: rollouts have no text.
+        others: as of `SglangEngine` and `Fleet`.
 
     Raises:
         UserError: servers that do not fit this machine (`derive_topology`), or no key in
@@ -79,11 +81,11 @@ def build_sglang_engine(
     fleet = Fleet(members, events, config.rollout.sglang, stop_requested, progress)
     if config.is_colocated:
         memory.lend(fleet.release_memory)
+    if tokenizer is not None and members:
+        HTTP.use_tokenizer(tokenizer)
     fleet.start()
     transport = _transport(config, architecture, world, folder, topology)
-    return SglangEngine(
-        config, world, chunks, fleet, transport, decode, vocab_size, memory, teacher
-    )
+    return SglangEngine(config, world, chunks, fleet, transport, vocab_size, memory, teacher)
 
 
 def run_topology(config: Config, architecture: Architecture, world: World) -> Topology:

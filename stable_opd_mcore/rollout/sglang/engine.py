@@ -50,7 +50,6 @@ from stable_opd_mcore.rollout.sglang.publisher import Publisher
 from stable_opd_mcore.rollout.sglang.records import (
     Answer,
     Ask,
-    Decode,
     Draw,
     Job,
     answer_of,
@@ -73,7 +72,6 @@ class SglangEngine(RolloutEngine):
     chunks: Sequence[Module]  # this rank's model chunks of the student
     fleet: Fleet  # this rank's servers; on ranks that are not leaders it has no members
     transport: Transport | None  # how weights travel; None on ranks that send nothing
-    decode: Decode
     vocab_size: int  # of the tokenizer; larger ids are never drawn
     memory: DeviceMemory  # the trainer's parts on this rank's device, for colocated servers
     teacher: ServedTeacher | None = None  # scores the responses where the sampling says so
@@ -89,7 +87,6 @@ class SglangEngine(RolloutEngine):
         self._ahead: dict[int, Draw] = {}  # by step
         self._handed_out: list[int] = []  # steps whose rollouts are trained on now
         self._held: dict[int, dict[tuple[str, int], Rollout]] = {}  # restored rollouts, by step
-        self._longest: dict[str, int] = {}  # tokens of the longest response, by prompt
         self._dispatcher = Dispatcher(self.fleet)
         self._publisher = Publisher(
             self.config, self.world, self.chunks, self.fleet, self.transport, self.memory
@@ -132,12 +129,7 @@ class SglangEngine(RolloutEngine):
         if draw is None:
             draw = self._start(prompts, sampling, step, oldest)
         self._finish(draw)
-        rollouts = self._with_scores(draw, draw.rollouts(self.decode))  # only leaders have any
-        longest = {r.prompt.prompt_id: 0 for r in rollouts}
-        for rollout in rollouts:
-            length = len(rollout.token_ids)
-            longest[rollout.prompt.prompt_id] = max(length, longest[rollout.prompt.prompt_id])
-        self._longest |= longest
+        rollouts = self._with_scores(draw, draw.rollouts())  # only leaders have any
         return broadcast_object(rollouts, self.world.model_group)
 
     def _take_gpu(self) -> None:
@@ -179,7 +171,6 @@ class SglangEngine(RolloutEngine):
                     accept,
                     [begun(prompt, sample) for sample in samples],
                     step,
-                    self._longest.get(prompt.prompt_id),
                     ask=self._teacher_asked_about(prompt, step) if sampling.scored else None,
                 )
                 for prompt, request in zip(prompts, self._requests(prompts, sampling), strict=True)
@@ -187,7 +178,7 @@ class SglangEngine(RolloutEngine):
             for job in jobs:
                 if job.ask is not None:  # about what the checkpoint held
                     done = [(i, answer) for i, answer in enumerate(job.answers) if answer.is_done]
-                    job.scores |= {i: job.ask(answer.token_ids) for i, answer in done}
+                    job.scores |= {i: job.ask(answer.token_ids.tolist()) for i, answer in done}
             self._dispatcher.submit(jobs)
         return Draw(tuple(prompts), sampling, jobs)
 
@@ -241,7 +232,7 @@ class SglangEngine(RolloutEngine):
         """See `RolloutEngine.in_flight`. With rollout.partial unfinished responses are interrupted
         and then go on; else those that servers draw now are waited for."""
         with self._paused():
-            drawn = {step: draw.rollouts(self.decode) for step, draw in self._ahead.items()}
+            drawn = {step: draw.rollouts() for step, draw in self._ahead.items()}
         group = self.world.model_group
         return {step: broadcast_object(rollouts, group) for step, rollouts in drawn.items()}
 
@@ -291,16 +282,16 @@ class SglangEngine(RolloutEngine):
             for prompt in prompts
         ]
 
-    def _accept(self, oldest: int) -> Callable[[Member, Sequence[Completion]], bool]:
+    def _accept(self, oldest: int) -> Callable[[Member, Completion], bool]:
         """A function that refuses responses from weights before version `oldest`."""
 
-        def accept(member: Member, pieces: Sequence[Completion]) -> bool:
-            versions = {version for piece in pieces for version in piece.weight_versions}
+        def accept(member: Member, piece: Completion) -> bool:
+            versions = piece.weight_versions
             if all(v.isdecimal() and oldest <= int(v) <= self.weight_version for v in versions):
                 return True
             self.fleet.weights_outdated(member)
-            detail = f"weights {sorted(versions)}, expected {self.weight_version}"
-            self.fleet.events.add("stale", member.name, detail, count=len(pieces))
+            detail = f"weights {', '.join(versions)}, expected {self.weight_version}"
+            self.fleet.events.add("stale", member.name, detail)
             return False
 
         return accept

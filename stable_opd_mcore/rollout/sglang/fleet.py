@@ -45,11 +45,8 @@ class Member:
     tensor: int = 1  # tensor-parallel ranks; an external server states its own
     state: str = "restarting"  # restarting | released | needs_weights | ready | failed
     leaders: int = 1  # data-parallel ranks that share the server
-    in_flight: int = 0  # requests of this rank
-    responses_in_flight: int = 0
-    tokens_in_flight: int = 0  # places that they are expected to take in the server's cache
-    max_responses: int = 2**31  # in flight at a time; what this rank may have of the server's
-    max_tokens: int = 2**63
+    in_flight: int = 0  # responses that this rank draws
+    max_in_flight: int = 2**31  # its share of what the server draws at a time
     has_answered: bool = False  # a request or a probe; before, it may be compiling kernels
     missed_probes: int = 0
     life: int = 0  # the number of failures so far; each ends the server's process groups
@@ -209,9 +206,7 @@ class Fleet:
             check_release(member.client.release(), member.client.url)
             if member.server is None:
                 member.tensor = member.client.tensor_ranks()  # may differ after each start
-            responses, tokens = member.client.capacity()
-            member.max_responses = max(1, responses // member.leaders)
-            member.max_tokens = tokens // member.leaders
+            member.max_in_flight = max(1, member.client.capacity() // member.leaders)
         except (ServerStartError, ServerFailure, RefusedRequest) as error:
             with self._lock:
                 self.events.add("failure", member.name, f"did not start: {error}")

@@ -22,29 +22,34 @@ from stable_opd_mcore.records import (
 from stable_opd_mcore.rollout.sglang.fleet import Member
 from stable_opd_mcore.serving.requests import Completion, Generation
 
-Decode = Callable[[Sequence[int]], str]
 Ask = Callable[[Sequence[int]], Future[SequenceScores]]  # gets a response's tokens
+_NO_TOKENS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Answer:
     """A response, or its tokens so far: what one request or several, one after the other, drew."""
 
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
+    token_ids: NDArray[np.int32] = field(default_factory=lambda: _NO_TOKENS)
+    logprobs: NDArray[np.float32] = field(default_factory=lambda: _NO_LOGPROBS)
     segments: tuple[Segment, ...] = ()
     finish_reason: FinishReason = "abort"  # "abort": it is not finished
     # as Rollout.routed_experts; None where they are not wanted
     routed_experts: NDArray[np.int16] | None = None
+    text: str = ""  # once it is finished
 
     @property
     def is_done(self) -> bool:
         return self.finish_reason != "abort"
 
+    @property
+    def has_tokens(self) -> bool:
+        return len(self.token_ids) > 0
+
     def extended(self, piece: Completion) -> Answer:
         """This answer and what a further request drew, experts as of `Task.request`. Tokens of a
         piece from several versions count as of the oldest."""
-        if not len(piece.token_ids):
+        if not piece.has_tokens:
             return self
         version = min(int(version) for version in piece.weight_versions)
         segments, num_tokens = self.segments, len(piece.token_ids)
@@ -55,11 +60,12 @@ class Answer:
         if experts is not None and self.routed_experts is not None:
             experts = np.concatenate([self.routed_experts, experts])
         return Answer(
-            (*self.token_ids, *piece.token_ids.tolist()),
-            (*self.logprobs, *piece.logprobs.tolist()),
+            np.concatenate([self.token_ids, piece.token_ids]),
+            np.concatenate([self.logprobs, piece.logprobs]),
             (*segments, Segment(num_tokens, version)),
             piece.finish_reason,
             experts,
+            piece.text,
         )
 
 
@@ -67,16 +73,15 @@ class Answer:
 class Job:
     """The responses to one prompt, while they are drawn."""
 
-    request: Generation  # for all of them, from their first tokens on
-    # whether a member's responses come from allowed weights
-    accept: Callable[[Member, Sequence[Completion]], bool]
+    request: Generation  # for each of them, from its first token on
+    accept: Callable[[Member, Completion], bool]  # whether a response comes from allowed weights
     answers: list[Answer]  # one a sample
     step: int  # requests of a lower one are sent first
-    expected_tokens: int | None = None  # length of an earlier response; None: unknown
     ask: Ask | None = None  # asks a served teacher about a response; None: nobody scores it
     # of the responses that have ended, by sample
     scores: dict[int, Future[SequenceScores]] = field(default_factory=dict)
     number: int = 0  # the order of submission
+    member: Member | None = None  # the first one that computed the prompt
 
     @property
     def is_done(self) -> bool:
@@ -85,40 +90,31 @@ class Job:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """One request of a job: several samples from their first tokens on, or the rest of one."""
+    """A request of a job: a response from its first token on, or the rest of one."""
 
     job: Job
-    samples: tuple[int, ...]
+    sample: int
 
     @property
-    def rank(self) -> tuple[int, int, int, int]:
+    def rank(self) -> tuple[int, int, int]:
         """Its place in the queue; no two tasks have the same."""
-        job = self.job
-        return job.step, -(job.expected_tokens or 0), job.number, self.samples[0]
+        return self.job.step, self.sample, self.job.number
 
     def request(self) -> Generation:
         """Of a response that has tokens, it asks for the experts from the last of them on: no
         request before has read that token."""
-        request, so_far = self.job.request, self.job.answers[self.samples[0]].token_ids
+        request, so_far = self.job.request, self.job.answers[self.sample].token_ids
+        if not len(so_far):
+            return request
         left = request.sampling.max_new_tokens - len(so_far)
-        sampling = replace(request.sampling, num_samples=len(self.samples), max_new_tokens=left)
-        token_ids = (*request.token_ids, *so_far)
-        start = len(token_ids) - 1 if so_far else 0
-        return replace(request, token_ids=token_ids, sampling=sampling, routing_start=start)
-
-    def num_tokens(self, expected_tokens: int) -> int:
-        """Places in a server's cache that it will take; its samples share the prompt's."""
-        so_far = len(self.job.answers[self.samples[0]].token_ids)
-        longest = self.job.request.sampling.max_new_tokens
-        response = min(max(self.job.expected_tokens or expected_tokens, so_far + 1), longest)
-        return len(self.job.request.token_ids) + len(self.samples) * response
-
-
-def tasks_of(job: Job) -> list[Task]:
-    """The requests that finish the job: one for all samples without tokens, one for each other."""
-    fresh = tuple(i for i, a in enumerate(job.answers) if not a.is_done and not a.token_ids)
-    begun = [(i,) for i, a in enumerate(job.answers) if not a.is_done and a.token_ids]
-    return [Task(job, samples) for samples in ([fresh] if fresh else []) + begun]
+        token_ids = np.concatenate([np.asarray(request.token_ids, np.int32), so_far])
+        return replace(
+            request,
+            token_ids=token_ids,
+            sampling=replace(request.sampling, max_new_tokens=left),
+            routing_start=len(token_ids) - 1,
+            num_drawn=len(so_far),
+        )
 
 
 @dataclass(frozen=True)
@@ -129,13 +125,13 @@ class Draw:
     sampling: Sampling
     jobs: Sequence[Job]  # one a prompt; none on ranks that are not leaders
 
-    def rollouts(self, decode: Decode) -> list[Rollout]:
+    def rollouts(self) -> list[Rollout]:
         """All that have a token; the finish_reason of unfinished ones is "abort"."""
         return [
-            rollout_of(prompt, sample, answer, decode)
+            rollout_of(prompt, sample, answer)
             for prompt, job in zip(self.prompts, self.jobs, strict=bool(self.jobs))
             for sample, answer in enumerate(job.answers)
-            if answer.token_ids
+            if answer.has_tokens
         ]
 
 
@@ -147,16 +143,15 @@ def routing_of(architecture: Architecture) -> Routing | None:
     return Routing(architecture.num_layers, experts.number, experts.per_token)
 
 
-def rollout_of(prompt: Prompt, sample: int, answer: Answer, decode: Decode) -> Rollout:
-    stopped = answer.finish_reason == "stop"
+def rollout_of(prompt: Prompt, sample: int, answer: Answer) -> Rollout:
     return Rollout(
         prompt=prompt,
         sample_index=sample,
-        token_ids=np.array(answer.token_ids, np.int32),
-        rollout_logprobs=np.array(answer.logprobs, np.float32),
+        token_ids=answer.token_ids,
+        rollout_logprobs=answer.logprobs,
         finish_reason=answer.finish_reason,
         weight_version=answer.segments[0].weight_version,
-        text=decode(answer.token_ids[: -1 if stopped else None]),
+        text=answer.text,
         routed_experts=answer.routed_experts,
         segments=answer.segments,
     )
@@ -168,9 +163,10 @@ def answer_of(rollout: Rollout, routing: Routing | None) -> Answer:
     if routing is not None and rollout.routed_experts is None:
         return Answer()
     return Answer(
-        tuple(rollout.token_ids.tolist()),
-        tuple(rollout.rollout_logprobs.tolist()),
+        rollout.token_ids,
+        rollout.rollout_logprobs,
         rollout.segments,
         rollout.finish_reason,
         None if routing is None else rollout.routed_experts,
+        rollout.text,
     )

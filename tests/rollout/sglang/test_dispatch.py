@@ -13,18 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from stable_opd_mcore.config.rollouts import SglangConfig
 from stable_opd_mcore.metrics import Sum
 from stable_opd_mcore.records import Routing, Sampling, Segment, SequenceScores
 from stable_opd_mcore.rollout.sglang import dispatch
-from stable_opd_mcore.rollout.sglang.dispatch import Dispatcher, has_room
+from stable_opd_mcore.rollout.sglang.dispatch import Dispatcher
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
 from stable_opd_mcore.rollout.sglang.records import Answer, Job
 from stable_opd_mcore.serving.client import ServerFailure
-from stable_opd_mcore.serving.requests import Completion, Generation
+from stable_opd_mcore.serving.requests import Call, Completion, Generation
 from tests.rollout.sglang.test_fleet import fleet_of
 from tests.serving.http_server import http_server
 
@@ -52,16 +51,37 @@ class Drawing:
     def __post_init__(self) -> None:
         self.requests: list[Generation] = []
         self.finish, self._woken = threading.Event(), threading.Condition()
-        self._num_aborts, self.is_dead = 0, False
+        self._waiting: list[tuple[Generation, Future[Completion]]] = []
+        self._is_dead = False
 
-    def generate(self, request: Generation) -> list[Completion]:
+    def submit(
+        self, request: Generation | Call, timeout_seconds: float = 0, delay_seconds: float = 0
+    ) -> Future[Any]:
+        reply: Future[Any] = Future()
+        if isinstance(request, Call):
+            self._reply()
+            reply.set_result("aborted")
+            return reply
         with self._woken:
             self.requests.append(request)
-            before = self._num_aborts
+            self._waiting.append((request, reply))
             self._woken.notify_all()
-            self._woken.wait_for(lambda: self.finish.is_set() or self._num_aborts > before)
-        if self.is_dead:
-            raise ServerFailure("here", "unreachable", "it was killed")
+        if self.finish.is_set():
+            self._reply()
+        return reply
+
+    def _reply(self) -> None:
+        """As SGLang replies: not in the thread of the request."""
+        with self._woken:
+            waiting, self._waiting = self._waiting, []
+        for request, reply in waiting:
+            if self._is_dead:
+                failure = ServerFailure("here", "unreachable", "it was killed")
+                threading.Timer(0.01, reply.set_exception, (failure,)).start()
+            else:
+                threading.Timer(0.01, reply.set_result, (self.completion(request),)).start()
+
+    def completion(self, request: Generation) -> Completion:
         first, longest = len(request.token_ids), request.sampling.max_new_tokens
         number = longest if self.finish.is_set() else min(self.pace, longest)
         ids = np.arange(first, first + number, dtype=np.int32)
@@ -70,22 +90,15 @@ class Drawing:
         experts = np.array([[[self.version, place]] for place in places], np.int16)
         chosen = None if request.routing is None or not number else experts
         logprobs = np.full(number, -0.5, np.float32)
-        piece = Completion(ids, logprobs, reason, (str(self.version),), 0, chosen)
-        return [piece] * request.sampling.num_samples
-
-    def call(self, method: str, path: str, body: object, timeout_seconds: float) -> None:
-        with self._woken:
-            self._num_aborts += 1
-            self._woken.notify_all()
+        return Completion(ids, logprobs, reason, (str(self.version),), 0, chosen)
 
     def end(self) -> None:
-        with self._woken:
-            self.finish.set()
-            self._woken.notify_all()
+        self.finish.set()
+        self._reply()
 
     def kill(self) -> None:
-        self.is_dead = True
-        self.call("", "", None, 0)
+        self._is_dead = True
+        self._reply()
 
     def await_requests(self, number: int) -> None:
         with self._woken:
@@ -110,7 +123,7 @@ def fleet_over(directory: Path, *clients: Drawing, **settings: Any) -> Fleet:
 
 def jobs_of(
     requests: Sequence[Generation],
-    accept: Callable[[Member, Sequence[Completion]], bool] = lambda *_: True,
+    accept: Callable[[Member, Completion], bool] = lambda *_: True,
     step: int = 0,
 ) -> list[Job]:
     return [Job(r, accept, [Answer()] * r.sampling.num_samples, step) for r in requests]
@@ -135,26 +148,25 @@ def test_each_accepted_answer_is_progress(tmp_path):
 
 
 def test_aborted_responses_go_on_from_their_tokens_over_two_publishes(tmp_path):
-    """The samples of a prompt are one request at first, then each is one of its own."""
     client = Drawing()
     dispatcher = Dispatcher(fleet_over(tmp_path, client))
     (job,) = jobs_of([request(max_new_tokens=8, num_samples=2)])
     dispatcher.submit([job])
-    for version, sent in ((1, 1), (2, 3)):
-        client.await_requests(sent)
+    for version in (1, 2):
+        client.await_requests(2 * version)
         dispatcher.pause(abort=True)
         assert [len(answer.token_ids) for answer in job.answers] == [3 * version] * 2
         client.version = version
         dispatcher.resume()
-    client.await_requests(5)
+    client.await_requests(6)
     client.end()
     dispatcher.wait([job])
     for answer in job.answers:
-        assert answer.token_ids == tuple(range(2, 10))
+        assert answer.token_ids.tolist() == list(range(2, 10))
         assert answer.segments == (Segment(3, 0), Segment(3, 1), Segment(2, 2))
         assert (len(answer.logprobs), answer.finish_reason) == (8, "length")
-    asked = [(r.sampling.num_samples, r.sampling.max_new_tokens) for r in client.requests]
-    assert asked == [(2, 8), (1, 5), (1, 5), (1, 2), (1, 2)]
+    asked = [(r.num_drawn, r.sampling.max_new_tokens) for r in client.requests]
+    assert asked == [(0, 8), (0, 8), (3, 5), (3, 5), (6, 2), (6, 2)]
     assert dispatcher.take_metrics()["engine/continued"] == Sum(4)
     dispatcher.close()
 
@@ -190,15 +202,15 @@ def test_a_server_waits_while_no_request_is_in_flight(tmp_path, monkeypatch):
     dispatcher = Dispatcher(fleet)
     (job,) = jobs_of([request(max_new_tokens=8, num_samples=2)])
     dispatcher.submit([job])
-    client.await_requests(1)
+    begun_and_ended = [("server_0", 1)] * 2 + [("server_0", -1)] * 2
+    client.await_requests(2)
     dispatcher.pause(abort=True)
-    assert noted == [("server_0", 1), ("server_0", -1)]
+    assert noted == begun_and_ended
     dispatcher.resume()
-    client.await_requests(3)  # each sample has its own request now
-    assert noted[2:] == [("server_0", 1)] * 2
+    client.await_requests(4)
     client.end()
     dispatcher.wait([job])
-    assert noted[4:] == [("server_0", -1)] * 2
+    assert noted == begun_and_ended * 2
     dispatcher.close()
 
 
@@ -214,13 +226,15 @@ def test_a_teacher_is_asked_about_finished_responses_while_others_are_drawn(tmp_
     dispatcher.submit(jobs)
     second.await_requests(1)
     first.end()
-    assert [told.get(timeout=30) for _ in range(2)] == [(0, (2, 3, 4, 5))] * 2
+    for number, tokens in [told.get(timeout=30) for _ in range(2)]:
+        assert (number, list(tokens)) == (0, [2, 3, 4, 5])
     dispatcher.pause(abort=True)
     assert told.empty()
     second.end()
     dispatcher.resume()
     dispatcher.wait(jobs)
-    assert told.get_nowait() == (1, tuple(range(2, 10)))
+    number, tokens = told.get_nowait()
+    assert (number, list(tokens)) == (1, list(range(2, 10)))
     assert [job.scores for job in jobs] == [dict.fromkeys((0, 1), replies[0]), {0: replies[1]}]
     dispatcher.close()
 
@@ -232,7 +246,7 @@ def test_a_response_without_tokens_is_asked_for_again(tmp_path):
     dispatcher.submit([job])
     client.await_requests(1)
     dispatcher.pause(abort=True)
-    assert job.answers == [Answer()]
+    assert not job.answers[0].has_tokens
     dispatcher.resume()
     client.end()
     dispatcher.wait([job])
@@ -256,7 +270,7 @@ def test_a_killed_servers_response_goes_on_elsewhere(tmp_path):
     dies.kill()
     lives.end()
     dispatcher.wait([job])
-    assert job.answers[0].token_ids == tuple(range(2, 10))
+    assert job.answers[0].token_ids.tolist() == list(range(2, 10))
     assert job.answers[0].segments == (Segment(3, 0), Segment(5, 1))
     assert happened(tmp_path) == ["failure", "redrawn"]
 
@@ -264,7 +278,7 @@ def test_a_killed_servers_response_goes_on_elsewhere(tmp_path):
 def test_without_aborts_a_pause_waits_for_what_is_in_flight_alone(tmp_path):
     client = Drawing()
     fleet = fleet_over(tmp_path, client)
-    fleet.members[0].max_responses = 1
+    fleet.members[0].max_in_flight = 1
     dispatcher = Dispatcher(fleet)
     jobs = jobs_of([request(max_new_tokens=4)] * 2)
     dispatcher.submit(jobs)
@@ -277,44 +291,45 @@ def test_without_aborts_a_pause_waits_for_what_is_in_flight_alone(tmp_path):
     assert jobs[1].is_done
 
 
-def test_the_order_is_by_step_then_expected_length_then_submission(tmp_path):
+def test_the_order_is_by_step_then_sample_then_submission(tmp_path):
     client = Drawing()
     fleet = fleet_over(tmp_path, client)
-    fleet.members[0].max_responses = 1
+    fleet.members[0].max_in_flight = 1
     dispatcher = Dispatcher(fleet)
-    dispatcher.pause(abort=False)
-    order = [(2, 9), (1, None), (1, 3), (1, 7), (1, None)]
-    for prompt, (step, expected) in enumerate(order):
-        (job,) = jobs_of([replace(request(), token_ids=(prompt,))], step=step)
-        job.expected_tokens = expected
-        dispatcher.submit([job])
+    dispatcher.hold()
+    for prompt, step in enumerate((2, 1, 1)):
+        asked = replace(request(num_samples=2), token_ids=(prompt,))
+        dispatcher.submit(jobs_of([asked], step=step))
     dispatcher.resume()
     client.end()
-    client.await_requests(len(order))
-    assert [r.token_ids[0] for r in client.requests] == [3, 2, 1, 4, 0]
+    client.await_requests(6)
+    assert [r.token_ids[0] for r in client.requests] == [1, 2, 1, 2, 0, 0]
+    dispatcher.close()
 
 
-@pytest.mark.parametrize(
-    ("in_flight", "responses", "tokens", "fits"),
-    [(0, 99, 999, True), (1, 3, 60, True), (1, 4, 60, False), (1, 3, 61, False)],
-)
-def test_requests_in_flight_are_bounded_by_the_cache(in_flight, responses, tokens, fits):
-    member = Member("server_0", Drawing(), None)  # type: ignore[arg-type]
-    member.in_flight, member.responses_in_flight, member.tokens_in_flight = in_flight, 1, 40
-    member.max_responses, member.max_tokens = 4, 100
-    assert has_room(member, responses, tokens) == fits
-
-
-def test_the_server_with_the_fewest_tokens_in_flight_takes_the_next(tmp_path):
-    clients = Drawing(), Drawing()
-    dispatcher = Dispatcher(fleet_over(tmp_path, *clients))
-    jobs = jobs_of([request(max_new_tokens=n) for n in (90, 30, 30, 30)])
+def test_servers_have_equally_many_responses_and_each_at_most_its_share(tmp_path):
+    clients = Drawing(), Drawing(), Drawing()
+    fleet = fleet_over(tmp_path, *clients)
+    fleet.members[0].max_in_flight = 3
+    dispatcher = Dispatcher(fleet)
+    jobs = jobs_of([request(max_new_tokens=9) for _ in range(21)])
     dispatcher.submit(jobs)
-    clients[0].await_requests(1)
-    clients[1].await_requests(3)
+    assert [member.in_flight for member in fleet.members] == [3, 9, 9]
     for client in clients:
         client.end()
     dispatcher.wait(jobs)
+    assert all(job.is_done for job in jobs)
+    assert [member.in_flight for member in fleet.members] == [0, 0, 0]
+
+
+def test_a_prompt_stays_where_it_was_computed_unless_that_server_has_more_to_do(tmp_path):
+    fleet = fleet_over(tmp_path, Drawing(), Drawing())
+    dispatcher = Dispatcher(fleet)
+    dispatcher.submit(jobs_of([request(num_samples=4)] * 2))
+    assert [member.in_flight for member in fleet.members] == [4, 4]
+    dispatcher.submit(jobs_of([request(num_samples=20)]))
+    assert [member.in_flight for member in fleet.members] == [16, 12]
+    fleet.stop()
 
 
 def happened(path: Path) -> list[str]:
@@ -341,7 +356,7 @@ def test_broken_replies_are_repeated_and_counted(tmp_path, monkeypatch):
         fleet = fleet_of(tmp_path, url)
         for _ in BROKEN:
             (job,) = drawn(fleet, [request()])
-            assert [answer.token_ids for answer in job.answers] == [(2,)]
+            assert [answer.token_ids.tolist() for answer in job.answers] == [[2]]
     assert next(replies, None) is None
     assert fleet.members[0].state == "ready"
     assert happened(tmp_path) == ["retried"] * len(BROKEN)
@@ -368,5 +383,5 @@ def test_without_a_server_a_job_is_not_done(tmp_path):
             return False
 
         (job,) = drawn(fleet, [request()], refuse)
-    assert job.answers == [Answer()]
+    assert not job.answers[0].has_tokens
     assert fleet.members[0].state == "needs_weights"

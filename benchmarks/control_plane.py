@@ -1,0 +1,282 @@
+"""What it costs the trainer to talk to servers, and what it costs with slime's client.
+
+    python -m benchmarks.control_plane
+
+Stand-ins for SGLang servers run in one process, on a port each, and reply at once with prepared
+bytes of SGLang 0.5.23's form. Seconds are of CPU, unless they are called wall-clock: "trainer" is
+this process, "child" the one that talks to servers. Not measured: networks, and real servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import multiprocessing
+import random
+import resource
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import orjson
+import psutil
+import torch
+
+from stable_opd_mcore.config.rollouts import SglangConfig
+from stable_opd_mcore.records import Prompt, Sampling
+from stable_opd_mcore.rollout.sglang.dispatch import Dispatcher
+from stable_opd_mcore.rollout.sglang.event_log import EventLog
+from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
+from stable_opd_mcore.rollout.sglang.records import Answer, Draw, Job
+from stable_opd_mcore.serving.client import SglangClient
+from stable_opd_mcore.serving.http_process import HTTP
+from stable_opd_mcore.serving.requests import Generation, Scoring
+
+VOCABULARY, LONG, SHORT, PROMPT = 150_000, 16_384, 512, 256
+SPREAD_SECONDS = 4.0  # over which replies come in while the main thread works
+
+
+# ---- the stand-ins
+
+
+class Tape:
+    """JSON of random tokens, so that a reply of any length is a few slices."""
+
+    def __init__(self) -> None:
+        draw = np.random.default_rng(0)
+        ids = draw.integers(10, VOCABULARY, LONG)
+        values = (-draw.exponential(0.3, LONG)).astype(np.float32)
+        self.flat = {"val": values, "idx": ids.astype(np.int32)}
+        self._ids = [b"%d" % token for token in ids]
+        pairs = zip(values.tolist(), ids, strict=True)
+        self._entries = [f"[{value!r},{token},null]".encode() for value, token in pairs]
+
+    def response(self, length: int) -> bytes:
+        ids, entries = b",".join(self._ids[:length]), b",".join(self._entries[:length])
+        return (
+            b'{"output_ids":[%b],"meta_info":{"finish_reason":{"type":"length","length":%d},'
+            b'"weight_version":"0","cached_tokens":0,"completion_tokens":%d,'
+            b'"output_token_logprobs":[%b]}}' % (ids, length, length, entries)
+        )
+
+    def scores(self, asked: dict[str, Any]) -> bytes:
+        start, top_k = asked["logprob_start_len"], asked["top_logprobs_num"]
+        scored = asked["input_ids"][start + 1 :]
+        fields: dict[str, Any] = {
+            "input_token_logprobs": [[None, 0, None], *([-0.3465735912, t, None] for t in scored)]
+        }
+        if asked["token_ids_logprob"]:
+            row = [[-3.4657359123, token, None] for token in asked["token_ids_logprob"]]
+            fields["input_token_ids_logprobs"] = [None, *[row] * len(scored)]
+        if top_k:
+            for name, values in self.flat.items():
+                encoded = base64.b64encode(values[:top_k].tobytes() * len(scored)).decode()
+                fields[f"input_top_logprobs_{name}_flat_b64"] = encoded
+            fields["input_top_logprobs_shape"] = [len(scored), top_k]
+        return orjson.dumps({"output_ids": [], "meta_info": fields})
+
+
+class StandIn(asyncio.Protocol):
+    """One connection; it has one request."""
+
+    def __init__(self, tape: Tape, kept: dict[Any, bytes], spread: float) -> None:
+        self._tape, self._kept, self._spread, self._received = tape, kept, spread, bytearray()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        head, found, body = bytes(self._received).partition(b"\r\n\r\n")
+        length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0] or 0)
+        if not found or len(body) < length:
+            return
+        if not head.startswith(b"POST /generate"):
+            self._send(b"{}")
+            return
+        delay = random.uniform(0, self._spread)
+        asyncio.get_running_loop().call_later(delay, self._send, self._reply(body))
+
+    def _reply(self, body: bytes) -> bytes:
+        asked = orjson.loads(body)
+        tokens = asked["sampling_params"]["max_new_tokens"]
+        key = tokens or (asked["top_logprobs_num"], len(asked["token_ids_logprob"] or ()))
+        if key not in self._kept:
+            self._kept[key] = self._tape.response(tokens) if tokens else self._tape.scores(asked)
+        return self._kept[key]
+
+    def _send(self, content: bytes) -> None:
+        head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(content)
+        self._transport.write(head + content)
+        self._transport.close()
+
+
+def stand_ins(number: int, spread: float, answer: Connection) -> None:
+    async def serve() -> None:
+        tape, kept, loop = Tape(), {}, asyncio.get_running_loop()
+        servers = [
+            await loop.create_server(
+                lambda: StandIn(tape, kept, spread), "127.0.0.1", 0, backlog=4096
+            )
+            for _ in range(number)
+        ]
+        answer.send([server.sockets[0].getsockname()[1] for server in servers])
+        await asyncio.sleep(3600)
+
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    asyncio.run(serve())
+
+
+class Servers:
+    """The stand-ins' addresses, as long as the `with` block runs."""
+
+    def __init__(self, number: int, spread: float = 0.0) -> None:
+        ours, theirs = multiprocessing.Pipe()
+        context = multiprocessing.get_context("spawn")
+        arguments = (number, spread, theirs)
+        self._process = context.Process(target=stand_ins, args=arguments, daemon=True)
+        self._process.start()
+        self.urls = [f"http://127.0.0.1:{port}" for port in ours.recv()]
+
+    def __enter__(self) -> Servers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+# ---- what is measured
+
+
+def child_seconds() -> float:
+    times = psutil.Process(HTTP.pid).cpu_times()
+    return times.user + times.system
+
+
+def drawn(
+    urls: list[str], number: int, tokens: int, meanwhile: Callable[[Callable[[], bool]], None]
+) -> dict[str, float]:
+    """CPU seconds of trainer and child for `number` responses, and how many were lost.
+
+    Args:
+        meanwhile: what the main thread does until its argument returns True.
+    """
+    draw = np.random.default_rng(1)
+    sampling = Sampling(max_new_tokens=tokens)
+    prompts = [tuple(draw.integers(10, VOCABULARY, PROMPT).tolist()) for _ in range(number)]
+    requests = [Generation(prompt, sampling, VOCABULARY) for prompt in prompts]
+    with tempfile.TemporaryDirectory() as folder:
+        members = [
+            Member(f"server_{n}", SglangClient(url), None, state="ready")
+            for n, url in enumerate(urls)
+        ]
+        assert members[0].client.is_healthy()
+        log = Path(folder) / "events.jsonl"
+        fleet = Fleet(members, EventLog(log), SglangConfig())
+        dispatcher, child, here = Dispatcher(fleet), child_seconds(), time.process_time()
+        began = time.perf_counter()
+        jobs = [Job(request, lambda *_: True, [Answer()], 0) for request in requests]
+        dispatcher.submit(jobs)
+        meanwhile(lambda: all(job.is_done for job in jobs))
+        dispatcher.wait(jobs)
+        rollouts = Draw(
+            tuple(Prompt(f"p:{n}", "", p) for n, p in enumerate(prompts)), sampling, jobs
+        ).rollouts()
+        seconds = {"trainer": time.process_time() - here, "child": child_seconds() - child}
+        seconds["wall"] = time.perf_counter() - began
+        assert {len(rollout.token_ids) for rollout in rollouts} == {tokens}
+        lost = number - len(rollouts) + (len(log.read_text().splitlines()) if log.exists() else 0)
+        dispatcher.close()
+        fleet.stop()
+    return seconds | {"lost": lost}
+
+
+def lost_share(urls: list[str]) -> float:
+    """The share of its time for which the main thread, which launches small operations, is neither
+    on a core nor waits for one, while 256 long replies come in."""
+
+    def schedule() -> tuple[float, float, float]:
+        path = f"/proc/self/task/{threading.get_native_id()}/schedstat"
+        on_core, waits, _ = Path(path).read_text().split()
+        return time.perf_counter(), int(on_core) / 1e9, int(waits) / 1e9
+
+    one, shares = torch.ones(16), []
+
+    def work(is_over: Callable[[], bool]) -> None:
+        before = schedule()
+        while not is_over():
+            for _ in range(200):
+                torch.add(one, one)
+        wall, on_core, waits = (b - a for a, b in zip(before, schedule(), strict=True))
+        shares.append((wall - on_core - waits) / (wall - waits))
+
+    drawn(urls, 256, LONG, work)
+    return shares[0]
+
+
+def slime_seconds(urls: list[str], number: int, tokens: int) -> float:
+    """CPU seconds of one httpx client for all servers, json.loads and lists."""
+    sampling = {"max_new_tokens": tokens, "temperature": 1.0}
+    body = {"input_ids": [7] * PROMPT, "sampling_params": sampling, "return_logprob": True}
+
+    async def ask(client: httpx.AsyncClient, url: str) -> int:
+        reply = json.loads((await client.post(url + "/generate", json=body)).content)
+        entries = reply["meta_info"]["output_token_logprobs"]
+        return len(list(zip([e[1] for e in entries], [e[0] for e in entries], strict=True)))
+
+    async def ask_all() -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(limits=limits, timeout=None, trust_env=False) as client:
+            replies = [ask(client, urls[n % len(urls)]) for n in range(number)]
+            assert set(await asyncio.gather(*replies)) == {tokens}
+
+    before = time.process_time()
+    asyncio.run(ask_all())
+    return time.process_time() - before
+
+
+def score_microseconds(url: str, top_k: int) -> float:
+    """CPU of trainer and child per token of sequences that are scored, with two stop ids."""
+    request = Scoring(tuple(range(10, 10 + PROMPT + LONG)), PROMPT, VOCABULARY, top_k, (2, 3))
+    client = SglangClient(url)
+    client.submit(request).result()
+    before = child_seconds() + time.process_time()
+    for reply in [client.submit(request) for _ in range(16)]:
+        assert len(reply.result().logprobs_L) == LONG
+    return 1e6 * (child_seconds() + time.process_time() - before) / (16 * LONG)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # slime's client holds all connections
+    print("| case | ours, trainer | ours, child | slime | ours/slime | wall-clock | lost |")
+    print("|---|---|---|---|---|---|---|")
+    for servers, number, tokens in ((8, 256, LONG), (64, 1024, SHORT), (64, 4096, SHORT)):
+        with Servers(servers) as serving:
+            ours = drawn(serving.urls, number, tokens, lambda _: None)
+            slime = slime_seconds(serving.urls, number, tokens) if number < 4096 else None
+        both = ours["trainer"] + ours["child"]
+        theirs = " | " if slime is None else f"{slime:.2f} s | {both / slime:.2f}"
+        costs = f"{ours['trainer']:.3f} s | {ours['child']:.2f} s | {theirs} | {ours['wall']:.1f} s"
+        print(f"| {number} x {tokens} over {servers} | {costs} | {ours['lost']:.0f} |", flush=True)
+    with Servers(8, SPREAD_SECONDS) as serving:
+        print(f"\nmain thread, time lost while replies come in: {lost_share(serving.urls):.1%}")
+    with Servers(1) as serving:
+        for top_k in (32, 0):
+            cost = score_microseconds(serving.urls[0], top_k)
+            print(f"scores, top {top_k} and two stop ids: {cost:.2f} us/token")
+
+
+if __name__ == "__main__":
+    main()
