@@ -5,11 +5,13 @@ the file. A run's resolved copy holds every value and no base.
 """
 
 import difflib
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
@@ -84,7 +86,16 @@ def _drop_other_forms(under: DictConfig, over: Mapping[str, Any]) -> None:
 
 
 def _parse_override(override: str) -> DictConfig:
+    """The override as settings; what YAML would drop as a comment (" # ...") makes it text."""
+    key, _, value = override.partition("=")
     try:
+        ends = [
+            token.end_mark.index
+            for token in yaml.scan(value)
+            if token.start_mark.index < token.end_mark.index
+        ]
+        if value[max(ends, default=0) :].strip():
+            override = f"{key}={json.dumps(value)}"
         return OmegaConf.from_dotlist([override])
     except (YAMLError, RecursionError) as error:
         raise ConfigError(f"override {override!r:.200}: not readable as YAML: {error}") from error

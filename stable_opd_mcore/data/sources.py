@@ -1,9 +1,10 @@
 """Rows of a JSON Lines or parquet file, a datasets directory, a hub id, or the synthetic task.
 
 Column names come from the config; a dotted name reaches into nested values ("target.0.content").
-GSM8K's form of an answer ("... #### 42" at the end of the solution) is recognised. No row is
-skipped silently: a row that cannot be used is an error that names file, row, column and remedy. Not
-here: tokens (data/chat.py, data/prompts.py).
+GSM8K's form of an answer ("... #### 42" at the end of the solution) is recognised; where every
+solution has it, it becomes a box, and other solutions stay as they are. No row is skipped silently:
+a row that cannot be used is an error that names file, row, column and remedy. Not here: tokens
+(data/chat.py, data/prompts.py).
 """
 
 # Not strict: pyarrow and datasets have no types.
@@ -38,13 +39,14 @@ _OTHER_JSON = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "
 _GSM8K_ANSWER = re.compile(r"\n?####[ \t]*([^\n]+?)\s*\Z")
 SURROGATE = re.compile("[\ud800-\udfff]")
 _WITH_THOUSANDS = re.compile(r"[-+$]*\d{1,3}(,\d{3})+(\.\d+)?")
-_GSM8K_CALCULATION = re.compile(r"<<[^<>\n]*>>")
+_GSM8K_SOLUTION = re.compile(r"(?:\A|\s)####[ \t]*([-+$]*(?:\d[\d,]*)?\.?\d+)\s*\Z")
+_GSM8K_CALCULATION = re.compile(r"<<[^<>\n]*=[^<>\n]*>>")
 
 
 def load_rows(
     source: SourceConfig, with_columns: bool = False, required: Collection[str] = ()
 ) -> list[Row]:
-    """All rows of a source, or its first `limit`.
+    """All rows of a source, or its first `limit`; solutions in GSM8K's form with a box.
 
     Args:
         with_columns: keep all columns in Row.columns, too.
@@ -69,7 +71,10 @@ def load_rows(
         rows.append(replace(row, columns=_kept(record, with_columns, required, place)))
     if not rows:
         raise DataError(f"{source.path}: no rows in it; check the file and data split")
-    return rows
+    solutions = [row.solution for row in rows if row.solution]
+    if not all(map(_GSM8K_SOLUTION.search, solutions)):
+        return rows
+    return [replace(r, solution=r.solution and boxed_solution(r.solution)) for r in rows]
 
 
 def source_name(source: SourceConfig) -> str:
@@ -133,7 +138,6 @@ def parse_row(record: Record, columns: ColumnsConfig, place: str, row_id: str) -
         value = _lookup(record, columns.messages, place, "messages")
         where = f"{place}: column {columns.messages!r} (messages)"
         messages, solution = parse_messages(value, where, _content)
-        solution = solution and boxed_solution(solution)
         problem = "\n\n".join(each["content"] for each in messages if each["role"] != "system")
     if columns.answer is not None:
         answer = _text(record, columns.answer, place, "answer")
@@ -142,7 +146,7 @@ def parse_row(record: Record, columns: ColumnsConfig, place: str, row_id: str) -
             answer = _without_thousands_commas(final.group(1))
     has_column = columns.solution is not None and not _is_absent(record, columns.solution)
     if solution is None and columns.solution is not None and has_column:
-        solution = boxed_solution(_text(record, columns.solution, place, "solution"))
+        solution = _text(record, columns.solution, place, "solution")
     return Row(row_id, problem, answer, solution, messages=messages)
 
 
@@ -163,7 +167,7 @@ def _kept(record: Record, whole: bool, required: Collection[str], place: str) ->
 
 def boxed_solution(solution: str) -> str:
     """A GSM8K solution with its answer boxed and without calculator marks; other text unchanged."""
-    final = _GSM8K_ANSWER.search(solution)
+    final = _GSM8K_SOLUTION.search(solution)
     if not final:
         return solution
     steps = _GSM8K_CALCULATION.sub("", solution[: final.start()]).rstrip()
@@ -178,7 +182,8 @@ def _without_thousands_commas(answer: str) -> str:
 
 def is_bare_answer(solution: str, answer: str | None) -> bool:
     """Whether a solution is the final answer without worked steps."""
-    return solution.strip() in (answer or "", boxed_solution(f"#### {answer or ''}"))
+    bare = f"#### {answer or ''}"
+    return boxed_solution(solution).strip() in (answer or "", bare, boxed_solution(bare))
 
 
 def _is_absent(record: Record, column: str) -> bool:

@@ -8,7 +8,7 @@ import pytest
 
 from stable_opd_mcore.config.data import ColumnsConfig, SourceConfig
 from stable_opd_mcore.data import sources
-from stable_opd_mcore.data.sources import boxed_solution, load_rows, read_file
+from stable_opd_mcore.data.sources import load_rows, read_file
 from stable_opd_mcore.errors import DataError
 from tests.real_data import real_data
 
@@ -65,14 +65,7 @@ def test_a_folder_with_files_of_two_kinds_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("written", "answer"),
-    [
-        ("1,200", "1200"),
-        ("-$1,234,567.5", "-$1234567.5"),
-        ("(3,4)", "(3,4)"),
-        ("[1,2]", "[1,2]"),
-        ("1, 2, 3", "1, 2, 3"),
-        ("1,2000", "1,2000"),
-    ],
+    [("1,200", "1200"), ("-$1,234,567.5", "-$1234567.5"), ("1,2000", "1,2000")],
 )
 def test_gsm8k_answers_are_extracted_and_boxed(tmp_path, written, answer):
     text = f"He runs 3*400=<<3*400=1200>>1200 meters.\n#### {written}"
@@ -83,9 +76,36 @@ def test_gsm8k_answers_are_extracted_and_boxed(tmp_path, written, answer):
     assert row.solution == f"He runs 3*400=1200 meters.\nThe answer is \\boxed{{{answer}}}."
 
 
-def test_other_text_has_no_gsm8k_answer():
-    assert boxed_solution("#### Title\nThe rest.") == "#### Title\nThe rest."
-    assert boxed_solution("a << b >> c") == "a << b >> c"
+@pytest.mark.parametrize(
+    ("ending", "answer"),
+    [
+        ("#### (3,4)", "(3,4)"),
+        ("#### 1, 2, 3", "1, 2, 3"),
+        (r"#### \boxed{1}", r"\boxed{1}"),
+        ("#### Final answer: **2**", "Final answer: **2**"),
+        ("It runs `cout << a << b >> c;`.", None),
+        (r"It is \boxed{2}.", None),
+    ],
+)
+@pytest.mark.parametrize("column", ["answer", "messages"])
+def test_solutions_are_left_as_they_are_unless_all_have_gsm8k_s_form(
+    tmp_path, ending, answer, column
+):
+    texts = ["Two.\n#### 2", f"<think>\nHm <<1>>.\n</think>\n{ending}"]
+    turns = [
+        [{"role": r, "content": c} for r, c in (("user", "?"), ("assistant", t))] for t in texts
+    ]
+    records = [
+        {"question": "?", "answer": t, "turns": m} for t, m in zip(texts, turns, strict=True)
+    ]
+    columns = {"answer": GSM8K, "messages": ColumnsConfig(messages="turns", answer="answer")}[
+        column
+    ]
+    rows = load(jsonl(tmp_path / "g.jsonl", records), columns=columns)
+    assert [row.solution for row in rows] == texts
+    assert [row.answer for row in rows] == ["2", answer or texts[1]]
+    (first,) = load(tmp_path / "g.jsonl", columns=columns, limit=1)
+    assert first.solution == "Two.\nThe answer is \\boxed{2}."
 
 
 def test_real_gsm8k():

@@ -83,7 +83,7 @@ def test_malformed_rows_are_named(tokenizer):
 def test_other_data_keep_their_columns_and_gsm8k_its_form(tokenizer):
     record = {"question": "Far?", "answer": "He runs.\n#### 1,200"}
     kept = applying(tokenizer, columns=GSM8K)(record)
-    assert isinstance(kept, Dropped)  # "He runs. The answer is \boxed{1200}." has six words
+    assert kept == Kept("Far?", "1200", record["answer"], 1, 4)
     apply = applying(tokenizer, columns=GSM8K.model_copy(update={"solution": None}))
     assert apply(record) == Kept("Far?", "1200", None, 1, 0)
     dropped = applying(tokenizer, columns=GSM8K)({"question": "Far?", "answer": "#### 7"})
