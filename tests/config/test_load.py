@@ -31,7 +31,7 @@ def test_overrides_replace_values_and_have_their_types():
 def test_no_override_is_cut_at_a_hash(text):
     config = load_config(SMOKE, [f"data.system_prompt={text}"])
     assert config.data.system_prompt == text
-    with pytest.raises(ConfigError, match="train.steps: Input should be a valid integer"):
+    with pytest.raises(ConfigError, match=r"train\.steps: Input should be a valid integer"):
         load_config(SMOKE, [f"train.steps=3 {text}"])
 
 
