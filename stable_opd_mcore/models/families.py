@@ -28,10 +28,7 @@ class Family:
     qkv_bias: bool
     qk_norm: bool
     supported: Mapping[str, Any]  # the only implemented value of these keys, also their default
-    required: tuple[str, ...] = ()  # keys whose default in transformers is not ours
     expert_width: str | None = None  # the key of the experts' width; None: one dense MLP a layer
-    renamed: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Parts of tensor names, where Hugging Face's differ from the table in tensors.py."""
 
 
 _PLAIN = {
@@ -52,16 +49,6 @@ FAMILIES: dict[str, Family] = {
         qk_norm=True,
         supported=_PLAIN | _NO_ATTENTION_BIAS | {"decoder_sparse_step": 1, "mlp_only_layers": []},
         expert_width="moe_intermediate_size",
-    ),
-    "mixtral": Family(
-        "MixtralForCausalLM",
-        qkv_bias=False,
-        qk_norm=False,
-        supported=_PLAIN
-        | {"sliding_window": None, "router_jitter_noise": 0.0, "norm_topk_prob": True},
-        required=("rms_norm_eps", "num_key_value_heads"),
-        expert_width="intermediate_size",
-        renamed={"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
     ),
     "llama": Family(
         "LlamaForCausalLM", qkv_bias=False, qk_norm=False, supported=_PLAIN | _NO_ATTENTION_BIAS
@@ -188,7 +175,7 @@ def read_architecture(
         num_key_value_heads=groups,
         head_dim=head_dim,
         ffn_hidden_size=count(family.expert_width or "intermediate_size"),
-        experts=_experts(origin, fields, family) if family.expert_width else None,
+        experts=_experts(origin, fields) if family.expert_width else None,
         vocab_size=count("vocab_size"),
         max_positions=count("max_position_embeddings"),
         rms_norm_eps=_number(origin, fields, "rms_norm_eps", 1e-6),
@@ -258,9 +245,6 @@ def _supported_type(origin: str, fields: Mapping[str, Any]) -> str:
             f"known: {', '.join(sorted(FAMILIES))}"
         )
     family = FAMILIES[model_type]
-    for key in family.required:
-        if fields.get(key) is None:
-            raise UserError(f"{origin}: key {key} is missing; a {model_type} config needs it")
     for key, wanted in family.supported.items():
         if fields.get(key, wanted) != wanted:
             raise UserError(
@@ -280,7 +264,7 @@ def _supported_type(origin: str, fields: Mapping[str, Any]) -> str:
 def unread_keys(fields: Mapping[str, Any]) -> list[str]:
     """Keys of a readable config.json that switch something on which is not computed here."""
     family = FAMILIES[fields["model_type"]]
-    known = {*_READ, *_WITHOUT_EFFECT, *family.supported, *family.required, family.expert_width}
+    known = {*_READ, *_WITHOUT_EFFECT, *family.supported, family.expert_width}
     return sorted(key for key, value in fields.items() if value and key not in known)
 
 
@@ -301,15 +285,14 @@ def _heads(origin: str, fields: Mapping[str, Any]) -> tuple[int, int, int]:
     return heads, groups, fields.get("head_dim") or hidden // heads
 
 
-def _experts(origin: str, fields: Mapping[str, Any], family: Family) -> Experts:
-    # Mixtral and transformers 5 write num_local_experts; published files of Qwen have num_experts.
+def _experts(origin: str, fields: Mapping[str, Any]) -> Experts:
+    # transformers 5 writes num_local_experts; published files have num_experts.
     key = "num_local_experts" if "num_local_experts" in fields else "num_experts"
     number = _count(origin, fields, key)
     per_token = _count(origin, fields, "num_experts_per_tok")
     if per_token > number:
         raise UserError(f"{origin}: num_experts_per_tok={per_token} exceeds num_experts={number}")
-    normalised = fields.get("norm_topk_prob", family.supported.get("norm_topk_prob", False))
-    return Experts(number, per_token, normalised=bool(normalised))
+    return Experts(number, per_token, normalised=bool(fields.get("norm_topk_prob", False)))
 
 
 def rotary_frequencies(architecture: Architecture) -> Tensor:

@@ -100,15 +100,13 @@ def describe(
         if architecture.tied and name == "output_layer.weight":
             name = "embedding.word_embeddings.weight"
         return _TOP[name]
-    entry = _layer_entry(match[2], first_expert)
-    return _in_layer(entry, layer_numbers[int(match[1])], architecture)
+    return _in_layer(_layer_entry(match[2], first_expert), layer_numbers[int(match[1])])
 
 
-def _in_layer(entry: Parameter, number: int, architecture: Architecture) -> Parameter:
+def _in_layer(entry: Parameter, number: int) -> Parameter:
     """The entry of a layer's table with the full names of its HF tensors."""
-    renamed = architecture.family.renamed
-    names = [".".join(renamed.get(p, p) for p in hf.split(".")) for hf in entry.hf_names]
-    return Parameter(tuple(f"model.layers.{number}.{name}" for name in names), entry.layout)
+    names = tuple(f"model.layers.{number}.{name}" for name in entry.hf_names)
+    return Parameter(names, entry.layout)
 
 
 def canonical_parameters(architecture: Architecture) -> list[Parameter]:
@@ -123,11 +121,8 @@ def canonical_parameters(architecture: Architecture) -> list[Parameter]:
         _MLP_NORM,
         *_mlp(architecture),
     ]
-    layers = [
-        _in_layer(entry, number, architecture)
-        for number in range(architecture.num_layers)
-        for entry in layer
-    ]
+    numbers = range(architecture.num_layers)
+    layers = [_in_layer(entry, number) for number in numbers for entry in layer]
     embedding, norm, head = _TOP.values()
     return [embedding, *layers, norm, *([] if architecture.tied else [head])]
 
@@ -151,7 +146,6 @@ def hf_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
     a = architecture
     query, group = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
     kind = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
-    kind = {theirs: ours for ours, theirs in a.family.renamed.items()}.get(kind, kind)
     shapes: dict[str, tuple[int, ...]] = {
         "embed_tokens": (a.vocab_size, a.hidden_size),
         "lm_head": (a.vocab_size, a.hidden_size),

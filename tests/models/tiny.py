@@ -16,7 +16,6 @@ EXPERTS = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 3}
 VOCAB_SIZE = 53  # no multiple of any tensor size: the vocabulary is padded
 
 
@@ -37,7 +36,7 @@ def config(model_type: str, **changes: Any) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "initializer_range": 0.1,
         "hidden_act": "silu",
-        **{"qwen3_moe": EXPERTS, "mixtral": MIXTRAL}.get(model_type, {}),
+        **(EXPERTS if model_type == "qwen3_moe" else {}),
     } | changes
 
 

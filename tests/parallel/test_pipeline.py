@@ -36,20 +36,19 @@ from tests.parallel.launch import run_ranks
 
 pytestmark = pytest.mark.slow
 
-TIED, QWEN3, MOE, MIXTRAL = "qwen2 tied", "qwen3", "qwen3_moe", "mixtral"
+TIED, QWEN3, MOE = "qwen2 tied", "qwen3", "qwen3_moe"
 LAYOUTS = {  # settings, and the models that have something of their own there
     "TP2": ({"tensor": 2}, (QWEN3,)),
     "TP2xPP2+SP": ({"tensor": 2, "pipeline": 2, "sequence": True}, (TIED, QWEN3, MOE)),
-    "PP2xVPP2": ({"pipeline": 2, "virtual_pipeline": 2}, (TIED, MIXTRAL)),
+    "PP2xVPP2": ({"pipeline": 2, "virtual_pipeline": 2}, (TIED, MOE)),
     "DP4": ({}, (TIED,)),
     "EP2xPP2": ({"expert": 2, "pipeline": 2}, (MOE,)),
-    "EP4xTP2+SP": ({"expert": 4, "tensor": 2, "sequence": True}, (MIXTRAL,)),
+    "EP4xTP2+SP": ({"expert": 4, "tensor": 2, "sequence": True}, (MOE,)),
 }
 MODELS = {
     TIED: tiny.architecture("qwen2", tie_word_embeddings=True),
     QWEN3: tiny.architecture("qwen3"),
     MOE: tiny.architecture("qwen3_moe"),
-    MIXTRAL: tiny.architecture("mixtral"),
 }
 LENGTHS = [[5, 9, 2], [7, 1, 3, 3], [13, 5], [3, 3, 3, 3], [11, 1], [9, 9], [15, 1], [2, 7, 5]]
 

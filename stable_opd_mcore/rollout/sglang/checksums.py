@@ -26,8 +26,7 @@ _FUSED = {  # part of our name -> (part of SGLang's name, the fused parts in ord
     "gate_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
     "up_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
 }
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.weight")
-_OF_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 _COLUMNS = ("o_proj.weight", "down_proj.weight")
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 # SGLang pads these with zeros to a multiple
@@ -56,8 +55,7 @@ class ExpectedChecksums:
         It must not change until its fused partners are added.
         """
         if expert := _EXPERT.fullmatch(name):
-            kind = _OF_MIXTRAL.get(expert[3], expert[3])
-            self._add_expert(expert[1], int(expert[2]), kind, tensor)
+            self._add_expert(expert[1], int(expert[2]), expert[3], tensor)
             return
         part = name.split(".")[-2] if "." in name else name
         if part not in _FUSED:

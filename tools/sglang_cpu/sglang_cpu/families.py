@@ -1,7 +1,6 @@
 """What SGLang's model registry finds here: its own classes of the trainer's families."""
 
 from sglang.srt.models.llama import LlamaForCausalLM
-from sglang.srt.models.mixtral import MixtralForCausalLM
 from sglang.srt.models.qwen2 import Qwen2ForCausalLM
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
@@ -11,5 +10,4 @@ EntryClass = [
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
     LlamaForCausalLM,
-    MixtralForCausalLM,
 ]
