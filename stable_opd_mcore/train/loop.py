@@ -45,7 +45,7 @@ from stable_opd_mcore.train.oversight.signals import (
     clear_outcome,
     write_outcome,
 )
-from stable_opd_mcore.train.oversight.terminal import Terminal, resume_text
+from stable_opd_mcore.train.oversight.terminal import Terminal
 from stable_opd_mcore.train.oversight.watchdog import STACKS, Watchdog
 from stable_opd_mcore.train.persistence.checkpoint import (
     CheckpointSaver,
@@ -179,10 +179,12 @@ def _train_phase(config: Config, session: Session) -> None:
             if changed:
                 sinks.write_event("settings_changed", state.step, {"changes": changed})
             keep_resolved(config)
-        terminal.say(resume_text(config, state.step))
-        stack.enter_context(terminal)
+        terminal.say(
+            f"{'resuming' if state.step else 'starting'} at step {state.step} of "
+            f"{config.train.steps}; results in {directory}; stable-opd watch {directory} shows them"
+        )
+        stack.enter_context(terminal.begin(state.step))
         run = replace(run, phase=terminal.phase)
-        terminal.start(state.step)
         if state.step == 0 and config.evaluation.every and run.held_out is not None:
             metrics = evaluate_student(run, state)
             if sinks is not None:
