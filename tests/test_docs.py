@@ -24,7 +24,7 @@ ROOT_FOLDERS = sorted({path.split("/")[0] for path in TRACKED if "/" in path})
 # What runs and jobs write, and what a user downloads; not in the repository.
 WRITTEN = (
     *("runs/", "rollouts/", "tokens/", "checkpoints/", "model/", "sglang/", "stacks/"),
-    "attempt_1/",
+    *("attempt_1/", "own_code/"),
 )
 
 every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

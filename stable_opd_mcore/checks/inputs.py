@@ -1,9 +1,9 @@
-"""What a run reads again whenever it starts: its data, and the weights of teacher and reference.
+"""What a run reads again whenever it starts: data, weights of teacher and reference, own code.
 
-`train` stores sizes and hashes of these files in the run directory; `train` and `check` compare
-them when the run is resumed. A file of up to 64 MiB is hashed whole; of a larger one, 64 pieces of
-64 KiB that lie evenly over it, so a change between them is not seen. Times are not compared: a copy
-has others.
+`train` stores sizes and hashes of these files in the run directory, and a copy of the user's own
+code; `train` and `check` compare them when the run is resumed. A file of up to 64 MiB is hashed
+whole; of a larger one, 64 pieces of 64 KiB that lie evenly over it, so a change between them is not
+seen. Times are not compared: a copy has others.
 """
 
 import json
@@ -16,8 +16,10 @@ import xxhash
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.host.json_files import read_json_object
+from stable_opd_mcore.host.user_code import is_user_function
 
 INPUTS = "inputs.json"
+OWN_CODE = "own_code"
 _WHOLE_BYTES = 64 * 2**20
 _PIECES, _PIECE_BYTES = 64, 64 * 2**10
 
@@ -36,7 +38,9 @@ def inputs_of(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def write_inputs(config: Config) -> None:
-    """Store them in the run directory."""
+    """Store them in the run directory, and the user's own code in OWN_CODE."""
+    for key, file in _own_code(config):
+        write_atomically(config.run.path / OWN_CODE / f"{key}.py", Path(file).read_bytes())
     text = json.dumps(inputs_of(config), indent=1)
     write_atomically(config.run.path / INPUTS, text.encode())
 
@@ -72,6 +76,20 @@ def _places(config: Config) -> Iterator[tuple[str, str]]:
         start = reference.path or config.student.path
         if start is not None:
             yield "reference.path" if reference.path else "student.path", start
+    yield from _own_code(config)
+
+
+def _own_code(config: Config) -> Iterator[tuple[str, str]]:
+    """Setting and file of each function of the user's own."""
+    if is_user_function(config.objective.name):
+        yield "objective.name", config.objective.read().path
+    rewards = {"reward": config.reward}
+    for number, source in enumerate(config.data.sources):
+        if source.reward is not None:
+            rewards[f"data.train.{number}.reward"] = source.reward
+    for key, reward in rewards.items():
+        if reward.function is not None:
+            yield f"{key}.function", reward.read().path
 
 
 def _describe(path: Path) -> str:

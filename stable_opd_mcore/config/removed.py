@@ -14,7 +14,8 @@ from stable_opd_mcore.errors import ConfigError
 
 @dataclass(frozen=True)
 class Removed:
-    still_hold: tuple[Any, ...]  # values that are accepted: what now always holds, old defaults
+    # Values that are accepted: what now always holds, old defaults. None: all, without effect.
+    still_hold: tuple[Any, ...] | None
     instead: str  # one sentence: what to do with any other value
 
 
@@ -28,10 +29,12 @@ def _variable(name: str, default: Any) -> Removed:
 
 
 _BUDGET = "drop it: it follows from sampling.max_new_tokens"
+_OWN_FILE = Removed(None, "drop it: a run compares the file with its own copy")
 _ABLATION = "drop it: the last commit with this ablation is tagged before-lighter"
 # By dotted key; of a list of sections, without an index.
 REMOVED: dict[str, Removed] = {
     "checkpoint.asynchronous": Removed((True, False), "drop it: training waits for each save"),
+    "data.train.reward.sha256": _OWN_FILE,
     "evaluation.teacher_accuracy": Removed(
         (None,), "drop it: evaluate the teacher by `stable-opd evaluate` and compare"
     ),
@@ -51,9 +54,11 @@ REMOVED: dict[str, Removed] = {
     "monitoring.wandb_tags": _variable("WANDB_TAGS", []),
     "objective.advantage.constant": Removed((None,), _ABLATION),
     "objective.position_half_life": Removed((None,), _ABLATION),
+    "objective.sha256": _OWN_FILE,
     "optimizer.beta1": _constant(0.9),
     "optimizer.distributed": Removed((True,), "drop it: the optimizer's state is always sharded"),
     "optimizer.eps": _constant(1e-8),
+    "reward.sha256": _OWN_FILE,
     "rollout.order": Removed(
         ("submitted",),
         "drop it: steps train on the prompts in the data's order; rollout.partial with one step "
@@ -84,7 +89,7 @@ def without_removed(values: Any, origin: str, overrides: Sequence[str] = ()) -> 
             if name not in section:
                 continue
             value = section.pop(name)
-            if value not in removed.still_hold:
+            if removed.still_hold is not None and value not in removed.still_hold:
                 given = [item for item in overrides if item.partition("=")[0] == key]
                 where = f"override {given[-1]!r:.200}" if given else origin
                 refused.append(f"{where}: {key}={value!r:.200} is gone; {removed.instead}")

@@ -8,7 +8,7 @@ Not here: checks that need the world size, a model or data.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, cast, get_args
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -99,8 +99,6 @@ class ObjectiveConfig(Section):
     name: str = "opd"
     """A name of `OBJECTIVES` in losses/objectives.py: sft, grpo, opd, grpo_opd, lsm,
     student_topk, gkd. Or a function of your own, `path/to/file.py:function`: docs/own_code.md."""
-    sha256: str | None = None
-    """As `reward.sha256`, of the file in `name`."""
     clip: float = Field(default=0.2, gt=0)
     """`opd`, `grpo`, `grpo_opd`: the probability ratio is clipped to [1 - clip, 1 + clip]."""
     discount: float = Field(default=0.0, ge=0, le=1)
@@ -127,22 +125,26 @@ class ObjectiveConfig(Section):
     masks: TokenMasksConfig = TokenMasksConfig()
 
     @model_validator(mode="after")
-    def _hashed(self) -> Self:
-        sha256 = self.read().sha256 if is_user_function(self.name) else None
-        object.__setattr__(self, "sha256", sha256)  # it is frozen
-        if self.needs >= {"support", "divergence"}:
-            raise ValueError(f"{self.name}: NEEDS may have either support or divergence, not both")
+    def _own_function(self) -> Self:
+        if not self.needs <= set(OWN_NEEDS) or self.needs >= {"support", "divergence"}:
+            raise ValueError(
+                f"{self.name}: NEEDS is {', '.join(sorted(self.needs))}; expected a tuple of "
+                f"{', '.join(OWN_NEEDS)}, with either support or divergence, not both"
+            )
         return self
 
     def read(self) -> UserFunction:
-        """The function of the user's own, unchanged since the settings were read."""
-        return read_user_function(self.name, ("rows", "settings"), self.sha256)
+        """The function of the user's own."""
+        return read_user_function(self.name, ("rows", "settings"))
 
     @property
     def needs(self) -> frozenset[str]:
         """The scores that a function of the user's own asks for: NEEDS of its file."""
-        own = is_user_function(self.name)
-        return self.read().words("NEEDS", OWN_NEEDS) if own else frozenset()
+        if not is_user_function(self.name):
+            return frozenset()
+        found: Any = vars(self.read().module()).get("NEEDS", ())
+        names = cast("list[Any]", found) if isinstance(found, tuple | list) else [found]
+        return frozenset(map(str, names))
 
 
 class AdaptiveSection(Section):

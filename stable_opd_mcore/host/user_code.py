@@ -1,13 +1,12 @@
 """A function of the user's own, which the settings name as `path/to/file.py:function`.
 
-The file is read once: its SHA-256 in the settings is that of the bytes that run. Reading it runs
-nothing, because function and parameters are looked up in its syntax tree. Only settings name such a
-file, never data or a checkpoint. It may import installed packages; files beside it are not found,
-for their contents would not be in the hash.
+Only settings name such a file, never data or a checkpoint. It is imported when the settings are
+read. It may import installed packages; files beside it are not found, for a run keeps a copy of
+this one only.
 """
 
-import ast
-import hashlib
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,50 +14,35 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import xxhash
+
 from stable_opd_mcore.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A plain function in a file, read and not yet run."""
+    """A function in a file. Another process that gets it runs the same code."""
 
     path: str
     name: str
     source: bytes  # of the whole file
 
-    @property
-    def sha256(self) -> str:
-        return hashlib.sha256(self.source).hexdigest()
-
-    def words(self, name: str, known: Sequence[str]) -> frozenset[str]:
-        """The strings of a list or tuple at the file's top level; none without it.
-
-        Raises:
-            ConfigError: it is anything else, or holds a word that is not among the `known` ones.
-        """
-        values = [
-            node.value
-            for node in ast.parse(self.source).body
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
-        ]
-        try:
-            found = frozenset(ast.literal_eval(values[-1]) if values else ())
-        except (ValueError, TypeError):
-            found = frozenset({ast.unparse(values[-1])})
-        if not found <= set(known):
-            raise ConfigError(
-                f"{self.path}: {name} = {ast.unparse(values[-1])}: expected a tuple of strings, of "
-                f"{', '.join(known)}"
-            )
-        return found
+    def module(self) -> ModuleType:
+        """The imported file. Whatever it raises rises."""
+        return _imported(self.path, self.source)
 
     def load(self) -> Callable[..., Any]:
-        """Run the file; its function. Whatever the file raises rises."""
-        module = ModuleType(f"own_code_{self.sha256[:16]}")
-        module.__file__ = self.path
-        sys.modules[module.__name__] = module  # dataclasses look their module up there
-        exec(compile(self.source, self.path, "exec"), vars(module))
-        return vars(module)[self.name]
+        """The function itself."""
+        return vars(self.module())[self.name]
+
+
+@functools.cache
+def _imported(path: str, source: bytes) -> ModuleType:
+    module = ModuleType(f"own_code_{xxhash.xxh3_64_hexdigest(source)}")
+    module.__file__ = path
+    sys.modules[module.__name__] = module  # dataclasses look their module up there
+    exec(compile(source, path, "exec"), vars(module))
+    return module
 
 
 def is_user_function(name: str) -> bool:
@@ -66,51 +50,35 @@ def is_user_function(name: str) -> bool:
     return ".py" in name
 
 
-def read_user_function(
-    named: str, parameters: Sequence[str], sha256: str | None = None
-) -> UserFunction:
-    """The function that a setting names, its file unchanged.
+def read_user_function(named: str, parameters: Sequence[str]) -> UserFunction:
+    """The function that a setting names, imported once.
 
     Args:
         named: `path/to/file.py:function`, relative to the working directory.
         parameters: what it is called with, in order.
-        sha256: of the file, where it is known already.
 
     Raises:
-        ConfigError: no such file or function, other parameters, or another SHA-256.
+        ConfigError: no such file or function, a file that fails, or other parameters.
     """
     path, _, name = named.rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
         raise ConfigError(f"{named!r}: expected path/to/file.py:function")
+    wanted = f"expected def {name}({', '.join(parameters)})"
     try:
-        source = Path(path).read_bytes()
-        tree = ast.parse(source, path)
+        found = UserFunction(path, name, Path(path).read_bytes())
     except OSError as error:
         raise ConfigError(
             f"{path}: {error.strerror}; the path is relative to the working directory, {Path.cwd()}"
         ) from error
-    except (SyntaxError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: no valid Python: {error}") from error
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    wanted = f"def {name}({', '.join(parameters)})"
-    if name not in functions:
-        found = ", ".join(functions) or "none"
-        raise ConfigError(
-            f"{path}: no function {name} at its top level (there: {found}); expected {wanted}"
-        )
-    given = functions[name].args
-    positional = [*given.posonlyargs, *given.args]
-    least = len(positional) - len(given.defaults)
-    most = float("inf") if given.vararg else len(positional)
-    if not least <= len(parameters) <= most or None in given.kw_defaults:
-        raise ConfigError(
-            f"{path}, line {functions[name].lineno}: {name}({ast.unparse(given)}) cannot be called "
-            f"with {len(parameters)} values; expected {wanted}"
-        )
-    found = UserFunction(path, name, source)
-    if sha256 not in (None, found.sha256):
-        raise ConfigError(
-            f"{path}: its SHA-256 is {found.sha256}, and the settings ask for {sha256}: the file "
-            "has changed; restore it, or set sha256 to null to take it as it is"
-        )
+    try:
+        function = vars(found.module()).get(name)
+    except Exception as error:  # the user's code may raise anything
+        raise ConfigError(f"{path}: importing it fails: {type(error).__name__}: {error}") from error
+    if not callable(function):
+        raise ConfigError(f"{path}: no function {name} at its top level; {wanted}")
+    try:
+        inspect.signature(function).bind(*parameters)
+    except TypeError as error:
+        given = f"{name}{inspect.signature(function)}"
+        raise ConfigError(f"{path}: {given} cannot be called: {error}; {wanted}") from error
     return found

@@ -1,7 +1,7 @@
 """An objective that is a function of the user's own (docs/own_code.md).
 
 It has the form of those in token_losses.py and goes the same way; here it is loaded and tried. Not
-here: its file and hash (host/user_code.py), and the scores that it gets (objectives.py).
+here: its file (host/user_code.py), and the scores that it gets (objectives.py).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def own_objective(settings: ObjectiveConfig) -> Callable[[Rows, ObjectiveConfig]
             gradient for each.
     """
     read = settings.read()
+    function = read.load()
     try:
-        function = read.load()
         found = function(_trial_rows(settings), settings)
         loss = found.loss if isinstance(found, PolicyLoss) else found
         if not isinstance(loss, Tensor) or loss.shape != (_ROWS,):

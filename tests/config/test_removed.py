@@ -13,6 +13,7 @@ SMOKE = Path(__file__).parents[2] / "configs" / "smoke_cpu.yaml"
 _ROWS = {
     "train.speed": Removed(("fast", None), "drop the key"),
     "data.train.colour": Removed((), "use data.train.weight"),
+    "reward.sha256": Removed(None, ""),
 }
 
 
@@ -23,9 +24,11 @@ def _rows(monkeypatch):
 
 def test_what_still_holds_is_dropped_and_the_values_given_stay_as_they_are():
     given = {"train": {"speed": "fast", "steps": 3}, "data": {"train": [{"path": "a"}]}}
+    given["reward"] = {"sha256": "any value"}
     assert without_removed(given, "f") == {
         "train": {"steps": 3},
         "data": {"train": [{"path": "a"}]},
+        "reward": {},
     }
     assert given["train"] == {"speed": "fast", "steps": 3}
 

@@ -200,7 +200,12 @@ def test_a_user_s_reward_that_fails_costs_its_response(tmp_path, caplog):
 
 
 def test_a_user_s_file_that_fails_ends_the_run(tmp_path, capfd):
-    (tmp_path / "own.py").write_text("import no_such_module\ndef reward(row, response): ...")
+    """Here only in its own processes: one that always fails is refused with the settings."""
+    (tmp_path / "own.py").write_text(
+        "import multiprocessing\n"
+        "if multiprocessing.parent_process(): import no_such_module\n"
+        "def reward(row, response): ..."
+    )
     with pytest.raises(UserError, match=r"own.py: running it fails"):
         rewarded(tmp_path / "own.py", ["a"])
     assert "no_such_module" in capfd.readouterr().err

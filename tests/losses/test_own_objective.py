@@ -72,7 +72,7 @@ def test_the_example_of_an_objective_equals_its_definition():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("1 / 0\ndef own(rows, settings): ...", "fails on a trial .*ZeroDivisionError"),
+        ("1 / 0\ndef own(rows, settings): ...", "importing it fails: ZeroDivisionError"),
         (
             "def own(rows, settings): return -rows.teacher_logprob * rows.logprob",
             r"own.py: own fails on a trial of 4 rows: TypeError.* asks for in NEEDS it has none",
@@ -81,8 +81,11 @@ def test_the_example_of_an_objective_equals_its_definition():
         ("def own(rows, settings): return 1.0", "returns float, expected a tensor of shape"),
         ("def own(rows, settings): return rows.old_logprob", "finite numbers with a gradient"),
         ("def own(rows, settings): return rows.logprob / 0", "expected finite numbers"),
-        ("NEEDS = ('logits',)\ndef own(rows, settings): ...", "expected a tuple of .*divergence"),
-        ("NEEDS = len\ndef own(rows, settings): ...", "NEEDS = len: expected a tuple"),
+        (
+            "NEEDS = ('logits',)\ndef own(rows, settings): ...",
+            "NEEDS is logits; expected a tuple of",
+        ),
+        ("NEEDS = len\ndef own(rows, settings): ...", "NEEDS is .*len.*; expected a tuple"),
         (
             "NEEDS = 'support', 'divergence'\ndef own(rows, settings): ...",
             "either support or divergence",

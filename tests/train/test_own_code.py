@@ -37,8 +37,16 @@ def own_run(rank: int, world_size: int, directory: str) -> None:
     train(tiny_config(home, "run", **settings), show_progress=False)
     own.write_text(OWN + "\n")
     settings["train"] = {"steps": 3}
-    with pytest.raises(ConfigError, match=r"objective.sha256: \w{64} -> \w{64}\n  reward.sha256"):
+    changed = r"contents of objective.name=.*own.py: \d+ bytes, .*\n  contents of reward.function="
+    with pytest.raises(ConfigError, match=changed):
         train(tiny_config(home, "run", **settings), show_progress=False)
+    kept = home / "run/own_code"
+    assert [(kept / f"{key}.py").read_text() for key in ("objective.name", "reward.function")] == [
+        OWN,
+        OWN,
+    ]
+    train(tiny_config(home, "run", **settings), show_progress=False, accept_changes=True)
+    assert (kept / "reward.function.py").read_text() == OWN + "\n"
 
 
 def test_reward_and_objective_of_the_user_s_are_trained_on(tmp_path):
