@@ -118,7 +118,7 @@ def measure(arguments: argparse.Namespace, other: Host | None) -> None:
             ONE_BUFFER: lambda: processes.seconds(ONE_BUFFER),
         }
         transports: dict[str, Transport] = {
-            "distributed": DistributedTransport(TIMEOUT_SECONDS, None, "gloo"),
+            "distributed": DistributedTransport(TIMEOUT_SECONDS, "gloo"),
         }
         if other is None:
             measures["memory"] = memory_wire(num_bytes, bucket_bytes)

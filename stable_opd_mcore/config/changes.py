@@ -29,7 +29,6 @@ FREE = (
     "teacher.urls",
     "teacher.routes",
     "teacher.api_key_file",
-    "teacher.request_timeout_seconds",
     "rollout.save",
     "rollout.sglang",
     "train.steps",

@@ -17,10 +17,8 @@ class RewardConfig(Section):
 
     function: str | None = None
     """`path/to/file.py:function`, relative to the working directory. It is called with a row, as a
-    dict of its columns, and the text of a response, and returns a number in [0, 1]. `null`: 1 where
-    the response has the row's answer, else 0."""
-    timeout_seconds: float = Field(default=10.0, gt=0)
-    """Longest time for one response, which then counts as wrong."""
+    dict of its columns, and the text of a response, and returns a number in [0, 1] within 10
+    seconds. `null`: 1 where the response has the row's answer, else 0."""
 
     @model_validator(mode="after")
     def _own_function(self) -> Self:

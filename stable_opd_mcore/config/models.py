@@ -45,7 +45,6 @@ class ModelConfig(Section):
 
 
 SELF = "self"  # teacher.path of a student that is its own teacher
-TEACHER_PATIENCE = 600.0  # seconds in which servers that do not answer are asked again
 
 
 class TeacherConfig(ModelConfig):
@@ -73,8 +72,6 @@ class TeacherConfig(ModelConfig):
     the last colon) to the addresses of that teacher's replicas."""
     api_key_file: str | None = None
     """File with the servers' API key; `null`: the servers have none."""
-    request_timeout_seconds: float = Field(default=600.0, gt=0)
-    """Longest time one scoring request may take; then the teacher's next replica is asked."""
 
     @property
     def is_self(self) -> bool:

@@ -64,10 +64,21 @@ REMOVED: dict[str, Removed] = {
         "drop it: steps train on the prompts in the data's order; rollout.partial with one step "
         "less of rollout.max_staleness has rollouts as young",
     ),
+    "data.train.reward.timeout_seconds": _constant(10),
+    "reward.timeout_seconds": _constant(10),
+    "rollout.sglang.bucket_mib": _constant(512),
     "rollout.sglang.dtype": Removed((None,), "drop it: servers compute in train.precision"),
     "train.moe_aux_loss_coeff": Removed(
         (0.0,), "drop it: balancing a student's experts left its KL to the teacher as it was"
     ),
+    "rollout.sglang.first_gpu": Removed((None,), "drop it, and set CUDA_VISIBLE_DEVICES"),
+    "rollout.sglang.health_interval_seconds": _constant(10),
+    "rollout.sglang.max_restarts": _constant(3),
+    "rollout.sglang.request_timeout_seconds": _constant(1800),
+    "rollout.sglang.startup_timeout_seconds": _constant(1800, 600),  # 600: the default until then
+    "rollout.sglang.sync_host": Removed((None,), "drop it: the address is found from the routes"),
+    "rollout.sglang.sync_timeout_seconds": _constant(600),
+    "teacher.request_timeout_seconds": _constant(600),
     "train.loss_block_tokens": _constant(1024, 256),  # 256: configs/gsm8k_cpu.yaml until then
 }
 

@@ -65,8 +65,6 @@ class SglangConfig(Section):
     """Tensor-parallel ranks of one server. `null`: the smallest power of two that holds the student
     beside as much KV cache, and of `colocated` servers at least `parallel.tensor`, because a step
     waits for its longest response; on a CPU 1."""
-    first_gpu: int | None = Field(default=None, ge=0)
-    """`disaggregated`: index of the first GPU for servers; `null`: after those of the trainer."""
     host: str = "127.0.0.1"
     """Address on which started servers listen."""
     port: int = Field(default=0, ge=0, le=65535)
@@ -79,27 +77,10 @@ class SglangConfig(Section):
     """Interpreter of the environment in which SGLang is installed."""
     arguments: tuple[str, ...] = ()
     """More arguments of SGLang's command line, such as [--max-running-requests, "64"]."""
-    startup_timeout_seconds: float = Field(default=1800.0, gt=0)
-    """Longest time a server may take to start or, once lost, to come back. With empty caches it
-    compiles kernels for minutes."""
-    request_timeout_seconds: float = Field(default=1800.0, gt=0)
-    """Longest time for all responses to one prompt."""
-    health_interval_seconds: float = Field(default=10.0, gt=0)
-    """Time between two health probes. A server that misses two counts as failed."""
-    max_restarts: int = Field(default=3, ge=0)
-    """Restarts of the servers of one data-parallel rank within an hour; one more
-    ends the run."""
     sync: Literal["distributed", "tensor", "disk"] | None = None
     """How weights travel. `distributed`: broadcast over NCCL or gloo. `tensor`: CUDA IPC between
     processes on one GPU, shared memory on a CPU. `disk`: safetensors in the run directory, which
     the servers must see. `null`: `tensor` to `colocated` servers, `distributed` to others."""
-    sync_host: str | None = None
-    """The trainer's address as the servers see it; `null`: the address of the interface that leads
-    to them."""
-    sync_timeout_seconds: float = Field(default=600.0, gt=0)
-    """Longest time for one bucket of weights."""
-    bucket_mib: PositiveInt = 512
-    """Weights sent at once. The trainer holds two buckets, a server one."""
 
     @property
     def transport(self) -> Literal["distributed", "tensor", "disk"]:
@@ -120,11 +101,6 @@ class SglangConfig(Section):
             raise ValueError(
                 "sglang.sync=distributed with sglang.placement=colocated: a process group of NCCL "
                 "cannot hold one GPU twice, as trainer and as server; set sglang.sync=null"
-            )
-        if self.placement != "disaggregated" and self.first_gpu is not None:
-            raise ValueError(
-                f"sglang.first_gpu={self.first_gpu} with sglang.placement={self.placement}: only "
-                "disaggregated servers have GPUs of their own on this machine; set it to null"
             )
         return self
 

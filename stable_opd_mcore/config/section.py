@@ -37,7 +37,7 @@ class Section(BaseModel):
         """A number that no run can mean is refused here, not as memory that is not there."""
         name = info.field_name or ""
         largest = _LARGEST_SEED if name == "seed" else _LARGEST
-        counts = type(value) is int or name.endswith(("_seconds", "_minutes"))
+        counts = type(value) is int or name.endswith("_minutes")
         if counts and value is not None and value > largest:
             raise ValueError(f"{value:.6g} is too large; at most {largest:.6g}")
         return value

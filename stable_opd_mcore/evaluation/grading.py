@@ -27,7 +27,7 @@ from stable_opd_mcore.records import AnswerFormat, GradingFailure, Rollout
 CONSTS.term_timeout = 0.0  # pebble's wait between SIGTERM, which workers ignore, and SIGKILL
 _THINK_END = "</think>"
 _LOG = logging.getLogger(__name__)
-Rewards = Mapping[str, tuple[UserFunction, float] | None]
+Rewards = Mapping[str, UserFunction | None]
 _NO_REWARDS: Rewards = {}
 
 
@@ -69,8 +69,9 @@ class Grader:
     Verdicts depend on time limits. Ranks that need equal verdicts must take those of one rank.
 
     Args:
-        rewards: functions that judge rollouts in place of their gold answers, with the time limit
-            of each: by the source of the prompt; "" for all others. None: the gold answer counts.
+        timeout_seconds: for one response, which then counts as wrong.
+        rewards: functions that judge rollouts in place of their gold answers, by the source of the
+            prompt; "" for all others. None: the gold answer counts.
     """
 
     def __init__(
@@ -115,9 +116,7 @@ class Grader:
                 if isinstance(work, Verdict):
                     waiting.append(work)
                 else:
-                    own = self.rewards[item.reward] if isinstance(item, RewardItem) else None
-                    timeout = own[1] if own else self.timeout_seconds
-                    future = self._submit(timeout, *work)
+                    future = self._submit(*work)
                     waiting.append(future)
                     running.add(future)
                 if len(running) == 2 * self._num_workers:  # one graded, one ready for each
@@ -159,18 +158,19 @@ class Grader:
         form, opens_thinking = prompt.answer_format, prompt.opens_thinking
         return GradingItem(rollout.text, prompt.answer, form, opens_thinking, stopped)
 
-    def _submit(self, timeout: float, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    def _submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         if self._pool is None or not self._pool.active:  # not active: a worker died while idle
             self.close()
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPool(
                 self._num_workers,
                 initializer=start_worker,
-                initargs=({name: own and own[0] for name, own in self.rewards.items()},),
+                initargs=(dict(self.rewards),),
                 context=context,
             )
-        arguments = (*arguments, 2 * timeout + 10)  # an orphan ends itself then
-        return self._pool.schedule(function, args=arguments, timeout=timeout)
+        limit = self.timeout_seconds
+        arguments = (*arguments, 2 * limit + 10)  # an orphan ends itself then
+        return self._pool.schedule(function, args=arguments, timeout=limit)
 
     def _verdict(self, future: Verdict | Future[Any]) -> Verdict:
         if isinstance(future, Verdict):
@@ -182,7 +182,7 @@ class Grader:
         except ProcessExpired:
             return Verdict(False, "crash")
         except BrokenProcessPool as error:
-            paths = ", ".join(dict.fromkeys(own[0].path for own in self.rewards.values() if own))
+            paths = ", ".join(dict.fromkeys(own.path for own in self.rewards.values() if own))
             if not self._has_graded and paths:
                 raise UserError(
                     f"{paths}: running it fails, or takes more than a minute; its error stands "

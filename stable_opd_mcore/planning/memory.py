@@ -13,7 +13,7 @@ from stable_opd_mcore.config.training import Offloadable
 from stable_opd_mcore.planning.hardware import GIB
 from stable_opd_mcore.planning.job import Job
 from stable_opd_mcore.planning.model_size import ADAM_BYTES
-from stable_opd_mcore.planning.topology import MEMORY_SHARES
+from stable_opd_mcore.planning.topology import MEMORY_SHARES, WEIGHT_BUCKET_BYTES
 from stable_opd_mcore.planning.workspace import (
     backward_bytes,
     forward_bytes,
@@ -162,7 +162,7 @@ def _rollouts(job: Job, stage: int) -> Iterator[Component]:
     # Buckets of a publish and the tensor that is gathered for one (rollout/sglang/sync.py).
     embedding = student.head_rows * layout.tensor * student.architecture.hidden_size
     largest = job.element * embedding
-    buckets = 2 * max(rollout.sglang.bucket_mib * 2**20, largest)
+    buckets = 2 * max(WEIGHT_BUCKET_BYTES, largest)
     yield Component("weight sync buckets", buckets, ("rollout",), is_rehearsed=False)
     # Owners gather shards and join them; other stages receive the whole tensor.
     is_cut = layout.tensor > 1 and stage in (0, layout.pipeline - 1)

@@ -27,6 +27,7 @@ MEMORY_SHARES: dict[Placement, float] = {
     "disaggregated": 0.85,
     "external": 0.85,
 }
+WEIGHT_BUCKET_BYTES = 512 * 2**20  # of weights that are sent at once; the trainer holds two
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 WEIGHTS_SHARE = 0.5  # of a server's memory, at most; the rest is its KV cache
 
@@ -169,9 +170,7 @@ def derive_topology(
         servers = tuple(ServerPlace(n, *place) for n, place in enumerate(blocks))
         return Topology(nodes, gpus_per_node, 0, layout, placement, tensor, servers)
     shares = ranks_of_servers(count * max(1, server_nodes), layout.gradient_ranks)
-    first_gpu = 0
-    if not server_nodes:
-        first_gpu = gpus_per_node if sglang.first_gpu is None else sglang.first_gpu
+    first_gpu = 0 if server_nodes else gpus_per_node
     servers = tuple(
         ServerPlace(
             number=number,

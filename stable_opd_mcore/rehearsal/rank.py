@@ -28,6 +28,7 @@ from stable_opd_mcore.metrics import Metrics, Sum
 from stable_opd_mcore.models.weights import iter_hf_tensors
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.planning.job import PRIVILEGED_TOKENS
+from stable_opd_mcore.planning.topology import WEIGHT_BUCKET_BYTES
 from stable_opd_mcore.records import Prompt, Rollout, Sample, SampleFacts
 from stable_opd_mcore.rehearsal.fake_tensors import fake_tensors
 from stable_opd_mcore.rehearsal.fake_world import fake_world
@@ -180,9 +181,8 @@ class _Engine(RolloutEngine):
             for _ in iter_hf_tensors(self._chunks):
                 pass
             return
-        bucket_bytes = self._config.rollout.sglang.bucket_mib * 2**20
         dtype = torch.bfloat16 if self._config.train.precision == "bf16" else torch.float32
-        buckets = make_buckets(self._chunks, dtype, bucket_bytes, self._buffers)
+        buckets = make_buckets(self._chunks, dtype, WEIGHT_BUCKET_BYTES, self._buffers)
         self.published_bytes = sum(bucket.flat.numel() for bucket in buckets)
 
 

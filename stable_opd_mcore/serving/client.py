@@ -42,7 +42,6 @@ class SglangClient:
     url: str
     _: KW_ONLY
     api_key: str | None = None
-    request_timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:
         self.url = self.url.rstrip("/")
@@ -80,7 +79,7 @@ class SglangClient:
         http_process.py.
 
         Args:
-            timeout_seconds: of the whole exchange; None: `request_timeout_seconds`.
+            timeout_seconds: of the whole exchange; None: timeouts.REQUEST.
             delay_seconds: it is sent so much later, as `pause_seconds` says before an attempt.
 
         Raises (the future):
@@ -89,7 +88,7 @@ class SglangClient:
             RefusedRequest: any other 4xx.
             UserError: an id is outside the vocabulary; nothing is sent.
         """
-        seconds = timeout_seconds or self.request_timeout_seconds
+        seconds = timeout_seconds or timeouts.REQUEST
         return HTTP.submit("send", self.number, self.server, request, seconds, delay_seconds)
 
     def is_healthy(self, timeout_seconds: float = timeouts.PROBE) -> bool:
@@ -150,7 +149,7 @@ class SglangClient:
         """Send one request and return its JSON reply; a sentence is returned as str, "" as None.
 
         Args:
-            timeout_seconds: of the whole exchange; None: `request_timeout_seconds`.
+            timeout_seconds: of the whole exchange; None: timeouts.REQUEST.
             max_bytes: a longer reply is refused.
             attempts: how often the request is sent if it fails in a transient way; more than one
                 only for requests that may be repeated.

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stable_opd_mcore.host.network import gloo_settings
-from stable_opd_mcore.serving import timeouts
 
 PROGRAM = Path(__file__).with_name("launch_server.py")
 _KEY_VARIABLE = "STABLE_OPD_SGLANG_API_KEY"  # passes the key to the child; argv is public
@@ -48,8 +47,6 @@ class ServerOptions:
     gpus: tuple[int, ...] = ()  # local ids, one per tensor rank; unused on a CPU
     memory_share: float | None = None  # of the free GPU memory; None: SGLang's choice
     max_running_requests: int | None = None
-    startup_timeout_seconds: float = timeouts.START
-    request_timeout_seconds: float = 600.0
     arguments: tuple[str, ...] = ()  # further SGLang arguments
 
 

@@ -28,6 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.serving import timeouts
 from stable_opd_mcore.serving.client import RefusedRequest, ServerFailure, SglangClient
 from stable_opd_mcore.serving.command import ServerOptions, launch_command, server_environment
 
@@ -134,11 +135,7 @@ class SglangServer:
         return self._process is not None and self._process.poll() is None
 
     def client(self) -> SglangClient:
-        return SglangClient(
-            self.url,
-            api_key=self.api_key,
-            request_timeout_seconds=self.options.request_timeout_seconds,
-        )
+        return SglangClient(self.url, api_key=self.api_key)
 
     def start(self) -> None:
         """Launch the process without waiting for it to answer.
@@ -169,13 +166,13 @@ class SglangServer:
         """Block until the server answers; returns the seconds it took.
 
         Raises:
-            ServerStartError: it ended, `startup_timeout_seconds` passed, or `give_up()` is true.
+            ServerStartError: it ended, timeouts.START passed, or `give_up()` is true.
                 The server is then stopped.
         """
-        began, limit = time.monotonic(), self.options.startup_timeout_seconds
+        began = time.monotonic()
         with contextlib.closing(self.client()) as client:
             defect = await_answer(
-                client, limit, give_up, lambda: self.is_running and not self._has_no_port()
+                client, timeouts.START, give_up, lambda: self.is_running and not self._has_no_port()
             )
             if defect is None:
                 try:  # /flush_cache collects garbage: exclude what SGLang's imports created

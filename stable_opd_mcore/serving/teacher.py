@@ -32,9 +32,10 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from stable_opd_mcore.config.models import TEACHER_PATIENCE, TeacherConfig
+from stable_opd_mcore.config.models import TeacherConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.records import SequenceScores
+from stable_opd_mcore.serving import timeouts
 from stable_opd_mcore.serving.api_key import read_api_key
 from stable_opd_mcore.serving.client import (
     RefusedRequest,
@@ -97,7 +98,7 @@ class ServedTeacher:
     wanted: Callable[[int], Wanted] = lambda _: Wanted()  # of the step, counted as by `ask`
     # source of a prompt -> the key of its teacher in teacher.routes; not read without routes
     route_of: Mapping[str, str] = field(default_factory=dict[str, str])
-    patience_seconds: float = TEACHER_PATIENCE
+    patience_seconds: float = timeouts.TEACHER_PATIENCE
     progress: Callable[[], None] = lambda: None  # called from other threads after each answer
 
     def __post_init__(self) -> None:
@@ -240,8 +241,8 @@ class ServedTeacher:
                 asked.reply.set_exception(TeacherLost(self.lost))
 
     def _send(self, asked: _Asked, delay_seconds: float = 0.0) -> None:
-        client, limit = asked.client, self.settings.request_timeout_seconds
-        sent = client.submit(asked.request, limit, delay_seconds)
+        client = asked.client
+        sent = client.submit(asked.request, timeouts.SCORE, delay_seconds)
         self.idle.count(client.url, 1)
         sent.add_done_callback(partial(self._receive, asked, client))
 

@@ -1,9 +1,14 @@
-"""For how long a server may take, in seconds, where no setting of rollout.sglang says so.
+"""For how long a server may take, in seconds.
 
 Of a whole request, unless a line says otherwise. Not here: pauses between attempts (client.py).
 """
 
 START = 1800.0  # until a server answers; where its caches are empty it compiles kernels
+REQUEST = 1800.0  # a response, and whatever no other line names
+SCORE = 600.0  # a sequence's scores, by one replica of a teacher; then the next one is asked
+TEACHER_PATIENCE = 600.0  # in which a teacher whose replicas do not answer is asked again
+BUCKET = 600.0  # one bucket of weights; also until the process group of a publish has formed
+HEALTH_INTERVAL = 10.0  # between two health probes, each of which may take as long
 CONNECT = 10.0  # until a server has taken a connection
 SILENCE = 30  # until a machine whose kernel sends no TCP packets counts as unreachable
 PROBE = 15.0  # a health probe, for which SGLang draws one token: a second

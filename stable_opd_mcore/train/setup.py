@@ -163,10 +163,7 @@ def rewards_of(config: Config) -> Rewards:
     """The functions of the user's that judge rollouts, as `Grader` takes them."""
     named = {source_name(each): each.reward for each in config.data.sources if each.reward}
     given = {"": config.reward, **named}
-    return {
-        name: (reward.read(), reward.timeout_seconds) if reward.function else None
-        for name, reward in given.items()
-    }
+    return {name: reward.read() if reward.function else None for name, reward in given.items()}
 
 
 def models_text(config: Config) -> str:

@@ -47,7 +47,7 @@ def test_no_override_is_cut_at_a_hash(text):
         (f"train.steps={10**30}", "train.steps: 1e+30 is too large; at most 1e+09"),
         (f"train.seed={2**63}", "train.seed: 9.22337e+18 is too large"),
         ("rollout.samples_per_prompt=1000000", "Input should be less than or equal to 65536"),
-        ("teacher.request_timeout_seconds=1e300", "1e+300 is too large"),
+        ("fault.watchdog_minutes=1e300", "1e+300 is too large"),
         ("train.steps=many", "train.steps: Input should be a valid integer"),
         ("sampling.temperature=0", "sampling.temperature: Input should be greater than 0"),
         ("optimizer.lr=.inf", "optimizer.lr: Input should be a finite number"),

@@ -39,10 +39,6 @@ EXTERNAL = f"{SGLANG} rollout.sglang.placement=external"
             f"{COLOCATED} rollout.sglang.sync=distributed",
             "cannot hold one GPU twice, as trainer and as server; set sglang.sync=null",
         ),
-        (
-            f"{COLOCATED} rollout.sglang.first_gpu=4",
-            "sglang.first_gpu=4 with sglang.placement=colocated: .* set it to null",
-        ),
         ("rollout.sglang.port=65536", "sglang.port: Input should be less than or equal to 65535"),
     ],
 )

@@ -174,7 +174,7 @@ def rewarded(
     prompt = Prompt("s:1", "?", (1,), columns={"worth": 0.25})
     rollouts = [Rollout(prompt, 0, (5,), (0.0,), "stop", 0, text=text) for text in texts]
     function = read_user_function(f"{path}:reward", ("row", "response"))
-    with Grader(rewards={"": (function, timeout)}) as grader:
+    with Grader(timeout, rewards={"": function}) as grader:
         return [(r.reward, r.grading_failure) for r in grader.grade_rollouts(rollouts)]
 
 

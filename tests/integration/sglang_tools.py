@@ -30,13 +30,14 @@ needs_sglang = pytest.mark.skipif(
     not os.access(PYTHON, os.X_OK) and os.environ.get("CI") != "true",
     reason=f"no SGLang at {PYTHON}: `make sglang` installs it",
 )
+PROGRAM = "tests.integration.with_constants"
 VOCABULARY = 128
 SERVER_ARGUMENTS = ("--max-total-tokens", "8192")
 LARGER = (  # eight buckets of weights, so that a server can be killed during a sync
     "student.architecture.hidden_size=128",
     "student.architecture.intermediate_size=1024",
     "student.architecture.num_hidden_layers=4",
-    "rollout.sglang.bucket_mib=1",
+    "stable_opd_mcore.rollout.sglang.publisher.WEIGHT_BUCKET_BYTES=1048576",
 )
 
 
@@ -138,10 +139,14 @@ def train(directory: Path, name: str, *overrides: str, ranks: int = 1) -> Path:
 
 
 def training_command(directory: Path, name: str, *overrides: str, ranks: int = 1) -> list[str]:
-    """`stable-opd train configs/smoke_cpu.yaml` with SGLang rollouts, on one rank or several."""
+    """`stable-opd train configs/smoke_cpu.yaml` with SGLang rollouts, on one rank or several.
+
+    Args:
+        overrides: settings, and constants of the package as with_constants.py takes them.
+    """
     launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     return [
-        *(sys.executable, "-m", *(launcher if ranks > 1 else ()), "stable_opd_mcore", "train"),
+        *(sys.executable, "-m", *(launcher if ranks > 1 else ()), PROGRAM, "train"),
         *_settings(directory, name),
         "rollout.engine=sglang",
         "monitoring.tensorboard=false",
@@ -152,7 +157,7 @@ def training_command(directory: Path, name: str, *overrides: str, ranks: int = 1
 
 def serve(directory: Path, name: str, *overrides: str, at: Host | None = None) -> Process:
     """Start `stable-opd serve configs/smoke_cpu.yaml`, here or on the host `at`."""
-    command = [sys.executable, "-m", "stable_opd_mcore", "serve", *_settings(directory, name)]
+    command = [sys.executable, "-m", PROGRAM, "serve", *_settings(directory, name)]
     command += overrides
     return Process(command if at is None else at.command(*command), directory / f"{name}.output")
 

@@ -25,6 +25,7 @@ from stable_opd_mcore.models.routers import Routers
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
+from stable_opd_mcore.rollout.sglang import publisher
 from stable_opd_mcore.rollout.sglang.build import build_sglang_engine, write_model_config
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.serving.process import ServerOptions, SglangServer
@@ -129,7 +130,6 @@ def _publish(world: World, directory: str, name: str, url: str) -> None:
                     "urls": [url],
                     "api_key_file": f"{directory}/{name}/key",
                     "sync": METHODS[name],
-                    "bucket_mib": 1,
                 },
             },
         },
@@ -138,6 +138,7 @@ def _publish(world: World, directory: str, name: str, url: str) -> None:
     chunks = build_model(
         read_architecture(FAMILIES[name]), world, precision="fp32", trainable=False, seed=1
     )
+    publisher.WEIGHT_BUCKET_BYTES = 2**20
     engine = build_sglang_engine(config, world, chunks, None, VOCABULARY)
     engine.publish(0)
     with torch.no_grad():

@@ -35,9 +35,9 @@ def test_killed_and_stopped_servers_lose_no_step(tmp_path):
         f"train.steps={STEPS}",
         "sampling.max_new_tokens=150",
         "rollout.sglang.num_servers=2",
-        "rollout.sglang.max_restarts=5",
-        "rollout.sglang.health_interval_seconds=4",
-        "rollout.sglang.sync_timeout_seconds=30",
+        "stable_opd_mcore.rollout.sglang.fleet.MAX_RESTARTS=5",
+        "stable_opd_mcore.serving.timeouts.HEALTH_INTERVAL=4",
+        "stable_opd_mcore.serving.timeouts.BUCKET=30",
     )
     run = tmp_path / "faults"
     logs = [run / f"sglang/server_{number}.log" for number in range(2)]
@@ -76,14 +76,15 @@ def test_killed_and_stopped_servers_lose_no_step(tmp_path):
 
 def test_without_restarts_the_run_ends_clearly_and_resumes(tmp_path):
     settings = ("train.steps=4", "checkpoint.every=0")
-    command = training_command(tmp_path, "lost", *settings, "rollout.sglang.max_restarts=0")
+    no_restart = "stable_opd_mcore.rollout.sglang.fleet.MAX_RESTARTS=0"
+    command = training_command(tmp_path, "lost", *settings, no_restart)
     run = tmp_path / "lost"
     with Process(command, tmp_path / "output") as process:
         _await_step(process, run, 1)
         (server,) = servers_of(process.pid)
         os.killpg(server, signal.SIGKILL)
         assert process.wait() == 2
-        assert "error: server_0 failed and max_restarts is used up" in process.text
+        assert "error: server_0 failed after 0 restarts in 60 minutes" in process.text
         assert "Traceback" not in process.text
     done = len(rows(run))
     assert 1 <= done < 4

@@ -47,7 +47,7 @@ class Network:
             f"rollout.sglang.api_key_file={self.key_file}",
             f"train.steps={STEPS}",
             *LARGER,
-            "rollout.sglang.health_interval_seconds=3",
+            "stable_opd_mcore.serving.timeouts.HEALTH_INTERVAL=3",
             *overrides,
         )
 
@@ -103,7 +103,7 @@ def test_a_cable_pulled_out(tmp_path, network):
     for good: a clear error, and a checkpoint of all finished steps.
     """
     run = tmp_path / "cable"
-    settings = network.settings("checkpoint.every=0", "rollout.sglang.startup_timeout_seconds=4")
+    settings = network.settings("checkpoint.every=0", "stable_opd_mcore.serving.timeouts.START=4")
     command = training_command(tmp_path, "cable", *settings)
     log = network.logs[1]
     with Process(network.trainers[0].command(*command), tmp_path / "output") as process:

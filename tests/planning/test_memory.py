@@ -110,19 +110,19 @@ def test_where_everything_fits_the_largest_budget_is_a_ranks_share(tmp_path):
     assert not make_plan(config_7b(tmp_path), NODE, gpu="h100").any_micro_batch_fits
 
 
-def test_a_publish_gathers_the_embedding_and_its_buckets_hold_it(tmp_path):
+def test_a_publish_gathers_the_embedding_and_its_buckets_hold_it(tmp_path, monkeypatch):
     def held(*overrides: str) -> dict[str, float]:
         config = config_7b(tmp_path, "rollout.engine=sglang", *overrides)
         return components(make_plan(config, NODE))
 
     embedding, name = 2 * 152064 * 3584, "weight sync: embedding, whole"
-    assert held()["weight sync buckets"] == 2 * embedding  # more than rollout.sglang.bucket_mib
+    assert held()["weight sync buckets"] == 2 * embedding  # more than WEIGHT_BUCKET_BYTES
     assert held()[name] == 2 * embedding  # shards, and joined
     one_rank = ("parallel.tensor=1", "parallel.sequence=false")
     assert name not in held(*one_rank)
     assert held(*one_rank, "parallel.pipeline=2")[name] == embedding  # of another stage
-    buckets = held("rollout.sglang.bucket_mib=2048")["weight sync buckets"]
-    assert buckets == 2 * 2048 * 2**20
+    monkeypatch.setattr(memory, "WEIGHT_BUCKET_BYTES", 2**31)
+    assert held()["weight sync buckets"] == 2 * 2**31
 
 
 def test_one_gpu_does_not_hold_a_7b_run(tmp_path):

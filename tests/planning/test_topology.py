@@ -121,8 +121,6 @@ def test_servers_on_the_trainers_machine_follow_its_gpus():
     settings = ("rollout.sglang.placement=disaggregated",)
     made = topology("7b", 1, 0, 4, *settings, spare_gpus=4)
     assert [server.gpus for server in made.servers] == [(4,), (5,), (6,), (7,)]
-    made = topology("7b", 1, 0, 4, *settings, "rollout.sglang.first_gpu=2", spare_gpus=4)
-    assert made.servers[0].gpus == (2,)
 
 
 NUMBER, TENSOR = "rollout.sglang.num_servers", "rollout.sglang.tensor"

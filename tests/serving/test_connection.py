@@ -38,7 +38,7 @@ def test_a_slow_reply_ends_at_the_requests_deadline():
     with raw_server(drip) as url:
         began = time.monotonic()
         with pytest.raises(ServerFailure, match="timeout"):
-            SglangClient(url, request_timeout_seconds=0.5).call("POST", "/generate", {})
+            SglangClient(url).call("POST", "/generate", {}, 0.5)
         assert time.monotonic() - began < 3
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from stable_opd_mcore.serving import process as process_module
+from stable_opd_mcore.serving import timeouts
 from stable_opd_mcore.serving.process import (
     ServerOptions,
     ServerStartError,
@@ -56,7 +57,7 @@ def test_a_server_that_ends_is_named_with_the_end_of_its_log(tmp_path, monkeypat
 def test_a_server_whose_port_was_taken_is_not_waited_for(tmp_path):
     """SGLang says so in its log and goes on running."""
     taken = "[Errno 98] error while attempting to bind on address ('127.0.0.1', 1): in use"
-    server = server_of(tmp_path, f'echo "{taken}"\nexec sleep 600', startup_timeout_seconds=50)
+    server = server_of(tmp_path, f'echo "{taken}"\nexec sleep 600')
     server.start()
     with pytest.raises(ServerStartError, match=r"ended; (?s:.*)Errno 98"):
         server.wait_until_healthy()
@@ -76,8 +77,9 @@ def test_a_free_port_is_not_one_of_the_kernels(
     assert max(ports) <= allowed[1]
 
 
-def test_a_server_that_does_not_answer_in_time_is_stopped(tmp_path):
-    server = server_of(tmp_path, "exec sleep 600", startup_timeout_seconds=0.1)
+def test_a_server_that_does_not_answer_in_time_is_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(timeouts, "START", 0.1)
+    server = server_of(tmp_path, "exec sleep 600")
     server.start()
     with pytest.raises(ServerStartError, match=r"did not answer in 0\.1 s"):
         server.wait_until_healthy()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from stable_opd_mcore.config.schema import TeacherConfig
+from stable_opd_mcore.serving import timeouts
 from stable_opd_mcore.serving.process import free_port
 from stable_opd_mcore.serving.teacher import ServedTeacher, TeacherLost, Wanted
 from tests.serving.fake_teacher import fake_teacher
@@ -22,8 +23,8 @@ def absent() -> str:
     return f"http://127.0.0.1:{free_port('127.0.0.1')}"
 
 
-def served_by(*urls: str, seconds: float = 600.0, **options: Any) -> ServedTeacher:
-    settings = TeacherConfig(engine="sglang", urls=urls, request_timeout_seconds=seconds)
+def served_by(*urls: str, **options: Any) -> ServedTeacher:
+    settings = TeacherConfig(engine="sglang", urls=urls)
     return ServedTeacher(settings, vocab_size=VOCABULARY, temperature=1.0, **options)
 
 
@@ -105,11 +106,12 @@ def test_the_first_lost_request_ends_the_wait_for_those_that_hang():
         never.set()
 
 
-def test_each_replica_is_tried_before_the_teacher_is_lost(absent):
+def test_each_replica_is_tried_before_the_teacher_is_lost(monkeypatch, absent):
     """One never replies, four refuse connections, the last one answers."""
+    monkeypatch.setattr(timeouts, "SCORE", 0.5)
     never = threading.Event()
     with fake_teacher(lambda _: never.wait(30)) as (silent, _), fake_teacher() as (good, asked):
-        teacher = served_by(silent, *[absent] * 4, good, seconds=0.5, patience_seconds=0.0)
+        teacher = served_by(silent, *[absent] * 4, good, patience_seconds=0.0)
         scores = teacher.wait(ask(teacher, 6))
         assert None not in scores
         assert (len(asked), teacher.lost) == (6, None)

@@ -107,9 +107,9 @@ def check_memory(
 def wires(options: Options) -> list[Wire]:
     tensor = TensorTransport(TIMEOUT_SECONDS)
     if not options.on_gpu:
-        gloo = DistributedTransport(TIMEOUT_SECONDS, None, "gloo")
+        gloo = DistributedTransport(TIMEOUT_SECONDS, "gloo")
         return [Wire("shared memory", tensor, "cpu"), Wire("gloo", gloo, "cpu")]
     several = torch.cuda.device_count() > 1
     missing = "" if several else "one GPU: NCCL refuses it twice in one group"
-    nccl = DistributedTransport(TIMEOUT_SECONDS, None, "nccl")
+    nccl = DistributedTransport(TIMEOUT_SECONDS, "nccl")
     return [Wire("CUDA IPC", tensor, "cuda:0"), Wire("NCCL", nccl, "cuda:1", missing)]

@@ -45,7 +45,7 @@ def run(record: Record, options: Options) -> None:
         return
     if options.on_gpu:
         apart = served_config(
-            options, "disaggregated", placement="disaggregated", sync="distributed", first_gpu=1
+            options, "disaggregated", placement="disaggregated", sync="distributed"
         )
         record_run(record, apart, train(apart))
 

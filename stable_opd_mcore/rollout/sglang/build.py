@@ -39,6 +39,7 @@ from stable_opd_mcore.rollout.sglang.transports import (
     TensorTransport,
     Transport,
 )
+from stable_opd_mcore.serving import timeouts
 from stable_opd_mcore.serving.api_key import read_api_key
 from stable_opd_mcore.serving.client import SglangClient
 from stable_opd_mcore.serving.http_process import HTTP
@@ -78,7 +79,7 @@ def build_sglang_engine(
     topology = run_topology(config, architecture, world)
     memory = memory or DeviceMemory()
     members = _members(config, architecture, world, folder, topology)
-    fleet = Fleet(members, events, config.rollout.sglang, stop_requested, progress)
+    fleet = Fleet(members, events, stop_requested, progress)
     if config.is_colocated:
         memory.lend(fleet.release_memory)
     if tokenizer is not None and members:
@@ -129,8 +130,6 @@ def server_options(
         memory_saver=is_colocated,
         gpus=gpus,
         memory_share=MEMORY_SHARES["colocated"] if is_colocated else None,
-        startup_timeout_seconds=sglang.startup_timeout_seconds,
-        request_timeout_seconds=sglang.request_timeout_seconds,
         arguments=(
             *sglang.arguments,
             *(["--enable-return-routed-experts"] if config.rollout.routing_replay else []),
@@ -188,8 +187,7 @@ def _members(
     members = []
     for place in places:
         url, api_key = addresses[place.name]
-        timeout = sglang.request_timeout_seconds
-        client = SglangClient(url, api_key=api_key, request_timeout_seconds=timeout)
+        client = SglangClient(url, api_key=api_key)
         leaders = len(place.data_ranks)
         server = own.get(place.name)
         members.append(Member(place.name, client, server, topology.tensor, leaders=leaders))
@@ -201,7 +199,7 @@ def _transport(
 ) -> Transport | None:
     """How this rank sends weights; None if it sends none."""
     sglang = config.rollout.sglang
-    timeout = sglang.sync_timeout_seconds
+    timeout = timeouts.BUCKET
     if sglang.transport == "tensor":
         return TensorTransport(timeout, world.model_group, _sources(world, topology))
     if world.rank != 0:
@@ -209,7 +207,7 @@ def _transport(
     if sglang.transport == "disk":
         return DiskTransport(timeout, folder / "weights", model_config(architecture))
     backend = "nccl" if world.device.type == "cuda" else "gloo"
-    return DistributedTransport(timeout, sglang.sync_host, backend)
+    return DistributedTransport(timeout, backend)
 
 
 def _sources(world: World, topology: Topology) -> dict[str, list[int]]:

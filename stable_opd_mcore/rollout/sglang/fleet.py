@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from stable_opd_mcore.config.rollouts import SglangConfig
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.serving import timeouts
@@ -32,7 +31,8 @@ from stable_opd_mcore.serving.process import (
 )
 
 _MAX_MISSED_PROBES = 2
-RESTART_WINDOW_MINUTES = 60.0  # over which max_restarts counts
+MAX_RESTARTS = 3  # of the servers of one data-parallel rank within RESTART_WINDOW_MINUTES
+RESTART_WINDOW_MINUTES = 60.0
 
 
 @dataclass
@@ -77,7 +77,6 @@ class Fleet:
 
     members: Sequence[Member]
     events: EventLog
-    settings: SglangConfig
     # whether the run is about to end; then no member is waited for
     stop_requested: Callable[[], bool] = lambda: False
     progress: Callable[[], None] = lambda: None  # called by worker threads: an accepted answer
@@ -93,7 +92,7 @@ class Fleet:
 
     @property
     def is_restarting(self) -> bool:
-        """Whether a server of this run is being restarted; `max_restarts` bounds how often."""
+        """Whether a server of this run is being restarted; MAX_RESTARTS bounds how often."""
         with self._lock:  # a thread that takes a server out of use has decided
             return any(m.state == "restarting" and m.server is not None for m in self.members)
 
@@ -131,9 +130,8 @@ class Fleet:
             else:
                 member.server.stop()
                 self.lose(
-                    f"{member.name} failed and max_restarts is used up: "
-                    f"{self.settings.max_restarts} in {RESTART_WINDOW_MINUTES:g} "
-                    f"minutes ({reason})"
+                    f"{member.name} failed after {MAX_RESTARTS} restarts in "
+                    f"{RESTART_WINDOW_MINUTES:g} minutes, which is the limit ({reason})"
                 )
 
     def lose(self, reason: str) -> None:
@@ -199,8 +197,7 @@ class Fleet:
             if member.server is not None:
                 member.server.wait_until_healthy(self.stop_requested)
             else:
-                limit = self.settings.startup_timeout_seconds
-                defect = await_answer(member.client, limit, self.stop_requested)
+                defect = await_answer(member.client, timeouts.START, self.stop_requested)
                 if defect is not None:
                     raise ServerStartError(f"{member.client.url} {defect}")
             check_release(member.client.release(), member.client.url)
@@ -221,11 +218,11 @@ class Fleet:
             member.has_answered, member.missed_probes = False, 0
 
     def _may_restart(self) -> bool:
-        """Whether fewer than max_restarts restarts lie in the window that ends now."""
+        """Whether fewer than MAX_RESTARTS restarts lie in the window that ends now."""
         begin = time.monotonic() - 60 * RESTART_WINDOW_MINUTES
         while self._restarts and self._restarts[0] < begin:
             self._restarts.popleft()
-        return len(self._restarts) < self.settings.max_restarts
+        return len(self._restarts) < MAX_RESTARTS
 
     def _restart(self, member: Member, server: SglangServer) -> None:
         """End the server and start it again; without a start the fleet is lost."""
@@ -233,7 +230,7 @@ class Fleet:
         if self._stopped.is_set():
             return
         self._restarts.append(time.monotonic())
-        detail = f"{len(self._restarts)} of {self.settings.max_restarts}"
+        detail = f"{len(self._restarts)} of {MAX_RESTARTS}"
         minutes = f"{RESTART_WINDOW_MINUTES:g} minutes"
         self.events.add("restart", member.name, f"{detail} in {minutes}")
         try:
@@ -251,7 +248,7 @@ class Fleet:
 
     def _watch(self) -> None:
         """Fail members that do not answer any more."""
-        interval = self.settings.health_interval_seconds
+        interval = timeouts.HEALTH_INTERVAL
         while not self._stopped.wait(interval):
             if not any(member.in_flight for member in self.members):
                 continue

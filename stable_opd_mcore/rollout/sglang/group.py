@@ -26,7 +26,6 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.host.network import address_towards
 from stable_opd_mcore.rollout.sglang.transports import (
     GROUP_LOST,
@@ -45,28 +44,16 @@ _GRACE_SECONDS = 5.0
 _CONNECT_SECONDS = 1.0
 
 
-def listen(host: str | None, urls: Sequence[str]) -> socket.socket:
-    """A socket that listens on `host`, or for None on this machine's address towards the servers.
+def listen(urls: Sequence[str]) -> socket.socket:
+    """A socket on this machine's address towards the servers, if possible towards one on another
+    machine.
 
     Raises:
-        ConfigError: `host` is not an address of this machine.
         OSError: there is no route to a server, or its name is unknown.
     """
-    if host is None:
-        return socket.create_server((_address_towards(urls), 0))
-    try:
-        return socket.create_server((host, 0))
-    except OSError as error:
-        raise ConfigError(
-            f"rollout.sglang.sync_host={host}: {error.strerror}; give the trainer's own address "
-            "as the servers see it, or null to find it"
-        ) from error
-
-
-def _address_towards(urls: Sequence[str]) -> str:
-    """This machine's address towards the servers, if possible towards one on another machine."""
     addresses = [address_towards(urlsplit(url).hostname or url) for url in urls]
-    return next((a for a in addresses if not ipaddress.ip_address(a).is_loopback), addresses[0])
+    outside = (a for a in addresses if not ipaddress.ip_address(a).is_loopback)
+    return socket.create_server((next(outside, addresses[0]), 0))
 
 
 def prepare_nccl(config: Config) -> None:
@@ -154,13 +141,11 @@ class DistributedTransport(Transport):
 
     Args:
         timeout_seconds: for the group to form, and for each bucket.
-        host: this machine's address as the servers see it; None: found from the routes to them.
     """
 
-    def __init__(self, timeout_seconds: float, host: str | None, backend: str) -> None:
+    def __init__(self, timeout_seconds: float, backend: str) -> None:
         super().__init__(timeout_seconds)
         self._grace_seconds = _GRACE_SECONDS  # without one member no broadcast ends
-        self._host = host
         self._backend = backend
         self._group: dist.ProcessGroup | None = None
         self._store: GroupStore | None = None
@@ -220,7 +205,7 @@ class DistributedTransport(Transport):
         # random, because an external server may still hold a group of an earlier run
         self._label = f"stable-opd-{label}-{secrets.token_hex(4)}"
         try:
-            listener = listen(self._host, [target.client.url for target in self._targets])
+            listener = listen([target.client.url for target in self._targets])
         except OSError as error:
             self._break(f"no route to the servers: {error}")
             return

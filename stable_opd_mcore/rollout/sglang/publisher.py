@@ -15,7 +15,7 @@ from torch.nn import Module
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World, gather_objects
-from stable_opd_mcore.planning.topology import server_dtype
+from stable_opd_mcore.planning.topology import WEIGHT_BUCKET_BYTES, server_dtype
 from stable_opd_mcore.rollout.sglang.fleet import (
     Fleet,
     Member,
@@ -112,7 +112,7 @@ class Publisher:
                 version=version,
                 label=f"{version}-{self._num_publishes}",
                 dtype=getattr(torch, server_dtype(self.config)),
-                bucket_bytes=self.config.rollout.sglang.bucket_mib * 2**20,
+                bucket_bytes=WEIGHT_BUCKET_BYTES,
             )
             outcome |= dict.fromkeys(result.verified) | result.failed
             num_bytes += result.num_bytes

@@ -56,7 +56,7 @@ def serve(config: Config, *, teacher: bool, tell: Callable[[str], None]) -> None
     with ExitStack() as stack:
         servers = []
         for number in range(count):
-            gpus = server_gpus(sglang.first_gpu or 0, number, tensor)
+            gpus = server_gpus(0, number, tensor)
             options = server_options(
                 config, model, number, gpus, tensor, device, dummy_weights=not teacher
             )
@@ -89,7 +89,7 @@ def _servers_here(config: Config, model: Path) -> tuple[int, int, str]:
     if not torch.cuda.is_available():
         count, tensor = machine_servers(config, architecture, 0, None, "disaggregated")
         return count, tensor, "cpu"
-    gpus = torch.cuda.device_count() - (config.rollout.sglang.first_gpu or 0)
+    gpus = torch.cuda.device_count()
     memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB
     count, tensor = machine_servers(config, architecture, gpus, memory_gib, "disaggregated")
     return count, tensor, "cuda"

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from stable_opd_mcore.config.rollouts import SglangConfig
 from stable_opd_mcore.metrics import Sum
 from stable_opd_mcore.records import Routing, Sampling, Segment, SequenceScores
 from stable_opd_mcore.rollout.sglang import dispatch
@@ -118,7 +117,7 @@ def fleet_over(directory: Path, *clients: Drawing, **settings: Any) -> Fleet:
         Member(f"server_{n}", client, None, state="ready")  # type: ignore[arg-type]
         for n, client in enumerate(clients)
     ]
-    return Fleet(members, EventLog(directory / "events.jsonl"), SglangConfig(), **settings)
+    return Fleet(members, EventLog(directory / "events.jsonl"), **settings)
 
 
 def jobs_of(

@@ -55,7 +55,7 @@ def engine_of(
     )
     chunks = build_model(read_architecture(fields), world, precision="fp32", trainable=False)
     member: Any = Member("server_0", cast(Any, client), None, state="needs_weights")
-    fleet = Fleet([member], EventLog(directory / "events.jsonl"), config.rollout.sglang)
+    fleet = Fleet([member], EventLog(directory / "events.jsonl"))
     engine = SglangEngine(config, world, chunks, fleet, None, 32, DeviceMemory())
     sent: list[int] = []
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import stable_opd_mcore.rollout.sglang.fleet as fleet_module
-from stable_opd_mcore.config.rollouts import SglangConfig
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, ServerStatus, one_per_server
+from stable_opd_mcore.serving import timeouts
 from stable_opd_mcore.serving.client import SglangClient
 from stable_opd_mcore.serving.process import (
     ServerOptions,
@@ -49,7 +49,6 @@ def test_a_requested_stop_ends_waiting_for_a_server(member, tmp_path):
     fleet = Fleet(
         [member(tmp_path)],
         EventLog(tmp_path / "events.jsonl"),
-        SglangConfig(health_interval_seconds=1),
         stop_requested=lambda: next(requested),
     )
     fleet.start()
@@ -82,7 +81,7 @@ class SlowToEnd:
 def failing(path: Path, server: SlowToEnd) -> tuple[Fleet, threading.Thread]:
     """A fleet whose only server another thread ends, as that of the health probes does."""
     member: Any = Member("server_0", SglangClient("http://127.0.0.1:9"), server)  # type: ignore[arg-type]
-    fleet = Fleet([member], EventLog(path / "events.jsonl"), SglangConfig(max_restarts=1))
+    fleet = Fleet([member], EventLog(path / "events.jsonl"))
     thread = threading.Thread(target=fleet.fail, args=(member_in_use(member), "hung"), daemon=True)
     thread.start()
     assert server.ending.wait(30)
@@ -126,16 +125,15 @@ def test_restarts_are_counted_in_a_window_of_time(tmp_path, monkeypatch):
     """Two failures further apart than the window, then one at once after the second."""
     member = silent_owned(tmp_path)
     monkeypatch.setattr(fleet_module, "RESTART_WINDOW_MINUTES", 0.5 / 60)
-    settings = SglangConfig(max_restarts=1)
-    fleet = Fleet([member], EventLog(tmp_path / "events.jsonl"), settings)
+    monkeypatch.setattr(fleet_module, "MAX_RESTARTS", 1)
+    fleet = Fleet([member], EventLog(tmp_path / "events.jsonl"))
     fleet.fail(member_in_use(member), "first")
     time.sleep(0.6)
     fleet.fail(member_in_use(member), "second")
     assert fleet.lost is None
     fleet.fail(member_in_use(member), "third")
-    assert (
-        fleet.lost == "server_0 failed and max_restarts is used up: 1 in 0.00833333 minutes (third)"
-    )
+    limit = "server_0 failed after 1 restarts in 0.00833333 minutes, which is the limit (third)"
+    assert fleet.lost == limit
     fleet.stop()
 
 
@@ -149,8 +147,7 @@ def fleet_of(path: Path, *urls: str) -> Fleet:
     members = [
         Member(f"server_{n}", SglangClient(u), None, state="ready") for n, u in enumerate(urls)
     ]
-    settings = SglangConfig(max_restarts=0, startup_timeout_seconds=0.1)
-    return Fleet(members, EventLog(path / "events.jsonl"), settings)
+    return Fleet(members, EventLog(path / "events.jsonl"))
 
 
 def test_a_server_is_restarted_also_when_no_event_can_be_written(tmp_path, caplog):
@@ -173,8 +170,9 @@ def test_too_old_a_release_is_refused_before_any_weights(tmp_path):
     assert "install 0.5.23 where rollout.sglang.python points" in str(fleet.lost)
 
 
-def test_the_gpu_is_given_to_the_trainer_and_back(tmp_path):
+def test_the_gpu_is_given_to_the_trainer_and_back(tmp_path, monkeypatch):
     """Weights are sent again afterwards. A server that does not release its memory has failed."""
+    monkeypatch.setattr(timeouts, "START", 0.1)
     paths: list[str] = []
 
     def reply(request: Request) -> tuple[int, bytes]:
@@ -194,7 +192,7 @@ def test_the_gpu_is_given_to_the_trainer_and_back(tmp_path):
     assert other.lost is not None
 
 
-def test_probes_count_from_the_first_answer_on(tmp_path):
+def test_probes_count_from_the_first_answer_on(tmp_path, monkeypatch):
     """Before it a server may be compiling kernels; the request's own time-out ends the wait."""
     answers = iter([False] * 4 + [True] + [False] * 2)
 
@@ -208,8 +206,9 @@ def test_probes_count_from_the_first_answer_on(tmp_path):
 
     member = silent_owned(tmp_path)
     member.client, member.state, member.in_flight = Client(), "ready", 1  # type: ignore[assignment]
-    settings = SglangConfig(health_interval_seconds=0.02, max_restarts=0)
-    fleet = Fleet([member], EventLog(tmp_path / "events.jsonl"), settings)
+    monkeypatch.setattr(timeouts, "HEALTH_INTERVAL", 0.02)
+    monkeypatch.setattr(fleet_module, "MAX_RESTARTS", 0)
+    fleet = Fleet([member], EventLog(tmp_path / "events.jsonl"))
     fleet.watch()
     for _ in range(1500):
         if fleet.lost is not None:

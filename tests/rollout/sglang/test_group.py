@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.rollout.sglang import group
 from stable_opd_mcore.rollout.sglang.group import (
     DistributedTransport,
@@ -40,7 +39,7 @@ def test_the_trainer_is_rank_0_and_servers_follow_with_all_their_tensor_ranks(mo
     monkeypatch.setattr(group, "_CONNECT_SECONDS", 0.0)
     clients = [Refusing(), Refusing()]
     targets = [Target("a", clients[0], 2), Target("b", clients[1], 3)]  # type: ignore[arg-type]
-    transport = DistributedTransport(20.0, "127.0.0.1", "gloo")
+    transport = DistributedTransport(20.0, "gloo")
     transport.open(targets, "7-1")
     bodies = [body for client in clients for _, body in client.sent]
     assert [path for client in clients for path, _ in client.sent] == [
@@ -66,7 +65,7 @@ def test_servers_without_a_route_are_recorded(monkeypatch):
 
     monkeypatch.setattr(group, "address_towards", no_route)
     client = Refusing()
-    transport = DistributedTransport(20.0, None, "gloo")
+    transport = DistributedTransport(20.0, "gloo")
     transport.open([Target("a", client, 1)], "0")  # type: ignore[arg-type]
     assert client.sent == []
     assert transport.failed["a"].endswith("no route to the servers: no route to 127.0.0.1")
@@ -77,16 +76,14 @@ def test_the_trainer_listens_where_servers_on_other_machines_reach_it(monkeypatc
     monkeypatch.setattr(group, "address_towards", addresses.__getitem__)
     is_loopback = lambda address: SimpleNamespace(is_loopback=address == "127.0.0.2")  # noqa: E731
     monkeypatch.setattr(group, "ipaddress", SimpleNamespace(ip_address=is_loopback))
-    with listen(None, ["http://localhost:1", "http://other:1"]) as listener:
+    with listen(["http://localhost:1", "http://other:1"]) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
-    with listen(None, ["http://localhost:1"]) as listener:
+    with listen(["http://localhost:1"]) as listener:
         assert listener.getsockname()[0] == "127.0.0.2"
-    with pytest.raises(ConfigError, match=r"sync_host=192.0.2.1: .* own address as the servers"):
-        listen("192.0.2.1", [])  # RFC 5737: no machine has it
 
 
 def test_a_closed_store_ends_the_wait_for_a_rank_that_never_joins():
-    store = GroupStore(listen("127.0.0.1", []), 2, 600.0)
+    store = GroupStore(listen(["http://127.0.0.1:1"]), 2, 600.0)
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(store.client.wait, ["rank 1"], timedelta(seconds=600))
         assert not waiting.done()

@@ -39,10 +39,10 @@ def publish_on_two_ranks(rank: int, _: int, urls: list[str], method: str, folder
         Member(f"server_{n}", SglangClient(urls[n]), own, state="needs_weights") for n in mine
     ]
     events = EventLog(Path(folder) / "events.jsonl")
-    fleet = Fleet(members, events, config.rollout.sglang)
+    fleet = Fleet(members, events)
     transport: Any = TensorTransport(60.0, world.model_group, {})
     if method == "distributed":
-        transport = DistributedTransport(60.0, "127.0.0.1", "gloo") if rank == 0 else None
+        transport = DistributedTransport(60.0, "gloo") if rank == 0 else None
     publisher = Publisher(config, world, chunks, fleet, transport, DeviceMemory())
     for version in range(2):
         if rank == 1:

@@ -73,7 +73,7 @@ def test_a_small_models_bucket_is_as_large_as_the_model(chunks):
 
 def transport_of(method: str, tmp_path):
     if method == "distributed":
-        return DistributedTransport(60.0, "127.0.0.1", "gloo")
+        return DistributedTransport(60.0, "gloo")
     return TensorTransport(60.0) if method == "tensor" else DiskTransport(60.0, tmp_path, {})
 
 
@@ -154,7 +154,7 @@ def test_the_sender_does_not_wait_for_a_server_that_refused(chunks, monkeypatch,
         return join_group(*arguments)
 
     monkeypatch.setattr(group, "join_group", join_late)
-    transport = DistributedTransport(60.0, None, "gloo")
+    transport = DistributedTransport(60.0, "gloo")
     with receiver(FIELDS) as receives, receiver(FIELDS, fault=f"refuses {step}") as refuses:
         began = time.monotonic()
         outcome = publish(chunks, transport, [receives, refuses], 0)
@@ -170,7 +170,7 @@ def test_a_call_that_blocks_in_nccl_is_abandoned_at_the_deadline(chunks, monkeyp
     monkeypatch.setattr(group, call, lambda *_: threading.Event().wait())
     monkeypatch.setattr(group, "_GRACE_SECONDS", 0.1)
     monkeypatch.setattr(group, "_CONNECT_SECONDS", 0.1)
-    transport = DistributedTransport(1.0, None, "gloo")
+    transport = DistributedTransport(1.0, "gloo")
     with receiver(FIELDS) as waits, receiver(FIELDS) as later:
         outcome = publish(chunks, transport, [waits], 0)
         assert outcome.verified == ()
@@ -197,7 +197,7 @@ def test_nccl_is_prepared_where_weights_travel_through_it(monkeypatch, tmp_path,
 
 def test_a_started_again_member_costs_no_other_member_its_weights(chunks):
     """The other one needs a while to leave the old group; its client stays open meanwhile."""
-    transport = DistributedTransport(60.0, None, "gloo")
+    transport = DistributedTransport(60.0, "gloo")
     with receiver(FIELDS, fault="leaves slowly") as url:
         stays = SglangClient(url)
         for version in range(2):

@@ -125,7 +125,7 @@ def test_a_source_s_reward_judges_no_held_out_problem_of_a_file_of_the_same_name
     function = read_user_function(f"{own}:reward", ("row", "response"))
     prompt = Prompt("math.jsonl:1", "1+2", (1,), "3", answer_format="bracket")
     engine, once = Draws(0), SimpleNamespace(num_samples=1)
-    with Grader(rewards={"math.jsonl": (function, 10.0)}) as grader:
+    with Grader(rewards={"math.jsonl": function}) as grader:
         trained = [replace(prompt, columns={"worth": 0.25})]
         (rollout,) = drawing.graded(
             grader, run.world, trained, engine.generate(trained, once, step=0)
