@@ -29,7 +29,6 @@ import orjson
 import psutil
 import torch
 
-from stable_opd_mcore.config.rollouts import SglangConfig
 from stable_opd_mcore.records import Prompt, Sampling
 from stable_opd_mcore.rollout.sglang.dispatch import Dispatcher
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
@@ -182,7 +181,7 @@ def drawn(
         ]
         assert members[0].client.is_healthy()
         log = Path(folder) / "events.jsonl"
-        fleet = Fleet(members, EventLog(log), SglangConfig())
+        fleet = Fleet(members, EventLog(log))
         dispatcher, child, here = Dispatcher(fleet), child_seconds(), time.process_time()
         began = time.perf_counter()
         jobs = [Job(request, lambda *_: True, [Answer()], 0) for request in requests]

@@ -89,9 +89,10 @@ def _parse_override(override: str) -> DictConfig:
     """The override as settings; what YAML would drop as a comment (" # ...") makes it text."""
     key, _, value = override.partition("=")
     try:
-        ends = [
+        tokens: Any = yaml.scan(value)  # without types
+        ends: list[int] = [
             token.end_mark.index
-            for token in yaml.scan(value)
+            for token in tokens
             if token.start_mark.index < token.end_mark.index
         ]
         if value[max(ends, default=0) :].strip():
