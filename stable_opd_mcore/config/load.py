@@ -89,10 +89,9 @@ def _parse_override(override: str) -> DictConfig:
     """The override as settings; what YAML would drop as a comment (" # ...") makes it text."""
     key, _, value = override.partition("=")
     try:
-        tokens: Any = yaml.scan(value)  # without types
         ends: list[int] = [
             token.end_mark.index
-            for token in tokens
+            for token in cast("Any", yaml).scan(value)
             if token.start_mark.index < token.end_mark.index
         ]
         if value[max(ends, default=0) :].strip():

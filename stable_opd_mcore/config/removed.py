@@ -71,11 +71,13 @@ REMOVED: dict[str, Removed] = {
     "train.moe_aux_loss_coeff": Removed(
         (0.0,), "drop it: balancing a student's experts left its KL to the teacher as it was"
     ),
-    "rollout.sglang.first_gpu": Removed((None,), "drop it, and set CUDA_VISIBLE_DEVICES"),
+    "rollout.sglang.first_gpu": Removed((None, 1), "drop it, and set CUDA_VISIBLE_DEVICES"),
     "rollout.sglang.health_interval_seconds": _constant(10),
     "rollout.sglang.max_restarts": _constant(3),
     "rollout.sglang.request_timeout_seconds": _constant(1800),
-    "rollout.sglang.startup_timeout_seconds": _constant(1800, 600),  # 600: the default until then
+    "rollout.sglang.startup_timeout_seconds": _constant(
+        1800, 600, 1200
+    ),  # a longer limit harms none
     "rollout.sglang.sync_host": Removed((None,), "drop it: the address is found from the routes"),
     "rollout.sglang.sync_timeout_seconds": _constant(600),
     "teacher.request_timeout_seconds": _constant(600),

@@ -47,6 +47,7 @@ class ServerOptions:
     gpus: tuple[int, ...] = ()  # local ids, one per tensor rank; unused on a CPU
     memory_share: float | None = None  # of the free GPU memory; None: SGLang's choice
     max_running_requests: int | None = None
+    startup_timeout_seconds: float | None = None  # None: timeouts.START
     arguments: tuple[str, ...] = ()  # further SGLang arguments
 
 

@@ -166,13 +166,14 @@ class SglangServer:
         """Block until the server answers; returns the seconds it took.
 
         Raises:
-            ServerStartError: it ended, timeouts.START passed, or `give_up()` is true.
+            ServerStartError: it ended, its time to start passed, or `give_up()` is true.
                 The server is then stopped.
         """
         began = time.monotonic()
+        limit = self.options.startup_timeout_seconds or timeouts.START
         with contextlib.closing(self.client()) as client:
             defect = await_answer(
-                client, timeouts.START, give_up, lambda: self.is_running and not self._has_no_port()
+                client, limit, give_up, lambda: self.is_running and not self._has_no_port()
             )
             if defect is None:
                 try:  # /flush_cache collects garbage: exclude what SGLang's imports created
