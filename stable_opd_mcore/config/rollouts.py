@@ -29,7 +29,7 @@ class SamplingConfig(Section):
     """With `horizon_start`: steps until responses may have `max_new_tokens`."""
 
     def budget(self, step: int) -> int:
-        """Longest response of the step that follows `step` finished ones: docs/method.md §1."""
+        """Longest response of the step that follows `step` finished ones: docs/method.md §3."""
         if self.horizon_start is None or self.horizon_steps is None:
             return self.max_new_tokens
         growth = self.max_new_tokens - self.horizon_start

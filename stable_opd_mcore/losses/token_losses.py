@@ -176,7 +176,11 @@ def from_teacher(rows: Rows, settings: AdvantageConfig) -> Tensor:
         )
     teacher, alpha = rows.teacher_logprob, settings.power
     own = rows.logprob.detach() if settings.policy == "present" else rows.old_logprob
-    advantage = teacher - own if alpha is None else (alpha * teacher).exp() - (alpha * own).exp()
+    advantage = teacher - own
+    if alpha is not None:
+        # The old probability of a stop class is derived (`Rows.of`), and can exceed 1.
+        teacher, own = teacher.clamp(max=0), own.clamp(max=0)
+        advantage = (alpha * teacher).exp() - (alpha * own).exp()
     if settings.log:
         advantage = advantage.sign() * advantage.abs().log1p()
     return _clamped(advantage, settings)

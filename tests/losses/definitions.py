@@ -125,8 +125,8 @@ def divergence(
 
 
 def with_tail(log_p_NK: Tensor) -> Tensor:
-    """With the log-probability of all tokens outside the support, at least log 1e-6."""
-    rest_N1 = (1 - log_p_NK.double().exp().sum(1, keepdim=True)).clamp(min=1e-6)
+    """With the log-probability of all tokens outside the support, at least log 1e-5."""
+    rest_N1 = (1 - log_p_NK.double().exp().sum(1, keepdim=True)).clamp(min=1e-5)
     return torch.cat([log_p_NK, rest_N1.log().to(log_p_NK.dtype)], dim=1)
 
 

@@ -8,7 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from stable_opd_mcore.losses import torch_ops
-from stable_opd_mcore.losses.leaves import support_kl
+from stable_opd_mcore.losses.leaves import TAIL_FLOOR, support_kl, with_tail
+from stable_opd_mcore.losses.output_head import Head
+from stable_opd_mcore.scoring.token_scores import score
 from tests.losses.test_fused import case_of, fused_in_blocks
 
 close = torch.testing.assert_close
@@ -24,6 +26,23 @@ def test_divergence_on_a_support():
         close(value, torch.tensor([kl]))
         (gradient,) = torch.autograd.grad(value.sum(), logits)
         close(gradient, torch.tensor([[2 / 3 * (gap - kl), 1 / 3 * (-gap - kl)]]))
+
+
+@pytest.mark.parametrize("top_k", [4, 32])
+def test_the_tail_of_a_support_is_what_the_other_columns_hold(top_k):
+    """Against sums of the other columns in float64, from far above the floor to far below it."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(400, 64, generator=generator)
+    support = logits.topk(top_k).indices
+    logits.scatter_add_(1, support, torch.linspace(0, 20, 400)[:, None].expand(-1, top_k))
+    targets = torch.zeros(400, dtype=torch.long)
+    scores = score(logits, Head(torch.eye(64), 0, 64), targets, temperature=1.0, top_k=top_k)
+    assert scores.topk_logprobs_NK is not None
+    outside = logits.double().log_softmax(1).scatter(1, support, -math.inf).logsumexp(1)
+    assert outside.min() < math.log(TAIL_FLOOR) - 2 < outside.max() - 2
+    expected = outside.clamp(min=math.log(TAIL_FLOOR))
+    found = with_tail(scores.topk_logprobs_NK)[:, -1]
+    close(found.double(), expected, rtol=0, atol=0.05)
 
 
 class Operations(TorchDispatchMode):

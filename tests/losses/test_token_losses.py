@@ -129,6 +129,24 @@ def test_opd_of_one_token(old, advantage, expected):
     assert returned.item() == pytest.approx(7 + 0.3 * ("control_variate" in advantage))
 
 
+@pytest.mark.parametrize("policy", ["rollout", "present"])
+@pytest.mark.parametrize("alpha", [0.1, 1.0, 3.0])
+def test_an_advantage_of_powers_is_at_most_1_whatever_the_stop_classes_were(policy, alpha):
+    """The share of a token in its stop class has changed since it was sampled."""
+    outcome, token, old = (
+        x.flatten() for x in torch.meshgrid(*3 * [of(1e-7, -1.0, -10.0, -300.0)], indexing="ij")
+    )
+    batch = replace(ON_POLICY, pg_weight_N=torch.ones(64), old_token_logprob_N=old)
+    rows = Rows.of(batch, outcome, token, teacher_logprob=outcome.flip(0))
+    assert rows.old_logprob.max() > 1
+    advantage = from_teacher(rows, AdvantageConfig(power=alpha, policy=policy))
+    assert advantage.abs().max() <= 1
+    proper = rows.old_logprob <= 0 if policy == "rollout" else outcome <= 0
+    own = rows.old_logprob if policy == "rollout" else outcome
+    expected = (alpha * rows.teacher_logprob).exp() - (alpha * own).exp()
+    close(advantage[proper], expected[proper], atol=1e-6, rtol=0)
+
+
 def test_rewards_with_and_without_the_teachers_advantage():
     rows = rows_of(of(-1.0), teacher_logprob=of(-3.0), given_advantage=of(-3.0))
     assert grpo(rows, settings_of()).loss.item() == 3

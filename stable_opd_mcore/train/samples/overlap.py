@@ -95,7 +95,7 @@ def _compare(
     """[2] for each metric: sum and count of its mean."""
     shared = overlap(*_top_tokens(student), *_top_tokens(teacher))
     assert student.logprob_N is not None and teacher.logprob_N is not None
-    trained_N = batch.pg_weight_N != 0
+    trained_N = (batch.pg_weight_N != 0) & ~batch.golden_N
     return {
         "overlap/ratio": _mean(shared.ratio_N, trained_N),
         "overlap/student_mass": _mean(shared.student_mass_N, trained_N),

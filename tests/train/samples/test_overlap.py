@@ -106,10 +106,13 @@ def test_where_no_row_is_trained_only_the_ends_of_rollouts_count():
         assert mean.count == (2 if key.startswith("stop/") else 0)
 
 
-def test_the_end_of_a_golden_solution_that_carries_the_policy_term_does_not_count():
+def test_golden_solutions_that_carry_the_policy_term_do_not_count():
     samples = [replace(sample, off_policy=True) for sample in SAMPLES]
-    (batch,) = pack(samples, weights_of(samples, pg=[False, True, False]), max_tokens=64)
+    (batch,) = pack(samples, weights_of(samples, pg=[True, True, True]), max_tokens=64)
     model = Listing([4, 7], [0.5, 0.3])
     found = overlap_metrics(pair_of(model, model), [batch], samples)
-    assert found["overlap/ratio"].count == 2
-    assert found["stop/student_mass"].count == 2
+    assert found == overlap_metrics(pair_of(model, model), batches_of(64), SAMPLES)
+    (batch,) = pack(samples, weights_of(samples, pg=[False, True, False]), max_tokens=64)
+    found = overlap_metrics(pair_of(model, model), [batch], samples)
+    for key, mean in found.items():
+        assert mean.count == (2 if key.startswith("stop/") else 0)

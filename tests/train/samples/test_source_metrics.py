@@ -58,6 +58,19 @@ def test_shares_accuracy_and_truncation_of_each_source_and_teacher():
     assert found.values_by_key()["source/code/weight_share"] == pytest.approx(0.04)
 
 
+@pytest.mark.parametrize(
+    ("aggregation", "share"),
+    [("sequence_mean", 0.75), ("token_mean", 0.75), ("constant", 3 * 2 / (3 * 2 + 48))],
+)
+def test_the_share_of_the_weight_is_the_sources_but_under_constant(aggregation, share):
+    """Means over rollouts of 2 tokens, with the weight 3, and of 48 tokens, with the weight 1."""
+    weighted = [SOURCES[0] | {"weight": 1.0}, SOURCES[1] | {"weight": 3.0}]
+    settings = {"normaliser": "per_source", "aggregation": aggregation}
+    config = make_config(data__train=weighted, teacher=TEACHER, **settings)
+    found = source_metrics(config, build_objective(config, (1,), (1,)), facts())
+    assert found.values_by_key()["source/code/weight_share"] == pytest.approx(share)
+
+
 def test_one_source_has_no_metrics_of_its_own():
     config = make_config()
     one = replace(facts(), source_B=None)
