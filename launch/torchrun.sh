@@ -33,7 +33,9 @@ launch=("$VENV/bin/python" -m torch.distributed.run --standalone --nproc-per-nod
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} CUDA_DEVICE_MAX_CONNECTIONS=1
 cd "$ROOT"
 if [ -n "${show:-}" ]; then
-  echo "${launch[@]}"
+  shown=(env --chdir="$ROOT" PYTHONPATH="$PYTHONPATH" CUDA_DEVICE_MAX_CONNECTIONS=1 "${launch[@]}")
+  printf '%q ' "${shown[@]}"
+  echo
   exit
 fi
 

@@ -15,6 +15,12 @@ ROOT=${ROOT:-${SLURM_SUBMIT_DIR:-$PWD}}
 cd "$ROOT"
 if [ "${1:-}" = --dry-run ]; then
   shift
-  show='echo'
+  show=yes
 fi
-${show:-} env PYTHONPATH="$ROOT" "${VENV:-$ROOT/.venv}/bin/python" -m stable_opd_mcore report "$@"
+report=(env --chdir="$ROOT" PYTHONPATH="$ROOT" "${VENV:-$ROOT/.venv}/bin/python" -m stable_opd_mcore report "$@")
+if [ -n "${show:-}" ]; then
+  printf '%q ' "${report[@]}"
+  echo
+else
+  "${report[@]}"
+fi

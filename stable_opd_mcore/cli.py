@@ -277,14 +277,21 @@ def plan(
 
     settings = load_config(config, overrides or [])
     from stable_opd_mcore.planning.job import default_work
-    from stable_opd_mcore.planning.plan import Cluster, layouts_table, make_plan, rank_layouts
+    from stable_opd_mcore.planning.plan import (
+        Cluster,
+        layouts_json,
+        layouts_table,
+        make_plan,
+        rank_layouts,
+    )
 
     if teacher_prompt_tokens and (settings.teacher is None or settings.teacher.prompt is None):
         raise UserError("--teacher-prompt-tokens is given, but the config has no teacher.prompt")
     cluster = Cluster(nodes, gpus_per_node, server_nodes)
     work = replace(default_work(settings), teacher_prompt_tokens=teacher_prompt_tokens)
     if layouts:
-        typer.echo(layouts_table(rank_layouts(settings, cluster, gpu, work)))
+        plans = rank_layouts(settings, cluster, gpu, work)
+        typer.echo(layouts_json(plans) if as_json else layouts_table(plans))
         return
     made = make_plan(settings, cluster, gpu, work)
     typer.echo(made.as_json() if as_json else made.table())

@@ -40,6 +40,11 @@ def parse_messages(
             raise DataError(f"{place} is {message!r:.60}; expected {{role: ..., content: ...}}")
         # Tables of several conversations write keys that a message lacks as null.
         given = {str(k): v for k, v in cast("Any", message).items() if v not in (None, [], {})}
+        if {"from", "value"} <= given.keys():
+            raise DataError(
+                f"{place} is in ShareGPT's form, with from and value; rename them to role and "
+                "content, human to user, and gpt to assistant"
+            )
         if more := given.keys() - {"role", "content"}:
             raise DataError(
                 f"{place} has {', '.join(sorted(more))}; only role and content are read, and tool "

@@ -194,7 +194,13 @@ def _is_absent(record: Record, column: str) -> bool:
 
 
 def _content(message: Record, where: str) -> str:
-    return _text({"content": None, **message}, "content", where, "message")
+    content = message.get("content")
+    if not isinstance(content, str | int | float | None) or isinstance(content, bool):
+        raise DataError(
+            f"{where}: content holds {type(content).__name__}, not text; write it as one text, "
+            "parts of a list joined, or remove the row"
+        )
+    return _text({"content": content}, "content", where, "message")
 
 
 def _text(record: Record, column: str, place: str, role: str) -> str:

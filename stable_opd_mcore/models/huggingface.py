@@ -89,6 +89,12 @@ def check_hf(path: str | Path, architecture: Architecture) -> list[str]:
         return checkpoint.unread()
 
 
+def stored_dtypes(path: str | Path) -> set[str]:
+    """The types of all tensors in the files of a directory, in safetensors' names."""
+    with _Checkpoint(Path(path)) as checkpoint:
+        return checkpoint.dtypes()
+
+
 def export_hf(
     chunks: Sequence[Module],
     directory: str | Path,
@@ -233,6 +239,9 @@ class _Checkpoint:
             return False
         starts = {block * max(0, rows - _ROWS) // (_BLOCKS - 1) for block in range(_BLOCKS)}
         return all(torch.equal(head[at : at + _ROWS], embedding[at : at + _ROWS]) for at in starts)
+
+    def dtypes(self) -> set[str]:
+        return {self._view(name).get_dtype() for name in self._file_of}
 
     def unread(self) -> list[str]:
         """Files of weights in the directory that hold none of the model's tensors."""

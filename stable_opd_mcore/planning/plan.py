@@ -169,6 +169,23 @@ def rank_layouts(
     return sorted(plans, key=lambda plan: (not plan.memory.fits, plan.seconds.total))
 
 
+def layouts_json(plans: list[Plan]) -> str:
+    """All plans in their order, one object."""
+    rows = [
+        {
+            "layout": asdict(plan.job.layout) | {"data": plan.job.layout.data},
+            "peak_gib": round(plan.memory.peak_bytes / GIB, 3),
+            "fits": plan.memory.fits,
+            "seconds_per_step": plan.seconds.total,
+            "tokens_per_gpu_second": plan.tokens_per_gpu_second,
+            "largest_micro_batch_tokens": plan.largest_micro_batch,
+            "any_micro_batch_fits": plan.any_micro_batch_fits,
+        }
+        for plan in plans
+    ]
+    return json.dumps({"layouts": rows}, indent=2)
+
+
 def layouts_table(plans: list[Plan], rows: int = 20) -> str:
     table = Table(title=f"the first {min(rows, len(plans))} of {len(plans)} layouts")
     for name in ("layout", "GiB", "fits", "s/step", "tokens/GPU/s", "largest micro-batch"):

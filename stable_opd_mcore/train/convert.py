@@ -1,5 +1,7 @@
 """Convert weights between Hugging Face and Megatron's distributed form, by the command line.
 
+In bf16 where all weights are, else in fp32, which also holds fp16 exactly.
+
 Runs on one process, or on a grid of ranks for models that one cannot hold. Not here: the table of
 names (models/tensors.py) or reading and writing (models/).
 """
@@ -12,7 +14,7 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import require_new_directory
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
-from stable_opd_mcore.models.huggingface import copy_tokenizer, export_hf, load_hf
+from stable_opd_mcore.models.huggingface import copy_tokenizer, export_hf, load_hf, stored_dtypes
 from stable_opd_mcore.models.megatron_checkpoint import is_megatron, load_weights, save_weights
 from stable_opd_mcore.parallel.world import start_world, stop_world
 
@@ -42,17 +44,20 @@ def convert(
         )
     architecture = read_architecture(source)
     dtype = architecture.source.get("dtype") or architecture.source.get("torch_dtype")
-    precision = "bf16" if dtype == "bfloat16" else "fp32"
+    # Of Hugging Face's form the files count: config.json may name another type than they have.
+    dtypes = {dtype} if is_megatron(source) else stored_dtypes(source)
+    precision = "bf16" if dtypes <= {"bfloat16", "BF16"} else "fp32"
     world = start_world(ParallelConfig(tensor=tensor, pipeline=pipeline), seed=0)
     chunks = build_model(architecture, world, precision=precision, trainable=False, seed=None)
     save_tokenizer = partial(copy_tokenizer, holder)
     if is_megatron(source):
         load_weights(chunks, source)
         export_hf(chunks, target, save_tokenizer=save_tokenizer)
-        done = "Megatron to Hugging Face"
+        done = f"Megatron to Hugging Face, in {precision}"
     else:
         load_hf(chunks, source)
         save_weights(chunks, target, save_tokenizer)
-        done = "Hugging Face to Megatron"
+        rounded = ", fp64 weights rounded to fp32" if "F64" in dtypes else ""
+        done = f"Hugging Face to Megatron, in {precision}{rounded}"
     stop_world()
     return done

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,19 @@ def test_a_dry_run_prints_commands_with_a_config_that_loads(path):
     config, overrides = command[start + 2], command[start + 3 :]
     assert overrides[:2] == ["train.steps=3", "run.name=x"]
     assert load_config(REPOSITORY / config, overrides[:2]).train.steps == 3
+
+
+ODD = ("data.system_prompt=Think first, then 'answer' in $5; ", 'run.name=a"b', "kl.beta=*", "x=\\")
+
+
+@pytest.mark.parametrize(
+    "path", [*BATCH, REPOSITORY / "launch" / "torchrun.sh"], ids=lambda path: path.name
+)
+def test_a_dry_run_prints_what_a_shell_reads_as_the_same_arguments(path):
+    command = ["train", "configs/smoke_cpu.yaml"] if path.name == "torchrun.sh" else []
+    printed = dry_run(path, *command, *ODD)
+    line = next(line for line in printed.splitlines() if "-m stable_opd_mcore" in line)
+    assert tuple(shlex.split(line)[-len(ODD) :]) == ODD
 
 
 def test_server_nodes_come_from_the_same_allocation(tmp_path):

@@ -72,6 +72,18 @@ def test_the_length_of_the_teachers_prompt_is_given_or_assumed(tmp_path):
     assert "the config has no teacher.prompt" in str(refused.exception)
 
 
+def test_layouts_are_printed_as_json_in_the_order_of_the_table(tmp_path):
+    plans = rank_layouts(config_7b(tmp_path), NODE)
+    arguments = ["plan", str(CONFIGS / "stable_opd_7b.yaml"), "--layouts", "--json"]
+    models = [f"student.path={tmp_path}", f"teacher.path={tmp_path}"]
+    found = json.loads(CliRunner().invoke(app, [*arguments, *models]).stdout)["layouts"]
+    assert len(found) == len(plans)
+    for row, plan in zip(found, plans, strict=True):
+        assert Layout(**{k: v for k, v in row["layout"].items() if k != "data"}) == plan.job.layout
+        assert row["fits"] == plan.memory.fits
+        assert row["seconds_per_step"] == pytest.approx(plan.seconds.total)
+
+
 def test_the_command_prints_table_json_and_layouts(tmp_path):
     config_7b(tmp_path)
     arguments = ["plan", str(CONFIGS / "stable_opd_7b.yaml")]

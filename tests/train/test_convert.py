@@ -1,9 +1,12 @@
 """Conversion to Megatron's form and back is bit-identical, and both forms can be evaluated."""
 
 import json
+from itertools import cycle, product
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from stable_opd_mcore.config.schema import ParallelConfig
@@ -28,8 +31,8 @@ def convert_in_both_directions(rank: int, world_size: int, directory: str) -> No
     chunks = build_model(read_architecture(tiny_architecture(32, 4)), world)
     export_hf(chunks, home / "hf", save_tokenizer=Tokenizer.load("synthetic").save)
     stop_world()
-    assert convert(home / "hf", home / "megatron") == "Hugging Face to Megatron"
-    assert convert(home / "megatron", home / "again") == "Megatron to Hugging Face"
+    assert convert(home / "hf", home / "megatron") == "Hugging Face to Megatron, in fp32"
+    assert convert(home / "megatron", home / "again") == "Megatron to Hugging Face, in fp32"
     for form in ("hf", "megatron"):
         student = {"path": str(home / form), "architecture": None}
         settings = {"num_samples": 2, "temperature": 1.0, "max_new_tokens": 8}
@@ -83,6 +86,37 @@ def test_a_checkpoint_converts_to_a_model_with_tokenizer_window_and_generation_s
     names = {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
     for name in names | {"model.safetensors"}:
         assert (trained / name).read_bytes() == (exported / name).read_bytes()
+
+
+def convert_weights_of_types(rank: int, world_size: int, directory: str) -> None:
+    for stored, named in product(TYPES, ("bfloat16", "float32", None)):
+        home = Path(directory) / f"{'_'.join(stored)}_{named}"
+        world = start_world(ParallelConfig(), seed=0)
+        chunks = build_model(read_architecture(tiny_architecture(32, 4)), world)
+        export_hf(chunks, home / "hf", save_tokenizer=Tokenizer.load("synthetic").save)
+        stop_world()
+        file, settings = home / "hf" / "model.safetensors", home / "hf" / "config.json"
+        types = cycle(getattr(torch, name) for name in stored)
+        weights = load_file(file)
+        save_file({name: weights[name].to(next(types)) for name in weights}, file)
+        config = json.loads(settings.read_text())
+        config.pop("dtype", None), config.pop("torch_dtype", None)
+        settings.write_text(json.dumps(config | ({"dtype": named} if named else {})))
+        said = convert(home / "hf", home / "megatron")
+        assert ("rounded" in said) == ("float64" in stored)
+        convert(home / "megatron", home / "again")
+        before, after = load_file(file), load_file(home / "again" / "model.safetensors")
+        kept = torch.bfloat16 if set(stored) == {"bfloat16"} else torch.float32
+        assert {tensor.dtype for tensor in after.values()} == {kept}
+        for name, tensor in before.items():
+            assert torch.equal(tensor.to(kept), after[name]), (stored, named, name)
+
+
+TYPES = [("float32",), ("bfloat16",), ("float16",), ("bfloat16", "float32"), ("float64",)]
+
+
+def test_weights_keep_their_values_whatever_type_config_json_names(tmp_path):
+    run_ranks(1, convert_weights_of_types, str(tmp_path))
 
 
 def test_a_source_without_a_tokenizer_is_refused(tmp_path):
