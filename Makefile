@@ -6,7 +6,6 @@
 #   make test-sglang    with real SGLang servers, and the suite of a GPU on a CPU
 #   make rehearse   every shipped config on 1 to 128 nodes, set up, stepped and published without a GPU
 #   make checks  format, lint, types, shell scripts, spelling: the hooks of .pre-commit-config.yaml over all files
-#   make mutants MODULES=stable_opd_mcore/data/packing.py TESTS=tests/data/test_packing.py   mutation tests, by hand
 #   make sglang  a venv of SGLang's own, .venv-sglang, for rollout servers on a CPU (about 1.6 GB)
 #   make gpu     the suite of a Hopper GPU, ten minutes without a network (docs/gpu.md); GPU_ARGS="--parts kernels loss"
 #   make gpu-bundle   what that suite needs on a machine without a network, in build/gpu-bundle (at most 60 MB)
@@ -19,7 +18,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: gpu gpu-bundle sglang launch mutants demo test test-cluster test-slurm test-sglang rehearse checks install format clean
+.PHONY: gpu gpu-bundle sglang launch demo test test-cluster test-slurm test-sglang rehearse checks install format clean
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -55,12 +54,6 @@ rehearse: $(INSTALLED)
 checks: $(INSTALLED)
 	$(BIN)/pre-commit run --all-files --show-diff-on-failure --hook-stage manual
 
-# MODULES: separated by commas. TESTS: those that cover them. OPTIONS: e.g. --sample 300 --seed 1, see tests/mutants.py
-OPTIONS ?=
-mutants: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --editable '.[mutation]'
-	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m tests.mutants $(OPTIONS) mutants $(MODULES) $(TESTS)
-
 sglang: .venv-sglang/.installed
 .venv-sglang/.installed: requirements/sglang-cpu.txt requirements/sglang-cpu-nodeps.txt $(shell find tools/sglang_cpu/sglang_cpu -name '*.py')
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' || \
@@ -94,4 +87,4 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-sglang .venv-launch mutants .pytest_cache .ruff_cache
+	rm -rf .venv .venv-sglang .venv-launch .pytest_cache .ruff_cache
