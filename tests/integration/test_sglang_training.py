@@ -143,7 +143,7 @@ def test_ranks_share_one_server_for_rollouts_and_evaluation(tmp_path, pair):
     published = [event["detail"] for event in events(run) if event["event"] == "published"]
     assert published == [f"version {v}" for v in range(3) for _ in range(2)]  # as each leader saw
     probes = 2 * 3  # before and after the cache is flushed, for versions 0 to 2
-    assert sum(pair.num_generated()) - before == 2 * 32 + 2 * 62 + probes
+    assert sum(pair.num_generated()) - before == 2 * 32 + 2 * 64 + probes
 
 
 def test_one_step_off_trains_on_rollouts_one_version_old(tmp_path, pair):
