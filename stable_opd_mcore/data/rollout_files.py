@@ -1,20 +1,18 @@
 """Rollouts as files: one JSON Lines file a step, for readers, the report and the replay engine.
 
 `rollouts/step_000012.jsonl` holds one object per rollout with every field of `Rollout` and
-`Prompt`, except the experts, which are longer than all else: only files of rollouts in flight have
-them. `read_rollouts` returns exactly what `write_rollouts` wrote. A file is written atomically.
+`Prompt`, except the experts, which are longer than all else. `read_rollouts` returns exactly what
+`write_rollouts` wrote. A file is written atomically.
 
 Not here: one file from the rollouts of many ranks (train/persistence/rollout_writer.py), metrics
 (monitoring/sinks.py), grading and decoding.
 """
 
-import base64
 import json
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 import orjson
@@ -31,11 +29,9 @@ from stable_opd_mcore.records import (
     GradingFailure,
     Prompt,
     Rollout,
-    Routing,
     Segment,
 )
 
-_NOT_OF_THIS_RUN = "the file is damaged or of another student; delete it to draw its rollouts anew"
 _LARGEST = float(np.finfo(np.float32).max)
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _TokenIds = Annotated[tuple[TokenId, ...], Field(strict=False)]  # a list in JSON
@@ -71,14 +67,6 @@ class _Segment(BaseModel):
     weight_version: int
 
 
-class _RoutedExperts(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-    shape: list[int]  # tokens of prompt and response - 1, layers, experts of a token
-    dtype: Literal["uint8", "uint16"]
-    base64: str  # of the array
-
-
 class _RolloutColumns(_Columns):
     sample_index: int
     text: str = Field(alias="response")
@@ -89,7 +77,6 @@ class _RolloutColumns(_Columns):
     token_ids: list[TokenId] = Field(alias="response_token_ids")
     rollout_logprobs: list[_Float32]
     segments: list[_Segment] | None = None  # where weights of several versions sampled it
-    routed_experts: _RoutedExperts | None = None
 
 
 def rollout_path(run_directory: str | Path, step: int) -> Path:
@@ -114,14 +101,12 @@ def read_rollouts(
     *,
     limit: int | None = None,
     strict: bool = True,
-    routing: Routing | None = None,
 ) -> list[Rollout]:
     """The rollouts of a file of `write_rollouts`, in order.
 
     Args:
         limit: read at most so many, the first ones.
         strict: refuse bytes that are no UTF-8. False replaces them, for people who read the text.
-        routing: of the student, whose experts are read; None: the rollouts come without them.
 
     Raises:
         DataError: missing file, or a row that is no rollout; the message names line and column.
@@ -133,16 +118,13 @@ def read_rollouts(
         )
     with path.open("rb") as file:
         return [
-            _from_line(line, f"{path}, line {number}", strict, routing)
+            _from_line(line, f"{path}, line {number}", strict)
             for number, line in enumerate(islice(file, limit), start=1)
         ]
 
 
-def encode_rollout(rollout: Rollout, *, with_experts: bool = False) -> bytes:
+def encode_rollout(rollout: Rollout) -> bytes:
     """The line of one rollout.
-
-    Args:
-        with_experts: the rollout's experts are a part of it, where it has some.
 
     Raises:
         ValueError: as `write_rollouts`.
@@ -159,16 +141,7 @@ def encode_rollout(rollout: Rollout, *, with_experts: bool = False) -> bytes:
     row = _PromptColumns.row(prompt) | _RolloutColumns.row(rollout)
     if len(rollout.segments) == 1:
         del row["segments"]
-    experts = row.pop("routed_experts")
-    if with_experts and experts is not None:
-        row["routed_experts"] = _experts_column(experts)
     return orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
-
-
-def _experts_column(experts: NDArray[np.int16]) -> dict[str, Any]:
-    dtype = np.uint8 if experts.max() < 256 else np.uint16
-    encoded = base64.b64encode(experts.astype(dtype).tobytes()).decode()
-    return {"shape": experts.shape, "dtype": np.dtype(dtype).name, "base64": encoded}
 
 
 def _for_orjson(value: Any) -> Any:
@@ -181,11 +154,11 @@ def _for_orjson(value: Any) -> Any:
     return value
 
 
-def _from_line(line: bytes, where: str, strict: bool, routing: Routing | None) -> Rollout:
+def _from_line(line: bytes, where: str, strict: bool) -> Rollout:
     record = object_in_line(line if strict else decode_line(line), where)
     prompt = Prompt(**validated(_PromptColumns, record, where).model_dump())
     columns = validated(_RolloutColumns, record, where)
-    fields = columns.model_dump(exclude={"segments", "routed_experts"})
+    fields = columns.model_dump(exclude={"segments"})
     segments = tuple(Segment(**segment.model_dump()) for segment in columns.segments or ())
     rollout = Rollout(prompt, **fields, segments=segments)
     if len(rollout.token_ids) != len(rollout.rollout_logprobs):
@@ -200,26 +173,4 @@ def _from_line(line: bytes, where: str, strict: bool, routing: Routing | None) -
             f"{where}: segments of {in_segments} tokens in all for {len(rollout.token_ids)} "
             "response_token_ids; each token belongs to one segment"
         )
-    if routing is None or columns.routed_experts is None:
-        return rollout
-    return _with_experts(rollout, columns.routed_experts, routing, where)
-
-
-def _with_experts(
-    rollout: Rollout, column: _RoutedExperts, routing: Routing, where: str
-) -> Rollout:
-    positions = len(rollout.prompt.token_ids) + len(rollout.token_ids) - 1
-    shape = [positions, routing.num_layers, routing.per_token]
-    if column.shape != shape:
-        raise DataError(
-            f"{where}: column routed_experts.shape is {column.shape}, expected {shape}: tokens of "
-            "prompt and response - 1, layers and experts of a token of the student; "
-            + _NOT_OF_THIS_RUN
-        )
-    try:
-        experts = routing.parse(column.base64, column.dtype, positions)
-    except ValueError as error:
-        raise DataError(
-            f"{where}: column routed_experts.base64: {error}; {_NOT_OF_THIS_RUN}"
-        ) from None
-    return replace(rollout, routed_experts=experts)
+    return rollout

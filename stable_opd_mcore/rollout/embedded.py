@@ -28,13 +28,15 @@ prefix slots, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stable_opd_mcore.errors import UserError
@@ -42,8 +44,7 @@ from stable_opd_mcore.models.families import rotary_frequencies
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
 from stable_opd_mcore.models.linear import linear, packed
 from stable_opd_mcore.parallel.world import World
-from stable_opd_mcore.records import Prompt, Rollout, Sampling
-from stable_opd_mcore.rollout.drawn_ahead import DrawnAhead, with_tokens
+from stable_opd_mcore.records import Prompt, Rollout, Sampling, Segment
 from stable_opd_mcore.rollout.engine import RolloutEngine, check_prompts
 from stable_opd_mcore.rollout.inference import inference_mode, run_layers
 from stable_opd_mcore.rollout.kv_cache import KVCache
@@ -52,6 +53,7 @@ from stable_opd_mcore.rollout.noise import row_key, sample_tokens, uniforms
 # Finished rows are dropped when at most this share of the batch is still running. Between 0.75 and
 # 0.9 the time is the same; never dropping takes three times as long on a long-tailed batch.
 _COMPACT_BELOW = 0.85
+_NO_TOKENS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
 
 
 @dataclass(eq=False)
@@ -82,17 +84,15 @@ class EmbeddedEngine(RolloutEngine):
                 f"{self.vocab_size} of its tokenizer: it belongs to another tokenizer"
             )
         self._window = architecture.max_positions
-        self._ahead = DrawnAhead(self.max_staleness)
+        # what is drawn of a step, to its end or not; evaluations differ in sampling or step
+        self._ahead: dict[tuple[int, Sampling], list[Rollout]] = {}
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int
     ) -> list[Rollout]:
         """See `RolloutEngine.generate`. All ranks of the replica call it together."""
         check_prompts(prompts, sampling, vocab_size=self.vocab_size, window=self._window)
-        begun = self._ahead.begun(prompts, sampling, step, self.weight_version)
-        rollouts = self._continue(begun, sampling, step, sampling.max_new_tokens)
-        self._ahead.hand_out(rollouts, sampling, step)
-        return rollouts
+        return self._continue(prompts, sampling, step, sampling.max_new_tokens)
 
     def prefetch(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int, weight_version: int
@@ -108,32 +108,23 @@ class EmbeddedEngine(RolloutEngine):
         if self.partial:
             pieces = self.max_staleness + 1
             length = -(-length * (pieces - weight_version + self.weight_version) // pieces)
-        begun = self._ahead.begun(prompts, sampling, step, weight_version)
-        self._ahead.hold(self._continue(begun, sampling, step, length), sampling, step)
-
-    def publish(self, weight_version: int) -> None:
-        """See `RolloutEngine.publish`."""
-        if weight_version != self.weight_version:
-            self._ahead.new_weights()
-        self.weight_version = weight_version
-
-    def in_flight(self) -> dict[int, list[Rollout]]:
-        """See `RolloutEngine.in_flight`."""
-        return self._ahead.rollouts()
-
-    def restore(self, rollouts: Mapping[int, Sequence[Rollout]]) -> None:
-        """See `RolloutEngine.restore`. Prompts without a rollout are drawn anew."""
-        self._ahead.restore(rollouts)
+        self._ahead[step, sampling] = self._continue(prompts, sampling, step, length)
 
     def drop_ahead(self) -> None:
         """See `RolloutEngine.drop_ahead`."""
         self._ahead.clear()
 
     def _continue(
-        self, begun: Sequence[Rollout], sampling: Sampling, step: int, length: int
+        self, prompts: Sequence[Prompt], sampling: Sampling, step: int, length: int
     ) -> list[Rollout]:
-        """The rollouts, decoded until they end or have `length` tokens."""
-        rollouts = list(begun)
+        """What is drawn ahead of the step, or nothing yet, decoded until each response ends or has
+        `length` tokens.
+        """
+        rollouts = self._ahead.pop((step, sampling), None) or [
+            Rollout(prompt, sample, _NO_TOKENS, _NO_LOGPROBS, "abort", self.weight_version)
+            for prompt in prompts
+            for sample in range(sampling.num_samples)
+        ]
         waiting: dict[int, list[int]] = {}  # places of unfinished rollouts by their length
         for place, rollout in enumerate(rollouts):
             if rollout.finish_reason == "abort" and len(rollout.token_ids) < length:
@@ -328,3 +319,33 @@ def _left_padded(prefixes: Sequence[tuple[int, ...]], device: torch.device) -> T
     longest = max(map(len, prefixes))
     rows = [(0,) * (longest - len(prefix)) + prefix for prefix in prefixes]
     return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+def with_tokens(
+    rollout: Rollout,
+    tokens_L: NDArray[np.int64],
+    logprobs_L: NDArray[np.float32],
+    sampling: Sampling,
+    weight_version: int,
+) -> Rollout:
+    """The rollout with the tokens up to the first stop token, but without its text.
+
+    Args:
+        weight_version: of the weights that sampled the tokens.
+    """
+    stops = np.flatnonzero(np.isin(tokens_L, sampling.stop_token_ids))
+    length = int(stops[0]) + 1 if len(stops) else len(tokens_L)
+    token_ids = np.concatenate((rollout.token_ids, tokens_L[:length].astype(np.int32)))
+    full = len(token_ids) == sampling.max_new_tokens
+    *before, last = rollout.segments
+    if last.num_tokens and last.weight_version != weight_version:
+        before, last = [*before, last], Segment(0, weight_version)
+    segments = (*before, Segment(last.num_tokens + length, weight_version))
+    return replace(
+        rollout,
+        token_ids=token_ids,
+        rollout_logprobs=np.concatenate((rollout.rollout_logprobs, logprobs_L[:length])),
+        finish_reason="stop" if len(stops) else "length" if full else "abort",
+        weight_version=segments[0].weight_version,
+        segments=segments,
+    )

@@ -6,15 +6,18 @@ drawn (noise.py), the engines (embedded.py, replay.py, sglang/), rewards.
 Ordering: `generate` draws from the weights of the last `publish`. All tensor- and pipeline-parallel
 ranks of a replica make the same calls and get the same rollouts; data-parallel ranks pass different
 prompts and may pass none.
+
+What an engine has drawn ahead is a cache: `generate` draws what is missing. It is not saved, so a
+run that resumes begins without it, as after `drop_ahead`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.metrics import Metrics
-from stable_opd_mcore.records import Prompt, Rollout, Routing, Sampling
+from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.serving.idle_clock import IdleClock
 
 
@@ -25,7 +28,6 @@ class RolloutEngine:
     """
 
     weight_version: int = 0
-    routing: Routing | None = None  # of the experts in its rollouts; None: they have none
     idle: IdleClock | None = None  # of this rank's servers; None: an engine without servers
 
     def generate(
@@ -47,24 +49,14 @@ class RolloutEngine:
     def prefetch(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int, weight_version: int
     ) -> None:
-        """Draw the rollouts of the future `step` ahead, or go on with them, if the engine can.
+        """Draw the rollouts of `step` ahead, or continue with them, if the engine can.
 
-        Each step calls it for all steps that are drawn ahead, the nearest first, and then
-        `generate` for its own prompts.
+        With rollout.max_staleness each step calls it for its own prompts and for those of the steps
+        that are drawn ahead, the nearest first, and then `generate` for its own.
 
         Args:
-            weight_version: of the last weights that the prompts may update.
+            weight_version: of the weights that `step` will update.
         """
-
-    def in_flight(self) -> dict[int, list[Rollout]]:
-        """This rank's rollouts that are drawn ahead, by step, for a checkpoint.
-
-        The finish_reason of an unfinished one is "abort"; one that has no token may be missing.
-        """
-        return {}
-
-    def restore(self, rollouts: Mapping[int, Sequence[Rollout]]) -> None:
-        """Go on from a checkpoint's rollouts, by step; they may be of any rank's prompts."""
 
     def drop_ahead(self) -> None:
         """Forget what is drawn ahead: its weights are abandoned."""

@@ -53,7 +53,6 @@ from stable_opd_mcore.train.persistence.checkpoint import (
     newest_checkpoint,
     restore_replaced,
 )
-from stable_opd_mcore.train.persistence.in_flight import restore_in_flight, save_in_flight
 from stable_opd_mcore.train.persistence.rollout_writer import RolloutWriter
 from stable_opd_mcore.train.persistence.run_directory import keep_resolved, on_first_rank
 from stable_opd_mcore.train.persistence.state import TrainState
@@ -294,7 +293,7 @@ def _save_without_servers(
 
 
 def _resume(run: Run) -> TrainState:
-    """The newest checkpoint's state, its weights and rollouts restored; else the initial state."""
+    """The newest checkpoint's state, its weights restored; else the initial state."""
     directory = run.config.run.path
     on_first_rank(run.world, lambda: restore_replaced(directory / CHECKPOINTS))
     newest = newest_checkpoint(directory / CHECKPOINTS)
@@ -302,14 +301,12 @@ def _resume(run: Run) -> TrainState:
         return TrainState()
     run.memory.hold(*phases.save_parts(run.config))
     state = load_checkpoint(newest, run.student, run.moving)
-    restore_in_flight(directory, state.step, run.engine)
     run.engine.publish(state.weight_version)
     return state
 
 
 def _save(run: Run, state: TrainState, saver: CheckpointSaver) -> Path:
     """Save a checkpoint of `state`; returns its directory."""
-    save_in_flight(run.config.run.path, state.step, run.engine, run.world)
     run.phase("save")
     run.memory.hold(*phases.save_parts(run.config))
     return saver.save(state)

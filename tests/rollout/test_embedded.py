@@ -12,8 +12,8 @@ from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.huggingface import load_hf
-from stable_opd_mcore.records import Prompt, Sample, Sampling, Segment
-from stable_opd_mcore.rollout.embedded import EmbeddedEngine
+from stable_opd_mcore.records import Prompt, Rollout, Sample, Sampling, Segment
+from stable_opd_mcore.rollout.embedded import EmbeddedEngine, with_tokens
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from tests.models import tiny
 from tests.rollout.tiny import VOCAB, WINDOW, build_engine, decode, draw_in_pieces, make_prompts
@@ -88,7 +88,7 @@ def test_a_response_in_pieces_is_the_whole_one(engine, tiny_path, world):
     sampling = Sampling(max_new_tokens=20, num_samples=2, stop_token_ids=(4,), seed=11)
     whole = engine.generate(prompts, sampling, step=3)
     ahead = {"max_staleness": 2, "partial": True}
-    cut, resumed = (build_engine(tiny_path, world, max_rows=5, **ahead) for _ in range(2))
+    cut = build_engine(tiny_path, world, max_rows=5, **ahead)
     pieces = draw_in_pieces(cut, prompts, sampling, step=3)
     for rollout, expected in zip(pieces, whole, strict=True):
         np.testing.assert_allclose(
@@ -105,17 +105,11 @@ def test_a_response_in_pieces_is_the_whole_one(engine, tiny_path, world):
         )
     assert {len(rollout.segments) for rollout in pieces} == {1, 2, 3}
 
-    cut.drop_ahead()
     cut.publish(3)
     cut.prefetch(prompts, sampling, step=3, weight_version=5)
-    (held,) = cut.in_flight().values()
-    assert {len(rollout.token_ids) for rollout in held if rollout.finish_reason == "abort"} == {7}
-    resumed.restore({3: held[:-2]})  # also of prompts of another rank; not of the last prompt
-    resumed.publish(5)
-    rest = resumed.generate(prompts[2:], sampling, step=3)
-    assert list(map(tokens_of, rest)) == list(map(tokens_of, whole[4:]))
-    assert {rollout.weight_version for rollout in rest[:-2]} == {3}
-    assert {rollout.weight_version for rollout in rest[-2:]} == {5}
+    cut.drop_ahead()
+    cut.publish(5)
+    assert {r.weight_version for r in cut.generate(prompts, sampling, step=3)} == {5}
 
 
 def test_whole_responses_are_handed_out_to_their_step_alone(tiny_path, world):
@@ -132,14 +126,23 @@ def test_whole_responses_are_handed_out_to_their_step_alone(tiny_path, world):
     evaluated = replace(sampling, num_samples=1)
     now = fresh.generate(prompts, evaluated, step=4)
     assert engine.generate(prompts, evaluated, step=4) == now  # of the present weights
-    for _ in range(2):  # a step that failed after sampling is repeated
-        assert engine.generate(prompts, sampling, step=4) == expected
-        assert engine.in_flight() == {4: expected}
-    engine.publish(2)
-    assert engine.in_flight() == {}
-    assert engine.generate(prompts, evaluated, step=4) == [
-        replace(rollout, weight_version=2, segments=()) for rollout in now
-    ]
+    assert engine.generate(prompts, sampling, step=4) == expected
+    assert engine.generate(prompts, sampling, step=4) == fresh.generate(prompts, sampling, step=4)
+
+
+def test_tokens_of_one_version_are_one_segment():
+    sampling = Sampling(max_new_tokens=3, stop_token_ids=(9,))
+    begun = Rollout(Prompt("a", "", (1, 2)), 0, (), (), "abort", 1)
+    drawn = begun
+    for token, version in ((5, 2), (6, 2), (7, 3)):
+        drawn = with_tokens(drawn, np.array([token]), np.float32([-1]), sampling, version)
+    assert drawn.token_ids.tolist() == [5, 6, 7]
+    assert drawn.segments == (Segment(2, 2), Segment(1, 3))
+    assert (drawn.weight_version, drawn.finish_reason) == (2, "length")
+    stopped = with_tokens(begun, np.array([9, 5]), np.float32([-2, -3]), sampling, 4)
+    assert stopped.token_ids.tolist() == [9]
+    assert stopped.rollout_logprobs.tolist() == [-2]
+    assert (stopped.segments, stopped.finish_reason) == ((Segment(1, 4),), "stop")
 
 
 def test_rows_end_with_their_first_stop_token(engine):

@@ -59,8 +59,6 @@ def test_impossible_sampling_is_refused(wrong, message):
 def test_an_engine_without_servers_draws_nothing_ahead():
     engine = RolloutEngine()
     engine.prefetch([Prompt("a", "", (1,))], Sampling(), step=3, weight_version=3)
-    engine.restore({3: []})
-    assert engine.in_flight() == {}
     engine.drop_ahead()
     assert engine.take_metrics() == Metrics()
     engine.close()

@@ -14,10 +14,8 @@ share with other leaders. Ordering:
 - `prefetch` queues a step's requests. They may be in flight from then on until the `generate` of
   that step, over several publishes. The first token of a response is at most max_staleness
   versions older than the weights that its step updates: older responses are dropped.
-- `generate` draws what was not drawn ahead. What was, by this run or the one it resumed, is kept
-  until the next `publish`: a run whose teacher or servers are lost saves it with the checkpoint.
-  What no server could draw is drawn after a restart and another publish of the same weights. All
-  ranks loop together, so that their collectives match.
+- `generate` draws what was not drawn ahead. What no server could draw is drawn after a restart and
+  another publish of the same weights. All ranks loop together, so that their collectives match.
 - Colocated, `publish` only records the version. `generate` takes the GPU: the trainer's parts but
   the student move to the host, servers resume, they receive the weights, the student moves too, and
   only then they draw. They keep the GPU, for another evaluation batch say, until the trainer holds
@@ -29,7 +27,7 @@ Not here: one rank's requests (dispatch.py) and servers (fleet.py), who sends th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,7 +40,6 @@ from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World, broadcast_object, gather_objects
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
-from stable_opd_mcore.rollout.drawn_ahead import serves
 from stable_opd_mcore.rollout.engine import EngineLost, RolloutEngine, check_prompts
 from stable_opd_mcore.rollout.sglang.dispatch import Dispatcher
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, is_leader
@@ -52,7 +49,6 @@ from stable_opd_mcore.rollout.sglang.records import (
     Ask,
     Draw,
     Job,
-    answer_of,
     routing_of,
 )
 from stable_opd_mcore.rollout.sglang.transports import Transport
@@ -81,12 +77,11 @@ class SglangEngine(RolloutEngine):
         self.idle = self.fleet.idle
         self._sent_version = -1  # the newest version that was sent to all servers
         self._architecture = architecture_of(self.chunks)
-        if self.config.rollout.routing_replay:
-            self.routing = routing_of(self._architecture)
+        replays = self.config.rollout.routing_replay
+        self._routing = routing_of(self._architecture) if replays else None
         self._is_leader = is_leader(self.world)
-        self._ahead: dict[int, Draw] = {}  # by step
-        self._handed_out: list[int] = []  # steps whose rollouts are trained on now
-        self._held: dict[int, dict[tuple[str, int], Rollout]] = {}  # restored rollouts, by step
+        # what is drawn of a step; an evaluation has another sampling or step
+        self._ahead: dict[tuple[int, Sampling], Draw] = {}
         self._dispatcher = Dispatcher(self.fleet)
         self._publisher = Publisher(
             self.config, self.world, self.chunks, self.fleet, self.transport, self.memory
@@ -113,21 +108,14 @@ class SglangEngine(RolloutEngine):
         self._check(prompts, sampling)
         if self.weight_version < 0:
             self.publish(0)  # servers start with random weights
-        oldest = self.weight_version - self.config.rollout.max_staleness
-        if step in self._held:  # kept until the next publish, as what this run draws ahead
-            self._ahead[step] = self._start(prompts, sampling, step, oldest)
         self._raise_if_lost()
         if self.config.is_colocated:
             self._take_gpu()
-        draw = self._ahead.get(step)
-        if draw is not None and (draw.prompts, draw.sampling) != (tuple(prompts), sampling):
-            draw = None  # an evaluation
-        if draw is not None:
-            self._handed_out.append(step)
+        draw = self._ahead.pop((step, sampling), None)
         if self._sent_version != self.weight_version and any(gather_objects(draw is None)):
             self._update_servers()
         if draw is None:
-            draw = self._start(prompts, sampling, step, oldest)
+            draw = self._start(prompts, sampling, step, self.weight_version)
         self._finish(draw)
         rollouts = self._with_scores(draw, draw.rollouts())  # only leaders have any
         return broadcast_object(rollouts, self.world.model_group)
@@ -142,43 +130,25 @@ class SglangEngine(RolloutEngine):
         left = Metrics({"memory/left_gib": Max(self.memory.bytes_left() / 2**30)})
         self._metrics = self._metrics | left
 
-    def _start(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        step: int,
-        oldest: int,
-    ) -> Draw:
-        """Queue the requests for what no rollout of the checkpoint serves.
+    def _start(self, prompts: Sequence[Prompt], sampling: Sampling, step: int, oldest: int) -> Draw:
+        """Queue the requests.
 
         Args:
             oldest: the first version of the weights from which tokens are accepted.
         """
-        held = self._held.pop(step, {})
-
-        def begun(prompt: Prompt, sample: int) -> Answer:
-            rollout = held.get((prompt.prompt_id, sample))
-            if rollout is None or not serves(rollout, prompt, sampling, oldest):
-                return Answer()
-            return answer_of(rollout, self.routing)
-
         jobs: list[Job] = []
         if self._is_leader:
-            samples, accept = range(sampling.num_samples), self._accept(oldest)
+            accept = self._accept(oldest)
             jobs = [
                 Job(
                     request,
                     accept,
-                    [begun(prompt, sample) for sample in samples],
+                    [Answer()] * sampling.num_samples,
                     step,
                     ask=self._teacher_asked_about(prompt, step) if sampling.scored else None,
                 )
                 for prompt, request in zip(prompts, self._requests(prompts, sampling), strict=True)
             ]
-            for job in jobs:
-                if job.ask is not None:  # about what the checkpoint held
-                    done = [(i, answer) for i, answer in enumerate(job.answers) if answer.is_done]
-                    job.scores |= {i: job.ask(answer.token_ids.tolist()) for i, answer in done}
             self._dispatcher.submit(jobs)
         return Draw(tuple(prompts), sampling, jobs)
 
@@ -225,29 +195,14 @@ class SglangEngine(RolloutEngine):
         if self.weight_version < 0:
             self.publish(0)  # servers start with random weights
         oldest = weight_version - self.config.rollout.max_staleness
-        if step not in self._ahead and self._sent_version >= oldest:
-            self._ahead[step] = self._start(prompts, sampling, step, oldest)
-
-    def in_flight(self) -> dict[int, list[Rollout]]:
-        """See `RolloutEngine.in_flight`. With rollout.partial unfinished responses are interrupted
-        and then go on; else those that servers draw now are waited for."""
-        with self._paused():
-            drawn = {step: draw.rollouts() for step, draw in self._ahead.items()}
-        group = self.world.model_group
-        return {step: broadcast_object(rollouts, group) for step, rollouts in drawn.items()}
-
-    def restore(self, rollouts: Mapping[int, Sequence[Rollout]]) -> None:
-        """See `RolloutEngine.restore`. Only what is missing is drawn."""
-        for step, held in rollouts.items():
-            self._held[step] = {(r.prompt.prompt_id, r.sample_index): r for r in held}
+        if (step, sampling) not in self._ahead and self._sent_version >= oldest:
+            self._ahead[step, sampling] = self._start(prompts, sampling, step, oldest)
 
     def drop_ahead(self) -> None:
         """See `RolloutEngine.drop_ahead`. The next publish sends the weights at once."""
         with self._paused(abort=True):
             self._dispatcher.clear()
         self._ahead.clear()
-        self._handed_out.clear()
-        self._held.clear()
         self._sent_version = -1
 
     @contextmanager
@@ -278,7 +233,7 @@ class SglangEngine(RolloutEngine):
     def _requests(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Generation]:
         rows = self._architecture.vocab_size
         return [
-            Generation(prompt.token_ids, sampling, self.vocab_size, rows, self.routing)
+            Generation(prompt.token_ids, sampling, self.vocab_size, rows, self._routing)
             for prompt in prompts
         ]
 
@@ -306,9 +261,6 @@ class SglangEngine(RolloutEngine):
         if weight_version == self.weight_version:
             return
         self.weight_version = weight_version
-        for step in self._handed_out:
-            self._ahead.pop(step, None)
-        self._handed_out.clear()
         rollout = self.config.rollout
         interval = 1 if rollout.partial else max(1, rollout.max_staleness - 1)
         if self._sent_version < 0 or weight_version >= self._sent_version + interval:

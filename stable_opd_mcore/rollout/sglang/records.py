@@ -126,12 +126,10 @@ class Draw:
     jobs: Sequence[Job]  # one a prompt; none on ranks that are not leaders
 
     def rollouts(self) -> list[Rollout]:
-        """All that have a token; the finish_reason of unfinished ones is "abort"."""
         return [
             rollout_of(prompt, sample, answer)
             for prompt, job in zip(self.prompts, self.jobs, strict=bool(self.jobs))
             for sample, answer in enumerate(job.answers)
-            if answer.has_tokens
         ]
 
 
@@ -154,19 +152,4 @@ def rollout_of(prompt: Prompt, sample: int, answer: Answer) -> Rollout:
         text=answer.text,
         routed_experts=answer.routed_experts,
         segments=answer.segments,
-    )
-
-
-def answer_of(rollout: Rollout, routing: Routing | None) -> Answer:
-    """A checkpoint's rollout as an answer. It has no tokens where the rollout lacks the experts
-    that `routing` asks for."""
-    if routing is not None and rollout.routed_experts is None:
-        return Answer()
-    return Answer(
-        rollout.token_ids,
-        rollout.rollout_logprobs,
-        rollout.segments,
-        rollout.finish_reason,
-        None if routing is None else rollout.routed_experts,
-        rollout.text,
     )

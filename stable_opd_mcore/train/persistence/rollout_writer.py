@@ -48,15 +48,12 @@ def write_together(
     rollouts: Sequence[Rollout],
     world: World,
     limit: int | None = None,
-    *,
-    with_experts: bool = False,
 ) -> None:
     """Write the rollouts of all data-parallel ranks, the prompts of the ranks in turn. Collective.
 
     Args:
         rollouts: of this data-parallel rank, those of a prompt one after the other.
         limit: write at most so many, the first ones.
-        with_experts: as of `data.rollout_files.encode_rollout`.
 
     Raises:
         ValueError: as `data.rollout_files.write_rollouts`.
@@ -73,7 +70,7 @@ def write_together(
             if left <= 0:
                 break
             own = prompts[turn][:left] if turn < len(prompts) else []
-            lines = [encode_rollout(rollout, with_experts=with_experts) for rollout in own]
+            lines = [encode_rollout(rollout) for rollout in own]
             gathered = gather_on_first_rank(lines, group)
             if file is not None:
                 file.writelines([line for of_rank in gathered for line in of_rank][:left])

@@ -112,11 +112,14 @@ def graded(
 
 
 def prefetch_rollouts(run: Run, state: TrainState) -> None:
-    """Draw the rollouts of later steps ahead (rollout.max_staleness), or go on with them."""
-    if not run.objective.needs_rollouts:
+    """Draw the step's rollouts, if they are not drawn yet, and then those of later steps ahead, or
+    continue with them; nothing without rollout.max_staleness.
+    """
+    max_staleness = run.config.rollout.max_staleness
+    if not (max_staleness and run.objective.needs_rollouts):
         return
     steps_left = run.config.train.steps - state.step
-    for ahead in range(1, min(1 + run.config.rollout.max_staleness, steps_left)):
+    for ahead in range(min(1 + max_staleness, steps_left)):
         step = state.step + ahead
         run.engine.prefetch(
             own_prompts(run, rows_of_step(run, state, ahead)),

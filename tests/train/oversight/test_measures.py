@@ -165,8 +165,9 @@ def test_a_return_drops_what_is_drawn_ahead(runs):
         {rollout.weight_version for rollout in read_rollouts(rollout_path(runs / "ahead", step))}
         for step in range(1, 11)
     ]
-    # The run returns after steps 6 and 8: to versions 7 and 10, which draw the next rollouts.
-    assert first_tokens == [{version} for version in (0, 0, 0, 1, 2, 3, 7, 7, 10, 10)]
+    # The run resumes after step 5 and returns after steps 6 and 8: to versions 5, 7 and 10, which
+    # draw the next rollouts.
+    assert first_tokens == [{version} for version in (0, 0, 0, 1, 2, 5, 7, 7, 10, 10)]
 
 
 def test_actions_and_strengths_are_the_same_on_two_ranks(runs):

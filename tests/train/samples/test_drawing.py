@@ -25,7 +25,7 @@ def test_an_objective_without_rollouts_draws_none(run):
     assert engine.calls == []
 
 
-def test_prefetch_asks_for_the_next_steps_prompts_of_this_rank(run):
+def test_prefetch_asks_for_the_prompts_of_this_rank_step_by_step(run):
     rollout = SimpleNamespace(max_staleness=2, prompts_per_step=3)
     steps = SimpleNamespace(steps=5)
     config = SimpleNamespace(rollout=rollout, train=steps, sampling=run.config.sampling)
@@ -33,12 +33,14 @@ def test_prefetch_asks_for_the_next_steps_prompts_of_this_rank(run):
     engine = Recorder(run.engine)
     ahead = replace(run, config=config, world=world, engine=engine)
     drawing.prefetch_rollouts(ahead, TrainState(step=3, cursor=6, weight_version=7))
-    ids = [p.prompt_id for p in run.prompts.select(run.order.indices(9, 3))]
-    assert engine.calls == [("prefetch", [ids[1]], run.sampling, 4, 8)]
-    drawing.prefetch_rollouts(ahead, TrainState(step=4, cursor=9))  # the last step
+    ids = [p.prompt_id for p in run.prompts.select(run.order.indices(6, 6))]
+    assert engine.calls == [  # step 4 is the last one
+        ("prefetch", [ids[1]], run.sampling, 3, 7),
+        ("prefetch", [ids[4]], run.sampling, 4, 8),
+    ]
     rollout.max_staleness = 0
     drawing.prefetch_rollouts(ahead, TrainState(step=3, cursor=6))
-    assert len(engine.calls) == 1
+    assert len(engine.calls) == 2
 
 
 def test_samples_have_the_masks_golden_solutions_and_off_policy_marks_of_the_objective(run):
