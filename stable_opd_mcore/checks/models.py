@@ -6,7 +6,8 @@ from pathlib import Path
 
 from stable_opd_mcore.checks.finding import Finding, finding
 from stable_opd_mcore.checks.known import Known
-from stable_opd_mcore.models.families import Architecture, unread_keys
+from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.models.unread_settings import unread_keys
 
 _END_BYTES = 65536
 
