@@ -40,7 +40,7 @@ from stable_opd_mcore.run_inputs import (
     load_tokenizer,
     teacher_stop_ids,
 )
-from stable_opd_mcore.train.setup import load_model
+from stable_opd_mcore.train.run_models import load_model
 
 PROMPTS = 48
 FAMILIES = ("qwen2", "llama", "qwen3", "qwen3_moe")

@@ -36,7 +36,7 @@ from stable_opd_mcore.rehearsal.host_waits import HostWaits
 from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.rollout.sglang.sync import make_buckets
 from stable_opd_mcore.rollout.sglang.transports import Buffers
-from stable_opd_mcore.train import reference, setup, step
+from stable_opd_mcore.train import reference, run_models, setup, step
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.samples import drawing, sharing
@@ -196,7 +196,6 @@ def _absent(inputs: _Inputs) -> Iterator[None]:
         ),
         "load_prompts": lambda *unused: inputs,
         "load_held_out": lambda *unused: None,
-        "read_weights": lambda *unused: None,
         "build_engine": lambda config, world, chunks, *unused: _Engine(config, world, chunks),
     }
     of_loss = {
@@ -208,7 +207,8 @@ def _absent(inputs: _Inputs) -> Iterator[None]:
     }
     with (
         patch.multiple(setup, **of_setup),
-        patch.object(reference, "read_weights", of_setup["read_weights"]),
+        patch.object(run_models, "read_weights", lambda *unused: None),
+        patch.object(reference, "read_weights", lambda *unused: None),
         patch.multiple(torch_ops, **of_loss),
         patch.object(output_head, "MAX_CPU_BLOCK_ELEMENTS", 2**62),  # blocks as on a GPU
         patch.object(clip_grads, "l2_norm_impl", lambda *unused: (torch.ones(1), None)),

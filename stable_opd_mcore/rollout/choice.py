@@ -132,8 +132,10 @@ def embedded_engine(
     return EmbeddedEngine(chunks, world, decode, vocab_size=size, progress=progress, **ahead)
 
 
-def training_sampling(config: Config, stop_token_ids: Sequence[int]) -> Sampling:
-    """The sampling settings of a training step's rollouts."""
+def training_sampling(
+    config: Config, stop_token_ids: Sequence[int], *, scored: bool = False
+) -> Sampling:
+    """The sampling settings of a training step's rollouts; `scored`: by a served teacher."""
     return Sampling(
         temperature=config.sampling.temperature,
         top_p=config.sampling.top_p,
@@ -141,4 +143,5 @@ def training_sampling(config: Config, stop_token_ids: Sequence[int]) -> Sampling
         num_samples=config.rollout.samples_per_prompt,
         stop_token_ids=tuple(stop_token_ids),
         seed=config.train.seed,
+        scored=scored,
     )

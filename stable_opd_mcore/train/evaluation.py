@@ -64,8 +64,9 @@ from stable_opd_mcore.train.persistence.rollout_writer import write_together
 from stable_opd_mcore.train.persistence.run_directory import on_first_rank
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
+from stable_opd_mcore.train.run_models import load_model
 from stable_opd_mcore.train.samples.drawing import draw_graded, measured, own_share
-from stable_opd_mcore.train.setup import load_model, start_configured_world
+from stable_opd_mcore.train.setup import start_configured_world
 
 RESULTS = "results"  # .json and .md
 

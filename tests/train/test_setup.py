@@ -14,7 +14,7 @@ from stable_opd_mcore.models.huggingface import export_hf
 from stable_opd_mcore.planning.plan import Cluster
 from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.run_inputs import load_sources
-from stable_opd_mcore.train import setup
+from stable_opd_mcore.train import run_models, setup
 from stable_opd_mcore.train.reference import frozen_student
 from tests.train.runs import tiny_architecture, tiny_config
 
@@ -31,9 +31,9 @@ def test_student_and_reference_are_filled_without_drawing(
         student=path | {"architecture": None},
         reference=path if reference == "from a directory" else {},
     )
-    monkeypatch.setattr(setup, "random_weights", None)  # calling it would fail
+    monkeypatch.setattr(run_models, "random_weights", None)  # calling it would fail
     before = torch.get_rng_state()
-    student = setup.load_model(config, world, config.student, 27, trainable=True)
+    student = run_models.load_model(config, world, config.student, 27, trainable=True)
     frozen, moving = frozen_student(config, world, student, config.reference, None)
     assert moving is None
     assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,263 @@
+"""The models of a run on this rank: the student, and the scorers that its objective needs.
+
+Who shares whose weights is decided here. Not here: how a model is built (models/gpt.py), what a
+scorer computes (scoring/), the other parts of a run (setup.py).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+
+import numpy as np
+
+from stable_opd_mcore.config.models import ReferenceConfig
+from stable_opd_mcore.config.schema import Config, ModelConfig, TeacherConfig
+from stable_opd_mcore.config.training import Fp8
+from stable_opd_mcore.data.sources import source_name
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.losses.objectives import Objective
+from stable_opd_mcore.losses.output_head import align_head
+from stable_opd_mcore.models.gpt import build_model
+from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
+from stable_opd_mcore.models.weights import random_weights
+from stable_opd_mcore.parallel.world import World
+from stable_opd_mcore.records import MicroBatch, Sample, SampleWeights
+from stable_opd_mcore.run_inputs import (
+    configured_architecture,
+    refuse_small_vocabulary,
+)
+from stable_opd_mcore.scoring.megatron import MegatronScorer
+from stable_opd_mcore.scoring.own_prompt import OwnPromptScorer
+from stable_opd_mcore.scoring.scorer import Scorer
+from stable_opd_mcore.scoring.served import ServedScorer
+from stable_opd_mcore.serving.teacher import ServedTeacher
+from stable_opd_mcore.train.reference import MovingWeights, frozen_student, read_weights
+from stable_opd_mcore.train.samples.overlap import TOP_K, OverlapModel, OverlapPair, overlap_is_due
+from stable_opd_mcore.train.samples.sharing import micro_batches
+from stable_opd_mcore.train.student import Student
+
+
+def load_model(
+    config: Config,
+    world: World,
+    model: ModelConfig,
+    vocab_size: int,
+    *,
+    fp8: Fp8 | None = None,
+    trainable: bool,
+) -> list[HiddenStatesGPTModel]:
+    """This rank's chunks of a model with its weights; random weights are drawn from train.seed.
+
+    Args:
+        fp8: of its layers, as `config.fp8.of` gives it; None: in `train.precision`.
+
+    Raises:
+        UserError: fewer vocabulary entries than the tokenizer has, or an architecture or weights
+            that `build_model` or `load_hf` refuse.
+    """
+    architecture = configured_architecture(model)
+    refuse_small_vocabulary(model, architecture, vocab_size)
+    chunks = build_model(
+        architecture,
+        world,
+        precision=config.train.precision,
+        recompute=config.train.recompute if trainable else "none",
+        fp8=fp8,
+        trainable=trainable,
+        seed=None,
+    )
+    if model.path is None:
+        random_weights(chunks, config.train.seed)
+    else:
+        read_weights(chunks, model.path)
+    return chunks
+
+
+class RunModels:
+    """The models of a run on this rank: the student, and the scorers that the objective needs."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        objective: Objective,
+        vocab_size: int,
+        progress: Callable[[], None],
+    ):
+        self.config, self.world, self.objective = config, world, objective
+        self.vocab_size, self.progress = vocab_size, progress
+        self.frozen: list[HiddenStatesGPTModel] = []  # chunks of teacher and reference
+        self.moving: dict[str, MovingWeights] = {}
+        self.student = self._load(config.student, config.fp8.of("student"), trainable=True)
+        self.head = output_head(self.student, vocab_size)
+        self._megatron_scorer = partial(
+            MegatronScorer,
+            world=world,
+            vocab_size=vocab_size,
+            temperature=objective.temperature,
+        )
+        self._served_scorer = partial(ServedScorer, world.is_last_stage, vocab_size=vocab_size)
+
+    def teacher(self) -> Scorer | None:
+        """The teacher as the objective needs it, None where it needs none."""
+        needs = self.objective.teacher_needs
+        if self.config.teacher is None or needs == "none":
+            return None
+        stop_ids, merged_ids = self.objective.stop_ids, self.objective.terms.merged_ids
+        top_k = self.objective.top_k if needs == "topk" else None
+        if self.config.teacher.engine == "megatron":
+            scorer = self._teacher_scorer(
+                stop_ids=stop_ids,
+                top_k=top_k,
+                merged_ids=merged_ids,
+                hidden_alone=needs == "hidden",
+            )
+            return self._reading_its_prompt(scorer)
+        if needs == "hidden":
+            raise UserError(
+                f"objective.name={self.config.objective.name} compares whole distributions, which "
+                "a served teacher does not send; set teacher.engine=megatron"
+            )
+        return self._served_scorer(stop_ids=stop_ids, top_k=top_k, merged_ids=merged_ids)
+
+    def served_teacher(
+        self, teacher: Scorer | None, overlap: OverlapPair | None
+    ) -> ServedTeacher | None:
+        """What is asked for the scores that these scorers of this run read."""
+        settings = self.config.teacher
+        if settings is None or not isinstance(teacher, ServedScorer):
+            return None
+        of_loss = of_overlap = teacher.wanted
+        if overlap is not None and isinstance(overlap.teacher.scorer, ServedScorer):
+            both = overlap.teacher.scorer.wanted
+            of_overlap = replace(both, top_k=max(both.top_k, of_loss.top_k))
+        names = {source_name(each): each.teacher for each in self.config.data.sources}
+        served = ServedTeacher(
+            settings,
+            vocab_size=self.vocab_size,
+            temperature=self.objective.temperature,
+            wanted=lambda step: of_overlap if overlap_is_due(step + 1) else of_loss,
+            route_of={source: route or source for source, route in names.items()},
+            progress=self.progress,
+        )
+        served.self_test(range(min(64, self.vocab_size)))
+        return served
+
+    def _reading_its_prompt(self, scorer: Scorer) -> Scorer:
+        """The teacher in the trainer with `teacher.prompt`, or as it is without."""
+        config, teacher, model = self.config, self.config.teacher, self.config.teacher_model
+        assert teacher is not None and model is not None
+        if teacher.prompt is None:
+            return scorer
+        length = configured_architecture(model).attention_length
+
+        def pack(samples: Sequence[Sample]) -> list[MicroBatch]:
+            weights = SampleWeights(*np.zeros((3, len(samples))))
+            return micro_batches(config, self.world, samples, weights, attention_length=length)
+
+        return OwnPromptScorer(scorer, self.world, pack)
+
+    def reference(self) -> MegatronScorer | None:
+        """The frozen reference: `reference.path`, or the student before its first update."""
+        needs = self.objective.reference_needs
+        if needs == "none":
+            return None
+        return self._megatron_scorer(self._reference_chunks, hidden_alone=needs == "hidden")
+
+    @cached_property
+    def _reference_chunks(self) -> list[HiddenStatesGPTModel]:
+        """Also a self-teacher's where `config.teacher_shares` says so."""
+        settings = self.config.reference
+        return self._following("reference", settings, self.config.fp8.of("reference"))
+
+    def _following(
+        self, role: str, settings: ReferenceConfig, fp8: Fp8 | None
+    ) -> list[HiddenStatesGPTModel]:
+        """As `frozen_student`, known to the run under the model's role."""
+        chunks, moving = frozen_student(self.config, self.world, self.student, settings, fp8)
+        self.frozen += chunks
+        if moving is not None:
+            self.frozen += () if moving.kept is chunks else moving.kept
+            self.moving[role] = moving
+        return chunks
+
+    def behaviour(self, student: Student) -> MegatronScorer | None:
+        """The student before the step's updates, where its probabilities are compared later. The
+        old policy of stale rollouts is the engine's unless they are corrected.
+        """
+        several = self.config.train.minibatches > 1 and not self.config.rollout.max_staleness
+        corrects = self.config.rollout.importance_correction != "none"
+        if not (self.objective.needs_rollouts and (several or corrects)):
+            return None
+        replaying = partial(student.routers.applying, trains=False, counts=False)
+        return self._megatron_scorer(
+            self.student, stop_ids=self.objective.stop_ids, around=replaying
+        )
+
+    def overlap(
+        self,
+        of_loss: Scorer | None,
+        student_stops: Sequence[int],
+        teacher_stops: Sequence[int] | None,
+    ) -> OverlapPair | None:
+        """Student and teacher with their most probable tokens; None where no teacher scores.
+
+        Args:
+            of_loss: the teacher as the objective needs it.
+        """
+        teacher = self.config.teacher
+        if teacher is None or teacher_stops is None or of_loss is None:
+            return None
+        own, others = tuple(student_stops), tuple(teacher_stops)
+        top_k = min(TOP_K, self.vocab_size)
+        if teacher.engine == "sglang":
+            assert isinstance(of_loss, ServedScorer)
+            scorer: Scorer = self._served_scorer(
+                stop_ids=others, top_k=top_k, columns_before=of_loss.wanted.extra_ids
+            )
+        else:
+            scorer = self._reading_its_prompt(self._teacher_scorer(stop_ids=others, top_k=top_k))
+        student = self._megatron_scorer(self.student, stop_ids=own, top_k=top_k)
+        return OverlapPair(OverlapModel(student, own), OverlapModel(scorer, others))
+
+    def _load(
+        self, model: ModelConfig, fp8: Fp8 | None, *, trainable: bool
+    ) -> list[HiddenStatesGPTModel]:
+        chunks = load_model(
+            self.config, self.world, model, self.vocab_size, fp8=fp8, trainable=trainable
+        )
+        if not trainable:
+            self.frozen += chunks
+        return chunks
+
+    @cached_property
+    def _teacher_scorer(self) -> Callable[..., MegatronScorer]:
+        """Builds scorers on the one teacher; all share its head, cut as the student's."""
+        teacher, fp8 = self.config.teacher, self.config.fp8.of("teacher")
+        assert teacher is not None
+        if teacher.is_self:
+            return self._self_teacher(teacher, fp8)
+        chunks = self._load(teacher, fp8, trainable=False)
+        head = output_head(chunks, self.vocab_size)
+        if head is not None and self.head is not None:  # both on the last stage
+            head = align_head(head, like=self.head)
+        return partial(self._megatron_scorer, chunks, head=head)
+
+    def _self_teacher(
+        self, teacher: TeacherConfig, fp8: Fp8 | None
+    ) -> Callable[..., MegatronScorer]:
+        config = self.config
+        if config.teacher_shares == "student":
+            if self.objective.teacher_needs == "hidden" and config.train.minibatches > 1:
+                raise UserError(
+                    f"teacher.weights=live with train.minibatches={config.train.minibatches}: "
+                    f"objective.name={config.objective.name} reads the teacher's hidden states and "
+                    "head, and from the second update on they are not of the same weights; set "
+                    "train.minibatches=1, or teacher.weights=ema"
+                )
+            return partial(self._megatron_scorer, self.student, head=self.head)
+        if config.teacher_shares == "reference":
+            return partial(self._megatron_scorer, self._reference_chunks)
+        update = "ema" if teacher.weights == "ema" else "never"
+        follows = ReferenceConfig(update=update, decay=teacher.ema_decay)
+        return partial(self._megatron_scorer, self._following("teacher", follows, fp8))
