@@ -73,14 +73,7 @@ def job_of(
     writes_benchmarks = benchmarks is None or benchmarks.resolve() != directory.resolve()
     written = (*outputs, f"{name}{DROPPED}", *(BENCHMARKS if writes_benchmarks else ()))
     _require_new_files(name, origin, paths, [directory / f"{each}.jsonl" for each in written])
-    given = chosen.columns
-    if columns:
-        given = ColumnsConfig.model_validate({role: name or None for role, name in columns.items()})
-    required, read = openr1.REQUIRED_COLUMNS, openr1.COLUMNS
-    if not chosen.openr1:
-        read = tuple(column for column in given.model_dump().values() if column is not None)
-        # A source may lack the default column of solutions.
-        required = tuple(column for column in read if column != ColumnsConfig().solution)
+    given, read, required = _columns(chosen, columns)
     for path in paths:
         require_columns(path, required)
     names = [path.name if path == place else path.relative_to(place).as_posix() for path in paths]
@@ -104,6 +97,20 @@ def job_of(
         sft_rows=sft_rows if chosen.openr1 else None,
         seed=seed,
     )
+
+
+def _columns(
+    recipe: Recipe, named: Mapping[str, str]
+) -> tuple[ColumnsConfig, tuple[str, ...], tuple[str, ...]]:
+    """The columns by role, those that are read, and those that a file must have."""
+    given = recipe.columns
+    if named:
+        given = ColumnsConfig.model_validate({role: name or None for role, name in named.items()})
+    if recipe.openr1:
+        return given, openr1.COLUMNS, openr1.REQUIRED_COLUMNS
+    read = tuple(column for column in given.model_dump().values() if column is not None)
+    # A source may lack the default column of solutions.
+    return given, read, tuple(column for column in read if column != ColumnsConfig().solution)
 
 
 def _recipe(name: str, columns: Mapping[str, str], sft_rows: int) -> Recipe:
