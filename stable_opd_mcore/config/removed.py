@@ -35,6 +35,7 @@ _ABLATION = "drop it: the last commit with this ablation is tagged before-lighte
 REMOVED: dict[str, Removed] = {
     "checkpoint.asynchronous": Removed((True, False), "drop it: training waits for each save"),
     "data.train.reward.sha256": _OWN_FILE,
+    "data.train.reward.timeout_seconds": _constant(10),
     "evaluation.teacher_accuracy": Removed(
         (None,), "drop it: evaluate the teacher by `stable-opd evaluate` and compare"
     ),
@@ -59,34 +60,32 @@ REMOVED: dict[str, Removed] = {
     "optimizer.distributed": Removed((True,), "drop it: the optimizer's state is always sharded"),
     "optimizer.eps": _constant(1e-8),
     "reward.sha256": _OWN_FILE,
+    "reward.timeout_seconds": _constant(10),
     "rollout.order": Removed(
         ("submitted",),
         "drop it: steps train on the prompts in the data's order; rollout.partial with one step "
         "less of rollout.max_staleness has rollouts as young",
     ),
-    "data.train.reward.timeout_seconds": _constant(10),
-    "reward.timeout_seconds": _constant(10),
     "rollout.sglang.bucket_mib": _constant(512),
     "rollout.sglang.dtype": Removed((None,), "drop it: servers compute in train.precision"),
-    "train.moe_aux_loss_coeff": Removed(
-        (0.0,), "drop it: balancing a student's experts left its KL to the teacher as it was"
-    ),
     "rollout.sglang.first_gpu": Removed((None, 1), "drop it, and set CUDA_VISIBLE_DEVICES"),
     "rollout.sglang.health_interval_seconds": _constant(10),
     "rollout.sglang.max_restarts": _constant(3),
     "rollout.sglang.request_timeout_seconds": _constant(1800),
-    "rollout.sglang.startup_timeout_seconds": _constant(
-        1800, 600, 1200
-    ),  # a longer limit harms none
+    # The accepted limits are shorter than what always holds.
+    "rollout.sglang.startup_timeout_seconds": _constant(1800, 600, 1200),
     "rollout.sglang.sync_host": Removed((None,), "drop it: the address is found from the routes"),
     "rollout.sglang.sync_timeout_seconds": _constant(600),
     "teacher.request_timeout_seconds": _constant(600),
     "train.loss_block_tokens": _constant(1024, 256),  # 256: configs/gsm8k_cpu.yaml until then
+    "train.moe_aux_loss_coeff": Removed(
+        (0.0,), "drop it: balancing a student's experts left its KL to the teacher as it was"
+    ),
 }
 
 
 def without_removed(values: Any, origin: str, overrides: Sequence[str] = ()) -> Any:
-    """The plain values of a config without settings that are gone.
+    """A copy of the config's values without the settings that are gone.
 
     Args:
         origin: names the file in errors, where no override set the key.

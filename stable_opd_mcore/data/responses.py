@@ -28,7 +28,8 @@ from stable_opd_mcore.metrics import Max, Mean, Metric, Metrics, Quantile, Sum
 from stable_opd_mcore.records import FinishReason, GradingFailure, Rollout
 
 CHARACTERS_PER_TOKEN = 2.5  # low, so that a response of max_new_tokens exceeds the tail
-SMALL_BUDGET = 128  # tokens; below, a token may be one character, and a short tail compresses less
+# With fewer tokens than this a token may be one character, and a short tail compresses less.
+SMALL_BUDGET = 128
 SMALL_CHARACTERS_PER_TOKEN = 0.8
 RATIO, SMALL_RATIO = 10.0, 2.0
 QUARTERS = ("q1", "q2", "q3", "q4")  # of the length budget

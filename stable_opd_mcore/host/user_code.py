@@ -21,7 +21,7 @@ from stable_opd_mcore.errors import ConfigError
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A function in a file. Another process that gets it runs the same code."""
+    """A function and the source of its file, so that every process runs the same code."""
 
     path: str
     name: str

@@ -42,7 +42,7 @@ def is_megatron(path: str | Path) -> bool:
 
 
 def require_manifest(path: str | Path) -> None:
-    """Raise a UserError for a distributed checkpoint that no manifest lists the files of."""
+    """Raise a UserError for a distributed checkpoint without a manifest."""
     if not (Path(path) / MANIFEST).is_file():
         raise UserError(
             f"{path}: a distributed checkpoint without {MANIFEST}, which `stable-opd` writes last: "

@@ -86,7 +86,7 @@ class Routers:
                 router.end()
 
     def take(self) -> Metrics:
-        """`moe/*` since the last call, the same on every rank; none of a dense model.
+        """The metrics `moe/*` since the last call, equal on all ranks; none for a dense model.
 
         Collective.
         """

@@ -69,7 +69,7 @@ def test_a_step_longer_than_the_lead_is_queued_again_before_the_limit(cluster, t
 
 
 def test_a_task_of_an_array_is_queued_again_without_the_others(cluster, tmp_path):
-    """Of the last task SLURM_JOB_ID is the number of the whole array."""
+    """The last task has the id of the whole array as its SLURM_JOB_ID."""
     script = tmp_path / "seeds.sh"
     script.write_text(
         "#!/bin/bash\n#SBATCH --requeue\n"

@@ -183,7 +183,7 @@ def train_once(world: World, name: str, path: Path) -> dict[str, Tensor]:
 
 
 def gather_gradients(student: Student, world: World) -> None:
-    """Each rank has the sums of its own optimizer shard: gather those of all ranks."""
+    """Gather the gradient sums of all optimizer shards; each rank has those of its own."""
     group = world.groups.dp_cp
     for model in student.model:
         for bucket in (bucket for each in model.bucket_groups for bucket in each.buckets):

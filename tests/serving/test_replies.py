@@ -94,8 +94,8 @@ def test_experts_are_read_from_the_position_on_that_was_asked_for():
 
 
 def test_an_aborted_response_that_waited_has_no_experts_and_counts_as_without_tokens():
-    """SGLang takes running responses back where its cache is full, and states their tokens alone
-    when they are aborted then."""
+    """SGLang retracts running responses when its cache is full. When such a response is aborted,
+    the reply has its tokens but not its experts."""
     request = Generation((1, 2, 4), Sampling(max_new_tokens=9), 5, 5, Routing(1, 8, 2))
     piece = read_completion(response_of("abort", 2, 3), request)
     assert (len(piece.token_ids), len(piece.logprobs), piece.routed_experts) == (0, 0, None)
@@ -115,7 +115,7 @@ def flat(values: list[list[float]], ids: list[list[int]]) -> dict[str, Any]:
 
 
 def scores_of(*ids: Any, **meta: Any) -> dict[str, Any]:
-    """Of the tokens after the first."""
+    """A reply with the scores of the tokens after the first one."""
     entries = [[None, 1, None], *([-0.5, token, None] for token in ids)]
     return {"meta_info": {"input_token_logprobs": entries, **meta}}
 

@@ -19,7 +19,7 @@ PROMPT, RESPONSE = (1, 2, 3), (4, 5)
 
 @pytest.fixture
 def absent() -> str:
-    """An address that refuses connections."""
+    """The address of a port on which nothing listens."""
     return f"http://127.0.0.1:{free_port('127.0.0.1')}"
 
 

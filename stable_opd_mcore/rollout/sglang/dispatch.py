@@ -39,7 +39,8 @@ from stable_opd_mcore.serving.requests import Call, Completion
 
 _ABORT_ALL = Call("POST", "/abort_request", {"rid": "", "abort_all": True})
 _ABORT_SECONDS = 0.2  # between two aborts of what is still in flight
-_SPARED = 4  # responses more in flight that a server may have which has computed the prompt
+# A server that has computed the prompt is preferred with up to so many more responses in flight.
+_SPARED = 4
 
 
 class Dispatcher:

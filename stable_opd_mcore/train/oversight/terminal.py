@@ -40,7 +40,7 @@ class Terminal:
         self._bar = Progress(
             *(*columns, TimeRemainingColumn(), TextColumn("{task.fields[phase]}")),
             console=self._console,
-            auto_refresh=False,  # forked writers of a checkpoint would inherit its thread's lock
+            auto_refresh=False,  # a refresh thread's lock would be inherited by forks
             speed_estimate_period=3600,  # seconds
             disable=not shown or not self._console.is_interactive or self._console.no_color,
         )

@@ -46,7 +46,7 @@ def rows_of_step(run: Run, state: TrainState, ahead: int = 0) -> list[int]:
 
 
 def own_prompts(run: Run, rows: Sequence[int]) -> list[Prompt]:
-    """Of the rows of a step, the prompts of this data-parallel rank."""
+    """This data-parallel rank's prompts among the rows of a step."""
     return run.prompts.select(own_share(run.world, rows))
 
 
