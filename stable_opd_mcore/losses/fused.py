@@ -3,8 +3,8 @@
 The N scored rows go through in blocks. Of a block one GEMM per model gives logits; leaves.py turns
 them into the loss of its rows and the gradient by the student's logits, written over them; two
 GEMMs carry that to hidden states and head. Extra memory, whatever N: one block of logits per model,
-and the gradients. docs/loss.md counts bytes, launches and copies. Not here: the loss itself
-(token_losses.py), and which objective has which terms (objectives.py).
+and the gradients. docs/evidence/loss.md counts bytes, launches and copies. Not here: the loss
+itself (token_losses.py), and which objective has which terms (objectives.py).
 
 N scored rows, C rows of a block, V columns of this rank's vocabulary shard, J looked-up columns of
 a row (the target first, then stop ids), H hidden size.

@@ -223,13 +223,13 @@ def test_the_command_prints_a_table_and_says_where_the_verdicts_are(tmp_path, mo
     assert exit_code(monkeypatch, "score", path, "--response", "said") == 2
 
 
-# Our verdict differs from the upstream label in these rows; docs/score.md says why.
+# Our verdict differs from the upstream label in these rows; docs/evidence/grading.md says why.
 MATH, MINERVA = ("math500-20",), (100, 161, 252, 30, 56, 67, 71)
 DIFFERING = {*MATH, *(f"minerva_math-{number}" for number in MINERVA)}
 
 
 def test_real_generations_get_the_upstream_labels_but_for_known_rows(tmp_path):
-    """Every fourth row and the known ones; `stable-opd score` on all: docs/score.md."""
+    """Every fourth row and the known ones; `stable-opd score` on all: docs/evidence/grading.md."""
     generations = real_data("generations/qwen2.5-math-7b-base_greedy.jsonl").read_text()
     rows = [json.loads(line) for line in generations.splitlines()]
     path = write(

@@ -91,6 +91,6 @@ def test_a_block_copies_nothing_between_host_and_device(monkeypatch, variant):
 
 
 def test_operations_of_a_block(monkeypatch):
-    """More would take the host longer than the four products take a GPU (docs/loss.md)."""
+    """More would take the host longer than the four products take a GPU (docs/evidence/loss.md)."""
     for variant, most in (("opd_exact_kl", 230), ("sft", 80), ("lsm_exact_kl", 310)):
         assert operations_per_block(monkeypatch, variant).total() <= most

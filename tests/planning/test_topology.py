@@ -66,7 +66,7 @@ def check_shares(shares: Sequence[tuple[int, ...]], ranks: int) -> None:
 
 
 def table_row(name: str, nodes: int, server_nodes: int, gpus: int, made: Topology) -> str:
-    """The row of docs/cluster.md, section 6."""
+    """The row of docs/evidence/topology.md."""
 
     def count(number: int, noun: str) -> str:
         return f"{number} {noun}" + "s" * (number > 1)
@@ -83,7 +83,7 @@ def table_row(name: str, nodes: int, server_nodes: int, gpus: int, made: Topolog
     return f"| `stable_opd_{name}.sh` | {world} | {ranks} | {servers} | {share} |\n"
 
 
-# script, trainer nodes, server nodes, GPUs a node: the table of docs/cluster.md.
+# script, trainer nodes, server nodes, GPUs a node: the table of docs/evidence/topology.md.
 ROWS = [
     *(("1p5b", 1, 0, 8), ("1p5b", 2, 0, 8)),
     *(("7b", 1, 0, 8), ("7b", 1, 0, 4), ("7b", 2, 1, 8), ("7b", 4, 1, 8), ("7b", 8, 1, 8)),
@@ -97,7 +97,8 @@ ROWS = [
 def test_who_sits_where(world):
     made = topology(*world)
     check_places(made)
-    assert table_row(*world, made) in (CONFIGS.parent / "docs" / "cluster.md").read_text()
+    page = CONFIGS.parent / "docs" / "evidence" / "topology.md"
+    assert table_row(*world, made) in page.read_text()
 
 
 @pytest.mark.parametrize("nodes", [*range(1, 9), 12, 16, 63, 64, 127, 128])
