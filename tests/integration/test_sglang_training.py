@@ -291,7 +291,11 @@ def _engine(directory: Path, world, pair: Pair, url: str, *overrides: str) -> Sg
 
 
 def _drawn(engine: SglangEngine, directory: Path) -> tuple[set[int], list[str]]:
-    """The versions of a step's rollouts, and the events after the two publishes."""
+    """The versions of a step's rollouts, and the events after the two publishes.
+
+    They are sampled ahead of their step: only then may they come from older weights.
+    """
+    engine.prefetch(PROMPTS, SAMPLING, step=1, weight_version=engine.weight_version)
     drawn = engine.generate(PROMPTS, SAMPLING, step=1)
     assert [rollout.prompt.prompt_id for rollout in drawn] == [f"test:{i // 2}" for i in range(8)]
     happened = [event["event"] for event in events(directory / "smoke_cpu")]
