@@ -186,8 +186,7 @@ class Rollout(_WithArrays):
     reward: float | None = None  # in [0, 1]: 1 right, 0 wrong; None: not graded
     grading_failure: GradingFailure | None = None  # why grading ended without a verdict
     # int16 [prompt and response tokens - 1, L, C]: the experts that the engine chose for each
-    # token but the last, in the segment that sampled the token after it (those of the prompt: in
-    # the first); None without rollout.routing_replay
+    # token but the last; None without rollout.routing_replay
     routed_experts: NDArray[np.int16] | None = None
     # in order, L tokens together; not given: all of weight_version
     segments: tuple[Segment, ...] = ()

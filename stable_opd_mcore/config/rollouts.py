@@ -130,8 +130,8 @@ class RolloutConfig(Section):
     new weights wait until every response has ended."""
     routing_replay: bool = False
     """Of a student with experts: the trainer's forward pass uses the experts that the servers
-    chose for each token of a rollout. Needs `sglang`, which starts its servers for it. With
-    `partial` it is exact in the first segment of a response: docs/experts.md."""
+    chose for each token of a rollout. Needs `sglang`, which starts its servers for it; refused with
+    `partial`, where weights of several versions sample one response."""
     importance_correction: Literal["none", "truncated", "masked"] = "none"
     """Multiplies each token's policy-gradient weight by w = trainer's over engine's probability.
     `truncated`: min(w, threshold). `masked`: w, or 0 outside [1/threshold, threshold]."""
@@ -150,6 +150,12 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"rollout.routing_replay=true with rollout.engine={self.engine}: only sglang "
                 "servers send the experts that they chose"
+            )
+        if self.routing_replay and self.partial:
+            raise ValueError(
+                "rollout.routing_replay=true with rollout.partial=true: the trainer replays one "
+                "choice of experts per token, and weights of several versions chose differently; "
+                "set one of them to false"
             )
         return self
 

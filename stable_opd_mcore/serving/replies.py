@@ -63,8 +63,6 @@ def read_completion(response: Any, request: Generation) -> Completion:
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"]}]
     versions = tuple(str(span["version"]) for span in spans)
     (cached,) = _ids([meta.get("cached_tokens") or 0])
-    if finish == "abort" and request.routing is not None and "routed_experts" not in meta:
-        ids, logprobs = ids[:0], logprobs[:0]  # retracted; without experts they are of no use
     last = int(ids[-1]) if len(ids) else None
     if last in sampling.stop_token_ids:
         finish = "stop"  # SGLang states "length" for a stop token at max_new_tokens
@@ -73,7 +71,7 @@ def read_completion(response: Any, request: Generation) -> Completion:
     _require_usable(ids, finish, request)
     experts = None
     if request.routing is not None and len(ids):
-        positions = len(request.token_ids) + len(ids) - 1 - request.routing_start
+        positions = len(request.token_ids) + len(ids) - 1
         experts = request.routing.parse(meta["routed_experts"], np.int32, positions)
     return Completion(ids, logprobs, finish, versions, int(cached), experts)
 

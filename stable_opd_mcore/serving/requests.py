@@ -42,8 +42,7 @@ class Completion:
     finish_reason: FinishReason
     weight_versions: tuple[str, ...]  # in order; several if the weights changed during the response
     cached_tokens: int  # prompt tokens that the server's prefix cache held
-    # int16 [prompt and response tokens - 1 - routing_start of the request, layers, experts of a
-    # token]; None: not requested
+    # int16 [prompt and response tokens - 1, layers, experts of a token]; None: not requested
     routed_experts: NDArray[np.int16] | None = None
     text: str = ""  # of the whole response without its stop token; "" if it is not finished
 
@@ -61,13 +60,12 @@ class Generation:
     vocab_size: int  # no id at or above it is sent or accepted
     padded_vocab_size: int = 0  # rows of the served model; those from vocab_size on are not drawn
     routing: Routing | None = None  # the experts that the server chose are wanted
-    routing_start: int = 0  # from this position on; at most the number of token_ids
     num_drawn: int = 0  # so many token_ids, the last ones, begin the response
 
     @property
     def max_reply_bytes(self) -> int:
         longest = self.sampling.max_new_tokens
-        positions = len(self.token_ids) - self.routing_start + longest
+        positions = len(self.token_ids) + longest
         routing_bytes = 0 if self.routing is None else 6 * self.routing.per_position  # base64
         return MAX_REPLY_BYTES + _BYTES_PER_ENTRY * longest + routing_bytes * positions
 
@@ -79,7 +77,6 @@ class Generation:
         """
         require_in_vocabulary(self.token_ids, self.vocab_size)
         padding = range(self.vocab_size, self.padded_vocab_size)
-        experts = {"return_routed_experts": True, "routed_experts_start_len": self.routing_start}
         return {
             "input_ids": self.token_ids,
             "sampling_params": {
@@ -94,7 +91,7 @@ class Generation:
                 "skip_special_tokens": False,
             },
             "return_logprob": True,
-            **({} if self.routing is None else experts),
+            "return_routed_experts": self.routing is not None,
         }
 
 

@@ -20,6 +20,10 @@ EXTERNAL = f"{SGLANG} rollout.sglang.placement=external"
         ("rollout.max_staleness=9", "max_staleness: Input should be less than or equal to 8"),
         (f"{COLOCATED} {STALE}", "servers with devices of their own"),
         ("rollout.routing_replay=true", "engine=embedded: only sglang servers send the experts"),
+        (
+            f"{SGLANG} {STALE} rollout.routing_replay=true rollout.partial=true",
+            "routing_replay=true with rollout.partial=true: .* set one of them to false",
+        ),
         ("rollout.engine=replay", r"rollout.replay_from=RUN go together"),
         ("rollout.replay_from=runs/other", r"rollout.replay_from=RUN go together"),
         ("rollout.importance_threshold=1", "importance_threshold: Input should be greater"),

@@ -1,22 +1,16 @@
 """Responses that outlive publishes, on two real servers: their segments, log-probabilities, a
-killed server, and two data-parallel ranks that share a server. Of a dense student, and of one with
-experts that the trainer replays."""
+killed server, and two data-parallel ranks that share a server."""
 
 import os
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
-from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Module
 
@@ -26,16 +20,13 @@ from stable_opd_mcore.data.golden import rollout_samples
 from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
-from stable_opd_mcore.models.routers import Routers
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import World, gather_objects, start_world, stop_world
-from stable_opd_mcore.records import Prompt, Rollout, Routing, Sampling
+from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.sglang.build import build_sglang_engine
 from stable_opd_mcore.rollout.sglang.engine import SglangEngine
-from stable_opd_mcore.rollout.sglang.records import Answer, routing_of
+from stable_opd_mcore.rollout.sglang.records import Answer
 from stable_opd_mcore.scoring.megatron import MegatronScorer
-from stable_opd_mcore.serving.client import SglangClient
-from stable_opd_mcore.serving.requests import Completion, Generation
 from tests.integration.sglang_tools import (
     PYTHON,
     ROOT,
@@ -53,29 +44,12 @@ PROMPTS = [Prompt(f"test:{i}", "", tuple(range(3 + i, 15 + i))) for i in range(4
 SAMPLING = Sampling(num_samples=2, max_new_tokens=600)  # without stop ids: no response ends early
 
 
-SETTINGS = {
-    "dense": (),
-    "experts": (
-        "rollout.routing_replay=true",
-        "student.architecture.model_type=qwen3_moe",
-        "student.architecture.head_dim=32",
-        "student.architecture.num_experts=8",
-        "student.architecture.num_experts_per_tok=2",
-        "student.architecture.moe_intermediate_size=64",
-        "student.architecture.norm_topk_prob=true",
-    ),
-}
-# The experts of every token of prompt and response that a request has read, by these tokens
-Routings = dict[tuple[int, ...], NDArray[np.int16]]
-
-
 class Student(NamedTuple):
     engine: SglangEngine
     world: World
     chunks: list[Module]
     weights: dict[int, dict[str, Tensor]]  # copies, by version
     scorer: MegatronScorer
-    routing: Routing | None  # None: a dense student
 
     def publish(self) -> int:
         """Change the weights and publish them; returns their version."""
@@ -88,54 +62,28 @@ class Student(NamedTuple):
         self.engine.publish(version)
         return version
 
-    def gaps(self, rollouts: list[Rollout], routings: Routings | None = None) -> list[list[float]]:
-        """Of each segment of each rollout, the largest difference between the engine's and the
-        trainer's log-probability under the weights of the segment.
-
-        Args:
-            routings: the trainer replays those of the request that drew the segment; None: the
-                experts of the rollout.
-        """
+    def largest_gap(self, rollouts: list[Rollout]) -> float:
+        """The largest difference between the engine's and the trainer's log-probability under the
+        weights of the token's segment."""
         present = {k: v.clone() for k, v in self.weights[len(self.weights) - 1].items()}
-        gaps = [[0.0] * len(rollout.segments) for rollout in rollouts]
+        gap = 0.0
         for version, weights in self.weights.items():
             self.chunks[0].load_state_dict(weights, strict=False)
-            for rollout, row in zip(rollouts, gaps, strict=True):
-                ends = list(accumulate(segment.num_tokens for segment in rollout.segments))
-                for number, (segment, end) in enumerate(zip(rollout.segments, ends, strict=True)):
+            for rollout in rollouts:
+                ends = accumulate(segment.num_tokens for segment in rollout.segments)
+                for segment, end in zip(rollout.segments, ends, strict=True):
                     if segment.weight_version == version:
-                        gap_N = self._gaps(begun(rollout, end, routings))
-                        row[number] = float(gap_N[end - segment.num_tokens :].max())
+                        gap_N = self._gaps(rollout)[end - segment.num_tokens : end]
+                        gap = max(gap, float(gap_N.max()))
         self.chunks[0].load_state_dict(present, strict=False)
-        return gaps
+        return gap
 
     def _gaps(self, rollout: Rollout) -> Tensor:
-        samples, routing = rollout_samples([rollout]), self.routing
-        (batch,) = pack(
-            samples,
-            weights_of(samples, 1, 1, 1),
-            max_tokens=2048,
-            routing=routing and (routing.num_layers, routing.per_token),
-        )
+        samples = rollout_samples([rollout])
+        (batch,) = pack(samples, weights_of(samples, 1, 1, 1), max_tokens=2048)
         (scores,) = self.scorer.score([batch])
         assert scores.logprob_N is not None
         return (scores.logprob_N - batch.rollout_logprob_N).abs()
-
-
-def begun(rollout: Rollout, end: int, routings: Routings | None) -> Rollout:
-    """The rollout when it had `end` tokens."""
-    sequence = (*rollout.prompt.token_ids, *rollout.token_ids[:end].tolist())
-    experts = rollout.routed_experts if routings is None else routings[sequence]
-    return replace(
-        rollout,
-        token_ids=rollout.token_ids[:end],
-        rollout_logprobs=rollout.rollout_logprobs[:end],
-        routed_experts=None if experts is None else experts[: len(sequence) - 1],
-    )
-
-
-def of_students(*names: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("student", names, indirect=True, scope="module")
 
 
 def student_of(directory: Path, world: World, *overrides: str) -> Student:
@@ -155,65 +103,28 @@ def student_of(directory: Path, world: World, *overrides: str) -> Student:
     architecture = read_architecture(config.student.architecture)
     chunks = build_model(architecture, world, precision="fp32", trainable=False, seed=3)
     engine = build_sglang_engine(config, world, chunks, None, VOCABULARY)
-    replaying = partial(Routers(chunks).applying, trains=False, counts=False)
-    scorer = MegatronScorer(chunks, world, vocab_size=VOCABULARY, around=replaying)
-    return Student(engine, world, list(chunks), {}, scorer, routing_of(architecture))
+    scorer = MegatronScorer(chunks, world, vocab_size=VOCABULARY)
+    return Student(engine, world, list(chunks), {}, scorer)
 
 
 @pytest.fixture(scope="module")
-def student(request, world, tmp_path_factory) -> Iterator[Student]:
+def student(world, tmp_path_factory) -> Iterator[Student]:
     started = student_of(
         tmp_path_factory.mktemp("partial"),
         world,
         "rollout.sglang.num_servers=2",
         f"rollout.sglang.python={PYTHON}",
         "rollout.sglang.arguments=['--max-total-tokens','16384']",
-        *SETTINGS[request.param],
     )
     yield started
     started.engine.close()
-
-
-@pytest.fixture
-def routings(student, monkeypatch) -> Routings | None:
-    """Of the test's requests, which ask for all their experts and hand on those that were asked
-    for; None without routing replay."""
-    if student.routing is None:
-        return None
-    seen: Routings = {}
-    submit = SglangClient.submit
-
-    def whole(client: SglangClient, request: Any, *arguments: Any, **named: Any) -> Future[Any]:
-        if not isinstance(request, Generation):
-            return submit(client, request, *arguments, **named)
-        handed: Future[Any] = Future()
-
-        def hand_on(reply: Future[Completion]) -> None:
-            try:
-                piece = reply.result()
-            except Exception as error:
-                handed.set_exception(error)
-                return
-            chosen = piece.routed_experts
-            if chosen is not None:
-                seen[*request.token_ids, *piece.token_ids.tolist()] = chosen
-                piece = replace(piece, routed_experts=chosen[request.routing_start :])
-            handed.set_result(piece)
-
-        whole = replace(request, routing_start=0)
-        submit(client, whole, *arguments, **named).add_done_callback(hand_on)
-        return handed
-
-    monkeypatch.setattr(SglangClient, "submit", whole)
-    return seen
 
 
 def versions_of(rollout: Rollout) -> list[int]:
     return [segment.weight_version for segment in rollout.segments]
 
 
-@of_students(*SETTINGS)
-def test_responses_cross_two_publishes(student, routings):
+def test_responses_cross_two_publishes(student):
     engine = student.engine
     first = student.publish()
     engine.prefetch(PROMPTS, SAMPLING, step=1, weight_version=first + 2)
@@ -227,14 +138,8 @@ def test_responses_cross_two_publishes(student, routings):
     assert {len(rollout.token_ids) for rollout in drawn} == {600}
     assert {rollout.weight_version for rollout in drawn} == {first}, "at most two versions old"
     assert [first, first + 1, first + 2] in [versions_of(rollout) for rollout in drawn]
-    assert max(max(gaps) for gaps in student.gaps(drawn, routings)) < 1e-4
+    assert student.largest_gap(drawn) < 1e-4
     assert {member.state for member in engine.fleet.members} == {"ready"}
-    if routings is not None:
-        for rollout in drawn:
-            assert_joined(rollout, routings)
-        joined = student.gaps(drawn)
-        assert max(first for first, *_ in joined) < 1e-4
-        assert max(max(later, default=0.0) for _, *later in joined) > 1e-3, "other experts replayed"
 
 
 def await_tokens(engine: SglangEngine, step: int, version: int) -> None:
@@ -254,39 +159,6 @@ def answers(engine: SglangEngine, step: int) -> list[Answer]:
         return [answer for job in engine._ahead[step, SAMPLING].jobs for answer in job.answers]
 
 
-def assert_joined(rollout: Rollout, routings: Routings) -> None:
-    """Each segment has the experts that its request chose for the token before and its own."""
-    assert rollout.routed_experts is not None
-    before = 0
-    for end in accumulate(segment.num_tokens for segment in rollout.segments):
-        whole = begun(rollout, end, routings).routed_experts
-        assert whole is not None
-        assert (rollout.routed_experts[before : len(whole)] == whole[before:]).all()
-        before = len(whole)
-    assert before == len(rollout.prompt.token_ids) + len(rollout.token_ids) - 1
-
-
-def assert_logprobs(student: Student, rollouts: list[Rollout]) -> None:
-    """Each token's log-probability is the trainer's under the weights of its segment. Where experts
-    are replayed only the first segments' are: later ones were drawn after tokens that the new
-    weights had routed to other experts."""
-    gaps = student.gaps(rollouts)
-    exact = gaps if student.routing is None else [row[:1] for row in gaps]
-    assert max(map(max, exact)) < 1e-4
-
-
-@of_students("experts")
-def test_a_server_sends_experts_from_a_position_on(student):
-    client, sampling = student.engine.fleet.members[0].client, Sampling(0.0, max_new_tokens=8)
-    request = Generation(tuple(range(3, 30)), sampling, VOCABULARY, routing=student.routing)
-    whole = client.submit(request).result()
-    rest = client.submit(replace(request, routing_start=26)).result()
-    assert whole.routed_experts is not None
-    assert len(whole.routed_experts) == 34
-    assert (rest.routed_experts == whole.routed_experts[26:]).all()
-
-
-@of_students("dense")
 def test_a_killed_servers_responses_go_on_elsewhere(student):
     engine = student.engine
     engine.prefetch(PROMPTS, SAMPLING, step=3, weight_version=len(student.weights))
@@ -299,7 +171,7 @@ def test_a_killed_servers_responses_go_on_elsewhere(student):
     os.killpg(killed.pid, signal.SIGKILL)
     drawn = engine.generate(PROMPTS, SAMPLING, step=3)
     assert_go_on(delivered, drawn)
-    assert_logprobs(student, drawn)
+    assert student.largest_gap(drawn) < 1e-4
     metrics = engine.take_metrics()
     assert metrics["engine/failure"].total == 1
     assert metrics["engine/redrawn"].total > 0
@@ -322,7 +194,7 @@ def share_a_server(rank: int, num_ranks: int, directory: Path, url: str) -> None
     assert [r.prompt.prompt_id for r in drawn] == [p.prompt_id for p in prompts for _ in range(2)]
     assert {len(rollout.token_ids) for rollout in drawn} == {600}
     assert [first, first + 1, first + 2] in [versions_of(rollout) for rollout in drawn]
-    assert_logprobs(student, drawn)
+    assert student.largest_gap(drawn) < 1e-4
     happened = engine.take_metrics()
     for event in ("failure", "retried", "redrawn", "stale"):
         assert happened[f"engine/{event}"].value() == 0, event
@@ -333,7 +205,6 @@ def share_a_server(rank: int, num_ranks: int, directory: Path, url: str) -> None
     stop_world()
 
 
-@of_students("dense")
 def test_ranks_share_a_server_over_two_publishes(student, tmp_path):
     client = student.engine.fleet.members[1].client
     (tmp_path / "key").touch(0o600)

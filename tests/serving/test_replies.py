@@ -83,25 +83,13 @@ def test_a_response_that_does_not_fit_the_request_is_refused(response):
         read_completion(response, REQUEST)
 
 
-def test_experts_are_read_from_the_position_on_that_was_asked_for():
-    experts = np.array([[[5, 1]], [[0, 7]]], np.int32)
-    request = Generation((1, 2, 4), Sampling(max_new_tokens=9), 5, 5, Routing(1, 8, 2), 2)
+def test_experts_of_each_token_but_the_last_are_read():
+    experts = np.array([[[5, 1]], [[0, 7]], [[2, 3]]], np.int32)
+    request = Generation((1, 2), Sampling(max_new_tokens=2), 5, 5, Routing(1, 8, 2))
     encoded = base64.b64encode(experts.tobytes()).decode()
-    piece = read_completion(response_of("abort", 2, 3, routed_experts=encoded), request)
-    assert piece.token_ids.tolist() == [2, 3]
+    piece = read_completion(response_of("length", 2, 3, routed_experts=encoded), request)
     assert piece.routed_experts is not None
     assert piece.routed_experts.tolist() == experts.tolist()
-
-
-def test_an_aborted_response_that_waited_has_no_experts_and_counts_as_without_tokens():
-    """SGLang retracts running responses when its cache is full. When such a response is aborted,
-    the reply has its tokens but not its experts."""
-    request = Generation((1, 2, 4), Sampling(max_new_tokens=9), 5, 5, Routing(1, 8, 2))
-    piece = read_completion(response_of("abort", 2, 3), request)
-    assert (len(piece.token_ids), len(piece.logprobs), piece.routed_experts) == (0, 0, None)
-    request = Generation((1, 2, 4), Sampling(max_new_tokens=2), 5, 5, Routing(1, 8, 2))
-    with pytest.raises(KeyError, match="routed_experts"):
-        read_completion(response_of("length", 2, 3), request)
 
 
 def flat(values: list[list[float]], ids: list[list[int]]) -> dict[str, Any]:

@@ -47,8 +47,8 @@ class Answer:
         return len(self.token_ids) > 0
 
     def extended(self, piece: Completion) -> Answer:
-        """This answer and what a further request drew, experts as of `Task.request`. Tokens of a
-        piece from several versions count as of the oldest."""
+        """This answer and what a further request sampled. Tokens of a piece from several versions
+        count as of the oldest."""
         if not piece.has_tokens:
             return self
         version = min(int(version) for version in piece.weight_versions)
@@ -56,15 +56,12 @@ class Answer:
         if segments and segments[-1].weight_version == version:
             num_tokens += segments[-1].num_tokens
             segments = segments[:-1]
-        experts = piece.routed_experts
-        if experts is not None and self.routed_experts is not None:
-            experts = np.concatenate([self.routed_experts, experts])
         return Answer(
             np.concatenate([self.token_ids, piece.token_ids]),
             np.concatenate([self.logprobs, piece.logprobs]),
             (*segments, Segment(num_tokens, version)),
             piece.finish_reason,
-            experts,
+            piece.routed_experts,
             piece.text,
         )
 
@@ -101,8 +98,6 @@ class Task:
         return self.job.step, self.sample, self.job.number
 
     def request(self) -> Generation:
-        """Of a response that has tokens, it asks for the experts from the last of them on: no
-        request before has read that token."""
         request, so_far = self.job.request, self.job.answers[self.sample].token_ids
         if not len(so_far):
             return request
@@ -112,7 +107,6 @@ class Task:
             request,
             token_ids=token_ids,
             sampling=replace(request.sampling, max_new_tokens=left),
-            routing_start=len(token_ids) - 1,
             num_drawn=len(so_far),
         )
 

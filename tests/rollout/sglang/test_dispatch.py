@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from stable_opd_mcore.metrics import Sum
-from stable_opd_mcore.records import Routing, Sampling, Segment, SequenceScores
+from stable_opd_mcore.records import Sampling, Segment, SequenceScores
 from stable_opd_mcore.rollout.sglang import dispatch
 from stable_opd_mcore.rollout.sglang.dispatch import Dispatcher
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
@@ -40,8 +40,7 @@ RESPONSE = {
 @dataclass(eq=False)
 class Drawing:
     """A client whose server has drawn `pace` tokens of each response when its requests are aborted,
-    and draws to the end when `finish` is set. A token is its position in the sequence, and its
-    experts are the version and its position."""
+    and draws to the end when `finish` is set. A token is its position in the sequence."""
 
     pace: int = 3
     version: int = 0
@@ -85,11 +84,8 @@ class Drawing:
         number = longest if self.finish.is_set() else min(self.pace, longest)
         ids = np.arange(first, first + number, dtype=np.int32)
         reason = "length" if number == longest else "abort"
-        places = range(request.routing_start, first + number - 1)
-        experts = np.array([[[self.version, place]] for place in places], np.int16)
-        chosen = None if request.routing is None or not number else experts
         logprobs = np.full(number, -0.5, np.float32)
-        return Completion(ids, logprobs, reason, (str(self.version),), 0, chosen)
+        return Completion(ids, logprobs, reason, (str(self.version),), 0)
 
     def end(self) -> None:
         self.finish.set()
@@ -167,29 +163,6 @@ def test_aborted_responses_go_on_from_their_tokens_over_two_publishes(tmp_path):
     asked = [(r.num_drawn, r.sampling.max_new_tokens) for r in client.requests]
     assert asked == [(0, 8), (0, 8), (3, 5), (3, 5), (6, 2), (6, 2)]
     assert dispatcher.take_metrics()["engine/continued"] == Sum(4)
-    dispatcher.close()
-
-
-def test_tokens_keep_the_experts_of_the_request_that_read_them_first(tmp_path):
-    """Of the last token of a request that is the next one, which draws the token after it."""
-    client = Drawing()
-    dispatcher = Dispatcher(fleet_over(tmp_path, client))
-    (job,) = jobs_of([replace(request(max_new_tokens=8), routing=Routing(1, 9, 2))])
-    dispatcher.submit([job])
-    for version in (1, 2):
-        client.await_requests(version)
-        dispatcher.pause(abort=True)
-        client.version = version
-        dispatcher.resume()
-    client.await_requests(3)
-    client.end()
-    dispatcher.wait([job])
-    assert [r.routing_start for r in client.requests] == [0, 4, 7]
-    (answer,) = job.answers
-    assert answer.routed_experts is not None
-    versions, positions = answer.routed_experts[:, 0].T.tolist()
-    assert versions == [0, 0, 0, 0, 1, 1, 1, 2, 2]
-    assert positions == list(range(9))
     dispatcher.close()
 
 
