@@ -363,16 +363,13 @@ def rehearse(
 
 @app.command()
 def demo(
-    seeds: Annotated[
-        int | None, typer.Option(min=1, help="How many seeds; by default 1, for ablation 5.")
-    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds.")] = 1,
     directory: Annotated[Path, typer.Option(help="Where runs and report go.")] = Path("runs/demo"),
-    act: Annotated[str, typer.Option(help="collapse or ablation.")] = "collapse",
 ) -> None:
     """Watch plain on-policy distillation collapse and Stable-OPD hold, on this machine's CPU."""
     from stable_opd_mcore.demo.run import run_demo
 
-    run_demo(directory, seeds, act)
+    run_demo(directory, seeds)
 
 
 def main() -> None:

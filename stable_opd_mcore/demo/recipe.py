@@ -1,14 +1,13 @@
-"""The demo's runs: the training of its teacher and student, and the arms of its acts.
+"""The demo's runs: the training of its teacher and student, and the arms.
 
-All are settings of ordinary training runs, chained by the models that the runs write; what the runs
-of one kind share stands in the YAML files beside this one. The task is the arithmetic of
-data/synthetic.py. Not here: running them (run.py), reading them (summary.py).
+All are settings of ordinary training runs, chained by the models that the runs write. The YAML
+files in this directory hold what the runs of one kind share. The task is the arithmetic of
+data/synthetic.py.
 
-The student lacks a part of the facts that the teacher knows, and golden solutions are few. Plain
+The student lacks some of the facts that the teacher knows, and golden solutions are few. Plain
 distillation collapses here by construction: the teacher ends its responses with another stop token
-than the student and gives that of the student almost no probability. The student learns the facts
-first, because it is almost certain of its stop token. A response may be three times its normal
-length.
+and gives the student's almost no probability. The student learns the facts first, because it is
+almost certain of its stop token. A response may be three times its normal length.
 """
 
 from dataclasses import dataclass
@@ -24,16 +23,8 @@ MODEL = "model"  # directory of the trained student inside a run
 UNKNOWN = 0.3  # share of facts of which the student has seen random results only
 
 
-@dataclass(frozen=True)
-class Act:
-    """Arms that are compared with each other."""
-
-    caption: str
-    arms: dict[str, dict[str, Any]]  # settings in which each differs from plain OPD
-    seeds: int  # how many unless the user says otherwise
-
-
-COLLAPSE_ARMS: dict[str, dict[str, Any]] = {
+# arm -> the settings in which it differs from plain OPD, in the order of tables and figures
+ARMS: dict[str, dict[str, Any]] = {
     "opd": {},
     "opd_kl": {"kl": {"beta": 1.0}},
     "opd_mixture": {"mixture": {"lambda": 1.0}},
@@ -46,35 +37,13 @@ COLLAPSE_ARMS: dict[str, dict[str, Any]] = {
         "mixture": {"lambda": 1.0},
     },
 }
-TOP_K = 4  # of 24 tokens
-OTHER_OBJECTIVES: dict[str, dict[str, Any]] = {
-    "grpo": {
-        "objective": {"name": "grpo"},
-        "rollout": {"prompts_per_step": 8, "samples_per_prompt": 8},
-        "data": {"train": {"options": {"rows": 1024}}},  # it would learn 32 answers by heart
-        "optimizer": {"lr": 1.0e-4},
-    },
-    "lsm": {"objective": {"name": "lsm", "top_k": TOP_K}},
-    "gkd": {"objective": {"name": "gkd"}},
-    "student_topk": {"objective": {"name": "student_topk", "top_k": TOP_K}},
-    "vopd": {"objective": {"name": "opd", "advantage": {"control_variate": True}}},
-}
-COLLAPSE = "collapse"  # the act of a demo for which the user names none
-ACTS = {
-    COLLAPSE: Act(
-        "The student lacks facts, and has another stop token than the teacher. Plain OPD improves, "
-        "then loses stopping. stable_opd has the KL to the initial student and the "
-        "golden mixture, opd_kl and opd_mixture one of them. sft trains on the same few golden "
-        "solutions only. stop_class sums the probabilities of both stop tokens.",
-        COLLAPSE_ARMS,
-        seeds=1,
-    ),
-    "ablation": Act(
-        "The arms of collapse, and other objectives with the same models and problems.",
-        COLLAPSE_ARMS | OTHER_OBJECTIVES,
-        seeds=5,
-    ),
-}
+COLLAPSE = "collapse"  # the arms' directory in that of their seed, and their YAML file
+CAPTION = (
+    "The student lacks facts, and its stop token is not the teacher's. Plain OPD improves, then "
+    "loses stopping. stable_opd has the KL to the initial student and the golden mixture, opd_kl "
+    "and opd_mixture have one of them. sft trains only on the same few golden solutions. "
+    "stop_class sums the probabilities of both stop tokens."
+)
 
 
 @dataclass(frozen=True)
@@ -86,7 +55,6 @@ class Job:
     steps: int = 0
     config: dict[str, Any] | None = None
     after: tuple[str, ...] = ()
-    act: str | None = None
     arm: str | None = None
     seed: int = 0
     swap_from: Path | None = None
@@ -103,22 +71,18 @@ class Job:
         return min(self.steps, metrics.read_bytes().count(b"\n"))
 
 
-def demo_jobs(directory: Path, act: str, num_seeds: int | None = None) -> list[Job]:
-    """All runs of an act. Each seed has its own teacher and student; acts share models and arms.
+def demo_jobs(directory: Path, num_seeds: int = 1) -> list[Job]:
+    """All runs below `directory` with seeds 0 .. num_seeds-1: the models, then the arms.
 
-    Args:
-        directory: of all runs.
-        act: a name in ACTS.
-        num_seeds: seeds 0 .. num_seeds-1; None: the act's number.
+    Each seed has its own teacher and student.
     """
     models: list[Job] = []
     arms: list[Job] = []
-    for seed in range(num_seeds or ACTS[act].seeds):
+    for seed in range(num_seeds):
         made = _models(directory / f"seed{seed}", seed)
         models += made.values()
         arms += [
-            _arm(directory, act, arm, settings, made["student"], made["teacher_other_stop"], seed)
-            for arm, settings in ACTS[act].arms.items()
+            _arm(directory, arm, made["student"], made["teacher_other_stop"], seed) for arm in ARMS
         ]
     return [*models, *arms]
 
@@ -189,16 +153,8 @@ def _supervised(
     )
 
 
-def _arm(
-    directory: Path,
-    act: str,
-    arm: str,
-    settings: dict[str, Any],
-    student: Job,
-    teacher: Job,
-    seed: int,
-) -> Job:
-    """One arm of an act. The arms of an act differ in `settings` only."""
+def _arm(directory: Path, arm: str, student: Job, teacher: Job, seed: int) -> Job:
+    """One arm. Arms differ only in their settings in ARMS."""
     home = directory / f"seed{seed}" / COLLAPSE
     changes = {
         "run": {"name": arm, "directory": str(home)},
@@ -207,19 +163,16 @@ def _arm(
         "data": {"train": {"options": {"seed": seed}}},
         "train": {"seed": seed},
     }
-    config = _settings(COLLAPSE, changes, settings)
-    if arm in ("sft", "grpo"):
-        config["teacher"] = None
-        del config["objective"]["stop_class"]
+    config = _settings(COLLAPSE, changes, ARMS[arm])
     if arm == "sft":
-        del config["aggregation"]
+        config["teacher"] = None
+        del config["objective"]["stop_class"], config["aggregation"]
     return Job(
         name=f"seed{seed}/{COLLAPSE}/{arm}",
         directory=home / arm,
         steps=config["train"]["steps"],
         config=config,
         after=(student.name, teacher.name),
-        act=act,
         arm=arm,
         seed=seed,
     )

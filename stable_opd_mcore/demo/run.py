@@ -1,8 +1,7 @@
 """`stable-opd demo`: train the models, run every arm with every seed, write summary and report.
 
 Each job is an ordinary training run (`train.loop.train`) in one of two worker processes with one
-thread each. Finished runs are kept, and the same command continues with the others. Not here: the
-settings of the runs (recipe.py).
+thread each. Finished runs are kept, and the same command continues with the others.
 """
 
 import json
@@ -29,8 +28,8 @@ from rich.table import Column
 
 from stable_opd_mcore.config.load import RESOLVED, load_config, parse_config
 from stable_opd_mcore.data.synthetic import SECOND_STOP, STOP, VOCABULARY
-from stable_opd_mcore.demo.recipe import ACTS, COLLAPSE, Job, demo_jobs
-from stable_opd_mcore.demo.summary import ablation_markdown, summarise, summary_table
+from stable_opd_mcore.demo.recipe import CAPTION, Job, demo_jobs
+from stable_opd_mcore.demo.summary import summarise, summary_table
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import atomic_directory, write_atomically
 from stable_opd_mcore.host.tensor_files import save_tensors
@@ -41,52 +40,41 @@ from stable_opd_mcore.monitoring.report import write_report
 WORKERS = 2
 POLL_SECONDS = 1.0
 WEIGHTS = "model.safetensors"
-NAME_WIDTH = 36  # seed0/collapse/stable_opd_stop_class
+TITLE_WIDTH = 28  # seed12 stable_opd_stop_class
 GUARD_LOGGER = (
     "stable_opd_mcore.train.oversight.measures"  # by name: this process does not load torch
 )
 
 
-def run_demo(directory: Path, num_seeds: int | None = None, act: str = COLLAPSE) -> None:
-    """Run all arms; write summary.json and report.html (ablation.json …), and print tables.
+def run_demo(directory: Path, num_seeds: int = 1) -> None:
+    """Run all arms with seeds 0 .. num_seeds-1, write summary.json and report.html, print a table.
 
     Args:
         directory: of all runs and files. Finished runs in it are kept.
-        num_seeds: seeds 0 .. num_seeds-1; None: the number of each act.
-        act: a name in ACTS.
 
     Raises:
-        UserError: no such act, a run failed, or the directory holds runs with other settings.
+        UserError: a run failed, or the directory holds runs with other settings.
     """
     started = time.monotonic()
-    if act not in ACTS:
-        raise UserError(f"--act {act}: expected one of {', '.join(ACTS)}")
     directory = directory.resolve()
-    jobs = demo_jobs(directory, act, num_seeds)
+    jobs = demo_jobs(directory, num_seeds)
     run_jobs(jobs)
-    arms = [summarise(job) for job in jobs if job.arm is not None]
-    summary = directory / ("summary.json" if act == COLLAPSE else f"{act}.json")
-    report = directory / ("report.html" if act == COLLAPSE else f"{act}.html")
+    arms = [summarise(job) for job in jobs if job.arm]
+    summary, report = directory / "summary.json", directory / "report.html"
     records = {"arms": [arm.record() for arm in arms]}
     write_atomically(summary, json.dumps(records, indent=1).encode())
-    runs = [ReportRun(job.directory, job.arm) for job in jobs if job.arm]
     write_report(
-        runs,
+        [ReportRun(job.directory, job.arm) for job in jobs if job.arm],
         report,
         title="On-policy distillation, collapsed and cured",
-        caption=ACTS[act].caption,
+        caption=CAPTION,
     )
     console = Console()
     console.print()
-    console.print(summary_table(act, arms))
-    if act == "ablation":
-        table = directory / "ablation.md"
-        text = ablation_markdown(arms)
-        write_atomically(table, text.encode())
-        console.print(f"\n{text}\ntable    {table}", markup=False, highlight=False, soft_wrap=True)
+    console.print(summary_table(arms))
     console.print(
-        "Accuracy on 256 held-out problems, sampled at temperature 1; greedy: at the end.\n"
-        "trunc, rep: shares of truncated and of repetitive rollouts, 5-step means.",
+        "Accuracy on 256 held-out problems, sampled at temperature 1; greedy at the end.\n"
+        "trunc, rep: shares of truncated and repetitive rollouts, 5-step means.",
         highlight=False,
     )
     console.print(f"{time.monotonic() - started:.0f} s", highlight=False)
@@ -103,10 +91,11 @@ def run_jobs(jobs: Sequence[Job]) -> None:
     for job in jobs:
         if job.name in finished and not _has_same_settings(job):
             raise UserError(
-                f"{job.directory} was made with other settings than this version's demo: remove "
-                "it, or choose another --directory"
+                f"{job.directory}: its settings are not those of this version's demo; remove it, "
+                "or choose another --directory"
             )
     waiting = [job for job in jobs if job.name not in finished]
+    not_reported = [job for job in waiting if job.arm]
     running: dict[Future, Job] = {}
     job_bars: dict[str, TaskID] = {}
     os.environ["OMP_NUM_THREADS"] = "1"  # for the workers: more threads would compete for cores
@@ -118,7 +107,7 @@ def run_jobs(jobs: Sequence[Job]) -> None:
                 if len(running) < WORKERS:
                     waiting.remove(job)
                     running[pool.submit(_work, job)] = job
-                    job_bars[job.name] = bars.add_task(job.name, total=job.steps)
+                    job_bars[job.name] = bars.add_task(_title(job), total=job.steps)
             for job in running.values():
                 bars.update(job_bars[job.name], completed=job.steps_done())
             bars.update(total, completed=sum(job.steps_done() for job in jobs))
@@ -137,15 +126,15 @@ def run_jobs(jobs: Sequence[Job]) -> None:
                         "Finished runs are kept: the same command continues from there"
                     ) from error
                 finished.add(job.name)
-                if job.arm is not None:
-                    bars.console.print(_outcome(job), highlight=False)
+            while not_reported and not_reported[0].name in finished:  # in the order of the arms
+                bars.console.print(_outcome(not_reported.pop(0)), highlight=False)
         bars.update(total, completed=sum(job.steps for job in jobs))
 
 
 def _progress() -> Progress:
     """A bar for all steps of all runs, and one for each run in progress, on standard error."""
     return Progress(
-        TextColumn("{task.description}", table_column=Column(width=NAME_WIDTH, no_wrap=True)),
+        TextColumn("{task.description}", table_column=Column(width=TITLE_WIDTH, no_wrap=True)),
         BarColumn(bar_width=14),
         MofNCompleteColumn(table_column=Column(width=9, justify="right")),
         TimeElapsedColumn(),
@@ -154,11 +143,15 @@ def _progress() -> Progress:
     )
 
 
+def _title(job: Job) -> str:
+    return f"seed{job.seed} {job.directory.name}"
+
+
 def _outcome(job: Job) -> str:
-    """Accuracy at start, peak and end; the highest truncation rate."""
+    """One line: accuracy at start, peak and end; the highest truncation rate."""
     found = summarise(job).outcome
     return (
-        f"{job.name:<{NAME_WIDTH}} accuracy {found.initial_accuracy:.2f} → "
+        f"{_title(job):<{TITLE_WIDTH}} accuracy {found.initial_accuracy:.2f} → "
         f"{found.peak_accuracy:.2f} → {found.final_accuracy:.2f}  "
         f"truncation {found.max_truncation_rate:.2f}"
     )
@@ -167,8 +160,8 @@ def _outcome(job: Job) -> str:
 def _has_same_settings(job: Job) -> bool:
     """Whether the run in the job's directory, if any, was made with the recipe's settings.
 
-    Settings hold the paths of a run's models. Those of a demo that was copied or moved name its old
-    directory, and are compared as if they named the new one.
+    Settings hold the paths of a run's models. In a demo that was copied or moved they name its old
+    directory; they are compared as if they named the new one.
     """
     file = job.directory / RESOLVED
     if job.config is None or not file.is_file():
@@ -185,7 +178,7 @@ def _has_same_settings(job: Job) -> bool:
 def _work(job: Job) -> None:
     """Do one job in a worker process.
 
-    What the guard of a run says is in its metrics.jsonl and in the report, not beside the bars.
+    Warnings of a run's guard are in its metrics.jsonl and the report; they do not disturb the bars.
     """
     logging.getLogger(GUARD_LOGGER).setLevel(logging.ERROR)
     if job.swap_from is not None:

@@ -1,4 +1,4 @@
-"""The demo's jobs: their dependencies, and the settings in which the arms of an act differ."""
+"""The demo's jobs: their dependencies, and the settings in which arms differ."""
 
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -10,18 +10,13 @@ from stable_opd_mcore.config.changes import by_dotted_key
 from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.data.sources import load_rows
 from stable_opd_mcore.data.synthetic import SECOND_STOP, STOP, VOCABULARY
-from stable_opd_mcore.demo.recipe import ACTS, COLLAPSE_ARMS, Job, demo_jobs
+from stable_opd_mcore.demo.recipe import ARMS, Job, demo_jobs
 from stable_opd_mcore.losses.objectives import build_objective
 
 
 @pytest.fixture
 def jobs(tmp_path: Path) -> list[Job]:
-    return demo_jobs(tmp_path, "collapse", 2)
-
-
-@pytest.fixture
-def ablation(tmp_path: Path) -> list[Job]:
-    return demo_jobs(tmp_path, "ablation")
+    return demo_jobs(tmp_path, 2)
 
 
 def resolved(job: Job) -> dict[str, Any]:
@@ -32,9 +27,8 @@ def resolved(job: Job) -> dict[str, Any]:
 
 
 def test_every_seed_has_every_arm_once_after_the_models_that_it_reads(jobs):
-    arms = [(job.seed, job.act, job.arm) for job in jobs if job.arm]
-    expected = [(seed, "collapse", arm) for seed in range(2) for arm in COLLAPSE_ARMS]
-    assert sorted(arms) == sorted(expected)
+    arms = [(job.seed, job.arm) for job in jobs if job.arm]
+    assert arms == [(seed, arm) for seed in range(2) for arm in ARMS]
     assert len({job.name for job in jobs}) == len({job.directory for job in jobs}) == len(jobs)
     made = {job.model: job.name for job in jobs}
     for job in jobs:
@@ -48,7 +42,7 @@ def test_every_seed_has_every_arm_once_after_the_models_that_it_reads(jobs):
     TopologicalSorter({job.name: job.after for job in jobs}).prepare()  # raises for a cycle
 
 
-def test_the_runs_are_what_the_document_says(jobs, ablation):
+def test_the_runs_are_what_the_document_says(jobs):
     for job in (job for job in jobs if job.config):
         config = parse_config(job.config, origin=job.name)
         sources = [source for source in (config.data.train, config.data.eval) if source]
@@ -61,29 +55,15 @@ def test_the_runs_are_what_the_document_says(jobs, ablation):
         if config.teacher:
             assert config.teacher.stop_token_ids == (VOCABULARY.index(SECOND_STOP),)
             assert "teacher_other_stop" in config.teacher.path
-    arms = [job for job in ablation if job.arm]
-    assert {(job.seed, job.arm) for job in arms} == {
-        (seed, arm) for seed in range(5) for arm in ACTS["ablation"].arms
-    }
 
 
-def test_the_ablation_repeats_no_run_of_the_demo(jobs, ablation):
-    made = {job.name: job for job in jobs}
-    shared = [job for job in ablation if job.name in made]
-    assert {job.arm for job in shared if job.arm} == set(COLLAPSE_ARMS)
-    for job in shared:
-        assert (job.directory, job.config) == (made[job.name].directory, made[job.name].config)
-
-
-@pytest.mark.parametrize("act", ACTS)
-def test_arms_of_an_act_differ_only_in_their_named_settings(tmp_path, act):
-    arms = [job for job in demo_jobs(tmp_path, act, 2) if job.arm]
+def test_arms_differ_only_in_their_named_settings(jobs):
+    arms = [job for job in jobs if job.arm]
     plain = {job.seed: resolved(job) for job in arms if job.arm == "opd"}
     for job in arms:
         base, mine = plain[job.seed], resolved(job)
-        named = set(by_dotted_key(ACTS[act].arms[job.arm]))
-        named |= {"teacher", "objective.stop_class"} if job.arm in ("sft", "grpo") else set()
-        named |= {"aggregation"} if job.arm == "sft" else set()
+        named = set(by_dotted_key(ARMS[job.arm]))
+        named |= {"teacher", "objective.stop_class", "aggregation"} if job.arm == "sft" else set()
         differing = {key for key in base.keys() | mine.keys() if base.get(key) != mine.get(key)}
         assert differing <= named
         assert differing or job.arm == "opd"
@@ -98,10 +78,8 @@ def test_seeds_differ_in_nothing_but_seeds_and_places(jobs):
             assert one | dict.fromkeys(places) == other | dict.fromkeys(places)
 
 
-def test_every_arm_s_objective_accepts_its_settings(ablation):
-    for job in (job for job in ablation if job.arm and job.seed == 0):
+def test_every_arm_s_objective_accepts_its_settings(jobs):
+    for job in (job for job in jobs if job.arm and job.seed == 0):
         config = parse_config(job.config, origin=job.name)
         stops = None if config.teacher is None else [VOCABULARY.index(STOP)]
-        objective = build_objective(config, [VOCABULARY.index(STOP)], stops)
-        if config.objective.name in ("lsm", "student_topk"):
-            assert objective.top_k < len(VOCABULARY)
+        build_objective(config, [VOCABULARY.index(STOP)], stops)
