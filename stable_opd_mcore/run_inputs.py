@@ -24,7 +24,6 @@ from stable_opd_mcore.data.vocabulary import same_vocabulary
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.hub import MODEL_FILES, download, is_hub_id
 from stable_opd_mcore.losses.objectives import Objective
-from stable_opd_mcore.losses.token_losses import SUPPORTS
 from stable_opd_mcore.models.families import Architecture, read_architecture, read_fields
 from stable_opd_mcore.serving.requests import UNUSED_POSITIONS
 
@@ -274,7 +273,7 @@ def refuse_small_vocabulary(model: ModelConfig, architecture: Architecture, size
 
 def refuse_long_support(objective: Objective, vocab_size: int) -> None:
     """Raise a UserError where the objective reads more of the most probable tokens than exist."""
-    if objective.terms.divergence in SUPPORTS and objective.top_k > vocab_size:
+    if objective.terms.on_support and objective.top_k > vocab_size:
         raise UserError(
             f"objective.top_k={objective.top_k} exceeds the tokenizer's {vocab_size} tokens; lower "
             "it"

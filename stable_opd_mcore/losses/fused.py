@@ -28,6 +28,7 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.losses.leaves import Block
 from stable_opd_mcore.losses.output_head import (
     Head,
+    ModelTensors,
     WithGradients,
     accumulation_dtype,
     add_product_,
@@ -151,7 +152,7 @@ class _Evaluation:
             return None
         given = None if terms.settings.advantage.policy == "present" else batch.old_logprob_N
         if given is not None and teacher.logprob_N is not None:
-            rows = [Rows.of(batch, given, given, teacher_logprob=teacher.logprob_N)]
+            rows = [replace(Rows.of(batch, given, given), teacher_logprob=teacher.logprob_N)]
         else:
             rows = [block.rows(block.leaves) for _, block in self._blocks()]
         advantages = [terms.discounted(each, terms.settings.advantage) for each in rows]
@@ -173,8 +174,8 @@ class _Evaluation:
             logits = self._logits(self.hidden_NH[rows], batch)
             yield rows, Block.of(self.terms, batch, head, logits, ids_NJ[rows], golden_rows)
 
-    def _logits(self, hidden_CH: Tensor, batch: MicroBatch) -> dict[str, Tensor]:
-        """Logits of a block, per model of `heads`.
+    def _logits(self, hidden_CH: Tensor, batch: MicroBatch) -> ModelTensors:
+        """Logits of a block, of each model of `heads`.
 
         All blocks share one buffer per model, of which the last block may fill only a part.
         """
@@ -187,7 +188,7 @@ class _Evaluation:
             if name not in self.buffers:
                 self.buffers[name] = head.logits_buffer(len(hidden_CH))
             logits[name] = head.logits(hidden[name], out=self.buffers[name][: len(hidden_CH)])
-        return logits
+        return ModelTensors(**logits)
 
 
 def needed_heads(

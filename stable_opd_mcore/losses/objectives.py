@@ -26,7 +26,7 @@ from stable_opd_mcore.losses.fused import fused_loss
 from stable_opd_mcore.losses.output_head import Head, rows_per_block
 from stable_opd_mcore.losses.own_objective import own_objective
 from stable_opd_mcore.losses.stop_tokens import shared_stop_ids
-from stable_opd_mcore.losses.token_losses import PolicyLoss, Rows, Terms
+from stable_opd_mcore.losses.token_losses import Divergence, PolicyLoss, Rows, Terms
 from stable_opd_mcore.records import LossOutput, MicroBatch, SampleFacts, SampleWeights
 
 # "topk" includes "sampled"; "hidden" is hidden states only, and the loss computes the rest.
@@ -40,7 +40,7 @@ class ObjectiveSpec:
     policy: Callable[[Rows, ObjectiveConfig], PolicyLoss] | None  # None: no policy term
     teacher: ScoresNeeded
     settings: tuple[str, ...] = ()  # keys of `objective` that it has a use for, besides `masks`
-    divergence: Callable[[ObjectiveConfig], str] | None = None  # Terms.divergence
+    divergence: Callable[[ObjectiveConfig], Divergence] | None = None  # Terms.divergence
     discounted: Callable[[Rows, AdvantageConfig], Tensor] | None = None  # Terms.discounted
     rewards: bool = False  # advantages come from graded rollouts
 
@@ -267,7 +267,7 @@ def _own_spec(settings: ObjectiveConfig) -> ObjectiveSpec:
     needs, advantage = settings.needs, ("advantage.clamp", "advantage.log", "advantage.power")
     used = ["clip", *advantage, "advantage.policy", "advantage.teacher_weight"]
     teacher: ScoresNeeded = "sampled" if "teacher_logprob" in needs else "none"
-    divergence = ""
+    divergence: Divergence | None = None
     if "support" in needs:
         teacher, divergence = "topk", "teacher_support"
         used.append("top_k")
@@ -282,7 +282,7 @@ def _own_spec(settings: ObjectiveConfig) -> ObjectiveSpec:
         own_objective(settings),
         teacher,
         tuple(used),
-        (lambda _: divergence) if divergence else None,
+        None if divergence is None else (lambda _: divergence),
         rewards="given_advantage" in needs,
     )
 

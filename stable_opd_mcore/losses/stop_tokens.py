@@ -12,15 +12,15 @@ C rows of a block, V columns of this rank's shard, J looked-up columns of a row,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.losses.output_head import Head, accumulation_dtype
+from stable_opd_mcore.losses.output_head import Head, ModelTensors, accumulation_dtype
 from stable_opd_mcore.losses.torch_ops import DenseTerm, Normaliser, ShardSums, SparseColumns
 from stable_opd_mcore.losses.vocabulary_sums import Statistics, add_sums, operations
 
@@ -83,32 +83,34 @@ class MergedStops:
     """The merged stop ids of one block, an outcome whose logits stay in fp32 (fp64 for fp64).
 
     In bf16 a logit of 40 is rounded to multiples of 1/4, and the outcome's would shift the
-    normaliser of every token. So its columns are taken out of the sums (`compared_sums`), and the
-    outcome joins them as one more column (`add_to`).
+    normaliser of every token. So its column is taken out of the logits (`remove_`), and the outcome
+    joins their sums as one more column (`add_to`).
     """
 
     ids: tuple[int, ...]  # the first stands for the outcome
-    logit_C1: Mapping[str, Tensor]  # of the outcome, per model, not divided by temperature
+    logits: ModelTensors  # [C, 1] each, of the outcome, not divided by the temperature
     share_CJ: Tensor  # the student's probabilities of the ids within the outcome
     here: bool  # the outcome's column is in this rank's shard
 
-    def exact(self, ids_CK: Tensor, logits_CK: Tensor, name: str, scale: float = 1.0) -> Tensor:
-        """Logits at ids, times scale, with the outcome's in place of its rounded column."""
-        return torch.where(ids_CK == self.ids[0], self.logit_C1[name] * scale, logits_CK)
+    def exact(self, ids_CK: Tensor, logits_CK: Tensor, outcome_C1: Tensor) -> Tensor:
+        """Logits at ids, with the outcome's logit in place of its rounded column."""
+        return torch.where(ids_CK == self.ids[0], outcome_C1, logits_CK)
 
-    def add_to(self, sums: ShardSums, other: str | None, scale: float) -> ShardSums:
+    def remove_(self, logits: ModelTensors, head: Head) -> None:
+        """Take the outcome out of the logits [C, V] of every model."""
+        for x_CV in _present(logits):
+            _write_columns_(x_CV, self.ids[:1], [None], head)
+
+    def add_to(self, sums: ShardSums, other_C1: Tensor | None, scale: float) -> ShardSums:
         """Sums of the student, and of one other model, with the outcome added on one rank."""
         if not self.here:
             return sums
-        student_C1 = self.logit_C1["student"]
-        other_C1 = None if other is None else self.logit_C1[other]
-        outcome = operations(student_C1).shard_sums(student_C1, other_C1, scale)
-        return add_sums(sums, outcome)
+        student_C1 = self.logits.student
+        return add_sums(sums, operations(student_C1).shard_sums(student_C1, other_C1, scale))
 
     def token_entropy(self, student: Statistics, temperature: float) -> Tensor:
         """The student's entropy over tokens [C], from its statistics over merged logits."""
-        logit_C1 = self.logit_C1["student"] / temperature
-        probability_C1 = student.normaliser.log_softmax(logit_C1).exp()
+        probability_C1 = student.normaliser.log_softmax(self.logits.student / temperature).exp()
         entropy_CJ = cast(Tensor, torch.special.entr(self.share_CJ))  # pyright: ignore[reportUnknownMemberType]
         return student.entropy_C + (probability_C1 * entropy_CJ).sum(1)
 
@@ -119,7 +121,7 @@ class MergedStops:
         logprob_gradient_C: Tensor,
         at_outcome_C1: Tensor,
         at_ids_CJ: Tensor,
-        terms: Mapping[str, DenseTerm],
+        terms: Sequence[DenseTerm],
         scale: float,
         head: Head,
     ) -> None:
@@ -131,26 +133,26 @@ class MergedStops:
         Args:
             at_outcome_C1: added to the outcome's gradient, before the temperature's factor.
             at_ids_CJ: added to the ids' columns, after the temperature's factor.
-            terms: per model; other arguments are write_gradient_'s.
+            terms: with the other model's logits of the outcome, [C, 1].
+            student, logprob_gradient_C, scale: see torch_ops.write_gradient_.
         """
-        outcome_C1 = self.logit_C1["student"].clone()
+        outcome_C1 = self.logits.student.clone()
         first_C1 = torch.zeros_like(at_outcome_C1, dtype=torch.int64)
         sparse = SparseColumns(first_C1, at_outcome_C1)
-        of_outcome = [replace(term, logits_CV=self.logit_C1[name]) for name, term in terms.items()]
         operations(outcome_C1).write_gradient_(
-            outcome_C1, student, logprob_gradient_C, sparse, of_outcome, scale
+            outcome_C1, student, logprob_gradient_C, sparse, terms, scale
         )
         of_ids_CJ = self.share_CJ * outcome_C1 + at_ids_CJ
         _write_columns_(gradient_CV, self.ids, of_ids_CJ.unbind(1), head)
 
 
 def merge_stops_(
-    logits_CV: Mapping[str, Tensor], ids: tuple[int, ...], scale: float, head: Head
+    logits: ModelTensors, ids: tuple[int, ...], scale: float, head: Head
 ) -> MergedStops:
     """Merge `ids` into one outcome in the logits of every model, in place. One small all-reduce.
 
     Args:
-        logits_CV: per model, the student's first; all cover the columns of `head`.
+        logits: [C, V] each; all cover the columns of `head`.
         ids: stop ids of student and teacher together.
         scale: 1 / temperature.
 
@@ -158,18 +160,24 @@ def merge_stops_(
         UserError: an id outside the common vocabulary.
     """
     _require_stop_ids(ids, head.vocab_size)
-    whole_MCJ = torch.stack([_read_columns(x, ids, head) for x in logits_CV.values()])
+    models = _present(logits)
+    whole_MCJ = torch.stack([_read_columns(x, ids, head) for x in models])
     head.reduce_(whole_MCJ)
     highest_MC1 = whole_MCJ.amax(2, keepdim=True)
     apart_MCJ = (whole_MCJ - highest_MC1) * scale
     # The maximum is added last, so a single dominant stop id keeps its logit bit for bit.
     merged_MC1 = highest_MC1 + apart_MCJ.logsumexp(2, keepdim=True) / scale
     others = [None] * (len(ids) - 1)
-    for x, merged_C in zip(logits_CV.values(), merged_MC1.squeeze(2), strict=True):
+    for x, merged_C in zip(models, merged_MC1.squeeze(2), strict=True):
         _write_columns_(x, ids, [merged_C, *others], head)
     here = 0 <= ids[0] - head.vocab_start < head.num_columns
-    per_model = dict(zip(logits_CV, merged_MC1, strict=True))
-    return MergedStops(ids, per_model, apart_MCJ[0].softmax(1), here)
+    outcomes = iter(merged_MC1)
+    merged = ModelTensors._make(x if x is None else next(outcomes) for x in logits)
+    return MergedStops(ids, merged, apart_MCJ[0].softmax(1), here)
+
+
+def _present(logits: Iterable[Tensor | None]) -> list[Tensor]:
+    return [x for x in logits if x is not None]
 
 
 def _read_columns(x_CV: Tensor, ids: tuple[int, ...], head: Head) -> Tensor:
@@ -198,26 +206,3 @@ def _require_stop_ids(ids: Sequence[int], vocab_size: int) -> None:
     outside = [i for i in ids if not 0 <= i < vocab_size]
     if outside:
         raise UserError(f"stop ids {outside} lie outside the common vocabulary of {vocab_size}")
-
-
-def compared_sums(
-    logits: Mapping[str, Tensor],
-    others: Sequence[str],
-    merged: MergedStops | None,
-    head: Head,
-    scale: float,
-) -> list[ShardSums]:
-    """Sums of the student with each of the other models, or alone where there is none.
-
-    Merged stop ids are taken out of the logits first; their one outcome is added to the sums.
-    """
-    student_CV = logits["student"]
-    if merged is not None:
-        for x in logits.values():
-            _write_columns_(x, merged.ids[:1], [None], head)
-    pairs: list[ShardSums] = []
-    for name in others or (None,):
-        other_CV = None if name is None else logits[name]
-        sums = operations(student_CV).shard_sums(student_CV, other_CV, scale)
-        pairs.append(sums if merged is None else merged.add_to(sums, name, scale))
-    return pairs

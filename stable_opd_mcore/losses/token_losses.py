@@ -16,17 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from stable_opd_mcore.config.schema import AdvantageConfig, ObjectiveConfig
+from stable_opd_mcore.losses.torch_ops import DenseDivergence
 from stable_opd_mcore.records import LossOutput, MicroBatch, Scores
 
 DEFAULTS = ObjectiveConfig.model_validate({})
 NO_SCORES = Scores(None)
-SUPPORTS = ("teacher_support", "student_support")
+Divergence = DenseDivergence | Literal["teacher_support", "student_support"]
 K3_BOUND = 10.0  # log ratio up to which k3 is exponential, and at which its weight is cut
 RATIO_BOUND = 20.0  # log ratio beyond every clip bound, whose exponential is finite
 
@@ -58,12 +59,12 @@ class Rows:
     teacher_entropy: Tensor | None = None
 
     @classmethod
-    def of(cls, batch: MicroBatch, logprob: Tensor, token_logprob: Tensor, **others: Any) -> Rows:
-        """With the constants that the micro-batch gives.
+    def of(cls, batch: MicroBatch, logprob: Tensor, token_logprob: Tensor) -> Rows:
+        """Rows with the constants that the micro-batch gives, of tokens that are not golden.
 
-        Of stale rollouts only the token's old probability is known, not that of its stop class.
-        The class then gets old_token + (class - token) of the present policy. So the ratio of the
-        class equals that of the token: 1 on policy, and exact in the mean over pi_old.
+        Where rollouts are stale, only the token's old probability is known, not that of its stop
+        class. The class then gets old_token + (class - token) of the present policy. So the ratio
+        of the class equals that of the token: 1 on policy, and exact on average over pi_old.
         """
         old = batch.old_logprob_N
         if old is None:
@@ -73,11 +74,11 @@ class Rows:
         return cls(
             logprob=logprob,
             token_logprob=token_logprob,
+            likelihood=token_logprob,
             old_logprob=old,
             trained=batch.pg_weight_N != 0,
             old_token_logprob=batch.old_token_logprob_N,
             given_advantage=batch.given_advantage_N,
-            **{"likelihood": token_logprob} | others,
         )
 
 
@@ -96,25 +97,33 @@ class Terms:
     policy: Callable[[Rows, ObjectiveConfig], PolicyLoss] | None = None
     # Rows.returns are made of these advantages where settings.discount > 0
     discounted: Callable[[Rows, AdvantageConfig], Tensor] | None = None
-    # Rows.divergence, at every visited prefix: reverse, forward, jsd or one of SUPPORTS
-    divergence: str | None = None
+    divergence: Divergence | None = None  # Rows.divergence, at every visited prefix
     settings: ObjectiveConfig = DEFAULTS
     reference: Literal["none", "exact", "k3", "k3+"] = "none"
     temperature: float = 1.0
     stop_ids: tuple[int, ...] = ()  # one outcome in the comparison with the teacher
 
     @property
-    def compared_models(self) -> tuple[str, ...]:
-        """Models that the student is compared with over the full vocabulary."""
-        dense = self.divergence is not None and self.divergence not in SUPPORTS
-        reference = ("reference",) if self.reference == "exact" else ()
-        compares = dense or self.settings.advantage.control_variate
-        return (*reference, "teacher") if compares else reference
+    def on_support(self) -> bool:
+        """Whether the divergence is over K ids of each row, not over the vocabulary."""
+        return self.divergence in ("teacher_support", "student_support")
+
+    @property
+    def dense_divergence(self) -> DenseDivergence | None:
+        """The divergence, where it is over the vocabulary."""
+        if self.divergence == "teacher_support" or self.divergence == "student_support":
+            return None
+        return self.divergence
+
+    @property
+    def compares_teacher(self) -> bool:
+        """Whether student and teacher are compared over the full vocabulary."""
+        return self.dense_divergence is not None or self.settings.advantage.control_variate
 
     @property
     def teacher_logits(self) -> bool:
         """Whether the teacher's logits are made here, from its hidden states and head."""
-        return "teacher" in self.compared_models or self.divergence == "student_support"
+        return self.compares_teacher or self.divergence == "student_support"
 
     @property
     def merged_ids(self) -> tuple[int, ...]:

@@ -19,14 +19,23 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from types import ModuleType
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from stable_opd_mcore.losses import torch_ops
-from stable_opd_mcore.losses.output_head import Head
-from stable_opd_mcore.losses.torch_ops import DenseTerm, Normaliser, ShardSums, SparseColumns
+from stable_opd_mcore.losses.output_head import Head, ModelTensors
+from stable_opd_mcore.losses.torch_ops import (
+    DenseDivergence,
+    DenseTerm,
+    Normaliser,
+    ShardSums,
+    SparseColumns,
+)
+
+_Sums = TypeVar("_Sums", ShardSums, ShardSums | None)
+_Columns = TypeVar("_Columns", Tensor, Tensor | None)
 
 
 def operations(logits_CV: Tensor) -> ModuleType:
@@ -61,6 +70,8 @@ class Statistics:
 class PairStatistics(Statistics):
     """The student, compared with one other model over the whole vocabulary."""
 
+    jsd_sums_C2: Tensor | None = None  # of `jsd_sums_of`; needed for the divergence "jsd"
+
     @cached_property
     def other(self) -> Normaliser:
         assert self.sums.other_max is not None and self.sums.other_sum is not None
@@ -90,17 +101,17 @@ class PairStatistics(Statistics):
         gap_C = self.sums.other_gap / self.sums.other_sum
         return gap_C + self.normaliser.log_sum_C - self.other.log_sum_C
 
-    def divergence(self, kind: str, sums_C2: Tensor | None, beta: float) -> Tensor:
-        """The divergence [C]; sums_C2: of `jsd_sums_of`."""
+    def divergence(self, kind: DenseDivergence, beta: float) -> Tensor:
+        """The divergence [C]."""
         if kind == "reverse":
             return self.reverse_kl_C
         if kind == "forward":
             return self.forward_kl_C
-        assert sums_C2 is not None, f"{kind} needs a second pass"
-        return beta * sums_C2[:, 0] + (1 - beta) * sums_C2[:, 1]
+        assert self.jsd_sums_C2 is not None
+        return beta * self.jsd_sums_C2[:, 0] + (1 - beta) * self.jsd_sums_C2[:, 1]
 
     def term(
-        self, kind: str, other_CV: Tensor, weight_C: Tensor, sums_C2: Tensor | None, beta: float
+        self, kind: DenseDivergence, other_CV: Tensor, weight_C: Tensor, beta: float = 0.5
     ) -> DenseTerm:
         """weight * divergence for the gradient pass.
 
@@ -111,28 +122,31 @@ class PairStatistics(Statistics):
             return DenseTerm(kind, other_CV, normaliser, weight_C, self.centre_C)
         if kind == "forward":
             return DenseTerm(kind, other_CV, self.other, weight_C, weight_C)  # has no centre
-        assert sums_C2 is not None, f"{kind} needs a second pass"
-        return DenseTerm(kind, other_CV, self.other, weight_C, sums_C2[:, 1], beta)
+        assert self.jsd_sums_C2 is not None
+        return DenseTerm(kind, other_CV, self.other, weight_C, self.jsd_sums_C2[:, 1], beta)
 
 
 def merge_shards(
-    pairs: Sequence[ShardSums], looked_up: Sequence[Tensor], head: Head
-) -> tuple[list[Statistics], list[Tensor]]:
-    """Merge the shards' sums and looked-up logits: one gather and one all-reduce.
+    sums: Sequence[_Sums], looked_up: Sequence[_Columns], head: Head
+) -> tuple[list[_Sums], list[_Columns]]:
+    """Sums and looked-up logits over all shards: one gather and one all-reduce.
 
     Args:
-        pairs: this shard's sums of each pair of models.
-        looked_up: local parts of gathered logits, [C, J] each; they come back whole.
+        sums: this shard's, of several models or pairs; None stays None.
+        looked_up: local parts of gathered logits, [C, J] each; None stays None.
         head: gives the group.
     """
     if head.group is None or head.group.size() == 1:  # the algebra below would change no bit
-        return [_statistics(pair) for pair in pairs], list(looked_up)
-    tables = [_table(pair) for pair in pairs]
+        return list(sums), list(looked_up)
+    tables = [_table(x) for x in sums if x is not None]
     shards_RCS = head.gather(torch.cat(tables, dim=1))
-    of_pairs = torch.split(shards_RCS, [table.shape[1] for table in tables], dim=2)
-    whole = head.reduce_(torch.cat(list(looked_up), dim=1))
-    whole_looked_up = torch.split(whole, [part.shape[1] for part in looked_up], dim=1)
-    return [_statistics(_sum_over_shards(x)) for x in of_pairs], list(whole_looked_up)
+    parts = iter(torch.split(shards_RCS, [table.shape[1] for table in tables], dim=2))
+    columns = [x for x in looked_up if x is not None]
+    whole = head.reduce_(torch.cat(columns, dim=1))
+    whole_columns = iter(torch.split(whole, [x.shape[1] for x in columns], dim=1))
+    merged = [x if x is None else _sum_over_shards(next(parts)) for x in sums]
+    joined = [x if x is None else next(whole_columns) for x in looked_up]
+    return cast("list[_Sums]", merged), cast("list[_Columns]", joined)
 
 
 def add_sums(first: ShardSums, second: ShardSums) -> ShardSums:
@@ -184,28 +198,28 @@ def _table(sums: ShardSums) -> Tensor:
     return torch.stack([x for x in sums if x is not None], dim=1)
 
 
-def _statistics(sums: ShardSums) -> Statistics:
-    return Statistics(sums) if sums.other_max is None else PairStatistics(sums)
-
-
 def jsd_sums_of(
     pair: PairStatistics,
-    logits_CV: Tensor,
-    other_CV: Tensor,
+    logits: ModelTensors,
+    outcome: ModelTensors | None,
     beta: float,
     scale: float,
     head: Head,
-    outcome: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """`jsd_sums` [C, 2] over all shards: a second pass over both models' logits, one all-reduce.
+    """`jsd_sums` [C, 2] of student and teacher over all shards: a second pass over both models'
+    logits, one all-reduce.
 
-    outcome: [C, 1] logits of both models of one more column.
+    outcome: [C, 1] logits of one more column.
     """
-    second_pass = operations(logits_CV).jsd_sums
-    options = (pair.normaliser, pair.other, beta, scale)
-    sums_C2 = second_pass(logits_CV, other_CV, *options)
+    normalisers = (pair.normaliser, pair.other)
+
+    def second_pass(models: ModelTensors) -> Tensor:
+        passes = operations(models.student)
+        return passes.jsd_sums(models.student, models.teacher, *normalisers, beta, scale)
+
+    sums_C2 = second_pass(logits)
     if outcome is not None:
-        sums_C2 += second_pass(*outcome, *options)
+        sums_C2 += second_pass(outcome)
     return head.reduce_(sums_C2)
 
 
@@ -231,10 +245,11 @@ class GoldenLikelihood:
         """
         logits_GV, ids_G1 = logits_CV[rows_G], targets_C[rows_G, None]
         looked_up = [head.gather_columns(logits_GV, ids_G1)]
-        sums = operations(logits_GV).shard_sums(logits_GV, None, 1.0)
-        (statistics,), (target_G1,) = merge_shards([sums], looked_up, head)
-        logprob_G = statistics.normaliser.log_softmax(target_G1)[:, 0]
-        return cls(rows_G, ids_G1, logits_GV, statistics.normaliser, logprob_G)
+        local: ShardSums = operations(logits_GV).shard_sums(logits_GV, None, 1.0)
+        (sums,), (target_G1,) = merge_shards([local], looked_up, head)
+        normaliser = Statistics(sums).normaliser
+        logprob_G = normaliser.log_softmax(target_G1)[:, 0]
+        return cls(rows_G, ids_G1, logits_GV, normaliser, logprob_G)
 
     @staticmethod
     def rows_of_blocks(

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stable_opd_mcore.losses.output_head import Head, accumulation_dtype
+from stable_opd_mcore.losses.output_head import Head, ModelTensors, accumulation_dtype
 from stable_opd_mcore.losses.stop_tokens import looked_up_ids, merge_stops_, target_logprobs
-from stable_opd_mcore.losses.vocabulary_sums import merge_shards, operations
+from stable_opd_mcore.losses.torch_ops import ShardSums
+from stable_opd_mcore.losses.vocabulary_sums import Statistics, merge_shards, operations
 from stable_opd_mcore.records import Scores
 
 
@@ -62,8 +63,9 @@ def score(
         rows = slice(start, min(start + block_rows, count))
         logits_CV = head.logits(hidden_NH[rows], out=buffer_CV[: rows.stop - start])
         looked_up = [head.gather_columns(logits_CV, ids_NJ[rows])]
-        sums = operations(logits_CV).shard_sums(logits_CV, None, scale)
-        (statistics,), (target_CJ,) = merge_shards([sums], looked_up, head)
+        local: ShardSums = operations(logits_CV).shard_sums(logits_CV, None, scale)
+        (sums,), (target_CJ,) = merge_shards([local], looked_up, head)
+        statistics = Statistics(sums)
         logprob_N[rows], token_logprob_N[rows] = target_logprobs(
             target_CJ * scale, statistics.normaliser, ids_NJ[rows]
         )
@@ -71,10 +73,10 @@ def score(
         if ids_NK is not None and logprobs_NK is not None:
             merged = None
             if merged_ids:
-                merged = merge_stops_({"scored": logits_CV}, merged_ids, scale, head)
+                merged = merge_stops_(ModelTensors(logits_CV), merged_ids, scale, head)
             values_CK, ids_NK[rows] = head.top_k(logits_CV, ids_NK.shape[1])
             if merged is not None:
-                values_CK = merged.exact(ids_NK[rows], values_CK, "scored")
+                values_CK = merged.exact(ids_NK[rows], values_CK, merged.logits.student)
             logprobs_NK[rows] = statistics.normaliser.log_softmax(values_CK * scale)
     return Scores(logprob_N, token_logprob_N, entropy_N, ids_NK, logprobs_NK)
 

@@ -75,17 +75,16 @@ def rows_of(
         log_q_NV = merge_ids(tokens_NV, terms.merged_ids)
         found["teacher_logprob"] = target_logprob(tokens_NV, targets_N, terms.stop_ids)
         found["teacher_entropy"] = entropy(tokens_NV)
-        if "teacher" in terms.compared_models:
+        if terms.compares_teacher:
             found["kl_teacher"] = kl_divergence(outcomes_NV, log_q_NV).detach()
     if terms.reference == "exact":
         assert reference_NV is not None
         log_r_NV = (reference_NV / terms.temperature).log_softmax(-1)
         found["reference_logprob"] = target_logprob(log_r_NV, targets_N, ())
         found["kl_reference"] = kl_divergence(outcomes_NV, merge_ids(log_r_NV, terms.merged_ids))
-    return Rows.of(
-        batch,
-        logprob=target_logprob(log_p_NV, targets_N, terms.stop_ids),
-        token_logprob=token_logprob_N,
+    rows = Rows.of(batch, target_logprob(log_p_NV, targets_N, terms.stop_ids), token_logprob_N)
+    return replace(
+        rows,
         likelihood=torch.where(batch.golden_N, at_1_N, token_logprob_N),
         divergence=divergence(terms, batch, outcomes_NV, log_q_NV),
         entropy=entropy(log_p_NV),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.losses.output_head import Head
+from stable_opd_mcore.losses.output_head import Head, ModelTensors
 from stable_opd_mcore.losses.stop_tokens import (
     looked_up_ids,
     merge_stops_,
@@ -66,13 +66,13 @@ def test_stop_ids_outside_the_common_vocabulary_are_refused():
     with pytest.raises(UserError, match=message):
         looked_up_ids(torch.tensor([0]), (3, 4, -1), 4)
     with pytest.raises(UserError, match=message):
-        merge_stops_({"student": STUDENT.clone()}, (3, 4, -1), 1.0, HEAD)
+        merge_stops_(ModelTensors(STUDENT.clone()), (3, 4, -1), 1.0, HEAD)
 
 
 def test_one_dominant_stop_id_keeps_its_logit_bit_for_bit():
     logits = torch.tensor([[0.1, -1e4, 40.1, 3.3]])
-    merged = merge_stops_({"student": logits}, (1, 2), 1 / 0.7, HEAD)
-    assert merged.logit_C1["student"].item() == torch.tensor(40.1).item()
+    merged = merge_stops_(ModelTensors(logits), (1, 2), 1 / 0.7, HEAD)
+    assert merged.logits.student.item() == torch.tensor(40.1).item()
 
 
 @pytest.mark.parametrize("name", ["gkd", "lsm"])
