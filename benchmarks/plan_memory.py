@@ -46,7 +46,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
     {"ranks": 2, "pipeline": 2},
     {"ranks": 2},
 )
-HOST = Device("cpu", 1024, 0, 1, 1, 1, 1, 1)  # its rates are not used
+HOST = Device("cpu", 1024, 0, 1, 1, 1)  # its rates are not used
 
 
 def resident_bytes(field: str) -> int:

@@ -269,10 +269,10 @@ def plan(
             help="Of teacher.prompt, on average; by default 1,024 more than the student's prompt.",
         ),
     ] = None,
-    layouts: Annotated[bool, typer.Option("--layouts", help="Rank all valid layouts.")] = False,
+    layouts: Annotated[bool, typer.Option("--layouts", help="List all valid layouts.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Predict memory per GPU and seconds a step, without a GPU; code 1: memory does not fit."""
+    """Predict memory per GPU, without a GPU; code 1: memory does not fit."""
     from stable_opd_mcore.config.load import load_config
 
     settings = load_config(config, overrides or [])

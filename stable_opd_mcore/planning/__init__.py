@@ -1,4 +1,4 @@
-"""What a run will need, computed from its config alone: memory per GPU, and seconds a step.
+"""What a run will need, computed from its config: memory per GPU, places of servers, rough seconds.
 
-Reads model directories' config.json and nothing else. Not here: measurements (benchmarks/).
+Reads model directories' config.json and nothing else.
 """

@@ -1,4 +1,4 @@
-"""A job's GPUs: how many, what one and its links offer, and the share that is expected of it.
+"""A job's GPUs: how many, what one offers, and the share of its rates that is expected.
 
 Peaks are the vendors'. Shares are assumptions until `BENCHMARKS.md` holds measured ones.
 """
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from stable_opd_mcore.errors import UserError
 
 GIB = 2**30
+MATMUL_SHARE = 0.45  # of the peak, over a whole pass with its messages between GPUs
+MEMORY_SHARE, HOST_SHARE = 0.8, 0.8
 
 
 @dataclass(frozen=True)
@@ -25,48 +27,39 @@ class Cluster:
 
     @property
     def gpus(self) -> int:
-        """Of trainer and servers together."""
+        """GPUs of trainer and servers together."""
         return self.trainer_gpus + self.server_nodes * self.gpus_per_node
 
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator. Rates are per device and in one direction."""
+    """One accelerator. Rates are peaks."""
 
     name: str
     memory_gib: float
     reserved_gib: float  # CUDA context, NCCL buffers, cuBLAS workspaces, fragmentation
-    matmul_tflops: float  # dense bf16 peak
-    memory_gbps: float  # peak, in 1e9 bytes per second
-    node_gbps: float  # to another device of the same node
-    network_gbps: float  # to another node
-    host_gbps: float  # to pinned host memory; the link is this GPU's alone
-    matmul_share: float = 0.6  # of the peak, over a whole forward or backward pass
-    memory_share: float = 0.8
-    link_share: float = 0.8
+    matmul_tflops: float  # dense bf16
+    memory_gbps: float  # in 1e9 bytes per second
+    host_gbps: float  # to pinned host memory, one way; each GPU has a link of its own
 
     @property
     def usable_bytes(self) -> float:
         return (self.memory_gib - self.reserved_gib) * GIB
 
     def matmul_seconds(self, flops: float) -> float:
-        return flops / (self.matmul_tflops * 1e12 * self.matmul_share)
+        return flops / (self.matmul_tflops * 1e12 * MATMUL_SHARE)
 
     def memory_seconds(self, num_bytes: float) -> float:
-        return num_bytes / (self.memory_gbps * 1e9 * self.memory_share)
-
-    def link_seconds(self, num_bytes: float, *, within_node: bool) -> float:
-        rate = self.node_gbps if within_node else self.network_gbps
-        return num_bytes / (rate * 1e9 * self.link_share)
+        return num_bytes / (self.memory_gbps * 1e9 * MEMORY_SHARE)
 
     def host_seconds(self, num_bytes: float) -> float:
-        return num_bytes / (self.host_gbps * 1e9 * self.link_share)
+        return num_bytes / (self.host_gbps * 1e9 * HOST_SHARE)
 
 
 # The host's link is PCIe 5.0 x16.
 DEVICES = {
-    "h100": Device("h100", 79.6, 4.0, 989.0, 3350.0, 450.0, 50.0, 64.0),
-    "h200": Device("h200", 139.0, 4.0, 989.0, 4800.0, 450.0, 50.0, 64.0),
+    "h100": Device("h100", 79.6, 4.0, 989.0, 3350.0, 64.0),
+    "h200": Device("h200", 139.0, 4.0, 989.0, 4800.0, 64.0),
 }
 
 

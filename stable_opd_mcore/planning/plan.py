@@ -8,6 +8,7 @@ Needs each model's config.json, no weights and no GPU.
 
 import contextlib
 import json
+import shlex
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,11 +18,11 @@ from rich.table import Table
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.planning.choice import Choice, Prediction, choose, lag_advice
 from stable_opd_mcore.planning.hardware import GIB, Cluster
 from stable_opd_mcore.planning.job import Work, make_job
 from stable_opd_mcore.planning.layout import refuse_layout, valid_layouts
 from stable_opd_mcore.planning.memory import PHASES, largest_micro_batch
+from stable_opd_mcore.planning.memory_savings import Choice, Prediction, choose
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,6 @@ class Plan(Prediction):
     def any_micro_batch_fits(self) -> bool:
         """Whether a rank's share of a minibatch fits as one micro-batch."""
         return self.largest_micro_batch == self.job.largest_share
-
-    @property
-    def tokens_per_gpu_second(self) -> float:
-        return self.tokens_per_second / self.job.cluster.gpus
 
     @property
     def gpu_hours(self) -> float:
@@ -83,16 +80,14 @@ class Plan(Prediction):
             "any_micro_batch_fits": self.any_micro_batch_fits,
             "choice": {
                 "fits": best.memory.fits,
-                "overrides": self.choice.overrides,
+                "overrides": shlex.split(self.choice.remedy),
                 "recompute": best.recompute,
                 "offload": best.offload,
                 "peak_gib": round(best.memory.peak_bytes / GIB, 3),
                 "seconds": best.seconds.total,
             },
             "seconds": asdict(self.seconds) | {"total": self.seconds.total},
-            "tokens_per_gpu_second": self.tokens_per_gpu_second,
             "gpu_hours": self.gpu_hours,
-            "advice": lag_advice(job),
         }
         return json.dumps(values, indent=1)
 
@@ -115,20 +110,18 @@ class Plan(Prediction):
         else:
             advice = f"the largest train.micro_batch_tokens that fits is {budget}"
         if not budget:
-            mends = self.choice.best.memory.fits
-            advice = "no train.micro_batch_tokens fits" if mends else f"take {self.remedy}"
-        seconds = "  ".join(f"{k} {v:.1f}" for k, v in asdict(self.seconds).items())
+            can_fit = self.choice.best.memory.fits
+            advice = "no train.micro_batch_tokens fits" if can_fit else f"take {self.remedy}"
+        seconds = "  ".join(f"{k} {v:.0f}" for k, v in asdict(self.seconds).items())
         lines = [
             *job.topology.lines(),
             _render(memory),
             f"{verdict}: {usable}; {advice}",
             self.choice.line(),
-            f"seconds a step: {seconds}  total {self.seconds.total:.1f}",
-            f"{self.tokens_per_gpu_second:.0f} tokens/GPU/s, {self.gpu_hours:.0f} GPU-hours for "
-            f"{job.config.train.steps} steps",
-            *lag_advice(job),
+            f"rough seconds a step: {seconds}  total {self.seconds.total:.0f}; "
+            f"{self.gpu_hours:.0f} GPU-hours for {job.config.train.steps} steps",
             f"assumed: {job.work.prompt_tokens} prompt and {job.work.response_tokens} response "
-            "tokens on average; rates are estimates that no GPU has confirmed",
+            "tokens on average; no GPU has confirmed the seconds",
         ]
         if job.teacher_prompt_tokens is not None:
             lines.append(
@@ -157,7 +150,7 @@ def make_plan(
 def rank_layouts(
     config: Config, cluster: Cluster, gpu: str = "h200", work: Work | None = None
 ) -> list[Plan]:
-    """Plans of every valid layout: those that fit first, fastest first."""
+    """Plans of every valid layout: those that fit first, then those that cut a model least."""
     job = make_job(config, cluster, gpu, work)
     models = [model for model in (job.models.student, job.models.teacher) if model is not None]
     plans = []
@@ -166,7 +159,12 @@ def rank_layouts(
         with contextlib.suppress(UserError):  # colocated servers do not fit every layout
             _ = changed.topology
             plans.append(Plan(changed))
-    return sorted(plans, key=lambda plan: (not plan.memory.fits, plan.seconds.total))
+
+    def order(plan: Plan) -> tuple[bool, int, int, float]:
+        layout = plan.job.layout
+        return not plan.memory.fits, -layout.data, layout.pipeline, plan.memory.peak_bytes
+
+    return sorted(plans, key=order)
 
 
 def layouts_json(plans: list[Plan]) -> str:
@@ -176,8 +174,6 @@ def layouts_json(plans: list[Plan]) -> str:
             "layout": asdict(plan.job.layout) | {"data": plan.job.layout.data},
             "peak_gib": round(plan.memory.peak_bytes / GIB, 3),
             "fits": plan.memory.fits,
-            "seconds_per_step": plan.seconds.total,
-            "tokens_per_gpu_second": plan.tokens_per_gpu_second,
             "largest_micro_batch_tokens": plan.largest_micro_batch,
             "any_micro_batch_fits": plan.any_micro_batch_fits,
         }
@@ -188,15 +184,13 @@ def layouts_json(plans: list[Plan]) -> str:
 
 def layouts_table(plans: list[Plan], rows: int = 20) -> str:
     table = Table(title=f"the first {min(rows, len(plans))} of {len(plans)} layouts")
-    for name in ("layout", "GiB", "fits", "s/step", "tokens/GPU/s", "largest micro-batch"):
+    for name in ("layout", "GiB", "fits", "largest micro-batch"):
         table.add_column(name, justify="left" if name == "layout" else "right")
     for plan in plans[:rows]:
         table.add_row(
             str(plan.job.layout),
             _gib(plan.memory.peak_bytes),
             "yes" if plan.memory.fits else "no",
-            f"{plan.seconds.total:.1f}",
-            f"{plan.tokens_per_gpu_second:.0f}",
             "any" if plan.any_micro_batch_fits else str(plan.largest_micro_batch or "-"),
         )
     return _render(table)

@@ -1,6 +1,7 @@
 """The plan as a whole: ranked layouts, JSON, the command."""
 
 import json
+import shlex
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from typer.testing import CliRunner
 
 from stable_opd_mcore.cli import app
 from stable_opd_mcore.config.load import load_config
-from stable_opd_mcore.planning.hardware import Cluster
+from stable_opd_mcore.planning.hardware import GIB, Cluster
 from stable_opd_mcore.planning.layout import Layout
 from stable_opd_mcore.planning.plan import layouts_table, make_plan, rank_layouts
 from tests.planning.cases import CONFIGS, NODE, config_7b
@@ -18,24 +19,23 @@ def test_layouts_are_ranked_what_fits_first(tmp_path):
     plans = rank_layouts(config_7b(tmp_path), NODE)
     assert Layout(8, 4, 1, 1, 1, sequence=True) in [plan.job.layout for plan in plans]
     assert all(28 % plan.job.layout.tensor == 0 for plan in plans)
-    order = [(not plan.memory.fits, plan.seconds.total) for plan in plans]
+    order = [(not plan.memory.fits, -plan.job.layout.data) for plan in plans]
     assert order == sorted(order)
     assert not plans[-1].memory.fits
     assert "TP4 x PP1 x CP1 x DP2" in layouts_table(plans)
 
 
-# Trainer and server nodes; predicted tokens of a GPU and second, at least.
-LARGE_RUNS = [("32b", 2, 0, 590), ("32b", 4, 0, 430), ("32b", 4, 2, 180)]
-LARGE_RUNS += [("8b_235b", 2, 0, 1200), ("8b_235b", 12, 2, 130)]
-LARGE_RUNS += [("30b_a3b", 2, 0, 900), ("30b_a3b", 12, 2, 90)]
+# Trainer and server nodes
+LARGE_RUNS = [("32b", 2, 0), ("32b", 4, 0), ("32b", 4, 2)]
+LARGE_RUNS += [("8b_235b", 2, 0), ("8b_235b", 12, 2)]
+LARGE_RUNS += [("30b_a3b", 2, 0), ("30b_a3b", 12, 2)]
 
 
-@pytest.mark.parametrize(("name", "nodes", "server_nodes", "rate"), LARGE_RUNS)
-def test_the_shipped_runs_on_many_nodes_fit(name, nodes, server_nodes, rate):
+@pytest.mark.parametrize(("name", "nodes", "server_nodes"), LARGE_RUNS)
+def test_the_shipped_runs_on_many_nodes_fit(name, nodes, server_nodes):
     config = load_config(CONFIGS / f"stable_opd_{name}.yaml")
     plan = make_plan(config, Cluster(nodes, 8, server_nodes))
     assert plan.memory.fits
-    assert plan.tokens_per_gpu_second > rate
     assert plan.largest_micro_batch is not None
     largest = plan.largest_micro_batch
     assert plan.any_micro_batch_fits or largest >= config.train.micro_batch_tokens
@@ -46,7 +46,7 @@ def test_json_holds_the_table(tmp_path):
     values = json.loads(plan.as_json())
     assert values["fits"] is True
     assert values["layout"]["data"] == 2
-    assert values["choice"]["overrides"] == list(plan.choice.overrides)
+    assert values["choice"]["overrides"] == shlex.split(plan.choice.remedy)
     phases = values["memory_gib"]["phases"]
     assert max(phases, key=phases.get) == plan.memory.peak_phase == "rollout"  # the server's share
     assert all(f"{value:.1f}" in plan.table() for value in phases.values())
@@ -81,18 +81,4 @@ def test_layouts_are_printed_as_json_in_the_order_of_the_table(tmp_path):
     for row, plan in zip(found, plans, strict=True):
         assert Layout(**{k: v for k, v in row["layout"].items() if k != "data"}) == plan.job.layout
         assert row["fits"] == plan.memory.fits
-        assert row["seconds_per_step"] == pytest.approx(plan.seconds.total)
-
-
-def test_the_command_prints_table_json_and_layouts(tmp_path):
-    config_7b(tmp_path)
-    arguments = ["plan", str(CONFIGS / "stable_opd_7b.yaml")]
-    arguments += [f"student.path={tmp_path}", f"teacher.path={tmp_path}"]
-    for option, expected in (
-        ("", "fits: 135.0 GiB"),
-        ("--json", '"fits": true'),
-        ("--layouts", "TP4"),
-    ):
-        printed = CliRunner().invoke(app, [*arguments, *option.split()])
-        assert printed.exit_code == 0
-        assert expected in printed.stdout
+        assert row["peak_gib"] == pytest.approx(plan.memory.peak_bytes / GIB, abs=1e-3)

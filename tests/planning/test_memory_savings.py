@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from stable_opd_mcore.config.load import load_config
-from stable_opd_mcore.planning.choice import Prediction, best_split, choose, lag_advice
 from stable_opd_mcore.planning.hardware import Cluster
-from stable_opd_mcore.planning.job import make_job
+from stable_opd_mcore.planning.memory_savings import Prediction, choose
 from stable_opd_mcore.planning.plan import Plan, make_plan
 from tests.planning.cases import CONFIGS, NODE, config_7b
 
@@ -73,18 +72,18 @@ def test_the_overrides_make_the_config_its_own_choice(tmp_path):
     plan = plan_of("one tensor rank", tmp_path)
     assert not plan.memory.fits
     assert plan.choice.remedy in plan.table()
-    mended = plan_of("one tensor rank", tmp_path, *shlex.split(plan.choice.remedy))
-    assert mended.memory.fits
-    assert mended.choice.overrides == ()
-    assert mended.seconds == plan.choice.best.seconds
-    assert "fastest that fits: this config's" in mended.table()
+    fixed = plan_of("one tensor rank", tmp_path, *shlex.split(plan.choice.remedy))
+    assert fixed.memory.fits
+    assert fixed.choice.remedy == ""
+    assert fixed.seconds == plan.choice.best.seconds
+    assert "fastest that fits: this config's" in fixed.table()
 
 
 def test_equally_fast_settings_stay_as_they_are(tmp_path):
     for recompute in ("none", "full"):
         plan = plan_of("rollouts hide the update", tmp_path, f"train.recompute={recompute}")
         assert plan.seconds.rollout > 0
-        assert plan.choice.overrides == ()
+        assert plan.choice.remedy == ""
 
 
 def test_every_shipped_run_has_a_choice_that_its_config_may_name():
@@ -93,27 +92,5 @@ def test_every_shipped_run_has_a_choice_that_its_config_may_name():
         config = load_config(path)
         plan = make_plan(config, Cluster(nodes, 8, int(config.rollout.engine == "sglang")))
         assert plan.choice.best.memory.fits
-        load_config(path, plan.choice.overrides)
+        load_config(path, shlex.split(plan.choice.remedy))
         assert plan.choice.best.seconds.total <= plan.seconds.total
-
-
-def test_the_fastest_division_of_the_nodes_is_named_with_its_rate(tmp_path):
-    config = config_7b(tmp_path)
-    job = make_job(config, Cluster(7, 8, server_nodes=1))
-    best = best_split(job)
-    splits = {nodes: Cluster(nodes, 8, server_nodes=8 - nodes) for nodes in range(1, 8)}
-    rates = {n: Prediction(make_job(config, s)).tokens_per_second for n, s in splits.items()}
-    nodes = max(rates, key=lambda nodes: rates[nodes])
-    assert best.job.cluster == splits[nodes]
-    assert best.tokens_per_second == rates[nodes] > rates[7]
-    lines = lag_advice(job)
-    assert f"{nodes} of the trainer and {8 - nodes} of servers ({rates[nodes]:,.0f} " in lines[1]
-    assert len(lag_advice(best.job)) == 1  # nothing to change
-    lags = [{"max_staleness": k, "partial": k > 0} for k in (0, 1, 4)]
-    speeds = [Prediction(job.changed(rollout=lag)).tokens_per_second for lag in lags]
-    assert f"1 partial: {speeds[1]:,.0f}" in lines[0]
-    assert speeds[2] > 1.2 * speeds[0]
-
-
-def test_without_servers_of_their_own_there_is_no_advice_on_lag(tmp_path):
-    assert lag_advice(make_job(config_7b(tmp_path, "rollout.engine=embedded"), NODE)) == []
