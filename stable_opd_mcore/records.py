@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort"]
 # Why a response has no verdict and counts as wrong; "invalid": the reward is no number in [0, 1].
 GradingFailure = Literal["timeout", "crash", "invalid"]
-SampleSource = Literal["rollout", "golden"]
+SampleKind = Literal["rollout", "golden"]
 MIN_TEMPERATURE = 1e-3  # logits of a thousand over it are a million, exact to 1/16 in fp32
 _Rows = TypeVar("_Rows", bound=Any)  # a dataclass
 AnswerFormat = Literal["boxed", "bracket"]  # graded by math-verify; exactly "[answer]" at the end
@@ -84,6 +84,7 @@ class Prompt:
     columns: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     # `teacher.prompt` of the row; None: the teacher reads token_ids. Not in files of rollouts.
     teacher_token_ids: tuple[int, ...] | None = field(default=None, compare=False)
+    slot: int = field(default=0, compare=False)  # its place in the data order, over the whole run
 
 
 class _WithArrays:
@@ -211,7 +212,7 @@ class Sample(_WithArrays):
         "rollout_logprobs": np.float32,
     }
 
-    source: SampleSource
+    kind: SampleKind
     prompt_id: str
     prompt_token_ids: NDArray[np.int32]
     response_token_ids: NDArray[np.int32]  # [L]
@@ -225,22 +226,23 @@ class Sample(_WithArrays):
     # as Prompt.teacher_token_ids; None where the teacher reads prompt_token_ids
     teacher_prompt_token_ids: NDArray[np.int32] | None = None
     teacher_scores: SequenceScores | None = None  # as Rollout.teacher_scores
+    slot: int = 0  # as Prompt.slot
 
     @property
     def is_scored(self) -> bool:
         """Whether the loss reads scores of other models. Of golden solutions it reads the
         student's likelihood alone, except of off-policy ones.
         """
-        return self.source == "rollout" or self.off_policy
+        return self.kind == "rollout" or self.off_policy
 
 
 @dataclass(frozen=True)
 class SampleFacts:
     """What every rank knows of B samples: numbers, but no tokens."""
 
-    holder_B: NDArray[np.int64]  # the data-parallel rank that drew it
+    holder_B: NDArray[np.int64]  # the data-parallel rank that sampled it
     index_B: NDArray[np.int64]  # its place in the holder's list
-    prompt_B: NDArray[np.int64]  # equal numbers are samples of one prompt
+    prompt_B: NDArray[np.int64]  # its prompt's slot
     golden_B: NDArray[np.bool_]  # else a rollout
     off_policy_B: NDArray[np.bool_]  # as Sample.off_policy
     prompt_tokens_B: NDArray[np.int64]
@@ -255,6 +257,14 @@ class SampleFacts:
     def __len__(self) -> int:
         return len(self.holder_B)
 
+    @staticmethod
+    def join(parts: Sequence[SampleFacts]) -> SampleFacts:
+        """The facts of all parts, one after the other; the parts have the same fields."""
+        columns = [part._given() for part in parts]
+        return SampleFacts(
+            **{name: np.concatenate([each[name] for each in columns]) for name in columns[0]}
+        )
+
     @property
     def scored_B(self) -> NDArray[np.bool_]:
         """As Sample.is_scored."""
@@ -262,8 +272,10 @@ class SampleFacts:
 
     def select(self, index_B: NDArray[Any] | slice) -> SampleFacts:
         """The facts of some samples; `index_B` is their places, a slice, or a mask."""
-        given = {name: values for name, values in vars(self).items() if values is not None}
-        return SampleFacts(**{name: values[index_B] for name, values in given.items()})
+        return SampleFacts(**{name: values[index_B] for name, values in self._given().items()})
+
+    def _given(self) -> dict[str, NDArray[Any]]:
+        return {name: values for name, values in vars(self).items() if values is not None}
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ def facts_of(samples: Sequence[Sample]) -> SampleFacts:
         holder_B=np.zeros(len(samples), np.int64),
         index_B=np.arange(len(samples)),
         prompt_B=np.array([prompts.index(sample.prompt_id) for sample in samples], np.int64),
-        golden_B=np.array([sample.source == "golden" for sample in samples], np.bool_),
+        golden_B=np.array([sample.kind == "golden" for sample in samples], np.bool_),
         off_policy_B=np.array([sample.off_policy for sample in samples], np.bool_),
         prompt_tokens_B=np.array([len(s.prompt_token_ids) for s in samples], np.int64),
         response_tokens_B=np.array([len(s.response_token_ids) for s in samples], np.int64),

@@ -18,7 +18,7 @@ NAME = re.compile(
 )
 FILES = {"json", "jsonl", "md", "model", "parquet", "py", "safetensors", "yaml"}
 # Said to be gone; a tensor; a function.
-NO_SETTINGS = {"rollout.order", "optimizer.state.{}.{}", "train.samples.drawing.draw_rollouts"}
+NO_SETTINGS = {"rollout.order", "optimizer.state.{}.{}", "train.samples.collecting.sample_rollouts"}
 
 
 def texts_of(path: Path) -> Iterator[str]:

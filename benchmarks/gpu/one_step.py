@@ -117,21 +117,13 @@ def take_step(file: Path) -> StepRecord:
 def first_logits(run: Any) -> Tensor:
     """The student's logits of the first rows of the first micro-batch that the step will train."""
     from stable_opd_mcore.models.hidden_states import forward_hidden
+    from stable_opd_mcore.monitoring.throughput import PhaseTimer
     from stable_opd_mcore.train.persistence.state import TrainState
-    from stable_opd_mcore.train.samples.drawing import (
-        draw_rollouts,
-        own_prompts,
-        rollouts_as_samples,
-        rows_of_step,
-    )
-    from stable_opd_mcore.train.samples.sharing import gather_facts
-    from stable_opd_mcore.train.step import minibatches_of, pack_minibatch
+    from stable_opd_mcore.train.samples.collecting import collect_samples
+    from stable_opd_mcore.train.step import facts_of_step, minibatches_of, pack_minibatch
 
-    rows = rows_of_step(run, TrainState())
-    prompts = own_prompts(run, rows)
-    rollouts = draw_rollouts(run, prompts, 0)
-    samples = rollouts_as_samples(run, prompts, rollouts, 0)
-    facts = gather_facts(run.world, samples, range(len(rows)))
+    _, samples = collect_samples(run, TrainState(), PhaseTimer())
+    facts = facts_of_step(run, samples)
     batch = pack_minibatch(run, minibatches_of(run, samples, facts)[0])[0]
     hidden_TH = forward_hidden(run.student.chunks[0], batch)
     return run.head.logits(hidden_TH[batch.rows_N[:LOGIT_ROWS]]).float().cpu()

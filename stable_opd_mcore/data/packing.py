@@ -250,7 +250,7 @@ def _row_values(
     ]
     values: dict[str, NDArray[Any]] = {
         "targets_N": _join([sample.response_token_ids for sample in chosen], np.int64),
-        "golden_N": each([sample.source == "golden" for sample in chosen]),
+        "golden_N": each([sample.kind == "golden" for sample in chosen]),
         "pg_weight_N": weight(weights.pg_B, trained_N),
         "kl_weight_N": weight(weights.kl_B),
         "sft_weight_N": weight(weights.sft_B, trained_N),

@@ -50,8 +50,8 @@ class PromptOrder:
         self.per_step = per_step
         self._newest: tuple[int, list[int]] = (-1, [])  # the epoch drawn last and its rows
 
-    def sources(self, _rows: Sequence[int]) -> NDArray[np.int64] | None:
-        """The source of each row; None: there is one."""
+    def sources(self, _slots: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """The source of each slot's prompt; None: there is one."""
         return None
 
     def indices(self, cursor: int, count: int) -> list[int]:

@@ -50,9 +50,10 @@ class SourceOrder:
             for source, size in enumerate(sizes.values())
         ]
 
-    def sources(self, rows: Sequence[int]) -> NDArray[np.int64] | None:
-        """The source of each row."""
-        return np.searchsorted(self._ends, rows, side="right") - 1
+    def sources(self, slots: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """The source of each slot's prompt."""
+        self._draw_until(int(slots.max()) + 1)
+        return np.array(self._source_of)[slots]
 
     def indices(self, cursor: int, count: int) -> list[int]:
         """Rows of draws cursor .. cursor + count - 1, however that range is split into calls."""

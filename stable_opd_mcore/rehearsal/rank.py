@@ -36,10 +36,10 @@ from stable_opd_mcore.rehearsal.host_waits import HostWaits
 from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.rollout.sglang.sync import make_buckets
 from stable_opd_mcore.rollout.sglang.transports import Buffers
-from stable_opd_mcore.train import reference, run_models, setup, step
+from stable_opd_mcore.train import reference, run_models, setup, step, update
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
-from stable_opd_mcore.train.samples import drawing, sharing
+from stable_opd_mcore.train.samples import collecting, sharing
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class _Inputs:
     def rollouts(
         self, run: Run, prompts: Sequence[Prompt], step: int, *unused: Any
     ) -> list[Rollout]:
-        """As train.samples.drawing.draw_rollouts: all responses are truncated at the limit."""
+        """As train.samples.collecting.sample_rollouts: all responses are truncated at the limit."""
         if not run.objective.needs_rollouts:
             return []
         response = np.array(self._response(), np.int32)
@@ -170,7 +170,7 @@ class _Engine(RolloutEngine):
         self._buffers = Buffers()
 
     def generate(self, *unused: Any, **also_unused: Any) -> list[Rollout]:
-        raise AssertionError("train.samples.drawing.draw_rollouts is replaced")
+        raise AssertionError("train.samples.collecting.sample_rollouts is replaced")
 
     def publish(self, weight_version: int) -> None:
         """Gather every tensor over this replica, and pack the buckets on the sending rank."""
@@ -212,11 +212,12 @@ def _absent(inputs: _Inputs) -> Iterator[None]:
         patch.multiple(torch_ops, **of_loss),
         patch.object(output_head, "MAX_CPU_BLOCK_ELEMENTS", 2**62),  # blocks as on a GPU
         patch.object(clip_grads, "l2_norm_impl", lambda *unused: (torch.ones(1), None)),
-        patch.object(step, "draw_rollouts", inputs.rollouts),
-        patch.object(drawing, "own_share", lambda _world, items: items),  # that of all ranks
+        patch.object(collecting, "sample_rollouts", inputs.rollouts),
+        patch.object(collecting, "own_share", lambda _world, items: items),  # that of all ranks
         patch.object(sharing, "gather_objects", lambda item, _group: [item]),
         patch.object(sharing, "collect", inputs.collect),
         patch.object(step, "reduce_row_metrics", _row_metrics),
+        patch.object(update, "reduce_row_metrics", _row_metrics),
     ):
         yield
 

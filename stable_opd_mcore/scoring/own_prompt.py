@@ -103,7 +103,7 @@ def _num_rows(sample: Sample) -> int:
 
 
 def _with_teacher_prompt(sample: Sample) -> Sample:
-    assert sample.teacher_prompt_token_ids is not None, "train/samples/drawing.py sets it"
+    assert sample.teacher_prompt_token_ids is not None, "data/samples.py sets it"
     return replace(sample, prompt_token_ids=sample.teacher_prompt_token_ids, routed_experts=None)
 
 

@@ -65,7 +65,7 @@ from stable_opd_mcore.train.persistence.run_directory import on_first_rank
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.run_models import load_model
-from stable_opd_mcore.train.samples.drawing import draw_graded, measured, own_share
+from stable_opd_mcore.train.samples.collecting import measured, own_share, sample_held_out
 from stable_opd_mcore.train.setup import start_configured_world
 
 RESULTS = "results"  # .json and .md
@@ -93,7 +93,7 @@ def evaluate_student(run: Run, state: TrainState) -> Metrics:
         rollouts = [
             rollout
             for batch in _parts(run.world, prompts, sampling)
-            for rollout in draw_graded(engine, run.grader, run.world, batch, sampling, step=0)
+            for rollout in sample_held_out(engine, run.grader, run.world, batch, sampling)
         ]
         metrics = metrics | measured(run, rollouts, sampling.max_new_tokens, area)
     seconds = Metrics({"time/eval": Max(time.perf_counter() - started)})
@@ -145,7 +145,7 @@ def evaluate_config(
         evaluation = Evaluation(config, world, model, weights, engine, grader, problems)
         try:
             for name, problems in evaluation.problems.items():
-                _draw(evaluation, name, problems, stop, show_progress)
+                _sample(evaluation, name, problems, stop, show_progress)
         except Stopped as stopped:
             if stopped.reason.requeues:
                 write_outcome(home, REQUEUE, None)
@@ -227,10 +227,10 @@ def _encode(rows: Sequence[Row], config: Config, tokenizer: Tokenizer, k: int) -
     return Problems(selected, prompts.num_dropped, sampling)
 
 
-def _draw(
+def _sample(
     evaluation: Evaluation, name: str, problems: Problems, stop: StopSignals, show_progress: bool
 ) -> None:
-    """Draw, grade and store the responses that are not stored yet.
+    """Sample, grade and store the responses that are not stored yet.
 
     Raises:
         Stopped: a signal came; the parts so far are stored.
@@ -251,8 +251,8 @@ def _draw(
         each = -(-total // len(parts))  # the last part has fewer
         task = shown.add_task(name, total=total, completed=first * each)
         for number in range(first, len(parts)):
-            rollouts = draw_graded(
-                evaluation.engine, evaluation.grader, world, parts[number], sampling, step=0
+            rollouts = sample_held_out(
+                evaluation.engine, evaluation.grader, world, parts[number], sampling
             )
             write_together(store.path(number), rollouts, world)
             shown.update(task, completed=min(total, (number + 1) * each))

@@ -33,7 +33,7 @@ from stable_opd_mcore.scoring.served import ServedScorer
 from stable_opd_mcore.serving.teacher import ServedTeacher
 from stable_opd_mcore.train.reference import MovingWeights, frozen_student, read_weights
 from stable_opd_mcore.train.samples.overlap import TOP_K, OverlapModel, OverlapPair, overlap_is_due
-from stable_opd_mcore.train.samples.sharing import micro_batches
+from stable_opd_mcore.train.samples.sharing import pack_micro_batches
 from stable_opd_mcore.train.student import Student
 
 
@@ -153,7 +153,7 @@ class RunModels:
 
         def pack(samples: Sequence[Sample]) -> list[MicroBatch]:
             weights = SampleWeights(*np.zeros((3, len(samples))))
-            return micro_batches(config, self.world, samples, weights, attention_length=length)
+            return pack_micro_batches(config, self.world, samples, weights, attention_length=length)
 
         return OwnPromptScorer(scorer, self.world, pack)
 

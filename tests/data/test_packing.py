@@ -33,7 +33,7 @@ def make_samples(count, seed=0, longest=30):
         is_golden = index % 4 == 3
         samples.append(
             Sample(
-                source="golden" if is_golden else "rollout",
+                kind="golden" if is_golden else "rollout",
                 prompt_id=f"p:{index}",
                 prompt_token_ids=prompt,
                 response_token_ids=response,
@@ -70,7 +70,7 @@ def test_every_response_token_is_predicted_by_the_token_before_it(data_size, mul
                 assert int(batch.positions_T[place]) == here
                 assert int(batch.targets_N[row]) == whole[here + 1]
                 assert bool(batch.truncated_N[row]) == sample.truncated
-                assert bool(batch.golden_N[row]) == (sample.source == "golden")
+                assert bool(batch.golden_N[row]) == (sample.kind == "golden")
                 for name in ("pg", "kl", "sft"):
                     packed = float(getattr(batch, f"{name}_weight_N")[row])
                     weight = getattr(weights, f"{name}_B")[index]
@@ -294,7 +294,7 @@ def test_experts_of_the_engine_lie_at_the_tokens_they_were_chosen_for(context_si
     lengths = [len(s.prompt_token_ids) + len(s.response_token_ids) for s in samples]
     samples = [
         sample
-        if sample.source == "golden"
+        if sample.kind == "golden"
         else replace(sample, routed_experts=experts_of(np.arange(length - 1), index))
         for index, (sample, length) in enumerate(zip(samples, lengths, strict=True))
     ]
@@ -305,7 +305,7 @@ def test_experts_of_the_engine_lie_at_the_tokens_they_were_chosen_for(context_si
         assert mine.routed_experts_TLC.dtype == torch.int16
         for row, token in enumerate(mine.rows_N.tolist()):
             index, place = int(mine.sample_index_N[row]), int(mine.positions_T[token])
-            is_golden = samples[index].source == "golden"
+            is_golden = samples[index].kind == "golden"
             expected = np.full((2, 3), -1) if is_golden else experts_of(np.array([place]), index)[0]
             assert (mine.routed_experts_TLC[token].numpy() == expected).all()
             seen += not is_golden

@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stable_opd_mcore.data.golden import rollout_samples
 from stable_opd_mcore.data.repetition import TailLoop
 from stable_opd_mcore.data.responses import (
     CompressionLimits,
@@ -17,6 +16,7 @@ from stable_opd_mcore.data.responses import (
     rollout_metrics,
     version_metrics,
 )
+from stable_opd_mcore.data.samples import rollout_samples
 from stable_opd_mcore.monitoring.names import require_known
 from stable_opd_mcore.records import Prompt, Rollout, Segment
 

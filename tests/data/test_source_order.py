@@ -15,7 +15,7 @@ def make(seed: int = 0) -> SourceOrder:
 
 def test_every_source_has_its_share_of_all_draws_so_far():
     order = make()
-    sources = order.sources(order.indices(0, 500))
+    sources = order.sources(np.arange(500))
     for number, weight in enumerate(WEIGHTS):
         drawn = np.cumsum(sources == number)
         assert np.abs(drawn - np.arange(1, 501) * weight / 10).max() <= 1

@@ -16,8 +16,8 @@ from torch.nn import Module
 
 from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.config.schema import ParallelConfig
-from stable_opd_mcore.data.golden import rollout_samples
 from stable_opd_mcore.data.packing import pack
+from stable_opd_mcore.data.samples import rollout_samples
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.monitoring.throughput import PhaseTimer

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from stable_opd_mcore.config.schema import Config, ObjectiveConfig
-from stable_opd_mcore.data.golden import (
+from stable_opd_mcore.data.samples import (
     golden_samples,
     mark_off_policy,
-    off_policy_draws,
+    off_policy_slots,
     rollout_samples,
 )
 from stable_opd_mcore.errors import ConfigError
@@ -21,7 +21,10 @@ from stable_opd_mcore.records import Prompt, Rollout
 from tests.losses.cases import assert_close, make_case, make_config, run_definition, run_fused
 from tests.shares import facts_of
 
-PROMPTS = [Prompt(f"s:{i}", "", (1, 2), golden_token_ids=(7, 8, 9)[i:]) for i in range(2)]
+PROMPTS = [
+    Prompt(f"s:{slot}", "", (1, 2), golden_token_ids=(7, 8, 9)[slot:], slot=slot)
+    for slot in range(2)
+]
 ROLLOUTS = [
     Rollout(PROMPTS[i // 2], i % 2, ids, (-0.5,) * len(ids), reason, 0, reward=float(i == 0))
     for i, (ids, reason) in enumerate(
@@ -64,7 +67,7 @@ def computed(config: Config) -> list[torch.Tensor]:
     case = make_case(config, vocab=37, old=True)
     fused = run_fused(case)
     settings, golden = config.objective, golden_samples(PROMPTS)
-    off_policy = off_policy_draws(0, len(PROMPTS), settings.on_policy_fraction, seed=0)
+    off_policy = off_policy_slots(0, len(PROMPTS), settings.on_policy_fraction, seed=0)
     samples = mark_off_policy(rollout_samples(ROLLOUTS, settings.masks), off_policy)
     samples += mark_off_policy(golden, off_policy)
     weights = case.objective.sample_weights(facts_of(samples))

@@ -13,9 +13,9 @@ from tests.losses.cases import make_config
 from tests.shares import facts_of
 
 
-def sample(prompt: str, length: int, source="rollout", masked=(), reward=None, first=3) -> Sample:
+def sample(prompt: str, length: int, kind="rollout", masked=(), reward=None, first=3) -> Sample:
     return Sample(
-        source=source,
+        kind=kind,
         prompt_id=prompt,
         prompt_token_ids=(5, 6),
         response_token_ids=(first,) * length,
@@ -28,8 +28,8 @@ BATCH = [
     sample("a", 4, reward=1.0),
     sample("a", 2, masked=(1,), reward=0.0),
     sample("a", 3, masked=(0, 1, 2), reward=0.0),
-    sample("a", 5, source="golden"),
-    sample("b", 1, source="golden"),
+    sample("a", 5, kind="golden"),
+    sample("b", 1, kind="golden"),
 ]
 
 
@@ -71,7 +71,7 @@ def test_grpo_normalises_within_the_group():
     assert advantages[0] == pytest.approx(1.5, rel=1e-4)  # 0.75 / 0.5, the sample std
     assert advantages[1] == pytest.approx(-0.5, rel=1e-4)
     assert advantages[4:].tolist() == [0.0, 0.0, 0.0]
-    alone = [sample("a", 2, reward=1.0), sample("a", 1, source="golden", reward=1.0)]
+    alone = [sample("a", 2, reward=1.0), sample("a", 1, kind="golden", reward=1.0)]
     assert weights(alone, objective__name="grpo").advantage_B.tolist() == [0.0, 0.0]
     dr = {"objective__name": "grpo", "objective__std_normalise": False, "aggregation": "constant"}
     assert weights(group, **dr).advantage_B[0] == 0.75
@@ -105,7 +105,7 @@ def test_the_share_of_the_weight_on_policy_is_the_on_policy_fraction(aggregation
     ]
     settings = {"objective__name": "gkd", "objective__on_policy_fraction": 0.25}
     pg = weights(batch, aggregation=aggregation, sampling__max_new_tokens=10, **settings).pg_B
-    on_policy = [weight for weight, s in zip(pg, batch, strict=True) if s.source == "rollout"]
+    on_policy = [weight for weight, s in zip(pg, batch, strict=True) if s.kind == "rollout"]
     assert sum(on_policy) / pg.sum() == pytest.approx(0.25)
     assert 5 * pg.sum() == pytest.approx(0.5 if aggregation == "constant" else 1)
 
@@ -166,7 +166,7 @@ def test_every_source_has_a_normaliser_of_its_own():
     sources = [{"path": name, "weight": weight} for name, weight in (("x", 3), ("y", 1), ("z", 4))]
     changes = {"normaliser": "per_source", "kl__beta": 0.9, "mixture__lambda": 0.5}
     objective = build_objective(make_config(**changes, data__train=sources), (1,), (1,))
-    batch = [*BATCH, sample("c", 6), sample("c", 2), sample("c", 3, source="golden")]
+    batch = [*BATCH, sample("c", 6), sample("c", 2), sample("c", 3, kind="golden")]
     facts = replace(facts_of(batch), source_B=np.array([0] * 5 + [1] * 3))  # none of the third
     alone = [weights(part, kl__beta=0.9, mixture__lambda=0.5) for part in (BATCH, batch[5:])]
     found = objective.sample_weights(facts)

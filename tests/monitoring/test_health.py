@@ -19,14 +19,14 @@ from tests.shares import facts_of
 
 def test_share_of_complete_golden_sequences():
     sample = Sample("rollout", "p", (1,), (2, 3), (True, True))
-    samples = [sample, sample, sample, replace(sample, source="golden")]
+    samples = [sample, sample, sample, replace(sample, kind="golden")]
     assert sample_metrics(facts_of(samples))["batch/golden_complete_share"].value() == 0.25
 
 
 def test_masked_tokens_are_those_that_a_mask_takes_from_rollouts_with_the_policy_term():
     whole = Sample("rollout", "p", (1,), (2, 3, 4, 5), (True,) * 4)
     half = replace(whole, trained=(True, False, True, False))
-    golden = replace(whole, source="golden")
+    golden = replace(whole, kind="golden")
     # Neither a prompt of gkd that trains on its golden solution nor that solution is masked.
     off_policy = [replace(one, off_policy=True) for one in (half, golden)]
     for samples, share in (

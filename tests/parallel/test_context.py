@@ -54,7 +54,7 @@ def make_samples() -> tuple[list[Sample], SampleWeights]:
     for index, (prompt, response) in enumerate(SIZES):
         tokens = tuple(draw.randrange(VOCAB) for _ in range(prompt + response))
         sample = Sample(
-            source="rollout",
+            kind="rollout",
             prompt_id=f"p:{index}",
             prompt_token_ids=tokens[:prompt],
             response_token_ids=tokens[prompt:],

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stable_opd_mcore.data.golden import off_policy_draws
+from stable_opd_mcore.data.samples import off_policy_slots
 from stable_opd_mcore.planning.hardware import Cluster
 from stable_opd_mcore.planning.job import Job, Work, make_job
 from stable_opd_mcore.records import Sample
@@ -59,12 +59,12 @@ def test_a_rank_has_the_micro_batches_that_packing_makes(tmp_path, settings, exp
     lengths = ("sampling.max_new_tokens=768", "train.micro_batch_tokens=4096")
     config = config_7b(tmp_path, *layout, *drawn, *lengths, *settings)
     job = make_job(config, NODE, work=Work(prompt_tokens=256, response_tokens=768))
-    off_policy = off_policy_draws(0, 6, config.objective.on_policy_fraction, seed=0)
+    off_policy = off_policy_slots(0, 6, config.objective.on_policy_fraction, seed=0)
     rollouts = [("rollout", prompt) for prompt in range(job.drawn // 4) for _ in range(4)]
     golden = [("golden", prompt) for prompt in range(job.golden)]
     samples = [
-        Sample(source, f"p:{i}", (1,) * 256, (2,) * 768, (True,) * 768, off_policy=off_policy[i])
-        for source, i in rollouts + golden
+        Sample(kind, f"p:{i}", (1,) * 256, (2,) * 768, (True,) * 768, off_policy=i in off_policy)
+        for kind, i in rollouts + golden
     ]
     for rank in range(2):
         batches = pack_share(

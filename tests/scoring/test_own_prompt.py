@@ -17,7 +17,7 @@ from stable_opd_mcore.records import Sample
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.scoring.own_prompt import OwnPromptScorer
 from stable_opd_mcore.scoring.scorer import Scorer
-from stable_opd_mcore.train.samples.sharing import micro_batches
+from stable_opd_mcore.train.samples.sharing import pack_micro_batches
 from tests.models import tiny
 from tests.parallel.launch import run_ranks
 from tests.shares import weights_of
@@ -43,7 +43,7 @@ def samples_of() -> list[Sample]:
 
     return [
         Sample(
-            source="golden" if number in (1, 3) else "rollout",
+            kind="golden" if number in (1, 3) else "rollout",
             off_policy=number == 3,
             prompt_id=f"s:{number}",
             prompt_token_ids=ids(prompt),
@@ -68,7 +68,7 @@ def own_prompt(scorer: Scorer, config: Config, world: World) -> OwnPromptScorer:
 
 
 def batches_of(samples, config: Config, world: World):
-    return micro_batches(config, world, samples, weights_of(samples), attention_length=99.0)
+    return pack_micro_batches(config, world, samples, weights_of(samples), attention_length=99.0)
 
 
 def score_on_layouts(rank: int, world_size: int, model: str, out: str, layouts: list[str]) -> None:

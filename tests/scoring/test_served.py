@@ -44,7 +44,7 @@ def drawn_with(wanted: Wanted) -> tuple[list[Sample], list[torch.Tensor]]:
             log_p_LV[:, list(wanted.extra_ids)].numpy(),
         )
         sample = Sample(
-            source="rollout",
+            kind="rollout",
             prompt_id=f"s:{index}",
             prompt_token_ids=(1,) * (index + 1),
             response_token_ids=response_L.numpy(),

@@ -13,6 +13,7 @@ from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.config.schema import KLConfig, MixtureConfig
 from stable_opd_mcore.config.training import Fp8Config
 from stable_opd_mcore.data.responses import rollout_metrics
+from stable_opd_mcore.data.samples import golden_samples, rollout_samples
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.metrics import Mean, Metrics, Same, Sum
 from stable_opd_mcore.monitoring.health import sample_metrics
@@ -25,7 +26,10 @@ from stable_opd_mcore.train.learning_rate import learning_rate
 from stable_opd_mcore.train.oversight.guard import GuardState
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.samples import overlap, sharing
+from stable_opd_mcore.train.samples.collecting import collect_samples
+from stable_opd_mcore.train.step_metrics import compare_models, reduce_row_metrics, step_metrics
 from stable_opd_mcore.train.student import Student
+from stable_opd_mcore.train.update import update_once
 from tests.config.test_load import SMOKE
 from tests.parallel.launch import run_ranks
 from tests.shares import facts_of
@@ -33,21 +37,16 @@ from tests.train.engine_recorder import Recorder
 from tests.train.runs import tiny_config
 
 
-def drawn(run, cursor=0):
+def collected(run, cursor=0):
     """Rollouts, samples and facts of one step."""
-    rows = step.rows_of_step(run, TrainState(cursor=cursor))
-    prompts = step.own_prompts(run, rows)
-    rollouts = step.draw_rollouts(run, prompts, 0)
-    samples = step.rollouts_as_samples(run, prompts, rollouts, cursor)
-    samples += step.golden_solutions(run, prompts, cursor)
-    return rollouts, samples, step.gather_facts(run.world, samples, range(len(rows)))
+    rollouts, samples = collect_samples(run, TrainState(cursor=cursor), PhaseTimer())
+    return rollouts, samples, step.facts_of_step(run, samples)
 
 
 def scored_step(run, cursor=0):
-    """Rollouts of one step, its minibatches' samples, and their scored micro-batches."""
-    rollouts, samples, facts = drawn(run, cursor)
-    parts = step.minibatches_of(run, samples, facts)
-    return rollouts, parts, [step.score(run, step.pack_minibatch(run, p), p) for p in parts]
+    """The minibatches of one step and their scored micro-batches."""
+    minibatches = step.minibatches_of(run, *collected(run, cursor)[1:])
+    return minibatches, step.score(run, minibatches, 1)[0]
 
 
 def weights_of(student: Student) -> torch.Tensor:
@@ -55,7 +54,7 @@ def weights_of(student: Student) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for chunk in student.chunks for p in chunk.parameters()])
 
 
-def test_a_step_draws_at_its_cursor_updates_and_publishes(run):
+def test_a_step_samples_at_its_cursor_updates_and_publishes(run):
     engine, before = Recorder(run.engine), weights_of(run.student)
     timed: list[str] = []
     phase = PhaseTimer.phase
@@ -67,13 +66,10 @@ def test_a_step_draws_at_its_cursor_updates_and_publishes(run):
     with (
         patch.object(PhaseTimer, "phase", noted),
         patch.object(overlap, "EVERY", 4),
-        patch.object(step, "prefetch_rollouts") as prefetch,
-        patch.object(step, "golden_solutions", wraps=step.golden_solutions) as golden_solutions,
+        patch.object(step, "collect_samples", wraps=collect_samples) as collect,
     ):
-        asked = replace(run, engine=engine)
-        result = step.train_step(asked, TrainState(3, 6, 5, 7))
-    prefetch.assert_called_once_with(asked, TrainState(3, 6, 5, 7))
-    assert golden_solutions.call_args.args[2] == 6
+        result = step.train_step(replace(run, engine=engine), TrainState(3, 6, 5, 7))
+    assert collect.call_args.args[1] == TrainState(3, 6, 5, 7)
     ids = [p.prompt_id for p in run.prompts.select(run.order.indices(6, 2))]
     assert engine.calls == [("generate", ids, run.sampling, 3), ("publish", 8)]
     assert timed == ["rollout", "score", "update", "sync"]
@@ -93,8 +89,7 @@ def test_a_step_draws_at_its_cursor_updates_and_publishes(run):
     expected = rollout_metrics(result.rollouts, 24)
     assert {key: result.metrics[key] for key in expected} == dict(expected)
     prompts = run.prompts.select(run.order.indices(6, 2))
-    samples = step.rollouts_as_samples(run, prompts, result.rollouts, 6)
-    samples += step.golden_solutions(run, prompts, 6)
+    samples = rollout_samples(result.rollouts, max_new_tokens=24) + golden_samples(prompts)
     expected = sample_metrics(facts_of(samples))
     assert {key: result.metrics[key] for key in expected} == dict(expected)
     tokens = sum(len(s.prompt_token_ids) + len(s.response_token_ids) for s in samples)
@@ -157,7 +152,7 @@ def test_a_step_ends_with_the_adapted_weights():
     ],
 )
 def test_routing_is_packed_for_replay_and_tokens_are_padded_for_fp8(run, replayed, fp8, expected):
-    (minibatch,) = step.minibatches_of(one_minibatch(run), *drawn(run)[1:])
+    (minibatch,) = step.minibatches_of(one_minibatch(run), *collected(run)[1:])
     experts = SimpleNamespace(per_token=3)
     architecture = SimpleNamespace(num_layers=2, experts=experts, attention_length=9.0)
     rollout = run.config.rollout.model_copy(update={"routing_replay": replayed})
@@ -170,19 +165,20 @@ def test_routing_is_packed_for_replay_and_tokens_are_padded_for_fp8(run, replaye
 
 
 def test_models_are_compared_over_all_minibatches_every_few_steps(run):
-    _, parts, scored = scored_step(run)
-    both = step.compare_models(run, scored, parts, 10)
-    each = [step.compare_models(run, [b], [p], 10) for b, p in zip(scored, parts, strict=True)]
+    minibatches, scored = scored_step(run)
+    both = compare_models(run, scored, minibatches, 10)
+    pairs = zip(scored, minibatches, strict=True)
+    each = [compare_models(run, [batches], [part], 10) for batches, part in pairs]
     assert both == each[0] | each[1]
     assert both["overlap/ratio"].count > each[0]["overlap/ratio"].count > 0
-    assert not step.compare_models(run, scored, parts, 9)
-    assert not step.compare_models(replace(run, overlap=None), scored, parts, 10)
+    assert not compare_models(run, scored, minibatches, 9)
+    assert not compare_models(replace(run, overlap=None), scored, minibatches, 10)
     with pytest.raises(ValueError, match="shorter"):
-        step.compare_models(run, scored, parts[:1], 10)
+        compare_models(run, scored, minibatches[:1], 10)
 
 
 def test_mismatch_is_corrected_as_configured(run):
-    _, _, scored = scored_step(run)
+    _, scored = scored_step(run)
     batches = [
         [replace(b, old_token_logprob_N=b.rollout_logprob_N + 1.0) for b in part] for part in scored
     ]
@@ -212,8 +208,9 @@ def test_mismatch_is_corrected_as_configured(run):
 
 
 def test_an_update_reports_means_of_its_losses_and_sums_of_the_rest(run):
-    _, _, (batches, _) = scored_step(run)
-    metrics = step.update(run, batches, 0.25, 9)
+    _, (batches, _) = scored_step(run)
+    outputs, metrics = update_once(run, batches, 0.25, 9)
+    assert len(outputs) == len(batches)
     assert metrics["optimizer/lr"] == Same(0.25)
     assert metrics["grad_norm"] == Mean(run.student._grad_norm, 1)
     assert metrics["grad_norm"].total > 0
@@ -247,10 +244,10 @@ def test_non_finite_numbers_stop_the_step_that_made_them(run):
     assert torch.equal(weights_of(run.student), before)
     assert ("publish", 1) not in bad.engine.calls
 
-    _, _, (batches, _) = scored_step(run)
+    _, (batches, _) = scored_step(run)
     kept = [{k: v.clone() for k, v in c.named_parameters()} for c in run.student.chunks]
     with pytest.raises(UserError, match=r"^step 9: nothing is saved or published: tensor .* NaN"):
-        step.update(run, batches, float("inf"), 9)
+        update_once(run, batches, float("inf"), 9)
     with torch.no_grad():
         for chunk, weights in zip(run.student.chunks, kept, strict=True):
             for name, weight in chunk.named_parameters():
@@ -263,15 +260,15 @@ def measure_on_two_ranks(rank: int, _world_size: int, directory: Path) -> None:
         ahead = {"max_staleness": tensor - 1}
         config = tiny_config(directory, "measure", parallel={"tensor": tensor}, rollout=ahead)
         world = start_world(config.parallel, 0)
-        counted = step.reduce_row_metrics(world, Metrics({"rows": Sum(3)}))
+        counted = reduce_row_metrics(world, Metrics({"rows": Sum(3)}))
         assert counted == Metrics({"rows": Sum(6 if tensor == 1 else 3)})
         own = SimpleNamespace(take_metrics=lambda *_: Metrics({"engine/noted": Sum(1)}))
         objective = SimpleNamespace(needs_rollouts=True, beta=0.0, golden_weight=0.0)
         parts = {"engine": own, "objective": objective, "world": world, "config": config}
         run = SimpleNamespace(**parts, sampling=Sampling(max_new_tokens=8))
         names = "abcd" if tensor == 2 else "ac" if rank == 0 else "bd"
-        drawn = [Rollout(Prompt(n, "", ()), 0, (5,), (0.0,), "stop", 0, reward=0.0) for n in names]
-        metrics = step.step_metrics(run, drawn, facts_of([]), [], PhaseTimer(), trained_version=1)
+        own = [Rollout(Prompt(n, "", ()), 0, (5,), (0.0,), "stop", 0, reward=0.0) for n in names]
+        metrics = step_metrics(run, own, facts_of([]), PhaseTimer(), trained_version=1)
         assert metrics["engine/noted"] == Sum(2)
         assert metrics["rollout/response_length_mean"] == Mean(4, 4)
         assert ("perf/staleness_1" in metrics) == (tensor == 2)

@@ -1,10 +1,10 @@
-"""Who trains on which sample: every rank knows numbers of all samples, and tokens of its own alone.
+"""Who trains on which sample: every rank knows facts of all samples, but tokens of its own only.
 
-A data-parallel rank draws rollouts for its share of the prompts. Their lengths, rewards and counts
-go to every rank (`gather_facts`). From these facts each rank computes the same minibatches,
-normalisers and shares. Then each sample goes from the rank that drew it to the ranks that train on
+A data-parallel rank samples responses for its share of the prompts. Their lengths, rewards and
+counts go to every rank (`gather_facts`). From these facts each rank computes the same minibatches,
+normalisers and shares. Then each sample goes from the rank that has it to the ranks that train on
 it (`share_out`), so the host work of a rank depends on its own share, and becomes part of a
-micro-batch on its device (`micro_batches`).
+micro-batch on its device (`pack_micro_batches`).
 
 Not here: token weights (losses/token_weights.py), balance and packing (data/packing.py).
 """
@@ -25,76 +25,49 @@ from stable_opd_mcore.parallel.transfers import to_device
 from stable_opd_mcore.parallel.world import World, exchange_objects, gather_objects
 from stable_opd_mcore.records import MicroBatch, Sample, SampleFacts, SampleWeights
 
-_TRAVELLING = 8  # numbers of each sample that go to every rank, see `_numbers_of`
-
 
 @dataclass(frozen=True)
 class Minibatch:
     """What one update trains on, on this rank."""
 
-    samples: Sequence[Sample]  # that this rank trains on; MicroBatch.sample_index_N is a place here
+    samples: Sequence[Sample]  # trained on by this rank; indexed by MicroBatch.sample_index_N
     weights: SampleWeights  # of `samples`
     places: NDArray[np.int64]  # of `samples` in the facts of the step
+    source_B: NDArray[np.int64] | None = None  # of `samples`, as SampleFacts.source_B
 
 
-def gather_facts(
-    world: World,
-    samples: Sequence[Sample],
-    prompts: Sequence[int],
-    sources: NDArray[np.int64] | None = None,
-) -> SampleFacts:
-    """The facts of the step's samples, of all ranks: first the rollouts in the order of the
-    prompts, then the golden solutions. Collective over the data-parallel ranks.
+def gather_facts(world: World, samples: Sequence[Sample]) -> SampleFacts:
+    """The facts of the samples of all ranks: first the rollouts, then the golden solutions, each in
+    the order of their prompts. Collective over the data-parallel ranks.
 
     Args:
-        samples: those that this rank drew, in the same order; equally many rollouts per prompt.
-        prompts: a number of each prompt of the step, of all ranks.
-        sources: the source of each; None: there is one.
+        samples: of this rank.
     """
-    parts = gather_objects(_numbers_of(samples), world.data_group)
-    counts = [part.shape[1] for part in parts]
-    numbers = np.concatenate(parts, axis=1)
-    golden, off_policy, prompt_tokens, response_tokens, trained, reward, truncated, own = numbers
-    is_golden = golden.astype(np.bool_)
-    holder = np.repeat(np.arange(len(parts)), counts)
-    index = np.concatenate([np.arange(count) for count in counts])
-    num_rollouts = np.bincount(holder[~is_golden], minlength=len(parts))
-    per_prompt = int(num_rollouts.sum()) // len(prompts)
-    turn = np.where(is_golden, index - num_rollouts[holder], index // max(1, per_prompt))
-    prompt = holder + turn * len(parts)  # the ranks take prompts in turn
-    order = np.lexsort((index, prompt, is_golden))
+    parts = gather_objects(_facts_of(world, samples), world.data_group)
+    facts = SampleFacts.join([part for part in parts if len(part)])
+    return facts.select(np.lexsort((facts.index_B, facts.prompt_B, facts.golden_B)))
+
+
+def _facts_of(world: World, samples: Sequence[Sample]) -> SampleFacts:
+    """What other ranks need to know of this rank's samples."""
+    rewards = [np.nan if sample.reward is None else sample.reward for sample in samples]
+    prompts = [sample.teacher_prompt_token_ids for sample in samples]
+    has_own = any(prompt is not None for prompt in prompts)
     return SampleFacts(
-        holder_B=holder,
-        index_B=index,
-        prompt_B=np.array(prompts, np.int64)[prompt],
-        golden_B=is_golden,
-        off_policy_B=off_policy.astype(np.bool_),
-        prompt_tokens_B=prompt_tokens.astype(np.int64),
-        response_tokens_B=response_tokens.astype(np.int64),
-        trained_tokens_B=trained.astype(np.int64),
-        reward_B=reward,
-        truncated_B=truncated.astype(np.bool_),
-        source_B=None if sources is None else sources[prompt],
-        teacher_prompt_tokens_B=own.astype(np.int64) if own.any() else None,
-    ).select(order)
-
-
-def _numbers_of(samples: Sequence[Sample]) -> NDArray[np.float64]:
-    """[_TRAVELLING, B]: what other ranks need to know of this rank's samples."""
-    rows = [
-        (
-            sample.source == "golden",
-            sample.off_policy,
-            len(sample.prompt_token_ids),
-            len(sample.response_token_ids),
-            np.count_nonzero(sample.trained),
-            np.nan if sample.reward is None else sample.reward,
-            sample.truncated,
-            0 if sample.teacher_prompt_token_ids is None else len(sample.teacher_prompt_token_ids),
-        )
-        for sample in samples
-    ]
-    return np.array(rows, np.float64).reshape(-1, _TRAVELLING).T
+        holder_B=np.full(len(samples), world.data_rank),
+        index_B=np.arange(len(samples)),
+        prompt_B=np.array([sample.slot for sample in samples], np.int64),
+        golden_B=np.array([sample.kind == "golden" for sample in samples], np.bool_),
+        off_policy_B=np.array([sample.off_policy for sample in samples], np.bool_),
+        prompt_tokens_B=np.array([len(s.prompt_token_ids) for s in samples], np.int64),
+        response_tokens_B=np.array([len(s.response_token_ids) for s in samples], np.int64),
+        trained_tokens_B=np.array([np.count_nonzero(s.trained) for s in samples], np.int64),
+        reward_B=np.array(rewards, np.float64),
+        truncated_B=np.array([sample.truncated for sample in samples], np.bool_),
+        teacher_prompt_tokens_B=np.array([len(p) for p in prompts if p is not None], np.int64)
+        if has_own
+        else None,
+    )
 
 
 def share_out(
@@ -133,8 +106,13 @@ def share_out(
         weights.append(weights_of(part).select(mine))
     held = collect(world, samples, facts, trainer_B)
     return [
-        Minibatch([held[place] for place in places.tolist()], weight, places)
-        for places, weight in zip(own, weights, strict=True)
+        Minibatch(
+            samples=[held[place] for place in places.tolist()],
+            weights=weights_B,
+            places=places,
+            source_B=facts.select(places).source_B,
+        )
+        for places, weights_B in zip(own, weights, strict=True)
     ]
 
 
@@ -160,7 +138,7 @@ def collect(
     return held
 
 
-def micro_batches(
+def pack_micro_batches(
     config: Config,
     world: World,
     samples: Sequence[Sample],

@@ -9,7 +9,7 @@ Not here: the files (data/token_files.py) and the page that shows them (monitori
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +32,6 @@ from stable_opd_mcore.records import LossOutput, MicroBatch, Rollout, SampleFact
 from stable_opd_mcore.train.samples.sharing import Minibatch
 
 NUM_ROLLOUTS = 8  # of each step, about 35 bytes a token
-Record = Callable[[Sequence[LossOutput], Sequence[MicroBatch]], None]
 
 
 @dataclass(frozen=True)
@@ -56,16 +55,21 @@ class TokenRecorder:
         self._kept = facts.select(~facts.golden_B).select(np.s_[:count])
         self._rows: list[tuple[Minibatch, OnHost]] = []  # of each micro-batch
 
-    def of(self, minibatch: Minibatch) -> Record:
-        """What to call with the loss's results of the micro-batches of `minibatch`."""
+    def record(
+        self,
+        minibatch: Minibatch,
+        micro_batches: Sequence[MicroBatch],
+        outputs: Sequence[LossOutput],
+    ) -> None:
+        """Keep the values of a minibatch's tokens.
 
-        def record(results: Sequence[LossOutput], batches: Sequence[MicroBatch]) -> None:
-            if not len(self._kept) or not results:  # results are on the last pipeline stage only
-                return
-            for output, batch in zip(results, batches, strict=True):
-                self._rows.append((minibatch, _rows(output, batch)))
-
-        return record
+        Args:
+            outputs: of each micro-batch, on the last pipeline stage; empty on others.
+        """
+        if not len(self._kept) or not outputs:
+            return
+        for micro_batch, output in zip(micro_batches, outputs, strict=True):
+            self._rows.append((minibatch, _rows(output, micro_batch)))
 
     def gather(self, world: World, rollouts: Sequence[Rollout]) -> list[RolloutValues]:
         """Each kept rollout and its values, on rank 0; empty on other ranks. Collective.

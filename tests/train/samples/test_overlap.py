@@ -47,7 +47,7 @@ class Listing:
 
 def batches_of(max_tokens: int) -> list[MicroBatch]:
     """Rows of masked and golden tokens have no weight."""
-    weights = weights_of(SAMPLES, pg=[sample.source == "rollout" for sample in SAMPLES])
+    weights = weights_of(SAMPLES, pg=[sample.kind == "rollout" for sample in SAMPLES])
     return pack(SAMPLES, weights, max_tokens=max_tokens)
 
 

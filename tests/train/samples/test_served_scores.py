@@ -6,18 +6,21 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from stable_opd_mcore.config.schema import ParallelConfig
-from stable_opd_mcore.data.golden import golden_samples, rollout_samples
+from stable_opd_mcore.data.samples import golden_samples, rollout_samples
+from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.records import Prompt, Rollout, Sample
 from stable_opd_mcore.serving.process import free_port
 from stable_opd_mcore.serving.requests import Completion, Generation
 from stable_opd_mcore.serving.teacher import TeacherLost
-from stable_opd_mcore.train.samples import drawing
+from stable_opd_mcore.train.persistence.state import TrainState
+from stable_opd_mcore.train.samples import collecting
 from stable_opd_mcore.train.samples.served_scores import begin_scoring
 from tests.parallel.launch import run_ranks
 from tests.rollout.sglang.test_engine import engine_of
@@ -26,7 +29,7 @@ from tests.serving.test_teacher import served_by
 
 
 class HeldBack:
-    """A rollout server that ends its responses at once, but those of `last` when it is told so."""
+    """A rollout server that ends its responses at once, and those of `last` when it may."""
 
     url, api_key = "http://here", None
 
@@ -41,12 +44,12 @@ class HeldBack:
         prompt = tuple(request.token_ids)
         number, self._samples[prompt] = self._samples[prompt], self._samples[prompt] + 1
 
-        def draw() -> Completion:
+        def sample() -> Completion:
             if prompt == self._last.token_ids:
-                assert self.may_end.wait(30), "no teacher was asked while this response was drawn"
+                assert self.may_end.wait(30), "no teacher was asked while this response was sampled"
             return Completion(np.array([number, 3]), np.array([-0.5, -0.5]), "length", ("0",), 0)
 
-        return self._pool.submit(draw)
+        return self._pool.submit(sample)
 
     def is_healthy(self, timeout_seconds: float) -> bool:
         return True
@@ -55,8 +58,8 @@ class HeldBack:
         pass
 
 
-def test_a_served_teacher_is_asked_before_the_last_response_is_drawn(run, tmp_path):
-    """The last one is drawn only when the golden solutions and all other responses were asked for.
+def test_a_served_teacher_is_asked_before_the_last_response_ends(run, tmp_path):
+    """The last one ends only when the golden solutions and all other responses were asked for.
     Every request is sent once, with the teacher's prompt. An evaluation asks for nothing."""
     prompts = [
         replace(prompt, teacher_token_ids=(5 + number, *prompt.token_ids))
@@ -72,21 +75,24 @@ def test_a_served_teacher_is_asked_before_the_last_response_is_drawn(run, tmp_pa
         engine.teacher = teacher
         sampling = replace(run.sampling, max_new_tokens=2, num_samples=2, scored=True)
         served = replace(run, engine=engine, served_teacher=teacher, sampling=sampling)
-        solutions = drawing.with_teacher_prompts(golden_samples(prompts), prompts)
-        golden = begin_scoring(served, [replace(one, off_policy=True) for one in solutions], 0)
-        rollouts = drawing.draw_rollouts(served, prompts, 0)
-        samples = drawing.rollouts_as_samples(served, prompts, rollouts, 0)
-        drawn = begin_scoring(served, samples, 0)() + golden()
-        sequences = [(*s.teacher_prompt_token_ids, *s.response_token_ids) for s in drawn]
+        own_prompts, mark = (
+            lambda *_: prompts,
+            lambda _run, samples, _state: [
+                replace(sample, off_policy=sample.kind == "golden") for sample in samples
+            ],
+        )
+        with patch.multiple(collecting, own_prompts=own_prompts, mark_samples=mark):
+            _, samples = collecting.collect_samples(served, TrainState(), PhaseTimer())
+        sequences = [(*s.teacher_prompt_token_ids, *s.response_token_ids) for s in samples]
         assert Counter(asked) == Counter(sequences)
-        for sample in drawn:
+        for sample in samples:
             assert sample.teacher_scores is not None
             again = teacher.ask("s:0", *tokens_of(sample), step=0).result(30)
             assert sample.teacher_scores == again
 
         del asked[:]
         held_out = replace(sampling, scored=False)
-        drawing.draw_graded(engine, run.grader, run.world, prompts, held_out, step=0)
+        collecting.sample_held_out(engine, run.grader, run.world, prompts, held_out)
         assert asked == []
     engine.close()
     teacher.close()

@@ -15,19 +15,21 @@ from stable_opd_mcore.train.samples.sharing import Minibatch, gather_facts, shar
 from tests.parallel.launch import run_ranks
 from tests.shares import weights_of
 
-ROWS = [4, 0, 7, 4, 2]  # one prompt twice
+FIRST = 20  # slot of the step's first prompt
 
 
 def samples_of(places: list[int], with_rollouts: bool = True) -> list[Sample]:
     """Two rollouts of each prompt, then the golden solutions."""
-    draw = {place: np.random.default_rng(place) for place in places}
+    noise = {place: np.random.default_rng(place) for place in places}
 
-    def sample(source, place, reward=None):
-        length = int(draw[place].integers(1, 40))
-        ids = draw[place].integers(0, 99, length)
+    def sample(kind, place, reward=None):
+        length = int(noise[place].integers(1, 40))
+        ids = noise[place].integers(0, 99, length)
         experts = np.full((length + 1, 1, 2), place, np.int16)
-        made = Sample(source, f"s:{ROWS[place]}", (place,), ids, ids % 3 > 0, reward=reward)
-        return made if source == "golden" else replace(made, routed_experts=experts)
+        made = Sample(
+            kind, f"s:{place}", (place,), ids, ids % 3 > 0, reward=reward, slot=FIRST + place
+        )
+        return made if kind == "golden" else replace(made, routed_experts=experts)
 
     rollouts = [sample("rollout", place, float(k)) for place in places for k in range(2)]
     return rollouts * with_rollouts + [sample("golden", place) for place in places]
@@ -35,7 +37,7 @@ def samples_of(places: list[int], with_rollouts: bool = True) -> list[Sample]:
 
 def minibatches(world: World, with_rollouts: bool = True) -> list[Minibatch]:
     own = samples_of([*range(5)][world.data_rank :: world.data_size], with_rollouts)
-    facts = gather_facts(world, own, ROWS)
+    facts = gather_facts(world, own)
     return share_out(
         world,
         own,
@@ -47,13 +49,14 @@ def minibatches(world: World, with_rollouts: bool = True) -> list[Minibatch]:
 
 
 def test_facts_are_in_the_order_of_the_prompts(world):
-    facts = gather_facts(world, samples_of([*range(5)]), ROWS)
-    assert facts.prompt_B.tolist() == [row for row in ROWS for _ in range(2)] + ROWS
+    facts = gather_facts(world, samples_of([3, 0, 1, 4, 2]))
+    slots = [*range(FIRST, FIRST + 5)]
+    assert facts.prompt_B.tolist() == [slot for slot in slots for _ in range(2)] + slots
     assert facts.golden_B.tolist() == [False] * 10 + [True] * 5
     assert facts.reward_B[:4].tolist() == [0.0, 1.0, 0.0, 1.0]
     assert np.isnan(facts.reward_B[10:]).all()
     first, second = minibatches(world)
-    assert sorted(first.places.tolist()) == [0, 1, 4, 5, 6, 7, 10, 12, 13]  # of rows 4 and 7
+    assert sorted(first.places.tolist()) == [0, 1, 4, 5, 8, 9, 10, 12, 14]  # every second prompt
     assert len(second.samples) == 6
     assert [len(each.samples) for each in minibatches(world, with_rollouts=False)] == [3, 2]
 
@@ -88,12 +91,13 @@ def test_every_sample_reaches_the_ranks_that_train_on_it(tmp_path, world, ranks,
 
 
 def share_with_own_prompts(rank: int, world_size: int, directory: Path) -> None:
-    """Each rank draws two of four equal samples; of the first one the teacher reads 900 tokens."""
+    """Each rank has two of four equal samples; for the first one the teacher reads 900 tokens."""
     world = start_world(ParallelConfig(), seed=0)
     sample = Sample("rollout", "s:0", (1,), (2,), (True,))
     of_ranks = [(900, 10), (10, 10)]
     own = [replace(sample, teacher_prompt_token_ids=np.zeros(n)) for n in of_ranks[rank]]
-    facts = gather_facts(world, own, range(4))
+    own = [replace(one, slot=2 * number + rank) for number, one in enumerate(own)]
+    facts = gather_facts(world, own)
     (part,) = share_out(world, own, facts, 1, weights_of, lambda tokens_B: costs(tokens_B, np.inf))
     torch.save(sorted(len(s.teacher_prompt_token_ids) for s in part.samples), directory / str(rank))
     stop_world()

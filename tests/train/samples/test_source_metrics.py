@@ -20,10 +20,10 @@ SOURCES = [
 TEACHER = {"engine": "sglang", "routes": {"math.jsonl/train": ["http://a"], "t": ["http://b"]}}
 
 
-def sample(prompt: str, length: int, source="rollout", reward=None, truncated=False) -> Sample:
+def sample(prompt: str, length: int, kind="rollout", reward=None, truncated=False) -> Sample:
     ids = (3,) * length
     trained = (True,) * length
-    return Sample(source, prompt, (5,), ids, trained, reward=reward, truncated=truncated)
+    return Sample(kind, prompt, (5,), ids, trained, reward=reward, truncated=truncated)
 
 
 def facts():

@@ -25,8 +25,8 @@ def config(save: str = "all") -> Config:
     return run_with(rollout={"save": save})
 
 
-def sample(length: int, source: Any = "rollout") -> Sample:
-    return Sample(source, "p", (1,), tuple(range(length)), (True,) * length)
+def sample(length: int, kind: Any = "rollout") -> Sample:
+    return Sample(kind, "p", (1,), tuple(range(length)), (True,) * length)
 
 
 def rollout(length: int) -> Rollout:
@@ -38,7 +38,7 @@ def minibatch(*places: int) -> Minibatch:
 
 
 def results_of(rows: list[tuple[int, int, float]]) -> tuple[list[Any], list[Any]]:
-    """One micro-batch with (sample, token, advantage) rows; only teacher values besides."""
+    """A micro-batch of (sample, token, advantage) rows and its loss, with teacher values only."""
     samples, tokens, advantages = zip(*rows, strict=True)
     advantage_N = torch.tensor(advantages)
     output = SimpleNamespace(
@@ -50,7 +50,7 @@ def results_of(rows: list[tuple[int, int, float]]) -> tuple[list[Any], list[Any]
     batch = SimpleNamespace(
         sample_index_N=torch.tensor(samples), token_index_N=torch.tensor(tokens)
     )
-    return [output], [batch]
+    return [batch], [output]
 
 
 def test_each_token_of_the_first_rollouts_has_its_value(world, monkeypatch):
@@ -58,8 +58,8 @@ def test_each_token_of_the_first_rollouts_has_its_value(world, monkeypatch):
     first, second, third, golden = sample(3), sample(2), sample(2), sample(2, "golden")
     values = TokenRecorder(config(), facts_of([first, second, third, golden]))
     # The minibatches hold the samples in another order, and their tokens too.
-    values.of(minibatch(2, 1))(*results_of([(1, 1, 0.5), (0, 0, 9.0), (1, 0, 0.25)]))
-    values.of(minibatch(3, 0))(*results_of([(1, 2, 3.0), (0, 0, 9.0), (1, 0, 1.0)]))
+    values.record(minibatch(2, 1), *results_of([(1, 1, 0.5), (0, 0, 9.0), (1, 0, 0.25)]))
+    values.record(minibatch(3, 0), *results_of([(1, 2, 3.0), (0, 0, 9.0), (1, 0, 1.0)]))
     rollouts = [rollout(3), rollout(2), rollout(2)]
     found = values.gather(world, rollouts)
     assert [each.rollout for each in found] == rollouts[:2]
@@ -75,22 +75,22 @@ def test_each_token_of_the_first_rollouts_has_its_value(world, monkeypatch):
 
 def test_objectives_without_advantage_have_the_other_values(world):
     values = TokenRecorder(config(), facts_of([sample(1)]))
-    (output,), batches = results_of([(0, 0, 1.0)])
+    batches, (output,) = results_of([(0, 0, 1.0)])
     output.advantage_N = None
-    values.of(minibatch(0))([output], batches)
+    values.record(minibatch(0), batches, [output])
     (found,) = values.gather(world, [rollout(1)])
     assert found.values == {"teacher_logprob": [-1.0], "kl_teacher": [2.0]}
 
 
 def test_nothing_is_kept_where_no_rollouts_are_saved(world):
     values = TokenRecorder(config(save="none"), facts_of([sample(1)]))
-    values.of(minibatch(0))(*results_of([(0, 0, 1.0)]))
+    values.record(minibatch(0), *results_of([(0, 0, 1.0)]))
     assert values.gather(world, [rollout(1)]) == []
 
 
 def test_supervised_steps_have_no_rollouts(world):
     values = TokenRecorder(config(), facts_of([sample(1, "golden")]))
-    values.of(minibatch(0))(*results_of([(0, 0, 1.0)]))
+    values.record(minibatch(0), *results_of([(0, 0, 1.0)]))
     assert values.gather(world, []) == []
 
 

@@ -3,17 +3,17 @@
 import pytest
 
 from stable_opd_mcore.config.schema import TokenMasksConfig
-from stable_opd_mcore.data.golden import (
+from stable_opd_mcore.data.samples import (
     golden_samples,
     mark_off_policy,
-    off_policy_draws,
+    off_policy_slots,
     rollout_samples,
 )
 from stable_opd_mcore.records import Prompt, Rollout
 
 PROMPTS = [
     Prompt("s:1", "a", (1, 2), answer="1", golden_token_ids=(7, 8, 9)),
-    Prompt("s:2", "b", (3,), answer="2", golden_token_ids=(6, 9)),
+    Prompt("s:2", "b", (3,), answer="2", golden_token_ids=(6, 9), slot=7),
 ]
 
 
@@ -31,7 +31,7 @@ ROLLOUTS = [
 
 def test_rollouts_and_golden_solutions_become_samples():
     samples = rollout_samples(ROLLOUTS) + golden_samples(PROMPTS)
-    assert [s.source for s in samples] == ["rollout"] * 4 + ["golden"] * 2
+    assert [s.kind for s in samples] == ["rollout"] * 4 + ["golden"] * 2
     assert [s.prompt_id for s in samples[4:]] == ["s:1", "s:2"]
     golden = samples[4]
     assert golden.prompt_token_ids.tolist() == [1, 2]
@@ -86,23 +86,21 @@ def test_the_on_policy_share_is_exact_over_the_run(per_step, fraction):
     """One prompt per step, too, where rounding per step gives 0 for a half."""
     cursor, on_policy = 0, 0
     while cursor < 100:
-        draws = off_policy_draws(cursor, per_step, fraction, seed=7)
-        assert draws == off_policy_draws(cursor, per_step, fraction, seed=7)
-        cursor, on_policy = cursor + per_step, on_policy + draws.count(False)
+        off_policy = off_policy_slots(cursor, per_step, fraction, seed=7)
+        assert off_policy == off_policy_slots(cursor, per_step, fraction, seed=7)
+        assert off_policy <= {*range(cursor, cursor + per_step)}
+        cursor, on_policy = cursor + per_step, on_policy + per_step - len(off_policy)
         assert on_policy == round(fraction * 100) * cursor // 100
 
 
 def test_minibatches_of_a_step_are_mixtures():
     """Prompts are dealt to minibatches in turn, so an alternating choice would sort them."""
-    steps = [off_policy_draws(64 * step, 64, 0.5, seed=0) for step in range(4)]
-    assert all(4 < sum(step[::2]) < 28 for step in steps)
-    assert steps[0] != steps[1]
+    steps = [off_policy_slots(64 * step, 64, 0.5, seed=0) for step in range(4)]
+    assert all(4 < sum(slot % 2 for slot in slots) < 28 for slots in steps)
+    assert {slot + 64 for slot in steps[0]} != steps[1]
 
 
 def test_every_sample_carries_the_mark_of_its_prompt():
-    marked = mark_off_policy(rollout_samples(ROLLOUTS), [True, False])
+    marked = mark_off_policy(rollout_samples(ROLLOUTS), {7})
     assert [s.off_policy for s in marked] == [True, True, False, False]
-    assert [s.off_policy for s in mark_off_policy(golden_samples(PROMPTS), [True, False])] == [
-        True,
-        False,
-    ]
+    assert [s.off_policy for s in mark_off_policy(golden_samples(PROMPTS), {7})] == [False, True]

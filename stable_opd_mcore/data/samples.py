@@ -6,7 +6,7 @@ its rollouts. Not here: the weights of tokens, which the objective computes from
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -20,24 +20,23 @@ from stable_opd_mcore.records import Prompt, Rollout, Sample
 _NO_MASKS = TokenMasksConfig()
 
 
-def off_policy_draws(cursor: int, count: int, on_policy_fraction: float, seed: int) -> list[bool]:
-    """Which prompts of the draws cursor .. cursor+count-1 are trained on golden solutions (gkd).
+def off_policy_slots(cursor: int, count: int, on_policy_fraction: float, seed: int) -> set[int]:
+    """The slots of cursor .. cursor + count - 1 that are trained on golden solutions (gkd).
 
-    At the end of every step, floor(n * on_policy_fraction) of the run's n draws are on-policy. A
-    function of its arguments alone: the same on every rank and after a resume.
-    Which draws of a step they are is random, so that every minibatch is a mixture.
+    At the end of every step, floor(n * on_policy_fraction) of the run's n slots are on-policy. A
+    function of its arguments only: the same on every rank and after a resume. The choice within a
+    step is random, so that every minibatch is a mixture.
     """
     fraction = Fraction(str(on_policy_fraction))
     num_on_policy = math.floor((cursor + count) * fraction) - math.floor(cursor * fraction)
     off_policy = [index >= num_on_policy for index in range(count)]
     random.Random(f"{seed}/{cursor}").shuffle(off_policy)
-    return off_policy
+    return {cursor + index for index, marked in enumerate(off_policy) if marked}
 
 
-def mark_off_policy(samples: Sequence[Sample], off_policy: Sequence[bool]) -> list[Sample]:
-    """Samples of one source with their prompts' marks; every prompt has the same number of them."""
-    each = len(samples) // max(1, len(off_policy))
-    return [replace(s, off_policy=off_policy[i // each]) for i, s in enumerate(samples)]
+def mark_off_policy(samples: Sequence[Sample], slots: Container[int]) -> list[Sample]:
+    """The samples, those of prompts in `slots` marked as off-policy."""
+    return [replace(sample, off_policy=sample.slot in slots) for sample in samples]
 
 
 def rollout_samples(
@@ -56,7 +55,7 @@ def rollout_samples(
         loop_length = tail_loop(rollout.token_ids, min_length=least).length
         samples.append(
             Sample(
-                source="rollout",
+                kind="rollout",
                 prompt_id=rollout.prompt.prompt_id,
                 prompt_token_ids=np.array(rollout.prompt.token_ids, np.int32),
                 response_token_ids=rollout.token_ids,
@@ -67,6 +66,8 @@ def rollout_samples(
                 routed_experts=rollout.routed_experts,
                 teacher_scores=rollout.teacher_scores,
                 truncated=rollout.finish_reason != "stop",
+                teacher_prompt_token_ids=_teacher_tokens(rollout.prompt),
+                slot=rollout.prompt.slot,
             )
         )
     return samples
@@ -84,14 +85,21 @@ def golden_samples(prompts: Iterable[Prompt]) -> list[Sample]:
             raise ValueError(f"{prompt.prompt_id}: no golden solution")
         samples.append(
             Sample(
-                source="golden",
+                kind="golden",
                 prompt_id=prompt.prompt_id,
                 prompt_token_ids=np.array(prompt.token_ids, np.int32),
                 response_token_ids=np.array(prompt.golden_token_ids, np.int32),
                 trained=np.ones(len(prompt.golden_token_ids), np.bool_),
+                teacher_prompt_token_ids=_teacher_tokens(prompt),
+                slot=prompt.slot,
             )
         )
     return samples
+
+
+def _teacher_tokens(prompt: Prompt) -> NDArray[np.int32] | None:
+    own = prompt.teacher_token_ids
+    return None if own is None else np.array(own, np.int32)
 
 
 def _trained(rollout: Rollout, loop_length: int, masks: TokenMasksConfig) -> NDArray[np.bool_]:

@@ -1,0 +1,159 @@
+"""Collect the samples of a step on one rank: rollouts of its prompts, graded, and golden solutions.
+
+A step trains on the next `rollout.prompts_per_step` slots of the data order, counted over the run.
+The data-parallel ranks take slots in turn.
+
+Not here: the engines (rollout/), which rank trains on which sample (sharing.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from stable_opd_mcore.data.responses import rollout_metrics
+from stable_opd_mcore.data.samples import (
+    golden_samples,
+    mark_off_policy,
+    off_policy_slots,
+    rollout_samples,
+)
+from stable_opd_mcore.evaluation.grading import Grader
+from stable_opd_mcore.metrics import Metrics
+from stable_opd_mcore.monitoring.throughput import PhaseTimer
+from stable_opd_mcore.parallel.world import World, broadcast_object
+from stable_opd_mcore.records import Prompt, Rollout, Sample, Sampling
+from stable_opd_mcore.rollout.engine import RolloutEngine
+from stable_opd_mcore.train.persistence.state import TrainState
+from stable_opd_mcore.train.run import Run
+from stable_opd_mcore.train.samples.served_scores import begin_scoring
+
+Item = TypeVar("Item")
+
+
+def collect_samples(
+    run: Run, state: TrainState, timer: PhaseTimer
+) -> tuple[list[Rollout], list[Sample]]:
+    """This rank's rollouts for the step after `state`, and its samples: rollouts, then golden
+    solutions, with a served teacher's scores. Collective over all ranks.
+    """
+    prefetch_rollouts(run, state)
+    prompts = own_prompts(run, state)
+    solutions = golden_samples(prompts) if run.objective.needs_golden else []
+    golden = mark_samples(run, solutions, state)
+    wait_for_golden = begin_scoring(run, golden, state.step)  # while the engine samples
+    rollouts = sample_rollouts(run, prompts, state.step, timer)
+    masks, max_new_tokens = run.config.objective.masks, run.sampling.max_new_tokens
+    samples = mark_samples(run, rollout_samples(rollouts, masks, max_new_tokens), state)
+    wait_for_rollouts = begin_scoring(run, samples, state.step)
+    return rollouts, wait_for_rollouts() + wait_for_golden()
+
+
+def own_share(world: World, items: Sequence[Item]) -> Sequence[Item]:
+    """This data-parallel rank's part of one item per prompt: every n-th."""
+    return items[world.data_rank :: world.data_size]
+
+
+def own_prompts(run: Run, state: TrainState, ahead: int = 0) -> list[Prompt]:
+    """This data-parallel rank's prompts of the step after `state`, or of one `ahead` of it."""
+    size = run.config.rollout.prompts_per_step
+    first = state.cursor + ahead * size
+    slots = own_share(run.world, range(first, first + size))
+    rows = own_share(run.world, run.order.indices(first, size))
+    prompts = run.prompts.select(rows)
+    return [replace(prompt, slot=slot) for prompt, slot in zip(prompts, slots, strict=True)]
+
+
+def prefetch_rollouts(run: Run, state: TrainState) -> None:
+    """Ask the engine for the step's rollouts and those of the next steps, as many as
+    rollout.max_staleness allows; without it, do nothing.
+    """
+    max_staleness = run.config.rollout.max_staleness
+    if not (max_staleness and run.objective.needs_rollouts):
+        return
+    steps_left = run.config.train.steps - state.step
+    for ahead in range(min(1 + max_staleness, steps_left)):
+        step = state.step + ahead
+        run.engine.prefetch(
+            own_prompts(run, state, ahead),
+            replace(run.sampling, max_new_tokens=run.config.sampling.budget(step)),
+            step=step,
+            weight_version=state.weight_version + ahead,
+        )
+
+
+def sample_rollouts(
+    run: Run, prompts: Sequence[Prompt], step: int, timer: PhaseTimer
+) -> list[Rollout]:
+    """Graded rollouts of this rank's prompts; none where the objective trains on golden solutions
+    only.
+
+    Args:
+        step: finished steps.
+        timer: times the part "wait", in which the trainer waits for servers.
+    """
+    if not run.objective.needs_rollouts:
+        return []
+    with timer.part("wait") if run.config.rollout.engine == "sglang" else nullcontext():
+        rollouts = run.engine.generate(prompts, run.sampling, step=step)
+    return graded(run.grader, run.world, prompts, rollouts)
+
+
+def sample_held_out(
+    engine: RolloutEngine,
+    grader: Grader,
+    world: World,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+) -> list[Rollout]:
+    """Graded rollouts of this rank's held-out prompts, in the order of the prompts."""
+    rollouts = engine.generate(prompts, sampling, step=0)
+    return graded(grader, world, prompts, rollouts, by_source=False)
+
+
+def graded(
+    grader: Grader,
+    world: World,
+    prompts: Sequence[Prompt],
+    rollouts: Sequence[Rollout],
+    by_source: bool = True,
+) -> list[Rollout]:
+    """This data-parallel rank's rollouts with rewards. Collective over the replica's ranks.
+
+    Args:
+        by_source: see `Grader.grade_rollouts`.
+    """
+    own = {prompt.prompt_id: prompt for prompt in prompts}  # those of stored rollouts lack fields
+    rollouts = [replace(rollout, prompt=own[rollout.prompt.prompt_id]) for rollout in rollouts]
+    # Grade on one rank and broadcast, so that a timeout cannot give ranks different rewards.
+    if dist.get_rank(world.model_group) == 0:
+        rollouts = grader.grade_rollouts(rollouts, by_source)
+    verdicts = broadcast_object(
+        [(rollout.reward, rollout.grading_failure) for rollout in rollouts], world.model_group
+    )
+    return [
+        replace(rollout, reward=reward, grading_failure=failure)
+        for rollout, (reward, failure) in zip(rollouts, verdicts, strict=True)
+    ]
+
+
+def mark_samples(run: Run, samples: list[Sample], state: TrainState) -> list[Sample]:
+    """The samples, those of some prompts marked as off-policy (gkd)."""
+    fraction = run.config.objective.on_policy_fraction
+    if fraction == 1:
+        return samples
+    count, seed = run.config.rollout.prompts_per_step, run.config.train.seed
+    return mark_off_policy(samples, off_policy_slots(state.cursor, count, fraction, seed))
+
+
+def measured(
+    run: Run, rollouts: Sequence[Rollout], max_new_tokens: int, area: str = "rollout"
+) -> Metrics:
+    """`<area>/*` of this data-parallel rank's rollouts; one rank of each replica has them."""
+    if dist.get_rank(run.world.model_group):
+        return Metrics()
+    return rollout_metrics(rollouts, max_new_tokens, area)
