@@ -5,5 +5,5 @@
     python -m benchmarks.gpu --device cpu          # every part at a tiny size, without a GPU
 
 Start reading at suite.py. Each file in parts/ is one part: it measures figures, compares errors
-with limits, and runs in a process of its own. docs/gpu.md says what is measured.
+with limits, and runs in a process of its own. docs/evidence/gpu.md says what is measured.
 """
