@@ -47,7 +47,12 @@ THIRD_PARTIES = {
         "rehearsal",
     },
     "triton": {"losses/triton_ops"},
-    "transformers": {"models", "data/chat", "data/synthetic_tokenizer", "data/template_variables"},
+    "transformers": {
+        "models",
+        "data/chat",
+        "data/template_variables",
+        "data/tokenizer_backend",
+    },
     "math_verify": {"evaluation/grading_worker"},
     "pebble": {"evaluation/grading"},
     "sglang": {"serving/launch_server"},

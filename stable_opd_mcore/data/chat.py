@@ -26,22 +26,15 @@ from transformers import PreTrainedTokenizerFast
 
 from stable_opd_mcore.data.messages import Message
 from stable_opd_mcore.data.synthetic import VOCABULARY
-from stable_opd_mcore.data.synthetic_tokenizer import SYNTHETIC, check_symbols, synthetic_backend
 from stable_opd_mcore.data.template_variables import refuse_clock, refuse_unread
+from stable_opd_mcore.data.tokenizer_backend import check_symbols, load_backend
 from stable_opd_mcore.errors import DataError
-from stable_opd_mcore.host.json_files import MIB, read_json_object, require_size
+from stable_opd_mcore.host.json_files import read_json_object
 
 _THINK, _THINK_END = "<think>", "</think>"
-_MARK = "assistant-turn-mark"
-_TURNS = [{"role": "user", "content": "0"}, {"role": "assistant", "content": _MARK}]
+_PROMPT_MARK, _MARK = "user-turn-mark", "assistant-turn-mark"
+_TURNS = [{"role": "user", "content": _PROMPT_MARK}, {"role": "assistant", "content": _MARK}]
 _GENERATION = "generation_config.json"
-_LARGEST_BYTES = {  # the largest published tokenizers have 35 MiB
-    "tokenizer.json": 256 * MIB,
-    "tokenizer_config.json": 16 * MIB,
-    "special_tokens_map.json": 16 * MIB,
-    "added_tokens.json": 16 * MIB,
-    "chat_template.jinja": 1 * MIB,
-}
 
 
 class Tokenizer:
@@ -84,35 +77,10 @@ class Tokenizer:
             template_kwargs: arguments of the chat template, such as enable_thinking.
 
         Raises:
-            DataError: no such directory, no tokenizer.json in it, files that cannot be loaded, no
-                valid stop token, or an argument that the chat template never reads.
+            DataError: as `load_backend`, no valid stop token, or an argument that the chat
+                template never reads.
         """
-        if path == SYNTHETIC:
-            return cls(synthetic_backend(), SYNTHETIC, stop_token_ids, template_kwargs)
-        directory = Path(path)
-        if not directory.is_dir():
-            raise DataError(
-                f"{path}: no such tokenizer directory; give a local model directory, "
-                f"or {SYNTHETIC!r}"
-            )
-        if not (directory / "tokenizer.json").is_file():
-            raise DataError(
-                f"{path}: no tokenizer.json in it; download the model with its tokenizer, "
-                "or set tokenizer.path"
-            )
-        files = [(directory / name, limit) for name, limit in _LARGEST_BYTES.items()]
-        files = [(file, limit) for file, limit in files if file.is_file()]
-        for file, limit in files:
-            require_size(file, limit)
-        try:
-            backend = PreTrainedTokenizerFast.from_pretrained(path)
-        except Exception as error:  # tokenizers raises no narrower class
-            for file, limit in files:
-                if file.suffix == ".json":
-                    read_json_object(file, limit)
-            raise DataError(
-                f"{path}: its tokenizer files cannot be loaded: {error}; download them again"
-            ) from error
+        backend = load_backend(path, needs_eos=stop_token_ids is None)
         return cls(backend, path, stop_token_ids, template_kwargs)
 
     def with_template_kwargs(self, template_kwargs: Mapping[str, Any] | None) -> Tokenizer:
@@ -132,7 +100,7 @@ class Tokenizer:
         """Write tokenizer.json, its config, its chat template and generation_config.json.
 
         The latter names `stop_token_ids` as EOS, so other programs stop there, too. `load` finds
-        them again, beside those of its other sources: give it an override again.
+        them again, with those of its other sources: give it an override again.
         """
         self._backend.save_pretrained(str(directory))
         generation = self._generation | {"eos_token_id": list(self.stop_token_ids)}
@@ -181,14 +149,22 @@ class Tokenizer:
     @cached_property
     def turn_end_id(self) -> int | None:
         """The token that ends an assistant turn of the chat template; None without one."""
-        if not self.has_template:
+        text = self.render(_TURNS) if self.has_template else ""
+        before, prompt, rest = text.partition(_PROMPT_MARK)
+        between, response, tail = rest.partition(_MARK)
+        if not prompt or not response:  # it does not render both turns
             return None
-        tail = self.encode(self.render(_TURNS).rpartition(_MARK)[2])
-        return next((token for token in tail if token in self.added_ids), None)
+        opening, middle, closing = (
+            [token for token in self.encode(part) if token in self.added_ids]
+            for part in (before, between, tail)
+        )
+        # Where turns have no end, the next one begins; EOS may separate them.
+        opens_turn = {*opening[-1:], *middle[-1:]} - {self.eos_token_id}
+        return closing[0] if closing and closing[0] not in opens_turn else None
 
     @property
     def json_text(self) -> str:
-        """The tokenizer as the text of a tokenizer.json."""
+        """The text of a tokenizer.json: all that another process needs to encode or decode."""
         return self._backend.backend_tokenizer.to_str()
 
     @cached_property
@@ -237,14 +213,10 @@ class Tokenizer:
             self._backend.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
 
-    def content(self) -> str:
-        """Of tokenizer.json: what another process needs to `decode`."""
-        return self._backend.backend_tokenizer.to_str()
-
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """The text of each token, special ones included; together the text of all.
 
-        Of a character that several tokens spell, the last one has the text, the others "".
+        If several tokens spell a character, the last one has its text and the others have "".
         """
         stream = DecodeStream(skip_special_tokens=False)
         return [stream.step(self._backend.backend_tokenizer, token) or "" for token in token_ids]
@@ -360,13 +332,14 @@ def resolve_stop_ids(
     ids = tuple(dict.fromkeys(candidates))
     if not ids:
         raise DataError(
-            f"{tokenizer.path}: no stop token found; set student.stop_token_ids (teacher likewise)"
+            f"{tokenizer.path}: no chat template and no file names a token that ends a response; "
+            "set student.stop_token_ids (teacher likewise)"
         )
     outside = [token for token in ids if not 0 <= token < tokenizer.vocab_size]
     if outside:
         raise DataError(
             f"{tokenizer.path}: stop tokens {outside} are outside the vocabulary of "
-            f"{tokenizer.vocab_size}; mend stop_token_ids or the model's config.json"
+            f"{tokenizer.vocab_size}; correct stop_token_ids or the model's config.json"
         )
     return ids
 

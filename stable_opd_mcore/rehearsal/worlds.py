@@ -12,7 +12,7 @@ from pathlib import Path
 
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.data.chat import Tokenizer
-from stable_opd_mcore.data.synthetic_tokenizer import SYNTHETIC
+from stable_opd_mcore.data.tokenizer_backend import SYNTHETIC
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import Architecture, read_fields
 from stable_opd_mcore.planning.hardware import GIB, Cluster

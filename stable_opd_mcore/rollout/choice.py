@@ -74,7 +74,7 @@ def build_engine(
         case "replay":
             return _replay_engine(config)
         case "sglang":
-            content, size = tokenizer.content(), tokenizer.vocab_size
+            content, size = tokenizer.json_text, tokenizer.vocab_size
             return build_sglang_engine(
                 config, world, chunks, content, size, stop_requested, progress, memory, teacher
             )

@@ -7,10 +7,11 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from stable_opd_mcore.data.chat import Tokenizer, opens_thinking
 from stable_opd_mcore.errors import DataError
-from tests.checks.directories import write_model
+from tests.checks.directories import TEMPLATE, write_model
 from tests.real_data import real_data
 
 QWEN, R1 = "tokenizers/Qwen2.5-Math-1.5B", "tokenizers/DeepSeek-R1-Distill-Qwen"
+ONE_TURN = "<|im_start|>user\n{{{{ {} }}}}<|im_end|>\n<|im_start|>assistant\n"
 QWEN3_THINKING = "tokenizers/Qwen3-Thinking-2507"
 
 
@@ -92,6 +93,23 @@ def test_real_stop_tokens_disagree_and_are_all_found(qwen, r1):
     assert r1.stop_token_ids == (151643,)
 
 
+@pytest.mark.parametrize(
+    ("template", "stops"),
+    [
+        (TEMPLATE, (258, 256)),
+        (ONE_TURN.format("messages[0]['content']"), (256,)),
+        (ONE_TURN.format("messages[-1]['content']"), (256,)),
+        (TEMPLATE.replace("in messages", "in messages if message['role'] == 'user'"), (256,)),
+        (TEMPLATE.replace("<|im_end|>", ""), (256,)),
+        (TEMPLATE.replace("<|im_end|>", "") + "<|im_start|>assistant\n", (256,)),
+        (TEMPLATE.replace("<|im_start|>", "").replace("<|im_end|>", "<|endoftext|>"), (256,)),
+    ],
+)
+def test_only_the_end_of_an_assistant_turn_is_a_stop_token(tmp_path, template, stops):
+    model = write_model(tmp_path, template=template)
+    assert Tokenizer.load(model).stop_token_ids == stops
+
+
 def test_generation_config_may_list_several_stop_tokens(synthetic, tmp_path):
     synthetic.save(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [21, 22]}))
@@ -154,30 +172,3 @@ def test_control_tokens_are_those_that_end_or_open_a_turn(qwen, r1):
     assert r1.control_token_in("a<\uff5cAssistant\uff5c>b") == "<\uff5cAssistant\uff5c>"
     for text in ("<think>\nOne.\n</think>\n\n2", "a <| b |> c, <im_end>, $2$ \x00"):
         assert qwen.control_token_in(text) is r1.control_token_in(text) is None
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("tokenizer.json", '{"model": ', r"tokenizer\.json: not valid JSON"),
-        ("tokenizer.json", '{"version": "1.0"}', "its tokenizer files cannot be loaded"),
-        ("tokenizer_config.json", "[" * 100_000, r"tokenizer_config\.json: not valid JSON"),
-        ("config.json", '{"eos_token_id": "2"}', r"config\.json: eos_token_id is 2; expected"),
-        ("config.json", "[1]", r"config\.json: a JSON list, not an object"),
-        ("chat_template.jinja", "{{ messages + 1 }}", "its chat template fails on"),
-        ("chat_template.jinja", "{{ 1 // 0 }}", "its chat template fails on"),
-        ("chat_template.jinja", "{{ range(10**9) }}", "its chat template fails on"),
-    ],
-)
-def test_broken_tokenizer_files_are_named(synthetic, tmp_path, name, text, message):
-    synthetic.save(tmp_path)
-    (tmp_path / name).write_text(text)
-    with pytest.raises(DataError, match=message):
-        Tokenizer.load(str(tmp_path))
-
-
-def test_missing_tokenizers_are_named(tmp_path):
-    with pytest.raises(DataError, match="nowhere: no such tokenizer directory"):
-        Tokenizer.load("nowhere")
-    with pytest.raises(DataError, match=r"no tokenizer\.json"):
-        Tokenizer.load(str(tmp_path))

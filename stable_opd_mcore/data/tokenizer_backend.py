@@ -1,0 +1,117 @@
+"""Where a tokenizer comes from: a model directory's files, or code, for the arithmetic task.
+
+Not here: prompts and stop tokens (chat.py), the task itself (synthetic.py).
+"""
+
+# Not strict: Transformers' types are incomplete.
+# pyright: basic
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from stable_opd_mcore.data.synthetic import PAD, PROMPT_END, SECOND_STOP, STOP, VOCABULARY
+from stable_opd_mcore.errors import DataError
+from stable_opd_mcore.host.json_files import MIB, read_json_object, require_size
+
+SYNTHETIC = "synthetic"
+# The stop token ends an assistant turn; PROMPT_END ends a user turn.
+_SYNTHETIC_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}"
+    "{% elif message['role'] == 'user' %}" + PROMPT_END + "{% endif %}{% endfor %}"
+)
+_LARGEST_BYTES = {  # the largest published tokenizers have 35 MiB
+    "tokenizer.json": 256 * MIB,
+    "tokenizer_config.json": 16 * MIB,
+    "special_tokens_map.json": 16 * MIB,
+    "added_tokens.json": 16 * MIB,
+    "chat_template.jinja": 1 * MIB,
+}
+
+
+def load_backend(path: str, *, needs_eos: bool) -> PreTrainedTokenizerFast:
+    """From a directory with tokenizer.json, or the built-in "synthetic" one.
+
+    Args:
+        needs_eos: whether its EOS says where responses stop.
+
+    Raises:
+        DataError: no such directory, no tokenizer.json in it, files that cannot be loaded, named
+            chat templates without a default, or a needed EOS that the files lack.
+    """
+    if path == SYNTHETIC:
+        return _synthetic()
+    directory = Path(path)
+    if not directory.is_dir():
+        raise DataError(
+            f"{path}: no such tokenizer directory; give a local model directory, or {SYNTHETIC!r}"
+        )
+    if not (directory / "tokenizer.json").is_file():
+        raise DataError(
+            f"{path}: no tokenizer.json in it; download the model with its tokenizer, "
+            "or set tokenizer.path"
+        )
+    files = [(directory / name, limit) for name, limit in _LARGEST_BYTES.items()]
+    files = [(file, limit) for file, limit in files if file.is_file()]
+    for file, limit in files:
+        require_size(file, limit)
+    try:
+        backend = PreTrainedTokenizerFast.from_pretrained(path)
+    except Exception as error:  # tokenizers raises no narrower class
+        for file, limit in files:
+            if file.suffix == ".json":
+                read_json_object(file, limit)
+        raise DataError(
+            f"{path}: its tokenizer files cannot be loaded: {error}; download them again"
+        ) from error
+    if isinstance(backend.chat_template, dict) and "default" not in backend.chat_template:
+        raise DataError(
+            f"{path}: its chat templates are named {', '.join(sorted(backend.chat_template))}; "
+            "expected one named default: save the one for prompts there as chat_template.jinja"
+        )
+    if needs_eos and not _knows_eos(backend, directory):
+        raise DataError(
+            f"{path}: its eos_token {backend.eos_token!r} is not in tokenizer.json; expected "
+            "one of its tokens: correct tokenizer_config.json, or set student.stop_token_ids "
+            "(teacher likewise)"
+        )
+    return backend
+
+
+def _knows_eos(backend: PreTrainedTokenizerFast, directory: Path) -> bool:
+    """Whether the files have the EOS. Transformers gives one that they lack a new id."""
+    eos, added = backend.eos_token, backend.init_kwargs["added_tokens_decoder"].values()
+    if eos is None or str(eos) in map(str, added):
+        return True
+    vocabulary = (directory / "tokenizer.json").read_text("utf-8")
+    return any(json.dumps(eos, ensure_ascii=ascii) in vocabulary for ascii in (True, False))
+
+
+def _synthetic() -> PreTrainedTokenizerFast:
+    """A token for each character of the task."""
+    vocabulary = {symbol: token_id for token_id, symbol in enumerate(VOCABULARY)}
+    raw = Tokenizer(models.WordLevel(vocabulary))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    raw.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        eos_token=STOP,
+        pad_token=PAD,
+        additional_special_tokens=[SECOND_STOP],
+        chat_template=_SYNTHETIC_TEMPLATE,
+    )
+
+
+def check_symbols(texts: Sequence[str]) -> None:
+    """Raise a DataError for a character that is no token."""
+    for text in texts:
+        strange = sorted(set(text).difference(VOCABULARY))
+        if strange:
+            raise DataError(
+                f"{text[:60]!r} has {''.join(strange)!r}, which the synthetic tokenizer lacks; it "
+                "reads only the arithmetic task: set tokenizer.path to a model's directory"
+            )

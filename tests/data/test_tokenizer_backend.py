@@ -1,0 +1,97 @@
+"""The built-in tokenizer, and directories whose tokenizer files are broken or contradict others."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.errors import DataError
+from tests.checks.directories import TEMPLATE, write_model
+
+
+@pytest.fixture(scope="module")
+def synthetic():
+    return Tokenizer.load("synthetic")
+
+
+def test_synthetic_round_trip(synthetic):
+    assert synthetic.vocab_size == 24
+    assert synthetic.decode(synthetic.encode(synthetic.render_prompt("2+1-3"))) == "2+1-3#"
+    response = [*synthetic.encode("2+1=3;3-3=0;[0]"), synthetic.stop_token_ids[0]]
+    assert synthetic.decode(response) == "2+1=3;3-3=0;[0]"
+    # A stop in the middle, a second stop and padding stay visible.
+    assert synthetic.decode(synthetic.encode("1$2!.3$")) == "1$2!.3"
+
+
+def test_synthetic_saved_and_loaded_is_the_same(synthetic, tmp_path):
+    synthetic.save(tmp_path)
+    loaded = Tokenizer.load(str(tmp_path))
+    assert loaded.render_prompt("4*3") == synthetic.render_prompt("4*3")
+    assert loaded.decode(loaded.encode("w4*3=2;[2]!")) == "w4*3=2;[2]!"
+    assert loaded.stop_token_ids == synthetic.stop_token_ids
+    assert loaded.names_by_id == synthetic.names_by_id
+    with pytest.raises(DataError, match="lacks"):
+        loaded.encode("Hello")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("tokenizer.json", '{"model": ', r"tokenizer\.json: not valid JSON"),
+        ("tokenizer.json", '{"version": "1.0"}', "its tokenizer files cannot be loaded"),
+        ("tokenizer_config.json", "[" * 100_000, r"tokenizer_config\.json: not valid JSON"),
+        ("config.json", '{"eos_token_id": "2"}', r"config\.json: eos_token_id is 2; expected"),
+        ("config.json", "[1]", r"config\.json: a JSON list, not an object"),
+        ("chat_template.jinja", "{{ messages + 1 }}", "its chat template fails on"),
+        ("chat_template.jinja", "{{ 1 // 0 }}", "its chat template fails on"),
+        ("chat_template.jinja", "{{ range(10**9) }}", "its chat template fails on"),
+    ],
+)
+def test_broken_tokenizer_files_are_named(synthetic, tmp_path, name, text, message):
+    synthetic.save(tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=message):
+        Tokenizer.load(str(tmp_path))
+
+
+def test_missing_tokenizers_are_named(tmp_path):
+    with pytest.raises(DataError, match="nowhere: no such tokenizer directory"):
+        Tokenizer.load("nowhere")
+    with pytest.raises(DataError, match=r"no tokenizer\.json"):
+        Tokenizer.load(str(tmp_path))
+
+
+def _change_config(model: Path, **settings) -> None:
+    config = json.loads((model / "tokenizer_config.json").read_text()) | settings
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("eos", ["<|absent|>", {"__type": "AddedToken", "content": "<|absent|>"}])
+def test_an_eos_token_that_the_vocabulary_lacks_is_no_stop_token(tmp_path, eos):
+    model = write_model(tmp_path)
+    _change_config(tmp_path, eos_token=eos)
+    with pytest.raises(
+        DataError, match=r"'<\|absent\|>' is not in tokenizer.json.*student.stop_to"
+    ):
+        Tokenizer.load(model)
+    assert Tokenizer.load(model, (258,)).stop_token_ids == (258,)
+    (tmp_path / "added_tokens.json").write_text('{"<|absent|>": 261}')
+    assert Tokenizer.load(model).stop_token_ids == (258, 256, 261)
+
+
+def test_named_templates_need_a_default(tmp_path):
+    model = write_model(tmp_path)
+    names = ("tool_use", "rag")
+    (tmp_path / "chat_template.jinja").unlink()
+    _change_config(tmp_path, chat_template=[{"name": name, "template": TEMPLATE} for name in names])
+    with pytest.raises(DataError, match="are named rag, tool_use; expected one named default"):
+        Tokenizer.load(model)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    assert Tokenizer.load(model).turn_end_id == 258
+    (tmp_path / "chat_template.jinja").rename(tmp_path / "moved")
+    folder = tmp_path / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "rag.jinja").write_text(TEMPLATE)
+    with pytest.raises(DataError, match="are named rag; expected one named default"):
+        Tokenizer.load(model)
