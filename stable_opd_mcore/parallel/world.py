@@ -24,12 +24,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from torch.distributed.rendezvous import rendezvous
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.config.training import COLLECTIVE_TIMEOUT_MINUTES
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.host.network import gloo_settings
+from stable_opd_mcore.parallel.rendezvous import meet
 
 Object = TypeVar("Object")
 
@@ -44,7 +43,7 @@ _host_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # NCCL's group ->
 class World:
     """This rank's place. A replica, a tensor x pipeline grid of ranks, holds the weights once.
 
-    Replicas are the data-parallel ranks: each draws rollouts for its share of the prompts.
+    Replicas are the data-parallel ranks: each samples rollouts for its share of the prompts.
     `context_size` replicas share the same micro-batches; each holds a slice of every sequence.
     """
 
@@ -64,12 +63,8 @@ class World:
     batch_rank: int  # as data_rank, but replicas that share micro-batches count once
     batch_size: int
     expert_size: int  # ranks of one pipeline stage; each holds a part of the experts
-    # for Megatron's constructors; the properties below are its members
+    # Megatron's constructors take it; the properties below name its members
     groups: ProcessGroupCollection
-
-    @property
-    def tensor_group(self) -> dist.ProcessGroup:
-        return self.groups.tp
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup:
@@ -146,7 +141,7 @@ def start_world(parallel: ParallelConfig, seed: int) -> World:
     Raises:
         UserError: tensor x pipeline x context does not divide the number of ranks, or expert does
             not divide the ranks of a pipeline stage.
-        UserError: a launcher's environment variable is missing or no number.
+        UserError: as `meet`: a launcher's variable is unusable, or a rank did not start.
         RuntimeError: a world of another layout is started; call stop_world() first.
     """
     global _layout
@@ -327,14 +322,7 @@ def _join() -> torch.device:
     if not dist.is_initialized():
         backend = "nccl" if on_gpu else "gloo"
         if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
-            os.environ.update(gloo_settings(os.environ.get("MASTER_ADDR", "localhost")))
-            try:
-                store, rank, world_size = next(rendezvous("env://", timeout=_START_TIMEOUT))
-            except ValueError as error:  # a variable is missing, or no number
-                raise UserError(
-                    f"RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT of the launcher: {error}; "
-                    "start with torchrun or srun, or unset them for one process"
-                ) from error
+            store, rank, world_size = meet(_START_TIMEOUT)
             store.set_timeout(_TIMEOUT)  # groups exchange addresses at their first collective
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT

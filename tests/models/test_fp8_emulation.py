@@ -130,7 +130,7 @@ def three_passes(recipe: str, parallel: ParallelConfig) -> list[Tensor]:
         (hidden_TH * torch.linspace(-1, 1, hidden_TH.numel()).view_as(hidden_TH)).sum().backward()
         gradient = chunk.decoder.layers[0].input_layernorm.weight.grad
         if world.sequence_parallel:
-            torch.distributed.all_reduce(gradient, group=world.tensor_group)
+            torch.distributed.all_reduce(gradient, group=world.groups.tp)
         results += [hidden_TH.detach(), gradient.clone()]
     stop_world()
     return results

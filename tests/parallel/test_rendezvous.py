@@ -1,0 +1,98 @@
+"""Ranks that come late or never, and variables of a launcher that cannot be used."""
+
+import os
+import socket
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.parallel.rendezvous import meet
+from stable_opd_mcore.parallel.world import gather_objects, start_world, stop_world
+from tests.parallel.launch import start_process
+
+SOON, LATER = timedelta(seconds=0.3), timedelta(seconds=1)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The variables of rank 0 of 3."""
+    variables = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**variables, "MASTER_PORT": str(_free_port())}.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def _port() -> int:
+    return int(os.environ["MASTER_PORT"])
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"MASTER_PORT": ""}, "MASTER_PORT='' of the launcher; expected a number from 1 to 65535"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT='70000' .* from 1 to 65535"),
+        ({"RANK": "x"}, "RANK='x' .* from 0 to 2: start with torchrun or srun"),
+        ({"RANK": "3"}, "RANK='3' .* from 0 to 2"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR='' .* not usable"),
+        ({"MASTER_ADDR": "nowhere.invalid"}, "MASTER_ADDR='nowhere.invalid' .* not usable"),
+    ],
+)
+def test_unusable_variables_of_a_launcher_are_refused(launched, variables, message) -> None:
+    for name, value in variables.items():
+        launched.setenv(name, value)
+    with pytest.raises(UserError, match=message):
+        start_world(ParallelConfig(), seed=0)
+    assert not dist.is_initialized()
+
+
+def test_a_port_that_another_program_has_is_refused(launched) -> None:
+    with socket.socket() as other:
+        other.bind(("0.0.0.0", _port()))
+        other.listen()
+        with pytest.raises(UserError, match=r"rank 0 cannot serve .* EADDRINUSE.* another port"):
+            meet(LATER, SOON)
+
+
+def test_an_absent_rank_is_logged_and_then_named(launched, caplog) -> None:
+    """In the store of torchrun's agent, which still has the keys of an earlier attempt."""
+    launched.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    launched.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    agent = dist.TCPStore("127.0.0.1", _port(), is_master=True, wait_for_workers=False)
+    for key in ("attempt_0/arrived/1", "attempt_0/arrived/2", "attempt_1/arrived/1"):
+        agent.set(key, "")
+    with pytest.raises(UserError, match=r"1 of 3 ranks have not started: rank 2 within 0:00:01"):
+        meet(LATER, SOON)
+    assert caplog.messages == ["1 of 3 ranks have not started: rank 2; waiting up to 0:00:01"]
+
+
+def test_an_absent_rank_0_is_logged_and_then_named(launched, caplog) -> None:
+    launched.setenv("RANK", "1")
+    with pytest.raises(UserError, match=r"rank 0 has not started: nothing listens .* within"):
+        meet(LATER, SOON)
+    assert ["rank 0 has not started" in message for message in caplog.messages] == [True]
+
+
+def test_ranks_that_come_late_meet(launched) -> None:
+    ranks = [start_process(_start, rank, _port()) for rank in range(3)]
+    for process in ranks:
+        process.join(timeout=60)
+    assert [process.exitcode for process in ranks] == [0, 0, 0]
+
+
+def _start(rank: int, port: int) -> None:
+    variables = {"RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    time.sleep(0.3 if rank == 0 else 0)
+    start_world(ParallelConfig(), seed=0)
+    assert gather_objects(rank) == [0, 1, 2]
+    stop_world()
