@@ -4,8 +4,6 @@ Token ids are the model's own; nothing is translated between vocabularies. A gol
 not pass through the template's assistant turn, because some templates (DeepSeek-R1's) delete
 everything before </think> there. Its text follows the generation prompt directly, and the token
 that ends an assistant turn follows its text.
-
-Not here: the check of lengths against a window (data/prompts.py).
 """
 
 # Not strict: Transformers' types are incomplete.
@@ -174,7 +172,8 @@ class Tokenizer:
         Not every mark of a turn is special (R1-Distill's are not). Think tokens are content.
         """
         turns = self.render(_TURNS, generation_prompt=True) if self.has_template else ""
-        control = {*self.stop_token_ids, *self.encode(turns.replace(_MARK, ""))}
+        marks = turns.replace(_PROMPT_MARK, "").replace(_MARK, "")
+        control = {*self.stop_token_ids, *self.encode(marks)}
         texts = [
             token.content
             for token_id, token in self._backend.added_tokens_decoder.items()
@@ -324,12 +323,8 @@ def resolve_stop_ids(
     Raises:
         DataError: no id in any source, or an id outside the vocabulary.
     """
-    if override is None:
-        sources = stop_sources(model_dir, tokenizer)
-        candidates = [token for ids in sources.values() for token in ids]
-    else:
-        candidates = list(override)
-    ids = tuple(dict.fromkeys(candidates))
+    sources = stop_sources(model_dir, tokenizer) if override is None else {"override": override}
+    ids = tuple(dict.fromkeys(token for ids in sources.values() for token in ids))
     if not ids:
         raise DataError(
             f"{tokenizer.path}: no chat template and no file names a token that ends a response; "

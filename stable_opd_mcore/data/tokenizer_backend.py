@@ -55,8 +55,8 @@ def load_backend(path: str, *, needs_eos: bool) -> PreTrainedTokenizerFast:
             f"{path}: no tokenizer.json in it; download the model with its tokenizer, "
             "or set tokenizer.path"
         )
-    files = [(directory / name, limit) for name, limit in _LARGEST_BYTES.items()]
-    files = [(file, limit) for file, limit in files if file.is_file()]
+    limits = ((directory / name, limit) for name, limit in _LARGEST_BYTES.items())
+    files = [(file, limit) for file, limit in limits if file.is_file()]
     for file, limit in files:
         require_size(file, limit)
     try:

@@ -234,7 +234,7 @@ def _build_chunk(
         layer_spec(config, vp_stage, world.pipeline_rank),
         vocab_size=-(-architecture.vocab_size // world.tensor_size) * world.tensor_size,
         max_sequence_length=architecture.max_positions,
-        pre_process=world.is_first_stage and stage == 0,
+        pre_process=world.pipeline_rank == 0 and stage == 0,
         post_process=world.is_last_stage and stage == world.num_chunks - 1,
         share_embeddings_and_output_weights=architecture.tied,
         position_embedding_type="rope",

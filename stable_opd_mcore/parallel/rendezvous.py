@@ -10,7 +10,9 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 
@@ -18,13 +20,11 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.network import gloo_settings
 
 _log = logging.getLogger(__name__)
-
+_LOG_AFTER = timedelta(seconds=30)
 _REMEDY = "start with torchrun or srun, or unset RANK and WORLD_SIZE for one process"
 
 
-def meet(
-    timeout: timedelta, log_after: timedelta = timedelta(seconds=30)
-) -> tuple[dist.Store, int, int]:
+def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """Wait for every rank; returns the common store, this rank and the number of ranks.
 
     Raises:
@@ -37,12 +37,12 @@ def meet(
         os.environ.update(gloo_settings(host))
     except OSError as error:
         raise UserError(
-            f"MASTER_ADDR={host!r} of the launcher is not usable: {error}; expected the name or "
-            f"address of rank 0's machine: {_REMEDY}"
+            f"MASTER_ADDR={host!r} of the launcher: {error}; expected the name or address of rank "
+            f"0's machine: {_REMEDY}"
         ) from None
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not serves:
-        _wait_for_server(host, port, timeout, log_after)
+        _wait(partial(_absent_server, host, port), timeout)
     try:
         server = dist.TCPStore(
             host, port, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True
@@ -50,7 +50,8 @@ def meet(
         # torchrun's agent keeps one store for all its restarts
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"attempt_{attempt}", server)
-        _wait_for_ranks(store, rank, world_size, timeout, log_after)
+        store.set(f"arrived/{rank}", "")
+        _wait(partial(_absent_ranks, store, world_size), timeout)
     except dist.DistNetworkError as error:
         reason = str(error).partition("\n")[0]
         raise UserError(
@@ -69,45 +70,36 @@ def _number(name: str, lowest: int, highest: int) -> int:
     )
 
 
-def _wait_for_server(host: str, port: int, timeout: timedelta, log_after: timedelta) -> None:
-    """Wait until rank 0 listens. Torch's own client would log a C++ stack for each failure."""
-    start, logged = time.monotonic(), False
+def _wait(absent: Callable[[timedelta], str], timeout: timedelta) -> None:
+    """Log, and at last raise, who `absent` says is still missing after so much patience."""
+    if who := absent(_LOG_AFTER):
+        _log.warning("%s; waiting up to %s", who, timeout)
+        if who := absent(timeout - _LOG_AFTER):
+            raise UserError(
+                f"{who} within {timeout}; look for the cause in their logs, and "
+                "start every rank with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+            )
+
+
+def _absent_server(host: str, port: int, patience: timedelta) -> str:
+    """Torch's own client would log a C++ stack for each failure."""
+    deadline = time.monotonic() + patience.total_seconds()
     while True:
         try:
-            return socket.create_connection((host, port), timeout=5).close()
+            socket.create_connection((host, port), timeout=5).close()
+            return ""
         except OSError as error:
-            absent = f"rank 0 has not started: nothing listens at {host}:{port} ({error})"
-        waited = timedelta(seconds=time.monotonic() - start)
-        if waited > timeout:
-            raise _did_not_start(absent, timeout)
-        if waited > log_after and not logged:
-            _log.warning("%s; waiting up to %s", absent, timeout)
-            logged = True
+            if time.monotonic() > deadline:
+                return f"rank 0 has not started: nothing listens at {host}:{port} ({error})"
         time.sleep(0.2)
 
 
-def _wait_for_ranks(
-    store: dist.Store, rank: int, world_size: int, timeout: timedelta, log_after: timedelta
-) -> None:
-    keys = [f"arrived/{each}" for each in range(world_size)]
-    store.set(keys[rank], "")
-    absent = ""
-    for patience in (log_after, timeout - log_after):
-        try:
-            return store.wait(keys, patience)
-        except dist.DistStoreError:
-            missing = [each for each, key in enumerate(keys) if not store.check([key])]
-        if not missing:
-            return
-        names = ", ".join(map(str, missing[:16])) + (", ..." if missing[16:] else "")
-        absent = f"{len(missing)} of {world_size} ranks have not started: rank {names}"
-        if patience == log_after and rank == min({*range(world_size)} - {*missing}):
-            _log.warning("%s; waiting up to %s", absent, timeout)
-    raise _did_not_start(absent, timeout)
-
-
-def _did_not_start(absent: str, timeout: timedelta) -> UserError:
-    return UserError(
-        f"{absent} within {timeout}; look for the cause in their logs, and start every rank with "
-        "the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
-    )
+def _absent_ranks(store: dist.Store, world_size: int, patience: timedelta) -> str:
+    keys = [f"arrived/{rank}" for rank in range(world_size)]
+    try:
+        store.wait(keys, patience)
+        return ""
+    except dist.DistStoreError:
+        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+    names = ", ".join(missing[:16]) + (", ..." if missing[16:] else "")
+    return f"{len(missing)} of {world_size} ranks have not started: {names}" if missing else ""

@@ -67,10 +67,6 @@ class World:
     groups: ProcessGroupCollection
 
     @property
-    def pipeline_group(self) -> dist.ProcessGroup:
-        return self.groups.pp
-
-    @property
     def data_group(self) -> dist.ProcessGroup:
         """Ranks that hold the same weights: one of each replica."""
         return self.groups.dp_cp
@@ -96,10 +92,6 @@ class World:
     def shares_experts_with(self, data_rank: int) -> bool:
         """Whether the replica of that data-parallel rank is this one or coupled to it."""
         return self.data_rank // self.coupled_replicas == data_rank // self.coupled_replicas
-
-    @property
-    def is_first_stage(self) -> bool:
-        return self.pipeline_rank == 0
 
     @property
     def is_last_stage(self) -> bool:

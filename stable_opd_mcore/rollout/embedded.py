@@ -258,7 +258,7 @@ class EmbeddedEngine(RolloutEngine):
             dtype=config.params_dtype,
             device=tokens_BT.device,
         )
-        group = self.world.pipeline_group  # in which virtual stages go round
+        group = self.world.groups.pp  # in which virtual stages go round
         rank, size = self.world.pipeline_rank, self.world.pipeline_size
         cache.begin(num_tokens)
         for chunk in self._chunks:

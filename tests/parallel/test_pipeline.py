@@ -204,7 +204,7 @@ def _with_loss(chunk, batch: MicroBatch, head, world: World):
 
 def _check_collectives(world: World) -> None:
     assert gather_objects(world.data_rank, world.data_group) == list(range(world.data_size))
-    assert world.tensor_size * world.pipeline_group.size() == world.model_group.size()
+    assert world.tensor_size * world.pipeline_size == world.model_group.size()
     assert world.model_group.size() * world.data_group.size() == dist.get_world_size()
     if world.pipeline_size == 1 or world.virtual_pipeline:
         return

@@ -20,7 +20,7 @@ def test_second_start_seeds_again() -> None:
     start_world(ParallelConfig(), seed=8)
     assert not torch.equal(torch.rand(4), drawn)
     assert first.groups.tp is second.groups.tp
-    assert first.is_first_stage
+    assert first.pipeline_rank == 0
     assert first.is_last_stage
     assert (first.token_multiple, first.microbatch_multiple, first.num_chunks) == (1, 1, 1)
     stop_world()
@@ -48,7 +48,7 @@ def test_no_collective_times_out_before_the_watchdog(monkeypatch: pytest.MonkeyP
     for name, value in {**variables, "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
     world = start_world(ParallelConfig(), seed=0)
-    groups = (dist.group.WORLD, world.data_group, world.groups.tp, world.pipeline_group)
+    groups = (dist.group.WORLD, world.data_group, world.groups.tp, world.groups.pp)
     timeouts = [
         group._get_backend(world.device).options._timeout.total_seconds() / 60 for group in groups
     ]
