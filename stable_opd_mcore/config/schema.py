@@ -97,8 +97,8 @@ class ObjectiveConfig(Section):
     """The policy term of the loss: docs/method.md §1 and §3."""
 
     name: str = "opd"
-    """A name of `OBJECTIVES` in losses/objectives.py: sft, grpo, opd, grpo_opd, lsm,
-    student_topk, gkd. Or a function of your own, `path/to/file.py:function`: docs/own_code.md."""
+    """An objective of docs/objectives.md, or a function of your own, `path/to/file.py:function`:
+    docs/own_code.md."""
     clip: float = Field(default=0.2, gt=0)
     """`opd`, `grpo`, `grpo_opd`: the probability ratio is clipped to [1 - clip, 1 + clip]."""
     discount: float = Field(default=0.0, ge=0, le=1)

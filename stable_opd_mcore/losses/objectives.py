@@ -1,8 +1,7 @@
 """Every objective by name: its function, the leaves and scores it needs, and its settings.
 
-To add an objective: write it as a function in token_losses.py, and add a line to OBJECTIVES. The
-tests compare the fused path of every line with the loss on whole distributions. Not here: how terms
-are computed (fused.py).
+CONTRIBUTING.md, "Add an objective", has the four edits. The tests compare the fused path of every
+entry of OBJECTIVES with the loss on whole distributions, and docs/objectives.md with its summaries.
 """
 
 from __future__ import annotations
@@ -29,28 +28,40 @@ from stable_opd_mcore.losses.stop_tokens import shared_stop_ids
 from stable_opd_mcore.losses.token_losses import Divergence, PolicyLoss, Rows, Terms
 from stable_opd_mcore.records import LossOutput, MicroBatch, SampleFacts, SampleWeights
 
-# "topk" includes "sampled"; "hidden" is hidden states only, and the loss computes the rest.
+# "topk" includes "sampled". "hidden" is hidden states only: the loss computes the rest.
 ScoresNeeded = Literal["none", "sampled", "topk", "hidden"]
 
 
 @dataclass(frozen=True)
 class ObjectiveSpec:
-    """One line of OBJECTIVES."""
+    """One entry of OBJECTIVES."""
 
     policy: Callable[[Rows, ObjectiveConfig], PolicyLoss] | None  # None: no policy term
     teacher: ScoresNeeded
-    settings: tuple[str, ...] = ()  # keys of `objective` that it has a use for, besides `masks`
+    settings: tuple[str, ...] = ()  # keys of `objective` that it uses, in addition to `masks`
     divergence: Callable[[ObjectiveConfig], Divergence] | None = None  # Terms.divergence
     discounted: Callable[[Rows, AdvantageConfig], Tensor] | None = None  # Terms.discounted
     rewards: bool = False  # advantages come from graded rollouts
+    summary: str = ""  # the loss of a token, in Markdown: a cell of the table in docs/objectives.md
+    source: str = ""  # a paper of docs/method.md
 
 
 _SURROGATE = ("clip", "advantage.clamp")
 _OF_REWARDS = (*_SURROGATE, "std_normalise")
 
 OBJECTIVES: dict[str, ObjectiveSpec] = {
-    "sft": ObjectiveSpec(None, "none"),
-    "grpo": ObjectiveSpec(token_losses.grpo, "none", settings=_OF_REWARDS, rewards=True),
+    "sft": ObjectiveSpec(
+        None, "none", summary="negative log-likelihood of golden solutions; there are no rollouts"
+    ),
+    "grpo": ObjectiveSpec(
+        token_losses.grpo,
+        "none",
+        settings=_OF_REWARDS,
+        rewards=True,
+        summary="clipped surrogate of the group-normalised reward; `std_normalise: false` with "
+        "`aggregation: constant` is Dr.GRPO",
+        source="LUFFY",
+    ),
     "opd": ObjectiveSpec(
         token_losses.opd,
         "sampled",
@@ -64,30 +75,44 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
             "advantage.power",
         ),
         discounted=token_losses.from_teacher,
+        summary="clipped surrogate of log π_teacher - log π_old of the sampled token; "
+        "with `kl.beta` > 0 and `mixture.lambda` > 0 it is **Stable-OPD**",
+        source="TML, SO",
     ),
     "grpo_opd": ObjectiveSpec(
         token_losses.grpo_opd,
         "sampled",
         settings=(*_OF_REWARDS, "stop_class", "advantage.policy", "advantage.teacher_weight"),
         rewards=True,
+        summary="clipped surrogate of the advantages of `grpo` and `opd` together, the latter "
+        "times `advantage.teacher_weight`",
+        source="ours",
     ),
     "lsm": ObjectiveSpec(
         token_losses.divergence_from_teacher,
         "topk",
         settings=("stop_class", "tail", "top_k"),
         divergence=lambda settings: "teacher_support",
+        summary="KL(student ‖ teacher), both renormalised on the teacher's top K tokens",
+        source="LSM",
     ),
     "student_topk": ObjectiveSpec(
         token_losses.divergence_from_teacher,
         "hidden",
         settings=("stop_class", "tail", "top_k"),
         divergence=lambda settings: "student_support",
+        summary="KL(student ‖ teacher), both renormalised on the student's top K tokens",
+        source="RE",
     ),
     "gkd": ObjectiveSpec(
         token_losses.divergence_from_teacher,
         "hidden",
         settings=("stop_class", "divergence", "jsd_beta", "on_policy_fraction"),
         divergence=lambda settings: settings.divergence,
+        summary="`divergence` over the whole vocabulary: reverse KL, forward KL or JSD; "
+        "`on_policy_fraction` of the prompts are trained on rollouts, the others on golden "
+        "solutions",
+        source="GKD",
     ),
 }
 
@@ -258,7 +283,7 @@ def build_objective(
 
 
 def _own_spec(settings: ObjectiveConfig) -> ObjectiveSpec:
-    """The line of a function of the user's own (docs/own_code.md)."""
+    """The entry of a function of the user's own (docs/own_code.md)."""
     if not is_user_function(settings.name):
         raise ConfigError(
             f"objective.name={settings.name!r}: expected one of {', '.join(OBJECTIVES)}, or "

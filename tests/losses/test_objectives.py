@@ -1,7 +1,7 @@
 """Objectives and their settings: what each needs, the effect of each setting, and refusals."""
 
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +19,9 @@ from stable_opd_mcore.losses.token_losses import PolicyLoss, Rows
 from stable_opd_mcore.losses.token_weights import correct_importance
 from stable_opd_mcore.records import Prompt, Rollout
 from tests.losses.cases import assert_close, make_case, make_config, run_definition, run_fused
+from tests.losses.variants import SETTINGS
 from tests.shares import facts_of
+from tools.objectives_table import objectives_table
 
 PROMPTS = [
     Prompt(f"s:{slot}", "", (1, 2), golden_token_ids=(7, 8, 9)[slot:], slot=slot)
@@ -31,35 +33,6 @@ ROLLOUTS = [
         [((5, 4, 9), "stop"), ((4,) * 32, "length"), ((6, 9), "stop"), ((9,), "stop")]
     )
 ]
-# Setting -> (a value other than the default, the other settings that it needs).
-SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "objective__clip": (0.05, {"train__minibatches": 2}),
-    "objective__discount": (0.5, {}),
-    "objective__stop_class": (False, {}),
-    "objective__top_k": (3, {}),
-    "objective__tail": (True, {}),
-    "objective__divergence": ("jsd", {}),
-    "objective__jsd_beta": (0.3, {"objective__divergence": "jsd"}),
-    "objective__on_policy_fraction": (0.5, {}),
-    "objective__std_normalise": (False, {}),
-    "objective__advantage__control_variate": (True, {}),
-    "objective__advantage__power": (0.5, {}),
-    "objective__advantage__log": (True, {}),
-    "objective__advantage__clamp": (0.1, {}),
-    "objective__advantage__policy": ("present", {"train__minibatches": 2}),
-    "objective__advantage__teacher_weight": (0.3, {}),
-    "objective__masks__special_token_ids": ([9], {}),
-    "objective__masks__truncated_rollouts": (True, {}),
-    "objective__masks__repetitive_tail": (True, {}),
-    "objective__masks__after_tokens": (1, {}),
-    "aggregation": ("constant", {}),
-    "kl__beta": (0.1, {}),
-    "kl__estimator": ("k3", {"kl__beta": 0.1}),
-    "mixture__lambda": (0.1, {}),
-    "sampling__temperature": (0.7, {}),
-    "rollout__importance_correction": ("truncated", {}),
-    "rollout__importance_threshold": (1.01, {"rollout__importance_correction": "truncated"}),
-}
 
 
 def computed(config: Config) -> list[torch.Tensor]:
@@ -106,6 +79,12 @@ def test_every_setting_has_an_effect_or_is_refused(key):
         changed = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
         assert any(changed), f"{dotted} changes nothing of {name}"
     assert effects
+
+
+def test_the_page_of_objectives_has_the_table_of_their_entries():
+    page = Path(__file__).parents[2] / "docs/objectives.md"
+    assert objectives_table() in page.read_text(), "run: python -m tools.objectives_table"
+    assert all(spec.summary for spec in OBJECTIVES.values())
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -220,20 +199,11 @@ def test_new_objective_is_a_function_and_one_entry(monkeypatch):
         )
 
 
-def test_scores_that_each_objective_needs():
+def test_scores_that_the_kl_and_the_control_variate_need():
     def needs(**changes):
         objective = build_objective(make_config(**changes), (1,), (1,))
         return objective.teacher_needs, objective.reference_needs
 
-    assert {name: needs(objective__name=name)[0] for name in OBJECTIVES} == {
-        "sft": "none",
-        "grpo": "none",
-        "opd": "sampled",
-        "grpo_opd": "sampled",
-        "lsm": "topk",
-        "student_topk": "hidden",
-        "gkd": "hidden",
-    }
     assert needs(kl__beta=0.1) == ("sampled", "hidden")
     assert needs(kl__beta=0.1, kl__estimator="k3") == ("sampled", "sampled")
     assert needs(objective__advantage__control_variate=True) == ("hidden", "none")

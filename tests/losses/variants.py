@@ -4,18 +4,64 @@ Imports no pytest, which a GPU machine may lack.
 """
 
 from pathlib import Path
+from typing import Any
 
 from stable_opd_mcore.losses.objectives import OBJECTIVES
 from tests.losses.cases import Case, make_case, make_config
 
-# Every objective of the registry with its defaults, and every option that changes the loss, each
-# at an extreme and together with those of other axes.
+# Setting -> (a value other than the default, the other settings that it needs). A setting that an
+# entry of OBJECTIVES names must be here.
+SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "objective__clip": (0.05, {"train__minibatches": 2}),
+    "objective__discount": (0.5, {}),
+    "objective__stop_class": (False, {}),
+    "objective__top_k": (3, {}),
+    "objective__tail": (True, {}),
+    "objective__divergence": ("jsd", {}),
+    "objective__jsd_beta": (0.3, {"objective__divergence": "jsd"}),
+    "objective__on_policy_fraction": (0.5, {}),
+    "objective__std_normalise": (False, {}),
+    "objective__advantage__control_variate": (True, {}),
+    "objective__advantage__power": (0.5, {}),
+    "objective__advantage__log": (True, {}),
+    "objective__advantage__clamp": (0.1, {}),
+    "objective__advantage__policy": ("present", {"train__minibatches": 2}),
+    "objective__advantage__teacher_weight": (0.3, {}),
+    "objective__masks__special_token_ids": ([9], {}),
+    "objective__masks__truncated_rollouts": (True, {}),
+    "objective__masks__repetitive_tail": (True, {}),
+    "objective__masks__after_tokens": (1, {}),
+    "aggregation": ("constant", {}),
+    "kl__beta": (0.1, {}),
+    "kl__estimator": ("k3", {"kl__beta": 0.1}),
+    "mixture__lambda": (0.1, {}),
+    "sampling__temperature": (0.7, {}),
+    "rollout__importance_correction": ("truncated", {}),
+    "rollout__importance_threshold": (1.01, {"rollout__importance_correction": "truncated"}),
+}
+
+
+def with_every_option(name: str) -> dict[str, Any]:
+    """An objective with another value of every setting that it uses."""
+    changes: dict[str, Any] = {"objective__name": name}
+    for key in OBJECTIVES[name].settings:
+        value, needed = SETTINGS["objective__" + key.replace(".", "__")]
+        changes |= needed | {"objective__" + key.replace(".", "__"): value}
+    return changes
+
+
+# Every entry of OBJECTIVES with its defaults, and with another value of all its settings at once;
+# then options that are worth a case of their own, each at an extreme and with other terms.
 TOP_1 = {"objective__top_k": 1}
 MARGIN = Path(__file__).parents[2] / "docs/examples/pairwise_margin.py"
 VARIANTS = {
     name: {"objective__name": name} | (TOP_1 if "top_k" in spec.settings else {})
     for name, spec in OBJECTIVES.items()
-} | {
+}
+VARIANTS |= {
+    f"{name}_options": with_every_option(name) for name, spec in OBJECTIVES.items() if spec.settings
+}
+VARIANTS |= {
     "opd_exact_kl": {"kl__beta": 0.3},
     "opd_k3": {"kl__beta": 0.3, "kl__estimator": "k3", "objective__discount": 1.0},
     "opd_k3+": {"kl__beta": 0.3, "kl__estimator": "k3+", "objective__stop_class": False},
@@ -31,17 +77,6 @@ VARIANTS = {
         "kl__beta": 0.1,
     },
     "opd_present": {"rollout__max_staleness": 4, "objective__discount": 0.5},
-    "grpo_opd_present": {
-        "objective__name": "grpo_opd",
-        "objective__advantage__policy": "present",
-        "train__minibatches": 2,
-    },
-    "grpo_opd_clamp": {
-        "objective__name": "grpo_opd",
-        "objective__advantage__teacher_weight": 0.3,
-        "objective__advantage__clamp": 0.2,
-        "kl__beta": 0.3,
-    },
     "gkd_forward": {
         "objective__name": "gkd",
         "objective__divergence": "forward",
@@ -60,12 +95,6 @@ VARIANTS = {
         "objective__top_k": 4,
         "kl__beta": 0.2,
         "kl__estimator": "k3",
-    },
-    "lsm_plain_stop": {
-        "objective__name": "lsm",
-        "objective__top_k": 4,
-        "objective__stop_class": False,
-        "objective__tail": True,
     },
     "student_topk_tail": {
         "objective__name": "student_topk",
