@@ -6,8 +6,7 @@ contaminated if
   - 13 words in a row also stand in a benchmark problem ("13-gram"), or
   - it contains a whole benchmark problem of 8 to 12 words ("whole problem").
 Benchmark problems of fewer words are found only if they are equal: as a part they say too little.
-Not here: which benchmarks there are (evaluation/benchmarks.py), and solutions, which are not
-compared.
+Solutions are not compared.
 """
 
 import re
@@ -19,7 +18,7 @@ from typing import Literal
 from stable_opd_mcore.data.rows import Row
 
 NGRAM_WORDS = 13
-_MIN_WORDS = 8  # of a benchmark problem that is found inside a longer text
+_MIN_WORDS = 8  # a shorter benchmark problem is not looked for inside a longer text
 
 _INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u2060\ufeff]")
 _FORMATTING = re.compile(
@@ -38,7 +37,7 @@ class Match:
     """Where a problem stands in a benchmark."""
 
     benchmark: str
-    row_id: str  # of the benchmark problem
+    row_id: str  # the benchmark problem's
     kind: Literal["exact", "13-gram", "whole problem"]
     words: str  # what both have in common, normalised
 

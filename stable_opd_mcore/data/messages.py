@@ -1,7 +1,7 @@
 """A conversation in OpenAI's form, as a row of a source has it: [{"role": ..., "content": ...}].
 
 The turns up to the last one of the user are the prompt; an assistant's turn after it is the golden
-solution. Not here: the chat template (chat.py).
+solution.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ def parse_messages(
     """The turns of the prompt, and the golden solution where the last turn is an assistant's.
 
     Args:
-        value: of the row's column.
+        value: what the row's column holds.
         where: file, row and column, for errors.
         text: checks the content of a message; (message, where) -> its text.
 
@@ -59,7 +59,7 @@ def parse_messages(
     solution = turns.pop()["content"] if turns[-1]["role"] == "assistant" else None
     if not turns or turns[-1]["role"] != "user":
         raise DataError(
-            f"{where}: nothing of the user to answer; expected a turn of the user at the end, or "
-            "one and the assistant's answer"
+            f"{where}: there is no turn of the user to answer; expected one at the end, or one "
+            "and the assistant's answer; add it or remove the row"
         )
     return tuple(turns), solution

@@ -10,10 +10,9 @@ multiple are a last sequence without loss rows. Context parallelism needs every 
 multiple; its filling tokens stand at its end, where causal attention hides them from the others.
 
 Samples that other models score and samples that none does (Sample.is_scored) are never in one
-micro-batch, so the score phase runs over the first alone.
+micro-batch, so the score phase runs over the first kind only.
 
-Not here: how samples reach their rank (train/samples/sharing.py), the slices of context parallelism
-(parallel/context.py). Suffixes of names: records.py.
+Suffixes of names: records.py.
 """
 
 import heapq
@@ -43,13 +42,10 @@ def split_by_prompt(facts: SampleFacts, parts: int) -> list[NDArray[np.int64]]:
 def costs(
     tokens_B: NDArray[np.int64], attention_length: float, sequence_multiple: int = 1
 ) -> NDArray[np.float64]:
-    """What each sequence costs, in tokens without attention.
+    """What each sequence of prompt and response costs, in tokens without attention.
 
-    Args:
-        tokens_B: prompt and response tokens.
-        attention_length: tokens of a sequence whose attention costs as much as all else
-            (Architecture.attention_length).
-        sequence_multiple: as in `pack`.
+    attention_length: tokens of a sequence whose attention costs as much as all else
+    (Architecture.attention_length).
     """
     lengths_B = _up_to(sequence_multiple, tokens_B)
     return lengths_B * (1 + lengths_B / attention_length)
@@ -60,8 +56,8 @@ def partition(
 ) -> list[list[int]]:
     """Places of the sequences of each part, balanced by cost: those of `first_B`, and all together.
 
-    Those of `first_B` come first, of them and of the others the costliest; each goes to the part
-    with the lowest sum, ties to the lower part.
+    Order: those of `first_B`, then the others, the costliest first. Each goes to the part with the
+    lowest sum, ties to the lower part.
     """
     loads = [(0.0, part) for part in range(parts)]  # a heap
     shares: list[list[int]] = [[] for _ in range(parts)]
@@ -88,18 +84,15 @@ def pack(
     """The micro-batches of this rank's samples, on the host.
 
     Args:
-        samples: those that this rank trains on. Samples of weight zero are packed too, for the
-            metrics.
-        weights: of these samples.
+        samples: those that this rank trains on; those of weight zero too, for the metrics.
         max_tokens: limit of T; a longer sequence is a micro-batch of its own.
         agree: from the numbers of micro-batches that this rank needs, for scored samples and for
             the others, to the numbers that every rank makes.
-        attention_length: as in `costs`, by which micro-batches are balanced.
+        attention_length: for `costs`, by which micro-batches are balanced.
         pad_to_multiple: T is a multiple of this (World.token_multiple).
-        sequence_multiple: every sequence's length is a multiple of this
-            (World.sequence_multiple).
-        microbatch_multiple: both numbers of micro-batches are multiples of this; interleaved
-            pipelines need the pipeline size.
+        sequence_multiple: every sequence is a multiple of this (World.sequence_multiple).
+        microbatch_multiple: both numbers of micro-batches are multiples of this
+            (World.microbatch_multiple).
         routing: layers and experts of a token (L, C), where rollouts bring their experts.
 
     Returns:
@@ -181,7 +174,7 @@ def _build(
     samples: Sequence[Sample],
     weights: SampleWeights,
     members: Sequence[int],
-    multiples: tuple[int, int],  # of a sequence's length, of T
+    multiples: tuple[int, int],  # divide a sequence's length, and T
     routing: tuple[int, int] | None,
     *,
     is_scored: bool,

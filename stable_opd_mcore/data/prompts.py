@@ -1,9 +1,7 @@
 """The prompts of a run: encoded, checked against the model's window, and their order.
 
-`PromptSet` holds rows as prompts. `PromptOrder` is a function of (seed, cursor): each epoch is a
-permutation of all rows, and the cursor counts the prompts drawn since the start, so a checkpoint
-stores the cursor alone. No step draws a row twice. Not here: reading rows (data/sources.py), the
-chat template (data/chat.py).
+`PromptSet` holds rows as prompts. `PromptOrder` gives the row of each slot, a prompt's place in the
+data order. It is a function of (seed, slot), so a checkpoint stores only the number of used slots.
 """
 
 import logging
@@ -27,13 +25,13 @@ _LOG = logging.getLogger(__name__)
 class PromptOrder:
     """An endless, seeded order of rows, of which a step takes `per_step`; it holds no position.
 
-    Each epoch is a permutation. A step that crosses into an epoch draws no row twice: rows that it
-    drew in the epoch before come later in the new one.
+    Each epoch is a permutation. A step that crosses into an epoch has no row twice: rows that it
+    had in the epoch before come later in the new one.
 
     Args:
-        per_step: draws of a step, at most num_rows.
-        step_of: the first draw of the step that a given one is in, and the first of the next step;
-            None: every step has per_step draws.
+        per_step: slots of a step, at most num_rows.
+        step_of: the first slot of the step that a given one is in, and the first of the next step;
+            None: every step has per_step slots.
     """
 
     def __init__(
@@ -48,20 +46,20 @@ class PromptOrder:
         self.num_rows = num_rows
         self.seed = seed
         self.per_step = per_step
-        self._newest: tuple[int, list[int]] = (-1, [])  # the epoch drawn last and its rows
+        self._newest: tuple[int, list[int]] = (-1, [])  # the epoch computed last and its rows
 
     def sources(self, _slots: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """The source of each slot's prompt; None: there is one."""
         return None
 
     def indices(self, cursor: int, count: int) -> list[int]:
-        """Rows of draws cursor .. cursor + count - 1, however that range is split into calls."""
+        """Rows of slots cursor .. cursor + count - 1, however that range is split into calls."""
         assert cursor >= 0 and count >= 0
-        drawn: list[int] = []
-        while len(drawn) < count:
-            epoch, offset = divmod(cursor + len(drawn), self.num_rows)
-            drawn.extend(self._rows(epoch)[offset : offset + count - len(drawn)])
-        return drawn
+        found: list[int] = []
+        while len(found) < count:
+            epoch, offset = divmod(cursor + len(found), self.num_rows)
+            found.extend(self._rows(epoch)[offset : offset + count - len(found)])
+        return found
 
     def _rows(self, epoch: int) -> list[int]:
         """The rows of an epoch, which follow from those of the epochs before."""
@@ -69,18 +67,18 @@ class PromptOrder:
         while number < epoch:
             number += 1
             start, end = self._step_of(number * self.num_rows)
-            crossing = number * self.num_rows - start  # draws of that step before `number`
-            drawn = set(rows[len(rows) - crossing :])
+            crossing = number * self.num_rows - start  # slots of that step before `number`
+            taken = set(rows[len(rows) - crossing :])
             rows = np.random.default_rng([self.seed, number]).permutation(self.num_rows).tolist()
-            if drawn:
-                first = [row for row in rows if row not in drawn][: end - start - crossing]
+            if taken:
+                first = [row for row in rows if row not in taken][: end - start - crossing]
                 later = set(rows).difference(first)
                 rows = first + [row for row in rows if row in later]
         self._newest = (number, rows)
         return rows
 
-    def _own_step_of(self, draw: int) -> tuple[int, int]:
-        start = draw - draw % self.per_step
+    def _own_step_of(self, slot: int) -> tuple[int, int]:
+        start = slot - slot % self.per_step
         return start, start + self.per_step
 
 
@@ -104,7 +102,6 @@ class PromptSet:
             window: positions of the model, in tokens.
             max_new_tokens: tokens that every prompt must leave for a rollout; 0 without rollouts.
             golden: whether golden solutions are encoded, and whether every row must have one.
-            teacher: the teacher's own prompt; None: the teacher reads the student's.
 
         Raises:
             DataError: a row without the golden solution it needs; no row that fits the window; with
@@ -176,7 +173,7 @@ class PromptSet:
         return list(map(len, self._prompts))
 
     def teacher_prompt_lengths(self) -> list[int]:
-        """Tokens of every prompt of the teacher's own; empty where it reads the student's."""
+        """Tokens of every prompt of the teacher's own; empty if it reads the student's."""
         return list(map(len, self._teacher_prompts))
 
     def golden_lengths(self) -> list[int]:
@@ -217,7 +214,7 @@ def _prompt_text(row: Row, tokenizer: Tokenizer, config: DataConfig) -> str:
 def _encode_golden(
     rows: Sequence[Row], prompt_texts: Sequence[str], tokenizer: Tokenizer, golden: str
 ) -> list[list[int]]:
-    """Ids of every golden solution; of none if "none", and [] for a row without one."""
+    """The ids of every golden solution; [] for a row without one, and for all rows if "none"."""
     if golden == "none":
         return [[] for _ in rows]
     texts: list[str] = []
@@ -243,8 +240,8 @@ def _refuse_control_tokens(row: Row, tokenizer: Tokenizer, golden: str) -> None:
     """Refuse text that the tokenizer would encode as a control token.
 
     Such a token in a problem ends the user's turn inside the prompt; in a golden solution it
-    teaches the student to stop early. The row is refused and not neutralised: breaking the text up
-    would train on other tokens than the row shows, and a data set has few such rows.
+    teaches the student to stop early. Breaking the text up would train on other tokens than the row
+    shows.
     """
     solution = row.solution or "" if golden != "none" else ""
     system = next((each["content"] for each in row.messages if each["role"] == "system"), "")

@@ -2,8 +2,6 @@
 
 `tail_loop` is the first: the maximal periodic suffix of a response, exact, with the place where it
 begins. `is_repetitive` is the paper's: how far zlib compresses the end of the text.
-
-Not here: rates over many responses (responses.py).
 """
 
 import zlib

@@ -2,9 +2,6 @@
 
 The metrics of a run, `stable-opd evaluate` and `stable-opd score` all come from here. `measure`
 reads one response, `ResponseTotals` adds measured responses up and holds none of them.
-
-Not here: grading (evaluation/grading.py), per-token metrics (monitoring/health.py), the meaning of
-each name (monitoring/names.py).
 """
 
 import math
@@ -32,7 +29,7 @@ CHARACTERS_PER_TOKEN = 2.5  # low, so that a response of max_new_tokens exceeds 
 SMALL_BUDGET = 128
 SMALL_CHARACTERS_PER_TOKEN = 0.8
 RATIO, SMALL_RATIO = 10.0, 2.0
-QUARTERS = ("q1", "q2", "q3", "q4")  # of the length budget
+QUARTERS = ("q1", "q2", "q3", "q4")  # parts of the length budget
 _PARTS: dict[FinishReason | None, str] = {"stop": "finished", "length": "truncated"}
 _MEANS = (
     "response_length_mean",
@@ -59,7 +56,7 @@ class CompressionLimits:
 
     tail_characters: int
     ratio: float  # UTF-8 bytes over zlib bytes of the tail
-    min_loop_tokens: int = MIN_LOOP_TOKENS  # of a tail loop, the other detector
+    min_loop_tokens: int = MIN_LOOP_TOKENS  # the tail loop's, the other detector
 
 
 @dataclass(frozen=True)
@@ -96,11 +93,8 @@ def measure(
     reward: float | None,
     grading_failure: GradingFailure | None = None,
 ) -> MeasuredResponse:
-    """One response as its numbers see it.
-
-    Args:
-        text: the response, without its stop token.
-        token_ids: its tokens, stop token included; None measures characters.
+    """Measure one response: its text without, and its token ids with the stop token. Without token
+    ids, characters are measured.
     """
     repetitive = is_repetitive(text, limits.tail_characters, limits.ratio)
     same_tail = limits.tail_characters == PAPER_TAIL_CHARACTERS
@@ -123,7 +117,7 @@ class ResponseTotals:
     """Sums over measured responses. Its size grows with the number of different lengths only."""
 
     def __init__(self, max_length: int | None = None):
-        """max_length: the length budget, whose quarters are the positions of loops; None: none."""
+        """max_length: the length budget, in whose quarters loops are counted; None: no budget."""
         self.max_length = max_length
         self.num_responses = 0
         self._means = dict.fromkeys(_MEANS, Mean(0.0, 0.0))
@@ -139,9 +133,8 @@ class ResponseTotals:
             self._means[name] += Mean(value, weight)
 
     def metrics(self, area: str) -> Metrics:
-        """`<area>/<name>` for every name; a mean over nothing is None.
-
-        `grading_timeouts`, `grading_crashes`, `grading_invalid`: only if a response was graded.
+        """`<area>/<name>` for every name, `grading_*` only if a response was graded; a mean over
+        nothing is None.
         """
         metrics: dict[str, Metric] = dict(self._means)
         lengths, counts = tuple(self._lengths), tuple(self._lengths.values())
@@ -160,7 +153,7 @@ def rollout_metrics(
 ) -> Metrics:
     """The numbers of a set of rollouts under `<area>/...` ("rollout", "eval" or "eval_greedy").
 
-    Of several ranks, each measures its own rollouts, and the results add up.
+    Each rank measures its own rollouts, and the results add up.
     """
     limits = compression_limits(max_new_tokens)
     totals = ResponseTotals(max_new_tokens)
@@ -188,9 +181,7 @@ def version_metrics(
     `perf/continued_share`: share of responses that weights of several versions sampled.
     `rollout/mixed_groups`: share of prompts whose responses have not all the same versions.
 
-    Args:
-        trained_version: of the weights that the step updates.
-        max_staleness: the largest n.
+    trained_version is that of the weights that the step updates, max_staleness the largest n.
     """
     responses, tokens = Counter[int](), Counter[int]()
     groups: dict[str, set[tuple[int, ...]]] = {}  # versions of the responses of each prompt

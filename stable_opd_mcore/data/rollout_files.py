@@ -3,9 +3,6 @@
 `rollouts/step_000012.jsonl` holds one object per rollout with every field of `Rollout` and
 `Prompt`, except the experts, which are longer than all else. `read_rollouts` returns exactly what
 `write_rollouts` wrote. A file is written atomically.
-
-Not here: one file from the rollouts of many ranks (train/persistence/rollout_writer.py), metrics
-(monitoring/sinks.py), grading and decoding.
 """
 
 import json
@@ -105,8 +102,8 @@ def read_rollouts(
     """The rollouts of a file of `write_rollouts`, in order.
 
     Args:
-        limit: read at most so many, the first ones.
-        strict: refuse bytes that are no UTF-8. False replaces them, for people who read the text.
+        limit: read only the first so many.
+        strict: False replaces bytes that are no UTF-8, for people who read the text.
 
     Raises:
         DataError: missing file, or a row that is no rollout; the message names line and column.
@@ -124,11 +121,7 @@ def read_rollouts(
 
 
 def encode_rollout(rollout: Rollout) -> bytes:
-    """The line of one rollout.
-
-    Raises:
-        ValueError: as `write_rollouts`.
-    """
+    """The line of one rollout; raises what `write_rollouts` raises."""
     prompt, logprobs = rollout.prompt, rollout.rollout_logprobs
     name = f"rollout {rollout.sample_index} of prompt {prompt.prompt_id}"
     if len(rollout.token_ids) != len(logprobs):

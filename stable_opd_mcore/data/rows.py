@@ -16,7 +16,7 @@ class Row:
     """One problem, with its gold answer and golden solution if the source has them."""
 
     row_id: str  # "<source>:<row>", unique within a source
-    problem: str  # of a conversation: all its turns but the system message
+    problem: str  # all turns of a conversation except the system message
     answer: str | None = None  # gold final answer
     solution: str | None = None  # golden response as text, without its stop token
     answer_format: AnswerFormat = "boxed"

@@ -1,9 +1,8 @@
-"""The order of prompts of several sources: each draw takes the source that lacks most.
+"""The order of prompts of several sources: each slot takes the source that lacks most.
 
-The n-th draw of a run, from 0, takes the source s with the largest w_s (n + 1) - (its draws so
+The n-th slot of a run, from 0, takes the source s with the largest w_s (n + 1) - (its slots so
 far), w_s its share of the weights, the first of equals. Within a source the rows come as in
-`PromptOrder`. All of it is a function of sizes, weights, seed and cursor. Not here: reading sources
-(sources.py).
+`PromptOrder`. All of it is a function of sizes, weights, seed and cursor.
 """
 
 from bisect import bisect_left
@@ -23,10 +22,10 @@ class SourceOrder:
     Args:
         sizes: rows of each source, by its name.
         weights: of each source; any positive numbers.
-        per_step: draws of a step, in which no row stands twice.
+        per_step: slots of a step, in which no row stands twice.
 
     Raises:
-        UserError: a step could draw more rows of a source than there are.
+        UserError: a step could need more rows of a source than there are.
     """
 
     def __init__(
@@ -35,13 +34,13 @@ class SourceOrder:
         self._shares = np.array(weights) / sum(weights)
         self._ends = np.cumsum([0, *sizes.values()])
         self._per_step = per_step
-        self._source_of: list[int] = []  # of every draw so far
-        self._draws: list[list[int]] = [[] for _ in sizes]  # those of each source
+        self._source_of: list[int] = []  # the source of every slot so far
+        self._slots: list[list[int]] = [[] for _ in sizes]  # those of each source
         for (name, size), share in zip(sizes.items(), self._shares, strict=True):
             most = min(per_step, int(np.ceil(share * per_step)) + 1)
             if size < most:
                 raise UserError(
-                    f"data.train: {name} has {size} usable rows, and a step may draw {most} of "
+                    f"data.train: {name} has {size} usable rows, and a step may need {most} of "
                     f"them ({share:.3g} of {per_step} prompts): lower its weight or "
                     "rollout.prompts_per_step, or add rows"
                 )
@@ -52,34 +51,34 @@ class SourceOrder:
 
     def sources(self, slots: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """The source of each slot's prompt."""
-        self._draw_until(int(slots.max()) + 1)
+        self._extend(int(slots.max()) + 1)
         return np.array(self._source_of)[slots]
 
     def indices(self, cursor: int, count: int) -> list[int]:
-        """Rows of draws cursor .. cursor + count - 1, however that range is split into calls."""
-        self._draw_until(cursor + count)
+        """Rows of slots cursor .. cursor + count - 1, however that range is split into calls."""
+        self._extend(cursor + count)
         rows: list[int] = []
-        for draw in range(cursor, cursor + count):
-            source = self._source_of[draw]
-            place = bisect_left(self._draws[source], draw)
+        for slot in range(cursor, cursor + count):
+            source = self._source_of[slot]
+            place = bisect_left(self._slots[source], slot)
             rows.append(int(self._ends[source]) + self._orders[source].indices(place, 1)[0])
         return rows
 
-    def _draw_until(self, end: int) -> None:
-        counts = np.array([len(draws) for draws in self._draws])
-        for draw in range(len(self._source_of), end):
-            source = int(np.argmax(self._shares * (draw + 1) - counts))
+    def _extend(self, end: int) -> None:
+        counts = np.array([len(slots) for slots in self._slots])
+        for slot in range(len(self._source_of), end):
+            source = int(np.argmax(self._shares * (slot + 1) - counts))
             counts[source] += 1
             self._source_of.append(source)
-            self._draws[source].append(draw)
+            self._slots[source].append(slot)
 
     def _step_of(self, source: int, place: int) -> tuple[int, int]:
-        """Of the step that has a source's draw number `place`: its first such number, and the
-        first of the next step.
+        """For the step that has slot number `place` of a source: its first slot of that source,
+        and the first of the next step.
         """
-        draws = self._draws[source]
-        while len(draws) <= place:
-            self._draw_until(len(self._source_of) + self._per_step)
-        start = draws[place] - draws[place] % self._per_step
-        self._draw_until(start + self._per_step)
-        return bisect_left(draws, start), bisect_left(draws, start + self._per_step)
+        slots = self._slots[source]
+        while len(slots) <= place:
+            self._extend(len(self._source_of) + self._per_step)
+        start = slots[place] - slots[place] % self._per_step
+        self._extend(start + self._per_step)
+        return bisect_left(slots, start), bisect_left(slots, start + self._per_step)

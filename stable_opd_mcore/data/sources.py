@@ -3,8 +3,7 @@
 Column names come from the config; a dotted name reaches into nested values ("target.0.content").
 GSM8K's form of an answer ("... #### 42" at the end of the solution) is recognised; where every
 solution has it, it becomes a box, and other solutions stay as they are. No row is skipped silently:
-a row that cannot be used is an error that names file, row, column and remedy. Not here: tokens
-(data/chat.py, data/prompts.py).
+a row that cannot be used is an error that names file, row, column and remedy.
 """
 
 # Not strict: pyarrow and datasets have no types.
@@ -49,8 +48,8 @@ def load_rows(
     """All rows of a source, or its first `limit`; solutions in GSM8K's form with a box.
 
     Args:
-        with_columns: keep all columns in Row.columns, too.
-        required: names of columns that teacher.prompt reads; Row.columns keeps them.
+        with_columns: Row.columns keeps all columns.
+        required: columns that teacher.prompt reads; Row.columns keeps them.
 
     Raises:
         DataError: missing file or column, malformed line, empty or wrongly typed value, no rows.
@@ -107,11 +106,10 @@ def read_records(source: SourceConfig) -> Iterator[tuple[int, Record]]:
 def read_file(
     path: Path, columns: Collection[str] | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """As `read_records`, of one file and in flat memory.
+    """`read_records` of one file, in flat memory.
 
-    Args:
-        columns: what is read of a parquet file, which may lack some; of a dotted name the column
-            that it reaches into. None: every column.
+    columns: what is read from a parquet file, which may lack some; None: every column. A dotted
+    name reads the column that it reaches into.
     """
     if not path.is_file():
         raise DataError(f"{path}: no such file; check data.*.path")
@@ -123,10 +121,7 @@ def read_file(
 
 
 def parse_row(record: Record, columns: ColumnsConfig, place: str, row_id: str) -> Row:
-    """One record as a row. A row may lack a solution.
-
-    Args:
-        place: file and row, for errors.
+    """One record as a row, which may lack a solution; `place` is its file and row, for errors.
 
     Raises:
         DataError: a missing column, an empty problem or answer, a value that is no text.
@@ -151,11 +146,7 @@ def parse_row(record: Record, columns: ColumnsConfig, place: str, row_id: str) -
 
 
 def _kept(record: Record, whole: bool, required: Collection[str], place: str) -> Record | None:
-    """The columns of a record that its row keeps.
-
-    Raises:
-        DataError: the record lacks a required column.
-    """
+    """The columns of a record that its row keeps; a missing required one is a DataError."""
     for name in required:
         if name not in record:
             raise DataError(
@@ -215,13 +206,13 @@ def _text(record: Record, column: str, place: str, role: str) -> str:
         if not isinstance(part, str | int | float) or isinstance(part, bool):
             raise DataError(
                 f"{where} holds {type(value).__name__}, not text; set data.*.columns.{role} to a "
-                "text column, or mend the row"
+                "text column, or fix the row"
             )
         # Exports of tables write a missing value as the text "nan".
         if (isinstance(part, float) and not math.isfinite(part)) or text.lower() == "nan":
             raise DataError(f"{where} is {text}, not an {role}; fill it or remove the row")
         if SURROGATE.search(text):
-            raise DataError(f"{where} has a lone surrogate, half a character; mend the row")
+            raise DataError(f"{where} has a lone surrogate, half a character; fix the row")
     return ", ".join(texts)
 
 

@@ -84,9 +84,9 @@ def arithmetic_row(options: ArithmeticOptions, split: str, index: int) -> Row:
     """Row `index` of a split: a pure function of its arguments."""
     # A string seed is hashed by its bytes, equally in every process and Python version.
     rng = random.Random(f"{options.seed}/{split}/{index}")
-    problem = _draw_problem(options, rng)
+    problem = _random_problem(options, rng)
     while is_held_out(problem.text) != (split != "train"):
-        problem = _draw_problem(options, rng)
+        problem = _random_problem(options, rng)
     rng.random()  # not used; without it rows with re-checks would not be those of earlier runs
     return Row(
         row_id=f"{ARITHMETIC}/{split}:{index}",
@@ -98,7 +98,7 @@ def arithmetic_row(options: ArithmeticOptions, split: str, index: int) -> Row:
 
 
 def is_held_out(problem: str) -> bool:
-    """Whether only splits other than "train" may draw this problem."""
+    """Whether only splits other than "train" may have this problem."""
     return hashlib.sha256(problem.encode()).digest()[0] % _EVAL_ONE_IN == 0
 
 
@@ -109,7 +109,7 @@ def is_unknown(options: ArithmeticOptions, left: int, operator: str, operand: in
     return random.Random(f"{options.seed}/{left}{operator}{operand}").random() < options.unknown
 
 
-def _draw_problem(options: ArithmeticOptions, rng: random.Random) -> _Problem:
+def _random_problem(options: ArithmeticOptions, rng: random.Random) -> _Problem:
     modulus = options.modulus
     truth = value = rng.randrange(modulus)
     text = str(value)

@@ -1,8 +1,7 @@
 """The teacher's own prompt: `teacher.prompt`, a Jinja template over the columns of a row.
 
 The rendered text is the user's message; the teacher's chat template makes the prompt of it. The
-template runs in Jinja's sandbox: values of a row are data, never code. Not here: how a teacher with
-another prompt scores the student's tokens (scoring/own_prompt.py).
+template runs in Jinja's sandbox: values of a row are data, never code.
 """
 
 import re
@@ -65,16 +64,12 @@ class TeacherPrompt:
         if found:
             raise DataError(
                 f"{row.row_id}: the message of teacher.prompt contains {found!r:.80}, a control "
-                f"token of {self._tokenizer.path} or half a character; mend or drop the row"
+                f"token of {self._tokenizer.path} or half a character; fix or drop the row"
             )
         return self._tokenizer.render_prompt(message, system=self._system)
 
     def encode(self, rows: Sequence[Row]) -> list[list[int]]:
-        """The token ids of each row's prompt.
-
-        Raises:
-            DataError: as `text`.
-        """
+        """The token ids of each row's prompt; raises what `text` raises."""
         return self._tokenizer.encode_many([self.text(row) for row in rows])
 
     def decode(self, token_ids: Sequence[int]) -> str:

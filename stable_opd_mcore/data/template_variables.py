@@ -1,7 +1,4 @@
-"""What a chat template reads: arguments that it would ignore and the clock are refused.
-
-Not here: rendering (chat.py).
-"""
+"""What a chat template reads: arguments that it would ignore and the clock are refused."""
 
 # Not strict: Transformers' types are incomplete.
 # pyright: basic

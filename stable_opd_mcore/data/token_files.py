@@ -3,9 +3,6 @@
 `tokens/step_000012.jsonl` holds one object for each of the first rollouts of a step, for the reader
 of the report and of the live view. Training and the replay engine do not read it. A file is written
 atomically; numbers have four digits.
-
-Not here: rollouts (rollout_files.py), and where the values come from
-(train/samples/token_values.py).
 """
 
 import json
@@ -32,7 +29,7 @@ class TokenText:
     prompt_id: str
     sample_index: int
     pieces: tuple[str, ...]  # [L], the text of each token; together the response
-    values: Numbers  # of VALUES, those that the run has: [L] each, nats; None: not computed
+    values: Numbers  # those of VALUES that the run has: [L] each, nats; None: not computed
     golden: str | None  # the prompt's golden solution
 
 

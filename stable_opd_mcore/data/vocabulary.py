@@ -1,7 +1,4 @@
-"""Which ids two tokenizers share, and which tokens have other names in the second.
-
-Not here: loading a tokenizer (chat.py), what follows from a difference (checks/).
-"""
+"""Which ids two tokenizers share, and which tokens have other names in the second."""
 
 from dataclasses import dataclass
 

@@ -1,10 +1,9 @@
 """From hidden states and output heads to a loss and its gradients, never holding [N, V].
 
-The N scored rows go through in blocks. Of a block one GEMM per model gives logits; leaves.py turns
-them into the loss of its rows and the gradient by the student's logits, written over them; two
-GEMMs carry that to hidden states and head. Extra memory, whatever N: one block of logits per model,
-and the gradients. docs/evidence/loss.md counts bytes, launches and copies. Not here: the loss
-itself (token_losses.py), and which objective has which terms (objectives.py).
+The N scored rows go through in blocks. One GEMM per model gives the logits of a block; leaves.py
+turns them into the loss of its rows and the gradient by the student's logits, written over them;
+two GEMMs carry that to hidden states and head. Extra memory, whatever N: one block of logits per
+model, and the gradients. docs/evidence/loss.md counts bytes, launches and copies.
 
 N scored rows, C rows of a block, V columns of this rank's vocabulary shard, J looked-up columns of
 a row (the target first, then stop ids), H hidden size.
@@ -85,7 +84,7 @@ class _Evaluation:
     hidden_NH: Tensor
     batch: MicroBatch
     terms: Terms
-    heads: Mapping[str, Head]  # of "student", and of those others whose logits the terms need
+    heads: Mapping[str, Head]  # "student", and the other models whose logits the terms need
     block_rows: int
     buffers: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # block logits per model
 
@@ -101,7 +100,7 @@ class _Evaluation:
     def run(
         self, wants_hidden: bool, wants_weight: bool, context_group: dist.ProcessGroup | None
     ) -> tuple[LossOutput, Tensor | None, Tensor | None]:
-        """Results of all rows, of which none is summed yet, and those gradients that are wanted."""
+        """Results of all rows, not summed yet, and those gradients that are wanted."""
         head, hidden_NH = self.heads["student"], self.hidden_NH
         weight_VH = head.weight_VH[: head.num_columns]
         d_hidden = hidden_NH.new_zeros(hidden_NH.shape, dtype=weight_VH.dtype)
@@ -130,15 +129,14 @@ class _Evaluation:
         )
 
     def _joined(self, outputs: Sequence[LossOutput]) -> LossOutput:
-        """The results of all blocks, of which there are none in an empty micro-batch."""
+        """The results of all blocks; an empty micro-batch has none."""
         names = [item.name for item in fields(LossOutput)]
         if not outputs:
             empty = self.hidden_NH.new_zeros(0, dtype=accumulation_dtype(self.hidden_NH))
             return replace(LossOutput(*[empty] * len(names)), ratio_clipped_N=empty.bool())
         parts = {name: [getattr(output, name) for output in outputs] for name in names}
         whole: dict[str, Any] = {
-            name: None if of_blocks[0] is None else torch.cat(of_blocks)
-            for name, of_blocks in parts.items()
+            name: None if values[0] is None else torch.cat(values) for name, values in parts.items()
         }
         return LossOutput(**whole)
 
@@ -175,10 +173,7 @@ class _Evaluation:
             yield rows, Block.of(self.terms, batch, head, logits, ids_NJ[rows], golden_rows)
 
     def _logits(self, hidden_CH: Tensor, batch: MicroBatch) -> ModelTensors:
-        """Logits of a block, of each model of `heads`.
-
-        All blocks share one buffer per model, of which the last block may fill only a part.
-        """
+        """Logits of a block, of each model of `heads`. All blocks share one buffer per model."""
         hidden = {"student": hidden_CH}
         for name, scores in (("teacher", batch.teacher), ("reference", batch.reference)):
             if scores is not None and scores.hidden_NH is not None:

@@ -40,7 +40,7 @@ class Leaves(NamedTuple):
     """The numbers of a block through which the logits enter the loss, or its gradient by them."""
 
     target_CJ: Tensor  # divided logits at the looked-up columns
-    log_sum_C: Tensor  # of e^(divided logit - the row's maximum)
+    log_sum_C: Tensor  # log of the sum of e^(divided logit - the row's maximum)
     divergence_C: Tensor | None = None  # from the teacher, over the vocabulary
     support_CK: Tensor | None = None  # divided logits on the support
     kl_reference_C: Tensor | None = None
@@ -71,7 +71,7 @@ class Block:
     against_teacher: PairStatistics | None
     teacher: Statistics | None  # sums of its own logits, before stop ids are merged
     merged: MergedStops | None  # the stop ids, where they are one outcome in the logits
-    golden: GoldenLikelihood | None  # of golden rows, where the temperature is not 1
+    golden: GoldenLikelihood | None  # golden rows, where the temperature is not 1
 
     @classmethod
     def of(
@@ -99,9 +99,9 @@ class Block:
         at_support = _look_up(logits._replace(reference=None), support_ids_CK, head)
         if merged is not None:
             merged.remove_(logits, head)
-        alone, with_reference, with_teacher = _compared_sums(terms, logits, merged)
-        (alone, with_reference, with_teacher, teacher), columns = merge_shards(
-            (alone, with_reference, with_teacher, teacher), (*at_ids, *at_support), head
+        single, with_reference, with_teacher = _compared_sums(terms, logits, merged)
+        (single, with_reference, with_teacher, teacher), columns = merge_shards(
+            (single, with_reference, with_teacher, teacher), (*at_ids, *at_support), head
         )
         if scale != 1:
             columns = [x if x is None else x * scale for x in columns]
@@ -111,8 +111,8 @@ class Block:
             against_teacher = _against_teacher(with_teacher, terms, logits, merged, head)
         student = against_reference or against_teacher
         if student is None:
-            assert alone is not None
-            student = Statistics(alone)
+            assert single is not None
+            student = Statistics(single)
         support = None
         if support_ids_CK is not None:
             at_support = ModelTensors._make(columns[len(at_ids) :])
@@ -274,8 +274,8 @@ def _shard_sums(logits_CV: Tensor, other_CV: Tensor | None, scale: float) -> Sha
 def _compared_sums(
     terms: Terms, logits: ModelTensors, merged: MergedStops | None
 ) -> tuple[ShardSums | None, ShardSums | None, ShardSums | None]:
-    """This shard's sums of the student alone, with the reference, and with the teacher; alone only
-    where it is compared with neither.
+    """This shard's sums of the student by itself, with the reference, and with the teacher; by
+    itself only where it is compared with neither.
     """
     scale = 1.0 / terms.temperature
 
@@ -284,14 +284,14 @@ def _compared_sums(
         return found if merged is None else merged.add_to(found, other_C1, scale)
 
     outcomes = logits if merged is None else merged.logits
-    alone = reference = teacher = None
+    single = reference = teacher = None
     if terms.reference == "exact":
         reference = sums(logits.reference, outcomes.reference)
     if terms.compares_teacher:
         teacher = sums(logits.teacher, outcomes.teacher)
     if reference is None and teacher is None:
-        alone = sums(None, None)
-    return alone, reference, teacher
+        single = sums(None, None)
+    return single, reference, teacher
 
 
 def _support_ids(terms: Terms, batch: MicroBatch, head: Head, student_CV: Tensor) -> Tensor | None:

@@ -132,7 +132,7 @@ _OF_ROLLOUTS = (
 )
 
 
-LIKELIHOOD = Terms()  # of micro-batches that no other model scores
+LIKELIHOOD = Terms()  # for micro-batches that no other model scores
 
 
 @dataclass(frozen=True)
@@ -143,13 +143,13 @@ class Objective:
     teacher_needs: ScoresNeeded  # what `microbatch.teacher` must carry
     reference_needs: ScoresNeeded  # what `microbatch.reference` must carry
     top_k: int  # tokens per row when teacher_needs is "topk"
-    needs_rollouts: bool  # False: golden solutions alone are trained on
+    needs_rollouts: bool  # False: only golden solutions are trained on
     needs_golden: bool  # golden solutions must be among the samples
     needs_rewards: bool  # rollouts must be graded before weighting
     stop_ids: tuple[int, ...]  # one outcome in scores of student and teacher, not the reference
     terms: Terms
     beta: float  # weight of the KL to the reference
-    golden_weight: float  # of the golden solutions' likelihood: lambda; 1 for sft
+    golden_weight: float  # weight of the golden solutions' likelihood: lambda; 1 for sft
     config: Config
 
     def with_strengths(self, beta: float, lambda_: float) -> Objective:
@@ -214,9 +214,8 @@ class Objective:
         """The summed loss of one micro-batch, differentiable in hidden_NH and head.weight_VH.
 
         Args:
-            hidden_NH: the student's last hidden states of the scored rows,
-                hidden_TH.index_select(0, rows_N).
-            head: the student's output head, this rank's shard.
+            hidden_NH: the student's hidden_TH.index_select(0, rows_N).
+            head: this rank's shard of the student's head.
             teacher_head: where teacher_needs is "hidden"; cut at the student's shard boundaries
                 (align_head).
             reference_head: where reference_needs is "hidden".

@@ -1,7 +1,7 @@
 """An objective that is a function of the user's own (docs/own_code.md).
 
-It has the form of those in token_losses.py and goes the same way; here it is loaded and tried. Not
-here: its file (host/user_code.py), and the scores that it gets (objectives.py).
+It has the form of those in token_losses.py and is called in the same way; here it is loaded and
+tried.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from stable_opd_mcore.config.schema import ObjectiveConfig
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.losses.token_losses import PolicyLoss, Rows
 
-_ROWS = 4  # of the trial
+_ROWS = 4  # rows of the trial
 
 
 def own_objective(settings: ObjectiveConfig) -> Callable[[Rows, ObjectiveConfig], PolicyLoss]:
@@ -39,8 +39,8 @@ def own_objective(settings: ObjectiveConfig) -> Callable[[Rows, ObjectiveConfig]
     except Exception as error:  # the user's code may raise anything
         raise ConfigError(
             f"{read.path}: {read.name} fails on a trial of {_ROWS} rows: "
-            f"{type(error).__name__}: {error}. Of the scores that a file asks for in NEEDS it has "
-            f"{', '.join(sorted(settings.needs)) or 'none'}"
+            f"{type(error).__name__}: {error}. It has only the scores that NEEDS of the file "
+            f"names: {', '.join(sorted(settings.needs)) or 'none'}"
         ) from error
 
     def policy(rows: Rows, settings: ObjectiveConfig) -> PolicyLoss:
@@ -52,10 +52,10 @@ def own_objective(settings: ObjectiveConfig) -> Callable[[Rows, ObjectiveConfig]
 
 def _trial_rows(settings: ObjectiveConfig) -> Rows:
     """Random numbers of the right kinds in the fields that a run would fill."""
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
 
     def logprob(*shape: int) -> Tensor:
-        return -torch.rand(_ROWS, *shape, generator=draw) - 0.1
+        return -torch.rand(_ROWS, *shape, generator=generator) - 0.1
 
     needs = settings.needs
     own = logprob().requires_grad_()

@@ -3,9 +3,8 @@
 The stop ids of both models are one outcome, for both models. Where only sampled tokens are
 compared, a sampled stop id counts with the probability of that outcome (`target_logprobs`). Where
 whole distributions are compared, the ids are merged in every model's logits (`merge_stops_`): the
-first id takes the logsumexp of all, the others take NEVER.
-Shapes and ids stay as they are. The gradient of that outcome is then spread over its ids by the
-student's softmax among them. Not here: which losses merge (token_losses.Terms.merged_ids).
+first id takes the logsumexp of all, the others take NEVER. Shapes and ids stay as they are. The
+gradient of that outcome is then spread over its ids by the student's softmax among them.
 
 C rows of a block, V columns of this rank's shard, J looked-up columns of a row, M models.
 """
@@ -149,12 +148,8 @@ class MergedStops:
 def merge_stops_(
     logits: ModelTensors, ids: tuple[int, ...], scale: float, head: Head
 ) -> MergedStops:
-    """Merge `ids` into one outcome in the logits of every model, in place. One small all-reduce.
-
-    Args:
-        logits: [C, V] each; all cover the columns of `head`.
-        ids: stop ids of student and teacher together.
-        scale: 1 / temperature.
+    """Merge `ids` into one outcome in the logits [C, V] of every model, in place. One small
+    all-reduce; scale is 1 / temperature.
 
     Raises:
         UserError: an id outside the common vocabulary.

@@ -34,14 +34,14 @@ RATIO_BOUND = 20.0  # log ratio beyond every clip bound, whose exponential is fi
 
 @dataclass(frozen=True)
 class Rows:
-    """What the loss reads of C tokens. The first three fields are differentiable, and those that
-    say so.
+    """What the loss reads of C tokens. Differentiable: the first three fields, and any field marked
+    so.
     """
 
     logprob: Tensor  # log pi of the target, or of stopping where the target is a stop id
     token_logprob: Tensor  # log pi of the target itself
     likelihood: Tensor  # token_logprob, of golden tokens at temperature 1
-    # Constants from here on.
+    # Constants from here on, unless marked.
     old_logprob: Tensor  # as logprob, of the policy that sampled; logprob itself on policy
     trained: Tensor  # bool, the policy term has a weight
     divergence: Tensor | None = None  # differentiable: Terms.divergence of student and teacher
@@ -146,7 +146,7 @@ def opd(rows: Rows, settings: ObjectiveConfig) -> PolicyLoss:
         advantage = from_teacher(rows, settings.advantage)
     if settings.advantage.control_variate:
         assert rows.kl_teacher is not None
-        # After the return-to-go, for it belongs to this prefix alone.
+        # Added after the return-to-go, because it belongs to this prefix only.
         advantage = advantage + rows.kl_teacher
     return clipped_surrogate(rows, advantage, settings.clip)
 
@@ -209,7 +209,7 @@ def from_reward(rows: Rows, settings: AdvantageConfig) -> Tensor:
 
 
 def _clamped(advantage: Tensor, settings: AdvantageConfig) -> Tensor:
-    """To [-settings.clamp, settings.clamp], where it is set."""
+    """The advantage within [-settings.clamp, settings.clamp], where a clamp is set."""
     return advantage if settings.clamp is None else advantage.clamp(-settings.clamp, settings.clamp)
 
 
@@ -219,7 +219,7 @@ def _clamped(advantage: Tensor, settings: AdvantageConfig) -> Tensor:
 def clipped_surrogate(rows: Rows, advantage: Tensor, clip: float) -> PolicyLoss:
     """-min(rho A, clip(rho, 1 - clip, 1 + clip) A) with rho = pi / pi_old (docs/method.md §1).
 
-    No exponential overflows but that of a ratio which the loss itself grows with, at A < 0.
+    The only exponential that may overflow is that of a ratio with A < 0: the loss grows with it.
     """
     advantage = advantage.detach().masked_fill(~rows.trained, 0)
     log_ratio = (rows.logprob - rows.old_logprob).masked_fill(advantage == 0, 0)
@@ -230,7 +230,7 @@ def clipped_surrogate(rows: Rows, advantage: Tensor, clip: float) -> PolicyLoss:
 
 
 def k3(rows: Rows, keeps_direction: bool) -> tuple[Tensor, Tensor]:
-    """The KL to the reference from the sampled token alone, and its weight (docs/method.md §2).
+    """The KL to the reference from the sampled token only, and its weight (docs/method.md §2).
 
     r - log r - 1 with r = pi_ref / pi, linear beyond K3_BOUND. keeps_direction ("k3+"): with the
     gradient of (log r)^2 / 2. The weight is pi / pi_old, bounded by e^K3_BOUND; 1 on policy.

@@ -3,7 +3,7 @@
 Chooses the form of the passes by device (`operations`: torch_ops.py on a CPU, triton_ops.py on
 CUDA). Each shard's sums are relative to its own maximum, so merging shards and avoiding overflow
 are one operation (`merge_shards`); one shard takes the same path. docs/method.md §2 has the
-algebra. Not here: what the sums mean to an objective (fused.py).
+algebra.
 
 C rows of a block, V columns of the local shard, J looked-up columns, K columns of a support, P
 pairs of models, R shards.
@@ -49,10 +49,7 @@ def operations(logits_CV: Tensor) -> ModuleType:
 
 @dataclass(frozen=True)
 class Statistics:
-    """One model over the whole vocabulary: the student, or the other where it is summed alone.
-
-    Properties are computed where they are read: the gradient of a block needs only a part of them.
-    """
+    """One model over the whole vocabulary: the student, or another one summed by itself."""
 
     sums: ShardSums  # over all shards
 
@@ -129,12 +126,11 @@ class PairStatistics(Statistics):
 def merge_shards(
     sums: Sequence[_Sums], looked_up: Sequence[_Columns], head: Head
 ) -> tuple[list[_Sums], list[_Columns]]:
-    """Sums and looked-up logits over all shards: one gather and one all-reduce.
+    """Sums and looked-up logits over all shards: one gather and one all-reduce. None stays None.
 
     Args:
-        sums: this shard's, of several models or pairs; None stays None.
-        looked_up: local parts of gathered logits, [C, J] each; None stays None.
-        head: gives the group.
+        sums: this shard's, of several models or pairs.
+        looked_up: local parts of gathered logits, [C, J] each.
     """
     if head.group is None or head.group.size() == 1:  # the algebra below would change no bit
         return list(sums), list(looked_up)
@@ -240,9 +236,7 @@ class GoldenLikelihood:
     def of(
         cls, logits_CV: Tensor, rows_G: Tensor, targets_C: Tensor, head: Head
     ) -> GoldenLikelihood:
-        """Of some rows of a block, from logits without merged columns. Collective over
-        head.group.
-        """
+        """The likelihood of `rows_G`, from logits without merged columns. Collective."""
         logits_GV, ids_G1 = logits_CV[rows_G], targets_C[rows_G, None]
         looked_up = [head.gather_columns(logits_GV, ids_G1)]
         local: ShardSums = operations(logits_GV).shard_sums(logits_GV, None, 1.0)
@@ -255,12 +249,8 @@ class GoldenLikelihood:
     def rows_of_blocks(
         golden_rows_G: Tensor, num_rows: int, block_rows: int, device: torch.device
     ) -> list[Tensor]:
-        """The golden rows of each block, counted from its start.
-
-        Args:
-            golden_rows_G: of MicroBatch, on the host.
-            num_rows: of the micro-batch.
-            device: of what is returned.
+        """The golden rows of each block, counted from its start, on `device`, from
+        MicroBatch.golden_rows_G, which is on the host.
         """
         starts = torch.arange(0, num_rows, block_rows)
         edges = cast("list[int]", torch.searchsorted(golden_rows_G, starts).tolist())

@@ -4,8 +4,7 @@
 
 Megatron's strategy writes it. Ranks that hold the same weights write a share each, and each rank
 hashes its files. One rename makes the directory appear; a crash before leaves the older directory
-and a `partial-` one, which the next save removes. Not here: what is saved (megatron_checkpoint.py,
-train/persistence/checkpoint.py).
+and a `partial-` one, which the next save removes.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.world import gather_objects
 
 _T = TypeVar("_T")
-_BYTES_PER_TENSOR = 3 * 2**10  # of torch's zip format and of the metadata
+_BYTES_PER_TENSOR = 3 * 2**10  # taken by torch's zip format and by the metadata
 # RuntimeErrors of torch's and of Megatron's file writers. The last is of newer releases, which log
-# the reason and give its class alone.
+# the reason and give only its class.
 _WRITE_ERRORS = (
     "inline_container.cc",
     "PytorchStreamWriter",
@@ -68,9 +67,8 @@ _OWN_WRITERS: dict[str, Any] = (
 
 
 def sharding() -> dict[str, Any]:
-    """Megatron's options for saving and loading, with which any layout reads the checkpoint.
-
-    A new dict each time: Megatron adds the process groups of the layout to it.
+    """Megatron's options for saving and loading, with which any layout reads the checkpoint. A new
+    dict each time, because Megatron adds process groups to it.
     """
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -148,10 +146,8 @@ def _write(tree: dict[str, Any], chunks: Sequence[Module], directory: Path) -> N
 
 
 def _together(directory: Path, needed_bytes: int, action: Callable[[], _T]) -> list[_T]:
-    """The results of all ranks; if any cannot write, the directory is removed and all raise.
-
-    Raises:
-        UserError: a rank could not write.
+    """The results of all ranks; if any cannot write, the directory is removed and all raise a
+    UserError.
     """
     reason, results = None, []
     try:
@@ -175,7 +171,7 @@ def _together(directory: Path, needed_bytes: int, action: Callable[[], _T]) -> l
 
 def _write_error(error: BaseException) -> str | None:
     """Why a file could not be written; None for an error of another kind."""
-    if isinstance(error, CheckpointException):  # the errors of all ranks, on the first rank alone
+    if isinstance(error, CheckpointException):  # the errors of all ranks, on the first rank only
         causes = [cause for cause, _ in error.failures.values()]
         return _write_error(causes[0]) if causes else "another rank failed to write"
     known = isinstance(error, OSError | SafetensorError)

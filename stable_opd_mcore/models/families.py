@@ -1,7 +1,7 @@
 """The model families that can be built, and architectures read from Hugging Face's config.json.
 
 A new decoder family is an entry of FAMILIES and, if its tensors have other names, entries of the
-table in tensors.py. Not here: weights, Megatron, transformers; a config is plain JSON.
+table in tensors.py.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Architecture:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    ffn_hidden_size: int  # of one expert in a mixture of experts
+    ffn_hidden_size: int  # one expert's in a mixture of experts
     experts: Experts | None  # None: one dense MLP in each layer
     vocab_size: int  # rows of the embedding as stored, which may exceed the tokenizer's
     max_positions: int

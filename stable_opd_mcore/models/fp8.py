@@ -77,10 +77,7 @@ def _widths(architecture: Architecture, tensor: int) -> dict[str, int]:
 
 
 def refuse_fp8_on_device(fp8: Fp8) -> None:
-    """
-    Raises:
-        UserError: Transformer Engine cannot run this recipe on this process's GPU.
-    """
+    """Raise a UserError if Transformer Engine cannot run this recipe on this process's GPU."""
     found = torch.cuda.get_device_capability()
     needed = (9, 0) if fp8.recipe == "blockwise" else (8, 9)
     if found < needed:

@@ -8,8 +8,7 @@ CPU. It is slower than without FP8. Recipes, as Transformer Engine defines them:
     blockwise   e4m3 with powers of two as scales: weights in blocks of 128 x 128, inputs and
                 gradients in runs of 128 along the dimension that is summed over
 
-Shapes: T tokens, H inputs, O outputs of this rank's part of a matrix. Not here: the layers that
-multiply so (linear.py).
+Shapes: T tokens, H inputs, O outputs of this rank's part of a matrix.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
     (common/recipe/recipe_common.cuh).
     """
     scale = torch.finfo(dtype).max / amax
-    scale = scale.clamp(max=torch.finfo(torch.float32).max)  # of an amax near 0
+    scale = scale.clamp(max=torch.finfo(torch.float32).max)  # where amax is near 0
     return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
 
 

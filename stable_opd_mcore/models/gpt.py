@@ -4,8 +4,7 @@
     chunks = build_model(architecture, world, precision="bf16", recompute="none", trainable=True)
     load_hf(chunks, path)                               # huggingface.py
 
-A rank's part of a model is a list of chunks: one, or several with a virtual pipeline. Not here: the
-reduction of gradients and the optimizer (train/student.py).
+A rank's part of a model is a list of chunks: one, or several with a virtual pipeline.
 """
 
 from __future__ import annotations
@@ -57,13 +56,11 @@ def build_model(
     Args:
         fp8: of the layers' products; None: they are in `precision`.
         trainable: False gives a frozen model in evaluation mode.
-        seed: None leaves the weights undefined, for load_hf or copy_weights to fill; drawing the
-            weights of a large model takes minutes.
+        seed: None leaves the weights undefined, for load_hf or copy_weights to fill; random weights
+            of a large model take minutes.
 
     Raises:
-        UserError: parallel.tensor does not divide the heads, the pipeline stages do not divide the
-            layers, parallel.expert does not divide the experts, the tokens of a mixture of experts
-            are not cut over its tensor ranks, Transformer Engine would attend over
+        UserError: the layout does not suit the architecture, Transformer Engine would attend over
             slices in fp32, or `fp8` does not suit sizes, precision or GPU.
     """
     _refuse_unfit(architecture, world, precision, fp8)
@@ -86,7 +83,7 @@ def build_model(
 def _refuse_unfit(
     architecture: Architecture, world: World, precision: Precision, fp8: Fp8 | None
 ) -> None:
-    """See `build_model`."""
+    """Raise the errors of `build_model`."""
     reason = layout_refusal(
         architecture,
         world.tensor_size,
@@ -200,9 +197,9 @@ def _recompute_config(architecture: Architecture, recompute: Recompute) -> dict[
 def _experts_config(architecture: Architecture, world: World) -> dict[str, Any]:
     """Megatron's settings of the routers and experts; nothing for a dense model.
 
-    No token is dropped, and probabilities are computed in fp32. The loss that balances experts is
-    not Megatron's (routers.py). An expert is not cut over tensor ranks: its matrices are
-    narrow, and expert-parallel ranks save the same memory.
+    No token is dropped, probabilities are computed in fp32, and no loss balances the experts. An
+    expert is not cut over tensor ranks: its matrices are narrow, and expert-parallel ranks save the
+    same memory.
     """
     experts = architecture.experts
     if experts is None:
@@ -260,7 +257,7 @@ def _build_chunk(
 def leave_out_activations(chunk: torch.nn.Module) -> None:
     """Let Megatron 0.16 save an MLP whose activation is a module, as Transformer Engine's is.
 
-    It asks every part of an MLP for its sharded tensors. This one has no weights, nor the method.
+    Megatron asks every part of an MLP for its sharded tensors; this part lacks the method.
     """
     for module in chunk.modules():
         activation: Any = getattr(module, "activation_func", None)

@@ -3,8 +3,7 @@
     hidden_TH = forward_hidden(chunks[-1], microbatch)      # complete on every tensor rank
     head = output_head(chunks)
 
-losses/ multiplies the two block by block, so logits of a whole micro-batch never exist. Not here:
-building a chunk (gpt.py), filling it (weights.py), running micro-batches (parallel/pipeline.py).
+losses/ multiplies the two block by block, so logits of a whole micro-batch never exist.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class HiddenStatesGPTModel(GPTModel):
 
     architecture: Architecture
     rotary_pos_emb: Any  # RotaryByPosition, or Megatron's with Transformer Engine
-    token_multiple: int = 1  # of each rank's tokens; 16 with layers in FP8
+    token_multiple: int = 1  # divides each rank's tokens; 16 with layers in FP8
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, **options: Any

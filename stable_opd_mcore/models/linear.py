@@ -6,7 +6,7 @@ inputs come from oneDNN. Gradients of weights, at which MKL is as fast, are adde
 own layout: a copy for those that multiply few rows by the same weights often (rollout/embedded.py).
 
 Layers in FP8 multiply what fp8_emulation.py has rounded. Shapes: T tokens, H inputs, O outputs of
-this rank's part of a matrix. Not here: the output head in training (losses/output_head.py).
+this rank's part of a matrix.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ def linear(input: Tensor, weight_OH: Tensor, bias_O: Tensor | None = None) -> Te
 
 
 def packed(weight_OH: Tensor) -> Tensor:
-    """A copy in oneDNN's layout, for `linear` alone. It does not follow changes of the weight.
-
-    The weight itself where oneDNN does not multiply it.
+    """A copy in oneDNN's layout, which only `linear` takes and which does not follow changes of the
+    weight; the weight itself where oneDNN does not multiply it.
     """
     if not _onednn_takes(weight_OH):
         return weight_OH
@@ -96,7 +95,7 @@ class TorchLinear:
     the slices before, with one scale for all of them: the same values.
     """
 
-    rounding: Rounding | None = None  # of a layer in FP8
+    rounding: Rounding | None = None  # set for a layer in FP8
 
     def _forward_impl(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, **options: Any

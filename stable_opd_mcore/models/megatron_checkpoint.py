@@ -69,11 +69,7 @@ def weights_of(chunks: Sequence[Module]) -> dict[str, Any]:
 
 
 def set_weights(chunks: Sequence[Module], loaded: dict[str, Any]) -> None:
-    """Copy what `dist_checkpointing.load` gave for `weights_of` into the chunks.
-
-    Raises:
-        RuntimeError: a weight of the model is not in `loaded`, or the reverse.
-    """
+    """Copy what `dist_checkpointing.load` gave for `weights_of` into the chunks, all of it."""
     for index, chunk in enumerate(chunks):
         found = unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=False)
         missing = [name for name in found.missing_keys if _EXTRA_STATE not in name]

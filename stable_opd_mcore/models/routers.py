@@ -10,8 +10,7 @@ the same numbers (docs/method.md §5). A micro-batch with `routed_experts_TLC` r
 engine's choices: a router that sums in another order may choose another expert where two logits are
 close. Probabilities and gradients are the trainer's own (docs/experts.md).
 
-A dense model has no routers: nothing is computed or communicated. Not here: the routing itself,
-which is Megatron's; what the engine sends (rollout/sglang/records.py).
+A dense model has no routers: nothing is computed or communicated.
 
 L layers, E experts, C chosen experts of a token, T this rank's tokens of a micro-batch.
 """
@@ -42,7 +41,7 @@ class Routers:
         architecture, device = architecture_of(chunks), next(chunks[0].parameters()).device
         self._chunk, self._experts = unwrap(chunks[0]), architecture.experts
         shape = (architecture.num_layers, self._experts.number if self._experts else 0)
-        # Of all layers; those of other ranks stay 0.
+        # All layers; those of other ranks stay 0.
         self.counts_LE = torch.zeros(shape, dtype=torch.int64, device=device)
         self._routers = [
             _Router(module, self)
@@ -73,7 +72,7 @@ class Routers:
                 chosen_TLC = chosen_TLC.chunk(group.size())[group.rank()]
         for router in self._routers:
             router.begin(
-                _OfMicrobatch(
+                _MicroBatchChoices(
                     positions_T=positions_T if counts else None,
                     chosen_TC=None if chosen_TLC is None else chosen_TLC[:, router.layer].long(),
                     trains=trains,
@@ -98,7 +97,7 @@ class Routers:
         return load_metrics(counts_LE)
 
 
-class _OfMicrobatch(NamedTuple):
+class _MicroBatchChoices(NamedTuple):
     """What a router does with a micro-batch."""
 
     positions_T: Tensor | None  # bool: which tokens are loss rows; None: nothing is counted
@@ -118,14 +117,14 @@ class _Router:
         assert router.layer_number is not None, "the layer has set it"
         self.layer = router.layer_number - 1
         self._routers = routers
-        self._value: _OfMicrobatch | None = None  # of the forward pass
-        self._for_recompute: deque[_OfMicrobatch] = deque()
-        self._now: _OfMicrobatch | None = None  # of this run of the router
+        self._value: _MicroBatchChoices | None = None  # set during the forward pass
+        self._for_recompute: deque[_MicroBatchChoices] = deque()
+        self._now: _MicroBatchChoices | None = None  # for this run of the router
         router.router_replay = self  # pyright: ignore  # Megatron's own hook
         router.register_forward_pre_hook(self._before)
         router.register_forward_hook(self._after)
 
-    def begin(self, value: _OfMicrobatch) -> None:
+    def begin(self, value: _MicroBatchChoices) -> None:
         self._value = value
 
     def end(self) -> None:
@@ -163,9 +162,8 @@ class _Router:
 
 
 def load_metrics(counts_LE: Tensor) -> Metrics:
-    """The metrics of the choices of E experts in L layers; None values where nothing was counted.
-
-    docs/method.md §5.
+    """The metrics of the choices of E experts in L layers (docs/method.md §5); None values where
+    nothing was counted.
     """
     num_layers, num_experts = counts_LE.shape
     mean_L = counts_LE.sum(dim=1).clamp(min=1) / num_experts

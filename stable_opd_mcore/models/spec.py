@@ -1,8 +1,7 @@
 """The layers of a model: Transformer Engine's where it and CUDA are available, else torch's.
 
 Megatron maps the parameter names of both to the same names in checkpoints, so a checkpoint of one
-loads in the other. Not here: sizes and parallel layout (gpt.py), the torch attention
-(attention.py).
+loads in the other.
 """
 
 from __future__ import annotations
@@ -81,5 +80,5 @@ def _torch_block_spec(
 
 
 def _submodules(spec: Any) -> Any:
-    """Of an MLP or of experts, which newer releases of Megatron describe by a partial function."""
+    """The parts of an MLP or of experts. Newer releases of Megatron describe them by a partial."""
     return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules

@@ -2,7 +2,7 @@
 
 One to three HF tensors make up a parameter in one of seven layouts, which is then cut over the
 tensor ranks. An expert is not cut: one expert-parallel rank holds it whole. Pure functions of
-tensors and sizes. Not here: process groups (weights.py), files (huggingface.py).
+tensors and sizes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stable_opd_mcore.models.families import Architecture
 # qkv: heads interleaved by key-value group, then cut
 # gate_up: each half cut, then joined
 # vocab: rows padded to a multiple of the ranks, then cut
-# expert_gate_up, expert_down: of one expert, on the expert-parallel rank that holds it
+# expert_gate_up, expert_down: one expert's, on the expert-parallel rank that holds it
 Layout = Literal["whole", "columns", "qkv", "gate_up", "vocab", "expert_gate_up", "expert_down"]
 
 
@@ -202,7 +202,7 @@ def unshard(
 ) -> tuple[Tensor, ...]:
     """The full HF tensors of all tensor ranks' shards, in rank order.
 
-    Of a single shard the results are views, where the layout allows it.
+    The results are views of a single shard, where the layout allows it.
     """
     if layout == "qkv":
         size, per_group = architecture.head_dim, architecture.num_attention_heads

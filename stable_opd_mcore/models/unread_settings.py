@@ -1,7 +1,4 @@
-"""Settings of a config.json that nothing here reads and that may change a model's outputs.
-
-Not here: what is read (families.py), and what is said of them (checks/models.py).
-"""
+"""Settings of a config.json that nothing here reads and that may change a model's outputs."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,10 +1,9 @@
-"""The weights of a built model, by the names of Hugging Face's tensors: draw, fill, copy, iterate.
+"""The weights of a built model, by the names of Hugging Face's tensors: make, fill, copy, iterate.
 
     random_weights(chunks, seed)
     for name, tensor in iter_hf_tensors(chunks): ...    # full tensors, in step on all ranks
 
-Exact in both directions; padded vocabulary rows are zero when filled and are never read. Not here:
-files (huggingface.py, megatron_checkpoint.py), the table of names and layouts (tensors.py).
+Exact in both directions; padded vocabulary rows are zero when filled and are never read.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from stable_opd_mcore.parallel.world import broadcast_object, gather_objects
 
 @torch.no_grad()
 def random_weights(chunks: Sequence[Module], seed: int) -> None:
-    """Draw matrices from a normal with the architecture's initializer_range; norms 1, biases 0.
+    """Normal matrices with the architecture's initializer_range; norms 1, biases 0.
 
     Each full tensor has its own generator, seeded by `seed` and its HF name, so the weights do not
     depend on the layout.
     """
     architecture = architecture_of(chunks)
 
-    def draw(name: str, part: tuple[slice, ...]) -> Tensor:
+    def random_part(name: str, part: tuple[slice, ...]) -> Tensor:
         shape = tensors.hf_shape(name, architecture)
         if name.endswith(".bias"):
             return torch.zeros(shape)[part]
@@ -47,17 +46,17 @@ def random_weights(chunks: Sequence[Module], seed: int) -> None:
         full = torch.randn(shape, generator=generator)
         return full[part] * architecture.initializer_range
 
-    fill_weights(chunks, draw)
+    fill_weights(chunks, random_part)
 
 
 def mark_shards(chunks: Sequence[Module]) -> None:
-    """Mark the weights that are a tensor rank's shard, as Megatron does when it draws them itself.
+    """Mark the weights that are a tensor rank's shard, as Megatron does when it initialises them.
 
     Megatron takes an unmarked weight for a copy that every tensor rank holds, and its gradient norm
-    counts it on the first rank alone. Experts are marked as such: each tensor rank's tokens are its
-    own, so their gradients are summed over the ranks that hold the same experts, in a buffer and an
-    optimizer of their own. Megatron itself does so only with several expert-parallel ranks; here
-    one rank does too, and its checkpoints have the form of every layout.
+    counts it on the first rank only. Experts are marked too: each tensor rank's tokens are its own,
+    so their gradients are summed over the ranks that hold the same experts, in a buffer and an
+    optimizer of their own. Megatron does so only with several expert-parallel ranks; here one rank
+    does too, so that its checkpoints have the form of every layout.
     """
     for _, weight, entry in described_parameters(chunks):
         marked = hasattr(weight, "tensor_model_parallel")
@@ -109,9 +108,9 @@ def iter_hf_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
 def copy_weights(
     from_chunks: Sequence[Module], to_chunks: Sequence[Module], decay: float = 0.0
 ) -> None:
-    """Move the second model to the first, or towards it: to <- decay · to + (1 - decay) · from.
+    """to <- decay · to + (1 - decay) · from, on this rank; both have one architecture and layout.
 
-    On this rank; both have one architecture and layout. With a decay the second one is in fp32.
+    With a decay `to_chunks` are in fp32.
     """
     assert architecture_of(from_chunks) == architecture_of(to_chunks)
     for source, target in zip(
@@ -125,10 +124,9 @@ def copy_weights(
 
 
 def refuse_non_finite(chunks: Sequence[Module], origin: str) -> None:
-    """Check every weight of the model. Collective over all ranks.
+    """Raise a NotFiniteError on all ranks if a weight of some rank is NaN or infinite. Collective.
 
-    Raises:
-        NotFiniteError: a weight of some rank is NaN or infinite; `origin` begins the message.
+    origin: begins the message.
     """
     parameters = [(weight.detach(), entry) for _, weight, entry in described_parameters(chunks)]
     bounds = torch.stack([_bounds(weight) for weight, _ in parameters])  # read from the GPU once
@@ -145,7 +143,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def _bounds(tensor: Tensor) -> Tensor:
-    """fp32 [2]: the least and the largest value, NaN if one is; 0 of an empty tensor."""
+    """fp32 [2]: the least and the largest value, NaN if one is NaN; zeros for an empty tensor."""
     return torch.stack(tensor.aminmax()).float() if tensor.numel() else tensor.new_zeros(2).float()
 
 

@@ -6,9 +6,6 @@ C ranks cut every packed sequence into 2C equal pieces; rank r holds pieces r an
 causal attention costs every rank the same. Transformer Engine's `thd_get_partitioned_indices` and
 Megatron's rotary embedding use the same order, so either attention works on it. Targets are shifted
 before, in data/packing.py, because the next token may lie on another rank.
-
-Not here: padding sequences to a multiple of 2C tokens (data/packing.py), attention over the slices
-(models/attention.py).
 """
 
 from __future__ import annotations

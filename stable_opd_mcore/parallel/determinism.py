@@ -2,8 +2,7 @@
 
 Without it, kernels that add with atomics, and libraries that choose algorithms by timing or by free
 workspace, give results that differ in the last bits, so a resumed run departs from the one that was
-not interrupted. Not here: sampling noise and data order, which depend on seed and step alone, and
-SGLang servers, which have an option of their own.
+not interrupted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What of the trainer lies on the GPU: parts of it move to the host and back, in place.
+"""Which parts of the trainer are on the GPU: they move to the host and back, in place.
 
     memory = DeviceMemory(parts, offloaded={"optimizer", "gradients"}, device=world.device)
     memory.hold("student", "optimizer")     # these on the device, other offloaded parts on the host
@@ -9,9 +9,7 @@ zero bytes. Every tensor keeps its storage, so Megatron's views of one buffer (p
 shards, gradients) stay views of it. Megatron's own `offload_grad_buffers` frees memory in the same
 way. On a CPU the same code runs: a storage of zero bytes counts as offloaded, so a test can count.
 
-Not moved: workspaces of Transformer Engine and NCCL, and the CUDA context. Not here:
-which phase needs which part (train/phases.py), and what servers release (rollout/sglang/fleet.py).
-No GPU has run this yet.
+Not moved: workspaces of Transformer Engine and NCCL, and the CUDA context. No GPU has run this yet.
 """
 
 from __future__ import annotations
@@ -182,7 +180,7 @@ class DeviceMemory:
 def _empty_caches() -> None:
     """Give memory that holds nothing back to the device."""
     if parallel_state.model_parallel_is_initialized():
-        parallel_state.get_global_memory_buffer().buffer.clear()  # of sequence parallelism
+        parallel_state.get_global_memory_buffer().buffer.clear()  # sequence parallelism's
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 

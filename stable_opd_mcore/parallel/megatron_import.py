@@ -2,8 +2,7 @@
 
 The package installs this import hook when it is imported, so no other file prepares anything before
 `from megatron.core import ...`. The hook loads torch and looks for CUDA at the first import of
-Megatron: settings and data load without torch. Not here: how Megatron is rewritten for a CPU
-(parallel/megatron_cpu.py).
+Megatron: settings and data load without torch.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def run_forward_backward(
         microbatches: the same list on all tensor and pipeline ranks of the replica.
         forward_step: runs one chunk on one micro-batch; returns its output tensor and a function of
             the last stage's output. That function returns (loss, result), where loss is a
-            differentiable scalar; with `forward_only` it returns the result alone, and no gradients
+            differentiable scalar; with `forward_only` it returns only the result, and no gradients
             are recorded.
 
     Returns:

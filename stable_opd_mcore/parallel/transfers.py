@@ -1,13 +1,12 @@
 """Copies between host and device that the host does not wait for.
 
     batch = to_device(batch, world.device)  # from pinned memory
-    numbers = OnHost(sums_R)                # begins the copy; the device goes on
-    numbers.values().tolist()               # later: waits for this copy alone
+    numbers = OnHost(sums_R)                # begins the copy; the device continues
+    numbers.values().tolist()               # later: waits only for this copy
 
-A step so stops for the device only where a number decides what the host does next: the gradient's
-norm, and whether the updated weights are finite (train/step.py). Elsewhere `.tolist()`, `.item()`,
-`bool()`, `.cpu()`, `nonzero` and a copy from pageable memory wait for all work that was launched
-before. `stable-opd rehearse` counts such places (rehearsal/host_waits.py).
+So a step waits for the device only where a number decides what the host does next. Elsewhere
+`.tolist()`, `.item()`, `bool()`, `.cpu()`, `nonzero` and a copy from pageable memory wait for all
+work that was launched before. `stable-opd rehearse` counts such places (rehearsal/host_waits.py).
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class OnHost:
             self._arrived.record()
 
     def values(self) -> Tensor:
-        """On the CPU. Waits for the copy, which has ended if the host has waited since."""
+        """The values on the CPU, once the copy has ended."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._copy

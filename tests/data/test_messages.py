@@ -80,9 +80,9 @@ def test_a_conversation_is_rendered_with_its_own_system_message_else_the_configu
         ([{"from": "human", "value": "1+1?"}], "ShareGPT's form, with from and value; rename"),
         ([{"role": "user", "content": "\ud800"}], "has a lone surrogate"),
         ([ASK, {**TWO, "tool_calls": [{"id": "1"}]}], "message 1 has tool_calls; only role and"),
-        ([TWO], "nothing of the user to answer"),
-        ([SYSTEM], "nothing of the user to answer"),
-        ([ASK, TWO, FOUR], "nothing of the user to answer"),
+        ([TWO], "no turn of the user to answer"),
+        ([SYSTEM], "no turn of the user to answer"),
+        ([ASK, TWO, FOUR], "no turn of the user to answer"),
     ],
 )
 def test_hostile_conversations_are_refused_with_file_row_and_key(tmp_path, messages, message):

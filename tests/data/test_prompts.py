@@ -61,7 +61,7 @@ def test_prompts_hold_the_system_prompt_and_know_that_they_open_a_thought():
     assert prompt.opens_thinking is True
 
 
-def test_any_split_of_the_range_into_calls_draws_the_same_rows():
+def test_any_split_of_the_range_into_calls_gives_the_same_rows():
     order = PromptOrder(num_rows=7, seed=1)
     whole = order.indices(0, 40)
     assert [i for cursor in range(0, 40, 5) for i in order.indices(cursor, 5)] == whole
@@ -70,12 +70,12 @@ def test_any_split_of_the_range_into_calls_draws_the_same_rows():
 
 
 @pytest.mark.parametrize(("num_rows", "per_step"), [(7, 5), (10, 4), (5, 5), (23, 9)])
-def test_a_step_that_crosses_an_epoch_draws_no_row_twice(num_rows, per_step):
+def test_a_step_that_crosses_an_epoch_has_no_row_twice(num_rows, per_step):
     order = PromptOrder(num_rows, seed=0, per_step=per_step)
     steps = [order.indices(step * per_step, per_step) for step in range(60)]
     assert all(len(set(step)) == per_step for step in steps)
-    drawn = [row for step in steps for row in step]
-    epochs = [drawn[k : k + num_rows] for k in range(0, len(drawn) - num_rows + 1, num_rows)]
+    taken = [row for step in steps for row in step]
+    epochs = [taken[k : k + num_rows] for k in range(0, len(taken) - num_rows + 1, num_rows)]
     assert all(sorted(epoch) == list(range(num_rows)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != list(range(num_rows))
     assert PromptOrder(num_rows, seed=1, per_step=per_step).indices(0, num_rows) != epochs[0]

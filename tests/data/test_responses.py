@@ -94,10 +94,10 @@ def test_rollout_metrics_of_a_batch_by_hand():
 
 def test_shares_of_responses_and_tokens_by_the_age_of_their_weights():
     crossed = replace(rollout(range(5), "stop"), segments=(Segment(2, 4), Segment(3, 5)))
-    drawn = [replace(crossed, weight_version=4), replace(crossed, weight_version=6, segments=())]
+    sampled = [replace(crossed, weight_version=4), replace(crossed, weight_version=6, segments=())]
     same = version_metrics([crossed, crossed], trained_version=6, max_staleness=2)
     assert same.values_by_key()["rollout/mixed_groups"] == 0
-    metrics = version_metrics(drawn, trained_version=6, max_staleness=2)
+    metrics = version_metrics(sampled, trained_version=6, max_staleness=2)
     require_known(metrics)
     assert metrics.values_by_key() == {
         "rollout/mixed_groups": 1.0,

@@ -13,34 +13,34 @@ def make(seed: int = 0) -> SourceOrder:
     return SourceOrder(SIZES, WEIGHTS, seed, PER_STEP)
 
 
-def test_every_source_has_its_share_of_all_draws_so_far():
+def test_every_source_has_its_share_of_all_slots_so_far():
     order = make()
     sources = order.sources(np.arange(500))
     for number, weight in enumerate(WEIGHTS):
-        drawn = np.cumsum(sources == number)
-        assert np.abs(drawn - np.arange(1, 501) * weight / 10).max() <= 1
+        taken = np.cumsum(sources == number)
+        assert np.abs(taken - np.arange(1, 501) * weight / 10).max() <= 1
 
 
-def test_a_source_is_drawn_in_epochs_and_no_row_twice_in_a_step():
+def test_a_source_goes_in_epochs_and_no_row_comes_twice_in_a_step():
     order = make()
     steps = [order.indices(PER_STEP * step, PER_STEP) for step in range(80)]
     assert all(len(set(step)) == PER_STEP for step in steps)
-    drawn, end = np.concatenate(steps), 0
+    taken, end = np.concatenate(steps), 0
     for size in SIZES.values():
-        own = drawn[(drawn >= end) & (drawn < end + size)]
+        own = taken[(taken >= end) & (taken < end + size)]
         for epoch in range(len(own) // size):
             rows = own[epoch * size : (epoch + 1) * size].tolist()
             assert sorted(rows) == list(range(end, end + size))
         end += size
-    assert not np.array_equal(drawn[:50], make(seed=1).indices(0, 50))
+    assert not np.array_equal(taken[:50], make(seed=1).indices(0, 50))
 
 
-def test_any_split_into_calls_and_any_resume_draws_the_same_rows():
+def test_any_split_into_calls_and_any_resume_gives_the_same_rows():
     whole = make().indices(0, 300)
     assert [row for at in range(0, 300, 7) for row in make().indices(at, min(7, 300 - at))] == whole
     assert make().indices(170, 60) == whole[170:230]
 
 
 def test_a_source_with_too_few_rows_for_a_step_is_refused():
-    with pytest.raises(UserError, match="b has 3 usable rows, and a step may draw 4 of them"):
+    with pytest.raises(UserError, match="b has 3 usable rows, and a step may need 4 of them"):
         SourceOrder({"a": 40, "b": 3, "c": 3}, WEIGHTS, 0, PER_STEP)

@@ -75,7 +75,7 @@ def test_the_example_of_an_objective_equals_its_definition():
         ("1 / 0\ndef own(rows, settings): ...", "importing it fails: ZeroDivisionError"),
         (
             "def own(rows, settings): return -rows.teacher_logprob * rows.logprob",
-            r"own.py: own fails on a trial of 4 rows: TypeError.* asks for in NEEDS it has none",
+            r"own.py: own fails on a trial of 4 rows: TypeError.* NEEDS of the file names: none",
         ),
         ("def own(rows, settings): return rows.logprob.sum()", r"returns torch.Size\(\[\]\), exp"),
         ("def own(rows, settings): return 1.0", "returns float, expected a tensor of shape"),
