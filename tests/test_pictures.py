@@ -1,4 +1,4 @@
-"""The pictures of the documents are those that tools/pictures.py draws."""
+"""The pictures of the documents are those that tools/pictures.py writes."""
 
 from pathlib import Path
 

@@ -72,7 +72,7 @@ class Arrow:
         return "\n".join([line, *lines])
 
 
-def drawing(title: str, height: int, parts: list[Box | Arrow]) -> str:
+def picture(title: str, height: int, parts: list[Box | Arrow]) -> str:
     head = (
         '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="9" markerHeight="9" '
         'markerUnits="userSpaceOnUse" orient="auto"><path class="head" d="M0,0 L8,4 L0,8 z"/>'
@@ -87,7 +87,7 @@ def drawing(title: str, height: int, parts: list[Box | Arrow]) -> str:
     )
 
 
-STEP = drawing(
+STEP = picture(
     "The roles of a run and the data of one training step",
     640,
     [
@@ -96,13 +96,13 @@ STEP = drawing(
             20,
             250,
             74,
-            "Rollout servers (SGLang)",
+            "Rollout servers",
             ("student, weights of version v",),
             "server",
         ),
-        Box(350, 20, 260, 74, "Teacher", ("servers, or in the trainer",), "server"),
+        Box(350, 20, 260, 74, "Teacher servers", ("if the teacher is served",), "server"),
         Arrow(((155, 94), (155, 168)), "responses,\nlog-probabilities", (165, 126), "start"),
-        Arrow(((485, 94), (485, 168)), "scores of each token", (475, 136), "end"),
+        Arrow(((485, 94), (485, 168)), "scores of\neach token", (475, 126), "end"),
         Box(
             30,
             170,
@@ -129,7 +129,7 @@ STEP = drawing(
             580,
             62,
             "3  Score",
-            ("teacher and frozen reference, in the trainer",),
+            ("frozen reference; teacher, if it is not served",),
             "trainer",
         ),
         Arrow(((320, 428), (320, 462))),
@@ -156,7 +156,7 @@ STEP = drawing(
     ],
 )
 
-PUBLISH = drawing(
+PUBLISH = picture(
     "A publish: how new weights reach the rollout servers",
     560,
     [
@@ -210,7 +210,7 @@ PUBLISH = drawing(
     ],
 )
 
-CHECKPOINT = drawing(
+CHECKPOINT = picture(
     "The life of a checkpoint",
     540,
     [
