@@ -32,7 +32,21 @@ def settings_page() -> str:
     root = Config.model_json_schema(by_alias=True)
     tables = [_table("", root, root["$defs"])]
     tables += _section_tables("", root, root["$defs"])
-    return "\n".join([_HEAD, *tables])
+    return "\n".join([_HEAD, *_without_copies(tables)])
+
+
+def _without_copies(tables: list[str]) -> list[str]:
+    """The tables, with "As `student.window`." for a text that an earlier key of the name has."""
+    first: dict[tuple[str, str], str] = {}
+    shortened: list[str] = []
+    for line in "\n".join(tables).splitlines():
+        if line.startswith("| `"):
+            cells, _, text = line.removesuffix(" |").rpartition(" | ")
+            key = cells.split("`")[1]
+            same = first.setdefault((key.rpartition(".")[2], text), key)
+            line = line if same == key else f"{cells} | As `{same}`. |"
+        shortened.append(line)
+    return [*shortened, ""]
 
 
 def _section_tables(prefix: str, model: Schema, models: Schema) -> list[str]:
@@ -56,8 +70,10 @@ def _table(prefix: str, model: Schema, models: Schema) -> str:
     for name, field in model["properties"].items():
         required = name in model.get("required", ())
         kind, default = _type(field), "" if required else _code(field.get("default"))
-        section = _sections_of(field, models).get("")
-        if section is not None:
+        held = _sections_of(field, models)
+        if (section := held.get("")) is not None:
+            if default != "`null`" and "[]" not in held:
+                continue  # its own table follows
             kind, default = "section", "`null`" if default == "`null`" else ""
             field = section | field
         rows.append(f"| `{prefix}{name}` | {kind} | {default} | {_text(field)} |")
