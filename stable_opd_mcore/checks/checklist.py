@@ -42,18 +42,15 @@ from stable_opd_mcore.planning.hardware import Cluster
 Check = Callable[[Any], Iterable[Finding] | None]
 OF_A_PAIR: tuple[Check, ...] = (
     tokens.clashing_ids,
-    tokens.tokens_of_one_model,
     tokens.first_token,
     tokens.missing_bos,
-    tokens.contradicting_bos,
     stops.different_stops,
     stops.end_of_turn_is_no_eos,
-    templates.absent_templates,
+    templates.absent_template,
     templates.different_prompts,
     templates.thought_tokens,
     templates.opened_thoughts,
     templates.different_endings,
-    templates.deleted_thoughts,
 )
 OF_A_COLD_START: tuple[Check, ...] = (
     data.usable_rows,

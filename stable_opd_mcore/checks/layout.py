@@ -90,14 +90,13 @@ def memory(known: Known) -> Iterator[Finding]:
 
 
 def precision(known: Known) -> Iterator[Finding]:
-    """Weights stored and trained, or responses trained and sampled, in different precisions."""
-    config = known.config
+    """A teacher that loses bits when it is loaded; responses sampled in another precision."""
+    config, teacher = known.config, known.pair.teacher
     trained = {"fp32": "float32", "bf16": "bfloat16"}[config.train.precision]
-    models = models_in_trainer(config).items()
-    for model, (name, settings) in zip(known.pair.models, models, strict=False):
-        stored = model.settings.get("torch_dtype", model.settings.get("dtype"))
-        loses_bits = trained == "bfloat16" and stored in ("float16", "float32")
-        if settings.path is not None and loses_bits:
-            yield finding(f"{name}-loses-bits", role=name, stored=stored)
+    settings = models_in_trainer(config).get("teacher")
+    if teacher is not None and settings is not None and settings.path is not None:
+        stored = teacher.settings.get("torch_dtype", teacher.settings.get("dtype"))
+        if trained == "bfloat16" and stored in ("float16", "float32"):
+            yield finding("teacher-loses-bits", stored=stored)
     if known.objective.needs_rollouts and config.fp8.student is not None:
         yield finding("sampled-without-fp8", fp8=config.fp8.student, trained=trained)

@@ -55,9 +55,9 @@ def rotary_base(known: Known) -> Iterator[Finding]:
 def nucleus(known: Known) -> Iterator[Finding]:
     """Rollouts from a part of the distribution that the loss compares."""
     top_p = known.config.sampling.top_p
-    if known.objective.needs_rollouts and top_p < 1:
-        usual = known.config.objective.name == "lsm"  # its paper samples at 0.9
-        yield finding("usual-nucleus" if usual else "nucleus", top_p=top_p)
+    is_usual = known.config.objective.name == "lsm"  # its paper samples at 0.9
+    if known.objective.needs_rollouts and top_p < 1 and not is_usual:
+        yield finding("nucleus", top_p=top_p)
 
 
 def mixed_groups(known: Known) -> Iterator[Finding]:

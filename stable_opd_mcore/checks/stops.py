@@ -27,34 +27,18 @@ def stop_class(pair: Pair) -> list[str]:
 
 
 def different_stops(pair: Pair) -> Iterator[Finding]:
-    """A student and a teacher that end responses with different tokens."""
+    """A student and a teacher that end responses with different tokens, which are not merged."""
     student, teacher = pair.student, pair.teacher
-    if teacher is not None and set(student.stop_ids) != set(teacher.stop_ids):
-        yield finding(
-            "merged-stops" if pair.merged_stops else "separate-stops",
-            student=student.named_all(student.stop_ids),
-            teacher=teacher.named_all(teacher.stop_ids),
-            merged=" + ".join(map(str, pair.merged_stops)),
-            renamed=_renamed(pair),
-        )
+    if teacher is None or pair.merged_stops:
+        return
+    if set(student.stop_ids) != set(teacher.stop_ids):
+        named = {model.role: model.named_all(model.stop_ids) for model in pair.models}
+        yield finding("separate-stops", **named)
 
 
 def _said_by(model: ModelFiles, token_id: int) -> str:
     names = [name for name, ids in model.stop_sources.items() if token_id in ids]
     return f" ({', '.join(names)})" if names else ""
-
-
-def _renamed(pair: Pair) -> str:
-    """What the merged ids that are no stop tokens of the teacher mean to it."""
-    teacher, own = pair.teacher, pair.student.tokenizer.names_by_id
-    assert teacher is not None
-    names = teacher.tokenizer.names_by_id
-    others = [
-        f"{token_id} is {names.get(token_id)!r} there"
-        for token_id in pair.merged_stops
-        if token_id not in teacher.stop_ids and names.get(token_id) != own.get(token_id)
-    ]
-    return f"; the teacher does not stop on them all: {', '.join(others)}" if others else ""
 
 
 def end_of_turn_is_no_eos(pair: Pair) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Chat templates: absent ones, prompts that differ, thoughts that a template deletes or opens.
+"""Chat templates: an absent one, prompts that differ, thoughts that a template opens.
 
 Rendered, not read: what counts is the text that a template makes.
 """
@@ -10,7 +10,6 @@ from stable_opd_mcore.checks.pair import EXAMPLE, ModelFiles, Pair
 from stable_opd_mcore.checks.tokens import THOUGHT_MARKS
 from stable_opd_mcore.data.chat import opens_thinking
 
-_THOUGHT, _ANSWER = "One and one are two.", "The answer is 2."
 _SHOWN_CHARACTERS = 160
 
 
@@ -21,22 +20,10 @@ def shown_prompt(model: ModelFiles, text: str) -> str:
     return f"{text}\n({len(ids)} tokens; special: {model.named_all(tuple(special))})"
 
 
-def answered(model: ModelFiles) -> str:
-    """A question and an answer with a thought, by the model's template.
-
-    Raises:
-        DataError: the template fails.
-    """
-    golden = f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"
-    turns = [("user", EXAMPLE), ("assistant", golden)]
-    return model.tokenizer.render([{"role": role, "content": text} for role, text in turns])
-
-
-def absent_templates(pair: Pair) -> Iterator[Finding]:
-    """Models without a chat template."""
-    for model in pair.models_with_own_tokenizer:
-        if not model.tokenizer.has_template:
-            yield finding(f"{model.role}-without-template", prompt=_shown(model.prompt_text))
+def absent_template(pair: Pair) -> Iterator[Finding]:
+    """A student without a chat template."""
+    if not pair.student.tokenizer.has_template:
+        yield finding("without-template", prompt=_shown(pair.student.prompt_text))
 
 
 def different_prompts(pair: Pair) -> Iterator[Finding]:
@@ -47,19 +34,6 @@ def different_prompts(pair: Pair) -> Iterator[Finding]:
     if student.prompt_text != teacher.prompt_text:
         shown = {model.role: _shown(model.prompt_text) for model in pair.models}
         yield finding("different-prompts", **shown)
-
-
-def deleted_thoughts(pair: Pair) -> Iterator[Finding]:
-    """Templates that delete what stands before </think> in an assistant's turn."""
-    for model in pair.models_with_own_tokenizer:
-        if model.tokenizer.has_template and _THOUGHT not in (text := answered(model)):
-            yield finding(
-                "deleted-thoughts",
-                role=model.role,
-                thought=_THOUGHT,
-                answer=_ANSWER,
-                rendered=_shown(text),
-            )
 
 
 def thought_tokens(pair: Pair) -> Iterator[Finding]:

@@ -1,6 +1,6 @@
-"""Ids that mean different tokens, tokens of one model only, the first token of a prompt.
+"""Ids that mean different tokens, and the first token of a prompt.
 
-A student and a teacher whose vocabularies differ in padded rows alone give no finding.
+A student and a teacher whose vocabularies differ only in padded rows give no finding.
 """
 
 from collections.abc import Iterator
@@ -36,18 +36,6 @@ def _kind_of_clash(pair: Pair, token: RenamedToken) -> str:
     return "clash-of-thought-mark" if of_thought else "clash-elsewhere"
 
 
-def tokens_of_one_model(pair: Pair) -> Iterator[Finding]:
-    """Added tokens whose ids exist in one tokenizer only."""
-    for role, names in (
-        ("student", {t.token_id: t.first for t in pair.renamed if t.second is None}),
-        ("teacher", {t.token_id: t.second for t in pair.renamed if t.first is None}),
-    ):
-        if names:
-            listed = ", ".join(f"{token_id} {name!r}" for token_id, name in list(names.items())[:8])
-            listed += f" and {len(names) - 8} more" if len(names) > 8 else ""
-            yield finding(f"{role}-tokens", number=len(names), listed=listed)
-
-
 def first_token(pair: Pair) -> Iterator[Finding]:
     """Prompts that begin with a beginning-of-sequence token (BOS) in one model only."""
     if pair.teacher is None or not pair.has_two_tokenizers:
@@ -56,15 +44,6 @@ def first_token(pair: Pair) -> Iterator[Finding]:
     if bos[0] != bos[1]:
         named = {model.role: model.named(own) for model, own in zip(pair.models, bos, strict=True)}
         yield finding("different-bos", **named)
-
-
-def contradicting_bos(pair: Pair) -> Iterator[Finding]:
-    """A config.json that names another BOS than the tokenizer."""
-    for model in pair.models_with_own_tokenizer:
-        own, stated = model.tokenizer.bos_token_id, model.settings.get("bos_token_id")
-        if own is not None and type(stated) is int and stated != own:
-            names = {"stated": model.named(stated), "own": model.named(own)}
-            yield finding("two-bos", role=model.role, **names)
 
 
 def missing_bos(pair: Pair) -> Iterator[Finding]:

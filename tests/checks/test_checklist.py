@@ -60,11 +60,8 @@ def test_qwen_math_with_r1_distill(qwen, tmp_path):
         ("student", "none"),
         ("teacher", "151646 '<\uff5cbegin\u2581of\u2581sentence\uff5c>'"),
     )
-    bos = the(found, "the teacher's files name two tokens for BOS")
-    assert [value.split()[0] for _, value in bos.values] == ["151643", "151646"]
     eos = the(found, "the student's chat template ends turns with another token than its EOS")
     assert [value for _, value in eos.values] == ["151645 '<|im_end|>'", "151643 '<|endoftext|>'"]
-    assert the(found, "the teacher's template deletes thoughts before </think>")
     assert the(found, "<think> is not the same tokens in both models")
     assert "the loss compares p(151643 + 151645), one outcome for both models" in report.facts[-1]
     assert not report.errors

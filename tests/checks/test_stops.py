@@ -28,23 +28,10 @@ def test_the_class_is_the_one_that_the_loss_merges(tmp_path):
         "stop class: the loss compares p(256 + 258 + 259), one outcome for both models",
     ]
     assert stop_class(replace(read, merged_stops=()))[-1].startswith("stop class: none")
-    (finding,) = different_stops(read)
-    assert (finding.severity, finding.subject) == ("note", "stop tokens")
-    assert (
-        finding.consequence == "the loss compares p(256 + 258 + 259) as one outcome in both models"
-    )
+    assert list(different_stops(read)) == []
     (finding,) = different_stops(replace(read, merged_stops=()))
-    assert finding.severity == "warning"
+    assert (finding.severity, finding.subject) == ("warning", "stop tokens")
     assert finding.remedy == "objective.stop_class=true"
-
-
-def test_a_merged_id_that_is_no_end_to_the_teacher_is_said(tmp_path):
-    template = TEMPLATE.replace("<|im_end|>", "<|box_start|>")
-    read = pair(tmp_path, rename={"<|im_end|>": "<user>"}, template=template)
-    (finding,) = different_stops(read)
-    assert finding.consequence.endswith(
-        "the teacher does not stop on them all: 258 is '<user>' there"
-    )
 
 
 def test_a_template_that_contradicts_the_eos_of_one_model_is_found(tmp_path):

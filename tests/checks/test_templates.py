@@ -6,24 +6,13 @@ from stable_opd_mcore.checks.pair import Pair, read_model
 from stable_opd_mcore.checks.templates import different_endings, different_prompts
 from tests.checks.directories import TEMPLATE, findings, the, write_model
 
-DELETES = TEMPLATE.replace(
-    "{{ message['content'] }}", "{{ message['content'].split('</think>')[-1] }}"
-)
 OPENS = TEMPLATE.replace("assistant\\n{% endif", "assistant\\n<think>\\n{% endif").replace(
     "assistant\n{% endif", "assistant\n<think>\n{% endif"
 )
 CASES = {
-    "no template": (
-        {"template": None},
-        ("note", "the teacher has no chat template", "none", "'1+1'"),
-    ),
     "another system prompt": (
         {"template": "Think.\n" + TEMPLATE},
         ("warning", "the templates render the same problem differently", "'<|im_", "'Think.\\n<"),
-    ),
-    "thoughts are deleted": (
-        {"template": DELETES},
-        ("note", "the teacher's template deletes thoughts before </think>", "thought", "'<|im_"),
     ),
     "a thought is opened": (
         {"template": OPENS},

@@ -1,4 +1,4 @@
-"""Ids that mean different tokens, tokens of one model only, the first token of a prompt."""
+"""Ids that mean different tokens, and the first token of a prompt."""
 
 import pytest
 
@@ -26,16 +26,6 @@ CASES = {  # student's and teacher's mutation -> severity, words of the title, b
         {"rename": {"<|box_start|>": "<|quad|>"}},
         ("note", "id 259 means different tokens", "'<|box_start|>'", "'<|quad|>'"),
     ),
-    "a token of the teacher only": (
-        {},
-        {"added": ("<tool>",)},
-        ("note", "the teacher has 1 tokens that", "1 of them", "261 '<tool>'"),
-    ),
-    "a token of the student only": (
-        {"added": ("<tool>", "</tool>")},
-        {},
-        ("note", "the student has 2 tokens that", "261 '<tool>', 262 '</tool>'", "2 of them"),
-    ),
     "BOS in the teacher's prompts": (
         {},
         {"template": BOS_FIRST, "bos": "<s>"},
@@ -45,11 +35,6 @@ CASES = {  # student's and teacher's mutation -> severity, words of the title, b
         {"bos": "<s>", "add_bos": True},
         {"bos": "<s>", "add_bos": True},
         ("warning", "prompts lack the BOS", "260 '<s>'", "257 '<|im_start|>'"),
-    ),
-    "two tokens for BOS": (
-        {},
-        {"bos": "<s>", "bos_token_id": 256},
-        ("note", "teacher's files name two tokens for BOS", "256 '<|endoftext|>'", "260 '<s>'"),
     ),
 }
 
