@@ -4,7 +4,8 @@
 
 For three sizes of student, teacher and reference and four layouts: three Stable-OPD steps, the
 largest resident memory of the last step on the fullest rank, and what planning/memory.py predicts
-for that rank with torch's layers. Memory of libraries is subtracted: a tiny run comes first.
+for that rank. Layers are recomputed: torch's then save as much as Transformer Engine's, which the
+plan counts. Memory of libraries is subtracted: a tiny run comes first.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def config_of(directory: str, parallel: dict[str, Any], hidden: int, layers: int
         "rollout": {"prompts_per_step": 8, "samples_per_prompt": 4},
         "kl": {"beta": 0.1},
         "mixture": {"lambda": 0.5},
-        "train": {"micro_batch_tokens": MICRO_BATCH_TOKENS},
+        "train": {"micro_batch_tokens": MICRO_BATCH_TOKENS, "recompute": "full"},
         "monitoring": {"tensorboard": False},
         **parallel,
     }
@@ -141,7 +142,7 @@ def compare(rank: int, layout: dict[str, Any], store: str, size: tuple[int, int]
         before = resident_bytes("VmRSS")
         work = measure(config, world)
         measured = resident_bytes("VmHWM") - before
-        job = Job(config, read_models(config), Cluster(1, ranks), HOST, work, is_torch=True)
+        job = Job(config, read_models(config), Cluster(1, ranks), HOST, work)
         plan = stage_plan(job, world.pipeline_rank)
         found = gather_objects((measured, plan.peak_bytes))
         fullest, predicted = max(found)

@@ -21,7 +21,6 @@ from benchmarks.gpu.inputs import PROMPT_WORDS, config_of, qwen2, write_inputs
 from benchmarks.plan_memory import HOST, resident_bytes, restart_peak
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.models.families import Architecture, read_architecture
-from stable_opd_mcore.models.spec import transformer_engine_is_usable
 from stable_opd_mcore.parallel.world import start_world
 from stable_opd_mcore.planning.hardware import DEVICES, GIB, Cluster, Device
 from stable_opd_mcore.planning.job import Job, Work, read_models
@@ -155,8 +154,7 @@ def plan_of(shape: Shape, config: Config, device: Device) -> MemoryPlan:
 
 
 def job_of(shape: Shape, config: Config, device: Device = HOST) -> Job:
-    models, is_torch = read_models(config), not transformer_engine_is_usable()
-    return Job(config, models, Cluster(1, 1), device, shape.work, is_torch)
+    return Job(config, read_models(config), Cluster(1, 1), device, shape.work)
 
 
 def planned_gib(plan: MemoryPlan) -> float:

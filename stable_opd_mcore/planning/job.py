@@ -56,7 +56,6 @@ class Job:
     cluster: Cluster
     device: Device
     work: Work
-    is_torch: bool = False  # with the torch layers of a CPU run, not Transformer Engine's
 
     def changed(self, **sections: dict[str, Any]) -> Job:
         """The job with other values in these sections of its settings."""
@@ -102,7 +101,7 @@ class Job:
         return self.work.teacher_prompt_tokens or self.work.prompt_tokens + PRIVILEGED_TOKENS
 
     def _size(self, architecture: Architecture) -> ModelSize:
-        return ModelSize(architecture, self.layout, self.element, self.is_torch)
+        return ModelSize(architecture, self.layout, self.element)
 
     @property
     def element(self) -> int:

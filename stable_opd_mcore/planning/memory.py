@@ -14,11 +14,7 @@ from stable_opd_mcore.planning.hardware import GIB
 from stable_opd_mcore.planning.job import Job
 from stable_opd_mcore.planning.model_size import ADAM_BYTES
 from stable_opd_mcore.planning.topology import MEMORY_SHARES, WEIGHT_BUCKET_BYTES
-from stable_opd_mcore.planning.workspace import (
-    backward_bytes,
-    forward_bytes,
-    gathered_input_bytes,
-)
+from stable_opd_mcore.planning.workspace import backward_bytes, forward_bytes
 
 Phase = Literal["rollout", "score", "update"]
 PHASES: tuple[Phase, ...] = ("rollout", "score", "update")
@@ -30,7 +26,7 @@ PHASES_OF_OFFLOADED: dict[Offloadable, tuple[Phase, ...]] = {
     "optimizer": ("update",),
     "frozen": ("score",),
 }
-BLOCK_ROWS, PRODUCT_COLUMNS = 1024, 2**14  # losses.output_head's, without torch
+BLOCK_ROWS = 1024  # losses.output_head's, without torch
 # What a colocated SGLang server keeps on each GPU while its weights and KV cache are released: its
 # CUDA context, kernels, workspaces and CUDA graphs. About 1 to 2 GiB.
 RELEASED_SERVER_BYTES = 2 * GIB
@@ -41,7 +37,6 @@ class Component:
     name: str
     bytes: float
     phases: tuple[Phase, ...] = PHASES
-    is_rehearsed: bool = True  # whether it is a tensor of the fake world (rehearsal/)
     part: Offloadable | None = None  # of memory.offload
 
 
@@ -59,12 +54,6 @@ class MemoryPlan:
     def bytes_of(self, part: Offloadable) -> float:
         """What an offload of this part moves."""
         return sum(item.bytes for item in self.components if item.part == part)
-
-    @property
-    def rehearsed_bytes(self) -> float:
-        """The peak of what the fake world of `stable-opd rehearse` has."""
-        rehearsed = tuple(item for item in self.components if item.is_rehearsed)
-        return replace(self, components=rehearsed).peak_bytes
 
     @property
     def peak_phase(self) -> Phase:
@@ -126,7 +115,7 @@ def _student(job: Job, stage: int) -> Iterator[Component]:
     yield Component("gradients, fp32", 4 * parameters, part="gradients")
     yield Component("Adam's state", state, part="optimizer")
     # Transformer Engine casts the weights once a step, for both directions of a GEMM.
-    if (fp8 := config.fp8.of("student")) and not job.is_torch:
+    if fp8 := config.fp8.of("student"):
         copies = 2 * student.fp8_parameters(stage, fp8)
         yield Component("student weights in FP8, twice", copies)
 
@@ -138,7 +127,7 @@ def _frozen(job: Job, stage: int) -> Iterator[Component]:
         if role == "teacher" and config.teacher_shares:
             continue
         weights, fp8 = element * size.stage_parameters(stage), config.fp8.of(role)
-        if fp8 is not None and not job.is_torch:
+        if fp8 is not None:
             weights -= (element - 1) * size.fp8_parameters(stage, fp8)
         yield Component(f"{role} weights", weights, part="frozen")
         update, parameters = config.reference.update, size.stage_parameters(stage)
@@ -157,13 +146,13 @@ def _rollouts(job: Job, stage: int) -> Iterator[Component]:
     if rollout.engine != "sglang":
         per_token = student.kv_bytes(job.element) / (layout.tensor * layout.pipeline)
         cache = job.drawn / layout.gradient_ranks * job.longest * per_token
-        yield Component("KV cache", cache, ("rollout",), is_rehearsed=False)
+        yield Component("KV cache", cache, ("rollout",))
         return
     # Buckets of a publish and the tensor that is gathered for one (rollout/sglang/sync.py).
     embedding = student.head_rows * layout.tensor * student.architecture.hidden_size
     largest = job.element * embedding
     buckets = 2 * max(WEIGHT_BUCKET_BYTES, largest)
-    yield Component("weight sync buckets", buckets, ("rollout",), is_rehearsed=False)
+    yield Component("weight sync buckets", buckets, ("rollout",))
     # Owners gather shards and join them; other stages receive the whole tensor.
     is_cut = layout.tensor > 1 and stage in (0, layout.pipeline - 1)
     if copies := 2 if is_cut else min(1, layout.pipeline - 1):
@@ -177,16 +166,11 @@ def _passes(job: Job, stage: int) -> Iterator[Component]:
         widest = max(forward_bytes(n, job.of_scorer(r).rank_tokens) for r, n in job.frozen.items())
         yield Component("one layer's activations", widest, ("score",))
     yield Component("activations", _activation_bytes(job, stage), ("update",))
-    if gathered := gathered_input_bytes(student, tokens):
-        yield Component("gathered input of a layer", gathered)
     moment = backward_bytes(student, job.config.train.recompute, tokens)
     if stage == job.layout.pipeline - 1:
         yield from _loss_inputs(job)
-        moment = max(
-            moment - student.final_norm_bytes() * tokens,  # freed before
-            student.final_norm_workspace() * tokens,
-            _loss_bytes(job),
-        )
+        moment -= student.final_norm_bytes() * tokens  # freed before
+        moment = max(moment, _loss_bytes(job))
     yield Component("loss, or backward of a layer", moment, ("update",))
 
 
@@ -196,13 +180,9 @@ def _activation_bytes(job: Job, stage: int) -> float:
     last = stage == layout.pipeline - 1
     per_token = student.layers_per_stage * student.saved_bytes(recompute)
     per_token += student.saved_outside_layers(last)
-    # Each model chunk keeps what it sends, and what it receives: the saved input of its first
-    # layer, except that torch's norm saves another tensor in its place.
-    kept = layout.virtual - (1 if last else 0)
-    if job.is_torch and recompute != "full":
-        kept += layout.virtual - (1 if stage == 0 else 0)
+    # Each model chunk keeps what it sends; what it receives is the saved input of its first layer.
     sent = job.element * student.local_hidden
-    per_token += kept * sent
+    per_token += (layout.virtual - (1 if last else 0)) * sent
     saved = per_token * job.rank_tokens * _in_flight(job, stage)
     # Megatron's schedule lets go of a received tensor and its gradient one micro-batch later.
     before = 2 * sent * job.rank_tokens if stage > 0 and job.num_micro_batches > 1 else 0
@@ -260,12 +240,7 @@ def _loss_bytes(job: Job) -> float:
     # At other temperatures the logits of off-policy golden rows are copied, a block at most.
     copies = 1 if job.scored > job.drawn and config.sampling.temperature != 1 else 0
     blocks = 1 + len(_hidden_states_needed(job)) + copies
-    held += element * rows * student.head_rows * blocks
-    if job.is_torch and element == 2:  # a CPU multiplies slices of the gradient in fp32
-        columns = min(PRODUCT_COLUMNS, student.head_rows)
-        after = min(PRODUCT_COLUMNS, student.head_rows - columns)
-        held += 4 * rows * (columns + max(after, hidden))
-    return held
+    return held + element * rows * student.head_rows * blocks
 
 
 def _hidden_states_needed(job: Job) -> list[int]:
@@ -285,6 +260,6 @@ def _colocated_server(job: Job) -> Iterator[Component]:
         return
     share = job.device.memory_gib * GIB * MEMORY_SHARES["colocated"]
     name = "colocated server: weights, KV cache"
-    yield Component(name, share, ("rollout",), is_rehearsed=False)
+    yield Component(name, share, ("rollout",))
     name = "colocated server: what it keeps when released"
-    yield Component(name, RELEASED_SERVER_BYTES, is_rehearsed=False)
+    yield Component(name, RELEASED_SERVER_BYTES)

@@ -1,8 +1,7 @@
 """Parameters, saved activations and floating-point operations of one model on one rank.
 
 Parameter counts are exact. Saved activations follow Transformer Engine's layers (fused norm and
-rotary embedding, flash attention); is_torch follows the torch layers of a CPU run, without context
-parallelism, whose torch form keeps a mask of [slice, sequence] and is for tests only.
+rotary embedding, flash attention), not the torch layers of a CPU run, which keep more.
 
 A mixture of experts is counted as if every expert were chosen equally often.
 
@@ -30,7 +29,6 @@ class ModelSize:
     architecture: Architecture
     layout: Layout
     element: int = 2  # bytes of an activation
-    is_torch: bool = False  # with the torch layers of a CPU run
 
     @property
     def layers_per_stage(self) -> int:
@@ -126,12 +124,11 @@ class ModelSize:
         queries, keys = self.query_width / t, self.key_width / t
         mlp = self.mlp_bytes()
         norms = 2 * self._norm_bytes(hidden, 1 / self.norm_ranks)
-        # Rotated queries and keys, values, output; torch's values are a view of all of q, k and v.
-        elements = (3 if self.is_torch else 2) * (queries + keys)
-        saved = self.element * elements + norms + mlp
+        # Rotated queries and keys, values, output
+        saved = self.element * 2 * (queries + keys) + norms + mlp
         if recompute == "selective":  # the MLP, from the input of Transformer Engine's fused norm
             saved -= mlp
-            if not self.is_torch and model.experts is None:
+            if model.experts is None:
                 saved -= self.element * hidden + 4 / self.norm_ranks
         if model.family.qk_norm:
             heads = (model.num_attention_heads + model.num_key_value_heads) / t
@@ -142,14 +139,11 @@ class ModelSize:
     def mlp_bytes(self) -> float:
         """Saved by one layer's MLP, or by its router and this rank's experts."""
         model = self.architecture
-        # Gate and up, their product; torch's layers also keep the gate's activation and its input.
-        width = (5 if self.is_torch else 3) * model.ffn_hidden_size
+        width = 3 * model.ffn_hidden_size  # gate and up, and their product
         experts = model.experts
         if experts is None:
             return self.element * width / self.layout.tensor
-        # Torch's experts keep the product also times its probability, and not their output.
-        kept = width + model.hidden_size
-        kept += model.ffn_hidden_size if self.is_torch else model.hidden_size
+        kept = width + 2 * model.hidden_size  # input and output of the experts
         # fp32: logits and probabilities of the router; probabilities again in the balancing loss.
         router = 2 * 4 * experts.number / self.norm_ranks
         return self.element * self.expert_copies() * kept + router
@@ -161,19 +155,13 @@ class ModelSize:
 
     def saved_outside_layers(self, last: bool) -> float:
         """As saved_bytes: the stage's ids and rotary angles, and the last stage's final norm."""
-        # models/rotary.py keeps cosines and sines for both halves of a head.
-        angles = (2 if self.is_torch else 1) * self.architecture.head_dim
-        inputs = 9 + self.element * angles
+        inputs = 9 + self.element * self.architecture.head_dim
         return inputs + self.final_norm_bytes() if last else inputs
 
     def final_norm_bytes(self) -> float:
         """Saved by the last stage's norm per token; its output is the loss's (memory.py)."""
         norm = self._norm_bytes(self.local_hidden, 1 / self.norm_ranks)
         return norm - self.element * self.local_hidden
-
-    def final_norm_workspace(self) -> float:
-        """Of its backward pass per token, beside all that is saved: torch's computes in fp32."""
-        return 4 * 4 * self.local_hidden if self.is_torch else 0
 
     @property
     def norm_ranks(self) -> int:
@@ -186,8 +174,8 @@ class ModelSize:
         return self.architecture.hidden_size / self.norm_ranks
 
     def _norm_bytes(self, width: float, rows: float) -> float:
-        """RMSNorm: input and output; torch's also keeps an fp32 copy of both sides."""
-        return (self.element + (8 if self.is_torch else self.element)) * width + 4 * rows
+        """RMSNorm: input and output, and a factor for each row in fp32."""
+        return 2 * self.element * width + 4 * rows
 
     def forward_flops(self, tokens: float, mean_context: float) -> float:
         """Of the whole model over all its ranks, head excluded; causal attention."""

@@ -1,9 +1,9 @@
 """`stable-opd rehearse`: configs in worlds of several sizes, a line for every pipeline stage.
 
-A world that the layout does not divide is skipped and said. Refused are worlds whose memory, layout
-or servers do not fit, with the numbers and the remedy. The fake world has the torch layers of a
-CPU, so its memory is held against the plan for these; the plan for Transformer Engine's layers is
-held against the GPU. Not here: one rank (rank.py), Transformer Engine's own layers (te_layers.py).
+A world that the layout does not divide is skipped with a line that says so. A world whose memory,
+layout or servers do not fit is refused with the numbers and the remedy. The fake world has the
+torch layers of a CPU, which hold more than Transformer Engine's, for which the plan is made. Not
+here: one rank (rank.py), Transformer Engine's own layers (te_layers.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,6 @@ from stable_opd_mcore.planning.hardware import GIB, Cluster
 from stable_opd_mcore.planning.job import Job, Work, make_job, read_models
 from stable_opd_mcore.planning.known_models import model_source, models_in_trainer
 from stable_opd_mcore.planning.layout import layout_of
-from stable_opd_mcore.planning.memory import stage_plan
 from stable_opd_mcore.planning.plan import Plan, make_plan
 from stable_opd_mcore.rehearsal import te_layers
 from stable_opd_mcore.rehearsal.rank import RankReport, rehearse_rank
@@ -32,24 +31,23 @@ LAYERS_WITH_EXPERTS = 2
 
 @dataclass(frozen=True)
 class StageReport:
-    """One rank of one stage. The fake world and `planned_bytes` have the torch layers."""
+    """One rank of one stage."""
 
     rank: RankReport
-    layers: int | None  # of the stage, where fewer than the config's are rehearsed
-    planned_bytes: float  # of the rehearsed step
-    plan: Plan  # of the whole step on the GPU
+    layers: int | None  # the stage's, where fewer than the config's are rehearsed
+    plan: Plan  # the whole step on the GPU
 
     @property
     def line(self) -> str:
         on_gpu, ranks = self.plan.memory, self.plan.job.layout.data
-        sizes = (self.rank.peak_bytes, self.planned_bytes, on_gpu.peak_bytes, on_gpu.usable_bytes)
-        fake, planned, gpu, usable = (f"{size / GIB:.1f}" for size in sizes)
+        sizes = (self.rank.peak_bytes, on_gpu.peak_bytes, on_gpu.usable_bytes)
+        fake, planned, usable = (f"{size / GIB:.1f}" for size in sizes)
         cut = "" if self.layers is None else f" (layers: {self.layers})"
         idle = ranks - self.plan.job.sequences
         idle_ranks = f" ({idle} of {ranks} data-parallel ranks have no sequence)"
         return (
-            f"stage {self.rank.stage}  {self.rank.seconds:5.1f} s  fake world{cut} {fake}, "
-            f"plan {planned} GiB; on the GPU {gpu} of {usable} GiB; {self.waits}  ok"
+            f"stage {self.rank.stage}  {self.rank.seconds:5.1f} s  torch's layers{cut} {fake} GiB; "
+            f"on the GPU, by the plan, {planned} of {usable} GiB; {self.waits}  ok"
             f"{idle_ranks if idle > 0 else ''}"
         )
 
@@ -117,7 +115,7 @@ def rehearse_stage(
     """
     plan = make_plan(config, cluster, gpu, longest_work(config, read_models(config).student))
     _require_fit(plan)
-    job, of_stage = with_few_layers(replace(plan.job, config=config, is_torch=True), layers)
+    job, of_stage = with_few_layers(replace(plan.job, config=config), layers)
     job = with_few_prompts(job)
     refuse_unused_expert_ranks(job.config, job.models.student)
     report = rehearse_rank(
@@ -127,7 +125,7 @@ def rehearse_stage(
         prompt_tokens=job.work.prompt_tokens,
         vocab_size=_vocabulary(config, job),
     )
-    return StageReport(report, of_stage, stage_plan(job, stage).rehearsed_bytes, plan)
+    return StageReport(report, of_stage, plan)
 
 
 def _compare_layers(config: Config, cluster: Cluster, layers: int | None) -> str:

@@ -168,6 +168,5 @@ def test_offloaded_parts_are_held_in_the_phases_that_need_them(tmp_path):
     assert "Adam's state" in held("score", "memory.offload=[frozen]")
 
 
-def test_the_plan_knows_the_slices_of_the_heads_gradient():
-    assert memory.PRODUCT_COLUMNS == output_head.PRODUCT_COLUMNS
+def test_the_plan_knows_the_rows_of_a_block_of_the_loss():
     assert memory.BLOCK_ROWS == output_head.BLOCK_ROWS

@@ -1,5 +1,7 @@
 """Whole rehearsals of shipped configs, and mistakes that each is refused with its numbers."""
 
+from dataclasses import replace
+
 import pytest
 from typer.testing import CliRunner
 
@@ -8,6 +10,7 @@ from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.planning.hardware import Cluster
 from stable_opd_mcore.planning.job import make_job, read_models
+from stable_opd_mcore.planning.memory import stage_plan
 from stable_opd_mcore.rehearsal.worlds import (
     StageReport,
     longest_work,
@@ -29,22 +32,25 @@ def rehearse(name: str, cluster: Cluster, *overrides: str, stage: int = 0) -> St
 # The first of four stages holds two micro-batches of three rollouts and one golden solution.
 GOLDEN_IN_FLIGHT = ("parallel.pipeline=4", "parallel.tensor=2", "rollout.prompts_per_step=2")
 GOLDEN_IN_FLIGHT += ("rollout.samples_per_prompt=4", "train.micro_batch_tokens=25344")
+NOT_TENSORS_HERE = ("weight sync buckets", "colocated server")
 
 
 @pytest.mark.parametrize(
-    ("overrides", "stage"),
-    [
-        ((), 0),
-        (("parallel.pipeline=2", "train.recompute=selective"), 1),
-        (GOLDEN_IN_FLIGHT, 0),
-    ],
+    ("overrides", "stage", "most"),
+    [((), 0, 1.02), (("parallel.pipeline=2",), 1, 1.02), (GOLDEN_IN_FLIGHT, 0, 1.2)],
 )
-def test_the_plan_has_the_memory_of_the_fake_world(tmp_path, monkeypatch, overrides, stage):
+def test_the_plan_has_the_memory_of_the_fake_world(tmp_path, monkeypatch, overrides, stage, most):
+    """Torch's layers hold more than the plan's for a moment, and save the same for a recompute."""
     monkeypatch.setitem(cases.QWEN_7B, "num_hidden_layers", 4)
-    config = cases.config_7b(tmp_path, "train.micro_batch_tokens=8448", *overrides)
+    budget = ("train.micro_batch_tokens=8448", "train.recompute=full")
+    config = cases.config_7b(tmp_path, *budget, *overrides)
     report = rehearse_stage(config, Cluster(1, 8, 1), "h200", stage)
-    assert report.rank.peak_bytes == pytest.approx(report.planned_bytes, rel=0.02)
     assert report.plan.memory.fits
+    rehearsed = with_few_prompts(replace(report.plan.job, config=config))
+    plan = stage_plan(rehearsed, stage)
+    held = [item for item in plan.components if not item.name.startswith(NOT_TENSORS_HERE)]
+    planned = replace(plan, components=tuple(held)).peak_bytes
+    assert 1 <= report.rank.peak_bytes / planned < most
 
 
 @pytest.mark.parametrize(
@@ -120,7 +126,7 @@ def test_worlds_that_are_not_divided_are_skipped_and_said():
     config = load_config(CONFIGS / "smoke_cpu.yaml", ["parallel.tensor=2", "parallel.pipeline=2"])
     clusters = [Cluster(1, 2), Cluster(1, 4)]
     assert rehearse_worlds([config], clusters, "h200", lines.append, layers=1)
-    assert all("fake world (layers: 1) " in line for line in lines[2:])  # the teacher has two
+    assert all("torch's layers (layers: 1) " in line for line in lines[2:])  # the teacher has two
     assert "1 x 2 h200  skipped: " in lines[1]
     assert "= 4 does not divide 2" in lines[1]
     assert [line.rpartition("  ")[2] for line in lines[2:]] == ["ok", "ok"]  # two stages
