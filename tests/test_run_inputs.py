@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stable_opd_mcore.checks.known import Known
+from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.errors import DataError, UserError
 from stable_opd_mcore.run_inputs import (
@@ -160,7 +160,7 @@ def known_of(directory, template, **sections):
     student = {"path": write_model(directory / "model", template=template), "architecture": None}
     sections["student"] = student | sections.get("student", {})
     sections["data"] = problems(rows=8, held_out=8) | sections.get("data", {})
-    return Known(tiny_config(directory, "run", tokenizer={"path": None}, **sections), None)
+    return RunInputs(tiny_config(directory, "run", tokenizer={"path": None}, **sections), None)
 
 
 @pytest.mark.parametrize("prompts", ["prompts", "held_out"])

@@ -14,10 +14,10 @@ from typing import Any
 
 from stable_opd_mcore.checks import (
     contamination,
-    data,
-    layout,
-    models,
-    run_directory,
+    data_rows,
+    gpu_fit,
+    model_directories,
+    output_directory,
     sampling,
     software,
     stops,
@@ -25,7 +25,7 @@ from stable_opd_mcore.checks import (
     tokens,
 )
 from stable_opd_mcore.checks.finding import Finding, finding, refused
-from stable_opd_mcore.checks.known import Known, Place
+from stable_opd_mcore.checks.lazy_inputs import Place, RunInputs
 from stable_opd_mcore.checks.pair import EXAMPLE, ModelFiles, Pair, read_model
 from stable_opd_mcore.checks.printing import Report, by_severity, finding_text
 from stable_opd_mcore.checks.software import installed
@@ -37,55 +37,69 @@ from stable_opd_mcore.host.printable_text import printable
 from stable_opd_mcore.losses.stop_tokens import shared_stop_ids
 from stable_opd_mcore.planning.hardware import Cluster
 
-# Findings of a pair, of what is known of a run, or of the software; an error that `train` has too
-# is raised.
+# Each returns its findings. An error that `train` has too is raised.
 Check = Callable[[Any], Iterable[Finding] | None]
-OF_A_PAIR: tuple[Check, ...] = (
-    tokens.clashing_ids,
-    tokens.first_token,
-    tokens.missing_bos,
-    stops.different_stops,
-    stops.end_of_turn_is_no_eos,
-    templates.absent_template,
-    templates.different_prompts,
-    templates.thought_tokens,
-    templates.opened_thoughts,
-    templates.different_endings,
-)
-OF_A_COLD_START: tuple[Check, ...] = (
-    data.usable_rows,
-    run_directory.other_settings,
-)
-OF_A_RUN: tuple[Check, ...] = (
-    models.student_settings,
-    models.teacher_settings,
-    models.weights,
-    models.same_weights,
-    sampling.embedding_rows,
-    sampling.student_window,
-    sampling.teacher_window,
-    sampling.rotary_base,
-    sampling.nucleus,
-    sampling.mixed_groups,
-    sampling.support,
-    layout.layout,
-    layout.memory,
-    layout.precision,
-    data.usable_rows,
-    data.golden_lengths,
-    data.repeated_ids,
-    data.repeated_problems,
-    data.repeated_held_out,
-    contamination.benchmark_problems,
-    run_directory.writable,
-    run_directory.other_run,
-    run_directory.other_settings,
-    run_directory.disk,
-)
-OF_THE_SOFTWARE: tuple[Check, ...] = (
-    software.apex,
-    software.unfused,
-)
+# Subject, as `refused` names it -> checks of a Pair, of RunInputs, or of the Software
+Checks = dict[str, tuple[Check, ...]]
+OF_A_PAIR: Checks = {
+    "tokens": (
+        tokens.clashing_ids,
+        tokens.first_token,
+        tokens.missing_bos,
+    ),
+    "stop tokens": (
+        stops.different_stops,
+        stops.end_of_turn_is_no_eos,
+    ),
+    "chat template": (
+        templates.absent_template,
+        templates.different_prompts,
+        templates.thought_tokens,
+        templates.opened_thoughts,
+        templates.different_endings,
+    ),
+}
+OF_A_COLD_START: Checks = {
+    "data": (data_rows.usable_rows,),
+    "run directory": (output_directory.other_settings,),
+}
+OF_A_RUN: Checks = {
+    "models": (
+        model_directories.student_settings,
+        model_directories.teacher_settings,
+        model_directories.weights,
+        model_directories.same_weights,
+    ),
+    "sampling": (
+        sampling.embedding_rows,
+        sampling.student_window,
+        sampling.teacher_window,
+        sampling.rotary_base,
+        sampling.nucleus,
+        sampling.mixed_groups,
+        sampling.support,
+    ),
+    "layout": (
+        gpu_fit.layout,
+        gpu_fit.memory,
+        gpu_fit.precision,
+    ),
+    "data": (
+        data_rows.usable_rows,
+        data_rows.golden_lengths,
+        data_rows.repeated_ids,
+        data_rows.repeated_problems,
+        data_rows.repeated_held_out,
+    ),
+    "contamination": (contamination.benchmark_problems,),
+    "run directory": (
+        output_directory.writable,
+        output_directory.other_run,
+        output_directory.other_settings,
+        output_directory.disk,
+    ),
+}
+OF_THE_SOFTWARE: Checks = {"software": (software.apex, software.unfused)}
 
 
 def check_pair(student: str, teacher: str) -> Report:
@@ -119,26 +133,26 @@ def check_config(config: Config, place: Place | None, accept_changes: bool = Fal
         place: the job's GPUs; None: not known, so memory and servers are not checked.
         accept_changes: as of `train`.
     """
-    known = Known(config, place, accept_changes)
+    inputs = RunInputs(config, place, accept_changes)
     findings, facts, prompts = [], [], ()
     try:
-        pair = known.pair
+        pair = inputs.pair
     except UserError as error:
         findings.append(refused("files", error))
     else:
         if pair.teacher_gap is not None:
             findings.append(finding("unknown-teacher", gap=pair.teacher_gap))
         findings += _found(OF_A_PAIR, pair)
-        facts, prompts = _facts(pair), _prompts(pair, known.example, known.teacher_example)
-    findings += _found(OF_A_RUN, known)
+        facts, prompts = _facts(pair), _prompts(pair, inputs.example, inputs.teacher_example)
+    findings += _found(OF_A_RUN, inputs)
     if config.cold_start is not None:
-        cold = Known(cold_start_config(known.config), place, accept_changes)
+        cold = RunInputs(cold_start_config(inputs.config), place, accept_changes)
         findings += _found(OF_A_COLD_START, cold)
     here = installed(on_gpu=place is not None and place.on_gpu)
     findings += _found(OF_THE_SOFTWARE, here)
-    for read in (data.facts, layout.facts):
+    for read in (data_rows.facts, gpu_fit.facts):
         with suppress(UserError):  # a finding says so
-            facts += read(known)
+            facts += read(inputs)
     return Report(tuple(_distinct(findings)), (*facts, here.line()), prompts)
 
 
@@ -177,13 +191,14 @@ def refuse_errors(report: Report) -> None:
     )
 
 
-def _found(checks: Iterable[Check], subject: object) -> list[Finding]:
+def _found(checks: Checks, of: object) -> list[Finding]:
     findings: list[Finding] = []
-    for check in checks:
-        try:
-            findings += check(subject) or ()
-        except UserError as error:
-            findings.append(refused(check.__module__.rpartition(".")[2].replace("_", " "), error))
+    for subject, functions in checks.items():
+        for check in functions:
+            try:
+                findings += check(of) or ()
+            except UserError as error:
+                findings.append(refused(subject, error))
     return _distinct(findings)
 
 

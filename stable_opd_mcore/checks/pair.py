@@ -2,7 +2,7 @@
 
     model = read_model("student", "models/student")
 
-Not here: the models of a config (known.py), what does not go together (the other files).
+Not here: the models of a config (inputs.py), what does not go together (the other files).
 """
 
 from collections.abc import Mapping

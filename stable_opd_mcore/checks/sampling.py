@@ -6,7 +6,7 @@ The temperature against a served teacher is refused by the schema, which this li
 from collections.abc import Iterator
 
 from stable_opd_mcore.checks.finding import Finding, finding
-from stable_opd_mcore.checks.known import Known
+from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.run_inputs import refuse_long_support, refuse_small_vocabulary
 from stable_opd_mcore.serving.requests import UNUSED_POSITIONS
@@ -15,32 +15,32 @@ from stable_opd_mcore.serving.requests import UNUSED_POSITIONS
 _USUAL_THETA, _USUAL_WINDOW = 10_000.0, 4096
 
 
-def student_window(known: Known) -> Iterator[Finding]:
+def student_window(inputs: RunInputs) -> Iterator[Finding]:
     """Responses that leave no prompt in the student's window."""
-    window, response = known.architecture.max_positions, known.config.sampling.max_new_tokens
-    if known.objective.needs_rollouts and response >= window:
-        described = _window(known.architecture)
+    window, response = inputs.architecture.max_positions, inputs.config.sampling.max_new_tokens
+    if inputs.objective.needs_rollouts and response >= window:
+        described = _window(inputs.architecture)
         yield finding("student-window", described=described, response=response, window=window)
 
 
-def teacher_window(known: Known) -> Iterator[Finding]:
+def teacher_window(inputs: RunInputs) -> Iterator[Finding]:
     """Sequences that are longer than the teacher's window, in the trainer or on servers."""
-    teacher = known.pair.teacher
+    teacher = inputs.pair.teacher
     window = teacher and teacher.settings.get("max_position_embeddings")
     if teacher is None or type(window) is not int:
         return
-    longest = known.config.sampling.max_new_tokens + len(known.pair.student.prompt_ids)
-    settings = known.config.teacher
+    longest = inputs.config.sampling.max_new_tokens + len(inputs.pair.student.prompt_ids)
+    settings = inputs.config.teacher
     if settings is not None and settings.engine == "sglang":
         window -= UNUSED_POSITIONS
     if longest > window:
         yield finding("teacher-window", window=window, longest=longest)
 
 
-def rotary_base(known: Known) -> Iterator[Finding]:
+def rotary_base(inputs: RunInputs) -> Iterator[Finding]:
     """A student whose window was raised without its rotary base."""
-    student = known.architecture
-    needed = known.config.sampling.max_new_tokens
+    student = inputs.architecture
+    needed = inputs.config.sampling.max_new_tokens
     raised = student.max_positions > _USUAL_WINDOW and needed > _USUAL_WINDOW
     if raised and student.rope_theta <= _USUAL_THETA and student.rope_scaling is None:
         yield finding(
@@ -52,30 +52,30 @@ def rotary_base(known: Known) -> Iterator[Finding]:
         )
 
 
-def nucleus(known: Known) -> Iterator[Finding]:
+def nucleus(inputs: RunInputs) -> Iterator[Finding]:
     """Rollouts from a part of the distribution that the loss compares."""
-    top_p = known.config.sampling.top_p
-    is_usual = known.config.objective.name == "lsm"  # its paper samples at 0.9
-    if known.objective.needs_rollouts and top_p < 1 and not is_usual:
+    top_p = inputs.config.sampling.top_p
+    is_usual = inputs.config.objective.name == "lsm"  # its paper samples at 0.9
+    if inputs.objective.needs_rollouts and top_p < 1 and not is_usual:
         yield finding("nucleus", top_p=top_p)
 
 
-def mixed_groups(known: Known) -> Iterator[Finding]:
+def mixed_groups(inputs: RunInputs) -> Iterator[Finding]:
     """Responses of one prompt from several weights, whose rewards are compared."""
-    settings = known.config.rollout
-    if known.objective.needs_rewards and settings.partial:
-        yield finding("mixed-groups", name=known.objective.name, count=settings.samples_per_prompt)
+    settings = inputs.config.rollout
+    if inputs.objective.needs_rewards and settings.partial:
+        yield finding("mixed-groups", name=inputs.objective.name, count=settings.samples_per_prompt)
 
 
-def embedding_rows(known: Known) -> None:
+def embedding_rows(inputs: RunInputs) -> None:
     """Embeddings with fewer rows than the tokenizer has tokens; `train` refuses them."""
-    for settings, model in known.models.values():
-        refuse_small_vocabulary(settings, model, known.tokenizer.vocab_size)
+    for settings, model in inputs.models.values():
+        refuse_small_vocabulary(settings, model, inputs.tokenizer.vocab_size)
 
 
-def support(known: Known) -> None:
+def support(inputs: RunInputs) -> None:
     """More of the most probable tokens than there are; `train` refuses them."""
-    refuse_long_support(known.objective, known.tokenizer.vocab_size)
+    refuse_long_support(inputs.objective, inputs.tokenizer.vocab_size)
 
 
 def _window(model: Architecture) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stable_opd_mcore import evaluation
-from stable_opd_mcore.checks.run_directory import CHECKPOINTS
+from stable_opd_mcore.checks.output_directory import CHECKPOINTS
 from stable_opd_mcore.config.changes import read_settings
 from stable_opd_mcore.config.cold_start import MODEL
 from stable_opd_mcore.config.load import RESOLVED, load_config

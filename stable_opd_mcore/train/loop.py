@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stable_opd_mcore.checks.checklist import check_config, refuse_errors
-from stable_opd_mcore.checks.run_directory import CHECKPOINTS, settings_changes
+from stable_opd_mcore.checks.output_directory import CHECKPOINTS, settings_changes
 from stable_opd_mcore.config.cold_start import MODEL, after_cold_start, cold_start_config
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.host.atomic_files import naming_disk_errors, write_atomically

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from stable_opd_mcore.checks.known import Place
+from stable_opd_mcore.checks.lazy_inputs import Place
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.data.sources import source_name
 from stable_opd_mcore.evaluation.grading import Grader, Rewards

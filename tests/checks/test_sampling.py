@@ -5,14 +5,14 @@ import json
 import pytest
 
 from stable_opd_mcore.checks import sampling
-from stable_opd_mcore.checks.known import Known
+from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.errors import UserError
 from tests.train.runs import ALONE, tiny_architecture, tiny_config
 
 
-def known(tmp_path, **sections):
-    return Known(tiny_config(tmp_path, "run", **sections), None)
+def inputs_of(tmp_path, **sections):
+    return RunInputs(tiny_config(tmp_path, "run", **sections), None)
 
 
 def long_student(**fields):
@@ -56,7 +56,7 @@ CASES = {  # check, sections -> severity and the two values
 @pytest.mark.parametrize("case", CASES)
 def test_a_setting_that_does_not_fit_is_found(case, tmp_path):
     check, sections, (severity, *values) = CASES[case]
-    (finding,) = check(known(tmp_path, **sections))
+    (finding,) = check(inputs_of(tmp_path, **sections))
     assert finding.severity == severity
     assert [value for _, value in finding.values] == values
 
@@ -78,34 +78,37 @@ def test_settings_that_fit_give_no_finding(sections, tmp_path):
         sampling.nucleus,
         sampling.mixed_groups,
     ):
-        assert list(check(known(tmp_path, **sections))) == []
+        assert list(check(inputs_of(tmp_path, **sections))) == []
     if not sections:
-        assert list(sampling.teacher_window(known(tmp_path))) == []
+        assert list(sampling.teacher_window(inputs_of(tmp_path))) == []
 
 
 def test_the_teacher_s_window_holds_exactly_what_it_says(tmp_path):
-    exact = known(tmp_path, sampling={"max_new_tokens": 124})  # and a prompt of 4 tokens
+    exact = inputs_of(tmp_path, sampling={"max_new_tokens": 124})  # and a prompt of 4 tokens
     assert list(sampling.teacher_window(exact)) == []
     served = {"engine": "sglang", "urls": ["http://n1:1"], "architecture": None}
-    assert list(sampling.teacher_window(known(tmp_path, teacher=served))) == []
+    assert list(sampling.teacher_window(inputs_of(tmp_path, teacher=served))) == []
     Tokenizer.load("synthetic").save(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(tiny_architecture(32, 4)))
     served["path"] = str(tmp_path)  # servers leave seven positions unused
     for tokens, findings in ((117, 0), (118, 1)):
-        fits = known(tmp_path, teacher=served, sampling={"max_new_tokens": tokens})
+        fits = inputs_of(tmp_path, teacher=served, sampling={"max_new_tokens": tokens})
         assert len(list(sampling.teacher_window(fits))) == findings
-    assert list(sampling.teacher_window(known(tmp_path, objective={"name": "grpo"}, **ALONE))) == []
+    assert (
+        list(sampling.teacher_window(inputs_of(tmp_path, objective={"name": "grpo"}, **ALONE)))
+        == []
+    )
 
 
 @pytest.mark.parametrize("role", ["student", "teacher"])
 def test_an_embedding_with_too_few_rows_is_refused_as_train_refuses_it(role, tmp_path):
     small = {"architecture": tiny_architecture(32, 4, vocab_size=23)}
     with pytest.raises(UserError, match=r"vocab_size=23 is smaller than the tokenizer's 24 tokens"):
-        sampling.embedding_rows(known(tmp_path, **{role: small}))
+        sampling.embedding_rows(inputs_of(tmp_path, **{role: small}))
 
 
 def test_a_support_beyond_the_vocabulary_is_refused_as_train_refuses_it(tmp_path):
     with pytest.raises(UserError, match=r"objective\.top_k=32 exceeds the tokenizer's 24 tokens"):
-        sampling.support(known(tmp_path, objective={"name": "lsm", "top_k": 32}))
-    assert sampling.support(known(tmp_path, objective={"name": "lsm", "top_k": 24})) is None
-    assert sampling.support(known(tmp_path)) is None
+        sampling.support(inputs_of(tmp_path, objective={"name": "lsm", "top_k": 32}))
+    assert sampling.support(inputs_of(tmp_path, objective={"name": "lsm", "top_k": 24})) is None
+    assert sampling.support(inputs_of(tmp_path)) is None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stable_opd_mcore.checks.run_directory import CHECKPOINTS
+from stable_opd_mcore.checks.output_directory import CHECKPOINTS
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.config.training import MemoryConfig
 from stable_opd_mcore.errors import ConfigError

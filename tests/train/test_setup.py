@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stable_opd_mcore.checks.known import Place
+from stable_opd_mcore.checks.lazy_inputs import Place
 from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from stable_opd_mcore.checks.run_directory import CHECKPOINTS
+from stable_opd_mcore.checks.output_directory import CHECKPOINTS
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.monitoring.sinks import GUARD_EVENT, Sinks
 from stable_opd_mcore.train import phases

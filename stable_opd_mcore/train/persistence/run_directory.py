@@ -2,13 +2,13 @@
 
 config.resolved.yaml holds the settings of the newest start; those of earlier starts that differ are
 kept as config.resolved.001.yaml and so on. Not here: the lock (host/run_lock.py), the
-refusal of changed settings (checks/run_directory.py), checkpoints, metrics.
+refusal of changed settings (checks/output_directory.py), checkpoints, metrics.
 """
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from stable_opd_mcore.checks.inputs import write_inputs
+from stable_opd_mcore.checks.input_hashes import write_inputs
 from stable_opd_mcore.config.load import RESOLVED, config_yaml
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
@@ -33,8 +33,9 @@ def on_first_rank(world: World, function: Callable[[], Result]) -> Result:
 
 
 def keep_resolved(config: Config) -> None:
-    """Write config.resolved.yaml and inputs.json (checks/inputs.py); a config with other contents
-    is kept under the next number.
+    """Write config.resolved.yaml and inputs.json (checks/input_hashes.py).
+
+    A config with other contents is kept under the next number.
     """
     path = config.run.path / RESOLVED
     text = config_yaml(config)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from stable_opd_mcore.checks.finding import Finding, finding
-from stable_opd_mcore.checks.known import Known
+from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.config.training import Fp8Role
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.fp8 import refuse_fp8
@@ -17,35 +17,37 @@ from stable_opd_mcore.run_inputs import (
 )
 
 
-def layout(known: Known) -> None:
+def layout(inputs: RunInputs) -> None:
     """Models that do not fit these ranks, also in FP8; expert ranks without experts; GPUs that the
     ranks do not divide.
     """
-    config, parallel, place = known.config, known.config.parallel, known.place
-    models: dict[Fp8Role, Architecture] = {role: model for role, (_, model) in known.models.items()}
-    models["reference"] = known.architecture
+    config, parallel, place = inputs.config, inputs.config.parallel, inputs.place
+    models: dict[Fp8Role, Architecture] = {
+        role: model for role, (_, model) in inputs.models.items()
+    }
+    models["reference"] = inputs.architecture
     precision = config.train.precision if place is not None and place.on_gpu else None
     cuts = {"tensor": parallel.tensor, "pipeline": parallel.pipeline}
     for role, model in models.items():
         refuse_layout(role, model, parallel)
         if fp8 := config.fp8.of(role):
             refuse_fp8(model, fp8, **cuts, precision=precision)
-    refuse_unused_expert_ranks(config, known.architecture)
-    refuse_routing_without_experts(config, known.architecture)
+    refuse_unused_expert_ranks(config, inputs.architecture)
+    refuse_routing_without_experts(config, inputs.architecture)
     if place is not None:
         layout_of(parallel, place.cluster.trainer_gpus)
         if place.gpu in DEVICES or not place.on_gpu:
             plan_topology(config, place.cluster, place.gpu)
 
 
-def facts(known: Known) -> list[str]:
+def facts(inputs: RunInputs) -> list[str]:
     """What of the student lies on a rank, and the memory that the plan predicts, as lines.
 
     Raises:
         UserError: the layout does not fit.
     """
-    layout(known)
-    student, parallel = known.architecture, known.config.parallel
+    layout(inputs)
+    student, parallel = inputs.architecture, inputs.config.parallel
     stages = parallel.pipeline * (parallel.virtual_pipeline or 1)
     rows = -(-student.vocab_size // parallel.tensor)
     padding = rows * parallel.tensor - student.vocab_size
@@ -55,27 +57,27 @@ def facts(known: Known) -> list[str]:
         f"{student.num_layers} layers a stage, {rows} of {student.vocab_size} vocabulary rows"
         + (f" ({padding} of padding)" if padding else "")
     ]
-    if known.plan is not None:
-        held, usable = known.plan.memory.peak_bytes, known.plan.memory.usable_bytes
+    if inputs.plan is not None:
+        held, usable = inputs.plan.memory.peak_bytes, inputs.plan.memory.usable_bytes
         lines.append(
             f"memory by `stable-opd plan`: {held / GIB:.1f} of {usable / GIB:.1f} GiB of a "
-            f"{known.plan.job.device.name}, in the {known.plan.memory.peak_phase} phase"
+            f"{inputs.plan.job.device.name}, in the {inputs.plan.memory.peak_phase} phase"
         )
     return lines
 
 
-def memory(known: Known) -> Iterator[Finding]:
+def memory(inputs: RunInputs) -> Iterator[Finding]:
     """A step that exceeds the GPU's memory, by `stable-opd plan`.
 
     An error where nothing mends it but other GPUs or another layout; else a warning, because the
     plan is an estimate.
     """
-    if known.place is None or not known.place.on_gpu:
+    if inputs.place is None or not inputs.place.on_gpu:
         return
-    if known.place.gpu not in DEVICES:
-        yield finding("unknown-gpu", gpu=known.place.gpu, known=", ".join(DEVICES))
+    if inputs.place.gpu not in DEVICES:
+        yield finding("unknown-gpu", gpu=inputs.place.gpu, known=", ".join(DEVICES))
         return
-    plan = known.plan
+    plan = inputs.plan
     if plan is None or plan.memory.fits:
         return
     is_mendable = plan.largest_micro_batch or plan.choice.best.memory.fits
@@ -89,14 +91,14 @@ def memory(known: Known) -> Iterator[Finding]:
     )
 
 
-def precision(known: Known) -> Iterator[Finding]:
+def precision(inputs: RunInputs) -> Iterator[Finding]:
     """A teacher that loses bits when it is loaded; responses sampled in another precision."""
-    config, teacher = known.config, known.pair.teacher
+    config, teacher = inputs.config, inputs.pair.teacher
     trained = {"fp32": "float32", "bf16": "bfloat16"}[config.train.precision]
     settings = models_in_trainer(config).get("teacher")
     if teacher is not None and settings is not None and settings.path is not None:
         stored = teacher.settings.get("torch_dtype", teacher.settings.get("dtype"))
         if trained == "bfloat16" and stored in ("float16", "float32"):
             yield finding("teacher-loses-bits", stored=stored)
-    if known.objective.needs_rollouts and config.fp8.student is not None:
+    if inputs.objective.needs_rollouts and config.fp8.student is not None:
         yield finding("sampled-without-fp8", fp8=config.fp8.student, trained=trained)

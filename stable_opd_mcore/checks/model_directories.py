@@ -5,22 +5,22 @@ from os import SEEK_END
 from pathlib import Path
 
 from stable_opd_mcore.checks.finding import Finding, finding
-from stable_opd_mcore.checks.known import Known
+from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.unread_settings import unread_keys
 
 _END_BYTES = 65536
 
 
-def student_settings(known: Known) -> Iterator[Finding]:
+def student_settings(inputs: RunInputs) -> Iterator[Finding]:
     """A config.json that `train` refuses, or that asks for something that is not computed."""
-    yield from _unread_settings("student", known.architecture)
+    yield from _unread_settings("student", inputs.architecture)
 
 
-def teacher_settings(known: Known) -> Iterator[Finding]:
+def teacher_settings(inputs: RunInputs) -> Iterator[Finding]:
     """As `student_settings`."""
-    if known.teacher_architecture is not None:
-        yield from _unread_settings("teacher", known.teacher_architecture)
+    if inputs.teacher_architecture is not None:
+        yield from _unread_settings("teacher", inputs.teacher_architecture)
 
 
 def _unread_settings(role: str, architecture: Architecture) -> Iterator[Finding]:
@@ -29,10 +29,10 @@ def _unread_settings(role: str, architecture: Architecture) -> Iterator[Finding]
         yield finding("unread-settings", role=role, values=values)
 
 
-def same_weights(known: Known) -> Iterator[Finding]:
+def same_weights(inputs: RunInputs) -> Iterator[Finding]:
     """A teacher with the student's weights and prompt; no whole file is read."""
-    teacher, student = known.config.teacher, known.config.student.path
-    if teacher is None or teacher.prompt is not None or known.objective.teacher_needs == "none":
+    teacher, student = inputs.config.teacher, inputs.config.student.path
+    if teacher is None or teacher.prompt is not None or inputs.objective.teacher_needs == "none":
         return
     if teacher.is_self or (
         student and teacher.path and _ends(student) == _ends(teacher.path) != {}
@@ -51,14 +51,14 @@ def _ends(directory: str) -> dict[str, tuple[int, bytes]]:
     return ends
 
 
-def weights(known: Known) -> Iterator[Finding]:
+def weights(inputs: RunInputs) -> Iterator[Finding]:
     """Files that `train` refuses when it loads a model, and files of weights that it passes over;
     few values are read.
     """
-    config, models = known.config, known.models.values()
+    config, models = inputs.config, inputs.models.values()
     places = [(settings.path, model) for settings, model in models]
     if config.largest_beta:
-        places.append((config.reference.path, known.architecture))
+        places.append((config.reference.path, inputs.architecture))
     read = [(path, built) for path, built in places if path is not None]
     if read:
         # imports Megatron, which takes seconds

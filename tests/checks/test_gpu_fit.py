@@ -2,8 +2,8 @@
 
 import pytest
 
-from stable_opd_mcore.checks import layout
-from stable_opd_mcore.checks.known import Known, Place
+from stable_opd_mcore.checks import gpu_fit
+from stable_opd_mcore.checks.lazy_inputs import Place, RunInputs
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.planning.plan import Cluster
 from tests.checks.directories import write_model
@@ -24,36 +24,36 @@ ONE_NODE = Place(Cluster(1, 8), "h200")
 )
 def test_a_layout_that_does_not_fit_is_refused(parallel, place, words, tmp_path):
     with pytest.raises(UserError, match=words):
-        layout.layout(Known(tiny_config(tmp_path, "run", parallel=parallel), place))
+        gpu_fit.layout(RunInputs(tiny_config(tmp_path, "run", parallel=parallel), place))
 
 
 def test_memory_is_an_error_only_where_nothing_fits(tmp_path):
-    assert list(layout.memory(Known(config_7b(tmp_path), ONE_NODE))) == []
+    assert list(gpu_fit.memory(RunInputs(config_7b(tmp_path), ONE_NODE))) == []
     large = config_7b(tmp_path, "train.micro_batch_tokens=262144")
-    (finding,) = layout.memory(Known(large, ONE_NODE))
+    (finding,) = gpu_fit.memory(RunInputs(large, ONE_NODE))
     assert finding.severity == "warning"
     assert finding.remedy.startswith("train.micro_batch_tokens=")
     one_gpu = config_7b(tmp_path, "parallel.tensor=1", "parallel.sequence=false")
-    (finding,) = layout.memory(Known(one_gpu, Place(Cluster(1, 1), "h100")))
+    (finding,) = gpu_fit.memory(RunInputs(one_gpu, Place(Cluster(1, 1), "h100")))
     assert (finding.severity, finding.remedy[:24]) == ("error", "a larger parallel.tensor")
-    (finding,) = layout.memory(Known(one_gpu, Place(Cluster(1, 8), "h100")))
+    (finding,) = gpu_fit.memory(RunInputs(one_gpu, Place(Cluster(1, 8), "h100")))
     assert (finding.severity, finding.remedy[:16]) == ("warning", "train.recompute=")
     assert finding.values[1] == ("usable of a h100", "75.6 GiB")
-    assert list(layout.memory(Known(one_gpu, Place(Cluster(1, 1), "cpu")))) == []
-    other = Known(one_gpu, Place(Cluster(1, 1), "nvidia a100"))
-    (finding,) = layout.memory(other)
+    assert list(gpu_fit.memory(RunInputs(one_gpu, Place(Cluster(1, 1), "cpu")))) == []
+    other = RunInputs(one_gpu, Place(Cluster(1, 1), "nvidia a100"))
+    (finding,) = gpu_fit.memory(other)
     assert (finding.severity, finding.values[0]) == ("note", ("GPU", "nvidia a100"))
-    layout.layout(other)
+    gpu_fit.layout(other)
 
 
 def test_the_facts_say_what_a_rank_holds(tmp_path):
-    heads, memory = layout.facts(Known(config_7b(tmp_path), ONE_NODE))
+    heads, memory = gpu_fit.facts(RunInputs(config_7b(tmp_path), ONE_NODE))
     assert heads == (
         "a rank holds 7 of 28 heads, 28 of 28 layers a stage, 38016 of 152064 vocabulary rows"
     )
     assert memory.startswith("memory by `stable-opd plan`: ")
     assert memory.endswith(" of 135.0 GiB of a h200, in the rollout phase")
-    (line,) = layout.facts(Known(tiny_config(tmp_path, "run", parallel={"tensor": 2}), None))
+    (line,) = gpu_fit.facts(RunInputs(tiny_config(tmp_path, "run", parallel={"tensor": 2}), None))
     assert line.endswith(
         "2 of 4 heads, 4 of 4 layers a stage, 14 of 27 vocabulary rows (1 of padding)"
     )
@@ -65,7 +65,7 @@ def test_a_teacher_stored_in_more_bits_than_it_scores_in_is_found(tmp_path):
     config = tiny_config(
         tmp_path, "run", tokenizer={"path": None}, train={"precision": "bf16"}, **models
     )
-    (finding,) = layout.precision(Known(config, None))
+    (finding,) = gpu_fit.precision(RunInputs(config, None))
     assert (finding.severity, finding.values[0]) == ("warning", ("config.json", "float16"))
 
 
@@ -77,25 +77,25 @@ def test_servers_that_do_not_fit_the_gpus_are_refused_where_the_gpu_is_known(tmp
     )
     config = config_7b(tmp_path, *served)
     with pytest.raises(UserError, match="4 too many"):
-        layout.layout(Known(config, ONE_NODE))
-    layout.layout(Known(config, Place(Cluster(1, 8), "a100")))
-    layout.layout(Known(config_7b(tmp_path), ONE_NODE))
+        gpu_fit.layout(RunInputs(config, ONE_NODE))
+    gpu_fit.layout(RunInputs(config, Place(Cluster(1, 8), "a100")))
+    gpu_fit.layout(RunInputs(config_7b(tmp_path), ONE_NODE))
 
 
 def test_precision_of_a_run_without_teacher(tmp_path):
     alone = {**ALONE, "train": {"precision": "bf16"}}
     config = tiny_config(tmp_path, "run", objective={"name": "grpo"}, **alone)
-    assert list(layout.precision(Known(config, None))) == []
+    assert list(gpu_fit.precision(RunInputs(config, None))) == []
 
 
 def test_fp8_that_does_not_fit_is_refused_and_sampling_without_it_is_found(tmp_path):
     every = {"student": "tensorwise", "teacher": "blockwise", "reference": "blockwise"}
     config = tiny_config(tmp_path, "run", fp8=every)
-    layout.layout(Known(config, None))
-    (finding,) = layout.precision(Known(config, None))
+    gpu_fit.layout(RunInputs(config, None))
+    (finding,) = gpu_fit.precision(RunInputs(config, None))
     assert finding.values == (("fp8.student", "tensorwise"), ("sampled in", "float32"))
     with pytest.raises(UserError, match=r"fp8.student=tensorwise with train.precision=fp32"):
-        layout.layout(Known(config, ONE_NODE))
+        gpu_fit.layout(RunInputs(config, ONE_NODE))
     two = tiny_config(tmp_path, "run", fp8={"teacher": "blockwise"}, parallel={"tensor": 2})
     with pytest.raises(UserError, match=r"fp8.teacher=blockwise: the queries' width is 24"):
-        layout.layout(Known(two, None))
+        gpu_fit.layout(RunInputs(two, None))

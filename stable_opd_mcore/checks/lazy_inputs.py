@@ -52,19 +52,19 @@ class once(Generic[T]):
     def __init__(self, read: Callable[[Any], T]):
         self._read = read
 
-    def __get__(self, known: Known, owner: type | None = None) -> T:
+    def __get__(self, inputs: RunInputs, owner: type | None = None) -> T:
         name = self._read.__name__
-        if name not in known.parts:
+        if name not in inputs.parts:
             try:
-                known.parts[name] = self._read(known)
+                inputs.parts[name] = self._read(inputs)
             except UserError as error:
-                known.parts[name] = error
-        if isinstance(known.parts[name], UserError):
-            raise known.parts[name]
-        return known.parts[name]
+                inputs.parts[name] = error
+        if isinstance(inputs.parts[name], UserError):
+            raise inputs.parts[name]
+        return inputs.parts[name]
 
 
-class Known:
+class RunInputs:
     """A run's config, and what the files that it names say.
 
     Hub ids of its models are downloaded first, as `train` does. The parts of a model that is not

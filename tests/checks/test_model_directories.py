@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from stable_opd_mcore.checks import models
-from stable_opd_mcore.checks.known import Known
+from stable_opd_mcore.checks import model_directories
+from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.megatron_checkpoint import load_weights
@@ -32,7 +32,7 @@ def check(tmp_path, path, **fields):
     student = {"path": path, "architecture": None, **fields}
     config = tiny_config(tmp_path, "run", student=student, tokenizer={"path": None}, teacher=None,
                          objective={"name": "grpo"}, kl={"beta": 0})  # fmt: skip
-    return list(models.weights(Known(config, None)))
+    return list(model_directories.weights(RunInputs(config, None)))
 
 
 def test_whole_weights_give_no_finding(tmp_path, model):
@@ -106,7 +106,7 @@ def test_a_teacher_with_the_students_weights_and_prompt_is_found(tmp_path, model
         config = tiny_config(
             tmp_path, "run", student=student, teacher=teacher, tokenizer={"path": None}
         )
-        assert len(list(models.same_weights(Known(config, None)))) == found
+        assert len(list(model_directories.same_weights(RunInputs(config, None)))) == found
 
 
 def test_missing_misshapen_truncated_and_absent_weights_are_refused(tmp_path, model):
@@ -129,18 +129,22 @@ def test_missing_misshapen_truncated_and_absent_weights_are_refused(tmp_path, mo
 def test_a_config_json_that_train_refuses_is_refused(tmp_path):
     path = write_model(tmp_path / "model", use_sliding_window=True)
     section = {"path": path, "architecture": None}
-    student = Known(tiny_config(tmp_path, "run", student=section), None)
+    student = RunInputs(tiny_config(tmp_path, "run", student=section), None)
     with pytest.raises(UserError, match="use_sliding_window=True is not supported"):
-        list(models.student_settings(student))
-    assert list(models.teacher_settings(student)) == []
+        list(model_directories.student_settings(student))
+    assert list(model_directories.teacher_settings(student)) == []
     with pytest.raises(UserError, match="use_sliding_window=True is not supported"):
-        list(models.teacher_settings(Known(tiny_config(tmp_path, "run", teacher=section), None)))
+        list(
+            model_directories.teacher_settings(
+                RunInputs(tiny_config(tmp_path, "run", teacher=section), None)
+            )
+        )
 
 
 def test_a_setting_that_is_not_computed_is_named(tmp_path):
     path = write_model(tmp_path / "model", attn_logit_softcapping=50.0)
     section = {"path": path, "architecture": None}
-    known = Known(tiny_config(tmp_path, "run", student=section, teacher=section), None)
-    for settings in (models.student_settings, models.teacher_settings):
-        (finding,) = settings(known)
+    inputs = RunInputs(tiny_config(tmp_path, "run", student=section, teacher=section), None)
+    for settings in (model_directories.student_settings, model_directories.teacher_settings):
+        (finding,) = settings(inputs)
         assert "attn_logit_softcapping=50.0" in finding.values[0][1]

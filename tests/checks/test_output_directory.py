@@ -7,17 +7,17 @@ from collections import namedtuple
 
 import pytest
 
-from stable_opd_mcore.checks import run_directory
-from stable_opd_mcore.checks.inputs import write_inputs
-from stable_opd_mcore.checks.known import Known
+from stable_opd_mcore.checks import output_directory
+from stable_opd_mcore.checks.input_hashes import write_inputs
+from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.config.load import save_config
 from stable_opd_mcore.errors import ConfigError, UserError
 from stable_opd_mcore.host.run_lock import LOCK_FILE, RunLock
 from tests.train.runs import tiny_config
 
 
-def known(tmp_path, accept_changes=False, **sections):
-    return Known(tiny_config(tmp_path, "run", **sections), None, accept_changes)
+def inputs_of(tmp_path, accept_changes=False, **sections):
+    return RunInputs(tiny_config(tmp_path, "run", **sections), None, accept_changes)
 
 
 def trained(tmp_path, **sections):
@@ -27,13 +27,15 @@ def trained(tmp_path, **sections):
 
 def test_changed_settings_are_refused_unless_accepted(tmp_path):
     trained(tmp_path)
-    assert list(run_directory.other_settings(known(tmp_path))) == []
+    assert list(output_directory.other_settings(inputs_of(tmp_path))) == []
     changed = {"optimizer": {"lr": 2e-3}, "kl": {"beta": 0.2}}
     with pytest.raises(ConfigError) as caught:
-        list(run_directory.other_settings(known(tmp_path, **changed)))
+        list(output_directory.other_settings(inputs_of(tmp_path, **changed)))
     for part in ("optimizer.lr: 0.001 -> 0.002", "kl.beta: 0.1 -> 0.2", "run.name", "--accept-ch"):
         assert part in str(caught.value)
-    accepted = list(run_directory.other_settings(known(tmp_path, accept_changes=True, **changed)))
+    accepted = list(
+        output_directory.other_settings(inputs_of(tmp_path, accept_changes=True, **changed))
+    )
     assert [(f.severity, f.values) for f in accepted] == [
         ("note", (("before", "0.1"), ("now", "0.2"))),
         ("note", (("before", "0.001"), ("now", "0.002"))),
@@ -53,25 +55,27 @@ def test_changed_files_of_data_teacher_and_reference_are_refused_unless_accepted
         "tokenizer": {"path": "synthetic"},
     }
     trained(tmp_path, **sections)
-    assert list(run_directory.other_settings(known(tmp_path, **sections))) == []  # as before 0.2
-    write_inputs(known(tmp_path, **sections).config)
+    assert (
+        list(output_directory.other_settings(inputs_of(tmp_path, **sections))) == []
+    )  # as before 0.2
+    write_inputs(inputs_of(tmp_path, **sections).config)
     for path in (rows, weights):
         os.utime(path, (1, 1))
-    assert list(run_directory.other_settings(known(tmp_path, **sections))) == []
+    assert list(output_directory.other_settings(inputs_of(tmp_path, **sections))) == []
     rows.write_text('{"problem": "1+2"}')
     with weights.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"x")
     (teacher / "more.json").write_text("{}")
     with pytest.raises(ConfigError, match="absent -> 2 bytes") as caught:
-        list(run_directory.other_settings(known(tmp_path, **sections)))
+        list(output_directory.other_settings(inputs_of(tmp_path, **sections)))
     for key, path in (("data.train", rows), ("teacher", weights), ("student", weights)):
         assert f"contents of {key}.path={path}: {path.stat().st_size} bytes" in str(caught.value)
-    accepted = run_directory.other_settings(known(tmp_path, accept_changes=True, **sections))
+    accepted = output_directory.other_settings(inputs_of(tmp_path, accept_changes=True, **sections))
     assert len(list(accepted)) == 5
     moved = {**sections, "data": {"train": {"path": str(shutil.copy(rows, tmp_path / "b.jsonl"))}}}
     with pytest.raises(ConfigError) as caught:
-        list(run_directory.other_settings(known(tmp_path, **moved)))
+        list(output_directory.other_settings(inputs_of(tmp_path, **moved)))
     assert "data.train.path: " in str(caught.value)
     assert "contents of data.train" not in str(caught.value)
 
@@ -79,14 +83,14 @@ def test_changed_files_of_data_teacher_and_reference_are_refused_unless_accepted
 def test_a_run_without_checkpoints_starts_anew(tmp_path):
     trained(tmp_path)
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    assert list(run_directory.other_settings(known(tmp_path, optimizer={"lr": 2e-3}))) == []
+    assert list(output_directory.other_settings(inputs_of(tmp_path, optimizer={"lr": 2e-3}))) == []
 
 
 def test_a_living_holder_is_refused_in_the_words_of_train(tmp_path):
-    assert list(run_directory.other_run(known(tmp_path))) == []
+    assert list(output_directory.other_run(inputs_of(tmp_path))) == []
     with RunLock(tmp_path / "run"):
         with pytest.raises(UserError) as by_check:
-            list(run_directory.other_run(known(tmp_path)))
+            list(output_directory.other_run(inputs_of(tmp_path)))
         with pytest.raises(UserError) as by_train, RunLock(tmp_path / "run"):
             pass
     assert str(by_check.value) == str(by_train.value)
@@ -96,39 +100,41 @@ def test_a_holder_on_another_machine_may_live(tmp_path):
     path = tmp_path / "run" / LOCK_FILE
     path.parent.mkdir()
     path.write_text("filelock/2\npid=7\nhost=another\nmode=lease\ntoken=x\nduration=60.0\n")
-    (finding,) = run_directory.other_run(known(tmp_path))
+    (finding,) = output_directory.other_run(inputs_of(tmp_path))
     assert finding.severity == "warning"
     os.utime(path, (time.time() - 100,) * 2)
-    assert list(run_directory.other_run(known(tmp_path))) == []
+    assert list(output_directory.other_run(inputs_of(tmp_path))) == []
 
 
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "runs").write_text("")
     config = tiny_config(tmp_path / "runs", "bad")
     with pytest.raises(UserError, match=r"runs/bad: cannot be written: \[Errno 20\] Not a direct"):
-        run_directory.writable(Known(config, None))
-    run_directory.writable(known(tmp_path))
+        output_directory.writable(RunInputs(config, None))
+    output_directory.writable(inputs_of(tmp_path))
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("free", "severity"), [(10**9, None), (700_000, "warning"), (9, "error")])
 def test_too_little_space_is_found(free, severity, tmp_path, monkeypatch):
     usage = namedtuple("usage", "free")(free)
-    monkeypatch.setattr(run_directory.shutil, "disk_usage", lambda path: usage)
-    found = list(run_directory.disk(known(tmp_path)))
+    monkeypatch.setattr(output_directory.shutil, "disk_usage", lambda path: usage)
+    found = list(output_directory.disk(inputs_of(tmp_path)))
     assert [finding.severity for finding in found] == ([severity] if severity else [])
 
 
 def test_the_space_of_a_run_is_that_of_its_checkpoints_and_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_directory, "GIB", 1)
-    monkeypatch.setattr(run_directory.shutil, "disk_usage", lambda path: namedtuple("u", "free")(0))
+    monkeypatch.setattr(output_directory, "GIB", 1)
+    monkeypatch.setattr(
+        output_directory.shutil, "disk_usage", lambda path: namedtuple("u", "free")(0)
+    )
     parameters = 39136
     for precision, model, checkpoint in (("fp32", 4, 12), ("bf16", 2, 14)):
         sections = {"train": {"precision": precision}, "checkpoint": {"keep": 2}}
-        (finding,) = run_directory.disk(known(tmp_path, **sections))
+        (finding,) = output_directory.disk(inputs_of(tmp_path, **sections))
         needed = parameters * (model + 3 * checkpoint)
         assert finding.values == (("needed", f"{needed:.1f} GiB"), ("free", "0.0 GiB"))
     for step in (1, 2):  # two of three are there
         (tmp_path / "run" / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
-    (finding,) = run_directory.disk(known(tmp_path))
+    (finding,) = output_directory.disk(inputs_of(tmp_path))
     assert finding.values[0] == ("needed", f"{parameters * 16:.1f} GiB")

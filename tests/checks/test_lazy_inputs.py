@@ -2,8 +2,8 @@
 
 import pytest
 
-from stable_opd_mcore.checks import known as module
-from stable_opd_mcore.checks.known import Known
+from stable_opd_mcore.checks import lazy_inputs as module
+from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.losses.objectives import build_objective
 from stable_opd_mcore.run_inputs import load_tokenizer, teacher_stop_ids
@@ -15,13 +15,13 @@ def test_parts_and_errors_are_kept(tmp_path, monkeypatch):
     read = []
     load = module.load_prompts
     monkeypatch.setattr(module, "load_prompts", lambda *args: read.append(1) or load(*args))
-    known = Known(tiny_config(tmp_path, "run"), None)
-    assert known.prompts is known.prompts
-    assert len(known.prompts) == 64
-    assert known.teacher_stops == known.tokenizer.stop_token_ids
-    assert known.held_out is None
+    inputs = RunInputs(tiny_config(tmp_path, "run"), None)
+    assert inputs.prompts is inputs.prompts
+    assert len(inputs.prompts) == 64
+    assert inputs.teacher_stops == inputs.tokenizer.stop_token_ids
+    assert inputs.held_out is None
     train = {"train": {"path": str(tmp_path / "absent.jsonl")}}
-    broken = Known(tiny_config(tmp_path, "run", data=train), None)
+    broken = RunInputs(tiny_config(tmp_path, "run", data=train), None)
     for _ in range(2):
         with pytest.raises(DataError, match="no such file"):
             _ = broken.prompts
@@ -40,14 +40,16 @@ def test_the_stop_class_is_that_of_the_objective_that_train_builds(tmp_path):
     tokenizer = load_tokenizer(config)
     stops = teacher_stop_ids(config, tokenizer)
     built = build_objective(config, tokenizer.stop_token_ids, stops)
-    known = Known(config, None)
-    assert known.teacher_stops == stops == (258, 259, 256)
-    assert known.pair.merged_stops == built.stop_ids == built.terms.stop_ids == (256, 258, 259)
+    inputs = RunInputs(config, None)
+    assert inputs.teacher_stops == stops == (258, 259, 256)
+    assert inputs.pair.merged_stops == built.stop_ids == built.terms.stop_ids == (256, 258, 259)
 
 
 def test_only_a_teacher_in_the_trainer_has_an_architecture(tmp_path):
-    teacher = Known(tiny_config(tmp_path, "run"), None).teacher_architecture
+    teacher = RunInputs(tiny_config(tmp_path, "run"), None).teacher_architecture
     assert teacher is not None
     assert teacher.hidden_size == 48
     served = {"engine": "sglang", "urls": ["http://n1:1"], "architecture": None}
-    assert Known(tiny_config(tmp_path, "run", teacher=served), None).teacher_architecture is None
+    assert (
+        RunInputs(tiny_config(tmp_path, "run", teacher=served), None).teacher_architecture is None
+    )

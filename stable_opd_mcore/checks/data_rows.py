@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from stable_opd_mcore.checks.finding import Finding, finding
-from stable_opd_mcore.checks.known import Known
+from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.data.prompts import PromptSet
 from stable_opd_mcore.data.sources import read_records
 from stable_opd_mcore.data.synthetic import SYNTHETIC
@@ -17,14 +17,14 @@ from stable_opd_mcore.data.synthetic import SYNTHETIC
 ID_COLUMNS = ("id", "uuid", "unique_id", "problem_id", "question_id", "index")
 
 
-def facts(known: Known) -> list[str]:
+def facts(inputs: RunInputs) -> list[str]:
     """Rows and token lengths of both sets, and how many golden solutions are cut, as lines.
 
     Raises:
         UserError: rows that `train` refuses.
     """
     lines = []
-    for name, prompts in (("data.train", known.prompts), ("data.eval", known.held_out)):
+    for name, prompts in (("data.train", inputs.prompts), ("data.eval", inputs.held_out)):
         if prompts is None:
             continue
         dropped = f", {prompts.num_dropped} dropped" if prompts.num_dropped else ""
@@ -33,7 +33,7 @@ def facts(known: Known) -> list[str]:
             line += f"; the teacher's {_lengths(own)}"
         goldens = [length for length in prompts.golden_lengths() if length]
         if goldens:
-            limit = known.config.sampling.max_new_tokens
+            limit = inputs.config.sampling.max_new_tokens
             cut = sum(length > limit for length in goldens)
             line += f"; golden solutions {_lengths(goldens)}, {cut} longer than a response may be"
         lines.append(line)
@@ -45,10 +45,10 @@ def _lengths(tokens: Sequence[int]) -> str:
     return f"{median:.0f} tokens (median), {most:.0f} (95 %), {max(tokens)} (longest)"
 
 
-def usable_rows(known: Known) -> Iterator[Finding]:
+def usable_rows(inputs: RunInputs) -> Iterator[Finding]:
     """Rows that are dropped; everything that `train` refuses in rows raises as it does there."""
-    held_out = known.held_out
-    for name, prompts in (("data.train", known.prompts), ("data.eval", held_out)):
+    held_out = inputs.held_out
+    for name, prompts in (("data.train", inputs.prompts), ("data.eval", held_out)):
         if prompts is not None and (dropped := prompts.num_dropped):
             rows = len(prompts) + dropped
             yield finding(
@@ -56,12 +56,12 @@ def usable_rows(known: Known) -> Iterator[Finding]:
             )
 
 
-def golden_lengths(known: Known) -> Iterator[Finding]:
+def golden_lengths(inputs: RunInputs) -> Iterator[Finding]:
     """Golden solutions that are longer than a response may be."""
-    if not known.objective.needs_golden or not known.objective.needs_rollouts:
+    if not inputs.objective.needs_golden or not inputs.objective.needs_rollouts:
         return
-    limit = known.config.sampling.max_new_tokens
-    lengths = known.prompts.golden_lengths()
+    limit = inputs.config.sampling.max_new_tokens
+    lengths = inputs.prompts.golden_lengths()
     if longer := sum(length > limit for length in lengths):
         yield finding(
             "long-golden-solutions",
@@ -72,9 +72,9 @@ def golden_lengths(known: Known) -> Iterator[Finding]:
         )
 
 
-def repeated_ids(known: Known) -> Iterator[Finding]:
+def repeated_ids(inputs: RunInputs) -> Iterator[Finding]:
     """Rows with the same id, in files that have a column of ids."""
-    for source in known.config.data.sources:
+    for source in inputs.config.data.sources:
         if source.path.startswith(SYNTHETIC):
             continue
         counts: Counter[tuple[str, str]] = Counter()
@@ -95,18 +95,18 @@ def repeated_ids(known: Known) -> Iterator[Finding]:
             )
 
 
-def train_paths(known: Known) -> str:
+def train_paths(inputs: RunInputs) -> str:
     """The sources of `data.train` that are files or data sets."""
-    paths = [source.path for source in known.config.data.sources]
+    paths = [source.path for source in inputs.config.data.sources]
     return ", ".join(path for path in paths if not path.startswith(SYNTHETIC))
 
 
-def repeated_problems(known: Known) -> Iterator[Finding]:
+def repeated_problems(inputs: RunInputs) -> Iterator[Finding]:
     """Problems that occur more than once in the training set, or also in the held-out one."""
-    path = train_paths(known)
+    path = train_paths(inputs)
     if not path:
         return
-    counts, held_out = Counter(_problems(known.prompts)), known.held_out
+    counts, held_out = Counter(_problems(inputs.prompts)), inputs.held_out
     if repeated := [text for text, count in counts.items() if count > 1]:
         first = repeated[0]
         yield finding(
@@ -119,9 +119,9 @@ def repeated_problems(known: Known) -> Iterator[Finding]:
         )
 
 
-def repeated_held_out(known: Known) -> Iterator[Finding]:
+def repeated_held_out(inputs: RunInputs) -> Iterator[Finding]:
     """Rows of the held-out set that repeat a problem."""
-    source, held_out = known.config.data.eval, known.held_out
+    source, held_out = inputs.config.data.eval, inputs.held_out
     if source is None or held_out is None or source.path.startswith(SYNTHETIC):
         return
     rows, distinct = sum(1 for _ in read_records(source)), len(held_out) + held_out.num_dropped

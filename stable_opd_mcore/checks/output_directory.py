@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from stable_opd_mcore.checks.finding import Finding, finding
-from stable_opd_mcore.checks.inputs import INPUTS, changed_inputs
-from stable_opd_mcore.checks.known import Known
+from stable_opd_mcore.checks.input_hashes import INPUTS, changed_inputs
+from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.config.changes import changes, read_settings
 from stable_opd_mcore.config.cold_start import after_cold_start
 from stable_opd_mcore.config.load import RESOLVED
@@ -59,9 +59,9 @@ def settings_changes(config: Config, accepted: bool) -> dict[str, tuple[Any, Any
     return differences
 
 
-def writable(known: Known) -> None:
+def writable(inputs: RunInputs) -> None:
     """A run directory that cannot be written; `train` refuses it in the same words."""
-    home = known.config.run.path
+    home = inputs.config.run.path
     place = _existing(home)
     with naming_disk_errors(home):
         if not place.is_dir():
@@ -70,12 +70,12 @@ def writable(known: Known) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(home))
 
 
-def other_run(known: Known) -> Iterator[Finding]:
+def other_run(inputs: RunInputs) -> Iterator[Finding]:
     """A run directory that another run holds; `train` refuses it in the same words.
 
     On another machine only the heartbeat shows whether the holder lives; `train` waits for it.
     """
-    home = known.config.run.path
+    home = inputs.config.run.path
     lock = RunLock(home)
     holder, beat = lock.holder(), heartbeat(lock.path)
     if holder is None or beat is None:
@@ -89,19 +89,19 @@ def other_run(known: Known) -> Iterator[Finding]:
         )
 
 
-def other_settings(known: Known) -> Iterator[Finding]:
+def other_settings(inputs: RunInputs) -> Iterator[Finding]:
     """A run that would be resumed with other settings."""
-    config = known.config
+    config = inputs.config
     if config.cold_start is not None:
         config = after_cold_start(config)
-    for key, (old, new) in settings_changes(config, known.accept_changes).items():
+    for key, (old, new) in settings_changes(config, inputs.accept_changes).items():
         yield finding("changed-setting", key=key, old=old, new=new)
 
 
-def disk(known: Known) -> Iterator[Finding]:
+def disk(inputs: RunInputs) -> Iterator[Finding]:
     """Less free space than the checkpoints and the exported model take."""
-    config = known.config
-    parameters = ModelSize(known.architecture, Layout(1)).total_parameters()
+    config = inputs.config
+    parameters = ModelSize(inputs.architecture, Layout(1)).total_parameters()
     model = WEIGHT_BYTES[config.train.precision] * parameters
     checkpoint = model + ADAM_BYTES[config.train.precision] * parameters
     home = config.run.path

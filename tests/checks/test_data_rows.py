@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from stable_opd_mcore.checks import data
-from stable_opd_mcore.checks.known import Known
+from stable_opd_mcore.checks import data_rows
+from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.errors import DataError, UserError
 from tests.train.runs import ALONE, tiny_config
 
@@ -22,53 +22,53 @@ def written(path, records):
     return {"path": str(path)}
 
 
-def known(tmp_path, train, held_out=None, **sections):
+def inputs_of(tmp_path, train, held_out=None, **sections):
     settings = {"train": written(tmp_path / "train.jsonl", train)}
     if held_out is not None:
         settings["eval"] = written(tmp_path / "eval.jsonl", held_out)
     settings |= sections.pop("data", {})
-    return Known(tiny_config(tmp_path, "run", data=settings, **sections), None)
+    return RunInputs(tiny_config(tmp_path, "run", data=settings, **sections), None)
 
 
 LONG = {"problem": "1+1" + "+1" * 60, "answer": "2", "solution": "[2]", "id": "long"}
 CASES = {  # check, training rows, held-out rows, sections -> words of the title, the values
     "dropped rows": (
-        data.usable_rows,
+        data_rows.usable_rows,
         [*rows(), LONG],
         None,
         {"data": {"overlong": "drop"}},
         ("1 rows of data.train do not fit the student's window", "9", "128"),
     ),
     "long golden solutions": (
-        data.golden_lengths,
+        data_rows.golden_lengths,
         [*rows(7), {**rows()[7], "solution": "1+1=2;" * 5 + "[2]"}],
         None,
         {},
         ("1 of 8 golden solutions are longer than a response may be", "34 tokens", "24"),
     ),
     "an id twice": (
-        data.repeated_ids,
+        data_rows.repeated_ids,
         [*rows(), {**rows()[0], "problem": "9-1", "id": "3"}],
         None,
         {},
         ("1 ids of data.train occur more than once", "'3' in 2 rows", "one row each"),
     ),
     "a problem twice": (
-        data.repeated_problems,
+        data_rows.repeated_problems,
         [*rows(), {**rows()[2], "problem": " 1+2\n", "id": "9"}],
         None,
         {},
         ("1 problems of data.train occur more than once", "'1+2'", "2"),
     ),
     "a held-out problem that is trained on": (
-        data.repeated_problems,
+        data_rows.repeated_problems,
         rows(),
         [{"problem": "1+3", "answer": "4"}, {"problem": "9-9", "answer": "0"}],
         {},
         ("1 problems of data.eval are also in data.train", "'1+3'", "2 rows"),
     ),
     "a held-out problem twice": (
-        data.repeated_held_out,
+        data_rows.repeated_held_out,
         rows(),
         [{"problem": "9-9", "answer": "0"}] * 3 + [{"problem": "9-9", "answer": "1"}],
         {},
@@ -81,7 +81,7 @@ def test_the_facts_are_rows_and_lengths_and_what_is_cut(tmp_path):
     train = [*rows(7), {**rows()[7], "solution": "1+1=2;" * 5 + "[2]"}, LONG]
     held_out = [{"problem": "1" + "+1" * n, "answer": "0"} for n in range(40)]
     settings = {"data": {"overlong": "drop"}}
-    train_line, held_out_line = data.facts(known(tmp_path, train, held_out, **settings))
+    train_line, held_out_line = data_rows.facts(inputs_of(tmp_path, train, held_out, **settings))
     assert train_line == (
         "data.train  8 rows, 1 dropped; prompts 4 tokens (median), 4 (95 %), 4 (longest); "
         "golden solutions 10 tokens (median), 26 (95 %), 34 (longest), 1 longer than a response "
@@ -95,14 +95,14 @@ def test_the_facts_are_rows_and_lengths_and_what_is_cut(tmp_path):
 @pytest.mark.parametrize("case", CASES)
 def test_rows_with_a_mutation_are_found(case, tmp_path):
     check, train, held_out, sections, (title, *values) = CASES[case]
-    (finding,) = check(known(tmp_path, train, held_out, **sections))
-    assert finding.severity == ("note" if check is data.repeated_held_out else "warning")
+    (finding,) = check(inputs_of(tmp_path, train, held_out, **sections))
+    assert finding.severity == ("note" if check is data_rows.repeated_held_out else "warning")
     assert finding.title == title
     assert [value for _, value in finding.values] == values
 
 
 def test_good_rows_give_no_finding(tmp_path):
-    good = known(tmp_path, rows(), [{"problem": "9-9", "answer": "0"}])
+    good = inputs_of(tmp_path, rows(), [{"problem": "9-9", "answer": "0"}])
     for check, *_ in CASES.values():
         assert list(check(good)) == []
 
@@ -118,13 +118,13 @@ def test_good_rows_give_no_finding(tmp_path):
 )
 def test_rows_that_train_refuses_are_refused_in_its_words(train, words, tmp_path):
     with pytest.raises((DataError, UserError), match=words):
-        list(data.usable_rows(known(tmp_path, train)))
+        list(data_rows.usable_rows(inputs_of(tmp_path, train)))
 
 
 def test_golden_solutions_count_only_beside_rollouts_and_up_to_the_limit(tmp_path):
     exact = [{**rows()[n], "solution": "1+1=2;" * 3 + "[2]+1"} for n in range(8)]  # 24 tokens
-    assert list(data.golden_lengths(known(tmp_path, exact))) == []
+    assert list(data_rows.golden_lengths(inputs_of(tmp_path, exact))) == []
     long = [{**rows()[n], "solution": "1+1=2;" * 5 + "[2]"} for n in range(8)]
     for name in ("sft", "grpo"):
-        other = known(tmp_path, long, objective={"name": name}, **ALONE)
-        assert list(data.golden_lengths(other)) == []
+        other = inputs_of(tmp_path, long, objective={"name": name}, **ALONE)
+        assert list(data_rows.golden_lengths(other)) == []
