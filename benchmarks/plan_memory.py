@@ -27,8 +27,8 @@ from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.parallel.world import World, gather_objects, start_world, stop_world
 from stable_opd_mcore.planning.hardware import Cluster, Device
-from stable_opd_mcore.planning.job import Job, Work, read_models
 from stable_opd_mcore.planning.memory import stage_plan
+from stable_opd_mcore.planning.planned_run import PlannedRun, Work, read_models
 from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.setup import build_run
@@ -142,14 +142,14 @@ def compare(rank: int, layout: dict[str, Any], store: str, size: tuple[int, int]
         before = resident_bytes("VmRSS")
         work = measure(config, world)
         measured = resident_bytes("VmHWM") - before
-        job = Job(config, read_models(config), Cluster(1, ranks), HOST, work)
-        plan = stage_plan(job, world.pipeline_rank)
+        run = PlannedRun(config, read_models(config), Cluster(1, ranks), HOST, work)
+        plan = stage_plan(run, world.pipeline_rank)
         found = gather_objects((measured, plan.peak_bytes))
         fullest, predicted = max(found)
         if rank == 0:
             hidden, layers = size
             print(
-                f"| {hidden:,}, {layers} | {job.layout} | {predicted / MIB:,.0f} | "
+                f"| {hidden:,}, {layers} | {run.layout} | {predicted / MIB:,.0f} | "
                 f"{fullest / MIB:,.0f} | {predicted / fullest:.2f} |",
                 flush=True,
             )

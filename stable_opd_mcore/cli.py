@@ -276,7 +276,6 @@ def plan(
     from stable_opd_mcore.config.load import load_config
 
     settings = load_config(config, overrides or [])
-    from stable_opd_mcore.planning.job import default_work
     from stable_opd_mcore.planning.plan import (
         Cluster,
         layouts_json,
@@ -284,6 +283,7 @@ def plan(
         make_plan,
         rank_layouts,
     )
+    from stable_opd_mcore.planning.planned_run import default_work
 
     if teacher_prompt_tokens and (settings.teacher is None or settings.teacher.prompt is None):
         raise UserError("--teacher-prompt-tokens is given, but the config has no teacher.prompt")
@@ -318,7 +318,7 @@ def topology(
 
     settings = load_config(config, overrides or [])
     from stable_opd_mcore.planning.hardware import Cluster
-    from stable_opd_mcore.planning.job import plan_topology
+    from stable_opd_mcore.planning.planned_run import plan_topology
 
     derived = plan_topology(settings, Cluster(nodes, gpus_per_node, server_nodes), gpu)
     if as_json or as_shell:

@@ -31,23 +31,16 @@ _log = logging.getLogger(__name__)
 
 
 def with_downloads(config: Config) -> Config:
-    """The config with the downloaded directories in place of hub ids of student and teacher.
-
-    Raises:
-        UserError: as `with_download`.
-    """
+    """The config with the downloaded directories in place of hub ids of student and teacher."""
     return with_download(with_download(config, "student"), "teacher")
 
 
 def with_download(config: Config, role: str) -> Config:
-    """The config with the downloaded directory in place of one model's hub id.
-
-    Args:
-        role: student or teacher.
+    """The config with the downloaded directory in place of the hub id of the student or teacher.
 
     Raises:
-        UserError: a path that is no model directory, a hub id without the commit to download, or a
-            failed download.
+        UserError: a path that is no model directory, a hub id without a revision, or a failed
+            download.
     """
     model: ModelConfig | None = getattr(config, role)
     is_teacher = isinstance(model, TeacherConfig)
@@ -59,8 +52,8 @@ def with_download(config: Config, role: str) -> Config:
         return config
     if model.revision is None:
         raise UserError(
-            f"{role}.path={model.path}: no such directory here. As a hub id it needs "
-            f"{role}.revision, the commit to download: the newest one may change under a run"
+            f"{role}.path={model.path}: no such directory here, and no commit to download it from "
+            f"the hub, whose newest one may change under a run: set {role}.revision"
         )
     folder, _ = download(model.path, "model", MODEL_FILES, model.revision)
     return config.model_copy(update={role: model.model_copy(update={"path": str(folder)})})
@@ -77,11 +70,7 @@ def _require_model_directory(key: str, path: Path) -> None:
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
-    """The student's tokenizer, with the student's stop ids.
-
-    Raises:
-        UserError: its files cannot be used.
-    """
+    """The student's tokenizer, with the student's stop ids."""
     path = config.tokenizer.path or config.student.path
     assert path is not None, "the schema asks for one of the two"
     student = config.student
@@ -101,8 +90,7 @@ def teacher_stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...] | 
     """The ids that end the teacher's responses; None without a teacher.
 
     Raises:
-        UserError: the teacher's directory holds a tokenizer with another vocabulary than the
-            student's.
+        UserError: the teacher's tokenizer has another vocabulary than the student's.
     """
     if config.teacher is None:
         return None
@@ -121,11 +109,7 @@ def teacher_stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...] | 
 def load_teacher_prompt(
     config: Config, tokenizer: Tokenizer, objective: Objective
 ) -> TeacherPrompt | None:
-    """`teacher.prompt` with the teacher's chat template; None where the student's prompt serves.
-
-    Raises:
-        UserError: no valid template, or a teacher whose files cannot be read.
-    """
+    """`teacher.prompt` with the teacher's chat template; None where the student's prompt serves."""
     teacher = config.teacher
     if teacher is None or teacher.prompt is None or objective.teacher_needs == "none":
         return None
@@ -147,19 +131,14 @@ def _teacher_window(config: Config) -> int | None:
 
 
 def load_sources(config: Config, required: Collection[str] = ()) -> list[Row]:
-    """The rows of all sources of `data.train`, one source after the other.
-
-    Args:
-        required: as of `load_rows`.
-
-    Raises:
-        UserError: rows that cannot be used, or two sources of one name.
-    """
+    """The rows of all sources of `data.train`, one source after the other; see `load_rows`."""
     rows: dict[str, list[Row]] = {}
     for source in config.data.sources:
         name = source_name(source)
         if name in rows:
-            raise UserError(f"data.train: two sources are named {name}; give one another `name`")
+            raise UserError(
+                f"data.train: two sources are named {name}; give each a `name` of its own"
+            )
         rewarded = (source.reward or config.reward).function is not None
         own = load_rows(source, with_columns=rewarded, required=required)
         ids = [f"{name}:{row.row_id.rpartition(':')[2]}" for row in own]
@@ -168,10 +147,10 @@ def load_sources(config: Config, required: Collection[str] = ()) -> list[Row]:
 
 
 def prompt_order(config: Config, prompts: PromptSet) -> PromptOrder | SourceOrder:
-    """The order in which a run draws its prompts.
+    """The order in which a run takes its prompts.
 
     Raises:
-        UserError: a step could draw more rows of a source than there are.
+        UserError: a step could take more rows of a source than there are.
     """
     seed, per_step = config.train.seed, config.rollout.prompts_per_step
     sources = config.data.sources
@@ -203,8 +182,8 @@ def load_prompts(
     if config.rollout.prompts_per_step > len(prompts):
         raise UserError(
             f"rollout.prompts_per_step={config.rollout.prompts_per_step} exceeds the "
-            f"{len(prompts)} usable rows of data.train ({prompts.num_dropped} dropped): a step "
-            "would train on one prompt several times; lower it, or add rows"
+            f"{len(prompts)} usable rows of data.train ({prompts.num_dropped} dropped), so a step "
+            "would train on one prompt several times: lower it, or add rows"
         )
     prompt_order(config, prompts)
     return prompts
@@ -221,7 +200,7 @@ def load_held_out(
 
 
 def held_out_rows(source: SourceConfig, with_columns: bool = False) -> list[Row]:
-    """The rows of `data.eval`; of a file or data set each problem once.
+    """The rows of `data.eval`, each problem of a file or data set once.
 
     A file with copies, as published for avg@k, would make intervals too narrow.
     """
@@ -233,8 +212,8 @@ def held_out_rows(source: SourceConfig, with_columns: bool = False) -> list[Row]
         by_contents.setdefault(repr(replace(row, row_id="")), row)
     if repeated := len(rows) - len(by_contents):
         _log.warning(
-            "%d of %d held-out rows repeat a problem; each is counted once "
-            "(evaluation.num_samples=K draws K responses to each)",
+            "%d of %d held-out rows repeat a problem; each problem is counted once "
+            "(evaluation.num_samples=K samples K responses to each)",
             *(repeated, len(rows)),
         )
     return [*by_contents.values()]
@@ -256,7 +235,7 @@ def held_out_prompts(
 
 
 def configured_architecture(model: ModelConfig) -> Architecture:
-    """The architecture in config.json, or the inline one; `window` and `rope_theta` replace its."""
+    """The inline architecture, or config.json's, with the model's `window` and `rope_theta`."""
     source = model.path if model.architecture is None else model.architecture
     assert source is not None, "the schema asks for one of the two"
     return read_architecture(source, window=model.window, rope_theta=model.rope_theta)
@@ -267,7 +246,7 @@ def refuse_small_vocabulary(model: ModelConfig, architecture: Architecture, size
     if architecture.vocab_size < size:
         raise UserError(
             f"{model.path or 'the inline architecture'}: vocab_size={architecture.vocab_size} is "
-            f"smaller than the tokenizer's {size} tokens; take the model's own tokenizer"
+            f"smaller than the tokenizer's {size} tokens: take the model's own tokenizer"
         )
 
 
@@ -275,17 +254,15 @@ def refuse_long_support(objective: Objective, vocab_size: int) -> None:
     """Raise a UserError where the objective reads more of the most probable tokens than exist."""
     if objective.terms.on_support and objective.top_k > vocab_size:
         raise UserError(
-            f"objective.top_k={objective.top_k} exceeds the tokenizer's {vocab_size} tokens; lower "
+            f"objective.top_k={objective.top_k} exceeds the tokenizer's {vocab_size} tokens: lower "
             "it"
         )
 
 
 def refuse_unused_expert_ranks(config: Config, student: Architecture) -> None:
-    """Of a whole run, not of its cold start, which has the run's ranks but not its teacher.
+    """Raise a UserError where parallel.expert exceeds 1, and no model on these ranks has experts.
 
-    Raises:
-        UserError: parallel.expert exceeds 1, and neither the student nor a teacher on the same
-            ranks has experts.
+    Check a full run only. A cold start has the same ranks but no teacher.
     """
     models = [student]
     if config.teacher_model and config.teacher and config.teacher.engine == "megatron":
@@ -293,20 +270,15 @@ def refuse_unused_expert_ranks(config: Config, student: Architecture) -> None:
     if config.parallel.expert > 1 and all(model.experts is None for model in models):
         names = " and ".join(model.model_type for model in models)
         raise UserError(
-            f"parallel.expert={config.parallel.expert}: {names} have no experts to share out; set "
+            f"parallel.expert={config.parallel.expert}: {names} have no experts to share out: set "
             "parallel.expert=1"
         )
 
 
 def refuse_routing_without_experts(config: Config, student: Architecture) -> None:
-    """
-    Raises:
-        UserError: rollout.routing_replay is set, and the student has no experts.
-    """
-    if student.experts is not None:
-        return
-    if config.rollout.routing_replay:
+    """Raise a UserError where rollout.routing_replay is set, and the student has no experts."""
+    if config.rollout.routing_replay and student.experts is None:
         raise UserError(
             f"rollout.routing_replay=true: the student ({student.model_type}) has no experts "
-            "whose choice could be replayed; set it to false"
+            "whose choice could be replayed: set it to false"
         )

@@ -23,10 +23,10 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.models.families import Architecture, read_architecture
 from stable_opd_mcore.parallel.world import start_world
 from stable_opd_mcore.planning.hardware import DEVICES, GIB, Cluster, Device
-from stable_opd_mcore.planning.job import Job, Work, read_models
 from stable_opd_mcore.planning.layout import Layout
 from stable_opd_mcore.planning.memory import MemoryPlan, memory_plan
 from stable_opd_mcore.planning.model_size import ModelSize
+from stable_opd_mcore.planning.planned_run import PlannedRun, Work, read_models
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.train.persistence.state import TrainState
@@ -150,11 +150,11 @@ def shape_config(shape: Shape, folder: Path) -> Config:
 
 
 def plan_of(shape: Shape, config: Config, device: Device) -> MemoryPlan:
-    return memory_plan(job_of(shape, config, device))
+    return memory_plan(planned_shape(shape, config, device))
 
 
-def job_of(shape: Shape, config: Config, device: Device = HOST) -> Job:
-    return Job(config, read_models(config), Cluster(1, 1), device, shape.work)
+def planned_shape(shape: Shape, config: Config, device: Device = HOST) -> PlannedRun:
+    return PlannedRun(config, read_models(config), Cluster(1, 1), device, shape.work)
 
 
 def planned_gib(plan: MemoryPlan) -> float:
@@ -194,7 +194,7 @@ class Flops:
 
 
 def flops_of(shape: Shape, config: Config) -> Flops:
-    job, tokens = job_of(shape, config), shape.work.tokens
+    run, tokens = planned_shape(shape, config), shape.work.tokens
 
     def forward(architecture: Architecture, sequences: int) -> float:
         return ModelSize(architecture, Layout(1)).forward_flops(sequences * tokens, tokens / 2)
@@ -203,11 +203,11 @@ def flops_of(shape: Shape, config: Config) -> Flops:
         return ModelSize(architecture, Layout(1)).head_flops(rows)
 
     student, teacher = read_architecture(shape.student), read_architecture(shape.teacher)
-    scores = forward(teacher, job.scored) + forward(student, job.scored)
-    own = 3 * (forward(student, job.sequences) + head(student, job.response_rows))
+    scores = forward(teacher, run.scored) + forward(student, run.scored)
+    own = 3 * (forward(student, run.sequences) + head(student, run.response_rows))
     return Flops(
-        score=scores + head(teacher, job.scored_rows),
-        update=own + head(student, job.scored_rows),
+        score=scores + head(teacher, run.scored_rows),
+        update=own + head(student, run.scored_rows),
         student=own,
     )
 

@@ -87,7 +87,6 @@ OF_A_RUN: Checks = {
     "data": (
         data_rows.usable_rows,
         data_rows.golden_lengths,
-        data_rows.repeated_ids,
         data_rows.repeated_problems,
         data_rows.repeated_held_out,
     ),
@@ -131,7 +130,7 @@ def check_config(config: Config, place: Place | None, accept_changes: bool = Fal
 
     Args:
         place: the job's GPUs; None: not known, so memory and servers are not checked.
-        accept_changes: as of `train`.
+        accept_changes: see `train`.
     """
     inputs = RunInputs(config, place, accept_changes)
     findings, facts, prompts = [], [], ()
@@ -167,7 +166,7 @@ def check_file(
 
     Args:
         gpu: of the job. None: as the config's train.precision says; fp32 is for a CPU.
-        accept_changes: as of `train`.
+        accept_changes: see `train`.
     """
     try:
         config = load_config(path, overrides)
@@ -222,7 +221,7 @@ def _facts(pair: Pair) -> list[str]:
 def _prompts(
     pair: Pair, problem: str, of_teacher: str | None = None
 ) -> tuple[tuple[str, str], ...]:
-    """A problem's prompt by each template; the student's alone where the teacher has the same.
+    """A problem's prompt by each template; only the student's where the teacher has the same.
 
     Args:
         of_teacher: the teacher's prompt, where it has one of its own.

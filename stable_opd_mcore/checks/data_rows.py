@@ -14,8 +14,6 @@ from stable_opd_mcore.data.prompts import PromptSet
 from stable_opd_mcore.data.sources import read_records
 from stable_opd_mcore.data.synthetic import SYNTHETIC
 
-ID_COLUMNS = ("id", "uuid", "unique_id", "problem_id", "question_id", "index")
-
 
 def facts(inputs: RunInputs) -> list[str]:
     """Rows and token lengths of both sets, and how many golden solutions are cut, as lines.
@@ -70,29 +68,6 @@ def golden_lengths(inputs: RunInputs) -> Iterator[Finding]:
             longest=max(lengths),
             limit=limit,
         )
-
-
-def repeated_ids(inputs: RunInputs) -> Iterator[Finding]:
-    """Rows with the same id, in files that have a column of ids."""
-    for source in inputs.config.data.sources:
-        if source.path.startswith(SYNTHETIC):
-            continue
-        counts: Counter[tuple[str, str]] = Counter()
-        for _, record in read_records(source):
-            for column in ID_COLUMNS:
-                if record.get(column) is not None:
-                    counts[column, str(record[column])] += 1
-        repeated = {key: count for key, count in counts.items() if count > 1}
-        for column in dict.fromkeys(column for column, _ in repeated):
-            values = [value for name, value in repeated if name == column]
-            yield finding(
-                "repeated-ids",
-                number=len(values),
-                column=column,
-                first=values[0],
-                rows=repeated[column, values[0]],
-                path=source.path,
-            )
 
 
 def train_paths(inputs: RunInputs) -> str:

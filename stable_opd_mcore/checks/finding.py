@@ -23,11 +23,11 @@ class Finding:
     """
 
     severity: Severity
-    subject: str  # of the check: "tokens", "stop tokens", "data"...
+    subject: str  # "tokens", "stop tokens", "data"...
     title: str  # what was found, one sentence
     values: tuple[tuple[str, str], ...] = ()  # whose or which, and its value; two of them
     consequence: str = ""  # what it does to training
-    remedy: str = ""  # the setting that mends it
+    remedy: str = ""  # the setting that fixes it
 
 
 def finding(name: str, /, **fields: Any) -> Finding:

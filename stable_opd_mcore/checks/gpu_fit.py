@@ -8,9 +8,9 @@ from stable_opd_mcore.config.training import Fp8Role
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.fp8 import refuse_fp8
 from stable_opd_mcore.planning.hardware import DEVICES, GIB
-from stable_opd_mcore.planning.job import plan_topology
 from stable_opd_mcore.planning.known_models import models_in_trainer
 from stable_opd_mcore.planning.layout import layout_of, refuse_layout
+from stable_opd_mcore.planning.planned_run import plan_topology
 from stable_opd_mcore.run_inputs import (
     refuse_routing_without_experts,
     refuse_unused_expert_ranks,
@@ -41,36 +41,26 @@ def layout(inputs: RunInputs) -> None:
 
 
 def facts(inputs: RunInputs) -> list[str]:
-    """What of the student lies on a rank, and the memory that the plan predicts, as lines.
+    """The memory that the plan predicts, as a line.
 
     Raises:
         UserError: the layout does not fit.
     """
     layout(inputs)
-    student, parallel = inputs.architecture, inputs.config.parallel
-    stages = parallel.pipeline * (parallel.virtual_pipeline or 1)
-    rows = -(-student.vocab_size // parallel.tensor)
-    padding = rows * parallel.tensor - student.vocab_size
-    lines = [
-        f"a rank holds {student.num_attention_heads // parallel.tensor} of "
-        f"{student.num_attention_heads} heads, {student.num_layers // stages} of "
-        f"{student.num_layers} layers a stage, {rows} of {student.vocab_size} vocabulary rows"
-        + (f" ({padding} of padding)" if padding else "")
+    if inputs.plan is None:
+        return []
+    memory, gpu = inputs.plan.memory, inputs.plan.run.device.name
+    return [
+        f"memory by `stable-opd plan`: {memory.peak_bytes / GIB:.1f} of "
+        f"{memory.usable_bytes / GIB:.1f} GiB of a {gpu}, in the {memory.peak_phase} phase"
     ]
-    if inputs.plan is not None:
-        held, usable = inputs.plan.memory.peak_bytes, inputs.plan.memory.usable_bytes
-        lines.append(
-            f"memory by `stable-opd plan`: {held / GIB:.1f} of {usable / GIB:.1f} GiB of a "
-            f"{inputs.plan.job.device.name}, in the {inputs.plan.memory.peak_phase} phase"
-        )
-    return lines
 
 
 def memory(inputs: RunInputs) -> Iterator[Finding]:
     """A step that exceeds the GPU's memory, by `stable-opd plan`.
 
-    An error where nothing mends it but other GPUs or another layout; else a warning, because the
-    plan is an estimate.
+    An error if only other GPUs or another layout help; else a warning, because the plan is an
+    estimate.
     """
     if inputs.place is None or not inputs.place.on_gpu:
         return
@@ -80,14 +70,14 @@ def memory(inputs: RunInputs) -> Iterator[Finding]:
     plan = inputs.plan
     if plan is None or plan.memory.fits:
         return
-    is_mendable = plan.largest_micro_batch or plan.choice.best.memory.fits
+    has_remedy = plan.largest_micro_batch or plan.choice.best.memory.fits
     yield finding(
-        "memory" if is_mendable else "memory-for-good",
+        "memory" if has_remedy else "memory-for-good",
         phase=plan.memory.peak_phase,
         needed=plan.memory.peak_bytes / GIB,
-        gpu=plan.job.device.name,
+        gpu=plan.run.device.name,
         usable=plan.memory.usable_bytes / GIB,
-        mended=plan.remedy,
+        remedies=plan.remedy,
     )
 
 

@@ -1,4 +1,4 @@
-"""A job's GPUs: how many, what one offers, and the share of its rates that is expected.
+"""A run's GPUs: how many, what one offers, and the share of its rates that is expected.
 
 Peaks are the vendors'. Shares are assumptions until `BENCHMARKS.md` holds measured ones.
 """
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from stable_opd_mcore.errors import UserError
 
 GIB = 2**30
-MATMUL_SHARE = 0.45  # of the peak, over a whole pass with its messages between GPUs
+MATMUL_SHARE = 0.45  # share of the peak in a whole pass, messages between GPUs included
 MEMORY_SHARE, HOST_SHARE = 0.8, 0.8
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The GPUs of a job: trainer nodes first, then nodes of SGLang servers."""
+    """The GPUs of a run: trainer nodes first, then nodes of SGLang servers."""
 
     nodes: int
     gpus_per_node: int
     server_nodes: int = 0
-    spare_gpus: int = 0  # of the trainer's machine, for disaggregated servers
+    spare_gpus: int = 0  # on the trainer's machine, for disaggregated servers
 
     @property
     def trainer_gpus(self) -> int:

@@ -1,8 +1,8 @@
 """The published config.json of the models that the shipped configs name (known_models.yaml).
 
 `plan` and `rehearse` need a model's sizes and no weights, so they also work where the models are
-not downloaded. A directory that exists always counts more than this table. Of a hub id that is not
-in it, config.json alone is downloaded, or read from the hub's cache. Not here: weights, tokenizers.
+not downloaded. A directory that exists always counts more than this table. For a hub id that
+is not in it, only config.json is downloaded, or read from the hub's cache.
 """
 
 from functools import cache

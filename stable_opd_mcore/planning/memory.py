@@ -1,8 +1,8 @@
-"""Memory of one GPU by component and phase, from a job.
+"""Memory of one GPU by component and phase, from a run.
 
-A step has three phases: rollouts are drawn, the scorers read them, the student is updated. Each
+A step has three phases: rollouts are sampled, the scorers read them, the student is updated. Each
 component names the phases in which it is held. Sizes are those of the second step and later ones:
-Adam's state exists from the first update on. Not here: how long a phase takes (seconds.py).
+Adam's state exists from the first update on.
 """
 
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ from typing import Literal
 
 from stable_opd_mcore.config.training import Offloadable
 from stable_opd_mcore.planning.hardware import GIB
-from stable_opd_mcore.planning.job import Job
 from stable_opd_mcore.planning.model_size import ADAM_BYTES
+from stable_opd_mcore.planning.planned_run import PlannedRun
 from stable_opd_mcore.planning.topology import MEMORY_SHARES, WEIGHT_BUCKET_BYTES
 from stable_opd_mcore.planning.workspace import backward_bytes, forward_bytes
 
@@ -37,7 +37,7 @@ class Component:
     name: str
     bytes: float
     phases: tuple[Phase, ...] = PHASES
-    part: Offloadable | None = None  # of memory.offload
+    part: Offloadable | None = None  # its name in memory.offload
 
 
 @dataclass(frozen=True)
@@ -68,34 +68,34 @@ class MemoryPlan:
         return self.peak_bytes <= self.usable_bytes
 
 
-def memory_plan(job: Job) -> MemoryPlan:
+def memory_plan(run: PlannedRun) -> MemoryPlan:
     """The stage that needs most."""
-    plans = [stage_plan(job, stage) for stage in {0, job.layout.pipeline - 1}]
+    plans = [stage_plan(run, stage) for stage in {0, run.layout.pipeline - 1}]
     return max(plans, key=lambda plan: plan.peak_bytes)
 
 
-def stage_plan(job: Job, stage: int) -> MemoryPlan:
+def stage_plan(run: PlannedRun, stage: int) -> MemoryPlan:
     """One stage."""
-    components = [*_student(job, stage), *_frozen(job, stage), *_rollouts(job, stage)]
-    components += [*_passes(job, stage), *_colocated_server(job)]
-    offloaded = job.config.offloaded
+    components = [*_student(run, stage), *_frozen(run, stage), *_rollouts(run, stage)]
+    components += [*_passes(run, stage), *_colocated_server(run)]
+    offloaded = run.config.offloaded
     held = (
         replace(item, phases=PHASES_OF_OFFLOADED[item.part]) if item.part in offloaded else item
         for item in components
     )
-    return MemoryPlan(stage, tuple(held), job.device.usable_bytes)
+    return MemoryPlan(stage, tuple(held), run.device.usable_bytes)
 
 
-def largest_micro_batch(job: Job) -> int | None:
+def largest_micro_batch(run: PlannedRun) -> int | None:
     """The largest train.micro_batch_tokens that fits, in steps of 1,024; None: not even one.
 
     At most `largest_share`, from which on a larger budget changes nothing.
     """
 
     def fits(thousands: int) -> bool:
-        return memory_plan(job.changed(train={"micro_batch_tokens": 1024 * thousands})).fits
+        return memory_plan(run.changed(train={"micro_batch_tokens": 1024 * thousands})).fits
 
-    low, high = 0, job.largest_share // 1024
+    low, high = 0, run.largest_share // 1024
     if fits(high):
         return 1024 * high
     while high - low > 1:
@@ -104,14 +104,14 @@ def largest_micro_batch(job: Job) -> int | None:
     return 1024 * low if low else None
 
 
-def _student(job: Job, stage: int) -> Iterator[Component]:
+def _student(run: PlannedRun, stage: int) -> Iterator[Component]:
     """Weights, gradients, and the optimizer's shards of them."""
-    config, student, layout = job.config, job.student, job.layout
+    config, student, layout = run.config, run.student, run.layout
     parameters = student.stage_parameters(stage)
     sharded = student.shared_parameters(stage) / layout.gradient_ranks
     sharded += student.expert_parameters() / layout.expert_copies
     state = ADAM_BYTES[config.train.precision] * sharded
-    yield Component("student weights", job.element * parameters, part="student")
+    yield Component("student weights", run.element * parameters, part="student")
     yield Component("gradients, fp32", 4 * parameters, part="gradients")
     yield Component("Adam's state", state, part="optimizer")
     # Transformer Engine casts the weights once a step, for both directions of a GEMM.
@@ -120,10 +120,10 @@ def _student(job: Job, stage: int) -> Iterator[Component]:
         yield Component("student weights in FP8, twice", copies)
 
 
-def _frozen(job: Job, stage: int) -> Iterator[Component]:
-    """Weights of the scorers, and what one that moves keeps beside them."""
-    config, element = job.config, job.element
-    for role, size in job.frozen.items():
+def _frozen(run: PlannedRun, stage: int) -> Iterator[Component]:
+    """Weights of the scorers, and what one that follows the student also keeps."""
+    config, element = run.config, run.element
+    for role, size in run.frozen.items():
         if role == "teacher" and config.teacher_shares:
             continue
         weights, fp8 = element * size.stage_parameters(stage), config.fp8.of(role)
@@ -139,18 +139,18 @@ def _frozen(job: Job, stage: int) -> Iterator[Component]:
             yield Component(f"{role} without FP8", element * parameters, part="frozen")
 
 
-def _rollouts(job: Job, stage: int) -> Iterator[Component]:
-    layout, student, rollout = job.layout, job.student, job.config.rollout
-    if job.config.objective.name == "sft" or rollout.engine == "replay":
+def _rollouts(run: PlannedRun, stage: int) -> Iterator[Component]:
+    layout, student, rollout = run.layout, run.student, run.config.rollout
+    if run.config.objective.name == "sft" or rollout.engine == "replay":
         return
     if rollout.engine != "sglang":
-        per_token = student.kv_bytes(job.element) / (layout.tensor * layout.pipeline)
-        cache = job.drawn / layout.gradient_ranks * job.longest * per_token
+        per_token = student.kv_bytes(run.element) / (layout.tensor * layout.pipeline)
+        cache = run.rollouts / layout.gradient_ranks * run.longest * per_token
         yield Component("KV cache", cache, ("rollout",))
         return
     # Buckets of a publish and the tensor that is gathered for one (rollout/sglang/sync.py).
     embedding = student.head_rows * layout.tensor * student.architecture.hidden_size
-    largest = job.element * embedding
+    largest = run.element * embedding
     buckets = 2 * max(WEIGHT_BUCKET_BYTES, largest)
     yield Component("weight sync buckets", buckets, ("rollout",))
     # Owners gather shards and join them; other stages receive the whole tensor.
@@ -159,106 +159,106 @@ def _rollouts(job: Job, stage: int) -> Iterator[Component]:
         yield Component("weight sync: embedding, whole", copies * largest, ("rollout",))
 
 
-def _passes(job: Job, stage: int) -> Iterator[Component]:
+def _passes(run: PlannedRun, stage: int) -> Iterator[Component]:
     """What forward and backward passes hold, and on the last stage the loss."""
-    student, tokens = job.student, job.rank_tokens
-    if job.frozen:
-        widest = max(forward_bytes(n, job.of_scorer(r).rank_tokens) for r, n in job.frozen.items())
+    student, tokens = run.student, run.rank_tokens
+    if run.frozen:
+        widest = max(forward_bytes(n, run.of_scorer(r).rank_tokens) for r, n in run.frozen.items())
         yield Component("one layer's activations", widest, ("score",))
-    yield Component("activations", _activation_bytes(job, stage), ("update",))
-    moment = backward_bytes(student, job.config.train.recompute, tokens)
-    if stage == job.layout.pipeline - 1:
-        yield from _loss_inputs(job)
+    yield Component("activations", _activation_bytes(run, stage), ("update",))
+    moment = backward_bytes(student, run.config.train.recompute, tokens)
+    if stage == run.layout.pipeline - 1:
+        yield from _loss_inputs(run)
         moment -= student.final_norm_bytes() * tokens  # freed before
-        moment = max(moment, _loss_bytes(job))
+        moment = max(moment, _loss_bytes(run))
     yield Component("loss, or backward of a layer", moment, ("update",))
 
 
-def _activation_bytes(job: Job, stage: int) -> float:
-    """What is saved for backward, of all micro-batches that the stage has in flight."""
-    layout, student, recompute = job.layout, job.student, job.config.train.recompute
+def _activation_bytes(run: PlannedRun, stage: int) -> float:
+    """What is saved for backward in all micro-batches that the stage has in flight."""
+    layout, student, recompute = run.layout, run.student, run.config.train.recompute
     last = stage == layout.pipeline - 1
     per_token = student.layers_per_stage * student.saved_bytes(recompute)
     per_token += student.saved_outside_layers(last)
     # Each model chunk keeps what it sends; what it receives is the saved input of its first layer.
-    sent = job.element * student.local_hidden
+    sent = run.element * student.local_hidden
     per_token += (layout.virtual - (1 if last else 0)) * sent
-    saved = per_token * job.rank_tokens * _in_flight(job, stage)
+    saved = per_token * run.rank_tokens * _in_flight(run, stage)
     # Megatron's schedule lets go of a received tensor and its gradient one micro-batch later.
-    before = 2 * sent * job.rank_tokens if stage > 0 and job.num_micro_batches > 1 else 0
+    before = 2 * sent * run.rank_tokens if stage > 0 and run.num_micro_batches > 1 else 0
     return saved + before
 
 
-def _in_flight(job: Job, stage: int) -> float:
+def _in_flight(run: PlannedRun, stage: int) -> float:
     """Activations that stage `stage` holds at once under 1F1B.
 
     1 is those of the largest micro-batch in all layers of the stage. Scored micro-batches come
     first; the others may be smaller.
     """
-    stages, virtual = job.layout.pipeline, job.layout.virtual
+    stages, virtual = run.layout.pipeline, run.layout.virtual
     held: float = stages - stage
     if virtual > 1:
         extra = (stages - stage - 1) * 2 + (virtual - 1) * stages + 1
         held = min(extra / virtual, stages * 2)
     tokens = 0.0
-    for sequences in job.kinds:
-        count = min(held, job.num_micro_batches_of(sequences))
-        tokens += min(count * job.micro_batch_tokens, job.share(sequences))
+    for sequences in run.kinds:
+        count = min(held, run.num_micro_batches_of(sequences))
+        tokens += min(count * run.micro_batch_tokens, run.share(sequences))
         held -= count
-    return tokens / job.micro_batch_tokens
+    return tokens / run.micro_batch_tokens
 
 
-def _loss_inputs(job: Job) -> Iterator[Component]:
-    """What the last stage holds beside its layers, from before the loss on."""
-    student, teacher, element = job.student, job.frozen.get("teacher"), job.element
+def _loss_inputs(run: PlannedRun) -> Iterator[Component]:
+    """What the last stage holds next to its layers, from before the loss on."""
+    student, teacher, element = run.student, run.frozen.get("teacher"), run.element
     # losses/output_head.align_head: where the teacher's shards begin at other rows.
-    if teacher and job.layout.tensor > 1 and teacher.head_rows != student.head_rows:
+    if teacher and run.layout.tensor > 1 and teacher.head_rows != student.head_rows:
         copy = element * student.head_rows * teacher.architecture.hidden_size
         yield Component("teacher's head, cut as the student's", copy)
-    widths = sum(_hidden_states_needed(job))
-    if "frozen" in job.config.offloaded:  # the loss multiplies their heads
+    widths = sum(_hidden_states_needed(run))
+    if "frozen" in run.config.offloaded:  # the loss multiplies their heads
         columns = element * student.head_rows * widths
         yield Component("heads of the scorers", columns, ("update",))
-    kept = element * (job.scored_rows / job.layout.gradient_ranks) * widths
+    kept = element * (run.scored_rows / run.layout.gradient_ranks) * widths
     yield Component("hidden states of the scorers", kept, ("score", "update"))
-    of_teacher = _hidden_states_needed(replace(job, models=replace(job.models, reference=False)))
-    if of_teacher and job.of_scorer("teacher") is not job:
+    of_teacher = _hidden_states_needed(replace(run, models=replace(run.models, reference=False)))
+    if of_teacher and run.of_scorer("teacher") is not run:
         # scoring/own_prompt.py: those of all context ranks, in the teacher's order
-        moved = job.element * (job.scored_rows / job.layout.data) * sum(of_teacher)
+        moved = run.element * (run.scored_rows / run.layout.data) * sum(of_teacher)
         yield Component("teacher's hidden states on their way", moved, ("score",))
 
 
-def _loss_bytes(job: Job) -> float:
+def _loss_bytes(run: PlannedRun) -> float:
     """What the fused loss holds: hidden states, and a block's logits of every model it reads."""
-    config, student, element = job.config, job.student, job.element
-    hidden, tokens = student.architecture.hidden_size, job.rank_tokens
-    responses = tokens * job.work.response_tokens / job.work.tokens
+    config, student, element = run.config, run.student, run.element
+    hidden, tokens = student.architecture.hidden_size, run.rank_tokens
+    responses = tokens * run.work.response_tokens / run.work.tokens
     # All hidden states, gathered; those of the responses, and their gradient.
     held = element * (tokens + 2 * responses) * hidden
     # losses/output_head.rows_per_block: as many rows as shards, so that the block's bytes stay.
-    rows = min(BLOCK_ROWS * job.layout.tensor, responses)
+    rows = min(BLOCK_ROWS * run.layout.tensor, responses)
     # At other temperatures the logits of off-policy golden rows are copied, a block at most.
-    copies = 1 if job.scored > job.drawn and config.sampling.temperature != 1 else 0
-    blocks = 1 + len(_hidden_states_needed(job)) + copies
+    copies = 1 if run.scored > run.rollouts and config.sampling.temperature != 1 else 0
+    blocks = 1 + len(_hidden_states_needed(run)) + copies
     return held + element * rows * student.head_rows * blocks
 
 
-def _hidden_states_needed(job: Job) -> list[int]:
+def _hidden_states_needed(run: PlannedRun) -> list[int]:
     """Hidden sizes of the scorers whose hidden states the loss reads."""
-    objective, needed = job.config.objective, []
+    objective, needed = run.config.objective, []
     whole = objective.name in ("gkd", "student_topk") or objective.advantage.control_variate
     whole = whole or "divergence" in objective.needs
-    if job.models.teacher is not None and whole:
-        needed.append(job.models.teacher.hidden_size)
-    if job.models.reference and job.config.kl.estimator == "exact":
-        needed.append(job.models.student.hidden_size)
+    if run.models.teacher is not None and whole:
+        needed.append(run.models.teacher.hidden_size)
+    if run.models.reference and run.config.kl.estimator == "exact":
+        needed.append(run.models.student.hidden_size)
     return needed
 
 
-def _colocated_server(job: Job) -> Iterator[Component]:
-    if not job.config.is_colocated:
+def _colocated_server(run: PlannedRun) -> Iterator[Component]:
+    if not run.config.is_colocated:
         return
-    share = job.device.memory_gib * GIB * MEMORY_SHARES["colocated"]
+    share = run.device.memory_gib * GIB * MEMORY_SHARES["colocated"]
     name = "colocated server: weights, KV cache"
     yield Component(name, share, ("rollout",))
     name = "colocated server: what it keeps when released"

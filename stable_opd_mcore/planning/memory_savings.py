@@ -1,6 +1,6 @@
 """The values of `train.recompute` and `memory.offload` with which a run fits and is fastest.
 
-    choice = choose(job)
+    choice = choose(run)
     print(choice.line())
 
 All combinations are predicted, at most 48. Layout and micro-batch stay the config's. Host memory is
@@ -15,8 +15,8 @@ from typing import Literal, get_args
 
 from stable_opd_mcore.config.training import Offloadable
 from stable_opd_mcore.planning.hardware import GIB
-from stable_opd_mcore.planning.job import Job
 from stable_opd_mcore.planning.memory import MemoryPlan, memory_plan
+from stable_opd_mcore.planning.planned_run import PlannedRun
 from stable_opd_mcore.planning.seconds import StepSeconds, step_seconds
 
 Recompute = Literal["none", "selective", "full"]
@@ -24,27 +24,27 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a job needs and takes."""
+    """What a run needs and takes."""
 
-    job: Job
+    run: PlannedRun
 
     @cached_property
     def memory(self) -> MemoryPlan:
-        return memory_plan(self.job)
+        return memory_plan(self.run)
 
     @cached_property
     def seconds(self) -> StepSeconds:
-        return step_seconds(self.job)
+        return step_seconds(self.run)
 
     @property
     def recompute(self) -> Recompute:
-        return self.job.config.train.recompute
+        return self.run.config.train.recompute
 
     @property
     def offload(self) -> tuple[Offloadable, ...]:
         """The offloaded parts that the run has, in the schema's order."""
-        parts = offloadable(self.job)
-        return tuple(part for part in parts if part in self.job.config.offloaded)
+        parts = offloadable(self.run)
+        return tuple(part for part in parts if part in self.run.config.offloaded)
 
 
 @dataclass(frozen=True)
@@ -76,16 +76,16 @@ class Choice:
         return f"fastest that fits: {what} (about {best.seconds.total:.0f}{took} s, {needed})"
 
 
-def choose(job: Job) -> Choice:
+def choose(run: PlannedRun) -> Choice:
     """The fastest combination that fits.
 
     Among equally fast ones it is the config's own, then the one that keeps the trainer least busy:
     rollouts of the next step may hide the difference (rollout.max_staleness).
     """
-    own, parts = Prediction(job), offloadable(job)
+    own, parts = Prediction(run), offloadable(run)
     subsets = [subset for n in range(len(parts) + 1) for subset in combinations(parts, n)]
     others = (
-        job.changed(train={"recompute": recompute}, memory={"offload": offload})
+        run.changed(train={"recompute": recompute}, memory={"offload": offload})
         for recompute, offload in product(get_args(Recompute), subsets)
     )
     every = [own, *map(Prediction, others)]
@@ -99,11 +99,11 @@ def choose(job: Job) -> Choice:
     return Choice(own, min(fitting, key=order))
 
 
-def offloadable(job: Job) -> tuple[Offloadable, ...]:
+def offloadable(run: PlannedRun) -> tuple[Offloadable, ...]:
     """The parts that `memory.offload` may name in this run."""
     absent: set[Offloadable] = set()
-    if not job.config.is_colocated:
+    if not run.config.is_colocated:
         absent.add("student")
-    if not job.frozen:
+    if not run.frozen:
         absent.add("frozen")
     return tuple(part for part in get_args(Offloadable) if part not in absent)

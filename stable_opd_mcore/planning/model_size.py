@@ -16,8 +16,8 @@ from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.fp8 import is_in_fp8
 from stable_opd_mcore.planning.layout import Layout
 
-# Of a parameter: its weight, and Adam's state. With bf16 Adam keeps fp32 weights and two moments;
-# with fp32 the weights are the model's own.
+# Bytes of a parameter's weight and of its Adam state: fp32 weights, which with fp32 are the
+# model's own, and two moments.
 WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
 ADAM_BYTES = {"bf16": 12, "fp32": 8}
 
@@ -48,7 +48,7 @@ class ModelSize:
         return -(-self.architecture.vocab_size // self.layout.tensor)
 
     def layer_parameters(self) -> int:
-        """Of one decoder layer without experts: attention, norms, SwiGLU or router."""
+        """One decoder layer's without experts: attention, norms, SwiGLU or router."""
         model, t = self.architecture, self.layout.tensor
         hidden = model.hidden_size
         qkv_rows = (self.query_width + 2 * self.key_width) // t
@@ -62,7 +62,7 @@ class ModelSize:
         return attention + 3 * model.ffn_hidden_size // t * hidden + 2 * hidden
 
     def expert_parameters(self) -> int:
-        """Of this rank's experts in the layers of a stage; 0 in a dense model."""
+        """This rank's experts in the layers of a stage; 0 in a dense model."""
         model = self.architecture
         if model.experts is None:
             return 0
@@ -70,7 +70,7 @@ class ModelSize:
         return self.layers_per_stage * own * 3 * model.ffn_hidden_size * model.hidden_size
 
     def fp8_parameters(self, stage: int, fp8: Fp8) -> int:
-        """Of one pipeline stage, those of the matrices in FP8."""
+        """Parameters of the matrices in FP8 on one pipeline stage."""
         model, layout = self.architecture, self.layout
         heads = 2 * (self.query_width + self.key_width) // layout.tensor
         layer = model.hidden_size * heads
@@ -87,11 +87,11 @@ class ModelSize:
         return layer * sum(is_in_fp8(fp8, number, model.num_layers) for number in numbers)
 
     def stage_parameters(self, stage: int) -> int:
-        """Of one pipeline stage: 0 holds the embedding, the last the final norm and the head."""
+        """One pipeline stage's: 0 holds the embedding, the last the final norm and the head."""
         return self.shared_parameters(stage) + self.expert_parameters()
 
     def shared_parameters(self, stage: int) -> int:
-        """Of one pipeline stage without its experts."""
+        """One pipeline stage's without its experts."""
         model, last = self.architecture, self.layout.pipeline - 1
         count = self.layers_per_stage * self.layer_parameters()
         matrix = self.head_rows * model.hidden_size
@@ -104,11 +104,11 @@ class ModelSize:
         return count
 
     def total_parameters(self) -> int:
-        """Of the whole model, embedding and head included."""
+        """The whole model's, embedding and head included."""
         return ModelSize(self.architecture, Layout(1)).stage_parameters(0)
 
     def read_parameters(self, tokens: float) -> float:
-        """Of the whole model, those that some of `tokens` tokens need: all but unchosen experts."""
+        """The whole model's that some of `tokens` tokens need: all but unchosen experts."""
         one = ModelSize(self.architecture, Layout(1))
         experts = self.architecture.experts
         if experts is None:
@@ -178,7 +178,7 @@ class ModelSize:
         return 2 * self.element * width + 4 * rows
 
     def forward_flops(self, tokens: float, mean_context: float) -> float:
-        """Of the whole model over all its ranks, head excluded; causal attention."""
+        """The whole model's over all its ranks, head excluded; causal attention."""
         model = self.architecture
         attention = 2 * self.query_width * mean_context
         return 2 * model.num_layers * tokens * (model.layer_products + attention)

@@ -19,33 +19,33 @@ from rich.table import Table
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.planning.hardware import GIB, Cluster
-from stable_opd_mcore.planning.job import Work, make_job
 from stable_opd_mcore.planning.layout import refuse_layout, valid_layouts
 from stable_opd_mcore.planning.memory import PHASES, largest_micro_batch
 from stable_opd_mcore.planning.memory_savings import Choice, Prediction, choose
+from stable_opd_mcore.planning.planned_run import Work, planned_run
 
 
 @dataclass(frozen=True)
 class Plan(Prediction):
-    """What a job needs and takes, and what would make it fit or faster."""
+    """What a run needs and takes, and what would make it fit or faster."""
 
     @cached_property
     def largest_micro_batch(self) -> int | None:
-        return largest_micro_batch(self.job)
+        return largest_micro_batch(self.run)
 
     @cached_property
     def choice(self) -> Choice:
         """The fastest train.recompute and memory.offload that fit."""
-        return choose(self.job)
+        return choose(self.run)
 
     @property
     def any_micro_batch_fits(self) -> bool:
         """Whether a rank's share of a minibatch fits as one micro-batch."""
-        return self.largest_micro_batch == self.job.largest_share
+        return self.largest_micro_batch == self.run.largest_share
 
     @property
     def gpu_hours(self) -> float:
-        return self.job.config.train.steps * self.seconds.total * self.job.cluster.gpus / 3600
+        return self.run.config.train.steps * self.seconds.total * self.run.cluster.gpus / 3600
 
     @property
     def remedy(self) -> str:
@@ -58,17 +58,17 @@ class Plan(Prediction):
         )
 
     def as_json(self) -> str:
-        job, best = self.job, self.choice.best
+        run, best = self.run, self.choice.best
         values: dict[str, Any] = {
-            "gpu": job.device.name,
-            "cluster": asdict(job.cluster),
-            "layout": asdict(job.layout) | {"data": job.layout.data},
+            "gpu": run.device.name,
+            "cluster": asdict(run.cluster),
+            "layout": asdict(run.layout) | {"data": run.layout.data},
             "servers": {
-                "placement": job.topology.placement,
-                "count": len(job.topology.servers),
-                "tensor": job.topology.tensor,
+                "placement": run.topology.placement,
+                "count": len(run.topology.servers),
+                "tensor": run.topology.tensor,
             },
-            "assumed": asdict(job.work) | {"teacher_prompt_tokens": job.teacher_prompt_tokens},
+            "assumed": asdict(run.work) | {"teacher_prompt_tokens": run.teacher_prompt_tokens},
             "memory_gib": {
                 "components": {c.name: round(c.bytes / GIB, 3) for c in self.memory.components},
                 "phases": {p: round(self.memory.bytes_in(p) / GIB, 3) for p in PHASES},
@@ -93,8 +93,8 @@ class Plan(Prediction):
 
     def table(self) -> str:
         """Memory by component and phase, then seconds by phase."""
-        job, stage = self.job, self.memory.stage
-        memory = Table(title=f"GiB per GPU of pipeline stage {stage}: {job.layout}")
+        run, stage = self.run, self.memory.stage
+        memory = Table(title=f"GiB per GPU of pipeline stage {stage}: {run.layout}")
         for name in ("", *PHASES):
             memory.add_column(name, justify="left" if not name else "right")
         for item in self.memory.components:
@@ -102,7 +102,7 @@ class Plan(Prediction):
             memory.add_row(item.name, *held)
         memory.add_section()
         memory.add_row("sum", *(_gib(self.memory.bytes_in(phase)) for phase in PHASES))
-        usable = f"{_gib(self.memory.usable_bytes)} GiB of a {job.device.name} are usable"
+        usable = f"{_gib(self.memory.usable_bytes)} GiB of a {run.device.name} are usable"
         verdict = "fits" if self.memory.fits else "DOES NOT FIT"
         budget = self.largest_micro_batch
         if self.any_micro_batch_fits:
@@ -114,18 +114,18 @@ class Plan(Prediction):
             advice = "no train.micro_batch_tokens fits" if can_fit else f"take {self.remedy}"
         seconds = "  ".join(f"{k} {v:.0f}" for k, v in asdict(self.seconds).items())
         lines = [
-            *job.topology.lines(),
+            *run.topology.lines(),
             _render(memory),
             f"{verdict}: {usable}; {advice}",
             self.choice.line(),
             f"rough seconds a step: {seconds}  total {self.seconds.total:.0f}; "
-            f"{self.gpu_hours:.0f} GPU-hours for {job.config.train.steps} steps",
-            f"assumed: {job.work.prompt_tokens} prompt and {job.work.response_tokens} response "
+            f"{self.gpu_hours:.0f} GPU-hours for {run.config.train.steps} steps",
+            f"assumed: {run.work.prompt_tokens} prompt and {run.work.response_tokens} response "
             "tokens on average; no GPU has confirmed the seconds",
         ]
-        if job.teacher_prompt_tokens is not None:
+        if run.teacher_prompt_tokens is not None:
             lines.append(
-                f"assumed: {job.teacher_prompt_tokens} tokens of teacher.prompt on average"
+                f"assumed: {run.teacher_prompt_tokens} tokens of teacher.prompt on average"
             )
         return "\n".join(lines)
 
@@ -138,30 +138,30 @@ def make_plan(
         UserError: a layout that does not divide GPUs or model, an unknown GPU, a model whose
             config.json cannot be read, servers without a place.
     """
-    job = make_job(config, cluster, gpu, work)
-    _ = job.layout  # refuses GPUs that it does not divide
-    for role, model in (("student", job.models.student), ("teacher", job.models.teacher)):
+    run = planned_run(config, cluster, gpu, work)
+    _ = run.layout  # refuses GPUs that it does not divide
+    for role, model in (("student", run.models.student), ("teacher", run.models.teacher)):
         if model is not None:
             refuse_layout(role, model, config.parallel)
-    _ = job.topology  # refuses servers without a place
-    return Plan(job)
+    _ = run.topology  # refuses servers without a place
+    return Plan(run)
 
 
 def rank_layouts(
     config: Config, cluster: Cluster, gpu: str = "h200", work: Work | None = None
 ) -> list[Plan]:
     """Plans of every valid layout: those that fit first, then those that cut a model least."""
-    job = make_job(config, cluster, gpu, work)
-    models = [model for model in (job.models.student, job.models.teacher) if model is not None]
+    run = planned_run(config, cluster, gpu, work)
+    models = [model for model in (run.models.student, run.models.teacher) if model is not None]
     plans = []
     for parallel in valid_layouts(models, cluster.trainer_gpus, cluster.gpus_per_node):
-        changed = replace(job, config=job.config.model_copy(update={"parallel": parallel}))
+        changed = replace(run, config=run.config.model_copy(update={"parallel": parallel}))
         with contextlib.suppress(UserError):  # colocated servers do not fit every layout
             _ = changed.topology
             plans.append(Plan(changed))
 
     def order(plan: Plan) -> tuple[bool, int, int, float]:
-        layout = plan.job.layout
+        layout = plan.run.layout
         return not plan.memory.fits, -layout.data, layout.pipeline, plan.memory.peak_bytes
 
     return sorted(plans, key=order)
@@ -171,7 +171,7 @@ def layouts_json(plans: list[Plan]) -> str:
     """All plans in their order, one object."""
     rows = [
         {
-            "layout": asdict(plan.job.layout) | {"data": plan.job.layout.data},
+            "layout": asdict(plan.run.layout) | {"data": plan.run.layout.data},
             "peak_gib": round(plan.memory.peak_bytes / GIB, 3),
             "fits": plan.memory.fits,
             "largest_micro_batch_tokens": plan.largest_micro_batch,
@@ -188,7 +188,7 @@ def layouts_table(plans: list[Plan], rows: int = 20) -> str:
         table.add_column(name, justify="left" if name == "layout" else "right")
     for plan in plans[:rows]:
         table.add_row(
-            str(plan.job.layout),
+            str(plan.run.layout),
             _gib(plan.memory.peak_bytes),
             "yes" if plan.memory.fits else "no",
             "any" if plan.any_micro_batch_fits else str(plan.largest_micro_batch or "-"),

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.planning.hardware import DEVICES, Cluster
-from stable_opd_mcore.planning.job import Job, Models, default_work
 from stable_opd_mcore.planning.memory import stage_plan
 from stable_opd_mcore.planning.model_size import ModelSize
+from stable_opd_mcore.planning.planned_run import Models, PlannedRun, default_work
 
 # Seconds of one decoding step beyond its memory traffic and products.
 SGLANG_SECONDS = 0.002  # CUDA graphs
@@ -32,49 +32,51 @@ class StepSeconds:
         return self.rollout + self.score + self.update + self.offload
 
 
-def step_seconds(job: Job) -> StepSeconds:
+def step_seconds(run: PlannedRun) -> StepSeconds:
     """One step of the run, evaluation and checkpoints excluded.
 
     Raises:
         UserError: servers without a place.
     """
-    student, gpus = job.student, job.layout.gpus
+    student, gpus = run.student, run.layout.gpus
     score = sum(
-        _forward_flops(job.of_scorer(role), size, job.scored) for role, size in job.frozen.items()
+        _forward_flops(run.of_scorer(role), size, run.scored) for role, size in run.frozen.items()
     )
-    forward = _forward_flops(job, student, job.sequences)
+    forward = _forward_flops(run, student, run.sequences)
     model = student.architecture
-    mlp = 2 * model.num_layers * job.trained_tokens * model.mlp_products
-    again = {"none": 0.0, "selective": mlp, "full": forward}[job.config.train.recompute]
+    mlp = 2 * model.num_layers * run.trained_tokens * model.mlp_products
+    again = {"none": 0.0, "selective": mlp, "full": forward}[run.config.train.recompute]
     # One product forward with every head, two more backward with the student's.
-    heads = 3 * student.head_flops(job.response_rows)
-    heads += sum(size.head_flops(job.scored_rows) for size in job.frozen.values())
-    score_seconds = job.device.matmul_seconds(score / gpus)
-    update_seconds = job.device.matmul_seconds((3 * forward + again + heads) / gpus)
-    offload, rollout = _offload_seconds(job), _rollout_seconds(job)
-    if job.config.rollout.engine == "sglang" and job.config.rollout.max_staleness:
+    heads = 3 * student.head_flops(run.response_rows)
+    heads += sum(size.head_flops(run.scored_rows) for size in run.frozen.values())
+    score_seconds = run.device.matmul_seconds(score / gpus)
+    update_seconds = run.device.matmul_seconds((3 * forward + again + heads) / gpus)
+    offload, rollout = _offload_seconds(run), _rollout_seconds(run)
+    if run.config.rollout.engine == "sglang" and run.config.rollout.max_staleness:
         rollout = max(0.0, rollout - score_seconds - update_seconds - offload)
     return StepSeconds(rollout, score_seconds, update_seconds, offload)
 
 
 def embedded_seconds(config: Config, student: Architecture, gpus: int) -> float:
-    """One step's rollouts by the embedded engine on `gpus` H200s, of half the longest length."""
-    job = Job(config, Models(student), Cluster(1, gpus), DEVICES["h200"], default_work(config))
-    return _rollout_seconds(job)
+    """One step's rollouts by the embedded engine on `gpus` H200s, at half the longest length."""
+    run = PlannedRun(
+        config, Models(student), Cluster(1, gpus), DEVICES["h200"], default_work(config)
+    )
+    return _rollout_seconds(run)
 
 
-def _forward_flops(job: Job, size: ModelSize, sequences: int) -> float:
-    return size.forward_flops(sequences * job.work.tokens, job.work.tokens / 2)
+def _forward_flops(run: PlannedRun, size: ModelSize, sequences: int) -> float:
+    return size.forward_flops(sequences * run.work.tokens, run.work.tokens / 2)
 
 
-def _offload_seconds(job: Job) -> float:
+def _offload_seconds(run: PlannedRun) -> float:
     """Copies between GPU and host on the slowest stage; no copy overlaps with work.
 
     `optimizer` and `student` go and come once a step, `gradients` are filled with zeros instead,
     and frozen models come from the copy that stays on the host. A frozen model that follows the
     student goes and comes for the scores, and again when it is updated.
     """
-    config, device = job.config, job.device
+    config, device = run.config, run.device
     teacher_moves = config.teacher is not None and config.teacher.weights == "ema"
     update = "ema" if teacher_moves else config.reference.update
     copies = {
@@ -82,7 +84,7 @@ def _offload_seconds(job: Job) -> float:
         "student": 2.0,
         "frozen": {"never": 1, "every": 2 + 2 / config.reference.every, "ema": 4}[update],
     }
-    stages = (stage_plan(job, stage) for stage in {0, job.layout.pipeline - 1})
+    stages = (stage_plan(run, stage) for stage in {0, run.layout.pipeline - 1})
     return max(
         sum(
             copies.get(part, 0.0) * device.host_seconds(plan.bytes_of(part))
@@ -92,17 +94,17 @@ def _offload_seconds(job: Job) -> float:
     )
 
 
-def _rollout_seconds(job: Job) -> float:
+def _rollout_seconds(run: PlannedRun) -> float:
     """One step's responses: weights are read once a decoding step, caches once a token."""
-    config, student, device, work = job.config, job.student, job.device, job.work
-    if not job.drawn or config.rollout.engine == "replay":
+    config, student, device, work = run.config, run.student, run.device, run.work
+    if not run.rollouts or config.rollout.engine == "replay":
         return 0.0
-    if job.topology.placement is None:  # the embedded engine's replicas
-        servers, tensor = job.layout.gradient_ranks, job.layout.tensor * job.layout.pipeline
+    if run.topology.placement is None:  # the embedded engine's replicas
+        servers, tensor = run.layout.gradient_ranks, run.layout.tensor * run.layout.pipeline
     else:
-        servers = len(job.topology.servers)
-        tensor = job.topology.tensor or config.rollout.sglang.tensor or 1  # 1: not known
-    sequences = job.drawn / servers
+        servers = len(run.topology.servers)
+        tensor = run.topology.tensor or config.rollout.sglang.tensor or 1  # 1: not known
+    sequences = run.rollouts / servers
     tokens = sequences * work.response_tokens
     weights = 2 * student.read_parameters(sequences) / tensor
     caches = tokens * (work.prompt_tokens + work.response_tokens / 2) * student.kv_bytes() / tensor

@@ -2,8 +2,7 @@
 
 One frozen record, computed from nodes, GPUs a node, the config and the student. The Slurm scripts,
 `stable-opd serve`, the engine, `stable-opd plan` and the tests all read it, so that nobody types a
-GPU id. A GPU is named by its node and its local id. Needs no torch and no GPU. Not here: addresses
-of nodes, server processes.
+GPU id. A GPU is named by its node and its local id. Needs no torch and no GPU.
 """
 
 import json
@@ -27,16 +26,16 @@ MEMORY_SHARES: dict[Placement, float] = {
     "disaggregated": 0.85,
     "external": 0.85,
 }
-WEIGHT_BUCKET_BYTES = 512 * 2**20  # of weights that are sent at once; the trainer holds two
+WEIGHT_BUCKET_BYTES = 512 * 2**20  # weights that are sent at once; the trainer holds two buckets
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-WEIGHTS_SHARE = 0.5  # of a server's memory, at most; the rest is its KV cache
+WEIGHTS_SHARE = 0.5  # at most, of a server's memory; the rest is its KV cache
 
 
 @dataclass(frozen=True)
 class ServerPlace:
     """One SGLang server."""
 
-    number: int  # over all nodes; its port is the first port + number
+    number: int  # among all servers; its port is the first port + number
     node: int  # trainer nodes first
     gpus: tuple[int, ...]  # local ids, one per tensor rank; empty on a CPU without enough ranks
     data_ranks: tuple[int, ...]  # whose prompts it answers; the first one starts it if the run does
@@ -48,19 +47,19 @@ class ServerPlace:
 
 @dataclass(frozen=True)
 class Topology:
-    """The places of all trainer ranks and servers of one job."""
+    """The places of all trainer ranks and servers of one run."""
 
-    nodes: int  # of the trainer
+    nodes: int  # the trainer's
     gpus_per_node: int
     server_nodes: int  # after the trainer's nodes
     layout: Layout
     placement: Placement | None  # None: no servers
-    tensor: int  # ranks of one server
+    tensor: int  # GPUs of one server
     servers: tuple[ServerPlace, ...]
 
     @property
     def servers_per_node(self) -> int:
-        """Of a node that has servers; all have equally many."""
+        """Servers on a node that has any; all such nodes have equally many."""
         num_nodes = len({server.node for server in self.servers})
         return len(self.servers) // num_nodes if num_nodes else 0
 
@@ -89,7 +88,10 @@ class Topology:
         """
         number = self.nodes + self.server_nodes
         if hosts and len(hosts) != number:
-            raise UserError(f"--hosts names {_count(len(hosts), 'node')}, the job has {number}")
+            raise UserError(
+                f"--hosts names {_count(len(hosts), 'node')}, but the run has {number}: name each "
+                "of its nodes once"
+            )
         names = list(hosts) or [f"node {node}" for node in range(number)]
         held: list[list[str]] = [[] for _ in names]
         for rank in range(self.layout.gradient_ranks):
@@ -137,7 +139,7 @@ def derive_topology(
     """The places of a run, from the config's layout and the student.
 
     Args:
-        memory_gib: of one GPU. None: a CPU, where nothing has to fit and no GPU can be idle.
+        memory_gib: one GPU's. None: a CPU, where nothing has to fit and no GPU can be idle.
 
     Raises:
         UserError: a layout that does not divide the GPUs, a student that no server size holds,
@@ -157,7 +159,7 @@ def derive_topology(
     if not gpus and memory_gib is not None:
         raise UserError(
             f"rollout.sglang.placement=disaggregated: all {_count(gpus_per_node, 'GPU')} of the "
-            "machine train and none is left for servers; start fewer ranks, set "
+            "machine train, and none is left for servers: start fewer ranks, set "
             "rollout.sglang.placement=colocated, or give servers nodes (SERVER_NODES)"
         )
     count, tensor = machine_servers(config, architecture, gpus, memory_gib, placement)
@@ -192,10 +194,7 @@ def machine_servers(
 ) -> tuple[int, int]:
     """The number of servers on a machine with this many GPUs for them, and their tensor ranks.
 
-    rollout.sglang.num_servers and tensor where they are set; what follows from the GPUs elsewhere.
-
-    Raises:
-        UserError: see `derive_topology`.
+    rollout.sglang.num_servers and tensor where they are set; else what follows from the GPUs.
     """
     count, tensor = config.rollout.sglang.num_servers, config.rollout.sglang.tensor
     if memory_gib is None:
@@ -205,8 +204,8 @@ def machine_servers(
         tensor = gpus // count
     if tensor is None:
         tensor = smallest_tensor(architecture, server_dtype(config), gpus, memory_gib, placement)
-        # A step waits for its longest response, which a server on more GPUs draws faster: beside
-        # the trainer it takes those of a tensor group.
+        # A step waits for its longest response, which a server on more GPUs samples faster: a
+        # colocated one takes those of a tensor group.
         group = config.parallel.tensor
         if placement == "colocated" and group > tensor and gpus % group == 0:
             tensor = tensor if _not_divided(architecture, group) else group
@@ -216,12 +215,15 @@ def machine_servers(
         many = count * tensor - gpus
         what = f"{many} too many" if many > 0 else f"{-many} would be idle"
         raise UserError(
-            f"rollout.sglang.num_servers and tensor: {given} on the {_count(gpus, 'GPU')} for "
-            f"servers of a machine: {what}. Set both to null, or so that their product is {gpus}"
+            f"rollout.sglang.num_servers and tensor: {given} on the {_count(gpus, 'GPU')} that a "
+            f"machine has for servers: {what}. Set both to null, or so that their product is {gpus}"
         )
     refused = _not_divided(architecture, tensor)
     if refused:
-        raise UserError(f"rollout.sglang.tensor={tensor} does not divide the student's {refused}")
+        raise UserError(
+            f"rollout.sglang.tensor={tensor} does not divide the student's {refused}: set it to "
+            "a divisor, or to null"
+        )
     return count, tensor
 
 
@@ -233,7 +235,7 @@ def server_dtype(config: Config) -> str:
 def smallest_tensor(
     architecture: Architecture, dtype: str, gpus: int, memory_gib: float, placement: Placement
 ) -> int:
-    """The fewest GPUs, a power of two, that hold the student in `dtype` beside as much KV cache.
+    """The fewest GPUs, a power of two, that hold the student in `dtype` and as much KV cache.
 
     Raises:
         UserError: no power of two that divides `gpus` and the attention heads is enough.
@@ -247,13 +249,11 @@ def smallest_tensor(
     for size in sizes:
         if weights_gib / size <= room_gib:
             return size
+    largest = max(sizes, default=0)
     raise UserError(
-        f"the student's {weights_gib:.1f} GiB of {dtype} weights exceed {room_gib:.1f} GiB a GPU "
-        f"({WEIGHTS_SHARE:.0%} of the {share:.0%} of {memory_gib:.0f} GiB that a "
-        f"{'colocated ' if placement == 'colocated' else ''}server has) on "
-        f"{_count(max(sizes, default=0), 'GPU')}, the largest size that divides {gpus} GPUs and "
-        "the attention heads: use server nodes (SERVER_NODES), GPUs with more memory, or set "
-        "rollout.sglang.tensor"
+        f"the student's {dtype} weights take {weights_gib:.1f} GiB, and the largest {placement} "
+        f"server, on {_count(largest, 'GPU')}, has {largest * room_gib:.1f} GiB for them: use "
+        "server nodes (SERVER_NODES) or GPUs with more memory, or set rollout.sglang.tensor"
     )
 
 
@@ -261,7 +261,7 @@ def ranks_of_servers(num_servers: int, data_ranks: int) -> tuple[tuple[int, ...]
     """For every server the data-parallel ranks whose prompts it answers.
 
     Servers and ranks are divided into as many groups as divide both numbers. Within a group every
-    rank draws from every server, so that servers have equal loads at any two numbers.
+    rank samples from every server, so that servers have equal loads at any two numbers.
     """
     groups = gcd(num_servers, data_ranks)
     servers, ranks = num_servers // groups, data_ranks // groups
@@ -333,9 +333,9 @@ def _refuse_bare_gpus(
     if bare:
         raise UserError(
             f"colocated servers of {_count(tensor, 'GPU')} leave {bare} of {gpus} GPUs without a "
-            f"server ({layout}): a server lies on neighbouring GPUs of one data-parallel rank, on "
-            "the node of its first rank. Give servers nodes of their own (SERVER_NODES), or lower "
-            "parallel.pipeline or rollout.sglang.tensor"
+            f"server ({layout}); a server needs neighbouring GPUs of one data-parallel rank on one "
+            "node: give servers nodes of their own (SERVER_NODES), or lower parallel.pipeline or "
+            "rollout.sglang.tensor"
         )
 
 

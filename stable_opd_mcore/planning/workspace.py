@@ -1,7 +1,7 @@
-"""What a rank holds for a moment while it computes one layer, beside what is saved for backward.
+"""What a rank holds for a moment while it computes one layer, next to what is saved for backward.
 
 Forward passes of scorers save nothing, so a layer's tensors are freed as soon as they are read. In
-the backward pass gradients stand beside the saved tensors that they are computed from. Each
+the backward pass gradients stand next to the saved tensors that they are computed from. Each
 function takes the largest of the moments in which most is held. These follow from what each
 operation of Transformer Engine's layers reads and writes; its own workspaces are not counted. Not
 here: saved tensors (model_size.py), the loss (memory.py).
@@ -26,11 +26,11 @@ def forward_bytes(size: ModelSize, tokens: float) -> float:
 
 
 def backward_bytes(size: ModelSize, recompute: str, tokens: float) -> float:
-    """Largest sum of what the backward pass of the last layer holds beside all saved tensors."""
+    """Largest sum of what the backward pass of the last layer holds next to all saved tensors."""
     held = _recomputed_bytes(size, recompute) + size.element * size.local_hidden
     if size.architecture.experts is not None:
-        # In the layer's own forward pass, when the experts' outputs are put in order: beside the
-        # saved inputs of the experts what was sent, received and computed. And the residual.
+        # In the layer's own forward pass, when the experts' outputs are put in order: the saved
+        # inputs of the experts, what was sent, received and computed, and the residual.
         return tokens * (held + size.element * (_dispatched(size) + size.local_hidden))
     ffn = size.architecture.ffn_hidden_size / size.layout.tensor
     # The product's gradient is read, those of gate and up are written; the product is freed.

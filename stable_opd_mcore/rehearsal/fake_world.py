@@ -122,7 +122,7 @@ def _with_expert_shifted(name: str, shift: int) -> str:
 
 
 class _Owners:
-    """Pipeline stage of every parameter, from the layers of this stage alone."""
+    """Pipeline stage of every parameter, computed from the layers of this stage."""
 
     def __init__(self, local: Sequence[tuple[str, ...]], stages: int, chunks: int) -> None:
         layers = {_layer(names) for names in local} - {None}

@@ -4,8 +4,7 @@
     from stable_opd_mcore.models.gpt import build_model
 
 Transformer Engine's layers can then be built on the CPU, by Megatron as it is. Nothing computes:
-their kernels need the GPU. torch is changed for good, so a process of its own does this. Not here:
-what is built (te_layers.py).
+their kernels need the GPU. torch is changed for good, so a process of its own does this.
 """
 
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ import torch._dynamo  # refuses the answers below where they are in place before
 from stable_opd_mcore.parallel.cuda_facade import FACADE
 
 _GPUS = 8
-_CAPABILITY = (9, 0)  # of a Hopper GPU
+_CAPABILITY = (9, 0)  # a Hopper GPU's
 _HOPPER = SimpleNamespace(
     name="H200", major=9, minor=0, multi_processor_count=132, total_memory=141 * 2**30
 )

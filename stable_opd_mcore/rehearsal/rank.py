@@ -3,7 +3,7 @@
     report = rehearse_rank(config, gpus=64, rank=0, vocab_size=151665)
 
 `train.setup.build_run` and `train.step.train_step` run as they are. Replaced are what a machine
-without models, data and servers lacks (`_absent`): weights are drawn, prompts and responses are as
+without models, data and servers lacks (`_absent`): weights are random, prompts and responses are as
 long as the config allows, and the loss's kernels only make their outputs. Not here: which worlds
 are rehearsed (worlds.py).
 """
@@ -27,7 +27,7 @@ from stable_opd_mcore.losses.output_head import accumulation_dtype
 from stable_opd_mcore.metrics import Metrics, Sum
 from stable_opd_mcore.models.weights import iter_hf_tensors
 from stable_opd_mcore.parallel.world import World
-from stable_opd_mcore.planning.job import PRIVILEGED_TOKENS
+from stable_opd_mcore.planning.planned_run import PRIVILEGED_TOKENS
 from stable_opd_mcore.planning.topology import WEIGHT_BUCKET_BYTES
 from stable_opd_mcore.records import Prompt, Rollout, Sample, SampleFacts
 from stable_opd_mcore.rehearsal.fake_tensors import fake_tensors
@@ -47,8 +47,8 @@ class RankReport:
     """One rank's rehearsal."""
 
     stage: int
-    seconds: float  # of one CPU core
-    peak_bytes: int  # of the step, with Adam's state
+    seconds: float  # CPU time
+    peak_bytes: int  # in the step, with Adam's state
     published_bytes: int  # sent to a server in one publish; 0 where nothing is sent
     host_waits: dict[str, int]  # places where the step's host waits for the GPU -> how often
 
@@ -213,7 +213,7 @@ def _absent(inputs: _Inputs) -> Iterator[None]:
         patch.object(output_head, "MAX_CPU_BLOCK_ELEMENTS", 2**62),  # blocks as on a GPU
         patch.object(clip_grads, "l2_norm_impl", lambda *unused: (torch.ones(1), None)),
         patch.object(collecting, "sample_rollouts", inputs.rollouts),
-        patch.object(collecting, "own_share", lambda _world, items: items),  # that of all ranks
+        patch.object(collecting, "own_share", lambda _world, items: items),  # all ranks'
         patch.object(sharing, "gather_objects", lambda item, _group: [item]),
         patch.object(sharing, "collect", inputs.collect),
         patch.object(step, "reduce_row_metrics", _row_metrics),

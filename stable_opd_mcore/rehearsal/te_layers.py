@@ -91,7 +91,7 @@ def _models(config: Config) -> dict[Fp8Role, ModelConfig]:
 
 
 def facts(config: Config, world: World, role: Fp8Role, fused: bool) -> Facts:
-    """Of every parameter and of every tensor in a checkpoint: shapes, dtype and marks.
+    """Shapes, dtype and marks of every parameter and of every tensor in a checkpoint.
 
     Args:
         fused: with Transformer Engine's layers where they are usable; False: with torch's.
@@ -133,7 +133,7 @@ def _saved(tree: Any) -> Facts:
     for item in nested_values(tree):
         parts = nested_values(item.build()) if isinstance(item, ShardedTensorFactory) else [item]
         for part in parts:
-            assert isinstance(part, ShardedTensor), f"{part}: weights_of gives tensors alone"
+            assert isinstance(part, ShardedTensor), f"{part}: weights_of gives only tensors"
             found[f"saved {part.key} at {part.global_offset}"] = (
                 tuple(part.local_shape),
                 tuple(part.global_shape),

@@ -16,16 +16,16 @@ from stable_opd_mcore.data.tokenizer_backend import SYNTHETIC
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import Architecture, read_fields
 from stable_opd_mcore.planning.hardware import GIB, Cluster
-from stable_opd_mcore.planning.job import Job, Work, make_job, read_models
 from stable_opd_mcore.planning.known_models import model_source, models_in_trainer
 from stable_opd_mcore.planning.layout import layout_of
 from stable_opd_mcore.planning.plan import Plan, make_plan
+from stable_opd_mcore.planning.planned_run import PlannedRun, Work, planned_run, read_models
 from stable_opd_mcore.rehearsal import te_layers
 from stable_opd_mcore.rehearsal.rank import RankReport, rehearse_rank
 from stable_opd_mcore.run_inputs import refuse_unused_expert_ranks
 
-PROMPT_TOKENS = 256  # of every prompt, fewer where the window leaves less
-# Of a model chunk with experts: the CPU takes each expert of each layer alone, and all are alike.
+PROMPT_TOKENS = 256  # every prompt's; fewer where the window leaves less
+# Layers of a model chunk with experts: the CPU computes expert after expert, and all are alike.
 LAYERS_WITH_EXPERTS = 2
 
 
@@ -39,11 +39,11 @@ class StageReport:
 
     @property
     def line(self) -> str:
-        on_gpu, ranks = self.plan.memory, self.plan.job.layout.data
+        on_gpu, ranks = self.plan.memory, self.plan.run.layout.data
         sizes = (self.rank.peak_bytes, on_gpu.peak_bytes, on_gpu.usable_bytes)
         fake, planned, usable = (f"{size / GIB:.1f}" for size in sizes)
         cut = "" if self.layers is None else f" (layers: {self.layers})"
-        idle = ranks - self.plan.job.sequences
+        idle = ranks - self.plan.run.sequences
         idle_ranks = f" ({idle} of {ranks} data-parallel ranks have no sequence)"
         return (
             f"stage {self.rank.stage}  {self.rank.seconds:5.1f} s  torch's layers{cut} {fake} GiB; "
@@ -115,24 +115,24 @@ def rehearse_stage(
     """
     plan = make_plan(config, cluster, gpu, longest_work(config, read_models(config).student))
     _require_fit(plan)
-    job, of_stage = with_few_layers(replace(plan.job, config=config), layers)
-    job = with_few_prompts(job)
-    refuse_unused_expert_ranks(job.config, job.models.student)
+    run, of_stage = with_few_layers(replace(plan.run, config=config), layers)
+    run = with_few_prompts(run)
+    refuse_unused_expert_ranks(run.config, run.models.student)
     report = rehearse_rank(
-        job.config,
+        run.config,
         cluster.trainer_gpus,
-        rank=stage * (cluster.trainer_gpus // job.layout.pipeline),
-        prompt_tokens=job.work.prompt_tokens,
-        vocab_size=_vocabulary(config, job),
+        rank=stage * (cluster.trainer_gpus // run.layout.pipeline),
+        prompt_tokens=run.work.prompt_tokens,
+        vocab_size=_vocabulary(config, run),
     )
     return StageReport(report, of_stage, plan)
 
 
 def _compare_layers(config: Config, cluster: Cluster, layers: int | None) -> str:
     """As te_layers.compare_layers, on the ranks and with the layers that are rehearsed."""
-    job, _ = with_few_layers(make_job(config, cluster), layers)
-    gpus, stages = cluster.trainer_gpus, job.layout.pipeline
-    return te_layers.compare_layers(job.config, gpus, range(0, gpus, gpus // stages))
+    run, _ = with_few_layers(planned_run(config, cluster), layers)
+    gpus, stages = cluster.trainer_gpus, run.layout.pipeline
+    return te_layers.compare_layers(run.config, gpus, range(0, gpus, gpus // stages))
 
 
 def longest_work(config: Config, student: Architecture) -> Work:
@@ -159,49 +159,47 @@ def longest_work(config: Config, student: Architecture) -> Work:
     return Work(prompt_tokens=prompt, response_tokens=response)
 
 
-def with_few_prompts(job: Job) -> Job:
+def with_few_prompts(run: PlannedRun) -> PlannedRun:
     """One prompt a minibatch, with as many responses as fill the pipeline's micro-batches.
 
-    Later micro-batches take the same memory. A micro-batch that is not full would take less than
-    the plan counts. Supervised fine-tuning has one sequence a prompt, and so as many prompts.
-
-    The budget becomes what whole sequences fill of it, which is what packing makes and plan counts.
-    Nothing is offloaded: fake storages cannot move to the host.
+    Later micro-batches take the same memory. Supervised fine-tuning has one sequence a prompt, and
+    so as many prompts. The budget becomes what whole sequences fill of it. Nothing is offloaded:
+    fake storages cannot move to the host.
     """
-    config, layout = job.config, job.layout
-    in_micro_batch = config.train.micro_batch_tokens // job.work.tokens
+    config, layout = run.config, run.layout
+    in_micro_batch = config.train.micro_batch_tokens // run.work.tokens
     minibatches = config.train.minibatches
-    of_rank = (job.drawn or job.golden) // layout.data // minibatches
+    of_rank = (run.rollouts or run.golden) // layout.data // minibatches
     if of_rank > in_micro_batch:
         micro_batches = min(of_rank // in_micro_batch, layout.pipeline * layout.virtual)
         of_rank = micro_batches * in_micro_batch
-    sequences = max(1, of_rank) * layout.data  # of a minibatch
+    sequences = max(1, of_rank) * layout.data  # in a minibatch
     if config.objective.name == "sft":
         changes = {"prompts_per_step": minibatches * sequences}
     else:
         changes = {"prompts_per_step": minibatches, "samples_per_prompt": sequences}
-    budget = {"micro_batch_tokens": in_micro_batch * job.work.tokens}
-    return job.changed(rollout=changes, train=budget, memory={"offload": ()})
+    budget = {"micro_batch_tokens": in_micro_batch * run.work.tokens}
+    return run.changed(rollout=changes, train=budget, memory={"offload": ()})
 
 
-def with_few_layers(job: Job, layers: int | None) -> tuple[Job, int | None]:
+def with_few_layers(run: PlannedRun, layers: int | None) -> tuple[PlannedRun, int | None]:
     """Sizes in place of model directories, cut as rehearse_stage says; and a stage's layers then.
 
     None: no model was cut.
     """
-    layout, cut = job.layout, None
+    layout, cut = run.layout, None
     changes: dict[str, ModelConfig] = {}
-    for name, model in models_in_trainer(job.config).items():
+    for name, model in models_in_trainer(run.config).items():
         fields = dict(read_fields(model_source(model, name)[0])[1])
-        size = job.student if name == "student" else job.frozen["teacher"]
+        size = run.student if name == "student" else run.frozen["teacher"]
         of_chunk = layers or (LAYERS_WITH_EXPERTS if size.architecture.experts else None)
         chunks = layout.pipeline * layout.virtual
         if of_chunk and size.architecture.num_layers > of_chunk * chunks:
             fields["num_hidden_layers"] = of_chunk * chunks
             cut = of_chunk * layout.virtual
         changes[name] = model.model_copy(update={"path": None, "architecture": fields})
-    config = job.config.model_copy(update=changes)
-    return replace(job, config=config, models=read_models(config)), cut
+    config = run.config.model_copy(update=changes)
+    return replace(run, config=config, models=read_models(config)), cut
 
 
 def _require_fit(plan: Plan) -> None:
@@ -210,16 +208,16 @@ def _require_fit(plan: Plan) -> None:
     needed, usable = plan.memory.peak_bytes / GIB, plan.memory.usable_bytes / GIB
     raise UserError(
         f"memory does not fit: {needed:.1f} GiB are needed in the {plan.memory.peak_phase} phase, "
-        f"{usable:.1f} GiB of a {plan.job.device.name} are usable: set {plan.remedy}"
+        f"{usable:.1f} GiB of a {plan.run.device.name} are usable: set {plan.remedy}"
     )
 
 
-def _vocabulary(config: Config, job: Job) -> int:
-    """Entries of the tokenizer; where it is absent, of the smallest model."""
+def _vocabulary(config: Config, run: PlannedRun) -> int:
+    """Entries of the tokenizer, or of the smallest model where there is no tokenizer."""
     path = config.tokenizer.path or config.student.path
     if path is not None and (path == SYNTHETIC or (Path(path) / "tokenizer.json").is_file()):
         return Tokenizer.load(path, config.student.stop_token_ids).vocab_size
-    sizes = (job.student, *job.frozen.values())
+    sizes = (run.student, *run.frozen.values())
     return min(size.architecture.vocab_size for size in sizes)
 
 

@@ -244,8 +244,8 @@ def test_the_cold_start_s_data_are_checked_too(tmp_path):
 
 
 def test_one_refusal_keeps_its_own_words():
-    with pytest.raises(ConfigError, match=r"^mend a$"):
-        refuse_errors(Report((Finding("error", "data", "mend a"),)))
+    with pytest.raises(ConfigError, match=r"^fix a$"):
+        refuse_errors(Report((Finding("error", "data", "fix a"),)))
 
 
 def test_the_list_names_every_check_once():

@@ -1,4 +1,4 @@
-"""Rows that train refuses or drops, long golden solutions, repeated ids and problems."""
+"""Rows that train refuses or drops, long golden solutions, repeated problems."""
 
 import json
 
@@ -45,13 +45,6 @@ CASES = {  # check, training rows, held-out rows, sections -> words of the title
         None,
         {},
         ("1 of 8 golden solutions are longer than a response may be", "34 tokens", "24"),
-    ),
-    "an id twice": (
-        data_rows.repeated_ids,
-        [*rows(), {**rows()[0], "problem": "9-1", "id": "3"}],
-        None,
-        {},
-        ("1 ids of data.train occur more than once", "'3' in 2 rows", "one row each"),
     ),
     "a problem twice": (
         data_rows.repeated_problems,
@@ -121,7 +114,7 @@ def test_rows_that_train_refuses_are_refused_in_its_words(train, words, tmp_path
         list(data_rows.usable_rows(inputs_of(tmp_path, train)))
 
 
-def test_golden_solutions_count_only_beside_rollouts_and_up_to_the_limit(tmp_path):
+def test_golden_solutions_count_only_with_rollouts_and_up_to_the_limit(tmp_path):
     exact = [{**rows()[n], "solution": "1+1=2;" * 3 + "[2]+1"} for n in range(8)]  # 24 tokens
     assert list(data_rows.golden_lengths(inputs_of(tmp_path, exact))) == []
     long = [{**rows()[n], "solution": "1+1=2;" * 5 + "[2]"} for n in range(8)]

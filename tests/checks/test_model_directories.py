@@ -1,4 +1,4 @@
-"""Weights are refused as train refuses them, from their headers alone."""
+"""Weights are refused as train refuses them; only their headers are read."""
 
 import json
 import shutil

@@ -9,10 +9,10 @@ from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.config.models import ModelConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import read_architecture
-from stable_opd_mcore.planning.job import read_models
 from stable_opd_mcore.planning.known_models import model_source
 from stable_opd_mcore.planning.layout import Layout
 from stable_opd_mcore.planning.model_size import ModelSize
+from stable_opd_mcore.planning.planned_run import read_models
 from tests.hub_server import COMMIT, hub_server, use_hub
 from tests.planning.cases import CONFIGS, QWEN_7B
 

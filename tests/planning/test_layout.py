@@ -5,8 +5,8 @@ import pytest
 from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.config.training import ParallelConfig
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.planning.job import read_models
 from stable_opd_mcore.planning.layout import Layout, layout_of, refusal, valid_layouts
+from stable_opd_mcore.planning.planned_run import read_models
 from tests.planning.cases import CONFIGS, config_7b
 
 

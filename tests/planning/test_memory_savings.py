@@ -46,11 +46,11 @@ def test_the_choice_fits_and_every_faster_combination_does_not(name, tmp_path):
     subsets = chain.from_iterable(combinations(PARTS, n) for n in range(len(PARTS) + 1))
     for recompute, subset in product(("none", "selective", "full"), subsets):
         other = Prediction(
-            plan.job.changed(train={"recompute": recompute}, memory={"offload": subset})
+            plan.run.changed(train={"recompute": recompute}, memory={"offload": subset})
         )
         needed.append(other.memory.peak_bytes)
         assert not other.memory.fits or other.seconds.total > choice.best.seconds.total - 1e-5
-    assert choice.best.memory.fits == (min(needed) <= plan.job.device.usable_bytes)
+    assert choice.best.memory.fits == (min(needed) <= plan.run.device.usable_bytes)
     assert choice.best.memory.fits == (name != "nothing fits")
     if not choice.best.memory.fits:
         assert choice.best.memory.peak_bytes == min(needed)
@@ -60,8 +60,8 @@ def test_the_choice_fits_and_every_faster_combination_does_not(name, tmp_path):
 @pytest.mark.parametrize("name", ["everything fits", "one tensor rank", "long responses"])
 def test_less_memory_never_makes_the_choice_faster(name, tmp_path):
     plan = plan_of(name, tmp_path, "rollout.sglang.tensor=1")  # the same servers at any memory
-    devices = [replace(plan.job.device, memory_gib=float(gib)) for gib in range(139, 20, -7)]
-    choices = [choose(replace(plan.job, device=device)).best for device in devices]
+    devices = [replace(plan.run.device, memory_gib=float(gib)) for gib in range(139, 20, -7)]
+    choices = [choose(replace(plan.run, device=device)).best for device in devices]
     fitting = [best.seconds.total for best in choices if best.memory.fits]
     assert [best.memory.fits for best in choices] == [i < len(fitting) for i in range(len(choices))]
     assert fitting == sorted(fitting)

@@ -17,9 +17,9 @@ from tests.planning.cases import CONFIGS, NODE, config_7b
 
 def test_layouts_are_ranked_what_fits_first(tmp_path):
     plans = rank_layouts(config_7b(tmp_path), NODE)
-    assert Layout(8, 4, 1, 1, 1, sequence=True) in [plan.job.layout for plan in plans]
-    assert all(28 % plan.job.layout.tensor == 0 for plan in plans)
-    order = [(not plan.memory.fits, -plan.job.layout.data) for plan in plans]
+    assert Layout(8, 4, 1, 1, 1, sequence=True) in [plan.run.layout for plan in plans]
+    assert all(28 % plan.run.layout.tensor == 0 for plan in plans)
+    order = [(not plan.memory.fits, -plan.run.layout.data) for plan in plans]
     assert order == sorted(order)
     assert not plans[-1].memory.fits
     assert "TP4 x PP1 x CP1 x DP2" in layouts_table(plans)
@@ -79,6 +79,6 @@ def test_layouts_are_printed_as_json_in_the_order_of_the_table(tmp_path):
     found = json.loads(CliRunner().invoke(app, [*arguments, *models]).stdout)["layouts"]
     assert len(found) == len(plans)
     for row, plan in zip(found, plans, strict=True):
-        assert Layout(**{k: v for k, v in row["layout"].items() if k != "data"}) == plan.job.layout
+        assert Layout(**{k: v for k, v in row["layout"].items() if k != "data"}) == plan.run.layout
         assert row["fits"] == plan.memory.fits
         assert row["peak_gib"] == pytest.approx(plan.memory.peak_bytes / GIB, abs=1e-3)

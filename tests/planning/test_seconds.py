@@ -4,8 +4,8 @@ import pytest
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.planning.hardware import Cluster, device_named
-from stable_opd_mcore.planning.job import Work
 from stable_opd_mcore.planning.plan import Plan, make_plan
+from stable_opd_mcore.planning.planned_run import Work
 from tests.planning.cases import NODE, config_7b
 
 

@@ -12,8 +12,8 @@ from stable_opd_mcore.cli import app
 from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.planning.hardware import Cluster
-from stable_opd_mcore.planning.job import read_models
 from stable_opd_mcore.planning.layout import Layout
+from stable_opd_mcore.planning.planned_run import read_models
 from stable_opd_mcore.planning.topology import (
     Topology,
     derive_topology,
@@ -140,7 +140,7 @@ REFUSED = {  # message -> world, settings, what else there is
     r"servers of 2 GPUs leave 16 of 32 GPUs without .*SERVER_NODES.* parallel.pipeline": (
         *(("32b", 4, 0, 8), ("parallel.pipeline=2", f"{TENSOR}=2"), {}),
     ),
-    r"61\.0 GiB of bfloat16 weights exceed 2\.5 GiB a GPU .* on 8 GPUs.*SERVER_NODES": (
+    r"bfloat16 weights take 61\.0 GiB, .* on 8 GPUs, has 20\.0 GiB for them: .*SERVER_NODES": (
         *(("32b", 2, 0, 8), (), {"memory_gib": 10.0}),
     ),
     r"all 8 GPUs of the machine train .*SERVER_NODES": (
@@ -173,7 +173,7 @@ def test_places_name_the_gpus_of_ranks_and_servers_on_every_node():
     assert over_nodes[2].startswith(
         "node 2: server_0 on GPUs 0 1 for data rank 0; server_1 on GPUs 2 3 for data rank 0"
     )
-    with pytest.raises(UserError, match="--hosts names 1 node, the job has 2"):
+    with pytest.raises(UserError, match="--hosts names 1 node, but the run has 2"):
         topology("7b", 2, 0).places(["n1"])
 
 

@@ -61,7 +61,7 @@ def test_a_copy_is_free_where_the_host_has_waited_since(counting):
 
 
 ONCE = ["megatron/core/optimizer/clip_grads.py", "models/weights.py"]
-STEPS = {  # what is set beside the 7B config -> files of this package and Megatron that wait
+STEPS = {  # settings added to the 7B config -> files of this package and Megatron that wait
     "as shipped": ([], ONCE),
     "context parallelism": (["parallel.context=2", "parallel.tensor=2"], ONCE),
     "golden tokens at another temperature, corrected rollouts": (
@@ -75,7 +75,7 @@ STEPS = {  # what is set beside the 7B config -> files of this package and Megat
 def test_a_step_of_the_7b_config_waits_for_the_gradient_norm_and_the_weights(
     tmp_path, monkeypatch, name
 ):
-    """Of the many micro-batches none waits. The cut model has the layers' shapes."""
+    """None of the many micro-batches waits. The cut model has the layers' shapes."""
     overrides, files = STEPS[name]
     monkeypatch.setitem(cases.QWEN_7B, "num_hidden_layers", 2)
     small = ["rollout.prompts_per_step=1", "sampling.max_new_tokens=800", "memory.offload=[]"]

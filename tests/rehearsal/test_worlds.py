@@ -9,8 +9,8 @@ from stable_opd_mcore.cli import app
 from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.planning.hardware import Cluster
-from stable_opd_mcore.planning.job import make_job, read_models
 from stable_opd_mcore.planning.memory import stage_plan
+from stable_opd_mcore.planning.planned_run import planned_run, read_models
 from stable_opd_mcore.rehearsal.worlds import (
     StageReport,
     longest_work,
@@ -46,7 +46,7 @@ def test_the_plan_has_the_memory_of_the_fake_world(tmp_path, monkeypatch, overri
     config = cases.config_7b(tmp_path, *budget, *overrides)
     report = rehearse_stage(config, Cluster(1, 8, 1), "h200", stage)
     assert report.plan.memory.fits
-    rehearsed = with_few_prompts(replace(report.plan.job, config=config))
+    rehearsed = with_few_prompts(replace(report.plan.run, config=config))
     plan = stage_plan(rehearsed, stage)
     held = [item for item in plan.components if not item.name.startswith(NOT_TENSORS_HERE)]
     planned = replace(plan, components=tuple(held)).peak_bytes
@@ -76,7 +76,7 @@ def test_few_prompts_fill_the_micro_batches_of_the_pipeline(
 ):
     config = load_config(CONFIGS / f"{name}.yaml", overrides)
     work = longest_work(config, read_models(config).student)
-    few = with_few_prompts(make_job(config, NODE, work=work)).config
+    few = with_few_prompts(planned_run(config, NODE, work=work)).config
     assert few.train.micro_batch_tokens == tokens
     assert (few.rollout.prompts_per_step, few.rollout.samples_per_prompt) == (prompts, samples)
 

@@ -18,8 +18,8 @@ from benchmarks.gpu.measured_step import (
     Shape,
     deepest_that_fits,
     flops_of,
-    job_of,
     measure_shape,
+    planned_shape,
     shape_config,
     this_device,
 )
@@ -44,7 +44,7 @@ def measure(record: Record, shape: Shape, options: Options) -> None:
         found = pool.submit(measure_shape, shape, folder, options.device).result()
     config, name = shape_config(shape, folder), shape.name
     flops = flops_of(shape, config)
-    tokens = job_of(shape, config).trained_tokens
+    tokens = planned_shape(shape, config).trained_tokens
     layers = shape.student["num_hidden_layers"]
     note = f"{layers} layers, {tokens:,} tokens, micro-batches of {shape.micro_batch_tokens:,}"
     record.figure(f"{name}: update", found.seconds["update"], "s", note)

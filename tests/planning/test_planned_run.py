@@ -4,7 +4,7 @@ import pytest
 
 from stable_opd_mcore.data.samples import off_policy_slots
 from stable_opd_mcore.planning.hardware import Cluster
-from stable_opd_mcore.planning.job import Job, Work, make_job
+from stable_opd_mcore.planning.planned_run import PlannedRun, Work, planned_run
 from stable_opd_mcore.records import Sample
 from tests.planning.cases import NODE, config_7b
 from tests.shares import pack_share, weights_of
@@ -13,25 +13,25 @@ GKD = ("objective.name=gkd", "objective.on_policy_fraction=0.5")
 
 
 def test_a_micro_batch_is_no_larger_than_a_ranks_share(tmp_path):
-    drawn = ("rollout.prompts_per_step=6", "rollout.samples_per_prompt=4", "mixture.lambda=0")
+    counts = ("rollout.prompts_per_step=6", "rollout.samples_per_prompt=4", "mixture.lambda=0")
 
-    def job(*overrides: str, cluster: Cluster = NODE) -> Job:
-        config = config_7b(tmp_path, *drawn, "sampling.max_new_tokens=1024", *overrides)
-        return make_job(config, cluster, work=Work(prompt_tokens=256, response_tokens=768))
+    def run(*overrides: str, cluster: Cluster = NODE) -> PlannedRun:
+        config = config_7b(tmp_path, *counts, "sampling.max_new_tokens=1024", *overrides)
+        return planned_run(config, cluster, work=Work(prompt_tokens=256, response_tokens=768))
 
-    assert job().sequences == 24
-    mixed = job("mixture.lambda=0.5")
+    assert run().sequences == 24
+    mixed = run("mixture.lambda=0.5")
     assert (mixed.sequences, mixed.scored) == (24 + 6, 24)
     assert (mixed.micro_batch_tokens, mixed.num_micro_batches) == (12 * 1024, 2)
-    assert (job(*GKD).sequences, job(*GKD).scored) == (24 + 6, 24 + 3)
-    several = job("train.micro_batch_tokens=4096")
+    assert (run(*GKD).sequences, run(*GKD).scored) == (24 + 6, 24 + 3)
+    several = run("train.micro_batch_tokens=4096")
     assert (several.micro_batch_tokens, several.num_micro_batches) == (4096, 3)
-    one = job("train.micro_batch_tokens=65536")
+    one = run("train.micro_batch_tokens=65536")
     assert one.micro_batch_tokens == 12 * 1024 == one.largest_share
     assert one.num_micro_batches == 1
-    assert job("train.minibatches=3").largest_share == 4 * 1024
+    assert run("train.minibatches=3").largest_share == 4 * 1024
     # A sequence longer than the mean has a micro-batch of its own.
-    eight = job("train.minibatches=6", "parallel.tensor=1", "parallel.sequence=false")
+    eight = run("train.minibatches=6", "parallel.tensor=1", "parallel.sequence=false")
     assert eight.largest_share == 2 * 1024
 
 
@@ -55,13 +55,13 @@ def test_a_micro_batch_is_no_larger_than_a_ranks_share(tmp_path):
 def test_a_rank_has_the_micro_batches_that_packing_makes(tmp_path, settings, expected):
     """Two ranks of four stages; a micro-batch has room for whole sequences."""
     layout = ("parallel.pipeline=4", "parallel.tensor=1", "parallel.sequence=false")
-    drawn = ("rollout.prompts_per_step=6", "rollout.samples_per_prompt=4", "mixture.lambda=0")
+    counts = ("rollout.prompts_per_step=6", "rollout.samples_per_prompt=4", "mixture.lambda=0")
     lengths = ("sampling.max_new_tokens=768", "train.micro_batch_tokens=4096")
-    config = config_7b(tmp_path, *layout, *drawn, *lengths, *settings)
-    job = make_job(config, NODE, work=Work(prompt_tokens=256, response_tokens=768))
+    config = config_7b(tmp_path, *layout, *counts, *lengths, *settings)
+    run = planned_run(config, NODE, work=Work(prompt_tokens=256, response_tokens=768))
     off_policy = off_policy_slots(0, 6, config.objective.on_policy_fraction, seed=0)
-    rollouts = [("rollout", prompt) for prompt in range(job.drawn // 4) for _ in range(4)]
-    golden = [("golden", prompt) for prompt in range(job.golden)]
+    rollouts = [("rollout", prompt) for prompt in range(run.rollouts // 4) for _ in range(4)]
+    golden = [("golden", prompt) for prompt in range(run.golden)]
     samples = [
         Sample(kind, f"p:{i}", (1,) * 256, (2,) * 768, (True,) * 768, off_policy=i in off_policy)
         for kind, i in rollouts + golden
@@ -78,5 +78,5 @@ def test_a_rank_has_the_micro_batches_that_packing_makes(tmp_path, settings, exp
         scored = sum(batch.is_scored for batch in batches)
         packed = [count for count in (scored, len(batches) - scored) if count]
         assert (
-            packed == [job.num_micro_batches_of(sequences) for sequences in job.kinds] == expected
+            packed == [run.num_micro_batches_of(sequences) for sequences in run.kinds] == expected
         )

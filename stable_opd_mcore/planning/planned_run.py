@@ -1,10 +1,9 @@
 """A run on given GPUs: its models, how they are cut, its servers, and the tokens of a step.
 
-    job = make_job(config, Cluster(nodes=1, gpus_per_node=8), gpu="h200")
-    job.layout, job.student.stage_parameters(0), job.micro_batch_tokens
+    run = planned_run(config, Cluster(nodes=1, gpus_per_node=8), gpu="h200")
+    run.layout, run.student.stage_parameters(0), run.micro_batch_tokens
 
-Needs each model's config.json, no weights and no GPU. Not here: what a job takes in memory
-(memory.py) and time (seconds.py).
+Needs each model's config.json, no weights and no GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from stable_opd_mcore.planning.layout import Layout, layout_of
 from stable_opd_mcore.planning.model_size import WEIGHT_BYTES, ModelSize
 from stable_opd_mcore.planning.topology import Topology, derive_topology
 
-PRIVILEGED_TOKENS = 1024  # mean, that teacher.prompt has beyond the student's prompt: assumed
+PRIVILEGED_TOKENS = 1024  # assumed mean by which teacher.prompt is longer than the prompt
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,8 @@ class Work:
     """Lengths of one step's sequences that the config does not fix."""
 
     prompt_tokens: int = 256  # mean
-    response_tokens: int = 4096  # mean, of rollouts and golden solutions
-    # mean, of teacher.prompt; None: PRIVILEGED_TOKENS more than the student's prompt has
+    response_tokens: int = 4096  # mean of rollouts and golden solutions
+    # mean length of teacher.prompt; None: PRIVILEGED_TOKENS more than the student's prompt has
     teacher_prompt_tokens: int | None = None
 
     @property
@@ -50,15 +49,15 @@ class Models:
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedRun:
     config: Config
     models: Models
     cluster: Cluster
     device: Device
     work: Work
 
-    def changed(self, **sections: dict[str, Any]) -> Job:
-        """The job with other values in these sections of its settings."""
+    def changed(self, **sections: dict[str, Any]) -> PlannedRun:
+        """The run with other values in these sections of its settings."""
         return replace(self, config=self.config.replaced(**sections))
 
     @cached_property
@@ -86,8 +85,8 @@ class Job:
             sizes["reference"] = self.student
         return sizes
 
-    def of_scorer(self, role: Fp8Role) -> Job:
-        """The job with the sequences of this scorer: the teacher may read another prompt."""
+    def of_scorer(self, role: Fp8Role) -> PlannedRun:
+        """The run with the sequences of this scorer: the teacher may read another prompt."""
         tokens = self.teacher_prompt_tokens
         if role != "teacher" or tokens is None:
             return self
@@ -118,7 +117,7 @@ class Job:
         return config.rollout.prompts_per_step if needed else 0
 
     @property
-    def drawn(self) -> int:
+    def rollouts(self) -> int:
         """Rollouts of one step, over all ranks."""
         rollout = self.config.rollout
         is_sft = self.config.objective.name == "sft"
@@ -127,7 +126,7 @@ class Job:
     @property
     def sequences(self) -> int:
         """Rollouts and golden solutions of one step, over all ranks."""
-        return self.drawn + self.golden
+        return self.rollouts + self.golden
 
     @property
     def trained_tokens(self) -> int:
@@ -143,7 +142,7 @@ class Job:
     def scored(self) -> int:
         """Rollouts and off-policy golden solutions of one step, over all ranks.
 
-        Teacher and reference score these alone.
+        Teacher and reference score only these.
         """
         return self.sequences - math.floor(self.config.objective.on_policy_fraction * self.golden)
 
@@ -184,7 +183,7 @@ class Job:
         return self.micro_batch_tokens / self.layout.context
 
     def num_micro_batches_of(self, sequences: int) -> int:
-        """Of one data-parallel rank and one optimizer step, from one kind's sequences of a step.
+        """One rank's micro-batches of one kind's `sequences` in an optimizer step.
 
         As data/packing.py makes them: an interleaved pipeline reads each kind in groups of as many
         micro-batches as it has stages.
@@ -195,12 +194,14 @@ class Job:
 
     @property
     def num_micro_batches(self) -> int:
-        """Of one data-parallel rank and one optimizer step, of all kinds."""
+        """One rank's micro-batches of all kinds in an optimizer step."""
         return sum(map(self.num_micro_batches_of, self.kinds))
 
 
-def make_job(config: Config, cluster: Cluster, gpu: str = "h200", work: Work | None = None) -> Job:
-    """The job on GPUs of this name.
+def planned_run(
+    config: Config, cluster: Cluster, gpu: str = "h200", work: Work | None = None
+) -> PlannedRun:
+    """The run on GPUs of this name.
 
     Raises:
         UserError: an unknown GPU, or a model whose config.json cannot be read.
@@ -209,7 +210,7 @@ def make_job(config: Config, cluster: Cluster, gpu: str = "h200", work: Work | N
     if cluster.server_nodes:  # rollouts from SGLang, as in slurm/servers.sh
         sglang = config.rollout.sglang.model_copy(update={"placement": "external"})
         config = config.replaced(rollout={"engine": "sglang", "sglang": sglang})
-    return Job(config, models, cluster, device, work or default_work(config))
+    return PlannedRun(config, models, cluster, device, work or default_work(config))
 
 
 def default_work(config: Config) -> Work:
@@ -218,11 +219,7 @@ def default_work(config: Config) -> Work:
 
 
 def read_models(config: Config) -> Models:
-    """Architectures of the models that lie on the trainer's GPUs.
-
-    Raises:
-        UserError: a model directory without a readable config.json.
-    """
+    """Architectures of the models that lie on the trainer's GPUs."""
     models = models_in_trainer(config).items()
     sizes = {name: _architecture(model, name) for name, model in models}
     student, is_self = sizes["student"], config.teacher is not None and config.teacher.is_self
@@ -236,10 +233,6 @@ def _architecture(model: ModelConfig, name: str) -> Architecture:
 
 
 def plan_topology(config: Config, cluster: Cluster, gpu: str) -> Topology:
-    """The topology on GPUs of this name; `cpu`: on a CPU, as the tests have it.
-
-    Raises:
-        UserError: as `derive_topology` and `read_models`.
-    """
+    """The topology on GPUs of this name; `cpu`: on a CPU, as the tests have it."""
     memory_gib = None if gpu == "cpu" else device_named(gpu).memory_gib
     return derive_topology(config, _architecture(config.student, "student"), cluster, memory_gib)
