@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import NormalDist, fmean
 
+from stable_opd_mcore.config.rollouts import RolloutConfig
 from stable_opd_mcore.host.atomic_files import write_atomically
 
 LIMIT = 16384  # tokens of the longest response
@@ -65,7 +66,10 @@ class Schedule:
 
     @property
     def publish_every(self) -> int:
-        return self.every or (1 if self.partial else max(1, self.max_staleness - 1))
+        rollout = RolloutConfig.model_construct(
+            max_staleness=self.max_staleness, partial=self.partial
+        )
+        return self.every or rollout.publish_every
 
     def __str__(self) -> str:
         if not self.max_staleness:

@@ -42,7 +42,7 @@ AnswerFormat = Literal["boxed", "bracket"]  # graded by math-verify; exactly "[a
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn; training and evaluation have one each."""
+    """How responses are sampled; training and evaluation have one each."""
 
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0

@@ -47,7 +47,7 @@ def with_download(config: Config, role: str) -> Config:
     if model is None or model.path is None or (is_teacher and model.is_self):
         return config
     if not is_hub_id(model.path):
-        if not (is_teacher and model.engine == "sglang"):
+        if not (is_teacher and model.is_served):
             _require_model_directory(f"{role}.path", Path(model.path))
         return config
     if model.revision is None:
@@ -122,7 +122,7 @@ def _teacher_window(config: Config) -> int | None:
     """The positions that the teacher scores; None where only its address is known."""
     teacher = config.teacher
     assert teacher is not None
-    if teacher.engine == "megatron":
+    if not teacher.is_served:
         return configured_architecture(config.teacher_model or teacher).max_positions
     if teacher.path is None or not (Path(teacher.path) / "config.json").is_file():
         return None
@@ -265,7 +265,7 @@ def refuse_unused_expert_ranks(config: Config, student: Architecture) -> None:
     Check a full run only. A cold start has the same ranks but no teacher.
     """
     models = [student]
-    if config.teacher_model and config.teacher and config.teacher.engine == "megatron":
+    if config.teacher_model and config.teacher and not config.teacher.is_served:
         models.append(configured_architecture(config.teacher_model))
     if config.parallel.expert > 1 and all(model.experts is None for model in models):
         names = " and ".join(model.model_type for model in models)

@@ -27,11 +27,10 @@ def layout(inputs: RunInputs) -> None:
     }
     models["reference"] = inputs.architecture
     precision = config.train.precision if place is not None and place.on_gpu else None
-    cuts = {"tensor": parallel.tensor, "pipeline": parallel.pipeline}
     for role, model in models.items():
         refuse_layout(role, model, parallel)
         if fp8 := config.fp8.of(role):
-            refuse_fp8(model, fp8, **cuts, precision=precision)
+            refuse_fp8(model, fp8, tensor=parallel.tensor, precision=precision)
     refuse_unused_expert_ranks(config, inputs.architecture)
     refuse_routing_without_experts(config, inputs.architecture)
     if place is not None:

@@ -120,7 +120,7 @@ class RunInputs:
             return None
         if teacher.path is None and teacher.architecture is None:
             return None
-        if teacher.engine == "sglang":  # SGLang builds it, whatever its family
+        if teacher.is_served:  # SGLang builds it, whatever its family
             return None
         return configured_architecture(teacher)
 

@@ -31,7 +31,7 @@ def teacher_window(inputs: RunInputs) -> Iterator[Finding]:
         return
     longest = inputs.config.sampling.max_new_tokens + len(inputs.pair.student.prompt_ids)
     settings = inputs.config.teacher
-    if settings is not None and settings.engine == "sglang":
+    if settings is not None and settings.is_served:
         window -= UNUSED_POSITIONS
     if longest > window:
         yield finding("teacher-window", window=window, longest=longest)

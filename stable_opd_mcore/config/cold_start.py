@@ -25,8 +25,7 @@ def cold_start_config(config: Config) -> Config:
     values["train"] |= {"steps": cold.steps, "minibatches": 1}
     # It has neither servers nor frozen models.
     values["memory"] = {}
-    of_student = {**values["fp8"], "teacher": None, "reference": None}
-    values["fp8"] = of_student if config.fp8.student else {}
+    values["fp8"] = {"student": config.fp8.student}
     values |= {"teacher": None, "cold_start": None}
     return Config.model_validate(values)
 

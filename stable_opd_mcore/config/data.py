@@ -66,7 +66,7 @@ class TrainSource(SourceConfig):
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """In metrics, and the first part of its rows' ids; `null`: from `path`."""
     weight: float = Field(default=1.0, gt=0)
-    """Share of the prompts that are drawn, over the sum of all weights."""
+    """Share of the run's prompts, relative to the sum of all weights."""
     teacher: str | None = None
     """A key of `teacher.routes`, whose teacher scores its rows; `null`: its name."""
     reward: RewardConfig | None = None

@@ -20,7 +20,7 @@ class ModelConfig(Section):
     revision: str | None = Field(default=None, pattern="^[0-9a-f]{40}$")
     """The commit of a hub id in `path`, 40 hex digits. No code of it is run."""
     architecture: dict[str, Any] | None = None
-    """The fields of a config.json, inline. The weights are drawn from `train.seed`."""
+    """The fields of a config.json, inline. The weights are random and follow from `train.seed`."""
     window: PositiveInt | None = None
     """Positions that the model takes, in place of config.json's `max_position_embeddings`. The
     trained model's config.json has it too. `null`: as in config.json."""
@@ -78,6 +78,11 @@ class TeacherConfig(ModelConfig):
         """Whether the student is its own teacher."""
         return self.path == SELF
 
+    @property
+    def is_served(self) -> bool:
+        """Whether SGLang servers hold the teacher."""
+        return self.engine == "sglang"
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         others = {"engine": "megatron", "revision": None, "window": None, "rope_theta": None}
@@ -99,11 +104,15 @@ class TeacherConfig(ModelConfig):
                 "the student with the same prompt, so there is nothing to learn; set "
                 "teacher.prompt, or teacher.weights=frozen"
             )
-        if (self.engine == "sglang") != bool(self.urls or self.routes):
-            raise ValueError("teacher.engine=sglang and teacher.urls or teacher.routes go together")
+        if self.is_served != bool(self.urls or self.routes):
+            raise ValueError(
+                f"teacher.engine={self.engine} with teacher.urls={list(self.urls)} and "
+                f"teacher.routes={self.routes}: sglang needs one of them, and only sglang reads "
+                "them; set teacher.engine=sglang and one of them, or neither"
+            )
         if self.urls and self.routes:
             raise ValueError("give either teacher.urls (one teacher) or teacher.routes (several)")
-        if self.engine == "sglang" and (self.window or self.rope_theta):
+        if self.is_served and (self.window or self.rope_theta):
             raise ValueError(
                 "teacher.window and teacher.rope_theta are of a teacher in the trainer; change the "
                 "config.json of the servers' model"

@@ -39,6 +39,8 @@ REMOVED: dict[str, Removed] = {
     "evaluation.teacher_accuracy": Removed(
         (None,), "drop it: evaluate the teacher by `stable-opd evaluate` and compare"
     ),
+    "fp8.keep_first_layers": Removed((0,), "drop it: all layers of a model in FP8 are in FP8"),
+    "fp8.keep_last_layers": Removed((0,), "drop it: all layers of a model in FP8 are in FP8"),
     "guard.baseline": _constant(20),
     "guard.max_rollbacks": _constant(2),
     "guard.patience": _constant(10),

@@ -125,9 +125,9 @@ class RolloutConfig(Section):
     trains on it. 0: on-policy. K: the rollouts of the next K steps are sampled while this step
     trains; the `embedded` engine samples as much ahead, but not at the same time."""
     partial: bool = False
-    """With `max_staleness`: a response that is unfinished when the weights change goes on with the
-    new ones. Each token keeps the log-probability and the weight version that sampled it. `false`:
-    new weights wait until every response has ended."""
+    """With `max_staleness`: a response that is unfinished when the weights change continues with
+    the new ones. Each token keeps the log-probability and the weight version that sampled it.
+    `false`: new weights wait until every response has ended."""
     routing_replay: bool = False
     """Of a student with experts: the trainer's forward pass uses the experts that the servers
     chose for each token of a rollout. Needs `sglang`, which starts its servers for it; refused with
@@ -138,6 +138,19 @@ class RolloutConfig(Section):
     importance_threshold: float = Field(default=2.0, gt=1)
     """The threshold of `importance_correction`."""
 
+    @property
+    def has_servers(self) -> bool:
+        """Whether SGLang servers sample the rollouts."""
+        return self.engine == "sglang"
+
+    @property
+    def publish_every(self) -> int:
+        """Updates from one publish to the servers to the next. With `partial` every update. Without
+        it new weights wait for all responses, so servers take them as rarely as `max_staleness`
+        allows.
+        """
+        return 1 if self.partial else max(1, self.max_staleness - 1)
+
     @model_validator(mode="after")
     def _replay(self) -> Self:
         if (self.engine == "replay") != (self.replay_from is not None):
@@ -146,7 +159,7 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _routing_replay(self) -> Self:
-        if self.routing_replay and self.engine != "sglang":
+        if self.routing_replay and not self.has_servers:
             raise ValueError(
                 f"rollout.routing_replay=true with rollout.engine={self.engine}: only sglang "
                 "servers send the experts that they chose"
@@ -169,9 +182,9 @@ class RolloutConfig(Section):
             )
         if self.max_staleness and self.engine == "replay":
             raise ValueError(
-                f"{stale} with rollout.engine=replay: stored rollouts are not drawn ahead; set "
+                f"{stale} with rollout.engine=replay: stored rollouts are not sampled ahead; set "
                 "max_staleness to 0"
             )
-        if self.max_staleness and self.engine == "sglang" and self.sglang.placement == "colocated":
+        if self.max_staleness and self.has_servers and self.sglang.placement == "colocated":
             raise ValueError(f"{stale} needs servers with devices of their own, not colocated ones")
         return self

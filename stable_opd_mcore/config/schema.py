@@ -224,7 +224,7 @@ class Config(Section):
     @property
     def is_colocated(self) -> bool:
         """Whether SGLang servers share the trainer's GPUs."""
-        return self.rollout.engine == "sglang" and self.rollout.sglang.placement == "colocated"
+        return self.rollout.has_servers and self.rollout.sglang.placement == "colocated"
 
     @property
     def teacher_model(self) -> ModelConfig | None:
@@ -312,7 +312,7 @@ class Config(Section):
                 )
 
     def _require_teacher_fits(self) -> None:
-        served = self.teacher is not None and self.teacher.engine == "sglang"
+        served = self.teacher is not None and self.teacher.is_served
         if served and self.sampling.temperature != 1:
             raise ValueError(
                 f"sampling.temperature={self.sampling.temperature} with teacher.engine=sglang: a "
@@ -347,7 +347,7 @@ class Config(Section):
     def _require_waits_below_watchdog(self) -> None:
         """A wait that ends by itself must end before the watchdog takes it for a hang."""
         limit, teacher = self.fault.watchdog_minutes, self.teacher
-        served = self.rollout.engine == "sglang" or (teacher and teacher.engine == "sglang")
+        served = self.rollout.has_servers or (teacher and teacher.is_served)
         if served and limit is not None and limit <= LONGEST_WAIT_MINUTES:
             raise ValueError(
                 f"fault.watchdog_minutes={limit:g} with SGLang servers, for which a run may wait "

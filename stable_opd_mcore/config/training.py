@@ -112,8 +112,6 @@ class Fp8:
 
     role: Fp8Role
     recipe: Fp8Recipe
-    keep_first_layers: int = 0  # these layers compute in `train.precision`
-    keep_last_layers: int = 0
 
     @property
     def setting(self) -> str:
@@ -122,9 +120,9 @@ class Fp8:
 
 
 class Fp8Config(Section):
-    """Matrix products of the layers in FP8, for each model alone: docs/fp8.md. Embedding, norms,
-    attention scores, output head and loss stay in `train.precision`, and so does what is saved and
-    served. Without Transformer Engine the products are emulated, which is slow."""
+    """Matrix products of the layers in FP8, for each model separately: docs/fp8.md. Embedding,
+    norms, attention scores, output head and loss stay in `train.precision`, and so does what is
+    saved and served. Without Transformer Engine the products are emulated, which is slow."""
 
     student: Fp8Recipe | None = None
     """Scales of weights, inputs and gradients. `tensorwise`: one per tensor, from its values.
@@ -134,17 +132,11 @@ class Fp8Config(Section):
     """The same for a teacher in the trainer. Its weights are held in FP8."""
     reference: Fp8Recipe | None = None
     """The same for the reference."""
-    keep_first_layers: int = Field(default=0, ge=0)
-    """Layers at the start of each of these models that stay in `train.precision`."""
-    keep_last_layers: int = Field(default=0, ge=0)
-    """The same at the end."""
 
     def of(self, role: Fp8Role) -> Fp8 | None:
         """The FP8 of a model; None: it computes in `train.precision`."""
         recipe: Fp8Recipe | None = getattr(self, role)
-        if recipe is None:
-            return None
-        return Fp8(role, recipe, self.keep_first_layers, self.keep_last_layers)
+        return None if recipe is None else Fp8(role, recipe)
 
     @property
     def is_on(self) -> bool:

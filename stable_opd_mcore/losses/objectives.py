@@ -152,7 +152,7 @@ class Objective:
     golden_weight: float  # weight of the golden solutions' likelihood: lambda; 1 for sft
     config: Config
 
-    def with_strengths(self, beta: float, lambda_: float) -> Objective:
+    def with_loss_weights(self, beta: float, lambda_: float) -> Objective:
         """The same objective with another beta and lambda. `sft` has neither.
 
         Beta 0 needs no reference, and lambda 0 no golden solutions.
@@ -278,7 +278,7 @@ def build_objective(
         beta=0.0,
         golden_weight=1.0,
         config=config,
-    ).with_strengths(config.kl.beta, config.mixture.lambda_)
+    ).with_loss_weights(config.kl.beta, config.mixture.lambda_)
 
 
 def _own_spec(settings: ObjectiveConfig) -> ObjectiveSpec:
@@ -334,8 +334,6 @@ def _check(config: Config, spec: ObjectiveSpec) -> None:
         ("reference.path", "kl.beta > 0", config.largest_beta > 0),
         ("reference.update", "kl.beta > 0", config.largest_beta > 0),
         ("fp8.reference", "kl.beta > 0", config.largest_beta > 0),
-        ("fp8.keep_first_layers", "a model in FP8", config.fp8.is_on),
-        ("fp8.keep_last_layers", "a model in FP8", config.fp8.is_on),
         ("normaliser", "several sources in data.train", len(config.data.sources) > 1),
         (
             "optimizer.min_lr",

@@ -26,9 +26,7 @@ from stable_opd_mcore.models.families import Architecture
 MULTIPLE = 16
 
 
-def refuse_fp8(
-    architecture: Architecture, fp8: Fp8, *, tensor: int, pipeline: int, precision: str | None
-) -> None:
+def refuse_fp8(architecture: Architecture, fp8: Fp8, *, tensor: int, precision: str | None) -> None:
     """
     Args:
         precision: `train.precision` where Transformer Engine runs the products; None: emulated.
@@ -43,19 +41,6 @@ def refuse_fp8(
                 f"FP8 product needs multiples of {MULTIPLE}: choose a smaller parallel.tensor, "
                 f"or fp8.{fp8.role}=null"
             )
-    most = architecture.num_layers // pipeline
-    if max(fp8.keep_first_layers, fp8.keep_last_layers) > most:
-        raise UserError(
-            f"fp8.keep_first_layers={fp8.keep_first_layers}, fp8.keep_last_layers="
-            f"{fp8.keep_last_layers}: Megatron keeps at most the {most} layers of one of "
-            f"parallel.pipeline={pipeline} stages out of FP8; lower them"
-        )
-    if fp8.keep_first_layers + fp8.keep_last_layers >= architecture.num_layers:
-        raise UserError(
-            f"fp8.keep_first_layers={fp8.keep_first_layers}, fp8.keep_last_layers="
-            f"{fp8.keep_last_layers}: all {architecture.num_layers} layers stay out of FP8; lower "
-            f"them, or set fp8.{fp8.role}=null"
-        )
     if precision not in (None, "bf16"):
         raise UserError(
             f"{fp8.setting} with train.precision={precision}: on a GPU the attention between the "
@@ -94,17 +79,8 @@ def megatron_settings(fp8: Fp8, *, trainable: bool) -> dict[str, Any]:
     """TransformerConfig's fields. `blockwise` is e4m3 throughout, as Transformer Engine defines it;
     the others round gradients to e5m2. Only a frozen model's weights are held in FP8.
     """
-    kept = fp8.keep_first_layers or fp8.keep_last_layers
     return {
         "fp8": "e4m3" if fp8.recipe == "blockwise" else "hybrid",
         "fp8_recipe": fp8.recipe,
         "fp8_param": not trainable,
-        "first_last_layers_bf16": bool(kept),
-        "num_layers_at_start_in_bf16": fp8.keep_first_layers,
-        "num_layers_at_end_in_bf16": fp8.keep_last_layers,
     }
-
-
-def is_in_fp8(fp8: Fp8, layer: int, num_layers: int) -> bool:
-    """Whether layer `layer` of the whole model, from 0, is in FP8."""
-    return fp8.keep_first_layers <= layer < num_layers - fp8.keep_last_layers

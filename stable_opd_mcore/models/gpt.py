@@ -101,8 +101,8 @@ def _refuse_unfit(
             "attends over slices in bf16 only; set train.precision=bf16 or parallel.context=1"
         )
     if fp8 is not None:
-        sizes = {"tensor": world.tensor_size, "pipeline": world.pipeline_size}
-        refuse_fp8(architecture, fp8, **sizes, precision=precision if fused else None)
+        needed = precision if fused else None
+        refuse_fp8(architecture, fp8, tensor=world.tensor_size, precision=needed)
         if fused:
             refuse_fp8_on_device(fp8)
 

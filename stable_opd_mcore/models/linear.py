@@ -24,7 +24,6 @@ from torch import Tensor
 
 from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.losses.output_head import announce_main_grad
-from stable_opd_mcore.models.fp8 import is_in_fp8
 from stable_opd_mcore.models.fp8_emulation import ROUNDINGS, Rounding, fp8_linear
 
 # The operators that torch's Inductor calls in models which it has frozen.
@@ -116,12 +115,11 @@ class TorchLinear:
 
 
 def emulate_fp8(chunk: Any, fp8: Fp8) -> None:
-    """Round in the layers of a chunk that `fp8` chooses. Transformer Engine's do so themselves."""
+    """Round in the layers of a chunk. Transformer Engine's do so themselves."""
     for layer in chunk.decoder.layers:
-        if is_in_fp8(fp8, layer.layer_number - 1, chunk.config.num_layers):
-            for module in layer.modules():
-                if isinstance(module, TorchLinear):
-                    module.rounding = ROUNDINGS[fp8.recipe]
+        for module in layer.modules():
+            if isinstance(module, TorchLinear):
+                module.rounding = ROUNDINGS[fp8.recipe]
 
 
 class TorchColumnLinear(TorchLinear, ColumnParallelLinear):

@@ -21,7 +21,7 @@ def models_in_trainer(config: Config) -> dict[Fp8Role, ModelConfig]:
     """The student, and a teacher of other files that no server holds."""
     models: dict[Fp8Role, ModelConfig] = {"student": config.student}
     teacher = config.teacher
-    if teacher is not None and teacher.engine == "megatron" and not teacher.is_self:
+    if teacher is not None and not teacher.is_served and not teacher.is_self:
         models["teacher"] = teacher
     return models
 

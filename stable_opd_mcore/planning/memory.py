@@ -115,9 +115,8 @@ def _student(run: PlannedRun, stage: int) -> Iterator[Component]:
     yield Component("gradients, fp32", 4 * parameters, part="gradients")
     yield Component("Adam's state", state, part="optimizer")
     # Transformer Engine casts the weights once a step, for both directions of a GEMM.
-    if fp8 := config.fp8.of("student"):
-        copies = 2 * student.fp8_parameters(stage, fp8)
-        yield Component("student weights in FP8, twice", copies)
+    if config.fp8.student:
+        yield Component("student weights in FP8, twice", 2 * student.fp8_parameters())
 
 
 def _frozen(run: PlannedRun, stage: int) -> Iterator[Component]:
@@ -128,7 +127,7 @@ def _frozen(run: PlannedRun, stage: int) -> Iterator[Component]:
             continue
         weights, fp8 = element * size.stage_parameters(stage), config.fp8.of(role)
         if fp8 is not None:
-            weights -= (element - 1) * size.fp8_parameters(stage, fp8)
+            weights -= (element - 1) * size.fp8_parameters()
         yield Component(f"{role} weights", weights, part="frozen")
         update, parameters = config.reference.update, size.stage_parameters(stage)
         if role == "teacher":
@@ -143,7 +142,7 @@ def _rollouts(run: PlannedRun, stage: int) -> Iterator[Component]:
     layout, student, rollout = run.layout, run.student, run.config.rollout
     if run.config.objective.name == "sft" or rollout.engine == "replay":
         return
-    if rollout.engine != "sglang":
+    if not rollout.has_servers:
         per_token = student.kv_bytes(run.element) / (layout.tensor * layout.pipeline)
         cache = run.rollouts / layout.gradient_ranks * run.longest * per_token
         yield Component("KV cache", cache, ("rollout",))

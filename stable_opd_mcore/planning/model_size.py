@@ -11,9 +11,7 @@ rows of the stored embedding, t tensor ranks.
 
 from dataclasses import dataclass
 
-from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.models.families import Architecture
-from stable_opd_mcore.models.fp8 import is_in_fp8
 from stable_opd_mcore.planning.layout import Layout
 
 # Bytes of a parameter's weight and of its Adam state: fp32 weights, which with fp32 are the
@@ -69,7 +67,7 @@ class ModelSize:
         own = model.experts.number // self.layout.expert
         return self.layers_per_stage * own * 3 * model.ffn_hidden_size * model.hidden_size
 
-    def fp8_parameters(self, stage: int, fp8: Fp8) -> int:
+    def fp8_parameters(self) -> int:
         """Parameters of the matrices in FP8 on one pipeline stage."""
         model, layout = self.architecture, self.layout
         heads = 2 * (self.query_width + self.key_width) // layout.tensor
@@ -78,13 +76,7 @@ class ModelSize:
             layer += 3 * model.ffn_hidden_size // layout.tensor * model.hidden_size
         else:
             layer += self.expert_parameters() // self.layers_per_stage
-        each = self.layers_per_stage // layout.virtual
-        numbers = [
-            (chunk * layout.pipeline + stage) * each + i
-            for chunk in range(layout.virtual)
-            for i in range(each)
-        ]
-        return layer * sum(is_in_fp8(fp8, number, model.num_layers) for number in numbers)
+        return layer * self.layers_per_stage
 
     def stage_parameters(self, stage: int) -> int:
         """One pipeline stage's: 0 holds the embedding, the last the final norm and the head."""

@@ -52,7 +52,7 @@ def step_seconds(run: PlannedRun) -> StepSeconds:
     score_seconds = run.device.matmul_seconds(score / gpus)
     update_seconds = run.device.matmul_seconds((3 * forward + again + heads) / gpus)
     offload, rollout = _offload_seconds(run), _rollout_seconds(run)
-    if run.config.rollout.engine == "sglang" and run.config.rollout.max_staleness:
+    if run.config.rollout.has_servers and run.config.rollout.max_staleness:
         rollout = max(0.0, rollout - score_seconds - update_seconds - offload)
     return StepSeconds(rollout, score_seconds, update_seconds, offload)
 
@@ -109,6 +109,6 @@ def _rollout_seconds(run: PlannedRun) -> float:
     weights = 2 * student.read_parameters(sequences) / tensor
     caches = tokens * (work.prompt_tokens + work.response_tokens / 2) * student.kv_bytes() / tensor
     products = 2 * student.read_parameters(1) * sequences * work.tokens / tensor
-    overhead = SGLANG_SECONDS if config.rollout.engine == "sglang" else IN_PROCESS_SECONDS
+    overhead = SGLANG_SECONDS if config.rollout.has_servers else IN_PROCESS_SECONDS
     decoding = config.sampling.max_new_tokens * (overhead + device.memory_seconds(weights))
     return decoding + device.memory_seconds(caches) + device.matmul_seconds(products)

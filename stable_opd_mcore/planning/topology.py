@@ -147,7 +147,7 @@ def derive_topology(
     """
     nodes, gpus_per_node, server_nodes = cluster.nodes, cluster.gpus_per_node, cluster.server_nodes
     layout = layout_of(config.parallel, cluster.trainer_gpus)
-    if config.rollout.engine != "sglang" and not server_nodes:
+    if not config.rollout.has_servers and not server_nodes:
         return Topology(nodes, gpus_per_node, 0, layout, None, 0, ())
     sglang = config.rollout.sglang
     placement: Placement = "external" if server_nodes else sglang.placement

@@ -175,7 +175,7 @@ class _Engine(RolloutEngine):
     def publish(self, weight_version: int) -> None:
         """Gather every tensor over this replica, and pack the buckets on the sending rank."""
         self.weight_version = weight_version
-        if self._config.rollout.engine != "sglang" or self._world.data_rank > 0:
+        if not self._config.rollout.has_servers or self._world.data_rank > 0:
             return
         if self._world.rank > 0:
             for _ in iter_hf_tensors(self._chunks):

@@ -29,6 +29,7 @@ from stable_opd_mcore.serving.teacher import TeacherLost
 from stable_opd_mcore.train import phases
 from stable_opd_mcore.train.evaluated_model import mark_trained
 from stable_opd_mcore.train.evaluation import evaluate_student
+from stable_opd_mcore.train.loss_weights import loss_weights_of
 from stable_opd_mcore.train.oversight.measures import (
     is_collapsed,
     refuse_collapsed,
@@ -60,7 +61,6 @@ from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.samples.token_values import write_token_values
 from stable_opd_mcore.train.setup import build_run, place_of, start_configured_world
 from stable_opd_mcore.train.step import train_step
-from stable_opd_mcore.train.strengths import strengths_of
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def _train_steps(
         if sinks is not None:
             write_token_values(config.run.path, state.step, result.token_values, run.tokenizer)
             sinks.write(state.step, metrics)
-            now = strengths_of(config, state.adapted, state.guard)
+            now = loss_weights_of(config, state.adapted, state.guard)
             write_actions(sinks, state.step, result.actions, now)
             warn_of_equal_models(state.step, metrics.values_by_key())
         if failed is not None:  # the step itself is finished; a resumed run continues after it

@@ -2,7 +2,7 @@
 
 The KL then keeps the student close to its own past (docs/method.md §2), or the student learns from
 its own average (§1). The weights are part of the run's checkpoints. Not here: scoring with them
-(scoring/megatron.py), beta (strengths.py).
+(scoring/megatron.py), beta (loss_weights.py).
 """
 
 from collections.abc import Sequence

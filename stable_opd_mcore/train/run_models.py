@@ -46,7 +46,7 @@ def load_model(
     fp8: Fp8 | None = None,
     trainable: bool,
 ) -> list[HiddenStatesGPTModel]:
-    """This rank's chunks of a model with its weights; random weights are drawn from train.seed.
+    """This rank's chunks of a model with its weights; random weights follow from train.seed.
 
     Args:
         fp8: of its layers, as `config.fp8.of` gives it; None: in `train.precision`.
@@ -105,7 +105,7 @@ class RunModels:
             return None
         stop_ids, merged_ids = self.objective.stop_ids, self.objective.terms.merged_ids
         top_k = self.objective.top_k if needs == "topk" else None
-        if self.config.teacher.engine == "megatron":
+        if not self.config.teacher.is_served:
             scorer = self._teacher_scorer(
                 stop_ids=stop_ids,
                 top_k=top_k,
@@ -210,7 +210,7 @@ class RunModels:
             return None
         own, others = tuple(student_stops), tuple(teacher_stops)
         top_k = min(TOP_K, self.vocab_size)
-        if teacher.engine == "sglang":
+        if teacher.is_served:
             assert isinstance(of_loss, ServedScorer)
             scorer: Scorer = self._served_scorer(
                 stop_ids=others, top_k=top_k, columns_before=of_loss.wanted.extra_ids

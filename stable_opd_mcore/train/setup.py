@@ -86,7 +86,7 @@ def build_run(
     architecture = configured_architecture(config.student)
     refuse_routing_without_experts(config, architecture)
     # What the run may need later is loaded now: the guard may raise beta and lambda from 0.
-    widest = objective.with_strengths(config.largest_beta, config.largest_lambda)
+    widest = objective.with_loss_weights(config.largest_beta, config.largest_lambda)
     prompts = load_prompts(config, tokenizer, architecture, widest)
     held_out = load_held_out(config, tokenizer, architecture)
 
@@ -101,7 +101,7 @@ def build_run(
     scorers = (teacher, reference, overlap and overlap.teacher.scorer)
     heads = [scorer.head for scorer in scorers if scorer and scorer.head is not models.head]
     memory = device_memory(config, world, student, models.frozen, heads)
-    if config.rollout.engine == "sglang":
+    if config.rollout.has_servers:
         tell(f"waiting for {config.rollout.sglang.placement} SGLang servers")
     engine = build_engine(
         *(config, world, models.student, tokenizer, stop_requested, progress, memory),

@@ -25,6 +25,7 @@ from stable_opd_mcore.records import MicroBatch, Rollout, Sample, SampleFacts
 from stable_opd_mcore.scoring.scorer import with_scores
 from stable_opd_mcore.train import phases
 from stable_opd_mcore.train.learning_rate import learning_rate
+from stable_opd_mcore.train.loss_weights import adapt, loss_weights_of
 from stable_opd_mcore.train.oversight.guard import Action, decide
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
@@ -38,7 +39,6 @@ from stable_opd_mcore.train.samples.sharing import (
 from stable_opd_mcore.train.samples.source_metrics import groups_of
 from stable_opd_mcore.train.samples.token_values import RolloutValues, TokenRecorder
 from stable_opd_mcore.train.step_metrics import compare_models, reduce_row_metrics, step_metrics
-from stable_opd_mcore.train.strengths import adapt, strengths_of
 from stable_opd_mcore.train.update import update_once
 
 
@@ -94,8 +94,8 @@ def train_step(run: Run, state: TrainState) -> StepResult:
 
 def at_step(run: Run, state: TrainState) -> Run:
     """The run with the beta, lambda and length budget of the step after `state`."""
-    now = strengths_of(run.config, state.adapted, state.guard)
-    objective = run.objective.with_strengths(now.beta, now.lambda_)
+    now = loss_weights_of(run.config, state.adapted, state.guard)
+    objective = run.objective.with_loss_weights(now.beta, now.lambda_)
     reference = None if objective.reference_needs == "none" else run.reference
     budget = run.config.sampling.budget(state.step)
     sampling = replace(run.sampling, max_new_tokens=budget)

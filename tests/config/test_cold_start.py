@@ -31,14 +31,13 @@ def test_cold_start_of_an_sglang_run_uses_the_embedded_engine(tmp_path):
 
 
 @pytest.mark.parametrize("student", ["tensorwise", None])
-def test_a_cold_start_keeps_the_fp8_of_the_student_alone(tmp_path, student):
+def test_a_cold_start_keeps_the_fp8_of_the_student_only(tmp_path, student):
     """It has neither teacher nor reference, and an objective refuses settings without effect."""
-    fp8 = {"teacher": "blockwise", "reference": "blockwise", "keep_last_layers": 1}
+    fp8 = {"teacher": "blockwise", "reference": "blockwise"}
     config = tiny_config(tmp_path, "run", cold_start=COLD, fp8={**fp8, "student": student})
     cold = cold_start_config(config)
     build_objective(cold, (1,), None)
-    kept = {"student": student, "keep_last_layers": 1} if student else {}
-    assert cold.fp8 == Fp8Config.model_validate(kept)
+    assert cold.fp8 == Fp8Config(student=student)
     assert after_cold_start(config).fp8 == config.fp8
 
 

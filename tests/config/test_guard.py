@@ -30,7 +30,7 @@ def test_bare_off_of_yaml_is_the_policy_off(tmp_path):
     assert load_config(tmp_path / "stored.yaml").guard.policy == "off"
 
 
-def test_largest_strengths_are_the_guards_only_where_it_acts():
+def test_largest_loss_weights_are_the_guards_only_where_it_acts():
     def largest(*overrides):
         config = load_config(SMOKE, ["kl.beta=0.02", "mixture.lambda=0.5", *overrides])
         return config.largest_beta, config.largest_lambda

@@ -15,7 +15,7 @@ EXTERNAL = f"{SGLANG} rollout.sglang.placement=external"
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (f"rollout.engine=replay rollout.replay_from=a {STALE}", "not drawn ahead; set max_stalen"),
+        (f"rollout.engine=replay rollout.replay_from=a {STALE}", "not sampled ahead; set max_stal"),
         ("rollout.partial=true", "set max_staleness to at least 1"),
         ("rollout.max_staleness=9", "max_staleness: Input should be less than or equal to 8"),
         (f"{COLOCATED} {STALE}", "servers with devices of their own"),

@@ -100,7 +100,7 @@ def test_defaults_are_accepted_by_every_objective(name):
         {"reference__update": "ema", "reference__decay": 0.9},
         {"reference__update": "every", "reference__every": 7},
         {"reference__path": "somewhere"},
-        {"fp8__reference": "tensorwise", "fp8__keep_last_layers": 1},
+        {"fp8__reference": "tensorwise"},
     ],
 )
 def test_settings_of_the_reference_need_its_kl(changes):

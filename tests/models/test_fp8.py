@@ -10,7 +10,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.fp8 import (
-    is_in_fp8,
     megatron_settings,
     refuse_fp8,
     refuse_fp8_on_device,
@@ -24,34 +23,30 @@ EXPERTS = tiny.architecture("qwen3_moe", head_dim=16, moe_intermediate_size=32)
 
 
 @pytest.mark.parametrize(
-    ("architecture", "fp8", "tensor", "pipeline", "message"),
+    ("architecture", "fp8", "tensor", "message"),
     [
-        (FITS, Fp8("teacher", "blockwise"), 1, 1, None),
-        (FITS, Fp8("student", "tensorwise", 2, 1), 1, 2, None),
-        (EXPERTS, Fp8("teacher", "tensorwise"), 2, 1, None),
-        (FITS, Fp8("teacher", "blockwise"), 2, 1, "feed-forward width is 24 on a rank"),
+        (FITS, Fp8("teacher", "blockwise"), 1, None),
+        (FITS, Fp8("student", "tensorwise"), 1, None),
+        (EXPERTS, Fp8("teacher", "tensorwise"), 2, None),
+        (FITS, Fp8("teacher", "blockwise"), 2, "feed-forward width is 24 on a rank"),
         (
             tiny.architecture("qwen3", head_dim=16, hidden_size=40),
             Fp8("teacher", "tensorwise"),
             1,
-            1,
             "fp8.teacher=tensorwise: hidden_size is 40 .* multiples of 16",
         ),
-        (FITS, Fp8("student", "tensorwise", 3, 0), 1, 2, "at most the 2 layers"),
-        (FITS, Fp8("student", "tensorwise", 2, 2), 1, 2, "all 4 layers stay out"),
     ],
 )
-def test_what_cannot_work_is_refused(architecture, fp8, tensor, pipeline, message):
-    layout = {"tensor": tensor, "pipeline": pipeline}
+def test_what_cannot_work_is_refused(architecture, fp8, tensor, message):
     with pytest.raises(UserError, match=message) if message else nullcontext():
-        refuse_fp8(architecture, fp8, **layout, precision=None)
+        refuse_fp8(architecture, fp8, tensor=tensor, precision=None)
 
 
 def test_transformer_engine_has_fp8_beside_bf16_alone():
     settings = (FITS, Fp8("teacher", "blockwise"))
-    refuse_fp8(*settings, tensor=1, pipeline=1, precision="bf16")
+    refuse_fp8(*settings, tensor=1, precision="bf16")
     with pytest.raises(UserError, match=r"train.precision=fp32: .* set train.precision=bf16"):
-        refuse_fp8(*settings, tensor=1, pipeline=1, precision="fp32")
+        refuse_fp8(*settings, tensor=1, precision="fp32")
 
 
 @pytest.mark.parametrize(
@@ -71,20 +66,17 @@ def test_gpus_without_the_recipe_are_refused(recipe, capability, cuda, message, 
         refuse_fp8_on_device(Fp8("student", recipe))
 
 
-@pytest.mark.parametrize(("recipe", "kept"), [("tensorwise", 0), ("blockwise", 1)])
-def test_megatron_takes_the_settings(recipe, kept):
+@pytest.mark.parametrize(("recipe", "trainable"), [("tensorwise", True), ("blockwise", False)])
+def test_megatron_takes_the_settings(recipe, trainable):
     """Its own checks pass, and every name exists."""
     config = TransformerConfig(
         num_layers=4,
         hidden_size=32,
         num_attention_heads=4,
-        **megatron_settings(Fp8("student", recipe, kept, 0), trainable=not kept),
+        **megatron_settings(Fp8("student", recipe), trainable=trainable),
     )
     assert config.fp8 == ("e4m3" if recipe == "blockwise" else "hybrid")
-    assert config.fp8_param == bool(kept)
-    assert config.first_last_layers_bf16 == bool(kept)
-    layers = [is_in_fp8(Fp8("student", recipe, kept, 0), i, 4) for i in range(4)]
-    assert layers == [not kept, True, True, True]
+    assert config.fp8_param != trainable
 
 
 def test_a_model_refuses_sizes_and_tokens_that_do_not_divide(world):

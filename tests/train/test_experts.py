@@ -1,6 +1,6 @@
 """A mixture of experts gives the numbers of one rank on every layout, resumed from another.
 
-The embedded engine draws the rollouts on each layout, so decoding is compared, too.
+The embedded engine samples the rollouts on each layout, so decoding is compared, too.
 """
 
 from pathlib import Path

@@ -34,12 +34,12 @@ HELD_OUT = problems(64, 4)
 
 
 class Lending(RolloutEngine):
-    """The embedded engine in the place of colocated servers: everything leaves before it draws."""
+    """The embedded engine in place of colocated servers: everything leaves before it samples."""
 
     def __init__(self, engine: RolloutEngine, memory: DeviceMemory) -> None:
         self._engine, self._memory = engine, memory
         self.weight_version = 0
-        self.largest_left: list[int] = []  # bytes of the trainer's largest tensor, at each draw
+        self.largest_left: list[int] = []  # bytes of the trainer's largest tensor, at each call
         self.num_given_back = 0
 
     def publish(self, weight_version: int) -> None:
@@ -109,7 +109,7 @@ def _train(config: Config, *, num_given_back: list[int], save_after: int | None 
             metrics = {k: v for k, v in values.items() if not k.startswith(VOLATILE)}
             left.append((metrics, [tensor.double().sum().item() for tensor in _tensors(run)]))
             if state.step == 1:
-                evaluate_student(run, state)  # the next step draws while the device is still lent
+                evaluate_student(run, state)  # the next step samples while the device is still lent
             if state.step == save_after:
                 saver = CheckpointSaver(config.run.path / CHECKPOINTS, run.student, keep=1)
                 loop._save(run, state, saver)

@@ -20,7 +20,7 @@ from tests.train.runs import tiny_architecture, tiny_config
 
 
 @pytest.mark.parametrize("reference", ["copied", "from a directory"])
-def test_student_and_reference_are_filled_without_drawing(
+def test_student_and_reference_are_filled_without_random_weights(
     reference: str, world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     export_hf(build_model(read_architecture(tiny_architecture(32, 2)), world), tmp_path / "model")

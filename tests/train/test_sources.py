@@ -36,7 +36,7 @@ def trained(rank: int, world_size: int, directory: str) -> None:
     train(several(Path(directory), f"on_{world_size}"), show_progress=False)
 
 
-def test_sources_are_drawn_weighed_and_measured(tmp_path):
+def test_sources_are_sampled_weighed_and_measured(tmp_path):
     (tmp_path / "own.py").write_text(REWARD)
     for ranks in (1, 2):
         run_ranks(ranks, trained, str(tmp_path))

@@ -1,6 +1,6 @@
-"""Runs whose rollouts are drawn ahead: the bound on their age, and their resume.
+"""Runs whose rollouts are sampled ahead: the bound on their age, and their resume.
 
-The embedded engine draws them, so every run is the same each time.
+The embedded engine samples them, so every run is the same each time.
 """
 
 import json
@@ -74,7 +74,7 @@ def schedules(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """`whole`, and `killed` after a checkpoint of step 4 with rollouts drawn ahead."""
+    """`whole`, and `killed` after a checkpoint of step 4 with rollouts sampled ahead."""
     directory = tmp_path_factory.mktemp("runs")
     run_ranks(1, run_with_checkpoints, str(directory), "whole")
     with pytest.raises(ProcessExitedException):
@@ -109,13 +109,13 @@ def test_first_tokens_are_as_old_as_the_bound_says(schedules, schedule):
         )
 
 
-def test_a_step_has_the_prompts_of_the_data_order_however_early_they_are_drawn(schedules):
+def test_a_step_has_the_prompts_of_the_data_order_however_early_they_are_sampled(schedules):
     for step in range(1, STEPS + 1):
-        drawn = [read_rollouts(rollout_path(schedules / name_of(s), step)) for s in SCHEDULES]
-        assert len({tuple(r.prompt.prompt_id for r in rollouts) for rollouts in drawn}) == 1
+        steps = [read_rollouts(rollout_path(schedules / name_of(s), step)) for s in SCHEDULES]
+        assert len({tuple(r.prompt.prompt_id for r in rollouts) for rollouts in steps}) == 1
 
 
-def test_evaluations_do_not_touch_what_is_drawn_ahead(schedules):
+def test_evaluations_do_not_touch_what_is_sampled_ahead(schedules):
     """At step 0 all schedules have the same weights."""
     assert len({json.dumps(metrics_of(schedules / name_of(s))[0]) for s in SCHEDULES}) == 1
 
@@ -128,7 +128,7 @@ def test_a_growing_length_budget_holds_for_each_step(schedules):
         assert max(len(rollout.token_ids) for rollout in rollouts) == budget
 
 
-def test_a_killed_run_draws_again_what_was_drawn_ahead(runs):
+def test_a_killed_run_samples_again_what_was_sampled_ahead(runs):
     """Of its checkpoint's weights, on one rank or two. Rollouts that a release before stored with
     the checkpoint are not read."""
     stored = runs / "killed/in_flight/step_000004/step_000004.jsonl"

@@ -99,24 +99,24 @@ def test_a_step_samples_at_its_cursor_updates_and_publishes(run):
     assert not any(key.startswith("overlap/") for key in odd.metrics)
 
 
-def test_a_step_takes_the_larger_of_the_configs_and_the_guards_strengths(run):
+def test_a_step_takes_the_larger_of_the_configs_and_the_guards_loss_weights(run):
     assert (run.config.kl.beta, run.config.mixture.lambda_) == (0.1, 0.5)
     strong = GuardState(measure="raised", beta=0.4, lambda_=0.2)
 
-    def strengths(guard, policy="act", **changes):
+    def at(guard, policy="act", **changes):
         config = run.config.model_copy(update={"guard": GuardConfig(policy=policy), **changes})
         return step.at_step(replace(run, config=config), TrainState(guard=guard))
 
-    objective = strengths(strong).objective
+    objective = at(strong).objective
     assert (objective.beta, objective.golden_weight) == (0.4, 0.5)
-    assert strengths(strong, policy="warn").objective == run.objective
-    objective = strengths(replace(strong, beta=0.0, lambda_=0.9)).objective
+    assert at(strong, policy="warn").objective == run.objective
+    objective = at(replace(strong, beta=0.0, lambda_=0.9)).objective
     assert (objective.beta, objective.golden_weight) == (0.1, 0.9)
     plain = {"kl": KLConfig(), "mixture": MixtureConfig()}
-    without = strengths(GuardState(), **plain)
+    without = at(GuardState(), **plain)
     assert without.reference is None
     assert not without.objective.needs_golden
-    assert strengths(strong, **plain).reference is run.reference
+    assert at(strong, **plain).reference is run.reference
 
 
 def test_the_length_budget_grows_and_the_guard_rests_until_it_is_whole(run):
@@ -229,8 +229,8 @@ class NotFinite:
     def __getattr__(self, name):
         return getattr(self._objective, name)
 
-    def with_strengths(self, *strengths):
-        return NotFinite(self._objective.with_strengths(*strengths))
+    def with_loss_weights(self, *weights):
+        return NotFinite(self._objective.with_loss_weights(*weights))
 
     def __call__(self, hidden, *args, **kwargs):
         return self._objective(hidden * torch.nan, *args, **kwargs)

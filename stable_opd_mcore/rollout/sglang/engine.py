@@ -261,9 +261,8 @@ class SglangEngine(RolloutEngine):
         if weight_version == self.weight_version:
             return
         self.weight_version = weight_version
-        rollout = self.config.rollout
-        interval = 1 if rollout.partial else max(1, rollout.max_staleness - 1)
-        if self._sent_version < 0 or weight_version >= self._sent_version + interval:
+        due = self._sent_version + self.config.rollout.publish_every
+        if self._sent_version < 0 or weight_version >= due:
             self._update_servers()
 
     def _update_servers(self) -> None:

@@ -61,7 +61,7 @@ def prepare_nccl(config: Config) -> None:
 
     Called before the first process group. What the user has set is kept: servers get it too.
     """
-    if config.rollout.engine == "sglang" and config.rollout.sglang.transport == "distributed":
+    if config.rollout.has_servers and config.rollout.sglang.transport == "distributed":
         for name, value in NCCL_SETTINGS.items():
             os.environ.setdefault(name, value)
 

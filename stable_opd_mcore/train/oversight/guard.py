@@ -6,8 +6,7 @@ Metrics are global, so every rank decides the same; the state is part of the che
 resumed run decides the same again. Symptoms are a warning. Damage starts measures, one after the
 other, each after the earlier one had PATIENCE steps to help: raise beta and lambda, roll back,
 stop.
-Not here: what a symptom is (monitoring/onset.py), how a measure is carried out (train/step.py,
-train/loop.py).
+Not here: what a symptom is (monitoring/onset.py), how a measure is carried out (measures.py).
 """
 
 from collections.abc import Mapping

@@ -13,6 +13,7 @@ from stable_opd_mcore.checks.output_directory import CHECKPOINTS
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.monitoring.sinks import GUARD_EVENT, Sinks
 from stable_opd_mcore.train import phases
+from stable_opd_mcore.train.loss_weights import LossWeights
 from stable_opd_mcore.train.oversight.guard import Action
 from stable_opd_mcore.train.persistence.checkpoint import (
     checkpoint_name,
@@ -22,7 +23,6 @@ from stable_opd_mcore.train.persistence.checkpoint import (
 from stable_opd_mcore.train.persistence.run_directory import on_first_rank
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
-from stable_opd_mcore.train.strengths import Strengths
 
 _FIRST_STEPS = 3
 _NO_DIFFERENCE = 1e-3  # nats a token; other weights, or another prompt, differ by more
@@ -45,7 +45,7 @@ def warn_of_equal_models(step: int, metrics: Mapping[str, float | None]) -> None
         )
 
 
-def write_actions(sinks: Sinks, step: int, actions: Sequence[Action], now: Strengths) -> None:
+def write_actions(sinks: Sinks, step: int, actions: Sequence[Action], now: LossWeights) -> None:
     """An event in metrics.jsonl and a line of the log for each action after `step`.
 
     Args:

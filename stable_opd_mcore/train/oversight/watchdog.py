@@ -8,9 +8,9 @@
 The timer is faulthandler's, a thread in C, so it also fires while a collective or a kernel holds
 the interpreter lock. A stack file is empty until the timer fires and is removed at the end, so a
 stack file with text means a hang.
-A wait for rollouts is no hang while responses arrive: `progress`, called on any rank, restarts the
-timers of all ranks through the time stamp of the file PROGRESS.
-Not here: the time-outs of the collectives (config/schema.py), and the verdict (slurm/verdict.py).
+A wait for rollouts is not a hang while responses arrive: `progress`, called on any rank, restarts
+the timers of all ranks through the time stamp of the file PROGRESS. Not here: the time-outs of the
+collectives (config/training.py), and the verdict (slurm/verdict.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TextIO
 
 STACKS = "stacks"
-PROGRESS = "progress"  # file beside the stacks: its time stamp is that of the newest response
+PROGRESS = "progress"  # file next to the stacks; its time stamp is that of the newest response
 logger = logging.getLogger(__name__)
 _BEATS = 20  # looks at PROGRESS within the time limit of a step
 

@@ -271,7 +271,7 @@ def _read_record(path: Path) -> Record:
 
 
 def _rng_state() -> dict[str, torch.Tensor]:
-    """The generators that dropout draws from: torch's own and Megatron's named ones."""
+    """The generators of dropout's noise: torch's own and Megatron's named ones."""
     named = {f"tracker.{k}": v.cpu() for k, v in _tracker().get_states().items()}
     return {"torch": torch.get_rng_state(), **named}
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from pydantic import ConfigDict
 
+from stable_opd_mcore.train.loss_weights import Adapted
 from stable_opd_mcore.train.oversight.guard import GuardState
-from stable_opd_mcore.train.strengths import Adapted
 
 
 @dataclass(frozen=True)

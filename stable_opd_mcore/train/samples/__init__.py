@@ -1,1 +1,1 @@
-"""The samples of a step: drawn, shared out over ranks, and what is recorded of them."""
+"""The samples of a step: collected, shared out over ranks, and what is recorded of them."""

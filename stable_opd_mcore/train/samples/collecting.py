@@ -98,7 +98,7 @@ def sample_rollouts(
     """
     if not run.objective.needs_rollouts:
         return []
-    with timer.part("wait") if run.config.rollout.engine == "sglang" else nullcontext():
+    with timer.part("wait") if run.config.rollout.has_servers else nullcontext():
         rollouts = run.engine.generate(prompts, run.sampling, step=step)
     return graded(run.grader, run.world, prompts, rollouts)
 

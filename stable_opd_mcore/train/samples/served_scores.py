@@ -1,11 +1,12 @@
-"""The scores of a served teacher for what no rollout server has drawn: golden solutions, and the
-rollouts of an engine without servers.
+"""The scores of a served teacher for golden solutions, and for rollouts of an engine without
+servers.
 
-    golden = begin_scoring(run, golden, step)  # before the draw, so that both run at once
+    golden = begin_scoring(run, golden, step)  # before sampling, so that both run at once
     rollouts = ...
     samples = rollouts + golden()
 
-Not here: responses that servers draw, which rollout/sglang/dispatch.py asks about as they end.
+Not here: responses that servers sample; rollout/sglang/dispatch.py asks for their scores as they
+end.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def share_out(
     its own: of those that are scored, and of all together.
 
     Args:
-        samples: those that this rank drew.
+        samples: of this rank.
         facts: of all samples.
         weights_of: the token weights of a whole minibatch, from its facts.
         costs_of: what sequences of so many tokens cost.
@@ -124,10 +124,10 @@ def collect(
     A batch rank is `context_size` data-parallel ranks that follow each other; each of them receives
     the sample.
     """
-    drawn = np.flatnonzero(facts.holder_B == world.data_rank)
+    own = np.flatnonzero(facts.holder_B == world.data_rank)
     outgoing: list[list[Sample]] = []
     for data_rank in range(world.data_size):
-        leaving = drawn[trainer_B[drawn] == data_rank // world.context_size]
+        leaving = own[trainer_B[own] == data_rank // world.context_size]
         outgoing.append([samples[index] for index in facts.index_B[leaving].tolist()])
     incoming = exchange_objects(outgoing, world.data_group)
     mine = np.flatnonzero(trainer_B == world.batch_rank)

@@ -15,6 +15,7 @@ from stable_opd_mcore.monitoring import onset
 from stable_opd_mcore.monitoring.onset import Detector
 from stable_opd_mcore.monitoring.sinks import Sinks
 from stable_opd_mcore.train.loop import train
+from stable_opd_mcore.train.loss_weights import Adapted, loss_weights_of
 from stable_opd_mcore.train.oversight import guard
 from stable_opd_mcore.train.oversight.guard import Action, GuardState
 from stable_opd_mcore.train.oversight.measures import (
@@ -22,7 +23,6 @@ from stable_opd_mcore.train.oversight.measures import (
     warn_of_equal_models,
     write_actions,
 )
-from stable_opd_mcore.train.strengths import Adapted, strengths_of
 from tests.parallel.launch import run_ranks
 from tests.train.runs import VOLATILE, end_process_at, tiny_architecture, tiny_config
 
@@ -85,7 +85,7 @@ def test_a_recovered_run_says_what_is_in_force(tmp_path, caplog):
     config = config_of(tmp_path, "run").model_copy(update={"kl": KLConfig(beta=0.1)})
     recovered = Action("recovered", {"beta": 0.0, "lambda": 0.0})  # the guard's own part has ended
     with Sinks(config.run.path, config, 0) as sinks:
-        write_actions(sinks, 9, [recovered], strengths_of(config, Adapted(), GuardState()))
+        write_actions(sinks, 9, [recovered], loss_weights_of(config, Adapted(), GuardState()))
     assert caplog.messages == ["step 9: guard recovered: beta now 0.1, lambda now 0"]
     (event,) = lines_of(config.run.path)
     assert (event["beta"], event["lambda"]) == (0.1, 0.0)
@@ -154,7 +154,7 @@ def test_run_killed_between_decision_and_return_is_identical(runs):
     assert lines_of(runs / "killed") == lines_of(runs / "whole")
 
 
-def test_a_return_drops_what_is_drawn_ahead(runs):
+def test_a_return_drops_what_is_sampled_ahead(runs):
     """In the same run and in one that was killed between the decision and the return."""
     ahead = {"rollout": {"max_staleness": 2, "partial": True}}
     with pytest.raises(ProcessExitedException):
@@ -166,7 +166,7 @@ def test_a_return_drops_what_is_drawn_ahead(runs):
         for step in range(1, 11)
     ]
     # The run resumes after step 5 and returns after steps 6 and 8: to versions 5, 7 and 10, which
-    # draw the next rollouts.
+    # sample the next rollouts.
     assert first_tokens == [{version} for version in (0, 0, 0, 1, 2, 5, 7, 7, 10, 10)]
 
 

@@ -4,8 +4,8 @@ import pytest
 
 from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.errors import ConfigError
+from stable_opd_mcore.train.loss_weights import Adapted, adapt, loss_weights_of
 from stable_opd_mcore.train.oversight.guard import GuardState
-from stable_opd_mcore.train.strengths import Adapted, adapt, strengths_of
 from tests.config.test_load import SMOKE
 
 
@@ -28,14 +28,14 @@ def test_beta_moves_by_a_share_of_its_relative_error(measured, expected):
     config = config_of("kl.target=0.2")
     adapted = adapt(config, Adapted(), {"kl/reference": measured})
     assert adapted == Adapted(beta=pytest.approx(expected))
-    assert strengths_of(config, adapted, GuardState()).beta == pytest.approx(expected)
+    assert loss_weights_of(config, adapted, GuardState()).beta == pytest.approx(expected)
 
 
 def test_lambda_follows_the_negative_log_likelihood_of_golden_solutions():
     config = config_of("mixture.target=0.5")
     adapted = adapt(config, Adapted(), {"logprob/golden": -0.55})
     assert adapted == Adapted(lambda_=pytest.approx(0.5 * 1.01))
-    assert strengths_of(config, adapted, GuardState()).lambda_ == pytest.approx(0.505)
+    assert loss_weights_of(config, adapted, GuardState()).lambda_ == pytest.approx(0.505)
     assert adapt(config, adapted, {}) == adapted
 
 
@@ -47,26 +47,28 @@ def test_weights_stay_in_their_range():
         low = adapt(config, low, {"kl/reference": 0.0})
     assert (high.beta, low.beta) == (pytest.approx(1.0), pytest.approx(0.01))
     lower = config_of("kl.target=0.2", "kl.beta=0.05")  # resumed with other settings
-    assert strengths_of(lower, high, GuardState()).beta == pytest.approx(0.5)
-    assert strengths_of(config_of(), high, GuardState()).beta == 0.1
+    assert loss_weights_of(lower, high, GuardState()).beta == pytest.approx(0.5)
+    assert loss_weights_of(config_of(), high, GuardState()).beta == 0.1
     assert adapt(config_of(), high, {"kl/reference": 9.0}) == Adapted()
 
 
 def test_a_loop_whose_kl_falls_with_beta_reaches_its_target():
     config, adapted = config_of("kl.target=0.2"), Adapted()
     for _ in range(300):
-        beta = strengths_of(config, adapted, GuardState()).beta
+        beta = loss_weights_of(config, adapted, GuardState()).beta
         adapted = adapt(config, adapted, {"kl/reference": 0.06 / beta})
-    assert 0.06 / strengths_of(config, adapted, GuardState()).beta == pytest.approx(0.2, rel=0.01)
+    assert 0.06 / loss_weights_of(config, adapted, GuardState()).beta == pytest.approx(
+        0.2, rel=0.01
+    )
 
 
 def test_the_guard_only_strengthens():
     acting = ["guard.policy=act", "checkpoint.every=5", "kl.target=0.2"]
     guard = GuardState(measure="raised", beta=0.15, lambda_=0.3)
-    now = strengths_of(config_of(*acting), Adapted(beta=0.12), guard)
+    now = loss_weights_of(config_of(*acting), Adapted(beta=0.12), guard)
     assert (now.beta, now.lambda_) == (0.15, 0.5)
-    assert strengths_of(config_of(*acting), Adapted(beta=0.2), GuardState(beta=0.15)).beta == 0.2
-    assert strengths_of(config_of(), Adapted(), guard).beta == 0.1
+    assert loss_weights_of(config_of(*acting), Adapted(beta=0.2), GuardState(beta=0.15)).beta == 0.2
+    assert loss_weights_of(config_of(), Adapted(), guard).beta == 0.1
 
 
 @pytest.mark.parametrize("section", ["kl", "mixture"])

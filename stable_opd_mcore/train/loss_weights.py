@@ -26,20 +26,20 @@ class Adapted:
 
 
 @dataclass(frozen=True)
-class Strengths:
+class LossWeights:
     """What a step uses."""
 
     beta: float
     lambda_: float
 
 
-def strengths_of(config: Config, adapted: Adapted, guard: GuardState) -> Strengths:
+def loss_weights_of(config: Config, adapted: Adapted, guard: GuardState) -> LossWeights:
     """The step's values from the state before it."""
     beta = _start(config.kl, config.kl.beta, adapted.beta)
     lambda_ = _start(config.mixture, config.mixture.lambda_, adapted.lambda_)
     if config.guard.acts:
         beta, lambda_ = max(beta, guard.beta), max(lambda_, guard.lambda_)
-    return Strengths(beta, lambda_)
+    return LossWeights(beta, lambda_)
 
 
 def adapt(config: Config, adapted: Adapted, values: Mapping[str, float | None]) -> Adapted:
