@@ -26,8 +26,9 @@ from pathlib import Path
 from stable_opd_mcore.config.guard import GuardConfig
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.host.atomic_files import write_atomically
+from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.monitoring.onset import CEILING, SMALL_BUDGET
-from stable_opd_mcore.monitoring.sinks import METRICS_FILE, read_metrics
+from stable_opd_mcore.monitoring.sinks import read_metrics
 from stable_opd_mcore.train.oversight.guard import GuardState, decide
 
 COLUMNS = {
@@ -92,7 +93,7 @@ def read_runs(directories: Sequence[Path]) -> dict[Key, list[tuple[int, Row]]]:
     """
     runs: dict[Key, list[tuple[int, Row]]] = {}
     for directory in directories:
-        rows = read_metrics(directory / METRICS_FILE)
+        rows = read_metrics(RunDirectory(directory).metrics)
         steps = [
             (row["step"], row) for row in rows if row.get("rollout/truncation_rate") is not None
         ]

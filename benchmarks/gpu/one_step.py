@@ -80,7 +80,7 @@ def relative_errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tu
 def take_step(file: Path) -> StepRecord:
     """Run the first step of a config and write its rollouts."""
     from stable_opd_mcore.config.load import load_config
-    from stable_opd_mcore.data.rollout_files import rollout_path, write_rollouts
+    from stable_opd_mcore.data.rollout_files import write_rollouts
     from stable_opd_mcore.models.weights import iter_hf_tensors
     from stable_opd_mcore.parallel.world import start_world
     from stable_opd_mcore.train import student
@@ -98,7 +98,7 @@ def take_step(file: Path) -> StepRecord:
 
     before, logits_NV = tensors(), first_logits(run)
     result = train_step(run, TrainState())
-    write_rollouts(rollout_path(config.run.path, 1), result.rollouts)
+    write_rollouts(config.run.files.rollouts(1), result.rollouts)
     after = tensors()
     for chunk in chunks:  # gradients take the names and layout of their weights
         for weight in chunk.parameters():

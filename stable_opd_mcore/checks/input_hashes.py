@@ -18,7 +18,6 @@ from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.host.json_files import read_json_object
 from stable_opd_mcore.host.user_code import is_user_function
 
-INPUTS = "inputs.json"
 OWN_CODE = "own_code"
 _WHOLE_BYTES = 64 * 2**20
 _PIECES, _PIECE_BYTES = 64, 64 * 2**10
@@ -42,12 +41,12 @@ def write_inputs(config: Config) -> None:
     for key, file in _own_code(config):
         write_atomically(config.run.path / OWN_CODE / f"{key}.py", Path(file).read_bytes())
     text = json.dumps(inputs_of(config), indent=1)
-    write_atomically(config.run.path / INPUTS, text.encode())
+    write_atomically(config.run.files.inputs, text.encode())
 
 
 def changed_inputs(config: Config) -> dict[str, tuple[Any, Any]]:
     """File -> (before, now), of files under unchanged paths. Empty where nothing was stored."""
-    stored = config.run.path / INPUTS
+    stored = config.run.files.inputs
     if not stored.is_file():
         return {}
     before = read_json_object(stored)

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from stable_opd_mcore.checks.finding import Finding, finding
-from stable_opd_mcore.checks.input_hashes import INPUTS, changed_inputs
+from stable_opd_mcore.checks.input_hashes import changed_inputs
 from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.config.changes import changes, read_settings
 from stable_opd_mcore.config.cold_start import after_cold_start
-from stable_opd_mcore.config.load import RESOLVED
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.host.atomic_files import naming_disk_errors
+from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.host.run_lock import (
     STALE_SECONDS,
     RunLock,
@@ -32,8 +32,6 @@ from stable_opd_mcore.planning.hardware import GIB
 from stable_opd_mcore.planning.layout import Layout
 from stable_opd_mcore.planning.model_size import ADAM_BYTES, WEIGHT_BYTES, ModelSize
 
-CHECKPOINTS = "checkpoints"
-
 
 def settings_changes(config: Config, accepted: bool) -> dict[str, tuple[Any, Any]]:
     """Settings, and contents of files, that differ from those with which the run directory's
@@ -44,15 +42,16 @@ def settings_changes(config: Config, accepted: bool) -> dict[str, tuple[Any, Any
     Raises:
         ConfigError: there are some, and they are not `accepted`.
     """
-    directory = config.run.path
-    stored = directory / RESOLVED
-    if not stored.is_file() or not any((directory / CHECKPOINTS).glob("step_*")):
+    files = config.run.files
+    stored = files.resolved
+    if not stored.is_file() or not any(files.checkpoints.glob("step_*")):
         return {}
     differences = changes(read_settings(stored), config) | changed_inputs(config)
     if differences and not accepted:
         lines = "\n".join(f"  {key}: {old} -> {new}" for key, (old, new) in differences.items())
         raise ConfigError(
-            f"{directory} was trained with other settings or files ({stored}, {INPUTS}):\n{lines}\n"
+            f"{files.path} was trained with other settings or files "
+            f"({stored}, {files.inputs.name}):\n{lines}\n"
             "Set them back, start a new run with another run.name, or resume with the new ones: "
             "--accept-changes"
         )
@@ -105,7 +104,7 @@ def disk(inputs: RunInputs) -> Iterator[Finding]:
     model = WEIGHT_BYTES[config.train.precision] * parameters
     checkpoint = model + ADAM_BYTES[config.train.precision] * parameters
     home = config.run.path
-    existing = len(list((home / CHECKPOINTS).glob("step_*")))
+    existing = len(list(RunDirectory(home).checkpoints.glob("step_*")))
     kept = max(1, config.checkpoint.keep + 1 - existing)  # a new one is written before one goes
     free = shutil.disk_usage(_existing(home)).free
     if free < model + kept * checkpoint:

@@ -5,15 +5,14 @@ Loads without torch. Not here: running them (train/loop.py).
 
 from stable_opd_mcore.config.schema import Config
 
-MODEL = "model"  # the trained student in Hugging Face form, inside the run directory
-
 
 def cold_start_config(config: Config) -> Config:
     """The config of the supervised run before distillation, in `<run>/cold_start`."""
     assert config.cold_start is not None
     cold = config.cold_start
     values = config.model_dump(by_alias=True)
-    values["run"] = {"name": "cold_start", "directory": str(config.run.path)}
+    home = config.run.files
+    values["run"] = {"name": home.cold_start.name, "directory": str(home.path)}
     values["objective"] = {"name": "sft"}
     values["rollout"] = {"prompts_per_step": cold.prompts_per_step}  # it samples none
     # Without rollouts these have no use.
@@ -32,7 +31,7 @@ def cold_start_config(config: Config) -> Config:
 
 def after_cold_start(config: Config) -> Config:
     """The config that starts from the model of the cold start."""
-    model = cold_start_config(config).run.path / MODEL
+    model = cold_start_config(config).run.files.model
     values = config.model_dump(by_alias=True)
     values["tokenizer"]["path"] = config.tokenizer.path or config.student.path
     values["student"] |= {"path": str(model), "architecture": None}

@@ -23,7 +23,6 @@ from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.host.atomic_files import write_atomically
 
 BASE = "base"
-RESOLVED = "config.resolved.yaml"  # a run's own copy, in its directory
 
 
 def load_config(

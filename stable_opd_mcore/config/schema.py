@@ -35,6 +35,7 @@ from stable_opd_mcore.config.training import (
     ParallelConfig,
     TrainConfig,
 )
+from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.host.user_code import UserFunction, is_user_function, read_user_function
 
 # What the `rows` of a user's objective hold on request: docs/own_code.md
@@ -53,6 +54,11 @@ class RunConfig(Section):
     def path(self) -> Path:
         """The directory of everything that the run writes."""
         return Path(self.directory) / self.name
+
+    @property
+    def files(self) -> RunDirectory:
+        """Where each of these files is."""
+        return RunDirectory(self.path)
 
 
 class AdvantageConfig(Section):
@@ -219,7 +225,7 @@ class Config(Section):
     @property
     def evaluation_path(self) -> Path:
         """The directory of everything that `stable-opd evaluate` writes."""
-        return self.run.path / "evaluation"
+        return self.run.files.evaluation
 
     @property
     def is_colocated(self) -> bool:

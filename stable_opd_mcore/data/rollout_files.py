@@ -76,11 +76,6 @@ class _RolloutColumns(_Columns):
     segments: list[_Segment] | None = None  # where weights of several versions sampled it
 
 
-def rollout_path(run_directory: str | Path, step: int) -> Path:
-    """The file of the rollouts of `step`."""
-    return Path(run_directory) / "rollouts" / f"step_{step:06d}.jsonl"
-
-
 def write_rollouts(path: str | Path, rollouts: Iterable[Rollout]) -> None:
     """Write `path` atomically, its parent directory included; replaces an older file.
 

@@ -33,11 +33,6 @@ class TokenText:
     golden: str | None  # the prompt's golden solution
 
 
-def token_path(run_directory: str | Path, step: int) -> Path:
-    """The file of the tokens of `step`."""
-    return Path(run_directory) / "tokens" / f"step_{step:06d}.jsonl"
-
-
 def write_tokens(path: str | Path, rollouts: Iterable[TokenText]) -> None:
     """Write `path` atomically, its parent directory included; replaces an older file."""
     rows = [

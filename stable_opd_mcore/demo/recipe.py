@@ -17,9 +17,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from stable_opd_mcore.data.synthetic import SECOND_STOP, VOCABULARY
-from stable_opd_mcore.monitoring.sinks import METRICS_FILE
+from stable_opd_mcore.host.run_directory import RunDirectory
 
-MODEL = "model"  # directory of the trained student inside a run
 UNKNOWN = 0.3  # share of facts of which the student has seen random results only
 
 
@@ -61,11 +60,11 @@ class Job:
 
     @property
     def model(self) -> Path:
-        return self.directory / MODEL
+        return RunDirectory(self.directory).model
 
     def steps_done(self) -> int:
         """Steps that the run has finished, from the rows of its metrics.jsonl."""
-        metrics = self.directory / METRICS_FILE
+        metrics = RunDirectory(self.directory).metrics
         if self.model.is_dir() or not metrics.is_file():
             return self.steps if self.model.is_dir() else 0
         return min(self.steps, metrics.read_bytes().count(b"\n"))

@@ -26,12 +26,13 @@ from rich.progress import (
 )
 from rich.table import Column
 
-from stable_opd_mcore.config.load import RESOLVED, load_config, parse_config
+from stable_opd_mcore.config.load import load_config, parse_config
 from stable_opd_mcore.data.synthetic import SECOND_STOP, STOP, VOCABULARY
 from stable_opd_mcore.demo.recipe import CAPTION, Job, demo_jobs
 from stable_opd_mcore.demo.summary import summarise, summary_table
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import atomic_directory, write_atomically
+from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.host.tensor_files import save_tensors
 from stable_opd_mcore.host.worker_processes import end_with_parent
 from stable_opd_mcore.monitoring.chosen_runs import ReportRun
@@ -60,7 +61,7 @@ def run_demo(directory: Path, num_seeds: int = 1) -> None:
     jobs = demo_jobs(directory, num_seeds)
     run_jobs(jobs)
     arms = [summarise(job) for job in jobs if job.arm]
-    summary, report = directory / "summary.json", directory / "report.html"
+    summary, report = RunDirectory(directory).summary, RunDirectory(directory).report
     records = {"arms": [arm.record() for arm in arms]}
     write_atomically(summary, json.dumps(records, indent=1).encode())
     write_report(
@@ -163,7 +164,7 @@ def _has_same_settings(job: Job) -> bool:
     Settings hold the paths of a run's models. In a demo that was copied or moved they name its old
     directory; they are compared as if they named the new one.
     """
-    file = job.directory / RESOLVED
+    file = RunDirectory(job.directory).resolved
     if job.config is None or not file.is_file():
         return True
     settings, wanted = load_config(file), parse_config(job.config, origin="the demo's recipe")

@@ -8,8 +8,9 @@ from rich import box
 from rich.table import Table
 
 from stable_opd_mcore.demo.recipe import Job
+from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.monitoring.outcomes import Outcome, outcome
-from stable_opd_mcore.monitoring.sinks import METRICS_FILE, read_metrics
+from stable_opd_mcore.monitoring.sinks import read_metrics
 
 _COLUMNS = {  # heading -> field of the outcome
     "start": "initial_accuracy",
@@ -40,7 +41,7 @@ class ArmSummary:
 def summarise(job: Job) -> ArmSummary:
     """The summary of a finished arm."""
     assert job.arm is not None
-    rows = read_metrics(job.directory / METRICS_FILE)
+    rows = read_metrics(RunDirectory(job.directory).metrics)
     return ArmSummary(job.arm, job.seed, outcome(rows))
 
 

@@ -19,12 +19,13 @@ from typing import Any
 import yaml
 
 from stable_opd_mcore.config.changes import by_dotted_key
-from stable_opd_mcore.config.load import RESOLVED, unescaped
+from stable_opd_mcore.config.load import unescaped
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.json_files import read_json_object
 from stable_opd_mcore.host.printable_text import printable, shortest_end
+from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.monitoring.figures import Row
-from stable_opd_mcore.monitoring.sinks import METRICS_FILE, read_run
+from stable_opd_mcore.monitoring.sinks import read_run
 
 RESULT_FILES = "evaluation/*/results.json"  # of a run's evaluated models
 SEEDS = re.compile(r"train\.seed|data\.\w+\.options\.seed")  # in which an arm's runs differ
@@ -83,7 +84,7 @@ def read_written(run: ReportRun) -> WrittenRun:
             names it.
     """
     results = {path.parent.name: _results(path) for path in run.directory.glob(RESULT_FILES)}
-    rows, events = read_run(run.directory / METRICS_FILE)
+    rows, events = read_run(RunDirectory(run.directory).metrics)
     return WrittenRun(run, rows, events, read_settings(run.directory), results)
 
 
@@ -154,7 +155,7 @@ def read_settings(directory: Path) -> dict[str, str]:
     Raises:
         UserError: config.resolved.yaml is no YAML mapping, or holds aliases.
     """
-    path = directory / RESOLVED
+    path = RunDirectory(directory).resolved
     if not path.is_file():
         return {}
     try:
@@ -194,7 +195,7 @@ def _results(path: Path) -> dict[str, dict[str, float]]:
 
 
 def _runs_below(directory: Path) -> list[Path]:
-    if (directory / METRICS_FILE).exists() or not directory.is_dir():
+    if RunDirectory(directory).metrics.exists() or not directory.is_dir():
         return [directory]
-    found = sorted(path.parent for path in directory.rglob(METRICS_FILE))
+    found = sorted(path.parent for path in directory.rglob(RunDirectory(directory).metrics.name))
     return found or [directory]

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from stable_opd_mcore.data.repetition import ZLIB_LEVEL, min_loop_tokens, tail_loop
-from stable_opd_mcore.data.rollout_files import read_rollouts, rollout_path
-from stable_opd_mcore.data.token_files import TokenText, read_tokens, token_path
+from stable_opd_mcore.data.rollout_files import read_rollouts
+from stable_opd_mcore.data.token_files import TokenText, read_tokens
 from stable_opd_mcore.host.printable_text import printable
+from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.monitoring.chosen_runs import WrittenRun, whole_number
 from stable_opd_mcore.monitoring.figures import Row
 from stable_opd_mcore.records import Rollout
@@ -46,7 +47,7 @@ LIVE = Limits(tokens=20_000, characters=200_000)
 
 def stored_steps(directory: Path) -> list[int]:
     """The steps of which a run has stored rollouts, in order."""
-    files = rollout_path(directory, 0).parent.glob("step_*.jsonl")
+    files = RunDirectory(directory).rollouts(0).parent.glob("step_*.jsonl")
     found = (re.fullmatch(r"step_(\d{6,12})\.jsonl", path.name) for path in files)
     return sorted(int(match[1]) for match in found if match)
 
@@ -163,8 +164,8 @@ def compression(text: str) -> float:
 def _records(written: WrittenRun, run: int, step: int) -> list[dict[str, Any]]:
     """The first rollouts of a step with their details."""
     directory, budget = written.run.directory, whole_number(written.settings, LENGTH_BUDGET)
-    stored = read_tokens(token_path(directory, step))
-    rollouts = complete_rollouts(rollout_path(directory, step), ROLLOUTS_PER_STEP)
+    stored = read_tokens(RunDirectory(directory).tokens(step))
+    rollouts = complete_rollouts(RunDirectory(directory).rollouts(step), ROLLOUTS_PER_STEP)
     records = [listed(one, run, step, index, budget) for index, one in enumerate(rollouts)]
     return [
         record | {"detail": detail(rollout, stored, record["repeats"], PAGE)}

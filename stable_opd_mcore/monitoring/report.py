@@ -22,6 +22,7 @@ import jinja2
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.host.printable_text import printable
+from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.monitoring import tables
 from stable_opd_mcore.monitoring.chosen_runs import (
     ReportRun,
@@ -33,7 +34,6 @@ from stable_opd_mcore.monitoring.chosen_runs import (
 from stable_opd_mcore.monitoring.figures import MAX_POINTS, draw_all, style
 from stable_opd_mcore.monitoring.reader import embedded
 from stable_opd_mcore.monitoring.run_events import marks
-from stable_opd_mcore.monitoring.sinks import METRICS_FILE
 
 TEMPLATES = Path(__file__).with_name("templates")
 SCRIPTS = ("uplot.min.js", "figures.js", "reader.js", "watch.js")
@@ -76,7 +76,7 @@ def live_page(runs: Sequence[ReportRun]) -> bytes:
 
     Runs that have not started or cannot be read are named in it.
     """
-    waiting = [run for run in runs if not (run.directory / METRICS_FILE).exists()]
+    waiting = [run for run in runs if not RunDirectory(run.directory).metrics.exists()]
     written, problems = [], []
     for run in runs:
         try:

@@ -24,11 +24,11 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.host.json_files import validated
+from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.monitoring.names import require_known
 from stable_opd_mcore.monitoring.trackers import MlflowSink, TensorBoardSink, WandbSink
 
-METRICS_FILE = "metrics.jsonl"
 GUARD_EVENT = "guard"  # a resumed run writes it again
 
 logger = logging.getLogger(__name__)
@@ -46,10 +46,10 @@ class Sinks:
 
     def __init__(self, directory: str | Path, config: Config, first_step: int):
         directory = Path(directory)
-        self._jsonl = JsonlSink(directory / METRICS_FILE, first_step)
+        self._jsonl = JsonlSink(RunDirectory(directory).metrics, first_step)
         self._trackers: list[TensorBoardSink | WandbSink | MlflowSink] = []
         if config.monitoring.tensorboard:
-            self._trackers.append(TensorBoardSink(directory / "tensorboard", first_step))
+            self._trackers.append(TensorBoardSink(RunDirectory(directory).tensorboard, first_step))
         if config.monitoring.wandb:
             self._trackers.append(WandbSink(directory, config))
         if config.monitoring.mlflow is not None:

@@ -24,10 +24,9 @@ from threading import Lock
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from stable_opd_mcore.config.load import RESOLVED
-from stable_opd_mcore.data.rollout_files import rollout_path
-from stable_opd_mcore.data.token_files import read_tokens, token_path
+from stable_opd_mcore.data.token_files import read_tokens
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.monitoring.chosen_runs import (
     RESULT_FILES,
     ReportRun,
@@ -45,7 +44,7 @@ from stable_opd_mcore.monitoring.reader import (
     stored_steps,
 )
 from stable_opd_mcore.monitoring.report import live_page
-from stable_opd_mcore.monitoring.sinks import METRICS_FILE, read_metrics
+from stable_opd_mcore.monitoring.sinks import read_metrics
 from stable_opd_mcore.records import Rollout
 
 HOST = "127.0.0.1"
@@ -106,8 +105,8 @@ class WatchServer(ThreadingHTTPServer):
             (path, _stamp(path))
             for run in self.runs
             for path in (
-                run.directory / METRICS_FILE,
-                run.directory / RESOLVED,
+                RunDirectory(run.directory).metrics,
+                RunDirectory(run.directory).resolved,
                 *sorted(run.directory.glob(RESULT_FILES)),
             )
         ]
@@ -181,14 +180,15 @@ class _Handler(BaseHTTPRequestHandler):
     def _rollout(self, values: Mapping[str, str]) -> dict[str, Any]:
         directory, step, rollouts = self._chosen(values)
         rollout, record = rollouts[_number(values, "index", len(rollouts))]
-        return detail(rollout, read_tokens(token_path(directory, step)), record["repeats"], LIVE)
+        tokens = read_tokens(RunDirectory(directory).tokens(step))
+        return detail(rollout, tokens, record["repeats"], LIVE)
 
     def _chosen(self, values: Mapping[str, str]) -> tuple[Path, int, _Listed]:
         """The directory, the step and the rollouts of a request."""
         runs = self.server.runs
         number = _number(values, "run", len(runs))
         directory, step = runs[number].directory, _number(values, "step", 10**MAX_DIGITS)
-        stamp = _stamp(rollout_path(directory, step))
+        stamp = _stamp(RunDirectory(directory).rollouts(step))
         return directory, step, _read_step(directory, stamp, number, step)
 
     def _json(self, status: HTTPStatus, found: Any) -> None:
@@ -211,7 +211,7 @@ def run_state(run: ReportRun) -> dict[str, Any]:
     `steps` are those with rollouts. A run without a finished step has `step` None. Nothing says
     whether a process still trains it.
     """
-    path = run.directory / METRICS_FILE
+    path = RunDirectory(run.directory).metrics
     state = {"label": run.name, "steps": stored_steps(run.directory), "step": None}
     try:
         total = whole_number(read_settings(run.directory), "train.steps")
@@ -245,5 +245,5 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 def _read_step(directory: Path, _stamped: tuple[int, int] | None, run: int, step: int) -> _Listed:
     """The rollouts of a step, each with what the list shows of it."""
     budget = whole_number(read_settings(directory), LENGTH_BUDGET)
-    rollouts = enumerate(complete_rollouts(rollout_path(directory, step)))
+    rollouts = enumerate(complete_rollouts(RunDirectory(directory).rollouts(step)))
     return [(rollout, listed(rollout, run, step, index, budget)) for index, rollout in rollouts]

@@ -10,10 +10,10 @@ from typing import Any
 from torch.nn import Module
 
 from stable_opd_mcore.config.changes import changes, read_settings
-from stable_opd_mcore.config.load import RESOLVED
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
@@ -84,8 +84,8 @@ def _replay_engine(config: Config) -> ReplayEngine:
     """The stored run's rollouts, where it sampled them as this run would."""
     directory = Path(str(config.rollout.replay_from))  # the schema requires it
     engine = ReplayEngine(directory, config.train.steps)
-    if (directory / RESOLVED).is_file():
-        differ = changes(read_settings(directory / RESOLVED), config)
+    if RunDirectory(directory).resolved.is_file():
+        differ = changes(read_settings(RunDirectory(directory).resolved), config)
         for key in differ.keys() & _OF_REPLAYED:
             stored, own = differ[key]
             raise UserError(

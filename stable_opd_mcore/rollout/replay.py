@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from stable_opd_mcore.data.rollout_files import read_rollouts, rollout_path
+from stable_opd_mcore.data.rollout_files import read_rollouts
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.engine import RolloutEngine
 
@@ -31,7 +32,7 @@ class ReplayEngine(RolloutEngine):
 
     def __init__(self, run_directory: str | Path, num_steps: int = 1):
         self._run_directory = Path(run_directory)
-        if not any((self._run_directory / "rollouts").glob("step_*.jsonl")):
+        if not any(RunDirectory(self._run_directory).rollouts(0).parent.glob("step_*.jsonl")):
             raise UserError(
                 f"{self._run_directory}: no stored rollouts; rollout.replay_from must be a "
                 "run directory that was trained with rollout.save=all"
@@ -40,7 +41,7 @@ class ReplayEngine(RolloutEngine):
             self._stored_path(step)
 
     def _stored_path(self, step: int) -> Path:
-        path = rollout_path(self._run_directory, step)
+        path = RunDirectory(self._run_directory).rollouts(step)
         if not path.is_file():
             raise UserError(
                 f"{path}: step {step} was not stored; the run to replay must have at least as "
@@ -70,7 +71,7 @@ class ReplayEngine(RolloutEngine):
         ]
 
     def _stored_steps(self) -> int:
-        return len(list((self._run_directory / "rollouts").glob("step_*.jsonl")))
+        return len(list(RunDirectory(self._run_directory).rollouts(0).parent.glob("step_*.jsonl")))
 
 
 def _stored_sample(

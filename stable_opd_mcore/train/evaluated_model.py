@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from stable_opd_mcore import evaluation
-from stable_opd_mcore.checks.output_directory import CHECKPOINTS
 from stable_opd_mcore.config.changes import read_settings
-from stable_opd_mcore.config.cold_start import MODEL
-from stable_opd_mcore.config.load import RESOLVED, load_config
+from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.config.schema import Config, ModelConfig, RunConfig, TokenizerConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS
 from stable_opd_mcore.host.atomic_files import write_atomically
+from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.models.megatron_checkpoint import is_megatron
 from stable_opd_mcore.train.persistence.checkpoint import STATE_FILE, newest_checkpoint
 
@@ -65,7 +64,7 @@ def evaluation_config(
     run = run_of(target)
     changes: dict[str, Any] = {"evaluation": {"model": str(target)}}
     if settings is None and run is not None:
-        settings = run / RESOLVED
+        settings = RunDirectory(run).resolved
         changes["run"] = {"directory": str(run.parent), "name": run.name}
     if settings is None:
         settings = PAPER_SETTINGS
@@ -89,7 +88,7 @@ def run_of(path: Path) -> Path | None:
     """The run's directory that `path` is, or whose model or checkpoint it is; None without one."""
     path = path.absolute()
     parents = (path, path.parent, path.parent.parent)
-    return next((parent for parent in parents if (parent / RESOLVED).is_file()), None)
+    return next((parent for parent in parents if RunDirectory(parent).resolved.is_file()), None)
 
 
 def find_model(config: Config) -> EvaluatedModel:
@@ -102,9 +101,9 @@ def find_model(config: Config) -> EvaluatedModel:
         UserError: no such model, or a run without a trained one.
     """
     target = Path(config.evaluation.model or config.run.path)
-    if config.evaluation.model is not None and not (target / RESOLVED).is_file():
+    if config.evaluation.model is not None and not RunDirectory(target).resolved.is_file():
         return _model_in(_require_model(target))
-    model, newest = target / MODEL, newest_checkpoint(target / CHECKPOINTS)
+    model, newest = RunDirectory(target).model, newest_checkpoint(RunDirectory(target).checkpoints)
     found = [_model_in(path) for path in (model, newest) if path is not None and path.is_dir()]
     if not found:
         raise UserError(
@@ -122,7 +121,7 @@ def evaluated_config(config: Config, model: EvaluatedModel) -> Config:
     run has its own tokenizer.
     """
     run = run_of(model.path)
-    trained: dict[str, Any] = {} if run is None else read_settings(run / RESOLVED)
+    trained: dict[str, Any] = {} if run is None else read_settings(RunDirectory(run).resolved)
     tokenizer, stop_ids = config.tokenizer.path, config.student.stop_token_ids
     template_kwargs = config.student.chat_template_kwargs
     if run is not None:
@@ -168,7 +167,7 @@ def _model_in(path: Path) -> EvaluatedModel:
     if type(step) is not int or step < 0:
         step = None
     own = f"step_{step:06d}" if step is not None and run is not None else path.absolute().name
-    label = _NOT_IN_NAMES.sub("_", own).lstrip("._-") or MODEL
+    label = _NOT_IN_NAMES.sub("_", own).lstrip("._-") or "model"
     return EvaluatedModel(path, label, name if isinstance(name, str) else None, step)
 
 
@@ -177,7 +176,7 @@ def _require_model(path: Path) -> Path:
         raise UserError(f"{path}: no such directory; evaluation.model names a model or a run")
     if not (path / "config.json").is_file():
         raise UserError(
-            f"{path}: neither a run (it has no {RESOLVED}) nor a model (no config.json) nor a "
-            "checkpoint"
+            f"{path}: neither a run (it has no {RunDirectory(path).resolved.name}) nor a model "
+            "(no config.json) nor a checkpoint"
         )
     return path

@@ -35,6 +35,7 @@ from stable_opd_mcore.evaluation.results import (
 from stable_opd_mcore.evaluation.store import ResponseStore
 from stable_opd_mcore.evaluation.table import markdown, markdown_table, results_table
 from stable_opd_mcore.host.atomic_files import naming_disk_errors, write_atomically
+from stable_opd_mcore.host.run_directory import DONE, REQUEUE
 from stable_opd_mcore.host.run_lock import RunLock
 from stable_opd_mcore.metrics import Max, Metrics, reduce_over_ranks
 from stable_opd_mcore.models.weights import weights_hash
@@ -53,8 +54,6 @@ from stable_opd_mcore.run_inputs import (
 from stable_opd_mcore.train import phases
 from stable_opd_mcore.train.evaluated_model import EvaluatedModel, evaluated_config, find_model
 from stable_opd_mcore.train.oversight.signals import (
-    DONE,
-    REQUEUE,
     Stopped,
     StopSignals,
     clear_outcome,
@@ -67,8 +66,6 @@ from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.run_models import load_model
 from stable_opd_mcore.train.samples.collecting import measured, own_share, sample_held_out
 from stable_opd_mcore.train.setup import start_configured_world
-
-RESULTS = "results"  # .json and .md
 
 
 def evaluate_student(run: Run, state: TrainState) -> Metrics:
@@ -190,7 +187,7 @@ class Evaluation:
             "sampling": asdict(problems.sampling),
             "problems": _hash_of(problems.prompts),
         }
-        return ResponseStore(self.config.run.path / "responses" / name, identity)
+        return ResponseStore(self.config.run.files.responses / name, identity)
 
 
 def _take_directory(home: Path, directory: Path, stack: ExitStack) -> None:
@@ -308,12 +305,12 @@ def _write_results(evaluation: Evaluation, print_line: Callable[[str], None]) ->
         f"temperature {sampling.temperature:g}, top-p {sampling.top_p:g}, "
         f"{sampling.max_new_tokens} new tokens, engine {config.rollout.engine}",
     ]
-    home = config.run.path
-    write_atomically(home / f"{RESULTS}.json", (json.dumps(record, indent=1) + "\n").encode())
-    write_atomically(home / f"{RESULTS}.md", markdown(title, about, results).encode())
+    files = config.run.files
+    write_atomically(files.results, (json.dumps(record, indent=1) + "\n").encode())
+    write_atomically(files.results_page, markdown(title, about, results).encode())
     print_line(f"{title}: {model.path}, weights {evaluation.weights[:12]}")
     print_line(results_table(results))
-    print_line(f"{home / RESULTS}.json, .md; responses: {home / 'responses'}")
+    print_line(f"{files.results}, {files.results_page.name}; responses: {files.responses}")
 
 
 def _table_of_evaluations(directories: Sequence[Path]) -> str:

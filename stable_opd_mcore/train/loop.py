@@ -15,14 +15,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stable_opd_mcore.checks.checklist import check_config, refuse_errors
-from stable_opd_mcore.checks.output_directory import CHECKPOINTS, settings_changes
-from stable_opd_mcore.config.cold_start import MODEL, after_cold_start, cold_start_config
+from stable_opd_mcore.checks.output_directory import settings_changes
+from stable_opd_mcore.config.cold_start import after_cold_start, cold_start_config
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.host.atomic_files import naming_disk_errors, write_atomically
+from stable_opd_mcore.host.run_directory import DONE, REQUEUE, RunDirectory
 from stable_opd_mcore.host.run_lock import RunLock
 from stable_opd_mcore.models.huggingface import export_hf
 from stable_opd_mcore.monitoring.report import write_report
-from stable_opd_mcore.monitoring.sinks import METRICS_FILE, Sinks, read_metrics
+from stable_opd_mcore.monitoring.sinks import Sinks, read_metrics
 from stable_opd_mcore.parallel.world import World, stop_world
 from stable_opd_mcore.rollout.engine import EngineLost
 from stable_opd_mcore.serving.teacher import TeacherLost
@@ -38,8 +39,6 @@ from stable_opd_mcore.train.oversight.measures import (
     write_actions,
 )
 from stable_opd_mcore.train.oversight.signals import (
-    DONE,
-    REQUEUE,
     Stopped,
     StopReason,
     StopSignals,
@@ -47,7 +46,7 @@ from stable_opd_mcore.train.oversight.signals import (
     write_outcome,
 )
 from stable_opd_mcore.train.oversight.terminal import Terminal
-from stable_opd_mcore.train.oversight.watchdog import STACKS, Watchdog
+from stable_opd_mcore.train.oversight.watchdog import Watchdog
 from stable_opd_mcore.train.persistence.checkpoint import (
     CheckpointSaver,
     load_checkpoint,
@@ -100,7 +99,7 @@ def train(config: Config, show_progress: bool = True, accept_changes: bool = Fal
     with ExitStack() as stack:
         stack.enter_context(stop)
         on_first_rank(world, lambda: _take_directory(home, stack))
-        minutes, stacks = config.fault.watchdog_minutes, home / STACKS
+        minutes, stacks = config.fault.watchdog_minutes, config.run.files.stacks
         watchdog = Watchdog(minutes, stacks, world.rank)
         stack.enter_context(watchdog)
         session = Session(world, stop, watchdog, show_progress, accept_changes)
@@ -141,7 +140,7 @@ def _take_directory(home: Path, stack: ExitStack) -> None:
 def _after_cold_start(config: Config, session: Session) -> Config:
     """Run the cold start unless its model exists; the config that starts from that model."""
     cold = cold_start_config(config)
-    model = cold.run.path / MODEL
+    model = cold.run.files.model
     if model.is_dir():
         on_first_rank(
             session.world, lambda: settings_changes(cold, accepted=session.accept_changes)
@@ -153,7 +152,7 @@ def _after_cold_start(config: Config, session: Session) -> Config:
 
 def _train_phase(config: Config, session: Session) -> None:
     """Train one run directory to its last step, then export the model and write the report."""
-    directory = config.run.path
+    files = config.run.files
     changed = on_first_rank(
         session.world, lambda: settings_changes(config, accepted=session.accept_changes)
     )
@@ -180,7 +179,8 @@ def _train_phase(config: Config, session: Session) -> None:
             keep_resolved(config)
         terminal.say(
             f"{'resuming' if state.step else 'starting'} at step {state.step} of "
-            f"{config.train.steps}; results in {directory}; stable-opd watch {directory} shows them"
+            f"{config.train.steps}; results in {files.path}; stable-opd watch {files.path} "
+            "shows them"
         )
         stack.enter_context(terminal.begin(state.step))
         run = replace(run, phase=terminal.phase)
@@ -189,7 +189,7 @@ def _train_phase(config: Config, session: Session) -> None:
             if sinks is not None:
                 sinks.write(0, metrics)
         saver = CheckpointSaver(
-            directory / CHECKPOINTS,
+            files.checkpoints,
             run.student,
             config.checkpoint.keep,
             run.moving,
@@ -204,12 +204,10 @@ def _train_phase(config: Config, session: Session) -> None:
         run.tokenizer.save(model)
         mark_trained(model, config.run.name, max(state.step, config.train.steps))
 
-    export_hf(run.student.chunks, directory / MODEL, save_tokenizer=save_beside)
+    export_hf(run.student.chunks, files.model, save_tokenizer=save_beside)
     if session.is_first_rank:
-        _report(directory)
-    terminal.say(
-        f"finished: {directory / MODEL} is the model, {directory / 'report.html'} the report"
-    )
+        _report(files.path)
+    terminal.say(f"finished: {files.model} is the model, {files.report} the report")
 
 
 def _train_steps(
@@ -294,9 +292,9 @@ def _save_without_servers(
 
 def _resume(run: Run) -> TrainState:
     """The newest checkpoint's state, its weights restored; else the initial state."""
-    directory = run.config.run.path
-    on_first_rank(run.world, lambda: restore_replaced(directory / CHECKPOINTS))
-    newest = newest_checkpoint(directory / CHECKPOINTS)
+    checkpoints = run.config.run.files.checkpoints
+    on_first_rank(run.world, lambda: restore_replaced(checkpoints))
+    newest = newest_checkpoint(checkpoints)
     if newest is None:
         return TrainState()
     run.memory.hold(*phases.save_parts(run.config))
@@ -318,10 +316,11 @@ def _due(step: int, every: int, config: Config) -> bool:
 
 
 def _report(directory: Path) -> None:
-    """summary.json, the last value of every metric, and report.html."""
+    """Write summary.json, the last value of every metric, and report.html."""
+    files = RunDirectory(directory)
     last: dict[str, float] = {}
-    for row in read_metrics(directory / METRICS_FILE):
+    for row in read_metrics(files.metrics):
         last |= {key: value for key, value in row.items() if value is not None}
     text = json.dumps(last, indent=1, sort_keys=True)
-    write_atomically(directory / "summary.json", text.encode())
-    write_report([directory], directory / "report.html")
+    write_atomically(files.summary, text.encode())
+    write_report([directory], files.report)

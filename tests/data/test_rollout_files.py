@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stable_opd_mcore.data.rollout_files import read_rollouts, rollout_path, write_rollouts
+from stable_opd_mcore.data.rollout_files import read_rollouts, write_rollouts
 from stable_opd_mcore.errors import DataError
+from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.records import Prompt, Rollout, Segment
 
 ROLLOUTS = [
@@ -47,7 +48,7 @@ ROLLOUTS = [
 
 
 def test_round_trip_is_exact(tmp_path):
-    path = rollout_path(tmp_path, 12)
+    path = RunDirectory(tmp_path).rollouts(12)
     write_rollouts(path, ROLLOUTS)
     assert path == tmp_path / "rollouts" / "step_000012.jsonl"
     assert read_rollouts(path) == ROLLOUTS
@@ -93,7 +94,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
 
 def test_the_error_of_a_missing_file_names_the_setting(tmp_path):
     with pytest.raises(DataError, match=r"step_000007.jsonl: no such rollout file.*rollout.save"):
-        read_rollouts(rollout_path(tmp_path, 7))
+        read_rollouts(RunDirectory(tmp_path).rollouts(7))
 
 
 @pytest.mark.parametrize(

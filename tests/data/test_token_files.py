@@ -4,8 +4,9 @@ import math
 
 import pytest
 
-from stable_opd_mcore.data.token_files import TokenText, read_tokens, token_path, write_tokens
+from stable_opd_mcore.data.token_files import TokenText, read_tokens, write_tokens
 from stable_opd_mcore.errors import DataError
+from stable_opd_mcore.host.run_directory import RunDirectory
 
 ONE = TokenText(
     "train:1", 2, ("a", "\ud83d"), {"advantage": (0.5, None), "kl_teacher": (0, 1)}, "g"
@@ -13,7 +14,7 @@ ONE = TokenText(
 
 
 def test_what_is_written_is_read_again(tmp_path):
-    path = token_path(tmp_path, 12)
+    path = RunDirectory(tmp_path).tokens(12)
     assert path.name == "step_000012.jsonl"
     write_tokens(path, [ONE, TokenText("b", 0, (), {}, None)])
     first, second = read_tokens(path)
@@ -21,7 +22,7 @@ def test_what_is_written_is_read_again(tmp_path):
     assert first.values == {"advantage": [0.5, None], "kl_teacher": [0, 1]}
     assert (first.prompt_id, first.sample_index, first.golden) == ("train:1", 2, "g")
     assert second == TokenText("b", 0, (), {}, None)
-    assert read_tokens(token_path(tmp_path, 13)) == []
+    assert read_tokens(RunDirectory(tmp_path).tokens(13)) == []
 
 
 def test_numbers_have_four_digits_and_are_finite(tmp_path):

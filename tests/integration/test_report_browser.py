@@ -5,8 +5,9 @@ from threading import Thread
 
 import pytest
 
-from stable_opd_mcore.data.rollout_files import read_rollouts, rollout_path, write_rollouts
-from stable_opd_mcore.data.token_files import TokenText, token_path, write_tokens
+from stable_opd_mcore.data.rollout_files import read_rollouts, write_rollouts
+from stable_opd_mcore.data.token_files import TokenText, write_tokens
+from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.monitoring.chosen_runs import ReportRun
 from stable_opd_mcore.monitoring.figures import FIGURES
 from stable_opd_mcore.monitoring.report import write_report
@@ -52,15 +53,15 @@ def open_report(browser, report, **window):
 
 
 def store_tokens(directory, step, pieces, **values):
-    rollouts = read_rollouts(rollout_path(directory, step))
+    rollouts = read_rollouts(RunDirectory(directory).rollouts(step))
     first = rollouts[0]
     rollouts[0] = Rollout(
         first.prompt, 0, tuple(range(len(pieces))), (-0.5,) * len(pieces), "stop", step,
         "".join(pieces), 1.0,
     )  # fmt: skip
-    write_rollouts(rollout_path(directory, step), rollouts)
+    write_rollouts(RunDirectory(directory).rollouts(step), rollouts)
     write_tokens(
-        token_path(directory, step),
+        RunDirectory(directory).tokens(step),
         [TokenText(first.prompt.prompt_id, 0, tuple(pieces), values, "golden " + HOSTILE)],
     )
 
@@ -155,7 +156,7 @@ def test_hostile_text_is_shown_as_text(browser, tmp_path):
     long = Rollout(
         Prompt(HOSTILE, HOSTILE, (1,), HOSTILE), 0, (1,), (-0.1,), "length", 1, "a" * 10**6, 1.0
     )
-    path = rollout_path(run, 1)
+    path = RunDirectory(run).rollouts(1)
     write_rollouts(path, [*read_rollouts(path), long])
     path.write_bytes(path.read_bytes().replace(b"1+1=2;[2]", b"bytes \xff\xfe"))
     report = write_report([run], tmp_path / "report.html")
@@ -202,7 +203,7 @@ def test_the_live_view_follows_a_run_over_its_restart(browser, tmp_path):
         assert not browser.run("document.querySelector('details.figure').open")
         plots = browser.run("document.querySelectorAll('.figure[open] .plot').length")
         assert browser.run(DRAWN) == plots > 20
-        write_rollouts(rollout_path(run, 31), read_rollouts(rollout_path(run, 1)))
+        write_rollouts(RunDirectory(run).rollouts(31), read_rollouts(RunDirectory(run).rollouts(1)))
         browser.wait("document.getElementById('reader-step').value === '31'")
         browser.wait("document.querySelector('.facts').textContent.includes('step 31')")
         browser.press("j")

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from stable_opd_mcore.config.load import save_config
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.data.rollout_files import rollout_path, write_rollouts
+from stable_opd_mcore.data.rollout_files import write_rollouts
+from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.monitoring.figures import FIGURES
 from stable_opd_mcore.monitoring.sinks import JsonlSink
 from stable_opd_mcore.records import Prompt, Rollout
@@ -46,6 +47,6 @@ def make_run(
             Rollout(prompt, 0, (3, 4), (-0.1, -0.2), "stop", step, text, 1.0),
             Rollout(prompt, 1, (3,), (-0.1,), "length", step, text + loop, 0.0),
         ]
-        write_rollouts(rollout_path(directory, step), rollouts)
+        write_rollouts(RunDirectory(directory).rollouts(step), rollouts)
     save_config(config(directory.name, kl=kl), directory / "config.resolved.yaml")
     return directory

@@ -5,8 +5,9 @@ import gzip
 import json
 from dataclasses import replace
 
-from stable_opd_mcore.data.rollout_files import rollout_path, write_rollouts
-from stable_opd_mcore.data.token_files import TokenText, token_path, write_tokens
+from stable_opd_mcore.data.rollout_files import write_rollouts
+from stable_opd_mcore.data.token_files import TokenText, write_tokens
+from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.monitoring.chosen_runs import ReportRun, WrittenRun
 from stable_opd_mcore.monitoring.reader import (
     Limits,
@@ -82,8 +83,8 @@ def test_long_responses_keep_their_beginning_and_end():
 def store(directory, steps, count=2):
     for step in steps:
         rollouts = [rollout(f"step {step}", index=index) for index in range(count)]
-        write_rollouts(rollout_path(directory, step), rollouts)
-        write_tokens(token_path(directory, step), [tokens("ab", advantage=(0.5, 0.5))])
+        write_rollouts(RunDirectory(directory).rollouts(step), rollouts)
+        write_tokens(RunDirectory(directory).tokens(step), [tokens("ab", advantage=(0.5, 0.5))])
 
 
 def written(name: str, directory, rows=()) -> WrittenRun:
@@ -119,7 +120,7 @@ def test_a_page_holds_the_last_the_first_and_the_worst_step_first(tmp_path):
 
 def test_bytes_that_are_no_text_are_shown_as_replaced(tmp_path):
     store(tmp_path, [1])
-    for path in (rollout_path(tmp_path, 1), token_path(tmp_path, 1)):
+    for path in (RunDirectory(tmp_path).rollouts(1), RunDirectory(tmp_path).tokens(1)):
         path.write_bytes(
             path.read_bytes().replace(b"step 1", b"\xff\xfe").replace(b'"a"', b'"\xff"')
         )

@@ -8,8 +8,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from stable_opd_mcore.data.rollout_files import rollout_path, write_rollouts
-from stable_opd_mcore.data.token_files import TokenText, token_path, write_tokens
+from stable_opd_mcore.data.rollout_files import write_rollouts
+from stable_opd_mcore.data.token_files import TokenText, write_tokens
+from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.monitoring.chosen_runs import ReportRun
 from stable_opd_mcore.monitoring.figures import FIGURES
 from stable_opd_mcore.monitoring.names import NAMES
@@ -110,8 +111,8 @@ def make_largest_run(directory, seed: int) -> None:
         ]
         values = {"advantage": tuple(noise.random() for _ in ids)}
         tokens = [TokenText("train:0", r.sample_index, pieces, values, None) for r in rollouts]
-        write_rollouts(rollout_path(directory, step), rollouts)
-        write_tokens(token_path(directory, step), tokens)
+        write_rollouts(RunDirectory(directory).rollouts(step), rollouts)
+        write_tokens(RunDirectory(directory).tokens(step), tokens)
 
 
 def test_the_page_says_what_is_left_out_of_large_runs(tmp_path):
@@ -169,12 +170,12 @@ def test_runs_of_one_label_share_a_colour_and_a_mean(tmp_path):
 def test_a_folder_of_runs_whose_last_lines_are_cut(tmp_path):
     for parent in ("x", "y"):
         run = make_run(tmp_path / parent / "run", 2)
-        tokens = token_path(run, 2)
+        tokens = RunDirectory(run).tokens(2)
         write_tokens(tokens, [TokenText("train:0", 0, ("a", "b"), {}, None)])
         event = {"event": "of", "after_step": 2, "in": parent}
         with (run / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(event) + "\n")
-        for path in (run / "metrics.jsonl", rollout_path(run, 2), tokens):
+        for path in (run / "metrics.jsonl", RunDirectory(run).rollouts(2), tokens):
             path.write_bytes(path.read_bytes() + b'{"cut": "of')
     page = page_of(write_report([tmp_path], tmp_path / "r.html"))
     content = data_of(page)

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from stable_opd_mcore.data.rollout_files import rollout_path, write_rollouts
+from stable_opd_mcore.data.rollout_files import write_rollouts
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.replay import ReplayEngine
 
@@ -23,7 +24,7 @@ def stored_rollouts(step: int) -> list[Rollout]:
 @pytest.fixture
 def engine(tmp_path) -> ReplayEngine:
     for step in (1, 2, 3):
-        write_rollouts(rollout_path(tmp_path, step), stored_rollouts(step))
+        write_rollouts(RunDirectory(tmp_path).rollouts(step), stored_rollouts(step))
     return ReplayEngine(tmp_path)
 
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from stable_opd_mcore.data.rollout_files import read_rollouts, rollout_path
+from stable_opd_mcore.data.rollout_files import read_rollouts
 from stable_opd_mcore.errors import ConfigError
+from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks
 from tests.train.runs import metrics_of, tiny_config
@@ -51,7 +52,7 @@ def own_run(rank: int, world_size: int, directory: str) -> None:
 
 def test_reward_and_objective_of_the_user_s_are_trained_on(tmp_path):
     run_ranks(1, own_run, str(tmp_path))
-    rollouts = read_rollouts(rollout_path(tmp_path / "run", 1))
+    rollouts = read_rollouts(RunDirectory(tmp_path / "run").rollouts(1))
     lengths = [len(rollout.text) for rollout in rollouts]
     expected = [0 if length == 5 else min(1, length / 100) for length in lengths]
     assert [rollout.reward for rollout in rollouts] == pytest.approx(expected)

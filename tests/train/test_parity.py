@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.data.token_files import VALUES, TokenText, read_tokens, token_path
+from stable_opd_mcore.data.token_files import VALUES, TokenText, read_tokens
+from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.train.loop import train
 from stable_opd_mcore.train.samples import overlap
 from tests.parallel.launch import run_ranks
@@ -112,7 +113,9 @@ def test_every_layout_gives_the_same_losses_gradients_and_values_of_tokens(runs,
 
 
 def tokens_of(run: Path) -> list[TokenText]:
-    return [one for step in range(1, STEPS + 1) for one in read_tokens(token_path(run, step))]
+    return [
+        one for step in range(1, STEPS + 1) for one in read_tokens(RunDirectory(run).tokens(step))
+    ]
 
 
 def same_values(expected: list[TokenText], found: list[TokenText]) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from stable_opd_mcore.checks.output_directory import CHECKPOINTS
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.config.training import MemoryConfig
 from stable_opd_mcore.errors import ConfigError
@@ -111,7 +110,7 @@ def _train(config: Config, *, num_given_back: list[int], save_after: int | None 
             if state.step == 1:
                 evaluate_student(run, state)  # the next step samples while the device is still lent
             if state.step == save_after:
-                saver = CheckpointSaver(config.run.path / CHECKPOINTS, run.student, keep=1)
+                saver = CheckpointSaver(config.run.files.checkpoints, run.student, keep=1)
                 loop._save(run, state, saver)
     if config.memory.offload:
         assert max(engine.largest_left) < 1024  # the smallest matrix has 2 KiB

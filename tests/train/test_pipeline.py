@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from stable_opd_mcore.config.load import load_config
+from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.monitoring.names import NAMES
-from stable_opd_mcore.monitoring.sinks import METRICS_FILE, read_metrics
+from stable_opd_mcore.monitoring.sinks import read_metrics
 from stable_opd_mcore.train.loop import train
 from stable_opd_mcore.train.samples import overlap
 from tests.command import exit_code
@@ -83,7 +84,7 @@ def test_smoke_config_writes_every_file_and_metric(tmp_path, monkeypatch):
     rows = metrics_of(run)
     assert [row["step"] for row in rows] == list(range(11))
     assert "eval/accuracy" in rows[0]
-    written = {key for row in read_metrics(run / METRICS_FILE) for key in row}
+    written = {key for row in read_metrics(RunDirectory(run).metrics) for key in row}
     others = ("engine/", "moe/")  # of rollout servers, of experts
     others += ("perf/staleness_", "perf/tokens_age_")  # of rollouts that lag
     unwritten = {key for key in NAMES.keys() - written if not key.startswith(others)}

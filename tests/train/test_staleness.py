@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from torch.multiprocessing import ProcessExitedException
 
-from stable_opd_mcore.data.rollout_files import read_rollouts, rollout_path
+from stable_opd_mcore.data.rollout_files import read_rollouts
+from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks
 from tests.train.runs import end_process_at, metrics_of, problems, tiny_architecture, tiny_config
@@ -88,7 +89,7 @@ def test_first_tokens_are_as_old_as_the_bound_says(schedules, schedule):
     max_staleness, partial = schedule
     run = schedules / name_of(schedule)
     for trained in range(STEPS):  # the version that step `trained` + 1 updates
-        rollouts = read_rollouts(rollout_path(run, trained + 1))
+        rollouts = read_rollouts(RunDirectory(run).rollouts(trained + 1))
         assert len(rollouts) == 6
         for rollout in rollouts:
             versions = [segment.weight_version for segment in rollout.segments]
@@ -111,7 +112,9 @@ def test_first_tokens_are_as_old_as_the_bound_says(schedules, schedule):
 
 def test_a_step_has_the_prompts_of_the_data_order_however_early_they_are_sampled(schedules):
     for step in range(1, STEPS + 1):
-        steps = [read_rollouts(rollout_path(schedules / name_of(s), step)) for s in SCHEDULES]
+        steps = [
+            read_rollouts(RunDirectory(schedules / name_of(s)).rollouts(step)) for s in SCHEDULES
+        ]
         assert len({tuple(r.prompt.prompt_id for r in rollouts) for rollouts in steps}) == 1
 
 
@@ -122,7 +125,7 @@ def test_evaluations_do_not_touch_what_is_sampled_ahead(schedules):
 
 def test_a_growing_length_budget_holds_for_each_step(schedules):
     for step, budget in enumerate((2, 3, 4, 5, 6, 7, 8, 8), start=1):
-        rollouts = read_rollouts(rollout_path(schedules / "horizon", step))
+        rollouts = read_rollouts(RunDirectory(schedules / "horizon").rollouts(step))
         lengths = {r.finish_reason: len(r.token_ids) for r in rollouts}
         assert lengths["length"] == budget
         assert max(len(rollout.token_ids) for rollout in rollouts) == budget
@@ -137,7 +140,7 @@ def test_a_killed_run_samples_again_what_was_sampled_ahead(runs):
     run_ranks(1, run_with_checkpoints, str(runs), "killed")
     run_ranks(2, run_with_checkpoints, str(runs), "on_two_ranks")
     killed, whole, on_two_ranks = (
-        [read_rollouts(rollout_path(runs / name, step)) for step in range(1, STEPS + 1)]
+        [read_rollouts(RunDirectory(runs / name).rollouts(step)) for step in range(1, STEPS + 1)]
         for name in ("killed", "whole", "on_two_ranks")
     )
     assert killed[:4] == whole[:4]

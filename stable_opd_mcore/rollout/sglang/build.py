@@ -73,7 +73,7 @@ def build_sglang_engine(
         UserError: servers that do not fit this machine (`derive_topology`), or no key in
             `api_key_file`.
     """
-    folder = config.run.path / "sglang"
+    folder = config.run.files.servers
     events = EventLog(folder / "events.jsonl")
     architecture = architecture_of(chunks)
     topology = run_topology(config, architecture, world)

@@ -46,7 +46,7 @@ def serve(config: Config, *, teacher: bool, tell: Callable[[str], None]) -> None
     sglang = config.rollout.sglang
     if sglang.placement == "external":
         raise ConfigError("serve starts servers: set rollout.sglang.placement=disaggregated")
-    folder = config.run.path / ("teacher" if teacher else "sglang")
+    folder = config.run.files.teacher_servers if teacher else config.run.files.servers
     model = _teacher_model(config) if teacher else _student_model(config, folder)
     count, tensor, device = _servers_here(config, model)
     key_file = Path(sglang.api_key_file or folder / "api_key")

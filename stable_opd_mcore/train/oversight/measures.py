@@ -9,14 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from stable_opd_mcore.checks.output_directory import CHECKPOINTS
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.monitoring.sinks import GUARD_EVENT, Sinks
 from stable_opd_mcore.train import phases
 from stable_opd_mcore.train.loss_weights import LossWeights
 from stable_opd_mcore.train.oversight.guard import Action
 from stable_opd_mcore.train.persistence.checkpoint import (
-    checkpoint_name,
     find_fault,
     load_checkpoint,
 )
@@ -83,7 +81,7 @@ def roll_back(run: Run, state: TrainState) -> TrainState:
     if not (run.config.guard.acts and state.guard.must_roll_back):
         return state
     assert state.guard.healthy_save is not None
-    path = run.config.run.path / CHECKPOINTS / checkpoint_name(state.guard.healthy_save)
+    path = run.config.run.files.checkpoint(state.guard.healthy_save)
     if fault := find_fault(path):
         raise UserError(
             f"step {state.step}: the guard would return to {path}, which cannot be used: {fault}. "
@@ -115,7 +113,7 @@ def refuse_collapsed(run: Run, state: TrainState, write_report: Callable[[Path],
     directory = run.config.run.path
     on_first_rank(run.world, lambda: write_report(directory))
     healthy = state.guard.healthy_save
-    place = "none" if healthy is None else directory / CHECKPOINTS / checkpoint_name(healthy)
+    place = "none" if healthy is None else run.config.run.files.checkpoint(healthy)
     raise CollapsedError(
         f"{directory}: the guard stopped the run after step {state.step}: the rollouts stayed "
         f"collapsed through {state.guard.rollbacks} returns to a healthy checkpoint. Evidence: the "

@@ -33,10 +33,7 @@ import torch
 import torch.distributed as dist
 
 from stable_opd_mcore.host.atomic_files import write_atomically
-
-# Files in the run directory; each holds {"step": N}.
-REQUEUE = "REQUEUE"  # stopped between two steps with a complete checkpoint; start it again
-DONE = "DONE"  # reached its end; all results are written
+from stable_opd_mcore.host.run_directory import DONE, REQUEUE
 
 
 class StopReason(IntEnum):

@@ -1,6 +1,6 @@
 """End a run that hangs: after N minutes without a step, every rank writes its stacks and exits.
 
-    with Watchdog(minutes, run_directory / STACKS, rank) as watchdog:
+    with Watchdog(minutes, config.run.files.stacks, rank) as watchdog:
         for each step:
             ...
             watchdog.step_done()
@@ -24,7 +24,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-STACKS = "stacks"
 PROGRESS = "progress"  # file next to the stacks; its time stamp is that of the newest response
 logger = logging.getLogger(__name__)
 _BEATS = 20  # looks at PROGRESS within the time limit of a step

@@ -30,6 +30,7 @@ from stable_opd_mcore.host.atomic_files import (
     restore_directory,
     tolerating_leftovers,
 )
+from stable_opd_mcore.host.run_directory import checkpoint_name
 from stable_opd_mcore.host.tensor_files import save_tensors
 from stable_opd_mcore.models.directory_save import save_directory
 from stable_opd_mcore.models.manifest import find_damage
@@ -142,11 +143,6 @@ class CheckpointSaver:
             describe=describe,
             add_own_files=lambda path: save_tensors(_rng_state(), path / rng_file),
         )
-
-
-def checkpoint_name(step: int) -> str:
-    """The directory of the checkpoint after `step`."""
-    return f"step_{step:06d}"
 
 
 def _returns_to(path: Path) -> set[str]:

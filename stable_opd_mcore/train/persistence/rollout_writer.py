@@ -14,8 +14,9 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from stable_opd_mcore.data.rollout_files import encode_rollout, rollout_path
+from stable_opd_mcore.data.rollout_files import encode_rollout
 from stable_opd_mcore.host.atomic_files import atomic_file
+from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.parallel.world import World, gather_objects, gather_on_first_rank
 from stable_opd_mcore.records import Rollout
 
@@ -28,7 +29,7 @@ class RolloutWriter:
     def __init__(
         self, run_directory: Path, world: World, save: Literal["all", "samples", "none"] = "all"
     ):
-        self._run_directory = run_directory
+        self._files = RunDirectory(run_directory)
         self._world = world
         self._save = save
 
@@ -40,7 +41,7 @@ class RolloutWriter:
         """
         if self._save != "none":
             limit = None if self._save == "all" else NUM_SAMPLES
-            write_together(rollout_path(self._run_directory, step), rollouts, self._world, limit)
+            write_together(self._files.rollouts(step), rollouts, self._world, limit)
 
 
 def write_together(

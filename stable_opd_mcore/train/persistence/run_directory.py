@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from stable_opd_mcore.checks.input_hashes import write_inputs
-from stable_opd_mcore.config.load import RESOLVED, config_yaml
+from stable_opd_mcore.config.load import config_yaml
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import write_atomically
@@ -37,7 +37,7 @@ def keep_resolved(config: Config) -> None:
 
     A config with other contents is kept under the next number.
     """
-    path = config.run.path / RESOLVED
+    path = config.run.files.resolved
     text = config_yaml(config)
     before = path.read_bytes() if path.is_file() else text
     if before != text:  # first, so that a kill in between loses neither

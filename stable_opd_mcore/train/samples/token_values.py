@@ -23,9 +23,9 @@ from stable_opd_mcore.data.token_files import (
     VALUES,
     Numbers,
     TokenText,
-    token_path,
     write_tokens,
 )
+from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.parallel.transfers import OnHost
 from stable_opd_mcore.parallel.world import World, gather_on_first_rank
 from stable_opd_mcore.records import LossOutput, MicroBatch, Rollout, SampleFacts
@@ -129,7 +129,7 @@ def write_token_values(
         for of in values
     ]
     if texts:
-        write_tokens(token_path(run_directory, step), texts)
+        write_tokens(RunDirectory(run_directory).tokens(step), texts)
 
 
 def _golden(rollout: Rollout, tokenizer: Tokenizer) -> str | None:

@@ -10,7 +10,8 @@ import pytest
 from torch.multiprocessing import ProcessExitedException
 
 from stable_opd_mcore.config.schema import KLConfig
-from stable_opd_mcore.data.rollout_files import read_rollouts, rollout_path
+from stable_opd_mcore.data.rollout_files import read_rollouts
+from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.monitoring import onset
 from stable_opd_mcore.monitoring.onset import Detector
 from stable_opd_mcore.monitoring.sinks import Sinks
@@ -162,7 +163,10 @@ def test_a_return_drops_what_is_sampled_ahead(runs):
     run_ranks(1, run_to_collapse, str(runs), "ahead", ahead)
     assert events_of(runs / "ahead") == events_of(runs / "whole")
     first_tokens = [
-        {rollout.weight_version for rollout in read_rollouts(rollout_path(runs / "ahead", step))}
+        {
+            rollout.weight_version
+            for rollout in read_rollouts(RunDirectory(runs / "ahead").rollouts(step))
+        }
         for step in range(1, 11)
     ]
     # The run resumes after step 5 and returns after steps 6 and 8: to versions 5, 7 and 10, which

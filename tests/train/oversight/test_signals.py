@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from stable_opd_mcore.host.run_directory import REQUEUE
 from stable_opd_mcore.train.oversight.signals import (
-    REQUEUE,
     Stopped,
     StopReason,
     StopSignals,

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from stable_opd_mcore.config.schema import ParallelConfig
-from stable_opd_mcore.data.rollout_files import read_rollouts, rollout_path
+from stable_opd_mcore.data.rollout_files import read_rollouts
+from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.train.persistence.rollout_writer import RolloutWriter, write_together
@@ -21,7 +22,7 @@ def rollouts_of(prompts):
 @pytest.mark.parametrize(("save", "kept"), [("all", 18), ("samples", 16)])
 def test_the_writer_keeps_all_rollouts_or_the_first_16(tmp_path, world, save, kept):
     RolloutWriter(tmp_path, world, save).write(3, rollouts_of(PROMPTS))
-    assert read_rollouts(rollout_path(tmp_path, 3)) == rollouts_of(PROMPTS)[:kept]
+    assert read_rollouts(RunDirectory(tmp_path).rollouts(3)) == rollouts_of(PROMPTS)[:kept]
 
 
 def test_the_writer_keeps_nothing_with_save_none(tmp_path):

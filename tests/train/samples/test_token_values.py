@@ -8,7 +8,8 @@ import torch
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
-from stable_opd_mcore.data.token_files import read_tokens, token_path
+from stable_opd_mcore.data.token_files import read_tokens
+from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.records import Prompt, Rollout, Sample
 from stable_opd_mcore.train.samples import token_values
 from stable_opd_mcore.train.samples.sharing import Minibatch
@@ -103,10 +104,10 @@ def test_a_file_has_the_tokens_text_and_the_golden_solution(tmp_path):
     values = [{"advantage": [0.5] * len(ids)}, {"advantage": [None] * len(ids)}]
     given = [RolloutValues(*pair) for pair in zip(rollouts, values, strict=False)]
     write_token_values(tmp_path, 4, given, tokenizer)
-    first, second = read_tokens(token_path(tmp_path, 4))
+    first, second = read_tokens(RunDirectory(tmp_path).tokens(4))
     assert "".join(first.pieces) == "1+1=3;"
     assert (first.prompt_id, second.sample_index) == ("train:3", 1)
     assert first.values == values[0]
     assert first.golden == "1+1=2;[2]"
     write_token_values(tmp_path, 5, [], tokenizer)
-    assert not token_path(tmp_path, 5).exists()
+    assert not RunDirectory(tmp_path).tokens(5).exists()

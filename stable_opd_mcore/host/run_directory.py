@@ -1,0 +1,51 @@
+"""Where the files of a run are. Every name in a run's directory is here.
+
+Loads without torch. Not here: what the files hold, and names inside a model's or server's folder.
+"""
+
+from pathlib import Path
+
+
+def checkpoint_name(step: int) -> str:
+    """The directory of the checkpoint after `step`."""
+    return f"step_{step:06d}"
+
+
+# Outcomes of a batch job; each file holds {"step": N}.
+REQUEUE = "REQUEUE"  # stopped between two steps with a complete checkpoint; start it again
+DONE = "DONE"  # reached its end; all results are written
+
+
+class RunDirectory:
+    """The directory of a run, or of an evaluation."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.resolved = self.path / "config.resolved.yaml"  # the settings of the newest start
+        self.inputs = self.path / "inputs.json"  # hashes of the files that the settings name
+        self.metrics = self.path / "metrics.jsonl"
+        self.tensorboard = self.path / "tensorboard"
+        self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model"  # the trained student in Hugging Face form
+        self.summary = self.path / "summary.json"  # the last value of every metric
+        self.report = self.path / "report.html"
+        self.cold_start = self.path / "cold_start"  # a run directory of its own
+        self.evaluation = self.path / "evaluation"  # directories of evaluations
+        self.responses = self.path / "responses"  # of an evaluation, one folder a benchmark
+        self.results = self.path / "results.json"  # of an evaluation
+        self.results_page = self.path / "results.md"
+        self.servers = self.path / "sglang"  # logs of the servers of the rollouts
+        self.teacher_servers = self.path / "teacher"
+        self.stacks = self.path / "stacks"  # of ranks that hang
+
+    def checkpoint(self, step: int) -> Path:
+        """The checkpoint after `step`."""
+        return self.checkpoints / checkpoint_name(step)
+
+    def rollouts(self, step: int) -> Path:
+        """The rollouts of a training step."""
+        return self.path / "rollouts" / f"step_{step:06d}.jsonl"
+
+    def tokens(self, step: int) -> Path:
+        """The values of single tokens of a training step's first rollouts."""
+        return self.path / "tokens" / f"step_{step:06d}.jsonl"
