@@ -152,3 +152,44 @@ def test_commands_run_as_printed_or_say_what_to_put_in(document):
         check_command(words, line)
         for name in set(PLACEHOLDER.findall(" ".join(words[1:]))):
             assert name in explained or f"{name}=" in line, f"{line}: what is {name}?"
+
+
+GUIDE = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "configs/README.md"))]
+GUIDE += ROOT.glob("docs/*.md")
+LINK = re.compile(r"\]\(([^)#\s]+)")
+
+
+def test_the_guide_has_at_most_20_000_words():
+    words = [word for path in GUIDE for word in path.read_text(encoding="utf-8").split()]
+    assert len([word for word in words if re.search(r"\w", word)]) <= 20_000
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    reached: set[Path] = set()
+    pages = {ROOT / "README.md"}
+    while pages:
+        reached |= pages
+        links = {
+            (page.parent / target).resolve()
+            for page in pages
+            for target in LINK.findall(page.read_text(encoding="utf-8"))
+        }
+        pages = {link for link in links - reached if link.suffix == ".md"}
+    assert {*GUIDE, *DOCUMENTS} <= reached
+
+
+# The first column of CONTRIBUTING's table of substitutions, as far as a pattern can see it.
+IDIOMS = re.compile(
+    r"\b(alone|besides?|go(?:es)? on|went on|as of|mends?|in the mean|tells?|told|draws?|drawn)\b"
+    r"|(?:^|[.:;] |- )Of \w+",
+    re.MULTILINE,
+)
+
+
+def test_documents_avoid_the_idioms_that_contributing_lists():
+    found = []
+    for path in [*DOCUMENTS, ROOT / "configs" / "README.md"]:
+        text = BLOCK.sub("", path.read_text(encoding="utf-8"))
+        text = re.sub(r"\| not \| but \|\n(\|.*\n)*", "", text)
+        found += [f"{path.name}: {hit.group()}" for hit in IDIOMS.finditer(text)]
+    assert len(found) <= 5, found
