@@ -97,8 +97,7 @@ class DataConfig(Section):
     system message goes before it."""
     overlong: Literal["error", "drop"] = "error"
     """What to do with a row whose prompt leaves no room for `sampling.max_new_tokens`, or whose
-    golden solution does not fit in the model's window: end the run, or drop the row and count
-    it."""
+    golden solution does not fit in the window: end the run, or drop and count the row."""
 
     @model_validator(mode="after")
     def _some_source(self) -> Self:

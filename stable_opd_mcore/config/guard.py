@@ -16,7 +16,7 @@ class GuardConfig(Section):
     policy: Literal["off", "warn", "act"] = "warn"
     """`warn`: symptoms of a collapse are logged and written to metrics.jsonl as events. `act`: the
     guard also raises beta and lambda, returns to a healthy checkpoint and, if nothing helps, stops
-    the run; it needs `checkpoint.every`. Objective `sft` has no rollouts, so nothing is watched."""
+    the run; it needs `checkpoint.every`."""
     max_beta: float = Field(default=0.1, ge=0)
     """`act`: the largest `kl.beta` that the guard sets. Above 0 the reference is loaded from the
     start of the run, also where `kl.beta` is 0. 0: beta is not raised."""

@@ -29,9 +29,8 @@ class ModelConfig(Section):
     config.json has it too. `null`: as in config.json."""
     stop_token_ids: tuple[int, ...] | None = None
     """Token ids that end a response; the first one ends golden solutions. `null`: the token that
-    ends an assistant turn in the chat template, then the `eos_token_id` of generation_config.json,
-    of config.json and of the tokenizer. A run that starts from the trained model needs the list
-    again."""
+    ends a turn in the chat template, then the `eos_token_id` of generation_config.json, config.json
+    and tokenizer. A run that starts from the trained model needs the list again."""
 
     chat_template_kwargs: dict[str, Any] = Field(default={})
     """Arguments of the chat template, such as `enable_thinking: false`. One that the template never

@@ -63,8 +63,7 @@ class SglangConfig(Section):
     they are `colocated`."""
     tensor: PositiveInt | None = None
     """Tensor-parallel ranks of one server. `null`: the smallest power of two that holds the student
-    beside as much KV cache, and of `colocated` servers at least `parallel.tensor`, because a step
-    waits for its longest response; on a CPU 1."""
+    and as much KV cache; at least `parallel.tensor` where `colocated`; 1 on a CPU."""
     host: str = "127.0.0.1"
     """Address on which started servers listen."""
     port: int = Field(default=0, ge=0, le=65535)
@@ -129,7 +128,7 @@ class RolloutConfig(Section):
     the new ones. Each token keeps the log-probability and the weight version that sampled it.
     `false`: new weights wait until every response has ended."""
     routing_replay: bool = False
-    """Of a student with experts: the trainer's forward pass uses the experts that the servers
+    """The forward pass of a student with experts uses the experts that the servers
     chose for each token of a rollout. Needs `sglang`, which starts its servers for it; refused with
     `partial`, where weights of several versions sample one response."""
     importance_correction: Literal["none", "truncated", "masked"] = "none"

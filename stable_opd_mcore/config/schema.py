@@ -78,7 +78,7 @@ class AdvantageConfig(Section):
     clamp: float | None = Field(default=None, gt=0)
     """Clamp the advantage to [-clamp, clamp], before discounting and before the control variate."""
     teacher_weight: float = Field(default=1.0, gt=0)
-    """`grpo_opd`: weight of the teacher's log-ratio beside the advantage from rewards."""
+    """`grpo_opd`: weight of the teacher's log-ratio next to the advantage from rewards."""
 
     def resolved(self, is_stale: bool) -> AdvantageConfig:
         """With the policy that `null` stands for."""
@@ -172,7 +172,7 @@ class KLConfig(AdaptiveSection):
 
 
 class MixtureConfig(AdaptiveSection):
-    """The golden solutions beside the rollouts: docs/method.md §2. `target` is one of their mean
+    """The golden solutions next to the rollouts: docs/method.md §2. `target` is one of their mean
     negative log-likelihood per token."""
 
     lambda_: float = Field(default=0.0, ge=0, alias="lambda")

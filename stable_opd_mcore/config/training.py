@@ -93,13 +93,11 @@ class TrainConfig(Section):
     `selective` the MLPs, which keep most of them."""
     deterministic: bool = False
     """Deterministic algorithms in torch, cuBLAS, Transformer Engine and NCCL: what a resume that is
-    exact to the bit needs on a GPU. It costs speed, above all in attention's backward pass, by an
-    amount not yet measured. A CPU is exact without. SGLang servers need `rollout.sglang.arguments:
-    [--enable-deterministic-inference]` to sample the same responses again. Warning: where a
-    micro-batch has 2^30 or more elements of attention (its sequences times a tensor rank's heads
-    times the square of its longest sequence), Transformer Engine 2.20 has no deterministic fused
-    kernel. Its scores then take 6 bytes an element in each layer, which `plan` does not count, and
-    `parallel.context` above 1 ends the run."""
+    exact to the bit needs on a GPU. It costs speed. SGLang servers need `rollout.sglang.arguments:
+    [--enable-deterministic-inference]` too. Where a micro-batch has 2^30 or more elements of
+    attention (its sequences times a tensor rank's heads times the square of its longest sequence),
+    Transformer Engine 2.20 has no such fused kernel: each layer then takes 6 bytes an element,
+    which `plan` does not count, and `parallel.context` above 1 ends the run."""
 
 
 Fp8Recipe = Literal["tensorwise", "blockwise"]
@@ -151,11 +149,10 @@ class MemoryConfig(Section):
     """What leaves the trainer's GPUs while a phase of the step does not need it."""
 
     offload: tuple[Offloadable, ...] | None = None
-    """Parts that move to the host between the phases that need them. `optimizer`: its weights and
-    moments, needed by the update. `gradients`: their memory, needed by the update. `frozen`:
-    teacher and reference in the trainer, needed to score; the loss keeps their heads. `student`:
-    its weights, while colocated servers sample. `null`: all of them with colocated SGLang servers,
-    nothing otherwise."""
+    """Parts that move to the host between the phases that need them. `optimizer` and `gradients`:
+    needed by the update. `frozen`: teacher and reference in the trainer, needed to score; the loss
+    keeps their heads. `student`: its weights, while colocated servers sample. `null`: all of them
+    with colocated SGLang servers, nothing otherwise."""
 
 
 class CheckpointConfig(Section):
@@ -175,7 +172,7 @@ _LARGEST_LIMIT_MINUTES = COLLECTIVE_TIMEOUT_MINUTES / 4
 
 
 class FaultConfig(Section):
-    """What ends a run that cannot go on."""
+    """What ends a run that hangs."""
 
     watchdog_minutes: float | None = Field(default=60.0, gt=0)
     """Longest time without a finished step, an answer of a server or a sampled token; then every
