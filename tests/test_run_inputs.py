@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.data.chat import Tokenizer
-from stable_opd_mcore.errors import DataError, UserError
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.run_inputs import (
     configured_architecture,
     load_sources,
@@ -19,27 +18,8 @@ from stable_opd_mcore.run_inputs import (
     teacher_stop_ids,
     with_downloads,
 )
-from tests.checks.directories import TEMPLATE, write_model
 from tests.hub_server import COMMIT, hub_server, use_hub
-from tests.train.runs import problems, tiny_architecture, tiny_config
-
-# How Llama 3.2's template begins.
-DATED = (
-    "{% if not date_string is defined %}{% if strftime_now is defined %}"
-    "{% set date_string = strftime_now('%d %b %Y') %}{% else %}"
-    "{% set date_string = '26 Jul 2024' %}{% endif %}{% endif %}"
-    "Today Date: {{ date_string }}\n" + TEMPLATE
-)
-# As Mistral Small's: the date is in the system message of a prompt that has none.
-DATED_DEFAULT = (
-    "{% set today = strftime_now('%Y-%m-%d') %}{% if messages[0]['role'] == 'system' %}"
-    "{% set system_message = messages[0]['content'] %}{% set loop_messages = messages[1:] %}"
-    "{% else %}{% set system_message = 'Today is ' + today %}{% set loop_messages = messages %}"
-    "{% endif %}{{ system_message }}" + TEMPLATE.replace("in messages", "in loop_messages")
-)
-DATED_ANSWER = TEMPLATE.replace("assistant\n", "assistant on {{ strftime_now('%d %b') }}\n")
-FIXED = {"date_string": "1 May 2025"}
-REPLACE = r"replace strftime_now by a date in the template$"
+from tests.train.runs import tiny_architecture, tiny_config
 
 
 def test_a_teacher_without_a_tokenizer_stops_as_the_student_or_as_its_section_says(tmp_path):
@@ -149,50 +129,3 @@ def test_sources_follow_each_other_and_a_list_of_one_is_that_source(tmp_path):
     assert [row.problem for row in both[:3]] == [row.problem for row in both[3:]]
     with pytest.raises(UserError, match="two sources are named synthetic:arithmetic/train; give"):
         rows([one, one])
-
-
-def known_of(directory, template, **sections):
-    """What `train` reads of a run whose student has this chat template."""
-    student = {"path": write_model(directory / "model", template=template), "architecture": None}
-    sections["student"] = student | sections.get("student", {})
-    sections["data"] = problems(rows=8, held_out=8) | sections.get("data", {})
-    return RunInputs(tiny_config(directory, "run", tokenizer={"path": None}, **sections), None)
-
-
-@pytest.mark.parametrize("prompts", ["prompts", "held_out"])
-def test_a_date_in_the_default_system_message_is_refused_without_data_system_prompt(
-    tmp_path, prompts
-):
-    assert getattr(known_of(tmp_path, DATED_DEFAULT, data={"system_prompt": "Add."}), prompts)
-    remedies = rf"model: .*present date .* other prompts; set data.system_prompt, or {REPLACE}"
-    with pytest.raises(DataError, match=remedies):
-        getattr(known_of(tmp_path, DATED_DEFAULT), prompts)
-
-
-def test_a_date_in_the_generation_prompt_is_refused(tmp_path):
-    with pytest.raises(DataError, match=rf"model: .*present date .* other prompts; {REPLACE}"):
-        _ = known_of(tmp_path, DATED_ANSWER, data={"system_prompt": "Add."}).prompts
-
-
-def test_a_date_is_sought_with_the_arguments_of_the_prompts_that_are_read(tmp_path):
-    remedies = rf"model: .*; add {{date_string: 26 Jul 2024}} to chat_template_kwargs, or {REPLACE}"
-    evaluated = known_of(tmp_path, DATED, evaluation={"chat_template_kwargs": FIXED})
-    assert evaluated.held_out
-    with pytest.raises(DataError, match=remedies):
-        _ = evaluated.prompts
-    trained = {"student": {"chat_template_kwargs": FIXED}}
-    assert known_of(tmp_path, DATED, **trained).prompts
-    with pytest.raises(DataError, match=remedies):
-        _ = known_of(tmp_path, DATED, **trained, evaluation={"chat_template_kwargs": {}}).held_out
-
-
-def test_a_teacher_s_template_is_refused_for_its_date_where_it_renders_prompts(tmp_path):
-    teacher = {"path": write_model(tmp_path / "teacher", template=DATED), "architecture": None}
-    compared = known_of(tmp_path, TEMPLATE, teacher=teacher)
-    assert compared.prompts
-    assert "Today Date" in compared.pair.models[1].prompt_text
-    teacher["prompt"] = "Add {{ problem }}."
-    with pytest.raises(DataError, match=r"teacher: .*present date"):
-        _ = known_of(tmp_path, TEMPLATE, teacher=teacher).prompts
-    teacher["chat_template_kwargs"] = FIXED
-    assert known_of(tmp_path, TEMPLATE, teacher=teacher).prompts

@@ -37,9 +37,7 @@ class ModelFiles:
         Raises:
             DataError: the template fails.
         """
-        return self.tokenizer.render_prompt(
-            problem, self.prompt_template, self.system_prompt, may_be_dated=True
-        )
+        return self.tokenizer.render_prompt(problem, self.prompt_template, self.system_prompt)
 
     @cached_property
     def prompt_text(self) -> str:

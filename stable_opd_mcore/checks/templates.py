@@ -64,7 +64,7 @@ def different_endings(pair: Pair) -> Iterator[Finding]:
     """With teacher.prompt: what stands between the user's message and the response."""
     if not pair.has_own_prompt or any(opened_thoughts(pair)):
         return
-    prompts = (m.tokenizer.render_prompt(EXAMPLE, may_be_dated=True) for m in pair.models)
+    prompts = (m.tokenizer.render_prompt(EXAMPLE) for m in pair.models)
     endings = [prompt.rpartition(EXAMPLE)[2] for prompt in prompts]
     if endings[0] != endings[1]:
         yield finding("different-endings", **_of_both(map(_shown, endings)))

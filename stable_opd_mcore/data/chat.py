@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from stable_opd_mcore.data.messages import Message
 from stable_opd_mcore.data.synthetic import VOCABULARY
-from stable_opd_mcore.data.template_variables import refuse_clock, refuse_unread
+from stable_opd_mcore.data.template_variables import refuse_unread, warn_of_clock
 from stable_opd_mcore.data.tokenizer_backend import check_symbols, load_backend
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.host.json_files import read_json_object
@@ -55,6 +55,7 @@ class Tokenizer:
         backend.backend_tokenizer.no_padding()
         self._template_kwargs = dict(template_kwargs or {})
         refuse_unread(self._template_kwargs, self._template, path)
+        warn_of_clock(self._template, path)
         self._is_synthetic = backend.get_vocab().keys() == set(VOCABULARY)
         model_dir = Path(path) if Path(path).is_dir() else None
         generation = Path(path) / _GENERATION
@@ -225,8 +226,6 @@ class Tokenizer:
         problem: str,
         template: str = "{problem}",
         system: str | None = None,
-        *,
-        may_be_dated: bool = False,
     ) -> str:
         """The problem after prompt template, and as the one turn of `render_turns`.
 
@@ -240,32 +239,23 @@ class Tokenizer:
         # Not str.format: LaTeX braces in templates are text.
         user = template.replace("{problem}", problem)
         turns: list[Message] = [{"role": "user", "content": user}]
-        return self.render_turns(turns, system, may_be_dated=may_be_dated)
+        return self.render_turns(turns, system)
 
-    def render_turns(
-        self, messages: Sequence[Message], system: str | None = None, *, may_be_dated: bool = False
-    ) -> str:
+    def render_turns(self, messages: Sequence[Message], system: str | None = None) -> str:
         """The turns of a prompt after chat template and generation prompt.
 
         Without a chat template: their texts with blank lines between them.
 
         Args:
             system: the system message where the turns have none.
-            may_be_dated: accept a text that depends on the time of rendering.
 
         Raises:
-            DataError: a chat template that fails or writes the present date, or an assistant's turn
-                without one.
+            DataError: a chat template that fails, or an assistant's turn without one.
         """
         if system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system}, *messages]
         if self._template is not None:
-            text = self.render(messages, generation_prompt=True)
-            if not may_be_dated:
-                data = self._backend.special_tokens_map | self._template_kwargs
-                data |= {"messages": list(map(dict, messages)), "add_generation_prompt": True}
-                refuse_clock(self._template, data, self.path)
-            return text
+            return self.render(messages, generation_prompt=True)
         if any(message["role"] == "assistant" for message in messages):
             raise DataError(
                 f"{self.path}: it has no chat template, which a conversation of several turns needs"

@@ -7,24 +7,16 @@ import pytest
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.template_variables import refuse_unread, template_variables
 from stable_opd_mcore.errors import DataError
-from tests.checks.directories import TEMPLATE, TURN, write_model
+from tests.checks.directories import TEMPLATE, write_model
 from tests.real_data import real_data
 
 
-def test_a_clock_that_leaves_no_trace_in_prompts_is_no_fault(tmp_path):
-    unused = "{% set today = strftime_now('%Y') %}" + TEMPLATE
-    for name, template in (("unused", unused), ("none", None)):
-        Tokenizer.load(write_model(tmp_path / name, template=template)).render_prompt("2+2?")
-
-
-def test_a_date_counts_in_the_turns_that_a_prompt_has(tmp_path):
-    in_answers = "{% if message.role == 'assistant' %}{{ strftime_now('%Y') }}{% endif %}" + TURN
-    model = write_model(tmp_path / "model", template=TEMPLATE.replace(TURN, in_answers))
-    tokenizer = Tokenizer.load(model)
-    ask, answer = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
-    assert tokenizer.render_turns((ask,)).startswith("<|im_start|>user")
-    with pytest.raises(DataError, match="present date"):
-        tokenizer.render_turns((ask, answer, ask))
+def test_a_template_that_reads_the_clock_is_warned_of(tmp_path, caplog):
+    Tokenizer.load(write_model(tmp_path / "plain"))
+    assert not caplog.messages
+    dated = "{{ strftime_now('%Y') }}" + TEMPLATE
+    Tokenizer.load(write_model(tmp_path / "dated", template=dated))
+    assert "dated: its chat template reads the clock" in caplog.text
 
 
 def test_variables_are_what_a_template_reads_and_nobody_else_gives():
