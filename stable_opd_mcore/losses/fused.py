@@ -14,9 +14,9 @@ a row (the target first, then stop ids), H hidden size.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -37,7 +37,6 @@ from stable_opd_mcore.losses.output_head import (
 from stable_opd_mcore.losses.stop_tokens import looked_up_ids
 from stable_opd_mcore.losses.token_losses import NO_SCORES, Rows, Terms
 from stable_opd_mcore.losses.token_weights import return_to_go
-from stable_opd_mcore.losses.vocabulary_sums import GoldenLikelihood
 from stable_opd_mcore.records import LossOutput, MicroBatch, split_rows
 
 
@@ -87,15 +86,6 @@ class _Evaluation:
     heads: Mapping[str, Head]  # "student", and the other models whose logits the terms need
     block_rows: int
     buffers: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # block logits per model
-
-    @cached_property
-    def golden_rows(self) -> list[Tensor] | None:
-        """Golden rows of each block, where the temperature of their likelihood is another."""
-        if self.terms.temperature == 1:
-            return None
-        golden_N = self.batch.golden_N
-        sizes = (len(golden_N), self.block_rows, golden_N.device)
-        return GoldenLikelihood.rows_of_blocks(self.batch.golden_rows_G, *sizes)
 
     def run(
         self, wants_hidden: bool, wants_weight: bool, context_group: dist.ProcessGroup | None
@@ -165,10 +155,13 @@ class _Evaluation:
         ids_NJ = looked_up_ids(self.batch.targets_N, self.terms.stop_ids, head.vocab_size)
         if count == 0:
             return
+        golden_G = self.batch.golden_rows_G  # on the host, and read only at another temperature
+        golden = [] if self.terms.temperature == 1 else cast("list[int]", golden_G.tolist())
         for index, batch in enumerate(split_rows(self.batch, self.block_rows)):
             start = index * self.block_rows
             rows = slice(start, min(start + self.block_rows, count))
-            golden_rows = None if self.golden_rows is None else self.golden_rows[index]
+            own_G = golden_G[bisect_left(golden, start) : bisect_left(golden, rows.stop)]
+            golden_rows = own_G.to(ids_NJ.device, non_blocking=True) - start
             logits = self._logits(self.hidden_NH[rows], batch)
             yield rows, Block.of(self.terms, batch, head, logits, ids_NJ[rows], golden_rows)
 

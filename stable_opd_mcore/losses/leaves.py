@@ -81,7 +81,7 @@ class Block:
         head: Head,
         logits: ModelTensors,
         ids_CJ: Tensor,
-        golden_rows: Tensor | None,
+        golden_rows: Tensor,
     ) -> Block:
         """The sums of a block over all shards. Merges the stop ids in the logits, where the terms
         do.
@@ -90,7 +90,7 @@ class Block:
         at_ids = _look_up(logits, ids_CJ, head)
         teacher = None if logits.teacher is None else _shard_sums(logits.teacher, None, scale)
         golden = None
-        if golden_rows is not None and len(golden_rows):
+        if len(golden_rows):
             golden = GoldenLikelihood.of(logits.student, golden_rows, batch.targets_N, head)
         merged = None
         if terms.merged_ids:

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from types import ModuleType
 from typing import TypeVar, cast
 
@@ -244,19 +243,6 @@ class GoldenLikelihood:
         normaliser = Statistics(sums).normaliser
         logprob_G = normaliser.log_softmax(target_G1)[:, 0]
         return cls(rows_G, ids_G1, logits_GV, normaliser, logprob_G)
-
-    @staticmethod
-    def rows_of_blocks(
-        golden_rows_G: Tensor, num_rows: int, block_rows: int, device: torch.device
-    ) -> list[Tensor]:
-        """The golden rows of each block, counted from its start, on `device`, from
-        MicroBatch.golden_rows_G, which is on the host.
-        """
-        starts = torch.arange(0, num_rows, block_rows)
-        edges = cast("list[int]", torch.searchsorted(golden_rows_G, starts).tolist())
-        sizes = [stop - start for start, stop in pairwise([*edges, len(golden_rows_G)])]
-        rows_G = golden_rows_G.to(device, non_blocking=True)
-        return list(cast("Sequence[Tensor]", (rows_G % block_rows).split(sizes)))
 
     def add_gradient_(self, gradient_CV: Tensor, by_logprob_G: Tensor, head: Head) -> None:
         """Add the gradient by the logits, from that by logprob_G. Consumes the copied logits."""

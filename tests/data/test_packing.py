@@ -43,8 +43,8 @@ def make_samples(count, seed=0, longest=30):
                 truncated=not is_golden and index % 3 == 0,
             )
         )
-    draws = ([rng.random() for _ in range(count)] for _ in range(3))
-    return samples, weights_of(samples, *draws)
+    values = ([rng.random() for _ in range(count)] for _ in range(3))
+    return samples, weights_of(samples, *values)
 
 
 @pytest.mark.parametrize("data_size", [1, 3])
@@ -190,13 +190,13 @@ def test_equal_lengths_keep_their_order():
 
 
 def test_a_long_sequence_weighs_as_much_as_its_attention_costs():
-    """By tokens alone the one of 8 would lie with another of 2: 10 against 10."""
+    """By tokens the one of 8 would lie with another of 2: 10 against 10."""
     lengths = np.array([8, 2, 2, 2, 2, 2, 2])
     assert sorted(map(sorted, partition(lengths * (1 + lengths / 4), 2))) == [[0], [*range(1, 7)]]
 
 
 def test_the_sequences_of_either_kind_are_balanced():
-    """By cost alone both of 4 would lie together, and the other rank would score nothing."""
+    """By total cost both of 4 would lie together, and the other rank would score nothing."""
     costs_B = np.array([5.0, 4, 4, 3, 2])
     assert partition(costs_B, 2) == [[0, 3, 4], [1, 2]]
     assert partition(costs_B, 2, costs_B == 4) == [[1, 0], [2, 3, 4]]
@@ -205,13 +205,13 @@ def test_the_sequences_of_either_kind_are_balanced():
 @pytest.mark.parametrize("data_size", [2, 4, 8, 16, 32])
 def test_ranks_multiply_equally_over_long_tailed_and_real_lengths(data_size):
     """64 prompts x 8 responses up to 32k tokens; Qwen2.5-Math-1.5B's attention is the costliest."""
-    draws = np.random.default_rng(0).lognormal(np.log(4000), 0.8, 512)
+    values = np.random.default_rng(0).lognormal(np.log(4000), 0.8, 512)
     rows = real_data("generations/qwen2.5-math-7b-base_greedy.jsonl").read_text().splitlines()
     answers = [json.loads(row) for row in rows]
     # Three characters a token, as in these answers.
     real = np.array([len(row["problem"] + row["response"]) // 3 for row in answers])
     assert len(real) == 310
-    for lengths in (np.minimum(draws, 32768).astype(np.int64), real):
+    for lengths in (np.minimum(values, 32768).astype(np.int64), real):
         costs_B = costs(lengths, attention_length=30464)
         shares = partition(costs_B, data_size)
         assert sorted(i for share in shares for i in share) == list(range(len(lengths)))
@@ -221,8 +221,8 @@ def test_ranks_multiply_equally_over_long_tailed_and_real_lengths(data_size):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_levelled_micro_batches_hold_the_same_sequences_and_cost_about_the_same(seed):
-    draw = np.random.default_rng(seed)
-    lengths = draw.integers(1, 40, 30)
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 40, 30)
     lengths[0] = 70  # longer than a micro-batch
     costs_B = costs(lengths, 20)
     bins = fill(lengths, range(30), 64)
@@ -289,7 +289,7 @@ def test_sequences_fill_a_micro_batch_to_its_last_token():
 
 @pytest.mark.parametrize("context_size", [1, 2])
 def test_experts_of_the_engine_lie_at_the_tokens_they_were_chosen_for(context_size):
-    """Of the whole micro-batch and of its slices; a golden solution has none."""
+    """In the whole micro-batch and in its slices; a golden solution has none."""
     samples, weights = make_samples(9)
     lengths = [len(s.prompt_token_ids) + len(s.response_token_ids) for s in samples]
     samples = [

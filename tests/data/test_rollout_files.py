@@ -61,15 +61,10 @@ def test_experts_are_not_written(tmp_path):
     assert read_rollouts(tmp_path / "x.jsonl") == ROLLOUTS[2:]
 
 
-def test_every_rollout_is_one_line(tmp_path):
-    write_rollouts(tmp_path / "x.jsonl", ROLLOUTS)
-    assert (tmp_path / "x.jsonl").read_bytes().count(b"\n") == len(ROLLOUTS)
-
-
 def test_every_number_comes_back_and_older_files_are_read(tmp_path):
     """Older files have the digits of a double."""
-    draw = np.random.default_rng(0)
-    numbers = draw.integers(0, 2**32, 200_000, dtype=np.uint32).view(np.float32)
+    rng = np.random.default_rng(0)
+    numbers = rng.integers(0, 2**32, 200_000, dtype=np.uint32).view(np.float32)
     edges = [10.0**k for k in range(-45, 39)] + [9.9999999e-5, 0.99999994, 1.1754944e-38]
     numbers = np.concatenate([numbers[np.isfinite(numbers)], -np.array(edges, np.float32), [0.0]])
     tokens = np.zeros(len(numbers))

@@ -1,4 +1,4 @@
-"""The teacher's own prompt: rendered over a row's columns, encoded beside the student's prompt."""
+"""The teacher's own prompt: rendered over a row's columns, encoded next to the student's prompt."""
 
 import json
 

@@ -70,16 +70,16 @@ def make_case(
     dtype: values are rounded to it first, so that a low-precision run and the float64 definition
     have the same inputs.
     """
-    draw = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
-        x = torch.randn(*shape, generator=draw, dtype=torch.float64) * scale
+        x = torch.randn(*shape, generator=rng, dtype=torch.float64) * scale
         return x.to(dtype).double()
 
     objective = build_objective(config, *stop_ids)
     hidden, teacher, reference = normal(rows, 8), normal(rows, 6), normal(rows, 5)
     heads = [normal(vocab, size, scale=spread / size**0.5) for size in (8, 6, 5)]
-    targets = torch.randint(vocab, (rows,), generator=draw)
+    targets = torch.randint(vocab, (rows,), generator=rng)
     targets[::4] = min(1, vocab - 1)
     targets[1::5] = min(2, vocab - 1)
     golden = torch.arange(rows) % 3 == 2
@@ -88,9 +88,9 @@ def make_case(
     log_q = (teacher @ heads[1].T / temperature).log_softmax(-1)
     log_r = (reference @ heads[2].T / temperature).log_softmax(-1)
     log_p = (hidden @ heads[0].T / temperature).log_softmax(-1)
-    weight = torch.rand(3, rows, generator=draw, dtype=torch.float64) + 0.1
+    weight = torch.rand(3, rows, generator=rng, dtype=torch.float64) + 0.1
     old_logprob = target_logprob(log_p, targets, objective.stop_ids)
-    old_logprob = old_logprob + 0.3 * torch.randn(rows, generator=draw, dtype=torch.float64)
+    old_logprob = old_logprob + 0.3 * torch.randn(rows, generator=rng, dtype=torch.float64)
     batch = MicroBatch(
         tokens_T=torch.zeros(rows + 2, dtype=torch.int64),
         positions_T=torch.arange(rows + 2),

@@ -25,8 +25,8 @@ CASES = (
 
 def check(rows: int, columns: int, dtype: torch.dtype, scale: float, device: str) -> None:
     """Check all three passes: ordinary logits, logits of +-1e4 and columns of merged ids."""
-    draw = torch.Generator().manual_seed(rows * columns)
-    z, r, t = torch.randn(3, rows, columns, generator=draw, dtype=torch.float64) * 2
+    rng = torch.Generator().manual_seed(rows * columns)
+    z, r, t = torch.randn(3, rows, columns, generator=rng, dtype=torch.float64) * 2
     z[0, ::2], r[0, ::3] = 1e4, -1e4
     z[:, 1::7] = r[:, 1::7] = t[:, 1::7] = NEVER
     # z and r have unused columns, as a logits_buffer has; their NaN must not be used. t has none.
@@ -53,7 +53,7 @@ def check(rows: int, columns: int, dtype: torch.dtype, scale: float, device: str
     expected = torch_ops.jsd_sums(z.cpu(), t.cpu(), *map(_cpu, normalisers), 0.3, scale)
     close(found, expected.to(device), tolerance)
 
-    weights = torch.randn(3, rows, generator=draw).to(device, reference.entropy_C.dtype)
+    weights = torch.randn(3, rows, generator=rng).to(device, reference.entropy_C.dtype)
     at = torch.arange(2 * rows, device=device).view(rows, 2) % (columns + 1) - 1
     sparse = SparseColumns(at, weights[:2].T * 3)
     for kind in ("none", "reverse", "forward", "jsd"):

@@ -1,4 +1,4 @@
-"""The loss in plain torch on whole [N, V] logits: the definition, to be read beside docs/method.md
+"""The loss in plain torch on whole [N, V] logits: the definition, to be read with docs/method.md
 §1-4.
 
 It fills `Rows` from log_softmax and sums over the vocabulary, and calls the functions of
@@ -32,7 +32,7 @@ def defined_loss(
     """sum_t pg_t term_t + kl_t KL(student || reference)_t - sft_t log pi(y_t) (docs/method.md §2).
 
     Args:
-        student_NV: logits, as of the other models, which are needed where `terms` compare with
+        student_NV: logits. Those of the other models are needed where `terms` compare with
             them. The loss is differentiable in the student's.
     """
     rows = rows_of(terms, batch, student_NV, teacher_NV, reference_NV)
@@ -135,7 +135,7 @@ def kl_divergence(log_p_NV: Tensor, log_q_NV: Tensor) -> Tensor:
 
 
 def entropy(log_p_NV: Tensor) -> Tensor:
-    """Of the tokens of each row, a constant."""
+    """The entropy of each row, a constant."""
     return -(log_p_NV.exp() * log_p_NV).sum(-1).detach()
 
 

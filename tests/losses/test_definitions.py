@@ -13,7 +13,6 @@ from tests.losses.cases import make_case, make_config
 from tests.losses.definitions import (
     defined_loss,
     divergence,
-    kl_divergence,
     merge_ids,
     target_logprob,
 )
@@ -29,11 +28,6 @@ def settings_of(**changes):
 
 def kl(p: list[float], q: list[float]) -> float:
     return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
-
-
-def test_kl_divergence_of_two_rows():
-    p, q = torch.tensor([[0.5, 0.5], [0.9, 0.1]]), torch.tensor([[0.25, 0.75], [0.9, 0.1]])
-    close(kl_divergence(p.log(), q.log()), torch.tensor([kl([0.5, 0.5], [0.25, 0.75]), 0.0]))
 
 
 def test_a_stop_target_has_the_probability_of_all_stop_ids():

@@ -75,10 +75,10 @@ def test_golden_rows_that_no_model_scores_have_their_likelihood_at_temperature_1
 
 def extreme(case: Case) -> Case:
     """Logits of +-1e4 for all models, exact in fp32: multiples of 1/8 plus a bias column."""
-    draw = torch.Generator().manual_seed(5)
+    rng = torch.Generator().manual_seed(5)
 
     def grid(*shape):
-        return torch.randint(-12, 13, shape, generator=draw).double() / 8
+        return torch.randint(-12, 13, shape, generator=rng).double() / 8
 
     changes = {}
     for index, name in enumerate(("", "teacher_", "reference_")):
@@ -104,7 +104,7 @@ def extreme(case: Case) -> Case:
 
 @every_variant
 def test_equals_definition_with_extreme_logits(variant):
-    """Of these logits token weights of 0 give a gradient of exactly 0."""
+    """With token weights of 0 the gradient is exactly 0."""
     case = extreme(case_of(variant, 23, 61))
     found, expected = run_fused(case, torch.float32), run_definition(case)
     # The bias column's gradient is a sum of terms of +-1e4 that nearly cancel; its error is
@@ -147,14 +147,6 @@ def test_equals_definition_with_improbable_targets(variant):
     assert_close(run_fused(case, torch.float32), run_definition(case), 1e-5)
 
 
-def test_empty_microbatch_has_zero_loss_and_gradient():
-    for variant in VARIANTS:
-        found = run_fused(case_of(variant, 0, 31), torch.float32)
-        assert found.loss == 0
-        assert found.d_hidden.shape == (0, 8)
-        assert not found.d_weight.any()
-
-
 def fused_in_blocks(case: Case, block_rows: int) -> tuple[torch.Tensor, ...]:
     hidden = case.hidden_NH.float().requires_grad_()
     weight = case.weight_VH.float().requires_grad_()
@@ -182,9 +174,9 @@ def test_loss_and_gradients_do_not_depend_on_the_block_size(variant):
 
 def test_head_gradient_over_many_bf16_blocks_is_as_exact_as_over_one():
     """One block has an error of .17 %. With sums in bf16, 2,048 blocks had 71 %."""
-    draw = torch.Generator().manual_seed(0)
-    hidden = torch.randn(2048, 4, generator=draw).bfloat16()
-    weight = (0.1 * torch.randn(16, 4, generator=draw)).bfloat16()
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2048, 4, generator=rng).bfloat16()
+    weight = (0.1 * torch.randn(16, 4, generator=rng)).bfloat16()
     case = make_case(make_config(objective__name="sft"), 2048, 16)
     zero = torch.zeros(2048)
     batch = replace(
@@ -268,13 +260,6 @@ def test_incoming_gradient_scales_and_a_frozen_head_has_no_gradient():
         ).loss.requires_grad
 
 
-def test_clipped_rows_are_booleans():
-    case = case_of("opd", old=True)
-    found = case.objective(case.hidden_NH, Head(case.weight_VH, 0, 31), case.batch)
-    assert found.ratio_clipped_N.dtype == torch.bool
-    assert found.ratio_clipped_N.any()
-
-
 @pytest.mark.parametrize(
     ("name", "has_advantage"), [("opd", True), ("grpo", True), ("lsm", False), ("gkd", False)]
 )
@@ -286,6 +271,7 @@ def test_objectives_without_advantage_report_none(name, has_advantage, block_row
     found = fused_loss(*inputs, teacher_head=heads[1], block_rows=block_rows)
     assert (found.advantage_N is not None) == has_advantage
     assert (found.ratio_clipped_N is not None) == has_advantage
+    assert found.ratio_clipped_N is None or found.ratio_clipped_N.dtype == torch.bool
 
 
 BATCH = make_case(make_config(), rows=4).batch

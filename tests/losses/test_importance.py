@@ -37,7 +37,6 @@ def logs(ratios: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("none", [1.0] * 7),
         ("truncated", [1.0, 1.5, 2.0, 0.6, 0.1, 2.0, 0.5]),
         ("masked", [1.0, 1.5, 0.0, 0.6, 0.0, 2.0, 0.5]),
     ],

@@ -23,7 +23,7 @@ from stable_opd_mcore.losses.output_head import (
 from tests.losses.variants import case_of
 
 SHARD = Head(torch.arange(40.0).view(8, 5), 10, 16)  # ids 10 to 15, and two rows of padding
-ABSENT = Head(torch.zeros(8, 5), 16, 16)  # padding alone
+ABSENT = Head(torch.zeros(8, 5), 16, 16)  # only padding
 IDS = torch.tensor([[9, 10], [15, 16]])  # before, first, last, behind
 
 
@@ -107,9 +107,9 @@ def test_a_block_has_as_many_times_the_rows_as_the_head_has_shards():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_products_are_added_in_the_sums_dtype(monkeypatch, dtype):
     monkeypatch.setattr(output_head, "PRODUCT_COLUMNS", 3)
-    draw = torch.Generator().manual_seed(0)
-    gradient = torch.randn(5, 7, generator=draw).to(dtype)
-    hidden = torch.randn(5, 4, generator=draw).to(dtype)
+    rng = torch.Generator().manual_seed(0)
+    gradient = torch.randn(5, 7, generator=rng).to(dtype)
+    hidden = torch.randn(5, 4, generator=rng).to(dtype)
     total = torch.ones(7, 4)
     add_product_(total, gradient, hidden)
     torch.testing.assert_close(total, 1 + gradient.float().T @ hidden.float())

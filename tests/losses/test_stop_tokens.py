@@ -30,7 +30,7 @@ from tests.losses.cases import (
 close = torch.testing.assert_close
 STUDENT = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]]).log()
 HEAD = Head(torch.empty(4, 1), 0, 4)
-ONE = Normaliser(torch.zeros(2), torch.zeros(2))  # of logits that are log-probabilities
+ONE = Normaliser(torch.zeros(2), torch.zeros(2))  # the logits are log-probabilities
 
 
 def test_one_shared_stop_id_is_not_merged():

@@ -103,7 +103,7 @@ def test_an_advantage_is_a_constant_and_zero_on_masked_tokens():
     assert gradient(found.loss, logprob) == [2, 0]
 
 
-P, Q = 0.5, 0.2  # of the sampled token, by student and teacher
+P, Q = 0.5, 0.2  # the sampled token's, by student and teacher
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ BATCH = [
 
 
 def weights(batch=BATCH, **changes):
-    """Of the trained tokens of each sample."""
+    """The weights of the trained tokens of each sample."""
     return build_objective(make_config(**changes), (1,), (1,)).sample_weights(facts_of(batch))
 
 
@@ -71,8 +71,8 @@ def test_grpo_normalises_within_the_group():
     assert advantages[0] == pytest.approx(1.5, rel=1e-4)  # 0.75 / 0.5, the sample std
     assert advantages[1] == pytest.approx(-0.5, rel=1e-4)
     assert advantages[4:].tolist() == [0.0, 0.0, 0.0]
-    alone = [sample("a", 2, reward=1.0), sample("a", 1, kind="golden", reward=1.0)]
-    assert weights(alone, objective__name="grpo").advantage_B.tolist() == [0.0, 0.0]
+    single = [sample("a", 2, reward=1.0), sample("a", 1, kind="golden", reward=1.0)]
+    assert weights(single, objective__name="grpo").advantage_B.tolist() == [0.0, 0.0]
     dr = {"objective__name": "grpo", "objective__std_normalise": False, "aggregation": "constant"}
     assert weights(group, **dr).advantage_B[0] == 0.75
     with pytest.raises(
@@ -91,7 +91,7 @@ def test_gkd_trains_off_policy_prompts_on_golden_solutions():
     rollouts, golden = pg[::2] > 0, pg[1::2] > 0
     assert sum(rollouts) == 7
     assert golden.tolist() == [not on for on in rollouts]
-    assert 2 * pg.sum() == pytest.approx(1)  # of two tokens each
+    assert 2 * pg.sum() == pytest.approx(1)  # two tokens each
 
 
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "constant"])
@@ -144,10 +144,10 @@ def test_gkd_adds_the_golden_solutions_with_weight_lambda():
 
 @pytest.mark.parametrize(("discount", "length"), [(0.5, 1), (0.5, 2), (0.5, 5), (1.0, 8)])
 def test_returns_are_discounted_sums_in_any_order(discount, length):
-    draw = torch.Generator().manual_seed(length)
-    order = torch.randperm(2 * length, generator=draw)
+    rng = torch.Generator().manual_seed(length)
+    order = torch.randperm(2 * length, generator=rng)
     sample, token = (order // length) * 3 + 1, order % length
-    values = torch.randn(2 * length, generator=draw, dtype=torch.float64)
+    values = torch.randn(2 * length, generator=rng, dtype=torch.float64)
     found = return_to_go(values, sample, token, discount)
     expected = [
         sum(
@@ -168,9 +168,9 @@ def test_every_source_has_a_normaliser_of_its_own():
     objective = build_objective(make_config(**changes, data__train=sources), (1,), (1,))
     batch = [*BATCH, sample("c", 6), sample("c", 2), sample("c", 3, kind="golden")]
     facts = replace(facts_of(batch), source_B=np.array([0] * 5 + [1] * 3))  # none of the third
-    alone = [weights(part, kl__beta=0.9, mixture__lambda=0.5) for part in (BATCH, batch[5:])]
+    single = [weights(part, kl__beta=0.9, mixture__lambda=0.5) for part in (BATCH, batch[5:])]
     found = objective.sample_weights(facts)
     for name in ("pg_B", "kl_B", "sft_B"):
-        expected = [*getattr(alone[0], name) * 3 / 4, *getattr(alone[1], name) / 4]
+        expected = [*getattr(single[0], name) * 3 / 4, *getattr(single[1], name) / 4]
         assert getattr(found, name).tolist() == pytest.approx(expected)
     assert found.advantage_B is None

@@ -42,7 +42,7 @@ def test_what_cannot_work_is_refused(architecture, fp8, tensor, message):
         refuse_fp8(architecture, fp8, tensor=tensor, precision=None)
 
 
-def test_transformer_engine_has_fp8_beside_bf16_alone():
+def test_transformer_engine_has_fp8_only_with_bf16():
     settings = (FITS, Fp8("teacher", "blockwise"))
     refuse_fp8(*settings, tensor=1, precision="bf16")
     with pytest.raises(UserError, match=r"train.precision=fp32: .* set train.precision=bf16"):

@@ -1,4 +1,4 @@
-"""The products of the torch layers against their definition, alone and in a layer."""
+"""The products of the torch layers against their definition, by themselves and in a layer."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def test_gradients_of_a_layer_are_those_of_the_product(layers, name):
 def test_a_weights_gradient_is_added_to_main_grad(layers):
     """And not returned, so that Megatron's hook does not add it once more."""
     weight = torch.nn.Parameter(torch.randn(3, 7))
-    weight.main_grad = torch.ones(3, 7)  # of an earlier micro-batch
+    weight.main_grad = torch.ones(3, 7)  # an earlier micro-batch's
     x, g = torch.randn(9, 1, 7), torch.randn(9, 1, 3)
     options = {"allreduce_dgrad": False, "sequence_parallel": False}
     layers["without"]._forward_impl(x, weight, None, **options).backward(g)

@@ -1,4 +1,4 @@
-"""Choices of experts are counted at loss rows alone, and once; a replayed choice replaces the
+"""Choices of experts are counted only at loss rows, and once; a replayed choice replaces the
 router's own, also where recompute runs layers again."""
 
 from dataclasses import replace
@@ -38,7 +38,7 @@ def minibatch(replayed: bool) -> list[MicroBatch]:
 
 
 def main_loss(chunk, batch: MicroBatch) -> Tensor:
-    return forward_hidden(chunk, batch)[batch.rows_N].pow(3).sum()  # of squares, norms fix the sum
+    return forward_hidden(chunk, batch)[batch.rows_N].pow(3).sum()  # norms fix the sum of squares
 
 
 def gradients(chunk) -> dict[str, Tensor]:

@@ -49,10 +49,10 @@ OBJECTIVES = {
 
 
 def make_samples() -> tuple[list[Sample], SampleWeights]:
-    draw = random.Random(0)
+    rng = random.Random(0)
     samples = []
     for index, (prompt, response) in enumerate(SIZES):
-        tokens = tuple(draw.randrange(VOCAB) for _ in range(prompt + response))
+        tokens = tuple(rng.randrange(VOCAB) for _ in range(prompt + response))
         sample = Sample(
             kind="rollout",
             prompt_id=f"p:{index}",
@@ -62,14 +62,14 @@ def make_samples() -> tuple[list[Sample], SampleWeights]:
             teacher_scores=served_scores(index, tokens[prompt:]),
         )
         samples.append(sample)
-    draws = ([draw.random() for _ in samples] for _ in range(3))
-    return samples, weights_of(samples, *draws)
+    values = ([rng.random() for _ in samples] for _ in range(3))
+    return samples, weights_of(samples, *values)
 
 
 def served_scores(index: int, response: Sequence[int]) -> SequenceScores:
     """As a server would score the response, from random distributions."""
-    draw = torch.Generator().manual_seed(index)
-    log_p_LV = torch.randn(len(response), VOCAB, generator=draw).log_softmax(1)
+    rng = torch.Generator().manual_seed(index)
+    log_p_LV = torch.randn(len(response), VOCAB, generator=rng).log_softmax(1)
     top = log_p_LV.topk(6, dim=1)
     own = log_p_LV[torch.arange(len(response)), torch.tensor(response, dtype=torch.int64)]
     extra = log_p_LV[:, [1]]

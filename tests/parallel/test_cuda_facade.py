@@ -7,9 +7,9 @@ from stable_opd_mcore.parallel.cuda_facade import FACADE, Stream
 
 def test_the_generator_is_torchs_default_one():
     before = FACADE.get_rng_state()
-    drawn = torch.rand(4)
+    sampled = torch.rand(4)
     FACADE.set_rng_state(before, device="cuda:0")
-    assert torch.equal(torch.rand(4), drawn)
+    assert torch.equal(torch.rand(4), sampled)
     assert torch.equal(FACADE.random.get_rng_state(), torch.get_rng_state())
     FACADE.manual_seed_all(5)
     assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(5)))

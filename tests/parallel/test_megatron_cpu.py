@@ -39,14 +39,14 @@ names = ["cuda:0"[:0] + "cuda:", "torch.cuda.FloatTensor"]
 with torch.cuda.stream(torch.cuda.Stream()):
     torch.cuda.synchronize()
 torch.cuda.manual_seed(5)
-drawn = torch.rand(3)
+sampled = torch.rand(3)
 range_push("x")
 """,
         tmp_path,
     )
     assert found["device"] == torch.device("cpu") == found["placed"].device
     assert found["names"] == ["", "torch.FloatTensor"]
-    assert torch.equal(found["drawn"], torch.rand(3, generator=torch.Generator().manual_seed(5)))
+    assert torch.equal(found["sampled"], torch.rand(3, generator=torch.Generator().manual_seed(5)))
 
 
 @needs_no_cuda

@@ -13,12 +13,12 @@ from stable_opd_mcore.parallel.world import _local_gpu, start_world, stop_world
 
 def test_second_start_seeds_again() -> None:
     first = start_world(ParallelConfig(), seed=7)
-    drawn = torch.rand(4)
+    sampled = torch.rand(4)
     torch.rand(3)
     second = start_world(ParallelConfig(), seed=7)
-    assert torch.equal(torch.rand(4), drawn)
+    assert torch.equal(torch.rand(4), sampled)
     start_world(ParallelConfig(), seed=8)
-    assert not torch.equal(torch.rand(4), drawn)
+    assert not torch.equal(torch.rand(4), sampled)
     assert first.groups.tp is second.groups.tp
     assert first.pipeline_rank == 0
     assert first.is_last_stage
