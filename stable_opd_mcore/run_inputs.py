@@ -87,11 +87,7 @@ def load_teacher_tokenizer(config: Config) -> Tokenizer | None:
 
 
 def teacher_stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...] | None:
-    """The ids that end the teacher's responses; None without a teacher.
-
-    Raises:
-        UserError: the teacher's tokenizer has another vocabulary than the student's.
-    """
+    """The ids that end the teacher's responses; None without a teacher."""
     if config.teacher is None:
         return None
     own = load_teacher_tokenizer(config)
@@ -147,11 +143,7 @@ def load_sources(config: Config, required: Collection[str] = ()) -> list[Row]:
 
 
 def prompt_order(config: Config, prompts: PromptSet) -> PromptOrder | SourceOrder:
-    """The order in which a run takes its prompts.
-
-    Raises:
-        UserError: a step could take more rows of a source than there are.
-    """
+    """The order in which a run takes its prompts."""
     seed, per_step = config.train.seed, config.rollout.prompts_per_step
     sources = config.data.sources
     if len(sources) == 1:
@@ -164,11 +156,7 @@ def prompt_order(config: Config, prompts: PromptSet) -> PromptOrder | SourceOrde
 def load_prompts(
     config: Config, tokenizer: Tokenizer, architecture: Architecture, objective: Objective
 ) -> PromptSet:
-    """The training prompts, with golden solutions where the objective trains on them.
-
-    Raises:
-        UserError: rows that cannot be used, or fewer of them than rollout.prompts_per_step.
-    """
+    """The training prompts, with golden solutions where the objective trains on them."""
     teacher = load_teacher_prompt(config, tokenizer, objective)
     prompts = PromptSet(
         load_sources(config, teacher.columns if teacher else ()),

@@ -126,12 +126,7 @@ def check_models(student: ModelFiles, teacher: ModelFiles) -> Report:
 
 
 def check_config(config: Config, place: Place | None, accept_changes: bool = False) -> Report:
-    """Everything that is known of a run before its models are loaded.
-
-    Args:
-        place: the job's GPUs; None: not known, so memory and servers are not checked.
-        accept_changes: see `train`.
-    """
+    """Everything that is known of a run before its models are loaded; see `RunInputs`."""
     inputs = RunInputs(config, place, accept_changes)
     findings, facts, prompts = [], [], ()
     try:
@@ -164,9 +159,7 @@ def check_file(
 ) -> Report:
     """A config's file with overrides; one that cannot be loaded is an error of the report.
 
-    Args:
-        gpu: of the job. None: as the config's train.precision says; fp32 is for a CPU.
-        accept_changes: see `train`.
+    `gpu` None: as the config's train.precision says; fp32 is for a CPU.
     """
     try:
         config = load_config(path, overrides)
@@ -223,8 +216,7 @@ def _prompts(
 ) -> tuple[tuple[str, str], ...]:
     """A problem's prompt by each template; only the student's where the teacher has the same.
 
-    Args:
-        of_teacher: the teacher's prompt, where it has one of its own.
+    `of_teacher` is the teacher's prompt, where it has one of its own.
     """
     shown = []
     for model in pair.models_with_own_tokenizer:

@@ -16,11 +16,7 @@ from stable_opd_mcore.evaluation.benchmarks import load_benchmark
 
 
 def benchmark_problems(inputs: RunInputs) -> Iterator[Finding]:
-    """Training problems that equal a benchmark problem, or share 13 words in a row with one.
-
-    Raises:
-        DataError: the directory lacks one of the benchmarks, or a row is broken.
-    """
+    """Training problems that equal a benchmark problem, or share 13 words in a row with one."""
     evaluation = inputs.config.evaluation
     directory, paths = evaluation.benchmark_directory, train_paths(inputs)
     if directory is None or not evaluation.benchmarks or not paths:

@@ -16,11 +16,7 @@ from stable_opd_mcore.data.synthetic import SYNTHETIC
 
 
 def facts(inputs: RunInputs) -> list[str]:
-    """Rows and token lengths of both sets, and how many golden solutions are cut, as lines.
-
-    Raises:
-        UserError: rows that `train` refuses.
-    """
+    """Rows and token lengths of both sets, and how many golden solutions are cut, as lines."""
     lines = []
     for name, prompts in (("data.train", inputs.prompts), ("data.eval", inputs.held_out)):
         if prompts is None:

@@ -40,11 +40,7 @@ def layout(inputs: RunInputs) -> None:
 
 
 def facts(inputs: RunInputs) -> list[str]:
-    """The memory that the plan predicts, as a line.
-
-    Raises:
-        UserError: the layout does not fit.
-    """
+    """The memory that the plan predicts, as a line."""
     layout(inputs)
     if inputs.plan is None:
         return []

@@ -70,9 +70,7 @@ class RunInputs:
     Hub ids of its models are downloaded first, as `train` does. The parts of a model that is not
     there raise why it is not.
 
-    Args:
-        place: the job's GPUs; None where they are unknown: memory and servers are not checked then.
-        accept_changes: as --accept-changes of `train`.
+    Without a `place`, memory and servers are not checked. `accept_changes` is --accept-changes.
     """
 
     def __init__(self, config: Config, place: Place | None, accept_changes: bool = False):

@@ -32,11 +32,7 @@ class ModelFiles:
     system_prompt: str | None = None
 
     def prompt_of(self, problem: str) -> str:
-        """A problem's prompt, by this model's own template.
-
-        Raises:
-            DataError: the template fails.
-        """
+        """A problem's prompt, by this model's own template."""
         return self.tokenizer.render_prompt(problem, self.prompt_template, self.system_prompt)
 
     @cached_property
@@ -83,22 +79,14 @@ class Pair:
 
     @cached_property
     def renamed(self) -> list[RenamedToken]:
-        """Added tokens that differ.
-
-        Raises:
-            UserError: the base vocabularies differ.
-        """
+        """Added tokens that differ."""
         if self.teacher is None:
             return []
         return same_vocabulary(self.student.tokenizer, self.teacher.tokenizer)
 
 
 def read_model(role: str, path: str) -> ModelFiles:
-    """A model directory; one without config.json has no settings.
-
-    Raises:
-        UserError: a file is missing, too large, or cannot be read.
-    """
+    """A model directory; one without config.json has no settings."""
     tokenizer = Tokenizer.load(path)
     return ModelFiles(
         role=role,

@@ -13,11 +13,7 @@ THOUGHT_MARKS = ("<think>", "</think>")
 
 
 def clashing_ids(pair: Pair) -> Iterator[Finding]:
-    """Ids that both models have, under different names.
-
-    Raises:
-        UserError: the base vocabularies differ; `train` refuses them too.
-    """
+    """Ids that both models have, under different names."""
     for token in pair.renamed:
         if token.first is not None and token.second is not None:
             name, names = _kind_of_clash(pair, token), (token.first, token.second)

@@ -27,14 +27,7 @@ def models_in_trainer(config: Config) -> dict[Fp8Role, ModelConfig]:
 
 
 def model_source(model: ModelConfig, name: str) -> tuple[str | dict[str, Any], str | None]:
-    """What `read_architecture` reads, and a note where it comes from this table.
-
-    Args:
-        name: of the config's section.
-
-    Raises:
-        UserError: no such directory and no such model in the table, or a failed download.
-    """
+    """What `read_architecture` reads for section `name`, and a note if it is from this table."""
     if model.architecture is not None:
         return model.architecture, None
     assert model.path is not None, "the schema asks for one of the two"

@@ -45,11 +45,7 @@ class Layout:
 
 
 def layout_of(parallel: ParallelConfig, gpus: int) -> Layout:
-    """The config's layout on this many trainer GPUs.
-
-    Raises:
-        UserError: tensor x pipeline x context does not divide the GPUs, or expert those of a stage.
-    """
+    """The config's layout on this many trainer GPUs."""
     replica = parallel.tensor * parallel.pipeline * parallel.context
     if gpus % replica:
         raise UserError(

@@ -87,10 +87,7 @@ def stage_plan(run: PlannedRun, stage: int) -> MemoryPlan:
 
 
 def largest_micro_batch(run: PlannedRun) -> int | None:
-    """The largest train.micro_batch_tokens that fits, in steps of 1,024; None: not even one.
-
-    At most `largest_share`, from which on a larger budget changes nothing.
-    """
+    """The largest train.micro_batch_tokens that fits and has an effect; None: not even 1,024."""
 
     def fits(thousands: int) -> bool:
         return memory_plan(run.changed(train={"micro_batch_tokens": 1024 * thousands})).fits

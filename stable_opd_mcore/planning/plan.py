@@ -133,11 +133,7 @@ class Plan(Prediction):
 def make_plan(
     config: Config, cluster: Cluster, gpu: str = "h200", work: Work | None = None
 ) -> Plan:
-    """
-    Raises:
-        UserError: a layout that does not divide GPUs or model, an unknown GPU, a model whose
-            config.json cannot be read, servers without a place.
-    """
+    """A UserError refuses layouts, GPUs, models and servers that cannot be planned."""
     run = planned_run(config, cluster, gpu, work)
     _ = run.layout  # refuses GPUs that it does not divide
     for role, model in (("student", run.models.student), ("teacher", run.models.teacher)):

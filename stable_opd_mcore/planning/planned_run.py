@@ -201,11 +201,7 @@ class PlannedRun:
 def planned_run(
     config: Config, cluster: Cluster, gpu: str = "h200", work: Work | None = None
 ) -> PlannedRun:
-    """The run on GPUs of this name.
-
-    Raises:
-        UserError: an unknown GPU, or a model whose config.json cannot be read.
-    """
+    """The run on GPUs of this name."""
     device, models = device_named(gpu), read_models(config)
     if cluster.server_nodes:  # rollouts from SGLang, as in slurm/servers.sh
         sglang = config.rollout.sglang.model_copy(update={"placement": "external"})

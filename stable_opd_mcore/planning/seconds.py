@@ -33,11 +33,7 @@ class StepSeconds:
 
 
 def step_seconds(run: PlannedRun) -> StepSeconds:
-    """One step of the run, evaluation and checkpoints excluded.
-
-    Raises:
-        UserError: servers without a place.
-    """
+    """One step of the run, evaluation and checkpoints excluded."""
     student, gpus = run.student, run.layout.gpus
     score = sum(
         _forward_flops(run.of_scorer(role), size, run.scored) for role, size in run.frozen.items()

@@ -80,11 +80,7 @@ class Topology:
     def places(self, hosts: Sequence[str] = ()) -> list[str]:
         """One line a node: the GPUs of its data-parallel ranks and of its servers.
 
-        Args:
-            hosts: names of the nodes, the trainer's first; without them nodes have numbers.
-
-        Raises:
-            UserError: another number of hosts than of nodes.
+        `hosts` names the nodes, the trainer's first; without them nodes have numbers.
         """
         number = self.nodes + self.server_nodes
         if hosts and len(hosts) != number:
@@ -235,11 +231,7 @@ def server_dtype(config: Config) -> str:
 def smallest_tensor(
     architecture: Architecture, dtype: str, gpus: int, memory_gib: float, placement: Placement
 ) -> int:
-    """The fewest GPUs, a power of two, that hold the student in `dtype` and as much KV cache.
-
-    Raises:
-        UserError: no power of two that divides `gpus` and the attention heads is enough.
-    """
+    """The fewest GPUs, a power of two, that hold the student in `dtype` and as much KV cache."""
     share = MEMORY_SHARES[placement]
     size_bytes = 2 if dtype == "bfloat16" else 4
     weights_gib = size_bytes * ModelSize(architecture, Layout(1)).total_parameters() / GIB

@@ -39,11 +39,7 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 @contextmanager
 def fake_world(parallel: ParallelConfig, gpus: int, rank: int = 0) -> Iterator[World]:
-    """The world as `rank` of `gpus` ranks sees it.
-
-    Raises:
-        UserError: the layout does not divide the ranks.
-    """
+    """The world as `rank` of `gpus` ranks sees it."""
     new_group = dist.new_group
     messages = _PipelineMessages()
 

@@ -38,11 +38,7 @@ def pretend_gpu() -> None:
 
 
 def skip_quantisation(transformer_engine: Any) -> None:
-    """Have weights in FP8 made with their shapes and without values.
-
-    Args:
-        transformer_engine: the module transformer_engine_torch.
-    """
+    """Have weights in FP8 made without values, by this module transformer_engine_torch."""
 
     def quantise(tensor: torch.Tensor, quantizer: Any, output: Any = None, *unused: Any) -> Any:
         if output is not None:

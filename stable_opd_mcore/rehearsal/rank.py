@@ -56,17 +56,7 @@ class RankReport:
 def rehearse_rank(
     config: Config, gpus: int, rank: int, *, prompt_tokens: int, vocab_size: int
 ) -> RankReport:
-    """Do what one rank of a world does: build the run, train one step, gather the weights.
-
-    Args:
-        gpus: ranks of the world.
-        rank: the one that is rehearsed.
-        prompt_tokens: of every prompt.
-        vocab_size: of the tokenizer.
-
-    Raises:
-        UserError: what the trainer would refuse.
-    """
+    """Do what rank `rank` of `gpus` does: build the run, train one step, gather the weights."""
     start = time.process_time()
     # Values of single tokens leave the device, and tensors without memory have none.
     config = config.replaced(rollout={"save": "none"})

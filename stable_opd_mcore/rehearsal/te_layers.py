@@ -52,11 +52,7 @@ def is_installed() -> bool:
 
 
 def compare_layers(config: Config, gpus: int, ranks: Sequence[int]) -> str:
-    """Build every model of the config on `ranks` of `gpus`; which they were, as a line.
-
-    Raises:
-        UserError: parameters differ, or a model could not be built.
-    """
+    """Build every model of the config on `ranks` of `gpus`; which they were, as a line."""
     child = subprocess.run(
         [sys.executable, "-c", _CHILD],
         input=pickle.dumps((config, gpus, list(ranks))),
@@ -93,8 +89,7 @@ def _models(config: Config) -> dict[Fp8Role, ModelConfig]:
 def facts(config: Config, world: World, role: Fp8Role, fused: bool) -> Facts:
     """Shapes, dtype and marks of every parameter and of every tensor in a checkpoint.
 
-    Args:
-        fused: with Transformer Engine's layers where they are usable; False: with torch's.
+    `fused`: of Transformer Engine's layers where they are usable, else of torch's.
     """
 
     def on_the_cpu(*args: Any, **options: Any) -> Any:

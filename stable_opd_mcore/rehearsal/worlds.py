@@ -68,10 +68,7 @@ def rehearse_worlds(
     tell: Callable[[str], None],
     layers: int | None = None,
 ) -> bool:
-    """Rehearse every config in every world; whether none was refused.
-
-    A config that no world divides counts as refused. `layers`: see rehearse_stage.
-    """
+    """Rehearse every config in every world; whether none was refused and each had a world."""
     tell(_layers())
     passed = True
     for config in configs:
@@ -105,13 +102,9 @@ def rehearse_worlds(
 def rehearse_stage(
     config: Config, cluster: Cluster, gpu: str, stage: int, layers: int | None = None
 ) -> StageReport:
-    """The first rank of one pipeline stage.
+    """The first rank of one pipeline stage, with `layers` layers a model chunk.
 
-    Models are cut to `layers` layers a model chunk; None: those with experts to
-    LAYERS_WITH_EXPERTS, and others not at all.
-
-    Raises:
-        UserError: layout, memory, lengths or servers do not fit.
+    None: LAYERS_WITH_EXPERTS of a model with experts, and all of others.
     """
     plan = make_plan(config, cluster, gpu, longest_work(config, read_models(config).student))
     _require_fit(plan)
@@ -129,18 +122,14 @@ def rehearse_stage(
 
 
 def _compare_layers(config: Config, cluster: Cluster, layers: int | None) -> str:
-    """As te_layers.compare_layers, on the ranks and with the layers that are rehearsed."""
+    """See te_layers.compare_layers; on the ranks and with the layers that are rehearsed."""
     run, _ = with_few_layers(planned_run(config, cluster), layers)
     gpus, stages = cluster.trainer_gpus, run.layout.pipeline
     return te_layers.compare_layers(run.config, gpus, range(0, gpus, gpus // stages))
 
 
 def longest_work(config: Config, student: Architecture) -> Work:
-    """Every response at the limit.
-
-    Raises:
-        UserError: responses leave no room for a prompt, or exceed a micro-batch.
-    """
+    """Every response at the limit."""
     window, response = student.max_positions, config.sampling.max_new_tokens
     if response >= window:
         raise UserError(
@@ -183,10 +172,7 @@ def with_few_prompts(run: PlannedRun) -> PlannedRun:
 
 
 def with_few_layers(run: PlannedRun, layers: int | None) -> tuple[PlannedRun, int | None]:
-    """Sizes in place of model directories, cut as rehearse_stage says; and a stage's layers then.
-
-    None: no model was cut.
-    """
+    """Sizes in place of model directories; and a stage's layers, or None if no model was cut."""
     layout, cut = run.layout, None
     changes: dict[str, ModelConfig] = {}
     for name, model in models_in_trainer(run.config).items():
