@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from stable_opd_mcore.checks import (
-    contamination,
     data_rows,
     gpu_fit,
     model_directories,
@@ -90,7 +89,7 @@ OF_A_RUN: Checks = {
         data_rows.repeated_problems,
         data_rows.repeated_held_out,
     ),
-    "contamination": (contamination.benchmark_problems,),
+    "contamination": (data_rows.benchmark_problems,),
     "run directory": (
         output_directory.writable,
         output_directory.other_run,

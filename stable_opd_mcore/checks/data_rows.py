@@ -1,18 +1,18 @@
-"""Rows of the data: their lengths, what `train` refuses, long golden solutions, repeated rows.
-
-Not here: benchmark contamination of a prepared set.
-"""
+"""Rows of the data: lengths, those that `train` refuses, long golden solutions, repeated ones."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from stable_opd_mcore.checks.finding import Finding, finding
 from stable_opd_mcore.checks.lazy_inputs import RunInputs
+from stable_opd_mcore.data.decontamination import BenchmarkIndex
 from stable_opd_mcore.data.prompts import PromptSet
 from stable_opd_mcore.data.sources import read_records
 from stable_opd_mcore.data.synthetic import SYNTHETIC
+from stable_opd_mcore.evaluation.benchmarks import load_benchmark
 
 
 def facts(inputs: RunInputs) -> list[str]:
@@ -102,3 +102,32 @@ def repeated_held_out(inputs: RunInputs) -> Iterator[Finding]:
 
 def _problems(prompts: PromptSet | None) -> Sequence[str]:
     return [] if prompts is None else [" ".join(text.split()) for text in prompts.problems()]
+
+
+def benchmark_problems(inputs: RunInputs) -> Iterator[Finding]:
+    """Training problems that equal a benchmark problem, or share 13 words in a row with one.
+
+    Nothing is downloaded. `stable-opd prepare` removes such problems by the same search.
+    """
+    evaluation = inputs.config.evaluation
+    directory, paths = evaluation.benchmark_directory, train_paths(inputs)
+    if directory is None or not evaluation.benchmarks or not paths:
+        return
+    if not Path(directory).is_dir():
+        yield finding("absent-benchmarks", directory=directory)
+        return
+    index = BenchmarkIndex({n: load_benchmark(n, directory) for n in evaluation.benchmarks})
+    problems = inputs.prompts.problems()
+    matches = [match for match in map(index.find, problems) if match is not None]
+    if matches:
+        of, first = Counter(match.benchmark for match in matches), matches[0]
+        yield finding(
+            "benchmark-problems",
+            matches=len(matches),
+            number=len(problems),
+            benchmarks=", ".join(f"{name} {count}" for name, count in of.items()),
+            row_id=first.row_id,
+            kind=first.kind,
+            words=first.words,
+            path=paths,
+        )

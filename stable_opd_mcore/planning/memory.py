@@ -14,7 +14,6 @@ from stable_opd_mcore.planning.hardware import GIB
 from stable_opd_mcore.planning.model_size import ADAM_BYTES
 from stable_opd_mcore.planning.planned_run import PlannedRun
 from stable_opd_mcore.planning.topology import MEMORY_SHARES, WEIGHT_BUCKET_BYTES
-from stable_opd_mcore.planning.workspace import backward_bytes, forward_bytes
 
 Phase = Literal["rollout", "score", "update"]
 PHASES: tuple[Phase, ...] = ("rollout", "score", "update")
@@ -159,10 +158,10 @@ def _passes(run: PlannedRun, stage: int) -> Iterator[Component]:
     """What forward and backward passes hold, and on the last stage the loss."""
     student, tokens = run.student, run.rank_tokens
     if run.frozen:
-        widest = max(forward_bytes(n, run.of_scorer(r).rank_tokens) for r, n in run.frozen.items())
+        widest = max(n.forward_bytes(run.of_scorer(r).rank_tokens) for r, n in run.frozen.items())
         yield Component("one layer's activations", widest, ("score",))
     yield Component("activations", _activation_bytes(run, stage), ("update",))
-    moment = backward_bytes(student, run.config.train.recompute, tokens)
+    moment = student.backward_bytes(run.config.train.recompute, tokens)
     if stage == run.layout.pipeline - 1:
         yield from _loss_inputs(run)
         moment -= student.final_norm_bytes() * tokens  # freed before

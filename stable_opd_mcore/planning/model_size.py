@@ -1,4 +1,4 @@
-"""Parameters, saved activations and floating-point operations of one model on one rank.
+"""Parameters, activations and floating-point operations of one model on one rank.
 
 Parameter counts are exact. Saved activations follow Transformer Engine's layers (fused norm and
 rotary embedding, flash attention), not the torch layers of a CPU run, which keep more.
@@ -136,7 +136,7 @@ class ModelSize:
         if experts is None:
             return self.element * width / self.layout.tensor
         kept = width + 2 * model.hidden_size  # input and output of the experts
-        # fp32: logits and probabilities of the router; probabilities again in the balancing loss.
+        # fp32: logits and probabilities of the router
         router = 2 * 4 * experts.number / self.norm_ranks
         return self.element * self.expert_copies() * kept + router
 
@@ -168,6 +168,41 @@ class ModelSize:
     def _norm_bytes(self, width: float, rows: float) -> float:
         """RMSNorm: input and output, and a factor for each row in fp32."""
         return 2 * self.element * width + 4 * rows
+
+    def forward_bytes(self, tokens: float) -> float:
+        """Largest sum of one layer's tensors in a pass without gradients over `tokens` tokens."""
+        # The embeddings, which stay to the end, the layer's input, the attention's output
+        streams = 3 * self.local_hidden
+        if self.architecture.experts is not None:
+            outputs = self.expert_copies() * self.architecture.hidden_size
+            return self.element * tokens * (streams + self._dispatched() + outputs)
+        ffn = self.architecture.ffn_hidden_size / self.layout.tensor
+        moments = 2 * ffn + self._gathered(), 3 * ffn  # gate and up; then their product as well
+        return self.element * tokens * (streams + max(moments))
+
+    def backward_bytes(self, recompute: str, tokens: float) -> float:
+        """Largest sum of what the backward pass of the last layer holds next to all saved tensors.
+
+        It follows from what each operation reads and writes; workspaces are not counted.
+        """
+        held = self.element * self.local_hidden
+        if recompute != "none":  # what the layer saves when it is computed again, and its output
+            held += self.saved_bytes("none") - self.saved_bytes(recompute) + held
+        if self.architecture.experts is not None:
+            # In the layer's own forward pass, when the experts' outputs are put in order: the saved
+            # inputs of the experts, what was sent, received and computed, and the residual.
+            return tokens * (held + self.element * (self._dispatched() + self.local_hidden))
+        ffn = self.architecture.ffn_hidden_size / self.layout.tensor
+        # The product's gradient is read, those of gate and up are written; the product is freed.
+        return tokens * (held + self.element * max(ffn + self._gathered(), 2 * ffn))
+
+    def _dispatched(self) -> float:
+        """Elements per token of an experts' layer: copies sent, received, computed and in order."""
+        return 4 * self.expert_copies() * self.architecture.hidden_size
+
+    def _gathered(self) -> int:
+        """Elements per token of a linear layer's input that sequence parallelism gathers."""
+        return self.architecture.hidden_size if self.layout.sequence else 0
 
     def forward_flops(self, tokens: float, mean_context: float) -> float:
         """The whole model's over all its ranks, head excluded; causal attention."""

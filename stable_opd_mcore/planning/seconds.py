@@ -69,22 +69,14 @@ def _offload_seconds(run: PlannedRun) -> float:
     """Copies between GPU and host on the slowest stage; no copy overlaps with work.
 
     `optimizer` and `student` go and come once a step, `gradients` are filled with zeros instead,
-    and frozen models come from the copy that stays on the host. A frozen model that follows the
-    student goes and comes for the scores, and again when it is updated.
+    and frozen models come from the copy that stays on the host.
     """
-    config, device = run.config, run.device
-    teacher_moves = config.teacher is not None and config.teacher.weights == "ema"
-    update = "ema" if teacher_moves else config.reference.update
-    copies = {
-        "optimizer": 2.0,
-        "student": 2.0,
-        "frozen": {"never": 1, "every": 2 + 2 / config.reference.every, "ema": 4}[update],
-    }
+    copies = {"optimizer": 2, "student": 2, "frozen": 1}
     stages = (stage_plan(run, stage) for stage in {0, run.layout.pipeline - 1})
     return max(
         sum(
-            copies.get(part, 0.0) * device.host_seconds(plan.bytes_of(part))
-            for part in set(config.offloaded)
+            copies.get(part, 0) * run.device.host_seconds(plan.bytes_of(part))
+            for part in set(run.config.offloaded)
         )
         for plan in stages
     )

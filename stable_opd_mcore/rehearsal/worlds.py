@@ -8,11 +8,8 @@ here: one rank (rank.py), Transformer Engine's own layers (te_layers.py).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from stable_opd_mcore.config.schema import Config, ModelConfig
-from stable_opd_mcore.data.chat import Tokenizer
-from stable_opd_mcore.data.tokenizer_backend import SYNTHETIC
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import Architecture, read_fields
 from stable_opd_mcore.planning.hardware import GIB, Cluster
@@ -116,7 +113,7 @@ def rehearse_stage(
         cluster.trainer_gpus,
         rank=stage * (cluster.trainer_gpus // run.layout.pipeline),
         prompt_tokens=run.work.prompt_tokens,
-        vocab_size=_vocabulary(config, run),
+        vocab_size=_vocabulary(run),
     )
     return StageReport(report, of_stage, plan)
 
@@ -198,20 +195,15 @@ def _require_fit(plan: Plan) -> None:
     )
 
 
-def _vocabulary(config: Config, run: PlannedRun) -> int:
-    """Entries of the tokenizer, or of the smallest model where there is no tokenizer."""
-    path = config.tokenizer.path or config.student.path
-    if path is not None and (path == SYNTHETIC or (Path(path) / "tokenizer.json").is_file()):
-        return Tokenizer.load(path, config.student.stop_token_ids).vocab_size
+def _vocabulary(run: PlannedRun) -> int:
+    """Entries of the smallest model."""
     sizes = (run.student, *run.frozen.values())
     return min(size.architecture.vocab_size for size in sizes)
 
 
 def _layers() -> str:
-    state = "not installed, so its layers are not built"
-    if te_layers.is_installed():
-        state = "installed, and its layers are built and compared with torch's"
+    built = "built and compared with torch's" if te_layers.is_installed() else "not installed"
     return (
-        f"Transformer Engine is {state}. It computes on GPUs only: the rehearsed step has torch's "
-        "layers, and the plan for the GPU counts Transformer Engine's"
+        f"Transformer Engine's layers are {built}. They compute on GPUs only: the rehearsed step "
+        "has torch's layers, and the plan for the GPU counts Transformer Engine's"
     )

@@ -8,7 +8,7 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.planning.plan import Cluster
 from tests.checks.directories import write_model
 from tests.planning.cases import config_7b
-from tests.train.runs import ALONE, tiny_config
+from tests.train.runs import tiny_config
 
 ONE_NODE = Place(Cluster(1, 8), "h200")
 
@@ -19,7 +19,6 @@ ONE_NODE = Place(Cluster(1, 8), "h200")
         ({"tensor": 4}, None, "the student does not fit the layout: parallel.tensor=4 does not"),
         ({"pipeline": 3}, None, "4 layers do not divide into parallel.pipeline=3"),
         ({"tensor": 2, "pipeline": 2}, Place(Cluster(1, 6), "h200"), "= 4 does not divide 6 train"),
-        ({"tensor": 2, "pipeline": 2}, Place(Cluster(1, 6), "a100"), "= 4 does not divide 6 train"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused(parallel, place, words, tmp_path):
@@ -73,12 +72,6 @@ def test_servers_that_do_not_fit_the_gpus_are_refused_where_the_gpu_is_known(tmp
         gpu_fit.layout(RunInputs(config, ONE_NODE))
     gpu_fit.layout(RunInputs(config, Place(Cluster(1, 8), "a100")))
     gpu_fit.layout(RunInputs(config_7b(tmp_path), ONE_NODE))
-
-
-def test_precision_of_a_run_without_teacher(tmp_path):
-    alone = {**ALONE, "train": {"precision": "bf16"}}
-    config = tiny_config(tmp_path, "run", objective={"name": "grpo"}, **alone)
-    assert list(gpu_fit.precision(RunInputs(config, None))) == []
 
 
 def test_fp8_that_does_not_fit_is_refused_and_sampling_without_it_is_found(tmp_path):

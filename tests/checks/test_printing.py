@@ -1,6 +1,4 @@
-"""The report as text and JSON; what other people's files contain is shown, not obeyed."""
-
-import json
+"""The report as text; what other people's files contain is shown, not obeyed."""
 
 from stable_opd_mcore.checks.finding import Finding, refused
 from stable_opd_mcore.checks.printing import Report
@@ -18,25 +16,6 @@ def test_errors_come_first_and_the_verdict_last():
     assert text.endswith("1 error, 1 note")
     assert Report(()).text() == "no finding"
     assert report.errors == (ERROR,)
-
-
-def test_json_has_every_field():
-    values = json.loads(Report((NOTE,), ("fact",), (("student", "x"),)).as_json())
-    assert values == {
-        "findings": [
-            {
-                "severity": "note",
-                "subject": "tokens",
-                "title": "a note",
-                "values": [["student", "1"], ["teacher", "2"]],
-                "consequence": "little",
-                "remedy": "none",
-            }
-        ],
-        "errors": 0,
-        "facts": ["fact"],
-        "prompts": {"student": "x"},
-    }
 
 
 def test_control_characters_become_visible():

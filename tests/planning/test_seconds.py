@@ -64,15 +64,6 @@ def test_offloaded_parts_are_copied_once_each_way_a_step(tmp_path):
     for part, seconds in expected.items():
         assert plan(f"memory.offload=[{part}]").seconds.offload == pytest.approx(seconds)
     assert plan().seconds.offload == pytest.approx(sum(expected.values()))
-    followed = plan("memory.offload=[frozen]", "reference.update=every", "reference.every=4")
-    assert followed.seconds.offload == pytest.approx(2.5 * once)
-
-
-def test_external_servers_of_unknown_size_are_taken_for_single_gpus(tmp_path):
-    urls = ("rollout.sglang.urls=[http://a:1,http://b:1]", "rollout.sglang.placement=external")
-    two = make_plan(config_7b(tmp_path, *urls), NODE).seconds.rollout
-    of_two_gpus = (*urls, "rollout.sglang.tensor=2")
-    assert make_plan(config_7b(tmp_path, *of_two_gpus), NODE).seconds.rollout < two
 
 
 def test_servers_work_while_the_trainer_does_where_rollouts_may_lag(tmp_path):
