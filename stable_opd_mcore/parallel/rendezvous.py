@@ -20,7 +20,7 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.network import gloo_settings
 
 _log = logging.getLogger(__name__)
-_LOG_AFTER = timedelta(seconds=30)
+_LOG_AFTER = timedelta(seconds=15)
 _REMEDY = "start with torchrun or srun, or unset RANK and WORLD_SIZE for one process"
 
 
