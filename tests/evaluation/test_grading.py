@@ -98,7 +98,7 @@ def test_hanging_and_crashing_items_are_wrong_and_counted(stand_in_workers):
         assert verdicts == [failures.get(word, Verdict(True)) for word in words]
         assert right(grader, [GradingItem("a", "a")]) == [True]
         assert stand_in_workers()
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 60, "no hang is waited for"
     assert stand_in_workers() == []
 
 
