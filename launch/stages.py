@@ -27,7 +27,7 @@ class Stage:
 
     name: str
     script: str  # sft, stable_opd_7b, evaluate, ...
-    subcommand: str  # of `stable-opd`; the same as in the script
+    subcommand: str  # the one of `stable-opd` that the script runs
     arguments: Sequence[str]
     after: Sequence[str] = ()  # names of earlier stages
 
@@ -105,12 +105,14 @@ def run_stages(context: run.cli.RunContext, name: str, stages: Sequence[Stage]) 
     """
     global _experiment_ended
     if context.executor is None:
-        raise ValueError("say where it runs: run.executor=slurm or run.executor=local")
+        raise ValueError("no executor is given: add run.executor=slurm or run.executor=local")
     for stage in stages:
         configs = [argument for argument in stage.arguments if argument.endswith(".yaml")]
         for file in (f"slurm/{stage.script}.sh", *configs):
             if not (ROOT / file).is_file():
-                raise ValueError(f"{stage.name}: no {ROOT / file}; name a config, or another size")
+                raise ValueError(
+                    f"{stage.name}: {ROOT / file} does not exist; name a config, or another size"
+                )
     with run.Experiment(name, executor=context.executor) as experiment:
         for stage in stages:
             add(experiment, stage, context.executor)

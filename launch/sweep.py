@@ -6,7 +6,7 @@
         grid="objective.stop_class=true,false kl.beta+mixture.lambda=0.01+0.1,0+0"
 
 Settings joined by + take their values together: the second grid has four points and 12 runs.
-The report draws the curves of all runs in the same charts. On Slurm the runs are parallel; on one
+The report plots the curves of all runs in the same charts. On Slurm the runs are parallel; on one
 machine they are sequential.
 Not here: how a stage runs (stages.py).
 """
@@ -71,7 +71,9 @@ def axis(text: str) -> list[list[tuple[str, str]]]:
     keys, _, points = text.partition("=")
     names, values = keys.split("+"), [point.split("+") for point in points.split(",")]
     if not points or any(len(point) != len(names) or not all(point) for point in values):
-        raise ValueError(f"grid: {text!r} is not KEY=VALUE,... or KEY+KEY=VALUE+VALUE,...")
+        raise ValueError(
+            f"grid: {text!r} is no axis; expected KEY=VALUE,... or KEY+KEY=VALUE+VALUE,..."
+        )
     return [list(zip(names, point, strict=True)) for point in values]
 
 

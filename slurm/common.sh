@@ -37,7 +37,7 @@ JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID:-}}
 
 # ---- when it stops ----------------------------------------------------------------------------------------------
 : "${MAX_REQUEUES:=50}"                  # how often the job may start again in all
-: "${MAX_HANGS:=3}"                      # of these, after the watchdog ended it
+: "${MAX_HANGS:=3}"                      # how often it may start again after the watchdog ended it
 : "${LAST_SECONDS:=25}"                  # before the end of the job: the time to judge it and to queue it again
 : "${NETWORK_INTERFACE:=}"               # e.g. bond0, where the default route is not the cluster's own network
 
@@ -55,7 +55,7 @@ log() { echo "$(date +%FT%T) [attempt $ATTEMPT] $*"; }
 run_on_cluster() {
   local dry_run='' subcommand=$1 argument
   COMMAND_LINE=("$2") # config and settings, of every command in the job
-  OPTIONS=()          # of SUBCOMMAND
+  OPTIONS=()          # those of SUBCOMMAND
   shift 2
   for argument in "$@"; do
     case $argument in
@@ -236,7 +236,7 @@ check_run() {
   CHECKED='checks of the run: skipped'
   if [ "$1" != train ] || [ "$CHECK" != on ]; then return 0; fi
   local -a settings=()
-  if [ "$SERVER_NODES" -gt 0 ]; then settings=(rollout.engine=sglang); fi # as connect_servers tells the trainer
+  if [ "$SERVER_NODES" -gt 0 ]; then settings=(rollout.engine=sglang); fi # as connect_servers sets for the trainer
   if [[ " ${OPTIONS[*]} " = *' --accept-changes '* ]]; then settings+=(--accept-changes); fi
   CHECKED=$(computed check "${settings[@]}")
 }
@@ -366,7 +366,7 @@ probe_nodes() {
 
 # ---- the verdict ------------------------------------------------------------------------------------------------
 # judge WHAT ARGUMENT...: have verdict.py judge, record the verdict and name the next action ($NEXT), then do that.
-# Returns 0 when the job goes on or has ended well.
+# Returns 0 when the job continues or has ended well.
 judge() {
   local answer code
   # ignored signals stay ignored in verdict.py, which must finish while Slurm ends the job

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Evaluate the trained model of a config's run, or evaluation.model, on the paper's six benchmarks; with
-# evaluation.benchmarks=[] on data.eval instead. Queued again, it goes on after the last stored responses.
+# evaluation.benchmarks=[] on data.eval instead. Queued again, it continues after the last stored responses.
 #
 # Resources: one node of 8 GPUs, for at most 4 hours.
 #   sbatch options override the lines below: sbatch --nodes=4 --time=2-00:00:00 --partition=h200 --account=me slurm/evaluate.sh

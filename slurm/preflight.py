@@ -7,7 +7,6 @@ NOTES is a directory that all nodes share. A node writes `<node>.good`, or `<nod
 object from the kind of a fault to its message, so that verdict.py can compare nodes. The head node
 also writes `run_directory`, or `config_error`. Rank 0 of the all-reduce writes its speed to
 `network_good`, or what is wrong to `network_bad`.
-Not here: what follows from a fault (verdict.py), and whether the settings fit the model.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ print("python", platform.python_version())
 for wanted in {PACKAGES}:
     print(wanted, next((found[name] for name in sorted(found) if fnmatch(name, wanted)), "absent"))
 """
-GPU_FIELDS = (  # of nvidia-smi
+GPU_FIELDS = (  # names that nvidia-smi knows
     "ecc.errors.uncorrected.volatile.total",
     "retired_pages.pending",
     "remapped_rows.pending",
@@ -88,11 +87,13 @@ def parse_arguments() -> argparse.Namespace:
     )
     node.add_argument("--port", type=int, required=True)
     node.add_argument(
-        "--servers", default="", help="nodes of SGLang servers alone, with commas; default: none"
+        "--servers",
+        default="",
+        help="nodes with only SGLang servers, separated by commas; default: none",
     )
     node.add_argument("--subcommand", default="train", help="of `stable-opd`; the job's own")
     node.add_argument(
-        "command_line", nargs="+", help="config and overrides, as of `stable-opd train`"
+        "command_line", nargs="+", help="config and overrides, as `stable-opd train` takes them"
     )
     network = checks.add_parser("network")
     network.add_argument("notes", type=Path)
@@ -232,7 +233,7 @@ def compiler_faults(python: str) -> dict[str, str]:
     """What a node lacks to compile the kernels of its servers, which they do when they start.
 
     SGLang looks for the CUDA toolkit at CUDA_HOME or CUDA_PATH, around the nvcc in PATH, or in
-    /usr/local/cuda; for ninja beside its interpreter (serving/command.py), then in PATH.
+    /usr/local/cuda; for ninja next to its interpreter (serving/command.py), then in PATH.
     """
     path = os.environ.get("PATH", os.defpath)
     nvcc = shutil.which("nvcc", path=path)
@@ -294,7 +295,7 @@ def differences(notes: Path, name: str, head: str, mine: list[str]) -> dict[str,
         time.sleep(0.2)
     theirs = of_head.read_text().splitlines()
     if len(theirs) != len(mine):
-        return {"version list": f"{len(mine)} packages listed, {len(theirs)} on {head}"}
+        return {"version list": f"{len(mine)} packages listed, but {len(theirs)} on {head}"}
     return {
         f"version of {here.rpartition(' ')[0]}": f"{here}, but {there} on {head}"
         for here, there in zip(mine, theirs, strict=True)
@@ -308,7 +309,9 @@ def port_faults(port: int) -> dict[str, str]:
         try:
             probe.bind(("", port))
         except OSError as error:
-            return {"port": f"port {port} for the rendezvous: {error.strerror}"}
+            return {
+                "port": f"port {port}, at which the ranks meet, cannot be used: {error.strerror}"
+            }
     return {}
 
 

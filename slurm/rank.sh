@@ -13,7 +13,7 @@ name=$(printf 'rank_%05d' "$RANK")
 files=()
 if [ -n "${RUN_DIRECTORY:-}" ]; then files=("stacks/$name.txt"); fi
 if [ -n "${RUN_DIRECTORY:-}" ] && [ "$RANK" = 0 ]; then files+=(REQUEUE DONE); fi
-for file in "${files[@]}"; do rm -f "$RUN_DIRECTORY/$file"; done # of an earlier attempt
+for file in "${files[@]}"; do rm -f "$RUN_DIRECTORY/$file"; done # left by an earlier attempt
 echo "$SLURMD_NODENAME" >"$ATTEMPT_DIR/ranks/$name"
 
 # copy_from_run FILE...: copy those that are not empty to $ATTEMPT_DIR/run

@@ -21,7 +21,7 @@ connect_servers() {
 
 # server_command INDEX: the command of that server node, in $SERVER
 server_command() {
-  local address=${SERVER_URLS[$1 * SERVERS_PER_NODE]#http://} # of its first server; the others have the next ports
+  local address=${SERVER_URLS[$1 * SERVERS_PER_NODE]#http://} # the first server's; the others have the next ports
   if [ -n "$SERVER_COMMAND" ]; then
     read -ra SERVER <<<"$SERVER_COMMAND"
   else

@@ -6,8 +6,8 @@
     verdict.py ATTEMPT_DIR --job=7 --attempt=0 ... record failed "the servers did not start"
     verdict.py ATTEMPT_DIR --job=7 --attempt=0 ... refused "what Slurm printed"
 
-Each call writes verdict.json and verdicts.jsonl beside ATTEMPT_DIR and prints what common.sh has to
-do next: `end`, `requeue`, `exclude n1,n2`, `probe` (run a command on every node, then call again
+Each call writes verdict.json and verdicts.jsonl next to ATTEMPT_DIR and prints what common.sh has
+to do next: `end`, `requeue`, `exclude n1,n2`, `probe` (run a command on every node, then call again
 with --probed), or `start`. `refused` corrects the newest verdict when Slurm did not queue the job
 again. Standard library only, Python 3.8 or later: it runs on the batch node, outside a container.
 Not here: the verdict over the checks of the nodes (nodes.py), the files of an attempt (attempt.py,
@@ -92,7 +92,7 @@ def parse_arguments() -> argparse.Namespace:
 def judge_run(attempt: Attempt, nodes: list[str], ranks: int, probed: bool) -> Verdict:
     """Verdict over outcome, exit codes, logs and stacks of a trainer that has ended.
 
-    `done` needs the run's own DONE file and exit code 0 of every rank. Neither alone is enough: a
+    `done` needs the run's own DONE file and exit code 0 of every rank. One of them is not enough: a
     run that stopped early also exits with 0, and a rank may fail after DONE was written.
 
     Args:
