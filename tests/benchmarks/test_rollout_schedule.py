@@ -20,7 +20,7 @@ def test_equal_lengths_take_what_the_roofline_says():
     on_policy, ahead = found(lambda _: length, [Schedule(1)], balance=0.5)
     prefill = SMALL.prefill_seconds * PROMPT_TOKENS * each
     context = PROMPT_TOKENS * length + length**2 / 2
-    drawn = (
+    sampled = (
         prefill
         + length * (SMALL.step_seconds + each * SMALL.response_seconds)
         + SMALL.context_seconds * each * context
@@ -28,11 +28,11 @@ def test_equal_lengths_take_what_the_roofline_says():
     batches = [[length] * 32]
     trained = 0.5 * bench.balanced(batches, SMALL) * 32 * (length + PROMPT_TOKENS)
     publish = SMALL.publish_seconds
-    assert on_policy.step_seconds == pytest.approx(drawn + trained + publish)
-    assert ahead.step_seconds == pytest.approx(max(drawn, trained) + publish)
+    assert on_policy.step_seconds == pytest.approx(sampled + trained + publish)
+    assert ahead.step_seconds == pytest.approx(max(sampled, trained) + publish)
     assert (on_policy.mean_staleness, ahead.mean_staleness) == (0, 1)
-    step = drawn + trained + publish  # one role waits while the other works, both for no publish
-    assert on_policy.trainer_waited == pytest.approx((drawn + publish) / step)
+    step = sampled + trained + publish  # one role waits while the other works, both for no publish
+    assert on_policy.trainer_waited == pytest.approx((sampled + publish) / step)
     assert on_policy.servers_waited == pytest.approx(trained / step)
 
 

@@ -240,8 +240,8 @@ def rollouts(run: Path, step: int) -> list[dict[str, Any]]:
 def assert_nothing_lost(run: Path) -> None:
     """Every step has each of its rollouts once, with the trainer's probabilities."""
     for row in rows(run):
-        drawn = rollouts(run, row["step"])
-        assert len({(r["prompt_id"], r["sample_index"]) for r in drawn}) == len(drawn) == 32
+        sampled = rollouts(run, row["step"])
+        assert len({(r["prompt_id"], r["sample_index"]) for r in sampled}) == len(sampled) == 32
         assert row["logprob/rollout_gap_max"] < 1e-4
 
 

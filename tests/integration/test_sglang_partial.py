@@ -39,7 +39,7 @@ from tests.parallel.launch import run_ranks
 from tests.shares import weights_of
 
 pytestmark = [needs_sglang, pytest.mark.cluster]
-VOCABULARY = 32  # of configs/smoke_cpu.yaml
+VOCABULARY = 32  # that of configs/smoke_cpu.yaml
 PROMPTS = [Prompt(f"test:{i}", "", tuple(range(3 + i, 15 + i))) for i in range(4)]
 SAMPLING = Sampling(num_samples=2, max_new_tokens=600)  # without stop ids: no response ends early
 
@@ -131,14 +131,14 @@ def test_responses_cross_two_publishes(student):
     for version in (first, first + 1):
         await_tokens(engine, 1, version)
         student.publish()
-    drawn = engine.generate(PROMPTS, SAMPLING, step=1)
-    assert [(r.prompt.prompt_id, r.sample_index) for r in drawn] == [
+    sampled = engine.generate(PROMPTS, SAMPLING, step=1)
+    assert [(r.prompt.prompt_id, r.sample_index) for r in sampled] == [
         (prompt.prompt_id, sample) for prompt in PROMPTS for sample in range(2)
     ]
-    assert {len(rollout.token_ids) for rollout in drawn} == {600}
-    assert {rollout.weight_version for rollout in drawn} == {first}, "at most two versions old"
-    assert [first, first + 1, first + 2] in [versions_of(rollout) for rollout in drawn]
-    assert student.largest_gap(drawn) < 1e-4
+    assert {len(rollout.token_ids) for rollout in sampled} == {600}
+    assert {rollout.weight_version for rollout in sampled} == {first}, "at most two versions old"
+    assert [first, first + 1, first + 2] in [versions_of(rollout) for rollout in sampled]
+    assert student.largest_gap(sampled) < 1e-4
     assert {member.state for member in engine.fleet.members} == {"ready"}
 
 
@@ -154,7 +154,7 @@ def await_tokens(engine: SglangEngine, step: int, version: int) -> None:
 
 
 def answers(engine: SglangEngine, step: int) -> list[Answer]:
-    """The responses of the step as far as they are drawn. Collective."""
+    """The responses of the step as far as they are sampled. Collective."""
     with engine._paused():
         return [answer for job in engine._ahead[step, SAMPLING].jobs for answer in job.answers]
 
@@ -169,9 +169,9 @@ def test_a_killed_servers_responses_go_on_elsewhere(student):
     assert killed is not None
     assert killed.pid is not None
     os.killpg(killed.pid, signal.SIGKILL)
-    drawn = engine.generate(PROMPTS, SAMPLING, step=3)
-    assert_go_on(delivered, drawn)
-    assert student.largest_gap(drawn) < 1e-4
+    sampled = engine.generate(PROMPTS, SAMPLING, step=3)
+    assert_go_on(delivered, sampled)
+    assert student.largest_gap(sampled) < 1e-4
     metrics = engine.take_metrics()
     assert metrics["engine/failure"].total == 1
     assert metrics["engine/redrawn"].total > 0
@@ -190,11 +190,11 @@ def share_a_server(rank: int, num_ranks: int, directory: Path, url: str) -> None
     for version in (first, first + 1):
         await_tokens(engine, 1, version)
         student.publish()
-    drawn = engine.generate(prompts, SAMPLING, step=1)
-    assert [r.prompt.prompt_id for r in drawn] == [p.prompt_id for p in prompts for _ in range(2)]
-    assert {len(rollout.token_ids) for rollout in drawn} == {600}
-    assert [first, first + 1, first + 2] in [versions_of(rollout) for rollout in drawn]
-    assert student.largest_gap(drawn) < 1e-4
+    sampled = engine.generate(prompts, SAMPLING, step=1)
+    assert [r.prompt.prompt_id for r in sampled] == [p.prompt_id for p in prompts for _ in range(2)]
+    assert {len(rollout.token_ids) for rollout in sampled} == {600}
+    assert [first, first + 1, first + 2] in [versions_of(rollout) for rollout in sampled]
+    assert student.largest_gap(sampled) < 1e-4
     happened = engine.take_metrics()
     for event in ("failure", "retried", "redrawn", "stale"):
         assert happened[f"engine/{event}"].value() == 0, event

@@ -1,4 +1,4 @@
-"""One real server: its start, replies and end, alone and as a teacher."""
+"""One real server: its start, replies and end, for a student and as a teacher."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ from stable_opd_mcore.scoring.served import ServedScorer
 from stable_opd_mcore.serving.client import RefusedRequest, SglangClient
 from stable_opd_mcore.serving.process import ServerOptions, SglangServer
 from stable_opd_mcore.serving.requests import Completion, Generation
-from stable_opd_mcore.serving.teacher import ServedTeacher, TeacherLost, Wanted
+from stable_opd_mcore.serving.teacher import ServedTeacher, Wanted
 from stable_opd_mcore.train.samples.served_scores import begin_scoring
 from tests.integration.sglang_tools import (
     PYTHON,
@@ -111,21 +111,21 @@ def test_samples_share_the_prompt_in_the_prefix_cache(server):
     """Those that come after the first one; the server computes at once what comes at once."""
     client = server.client()
     client.submit(generation(30)).result()
-    drawn = several(client, generation(30), 3)
-    assert len({tuple(one.token_ids) for one in drawn}) == 3  # the server's own top_k is 1
-    assert min(one.cached_tokens for one in drawn) >= 11
-    assert {one.weight_versions for one in drawn} == {("default",)}
+    sampled = several(client, generation(30), 3)
+    assert len({tuple(one.token_ids) for one in sampled}) == 3  # the server's own top_k is 1
+    assert min(one.cached_tokens for one in sampled) >= 11
+    assert {one.weight_versions for one in sampled} == {("default",)}
 
 
 def test_a_stop_id_ends_a_response_wherever_it_comes(server):
     stops = tuple(range(0, VOCABULARY, 4))
     request = generation(30, stop_token_ids=stops, max_new_tokens=32)
-    drawn = several(server.client(), request, 16)
-    assert not any(set(completion.token_ids[:-1].tolist()) & set(stops) for completion in drawn)
-    assert any(completion.finish_reason == "stop" for completion in drawn)
+    sampled = several(server.client(), request, 16)
+    assert not any(set(completion.token_ids[:-1].tolist()) & set(stops) for completion in sampled)
+    assert any(completion.finish_reason == "stop" for completion in sampled)
 
 
-def test_a_response_fills_the_students_window_and_goes_on_up_to_its_end(server):
+def test_a_response_fills_the_students_window_and_continues_up_to_its_end(server):
     window, client = FIELDS["max_position_embeddings"], server.client()
     rest = window - 12
     whole = client.submit(generation(max_new_tokens=rest, stop_token_ids=())).result()
@@ -135,8 +135,8 @@ def test_a_response_fills_the_students_window_and_goes_on_up_to_its_end(server):
     assert len(client.submit(request).result().token_ids) == 1
 
 
-def test_padding_rows_are_never_drawn(server):
-    """With 100 of 128 rows a vocabulary, everything is drawn from and normalised over the 100."""
+def test_padding_rows_are_never_sampled(server):
+    """With 100 of 128 rows a vocabulary, everything is sampled from and normalised over the 100."""
     client = server.client()
     narrow = generation(20, vocab_size=100)
     for completion in several(client, narrow, 8):
@@ -188,7 +188,7 @@ def test_served_teacher_equals_the_same_teacher_in_megatron(
 
 
 def test_a_run_with_a_served_teacher_learns_the_same(server, key_file, tmp_path):
-    """Servers draw, and the teacher is asked about each response as soon as it is finished; then
+    """Servers sample, and the teacher is asked about each response as soon as it is finished; then
     the same rollouts are scored by the teacher in the trainer. One prompt's responses of each step
     are held back until the teacher has scored 16 others. It is asked about no golden solution."""
     settings = (
@@ -199,10 +199,10 @@ def test_a_run_with_a_served_teacher_learns_the_same(server, key_file, tmp_path)
         f"rollout.sglang.api_key_file={key_file}",
     )
     self_tests, num_prompts = 2, 16
-    drawn_prompts, asked, scored = itertools.count(), [], []
+    sampled_prompts, asked, scored = itertools.count(), [], []
 
     def hold_back_the_first(body: bytes) -> bytes:
-        if isinstance(json.loads(body), list) and next(drawn_prompts) % num_prompts == 0:
+        if isinstance(json.loads(body), list) and next(sampled_prompts) % num_prompts == 0:
             enough = len(scored) + 16
             wait_until(lambda: len(scored) >= enough, "16 finished responses are scored", 60)
         return body
@@ -213,20 +213,20 @@ def test_a_run_with_a_served_teacher_learns_the_same(server, key_file, tmp_path)
 
     with (
         serve(tmp_path, "student", *settings) as student,
-        faulty_proxy(urls_of(student)[0], change=hold_back_the_first) as drawing,
+        faulty_proxy(urls_of(student)[0], change=hold_back_the_first) as sampling,
         faulty_proxy(server.url, asked.append, note_scores) as scoring,
     ):
         served = train(
             tmp_path,
             "served",
             *settings,
-            *external(drawing),
+            *external(sampling),
             "teacher.engine=sglang",
             f"teacher.urls=[{scoring}]",
             f"teacher.api_key_file={key_file}",
         )
-    drawn = [r for step in (1, 2) for r in rollouts(served, step)]
-    assert asked.count("/generate") == self_tests + len(drawn)
+    sampled = [r for step in (1, 2) for r in rollouts(served, step)]
+    assert asked.count("/generate") == self_tests + len(sampled)
     own = train(
         tmp_path,
         "own",
@@ -304,22 +304,6 @@ def test_each_source_has_its_teacher_which_reads_a_prompt_of_its_own(
 def _scored_by(teacher: ServedTeacher, samples: list[Sample]) -> list[Sample]:
     run: Any = SimpleNamespace(served_teacher=teacher, world=SimpleNamespace(model_group=None))
     return begin_scoring(run, samples, 0)()
-
-
-def test_an_absent_teacher_is_named_after_the_patience(server, world, key_file):
-    with faulty_proxy(server.url, lambda _: (503, b"busy")) as busy:
-        config = TeacherConfig(engine="sglang", urls=(busy, server.url), api_key_file=key_file)
-        teacher = ServedTeacher(config, vocab_size=VOCABULARY, temperature=1.0)
-        samples, _ = _samples()
-        assert _scored_by(teacher, samples)  # the other replica answers
-        alone = ServedTeacher(
-            TeacherConfig(engine="sglang", urls=(busy,)),
-            vocab_size=VOCABULARY,
-            temperature=1.0,
-            patience_seconds=0.5,
-        )
-        with pytest.raises(TeacherLost, match="no teacher answered"):
-            _scored_by(alone, samples)
 
 
 def _samples() -> tuple[list[Sample], SampleWeights]:

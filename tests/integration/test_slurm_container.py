@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.slurm_run import PATIENCE_SECONDS, STEPS, Run
+from tests.integration.slurm_run import PATIENCE_SECONDS, Run
 
 pytestmark = [
     pytest.mark.cluster,
@@ -46,7 +46,9 @@ def test_a_run_whose_directory_only_the_container_has(cluster, tmp_path):
     (tools / "srun").write_text(PYXIS.replace("SRUN", real))
     (tools / "srun").chmod(stat.S_IRWXU)
     run = Run(cluster, outside, "contained")
+    steps = 8
     job = run.submit(
+        f"train.steps={steps}",
         f"run.directory={inside}",
         settings={
             "CONTAINER_IMAGE": "/images/opd.sqsh",
@@ -62,5 +64,5 @@ def test_a_run_whose_directory_only_the_container_has(cluster, tmp_path):
     assert (first["verdict"], first["queued_again"]) == ("stopped", True)
     assert "stopped after a step, checkpoint" in first["reason"]
     assert second["verdict"] == "done"
-    assert [row["step"] for row in run.rows()] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in run.rows()] == list(range(1, steps + 1))
     assert not any(inside.iterdir())  # outside the container the run is elsewhere

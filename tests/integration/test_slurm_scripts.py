@@ -31,37 +31,27 @@ def dry_run(script: Path, *arguments: str, **settings: str) -> str:
     return answer.stdout
 
 
+ODD = ("data.system_prompt=Think first, then 'answer' in $5; ", 'run.name=a"b', "kl.beta=*", "x=\\")
+
+
 @pytest.mark.parametrize("path", BATCH, ids=lambda path: path.name)
-def test_resources_and_how_to_change_them_come_first(path):
+def test_a_script_begins_with_its_resources_and_prints_commands_that_work(path):
     head = path.read_text().splitlines()[:30]
     assert any(line.startswith("# Resources: ") for line in head)
     assert any("sbatch --nodes=" in line for line in head)
     assert any(line.startswith("#SBATCH --signal=B:USR1@") for line in head)
-
-
-TRAINING = [path for path in BATCH if path.name != "report.sh"]
-
-
-@pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
-def test_a_dry_run_prints_commands_with_a_config_that_loads(path):
-    printed = dry_run(path, "train.steps=3", "run.name=x", VENV="/shared/venv")
-    command = next(line for line in printed.splitlines() if "rank.sh" in line).split()
+    printed = dry_run(path, *ODD, VENV="/shared/venv")
+    line = next(line for line in printed.splitlines() if "-m stable_opd_mcore" in line)
+    command = shlex.split(line)
     start = command.index("stable_opd_mcore")
     assert command[start - 2] == "/shared/venv/bin/python"
-    config, overrides = command[start + 2], command[start + 3 :]
-    assert overrides[:2] == ["train.steps=3", "run.name=x"]
-    assert load_config(REPOSITORY / config, overrides[:2]).train.steps == 3
+    assert tuple(command[-len(ODD) :]) == ODD
+    if path.name != "report.sh":
+        load_config(REPOSITORY / command[start + 2])
 
 
-ODD = ("data.system_prompt=Think first, then 'answer' in $5; ", 'run.name=a"b', "kl.beta=*", "x=\\")
-
-
-@pytest.mark.parametrize(
-    "path", [*BATCH, REPOSITORY / "launch" / "torchrun.sh"], ids=lambda path: path.name
-)
-def test_a_dry_run_prints_what_a_shell_reads_as_the_same_arguments(path):
-    command = ["train", "configs/smoke_cpu.yaml"] if path.name == "torchrun.sh" else []
-    printed = dry_run(path, *command, *ODD)
+def test_a_dry_run_on_one_machine_prints_what_a_shell_reads_as_the_same_arguments():
+    printed = dry_run(REPOSITORY / "launch/torchrun.sh", "train", "configs/smoke_cpu.yaml", *ODD)
     line = next(line for line in printed.splitlines() if "-m stable_opd_mcore" in line)
     assert tuple(shlex.split(line)[-len(ODD) :]) == ODD
 
@@ -73,7 +63,7 @@ def test_server_nodes_come_from_the_same_allocation(tmp_path):
     script.write_text(re.sub(r"--nodes=2$", "--nodes=6", shipped, flags=re.MULTILINE))
     overrides = (f"student.path={tmp_path}", "parallel.tensor=4", "rollout.sglang.tensor=4")
     venv = str(Path(sys.executable).parents[1])
-    printed = dry_run(script, *overrides, SERVER_NODES="2", VENV=venv)
+    printed = dry_run(script, *overrides, SERVER_NODES="2", VENV=venv, PLAN="off")
     assert "# servers: 4 of tensor 4 on 2 nodes of their own, 2 a node; " in printed
     assert printed.count("stable_opd_mcore serve") == 2
     assert printed.count("rollout.sglang.num_servers=2 rollout.sglang.tensor=4") == 2
@@ -85,9 +75,9 @@ def test_server_nodes_come_from_the_same_allocation(tmp_path):
     assert "rollout.sglang.host=node6 rollout.sglang.port=22002" in second
 
 
-def test_an_option_is_the_trainer_s_alone():
+def test_an_option_goes_to_the_trainer_only():
     script = REPOSITORY / "slurm" / "stable_opd_32b.sh"
-    printed = dry_run(script, "--accept-changes", "kl.beta=0.03", SERVER_NODES="1")
+    printed = dry_run(script, "--accept-changes", "kl.beta=0.03", SERVER_NODES="1", VENV="/none")
     commands = [line for line in printed.splitlines() if line.startswith("srun ")]
     trainer, server = (command.split() for command in commands)
     assert "--accept-changes" in trainer
@@ -96,7 +86,9 @@ def test_an_option_is_the_trainer_s_alone():
 
 
 def test_a_dry_run_says_why_the_topology_is_not_known():
-    printed = dry_run(REPOSITORY / "slurm" / "stable_opd_7b.sh", "student.path=/nowhere")
+    venv = str(Path(sys.executable).parents[1])
+    script = REPOSITORY / "slurm" / "stable_opd_7b.sh"
+    printed = dry_run(script, "student.path=/nowhere", VENV=venv, PLAN="off")
     assert "# the topology is not known here: error: student.path=/nowhere" in printed
 
 
@@ -114,7 +106,7 @@ def test_more_servers_than_nodes_is_refused_with_the_sum():
 
 def test_a_container_replaces_the_virtual_environment():
     script = REPOSITORY / "slurm" / "stable_opd_7b.sh"
-    printed = dry_run(script, CONTAINER_IMAGE="/images/opd.sqsh")
+    printed = dry_run(script, CONTAINER_IMAGE="/images/opd.sqsh", VENV="/none")
     assert "--container-image=/images/opd.sqsh" in printed
     assert "rank.sh python3 -m stable_opd_mcore" in printed
 

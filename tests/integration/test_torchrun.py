@@ -1,4 +1,4 @@
-"""launch/torchrun.sh with two ranks: stopped by a signal, then completed by the same command."""
+"""launch/torchrun.sh: two ranks that a signal stops, and the files of a chain of stages."""
 
 import json
 import os
@@ -6,71 +6,58 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 REPOSITORY = Path(__file__).parents[2]
-STEPS = 8
+STEPS = 1000
 
 
-class Launch:
-    """Starts the script and reads the files of its run."""
-
-    def __init__(self, directory: Path):
-        self.home = directory / "run"
-        self.done = directory / "done"
-        self.errors = directory / "errors.log"
-        self._command = [
-            *("launch/torchrun.sh", "train", "configs/smoke_cpu.yaml"),
-            *(f"train.steps={STEPS}", "rollout.prompts_per_step=4", "sampling.max_new_tokens=16"),
-            *("evaluation.every=0", "checkpoint.every=2", "monitoring.tensorboard=false"),
-            *(f"run.directory={directory}", "run.name=run"),
-        ]
-
-    def start(self) -> subprocess.Popen:
-        settings = {
-            "VENV": str(Path(sys.executable).parents[1]),
-            "RANKS": "2",
-            "OMP_NUM_THREADS": "1",
-            "DONE": str(self.done),
-        }
-        with self.errors.open("w") as errors:
-            return subprocess.Popen(
-                self._command, cwd=REPOSITORY, env=os.environ | settings, stderr=errors
-            )
-
-    def steps(self) -> list[int]:
-        path = self.home / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.is_file() else []
-        return [json.loads(line)["step"] for line in lines if line.endswith("}")]
-
-    def wait_until(self, condition: Callable[[], bool], running: subprocess.Popen) -> None:
-        deadline = time.monotonic() + 180
-        while not condition():
-            assert running.poll() is None, self.errors.read_text()[-3000:]
-            assert time.monotonic() < deadline, self.errors.read_text()[-3000:]
-            time.sleep(0.05)
+def start(errors: Path, *arguments: str, **variables: str) -> subprocess.Popen:
+    command = ["launch/torchrun.sh", "train", "configs/smoke_cpu.yaml", *arguments]
+    with errors.open("w") as file:
+        return subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | variables, stderr=file)
 
 
-def test_run_completes_every_step_after_a_signal(tmp_path):
-    launch = Launch(tmp_path)
-
-    running = launch.start()
-    launch.wait_until(lambda: 1 in launch.steps(), running)
+@pytest.mark.slow
+def test_a_signal_stops_all_ranks_after_their_step(tmp_path):
+    run, errors = tmp_path / "run", tmp_path / "errors.log"
+    settings = (
+        *(f"train.steps={STEPS}", "rollout.prompts_per_step=4", "sampling.max_new_tokens=16"),
+        *("evaluation.every=0", "checkpoint.every=0", "monitoring.tensorboard=false"),
+        *(f"run.directory={tmp_path}", "run.name=run"),
+    )
+    venv = str(Path(sys.executable).parents[1])
+    running = start(errors, *settings, VENV=venv, RANKS="2", OMP_NUM_THREADS="1")
+    deadline = time.monotonic() + 180
+    while not (run / "metrics.jsonl").is_file() or not (run / "metrics.jsonl").read_text():
+        assert running.poll() is None, errors.read_text()[-3000:]
+        assert time.monotonic() < deadline, errors.read_text()[-3000:]
+        time.sleep(0.05)
     running.send_signal(signal.SIGTERM)
     assert running.wait(timeout=120) != 0  # not zero, so that a chain of stages does not continue
-    assert "stopped by SIGTERM; the same command resumes" in launch.errors.read_text()
-    stopped_after = json.loads((launch.home / "REQUEUE").read_text())["step"]
-    assert launch.steps()[-1] == stopped_after < STEPS
-    assert f"stopped by SIGTERM after step {stopped_after}; ch" in launch.errors.read_text()
-    assert (launch.home / "checkpoints" / f"step_{stopped_after:06d}" / "state.json").is_file()
+    assert "stopped by SIGTERM; the same command resumes" in errors.read_text()
+    step = json.loads((run / "REQUEUE").read_text())["step"]
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    assert [row["step"] for row in rows] == list(range(1, step + 1))
+    assert f"stopped by SIGTERM after step {step}; ch" in errors.read_text()
+    assert (run / "checkpoints" / f"step_{step:06d}" / "state.json").is_file()
 
-    assert not launch.done.exists()
 
-    assert launch.start().wait(timeout=180) == 0, launch.errors.read_text()[-3000:]
-    assert launch.steps() == list(range(1, STEPS + 1))
-    assert launch.done.exists()
+def test_a_stage_starts_after_the_one_before_and_says_that_it_succeeded(tmp_path):
+    """The ranks are played by a script that exits with the code CODE."""
+    python, before, done = tmp_path / "bin/python", tmp_path / "before", tmp_path / "done"
+    python.parent.mkdir()
+    python.write_text("#!/bin/bash\nexit $CODE\n")
+    python.chmod(0o755)
+    variables = {"VENV": str(tmp_path), "AFTER": str(before), "DONE": str(done)}
+    assert start(tmp_path / "log", CODE="0", **variables).wait(60) == 1
+    assert (
+        f"a stage before it did not succeed ({before} is missing)" in (tmp_path / "log").read_text()
+    )
+    before.touch()
+    assert start(tmp_path / "log", CODE="3", **variables).wait(60) == 3
+    assert not done.exists()
+    assert start(tmp_path / "log", CODE="0", **variables).wait(60) == 0
+    assert done.exists()

@@ -149,35 +149,24 @@ def test_a_run_that_does_not_fit_is_refused_with_its_numbers(tmp_path):
     assert "fits: 135.0 GiB" in fits
 
 
-def test_a_run_with_errors_is_refused_with_what_was_found(tmp_path):
-    settings = f"GPU=cpu; PYTHON=({sys.executable}); OPTIONS=(); COMMAND_LINE=({SMOKE}"
-    check = 'check_run train; echo "code $?"; echo "$CHECKED"'
-    told = run_function(
-        tmp_path,
-        f"{settings}); {check}; {settings} sampling.max_new_tokens=256); {check}; "
-        f"CHECK=off; {check}",
-    )
-    good, refused, skipped = told.split("code ")[1:]
-    assert good.startswith("0\n")
-    assert good.rstrip().endswith("no finding")
-    assert refused.startswith("1\n")
-    assert "ERROR  window: responses leave no prompt in the student's window" in refused
-    assert skipped.strip() == "0\nchecks of the run: skipped"
-
-
-def test_a_run_with_other_settings_is_refused_unless_they_are_accepted(tmp_path):
+def test_a_run_with_errors_or_unaccepted_changes_is_refused_with_what_was_found(tmp_path):
     directory = f"run.directory={tmp_path}"
     trained = load_config(REPOSITORY / SMOKE, [directory])
     (trained.run.path / "checkpoints" / "step_000001").mkdir(parents=True)
     save_config(trained, trained.run.path / "config.resolved.yaml")
-    settings = f"GPU=cpu; PYTHON=({sys.executable}); COMMAND_LINE=({SMOKE} {directory} kl.beta=0.5)"
+    given = f"COMMAND_LINE=({SMOKE} {directory} kl.beta=0.5"
     check = 'check_run train; echo "code $?"; echo "$CHECKED"'
     told = run_function(
-        tmp_path, f"{settings}; OPTIONS=(); {check}; OPTIONS=(--quiet --accept-changes); {check}"
+        tmp_path,
+        f"GPU=cpu; PYTHON=({sys.executable}); OPTIONS=(); {given} sampling.max_new_tokens=256); "
+        f"{check}; CHECK=off; {check}; CHECK=on; "
+        f"OPTIONS=(--quiet --accept-changes); {given}); {check}",
     )
-    refused, accepted = told.split("code ")[1:]
+    refused, skipped, accepted = told.split("code ")[1:]
     assert refused.startswith("1\n")
+    assert "ERROR  window: responses leave no prompt in the student's window" in refused
     assert "resume with the new ones: --accept-changes" in refused
+    assert skipped.strip() == "0\nchecks of the run: skipped"
     assert accepted.startswith("0\n")
     assert "kl.beta" in accepted
 

@@ -137,31 +137,6 @@ def test_a_hang_names_its_suspects(files, stacks, suspects):
     assert judged.reason == "no step within fault.watchdog_minutes" + suspects
 
 
-HANG = """
-import sys, time
-from pathlib import Path
-import torch.distributed as dist
-from stable_opd_mcore.train.oversight.watchdog import Watchdog
-
-run, rank = Path(sys.argv[1]), int(sys.argv[2])
-dist.init_process_group("gloo", init_method=f"file://{run}/store", rank=rank, world_size=2)
-with Watchdog((2 + 2 * rank) / 60, run / "stacks", rank):
-    if rank == 0:
-        dist.barrier()
-    time.sleep(600)
-"""
-
-
-def test_real_stacks_name_the_rank_that_is_not_in_a_collective(files):
-    run = files.outcome
-    run.mkdir()
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", HANG, str(run), str(rank)]) for rank in range(2)
-    ]
-    assert [rank.wait(timeout=120) for rank in ranks] == [1, 1]
-    assert files.judge().reason.endswith("; not waiting for others: rank_00001 on n2")
-
-
 def test_a_job_that_hung_too_often_fails(files):
     files.stacks(IN_COLLECTIVE)
     for _ in range(2):
