@@ -100,11 +100,11 @@ def prepare(
     solution: Annotated[str | None, typer.Option(help="rows: the solution's; '': none.")] = None,
 ) -> None:
     """Make training sets without benchmark problems, as files for nodes without internet."""
-    from stable_opd_mcore.preparation.job import job_of
+    from stable_opd_mcore.preparation.options import preparation_of
     from stable_opd_mcore.preparation.prepare import prepare_data
 
     columns = {"problem": problem, "answer": answer, "solution": solution}
-    job = job_of(
+    preparation = preparation_of(
         student=student,
         student_revision=student_revision,
         recipe=recipe,
@@ -117,7 +117,7 @@ def prepare(
         seed=seed,
         columns={role: name for role, name in columns.items() if name is not None},
     )
-    prepare_data(job, typer.echo)
+    prepare_data(preparation, typer.echo)
 
 
 def report(

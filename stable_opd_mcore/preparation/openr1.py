@@ -1,15 +1,18 @@
 """Which rows of OpenR1-Math-220k can be trained on, and with which of their generations.
 
-A row needs a problem and a final answer, must be no proof, and needs a generation that is correct
-by Math-Verify, complete, and not cut at its length. The data set carries these verdicts. Not here:
-lengths, benchmarks and control tokens, which are checked for every recipe (rules.py).
+A row needs a problem and a final answer, must not be a proof, and needs a generation that is
+correct by Math-Verify, complete, and not cut at its length. The data set carries these verdicts.
+rules.py checks lengths, benchmarks and control tokens for every recipe.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
 from stable_opd_mcore.errors import DataError
+from stable_opd_mcore.host.json_files import validated
 
 REQUIRED_COLUMNS = (
     "problem",
@@ -19,7 +22,6 @@ REQUIRED_COLUMNS = (
     "is_reasoning_complete",
 )
 COLUMNS = (*REQUIRED_COLUMNS, "question_type", "finish_reasons")
-_VERDICTS = ("correctness_math_verify", "is_reasoning_complete")
 
 
 @dataclass(frozen=True)
@@ -39,74 +41,63 @@ class Dropped:
     detail: str = ""
 
 
-def openr1_problem(record: Mapping[str, Any], place: str) -> str:
-    """The problem's text; "" if it is null.
+class _Row(BaseModel):
+    """The columns that are read."""
 
-    Raises:
-        DataError: the column holds no text.
-    """
-    return _text(record, "problem", place)
+    model_config = ConfigDict(strict=True)
+
+    problem: str | None = None
+    answer: str | None = None
+    question_type: str | None = None
+    generations: list[str] | None = None
+    correctness_math_verify: list[Any] | None = None
+    is_reasoning_complete: list[Any] | None = None
+    finish_reasons: list[Any] | None = None
 
 
-def openr1_candidate(record: Mapping[str, Any], place: str) -> Candidate | Dropped:
-    """The row with its usable generations, or the reason why it is dropped.
+def read_openr1(record: Mapping[str, Any], place: str) -> tuple[str, Candidate | Dropped]:
+    """The problem, and the row with its usable generations or the reason why it is dropped.
 
     Args:
         place: file and row, for errors.
 
     Raises:
-        DataError: a column without its type, or lists of different lengths.
+        DataError: a value of another type, or lists of different lengths.
     """
-    problem = openr1_problem(record, place)
-    answer = _text(record, "answer", place)
-    if not problem:
-        return Dropped("empty problem")
-    if not answer:
-        return Dropped("empty answer")
-    if record.get("question_type") == "proof" or answer.lower() == "proof":
-        return Dropped("proof")
-    generations = _usable_generations(record, place)
-    if not generations:
-        return Dropped("no correct and complete generation")
-    return Candidate(problem, answer, tuple(generations))
+    row = validated(_Row, dict(record), place)
+    problem, answer = (row.problem or "").strip(), (row.answer or "").strip()
+    generations = _usable_generations(row, place)
+    reasons = {
+        "empty problem": not problem,
+        "empty answer": not answer,
+        "proof": row.question_type == "proof" or answer.lower() == "proof",
+        "no correct and complete generation": not generations,
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    return problem, Dropped(reason) if reason else Candidate(problem, answer, tuple(generations))
 
 
-def _usable_generations(record: Mapping[str, Any], place: str) -> list[str]:
-    """Generations that are correct and complete; none if one of the two lists is null."""
-    for column in ("generations", *_VERDICTS):
-        if column not in record:
-            raise DataError(f"{place}: no column {column!r}; it has {', '.join(record)}")
-    generations = record["generations"] or []
-    if not isinstance(generations, list) or not all(isinstance(g, str) for g in generations):
-        raise DataError(f"{place}: column 'generations' is no list of texts")
-    if not generations:
+def _usable_generations(row: _Row, place: str) -> list[str]:
+    """Generations that are correct and complete; none if one of the lists of verdicts is null."""
+    texts, correct, complete = (
+        row.generations,
+        row.correctness_math_verify,
+        row.is_reasoning_complete,
+    )
+    if not texts or correct is None or complete is None:
         return []
-    flags: list[list[Any]] = []
-    for column in _VERDICTS:
-        values = record[column]
-        if values is None:
-            return []
-        if not isinstance(values, list):
-            raise DataError(f"{place}: column {column!r} is no list of booleans")
-        if len(values) != len(generations):
-            raise DataError(
-                f"{place}: {len(values)} values of {column!r} for {len(generations)} generations"
-            )
-        flags.append(values)
-    reasons = record.get("finish_reasons") or [None] * len(generations)
-    if not isinstance(reasons, list) or len(reasons) != len(generations):
-        raise DataError(f"{place}: 'finish_reasons' is no list of {len(generations)} texts")
-    usable = zip(generations, *flags, reasons, strict=True)
+    reasons = row.finish_reasons or [None] * len(texts)
+    lengths = [len(values) for values in (texts, correct, complete, reasons)]
+    if len(set(lengths)) > 1:
+        raise DataError(
+            f"{place}: {lengths[0]} generations, but {lengths[1]} values of "
+            f"correctness_math_verify, {lengths[2]} of is_reasoning_complete and {lengths[3]} of "
+            "finish_reasons; expected one for each"
+        )
     return [
         text
-        for text, correct, complete, reason in usable
-        if correct and complete and reason != "length"
+        for text, is_correct, is_complete, reason in zip(
+            texts, correct, complete, reasons, strict=True
+        )
+        if is_correct and is_complete and reason != "length"
     ]
-
-
-def _text(record: Mapping[str, Any], column: str, place: str) -> str:
-    """A column's text without outer spaces; "" if it is null or missing."""
-    value = record.get(column)
-    if not isinstance(value, str | None):
-        raise DataError(f"{place}: column {column!r} holds {type(value).__name__}, not text")
-    return (value or "").strip()

@@ -1,8 +1,8 @@
 """Makes training sets of a data set: filter its files, split the rows, write them all at once.
 
 Outputs are renamed into place together, the manifest last: a kill at any moment leaves either no
-manifest or a complete set. Memory holds hashes and lengths of rows, never all texts. Not here:
-which rows are kept (rules.py), the page for people (datasheet.py).
+manifest or a complete set. Memory holds hashes and lengths of rows, never all texts. rules.py
+decides which rows are kept.
 """
 
 # Not strict: datasets has no types.
@@ -22,15 +22,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import datasets
+import numpy as np
 import pyarrow
 
 from stable_opd_mcore.data.decontamination import problem_key
 from stable_opd_mcore.data.sources import read_file
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.host.atomic_files import naming_disk_errors
-from stable_opd_mcore.preparation.datasheet import datasheet, lengths_entry
-from stable_opd_mcore.preparation.job import DROPPED, Job
 from stable_opd_mcore.preparation.openr1 import Dropped
+from stable_opd_mcore.preparation.options import DROPPED, Preparation
 from stable_opd_mcore.preparation.rules import CONTAMINATED, Kept
 
 _TEXTS = ("source", "reason", "detail", "key", "problem", "answer", "solution")
@@ -44,36 +44,35 @@ _DETAIL_CHARACTERS = 300
 _PACKAGES = ("stable-opd-mcore", "tokenizers", "pyarrow", "datasets")
 
 
-def prepare_data(job: Job, tell: Callable[[str], None]) -> None:
-    """Write the outputs of a recipe, the benchmarks, the dropped rows, manifest and datasheet.
-
-    Args:
-        tell: gets a line of progress or result at a time.
+def prepare_data(wanted: Preparation, print_line: Callable[[str], None]) -> None:
+    """Write the outputs of a recipe, the benchmarks, the dropped rows and the manifest.
 
     Raises:
         UserError: an unreadable file, too few rows, a full disk.
     """
-    new = job.directory / f".prepare-{job.name}"
-    with naming_disk_errors(job.directory, setting="--directory"):
-        shutil.rmtree(new, ignore_errors=True)  # of a killed command
+    new = wanted.directory / f".prepare-{wanted.name}"
+    with naming_disk_errors(wanted.directory, setting="--directory"):
+        shutil.rmtree(new, ignore_errors=True)  # left by a killed command
         new.mkdir(parents=True)
         try:
-            _write_all(job, _filtered(job, new / "rows.arrow", tell), new, tell)
+            _write_all(wanted, _filtered(wanted, new / "rows.arrow", print_line), new, print_line)
         finally:
             shutil.rmtree(new, ignore_errors=True)
 
 
-def _filtered(job: Job, path: Path, tell: Callable[[str], None]) -> datasets.Dataset:
+def _filtered(
+    wanted: Preparation, path: Path, print_line: Callable[[str], None]
+) -> datasets.Dataset:
     """Every row and what the rules say of it, in the file `path`."""
     with pyarrow.ipc.new_stream(str(path), _SCHEMA) as stream:
-        for name, file in job.files.items():
-            records, count = read_file(file, job.columns), 0
+        for name, file in wanted.files.items():
+            records, count = read_file(file, wanted.columns), 0
             while batch := list(islice(records, _BATCH_ROWS)):
                 placed = [(f"{name}:{number}", record) for number, record in batch]
-                rows = map(_row, placed, job.rules.apply(placed))
+                rows = map(_row, placed, wanted.rules.apply(placed))
                 stream.write_batch(pyarrow.RecordBatch.from_pylist(list(rows), schema=_SCHEMA))
                 count += len(batch)
-            tell(f"{name}: {count:,} rows")
+            print_line(f"{name}: {count:,} rows")
     return datasets.Dataset.from_file(str(path))
 
 
@@ -87,79 +86,79 @@ def _row(placed: tuple[str, Any], found: Kept | Dropped) -> dict[str, Any]:
     return row
 
 
-def _write_all(job: Job, rows: datasets.Dataset, new: Path, tell: Callable[[str], None]) -> None:
-    """Write all files into the directory `new`, then rename them into the job's."""
+def _write_all(
+    wanted: Preparation, rows: datasets.Dataset, new: Path, print_line: Callable[[str], None]
+) -> None:
+    """Write all files into the directory `new`, then rename them into that of the preparation."""
     columns = {name: rows.data.column(name).to_pylist() for name in ("reason", "key", *_NUMBERS)}
     kept = [row for row, reason in enumerate(columns["reason"]) if not reason]
     dropped = [row for row, reason in enumerate(columns["reason"]) if reason]
     counts = _counts(columns)
     for reason, number in counts["dropped"].items():
-        tell(f"dropped {number:,}: {reason}")
+        print_line(f"dropped {number:,}: {reason}")
     if not kept:
         why = " ".join(rows[0][name] for name in ("source", "reason", "detail")) if dropped else ""
-        raise DataError(f"{job.origin}: none of {len(dropped)} rows is kept; the first one, {why}")
-    order = shuffled(columns["key"], kept, job.seed)
+        raise DataError(
+            f"{wanted.origin}: none of {len(dropped)} rows is kept; the first one: {why}. "
+            "Check --recipe and the columns"
+        )
+    order = shuffled(columns["key"], kept, wanted.seed)
     sets: list[Sequence[int]] = [order]
-    if job.sft_rows is not None:
-        sets = [*split_rows(columns["key"], order, job.sft_rows), order]
+    if wanted.sft_rows is not None:
+        sets = [*split_rows(columns["key"], order, wanted.sft_rows), order]
     outputs: dict[str, Any] = {}
-    for name, chosen in zip(job.outputs, sets, strict=True):
+    for name, chosen in zip(wanted.outputs, sets, strict=True):
         texts = _records(rows, chosen, ("problem", "answer", "solution", "source"))
-        lengths = ([columns[column][row] for row in chosen] for column in _NUMBERS)
-        outputs[f"{name}.jsonl"] = _write(new / f"{name}.jsonl", texts) | lengths_entry(*lengths)
-        tell(f"{len(chosen):,} rows: {job.directory / name}.jsonl")
-    others = {f"{job.name}{DROPPED}": _records(rows, dropped, ("source", "reason", "detail"))}
-    if job.writes_benchmarks:
-        for benchmark, problems in job.rules.benchmarks.items():
+        outputs[f"{name}.jsonl"] = {"rows": len(chosen), **_write(new / f"{name}.jsonl", texts)} | {
+            column: _statistics([columns[column][row] for row in chosen]) for column in _NUMBERS
+        }
+        print_line(f"{len(chosen):,} rows: {wanted.directory / name}.jsonl")
+    others = {f"{wanted.name}{DROPPED}": _records(rows, dropped, ("source", "reason", "detail"))}
+    if wanted.writes_benchmarks:
+        for benchmark, problems in wanted.rules.benchmarks.items():
             others[benchmark] = ({"problem": r.problem, "answer": r.answer} for r in problems)
     for name, records in others.items():
         outputs[f"{name}.jsonl"] = _write(new / f"{name}.jsonl", records)
-    facts = _facts(job) | {"counts": counts, "outputs": outputs}
-    sheet, manifest = f"{job.name}.datasheet.md", f"{job.name}.manifest.json"
-    (new / sheet).write_text(datasheet(facts), encoding="utf-8")
-    outputs[sheet] = _size_and_hash(new / sheet)
+    facts = _facts(wanted) | {"counts": counts, "outputs": outputs}
+    manifest = f"{wanted.name}.manifest.json"
     (new / manifest).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    (job.directory / manifest).unlink(missing_ok=True)
+    (wanted.directory / manifest).unlink(missing_ok=True)
     for name in (*outputs, manifest):
-        os.replace(new / name, job.directory / name)
-    tell(f"hashes, counts and lengths: {job.directory / manifest}, {job.directory / sheet}")
+        os.replace(new / name, wanted.directory / name)
+    print_line(f"hashes, counts and lengths: {wanted.directory / manifest}")
 
 
-def _facts(job: Job) -> dict[str, Any]:
+def _facts(wanted: Preparation) -> dict[str, Any]:
     """What the outputs depend on: the first part of the manifest."""
-    rules = job.rules
-    pattern = rules.control_tokens
-    problems = {
-        name: json.dumps([(row.row_id, row.problem) for row in rows])
-        for name, rows in rules.benchmarks.items()
-    }
+    rules = wanted.rules
     return {
-        "name": job.name,
-        "origin": job.origin,
+        "name": wanted.name,
+        "origin": wanted.origin,
         "settings": {
-            "recipe": job.recipe,
+            "recipe": wanted.recipe,
+            "columns": None if rules.openr1 else rules.columns.model_dump(),
             "max_tokens": rules.max_tokens,
-            "sft_rows": job.sft_rows,
-            "seed": job.seed,
+            "sft_rows": wanted.sft_rows,
+            "seed": wanted.seed,
         },
-        "filter": {
-            "openr1": rules.openr1,
-            "columns": rules.columns.model_dump(),
-            "max_tokens": rules.max_tokens,
-            "tokenizer_sha256": _sha256(rules.tokenizer_json),
-            "control_tokens": None if pattern is None else pattern.pattern,
-            "benchmarks": {
-                name: {"rows": len(rows), "sha256": _sha256(problems[name])}
-                for name, rows in rules.benchmarks.items()
-            },
-            "inputs": [{"name": name, **_size_and_hash(path)} for name, path in job.files.items()],
-            "versions": {
-                "python": platform.python_version(),
-                "unicode": unicodedata.unidata_version,
-                **{package: version(package) for package in _PACKAGES},
-            },
+        "tokenizer_sha256": hashlib.sha256(rules.tokenizer_json.encode()).hexdigest(),
+        "benchmarks": {name: len(rows) for name, rows in rules.benchmarks.items()},
+        "inputs": [{"name": name, **_size_and_hash(path)} for name, path in wanted.files.items()],
+        "versions": {
+            "python": platform.python_version(),
+            "unicode": unicodedata.unidata_version,
+            **{package: version(package) for package in _PACKAGES},
         },
     }
+
+
+def _statistics(lengths: Sequence[int]) -> dict[str, float] | None:
+    """Mean, median, 95th percentile and maximum of lengths in tokens; 0 is a missing text."""
+    found = [length for length in lengths if length]
+    if not found:
+        return None
+    p50, p95, longest = np.percentile(found, (50, 95, 100), method="lower").tolist()
+    return {"mean": round(sum(found) / len(found), 1), "p50": p50, "p95": p95, "max": longest}
 
 
 def _counts(columns: dict[str, list[Any]]) -> dict[str, Any]:
@@ -198,10 +197,6 @@ def _size_and_hash(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": digest}
 
 
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def row_key(problem: str) -> str:
     """16 hex digits, hashed from the normalised problem: near-duplicates share them."""
     return hashlib.blake2b(problem_key(problem).encode(), digest_size=8).hexdigest()
@@ -210,11 +205,11 @@ def row_key(problem: str) -> str:
 def shuffled(keys: Sequence[str], rows: Sequence[int], seed: int) -> list[int]:
     """The rows in the order of a hash of seed and key; rows of one problem in the input's order.
 
-    It depends on nothing else: not on other rows, nor on a random generator.
+    It depends neither on other rows nor on a random generator.
 
     Args:
         keys: `row_key` of every row of the input.
-        rows: numbers of those that are ordered.
+        rows: the numbers to put in order.
     """
 
     def rank(row: int) -> bytes:
@@ -235,9 +230,9 @@ def split_rows(
     """
     if len(order) <= num_first:
         raise DataError(
-            f"{len(order)} rows are kept, which is too few for {num_first} supervised rows and "
-            f"the prompts of the distillation; lower --sft-rows below {len(order)}, raise "
-            "--max-tokens, or give more data with --source"
+            f"{len(order)} rows are kept, too few for {num_first} supervised rows and any prompts "
+            f"of the distillation; lower --sft-rows below {len(order)}, raise --max-tokens, or "
+            "give more data with --source"
         )
     first: list[int] = []
     second: list[int] = []

@@ -1,9 +1,9 @@
 """Decides for each row whether it is kept, and with which solution.
 
-The rules hold for every recipe, in this order: the problem stands in no benchmark; the row has what
-its recipe asks for; no text of a control token in problem or solution; the solution is more than
-the bare answer; the shortest solution in the student's tokens is kept, if it has at most
-`max_tokens` of them. The training refuses what these rules drop. Not here: files.
+The rules hold for every recipe, in this order: the values have their types; the problem is in no
+benchmark; the row has what its recipe asks for; problem and solution contain no control token; the
+solution is more than the bare answer; the shortest solution in the student's tokens is kept, if it
+has at most `max_tokens` of them. The training refuses what these rules drop.
 """
 
 import re
@@ -20,12 +20,7 @@ from stable_opd_mcore.data.decontamination import BenchmarkIndex
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.sources import SURROGATE, is_bare_answer, parse_row
 from stable_opd_mcore.errors import DataError
-from stable_opd_mcore.preparation.openr1 import (
-    Candidate,
-    Dropped,
-    openr1_candidate,
-    openr1_problem,
-)
+from stable_opd_mcore.preparation.openr1 import Candidate, Dropped, read_openr1
 
 CONTAMINATED = "stands in "  # then the benchmark and the kind of match
 MALFORMED = "malformed"
@@ -79,26 +74,22 @@ class Rules:
     def _usable(self, record: Mapping[str, Any], place: str) -> Candidate | Dropped:
         """The row with the solutions that may be trained on, or why it is dropped."""
         try:
-            match = self._index.find(self._problem(record, place))
-            if match is not None:
-                reason = f"{CONTAMINATED}{match.benchmark} ({match.kind})"
-                return Dropped(reason, f"{match.row_id}: {match.words}")
-            candidate = self._candidate(record, place)
+            problem, candidate = self._read(record, place)
         except DataError as error:
             return Dropped(MALFORMED, str(error))
+        match = self._index.find(problem)
+        if match is not None:
+            reason = f"{CONTAMINATED}{match.benchmark} ({match.kind})"
+            return Dropped(reason, f"{match.row_id}: {match.words}")
         return candidate if isinstance(candidate, Dropped) else self._without_faults(candidate)
 
-    def _problem(self, record: Mapping[str, Any], place: str) -> str:
+    def _read(self, record: Mapping[str, Any], place: str) -> tuple[str, Candidate | Dropped]:
+        """The problem's text, and the row before the rules."""
         if self.openr1:
-            return openr1_problem(record, place)
-        columns = self.columns.model_copy(update={"answer": None, "solution": None})
-        return parse_row(record, columns, place, place).problem
-
-    def _candidate(self, record: Mapping[str, Any], place: str) -> Candidate | Dropped:
-        if self.openr1:
-            return openr1_candidate(record, place)
+            return read_openr1(record, place)
         row = parse_row(record, self.columns, place, place)
-        return Candidate(row.problem, row.answer, () if row.solution is None else (row.solution,))
+        solutions = () if row.solution is None else (row.solution,)
+        return row.problem, Candidate(row.problem, row.answer, solutions)
 
     def _without_faults(self, candidate: Candidate) -> Candidate | Dropped:
         if any(map(SURROGATE.search, (candidate.problem, *candidate.solutions))):

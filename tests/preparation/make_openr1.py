@@ -1,11 +1,7 @@
-"""Synthetic shards with the columns of OpenR1-Math-220k, and what each of their rows should become.
-
-Large ones: `python -m tests.preparation.make_openr1 FOLDER ROWS WORDS_OF_A_SOLUTION`.
-"""
+"""Synthetic shards with the columns of OpenR1-Math-220k, and what should become of each row."""
 
 import json
 import random
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -52,8 +48,8 @@ def write_benchmarks(folder: Path, rows: int = 3) -> None:
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def good(number: int, rng: random.Random, length: int = 20) -> dict[str, Any]:
-    words = [rng.choice(WORDS) for _ in range(length)]
+def good(number: int, rng: random.Random) -> dict[str, Any]:
+    words = [rng.choice(WORDS) for _ in range(20)]
     texts = [f"<think>\n{' '.join(words)}\n</think>\n{number}", f"{' '.join(words)} so {number}"]
     return {
         "problem": f"Row {number}: how many {' '.join(rng.sample(WORDS, 16))}?",
@@ -103,14 +99,12 @@ def kinds(number: int, row: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-def make_rows(
-    count: int, seed: int = 0, length: int = 20
-) -> tuple[list[dict[str, Any]], list[str]]:
+def make_rows(count: int) -> tuple[list[dict[str, Any]], list[str]]:
     """Rows and their reasons ("" is kept). Every third row is of a special kind, in turns."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     rows, reasons = [], []
     for number in range(count):
-        row, reason = good(number, rng, length), ""
+        row, reason = good(number, rng), ""
         if number % 3 == 1:
             special = kinds(number, row)
             reason, changes = special[number // 3 % len(special)]
@@ -129,13 +123,3 @@ def write_shards(folder: Path, rows: Sequence[dict[str, Any]], shards: int, grou
         table = pa.Table.from_pylist(list(rows[shard * size : (shard + 1) * size]), SCHEMA)
         name = f"train-{shard:05d}-of-{shards:05d}.parquet"
         pq.write_table(table, folder / name, row_group_size=group)
-
-
-if __name__ == "__main__":
-    target, total, words = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    write_benchmarks(target / "benchmarks", rows=265)
-    for first in range(0, total, 10_000):
-        block = make_rows(min(10_000, total - first), seed=first, length=words)[0]
-        shard = target / "openr1" / f"train-{first:07d}.parquet"
-        shard.parent.mkdir(exist_ok=True)
-        pq.write_table(pa.Table.from_pylist(block, SCHEMA), shard, row_group_size=1000)

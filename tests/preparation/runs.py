@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from stable_opd_mcore.preparation.job import Job, job_of
+from stable_opd_mcore.preparation.options import Preparation, preparation_of
 from tests.preparation.make_openr1 import make_rows, write_benchmarks, write_shards
 from tests.preparation.tokenizers import word_tokenizer
 
@@ -19,7 +19,7 @@ def make_inputs(folder: Path) -> list[str]:
     return reasons
 
 
-def small_job(inputs: Path, directory: Path, **changes: Any) -> Job:
+def small_preparation(inputs: Path, directory: Path, **changes: Any) -> Preparation:
     options: dict[str, Any] = {
         "student": str(inputs / "student"),
         "student_revision": None,
@@ -33,4 +33,4 @@ def small_job(inputs: Path, directory: Path, **changes: Any) -> Job:
         "seed": 0,
         "columns": {},
     }
-    return job_of(**options | changes)
+    return preparation_of(**options | changes)

@@ -1,7 +1,6 @@
-"""Checks what is asked of `prepare`, and the files of its source, before a row is filtered.
+"""Checks the options of `prepare` and the files of its source before a row is filtered.
 
-A job holds everything that the outputs depend on, and nothing else decides them. No file is
-unpacked or run. Not here: the filter and the outputs (prepare.py), reading rows (data/sources.py).
+A `Preparation` holds everything that the outputs depend on.
 """
 
 import os
@@ -24,7 +23,7 @@ DROPPED = "_dropped"  # ends the name of the file of the dropped rows
 
 
 @dataclass(frozen=True)
-class Job:
+class Preparation:
     """A checked request: what is read, by which rules, and what is written."""
 
     recipe: str
@@ -40,7 +39,7 @@ class Job:
     seed: int
 
 
-def job_of(
+def preparation_of(
     *,
     student: str,
     student_revision: str | None,
@@ -53,8 +52,8 @@ def job_of(
     max_tokens: int,
     seed: int,
     columns: Mapping[str, str],
-) -> Job:
-    """The job of a command line; downloads a source that is on the hub.
+) -> Preparation:
+    """The preparation that a command line asks for; downloads a source that is on the hub.
 
     Args:
         columns: role to name; "" for a role that the data lack.
@@ -77,7 +76,7 @@ def job_of(
     for path in paths:
         require_columns(path, required)
     names = [path.name if path == place else path.relative_to(place).as_posix() for path in paths]
-    return Job(
+    return Preparation(
         recipe=recipe,
         name=name,
         origin=origin,
@@ -119,12 +118,15 @@ def _recipe(name: str, columns: Mapping[str, str], sft_rows: int) -> Recipe:
         raise UserError(f"--recipe {name}: no such recipe; there are {', '.join(RECIPES)}")
     if columns and name != "rows":
         raise UserError(
-            f"--problem, --answer and --solution are for --recipe rows; {name} has its own"
+            f"--{next(iter(columns))}: --recipe {name} has columns of its own; leave it out, or "
+            "use --recipe rows"
         )
     if columns.get("problem") == "":
-        raise UserError("--problem '': every row needs a problem; name its column")
+        raise UserError("--problem '': every row needs a problem; give the name of its column")
     if sft_rows != SFT_ROWS and not RECIPES[name].openr1:
-        raise UserError(f"--sft-rows divides the rows of --recipe openr1, not of {name}")
+        raise UserError(
+            f"--sft-rows {sft_rows}: only --recipe openr1 splits its rows; leave it out for {name}"
+        )
     return RECIPES[name]
 
 
@@ -148,7 +150,10 @@ def _tokenizer(student: str, revision: str | None) -> Tokenizer:
     if is_hub_id(student):
         student = str(download(student, "model", TOKENIZER_FILES, revision)[0])
     elif revision is not None:
-        raise UserError(f"--student-revision is of a model on the hub, and {student} is a path")
+        raise UserError(
+            f"--student-revision {revision}: {student} is a path, and only a hub id has revisions; "
+            "leave it out"
+        )
     return Tokenizer.load(student)
 
 
@@ -156,11 +161,14 @@ def _source(recipe: Recipe, source: str | None, revision: str | None) -> tuple[P
     """The folder or file that is read, its origin as text, and the source's name."""
     hub_id = source or recipe.hub_id
     if hub_id is None:
-        raise UserError("--recipe rows needs --source: a folder, a file, or a hub id")
+        raise UserError("--recipe rows: no --source; give a folder, a file or a hub id")
     if not is_hub_id(hub_id):
         if revision is not None:
-            raise UserError(f"--revision is of a data set on the hub, and {source} is a path")
-        return Path(hub_id), hub_id, Path(os.path.abspath(hub_id)).stem  # "." has a name, too
+            raise UserError(
+                f"--revision {revision}: {source} is a path, and only a hub id has revisions; "
+                "leave it out"
+            )
+        return Path(hub_id), hub_id, Path(os.path.abspath(hub_id)).stem  # also of "."
     folder, commit = download(hub_id, "dataset", recipe.files[:1], revision)
     return folder, f"{hub_id}@{commit}", hub_id.partition("/")[2]
 
@@ -180,8 +188,8 @@ def find_files(source: Path, globs: Sequence[str]) -> list[Path]:
         if found:
             return found
     raise DataError(
-        f"{source}: no file that matches {' or '.join(globs)}; name a folder or a file that holds "
-        "the rows with --source"
+        f"{source}: no file that matches {' or '.join(globs)}; give --source a folder or a file "
+        "that holds the rows"
     )
 
 

@@ -1,13 +1,13 @@
-"""What is refused before the first row is read, and what a job reads and writes."""
+"""What is refused before the first row is read, and what a preparation reads and writes."""
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from stable_opd_mcore.errors import DataError, UserError
-from stable_opd_mcore.preparation.job import find_files, require_columns
+from stable_opd_mcore.preparation.options import find_files, require_columns
 from tests.hub_server import COMMIT, hub_server, use_hub
-from tests.preparation.runs import make_inputs, small_job
+from tests.preparation.runs import make_inputs, small_preparation
 
 
 @pytest.fixture(scope="module")
@@ -25,16 +25,16 @@ def inputs(tmp_path_factory):
     [
         ({"recipe": "math"}, "--recipe math: no such recipe; there are openr1, "),
         ({"student": "gone"}, "gone: no such tokenizer directory"),
-        ({"columns": {"problem": "q"}}, "--problem, --answer and --solution are for --recipe rows"),
-        ({"recipe": "gsm8k"}, "--sft-rows divides the rows of --recipe openr1, not of gsm8k"),
-        ({"recipe": "rows", "sft_rows": 33_000, "source": None}, "--recipe rows needs --source"),
-        ({"revision": "abc"}, "--revision is of a data set on the hub"),
+        ({"columns": {"problem": "q"}}, "--problem: --recipe openr1 has columns of its own"),
+        ({"recipe": "gsm8k"}, "--sft-rows 100: only --recipe openr1 splits its rows; leave it out"),
+        ({"recipe": "rows", "sft_rows": 33_000, "source": None}, "--recipe rows: no --source"),
+        ({"revision": "abc"}, "--revision abc: .* is a path"),
         ({"source": "/gone"}, "/gone: no such file or folder; check --source"),
     ],
 )
 def test_options_that_do_not_fit(inputs, changes, message):
     with pytest.raises(UserError, match=message):
-        small_job(inputs, inputs / "data", **changes)
+        small_preparation(inputs, inputs / "data", **changes)
 
 
 def test_data_and_student_come_from_the_hub_at_a_commit(inputs, tmp_path, monkeypatch):
@@ -47,44 +47,48 @@ def test_data_and_student_come_from_the_hub_at_a_commit(inputs, tmp_path, monkey
     with hub_server(repositories) as (url, asked):
         use_hub(monkeypatch, url, tmp_path / "cache")
         options = {"source": None, "revision": COMMIT, "student": "me/student"}
-        job = small_job(inputs, tmp_path, **options)
+        preparation = small_preparation(inputs, tmp_path, **options)
         rows = {"recipe": "rows", "sft_rows": 33_000, "columns": {"answer": ""}}
         options |= {"source": "open-r1/OpenR1-Math-220k"}
-        named = small_job(inputs, tmp_path, **options | rows)
+        named = small_preparation(inputs, tmp_path, **options | rows)
     assert (named.name, named.outputs) == ("OpenR1-Math-220k", ("OpenR1-Math-220k",))
-    assert job.origin == f"open-r1/OpenR1-Math-220k@{COMMIT}"
-    local = small_job(inputs, tmp_path)
-    read, expected = ([path.read_bytes() for path in each.files.values()] for each in (job, local))
+    assert preparation.origin == f"open-r1/OpenR1-Math-220k@{COMMIT}"
+    local = small_preparation(inputs, tmp_path)
+    read, expected = (
+        [path.read_bytes() for path in each.files.values()] for each in (preparation, local)
+    )
     assert read == expected
-    assert job.rules == local.rules
+    assert preparation.rules == local.rules
     assert not any("safetensors" in path or "all/" in path for path in asked)
 
 
 def test_benchmarks_and_columns_are_checked_first(inputs, tmp_path):
     with pytest.raises(UserError, match=r"neither aime24\.jsonl nor aime24\.parquet in it"):
-        small_job(inputs, tmp_path, benchmarks=inputs / "empty", source="/gone")
+        small_preparation(inputs, tmp_path, benchmarks=inputs / "empty", source="/gone")
     options = {"recipe": "openr1-46k-8192", "sft_rows": 33_000}
     with pytest.raises(UserError, match=r"00000.*: no column 'prompt\.1\.content'; it has problem"):
-        small_job(inputs, tmp_path, **options)
+        small_preparation(inputs, tmp_path, **options)
     options = {"recipe": "rows", "sft_rows": 33_000, "columns": {"problem": ""}}
     with pytest.raises(UserError, match="--problem '': every row needs a problem"):
-        small_job(inputs, tmp_path, **options)
+        small_preparation(inputs, tmp_path, **options)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_names_of_files_follow_from_the_recipe(inputs, tmp_path, monkeypatch):
-    outputs = small_job(inputs, tmp_path).outputs
+    outputs = small_preparation(inputs, tmp_path).outputs
     assert outputs == ("openr1_sft_33k", "openr1_opd_13k", "openr1_sft_46k")
     source = {"source": str(inputs / "gsm8k"), "sft_rows": 33_000}
-    job = small_job(inputs, tmp_path, recipe="gsm8k", **source)
-    assert (job.name, job.outputs) == ("gsm8k", ("gsm8k_train",))
+    preparation = small_preparation(inputs, tmp_path, recipe="gsm8k", **source)
+    assert (preparation.name, preparation.outputs) == ("gsm8k", ("gsm8k_train",))
     columns = {"problem": "question", "answer": "answer", "solution": "answer"}
-    job = small_job(inputs, tmp_path, recipe="rows", columns=columns, **source)
-    assert (job.name, job.outputs) == ("gsm8k", ("gsm8k",))
+    preparation = small_preparation(inputs, tmp_path, recipe="rows", columns=columns, **source)
+    assert (preparation.name, preparation.outputs) == ("gsm8k", ("gsm8k",))
     monkeypatch.chdir(inputs / "gsm8k")
-    job = small_job(inputs, tmp_path, recipe="rows", columns=columns, **source | {"source": "."})
-    assert (job.name, job.outputs) == ("gsm8k", ("gsm8k",))
-    assert not small_job(inputs, inputs / "benchmarks").writes_benchmarks
+    preparation = small_preparation(
+        inputs, tmp_path, recipe="rows", columns=columns, **source | {"source": "."}
+    )
+    assert (preparation.name, preparation.outputs) == ("gsm8k", ("gsm8k",))
+    assert not small_preparation(inputs, inputs / "benchmarks").writes_benchmarks
 
 
 def test_no_file_of_a_preparation_replaces_another(inputs, tmp_path):
@@ -95,9 +99,9 @@ def test_no_file_of_a_preparation_replaces_another(inputs, tmp_path):
         source.write_text('{"problem": "x", "answer": "1"}\n')
         message = rf"{name}\.jsonl, which is the file of {whose}; give --source a copy of another"
         with pytest.raises(UserError, match=message):
-            small_job(inputs, tmp_path / "out", source=str(source), **options)
+            small_preparation(inputs, tmp_path / "out", source=str(source), **options)
     with pytest.raises(UserError, match=r"amc\.jsonl would replace its own source; name another"):
-        small_job(inputs, tmp_path, source=str(tmp_path), **options)
+        small_preparation(inputs, tmp_path, source=str(tmp_path), **options)
     assert not (tmp_path / "out").exists()
 
 
