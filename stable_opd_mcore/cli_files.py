@@ -1,7 +1,4 @@
-"""The commands over files, which need no model: `score`, `prepare`, `report` and `watch`.
-
-Not here: the other commands, and how an error ends a command (cli.py).
-"""
+"""The commands over files, which need no model: `score`, `prepare`, `report` and `watch`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +10,7 @@ import typer
 
 @contextmanager
 def interruptible(said: str) -> Iterator[None]:
-    """After Ctrl-C inside the block, say `said` and exit with code 130."""
+    """After Ctrl-C inside the block, print `said` and exit with code 130."""
     try:
         yield
     except KeyboardInterrupt:
@@ -35,8 +32,9 @@ def score(
     row_id: Annotated[str | None, typer.Option("--id", help="Names of rows.")] = None,
     finish: Annotated[str | None, typer.Option(help="Why a response ended.")] = None,
     tokens: Annotated[str | None, typer.Option(help="Token ids of the response.")] = None,
-    group: Annotated[str | None, typer.Option(help="Also score each value of this column.")] = None,
-    label: Annotated[str | None, typer.Option(help="Other verdicts, to compare with.")] = None,
+    group: Annotated[
+        str | None, typer.Option(help="A group for each value of this column.")
+    ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Model directory, to measure tokens of rows without ids.")
     ] = None,
@@ -55,15 +53,19 @@ def score(
     ] = None,
 ) -> None:
     """Grade and measure the responses of files: accuracy, truncation, repetition, lengths."""
-    from stable_opd_mcore.evaluation import score as scoring
-    from stable_opd_mcore.evaluation.score_rows import Columns
-    from stable_opd_mcore.evaluation.score_summary import table
+    from stable_opd_mcore.evaluation.grading_files import (
+        FileGradingSettings,
+        default_output,
+        grade_files,
+    )
+    from stable_opd_mcore.evaluation.grading_rows import Columns
+    from stable_opd_mcore.evaluation.grading_summary import table
 
-    columns = Columns(response, gold, row_id, finish, tokens, group, label)
-    settings = scoring.ScoreSettings(columns, tokenizer, limit, tail, ratio, timeout, workers)
-    directory = output or scoring.default_output(files)
+    columns = Columns(response, gold, row_id, finish, tokens, group)
+    settings = FileGradingSettings(columns, tokenizer, limit, tail, ratio, timeout, workers)
+    directory = output or default_output(files)
     with interruptible("nothing was written"):
-        summary = scoring.score_files(files, directory, settings)
+        summary = grade_files(files, directory, settings)
     typer.echo(table(summary))
     typer.echo(f"wrote {directory}")
 

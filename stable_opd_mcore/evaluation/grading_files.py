@@ -2,7 +2,6 @@
 
 One pass: rows stream through grading workers, and one verdict per row is written, in the order of
 the rows. Both files of the output appear when the pass ends. Memory does not grow with the rows.
-Not here: reading rows (score_rows.py), the numbers (score_summary.py, data/responses.py).
 """
 
 import json
@@ -22,15 +21,15 @@ from stable_opd_mcore.data.repetition import PAPER_TAIL_CHARACTERS
 from stable_opd_mcore.data.responses import CompressionLimits, compression_limits, measure
 from stable_opd_mcore.errors import DataError, UserError
 from stable_opd_mcore.evaluation.grading import Grader, GradingItem
-from stable_opd_mcore.evaluation.score_rows import (
+from stable_opd_mcore.evaluation.grading_rows import (
     Columns,
+    ResponseRow,
     RowError,
-    ScoreRow,
     find_columns,
     parse_row,
     read_lines,
 )
-from stable_opd_mcore.evaluation.score_summary import summarise
+from stable_opd_mcore.evaluation.grading_summary import summarise
 from stable_opd_mcore.host.atomic_files import atomic_file, naming_disk_errors
 
 STANDARD_INPUT = Path("-")
@@ -39,10 +38,10 @@ _Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class ScoreSettings:
-    """How to score files."""
+class FileGradingSettings:
+    """How to grade and measure the rows of files."""
 
-    columns: Columns = field(default_factory=Columns)  # None where the usual names are looked for
+    columns: Columns = field(default_factory=Columns)  # None: look for the usual names
     tokenizer: str | None = None  # model directory; makes the token ids of rows that have none
     max_length: int | None = None  # length budget, in tokens, or in characters without tokens
     tail_characters: int | None = None  # None: as in a run with this budget, at most 10,000
@@ -56,13 +55,13 @@ class ScoreSettings:
 
     @property
     def unit(self) -> str:
-        """Of lengths."""
+        """The unit of lengths."""
         has_tokens = self.columns.tokens is not None or self.tokenizer is not None
         return "tokens" if has_tokens else "characters"
 
     @property
     def limits(self) -> CompressionLimits:
-        """A budget in characters says nothing about the tail of a run with that budget."""
+        """The detectors' limits: those of a run whose budget, in tokens, is `max_length`."""
         budget = self.max_length if self.unit == "tokens" else None
         limits = compression_limits(PAPER_TAIL_CHARACTERS if budget is None else budget)
         return replace(
@@ -86,19 +85,19 @@ class ScoreSettings:
 def default_output(paths: Sequence[Path]) -> Path:
     """`FILE.score`, or stdin.score; a UserError for several files."""
     if len(paths) > 1:
-        raise UserError(f"{len(paths)} files: say with --output DIR where their verdicts go")
+        raise UserError(f"{len(paths)} files and no --output; give the directory of their verdicts")
     name = "stdin" if paths[0] == STANDARD_INPUT else paths[0].name
     return paths[0].parent / f"{name}.score"
 
 
-def score_files(paths: Sequence[Path], output: Path, settings: ScoreSettings) -> _Record:
-    """Score the rows of `paths`; write `output`/verdicts.jsonl and `output`/summary.json.
+def grade_files(paths: Sequence[Path], output: Path, settings: FileGradingSettings) -> _Record:
+    """Grade the rows of `paths`; write `output`/verdicts.jsonl and `output`/summary.json.
 
-    Both replace earlier ones when all rows are scored. Of several files each is a group, unless the
+    Both replace earlier ones when all rows are graded. Each of several files is a group, unless the
     settings name a column of groups.
 
     Args:
-        paths: files of JSON Lines with the same columns; STANDARD_INPUT reads that.
+        paths: files of JSON Lines with the same columns; STANDARD_INPUT is one of them.
 
     Raises:
         UserError: no such file, no column for the response, no room in `output`.
@@ -140,10 +139,8 @@ def _require_file(path: Path, verdicts: Path) -> None:
 def _columns_and_lines(
     path: Path, name: str, given: Columns
 ) -> tuple[Columns, Iterator[bytes | None]]:
-    """The columns of the file, and all of its lines."""
-    if path != STANDARD_INPUT:
-        return find_columns(_lines(path), name, given), _lines(path)
-    head, lines = tee(_lines(path))  # which holds what is read here
+    """The columns of the file, and all of its lines, among them those that were read for them."""
+    head, lines = tee(_lines(path))
     return find_columns(head, name, given), lines
 
 
@@ -174,9 +171,9 @@ def _write_verdicts(
 
 
 def _measured_rows(
-    sources: Sequence[tuple[str, Iterator[bytes | None]]], settings: ScoreSettings
+    sources: Sequence[tuple[str, Iterator[bytes | None]]], settings: FileGradingSettings
 ) -> Iterator[tuple[_Record, GradingItem | None]]:
-    """The record of each row without a verdict, and what to grade of it, if anything."""
+    """The record of each row without a verdict, and what to grade in it, if anything."""
     limits, encode, several = settings.limits, None, len(sources) > 1
     if settings.tokenizer is not None:
         from stable_opd_mcore.data.chat import Tokenizer
@@ -197,19 +194,18 @@ def _measured_rows(
 
 
 def _measured(
-    row: ScoreRow,
+    row: ResponseRow,
     max_length: int | None,
     limits: CompressionLimits,
     encode: Callable[[str], list[int]] | None,
 ) -> _Record:
-    """What a row's record holds before its verdict."""
+    """The part of a row's record that does not need its verdict."""
     token_ids, finish = row.tokens, row.finish
     if token_ids is None and encode is not None:
-        # Half a character, a lone surrogate, counts as a "?": no tokenizer takes it.
+        # A lone surrogate, half a character, becomes a "?": no tokenizer takes it.
         token_ids = encode(row.response.encode("utf-8", "replace").decode())
     length = len(row.response if token_ids is None else token_ids)
     if finish is None and max_length is not None:
         finish = "length" if length >= max_length else "stop"
     response = measure(row.response, token_ids, limits, finish_reason=finish, reward=None)
-    named = {"id": row.id, "group": row.group, "label": row.label, "right_in_loop": False}
-    return named | asdict(response)
+    return {"id": row.id, "group": row.group, "right_in_loop": False} | asdict(response)

@@ -1,7 +1,4 @@
-"""The summary of a file of verdicts: numbers of all rows and of each group, and their table.
-
-Not here: the verdicts themselves (score.py) and the numbers of responses (data/responses.py).
-"""
+"""The summary of a file of verdicts: numbers of all rows and of each group, and their table."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -13,9 +10,8 @@ from pydantic import TypeAdapter
 from stable_opd_mcore.data.responses import MeasuredResponse, ResponseTotals
 from stable_opd_mcore.host.printable_text import printable_line, shortest_end
 
-NUM_LISTED = 20  # of the rows of each of these kinds
+NUM_LISTED = 20  # rows of each of these kinds
 _LISTED = {
-    "differing": "{} of {num_labelled} verdicts differ from labels",
     "right_in_loop": "{} right responses hold the gold answer, but loop until their budget ends",
     "refused": "{} of {num_rows} rows refused",
 }
@@ -49,7 +45,7 @@ class _Totals(ResponseTotals):
         self._judging["repetition_rate_10k"] |= response.repetitive_10k is not None
 
     def plain(self) -> dict[str, Any]:
-        """Names as in monitoring/names.py, without their area; None where nothing defines it."""
+        """Values by the names in metrics.yaml, without their area; None where undefined."""
         values = self.metrics(_AREA).values_by_key()
         numbers = {key.removeprefix(f"{_AREA}/"): value for key, value in values.items()}
         numbers |= {name: None for name, has_judged in self._judging.items() if not has_judged}
@@ -59,17 +55,16 @@ class _Totals(ResponseTotals):
 def summarise(
     records: Iterable[dict[str, Any]], unit: str, max_length: int | None
 ) -> dict[str, Any]:
-    """What `summary.json` says of the records of a file of verdicts, in one pass.
+    """What `summary.json` says about the records of a file of verdicts, in one pass.
 
-    `num_rows`, `num_labelled` (graded rows with a label), `unit` of lengths, `all` and `groups`;
-    then of three kinds of rows how many there are (`num_refused`) and the first ones (`refused`:
-    the row's number, after its file's name if there are several, and its id or the reason):
-    `refused`; `differing` from their label; `right_in_loop`.
+    `num_rows`, `unit` of lengths, `all` and `groups`; then for two kinds of rows, `refused` and
+    `right_in_loop`, their number (`num_refused`) and the first ones: the row's number, after its
+    file's name if there are several, and the reason or its id.
     """
     totals = _Totals(max_length)
     by_group: defaultdict[str, _Totals] = defaultdict(lambda: _Totals(max_length))
     listed: dict[str, dict[str, str | None]] = {kind: {} for kind in _LISTED}
-    counts = dict.fromkeys(("num_rows", "num_labelled", *(f"num_{kind}" for kind in _LISTED)), 0)
+    counts = dict.fromkeys(("num_rows", *(f"num_{kind}" for kind in _LISTED)), 0)
 
     def add(kind: str, record: dict[str, Any], text: str | None) -> None:
         counts[f"num_{kind}"] += 1
@@ -88,10 +83,6 @@ def summarise(
             by_group[record["group"]].add(response)
         if record["right_in_loop"]:
             add("right_in_loop", record, record["id"])
-        if record["label"] is not None and response.reward is not None:
-            counts["num_labelled"] += 1
-            if bool(response.reward) != record["label"]:
-                add("differing", record, record["id"])
     groups = {name: by_group[name].plain() for name in sorted(by_group)}
     return {"unit": unit, "all": totals.plain(), "groups": groups, **counts, **listed}
 
@@ -108,7 +99,7 @@ def table(summary: dict[str, Any]) -> str:
     lines.append(f"lengths in {summary['unit']}")
     for kind, heading in _LISTED.items():
         count, rows = summary[f"num_{kind}"], summary[kind]
-        if count or (kind == "differing" and summary["num_labelled"]):
+        if count:
             lines.append(heading.format(count, **summary))
         lines += [
             f"  row {printable_line(place, 100)}: {printable_line(str(text), 300)}"
@@ -120,7 +111,7 @@ def table(summary: dict[str, Any]) -> str:
 
 
 def _short_names(names: list[str]) -> list[str]:
-    """Printable names of groups; of a long one, as of a file, the end that no other has."""
+    """Printable names of groups; a long one is cut to the end that no other has, as for files."""
     paths = [Path(name) for name in names]
     short = [
         name if len(name) <= _NAME_CHARACTERS else shortest_end(path, paths)

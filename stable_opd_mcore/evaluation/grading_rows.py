@@ -1,7 +1,7 @@
 """Rows of a file of generations: which column holds what, and rows that cannot be used.
 
-A file may come from anywhere. A row that is no JSON object, lacks its response, or is too long is
-refused with a reason. Not here: grading and counting (score.py).
+A file may come from anywhere. A row that is not a JSON object, lacks its response, or is too long
+is refused with a reason.
 """
 
 import json
@@ -42,7 +42,7 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class Columns:
-    """Where a row's values stand; None: the file has no such column."""
+    """The names of a file's columns; None: the file has no such column."""
 
     response: str | None = None
     gold: str | None = None
@@ -50,7 +50,6 @@ class Columns:
     finish: str | None = None
     tokens: str | None = None
     group: str | None = None
-    label: str | None = None  # somebody else's verdict, to compare with
 
 
 class RowError(Exception):
@@ -87,12 +86,6 @@ def _finish_reason(value: Any) -> FinishReason | None:
     raise ValueError(f"expected true, false, null or one of {names}; --finish none ignores it")
 
 
-def _label(value: Any) -> bool | None:
-    if value is not None and value not in (0, 1):
-        raise ValueError("expected true, false, 0, 1 or null")
-    return None if value is None else bool(value)
-
-
 def _given(value: Any) -> Any:
     if value is None:
         raise ValueError("expected a list of token ids")
@@ -103,8 +96,8 @@ _Name = Annotated[str | None, BeforeValidator(_name)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class ScoreRow(BaseModel):
-    """One response to score: the columns of `Columns`, and those of a run."""
+class ResponseRow(BaseModel):
+    """One response to grade: the columns of `Columns`, and those of a run."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -114,12 +107,11 @@ class ScoreRow(BaseModel):
     finish: Annotated[FinishReason | None, BeforeValidator(_finish_reason)] = None
     tokens: Annotated[list[_TokenId] | None, BeforeValidator(_given)] = None
     group: _Name = None
-    label: Annotated[bool | None, BeforeValidator(_label)] = None
     answer_format: AnswerFormat = "boxed"
     opens_thinking: bool = False
 
     def item(self, stopped: bool) -> GradingItem | None:
-        """What to grade; None without a gold answer."""
+        """The response and its gold answer; None without one."""
         if self.gold is None:
             return None
         return GradingItem(
@@ -131,7 +123,7 @@ def find_columns(lines: Iterable[bytes | None], name: str, given: Columns) -> Co
     """The given columns, and usual names that the first readable row with a response has.
 
     Args:
-        name: of the file, for errors.
+        name: the file's name, for errors.
 
     Raises:
         DataError: no row is a JSON object, none has a response under the given or a usual name, or
@@ -160,7 +152,7 @@ def find_columns(lines: Iterable[bytes | None], name: str, given: Columns) -> Co
                 )
         return Columns(**found)
     if first is None:
-        raise DataError(f"{name}: no row is a JSON object; score reads JSON Lines")
+        raise DataError(f"{name}: no row is a JSON object; give a file of JSON Lines")
     raise DataError(
         f"{name}: no column {given.response or 'for the response'} among {_names(first)}; name the "
         "response's with --response"
@@ -168,9 +160,8 @@ def find_columns(lines: Iterable[bytes | None], name: str, given: Columns) -> Co
 
 
 def read_lines(file: BinaryIO) -> Iterator[bytes | None]:
-    """Each line; None for one above MAX_LINE_BYTES. Memory stays at one line.
-
-    Empty lines count, and are given. A byte order mark is dropped.
+    """Each line, empty ones included; None for one above MAX_LINE_BYTES. A byte order mark is
+    dropped. Memory holds one line.
     """
     mark = _BYTE_ORDER_MARK
     while line := file.readline(MAX_LINE_BYTES):
@@ -181,7 +172,7 @@ def read_lines(file: BinaryIO) -> Iterator[bytes | None]:
         mark = b""
 
 
-def parse_row(line: bytes | None, columns: Columns) -> ScoreRow:
+def parse_row(line: bytes | None, columns: Columns) -> ResponseRow:
     """The row of a line.
 
     Raises:
@@ -196,7 +187,7 @@ def parse_row(line: bytes | None, columns: Columns) -> ScoreRow:
     if _MARK_OF_A_RUN in record:
         values |= {name: record[name] for name in _OF_A_RUN if name in record}
     try:
-        return ScoreRow(**values)
+        return ResponseRow(**values)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
     role, reason = str(fault["loc"][0]), fault["msg"].removeprefix("Value error, ")

@@ -12,10 +12,14 @@ import pytest
 from stable_opd_mcore.data.responses import rollout_metrics
 from stable_opd_mcore.data.rollout_files import write_rollouts
 from stable_opd_mcore.errors import DataError, UserError
-from stable_opd_mcore.evaluation import score
+from stable_opd_mcore.evaluation import grading_files
 from stable_opd_mcore.evaluation.grading import Grader
-from stable_opd_mcore.evaluation.score import ScoreSettings, default_output, score_files
-from stable_opd_mcore.evaluation.score_rows import Columns, parse_row
+from stable_opd_mcore.evaluation.grading_files import (
+    FileGradingSettings,
+    default_output,
+    grade_files,
+)
+from stable_opd_mcore.evaluation.grading_rows import Columns, parse_row
 from stable_opd_mcore.records import Prompt, Rollout
 from tests.checks.directories import write_model
 from tests.command import exit_code
@@ -34,8 +38,8 @@ def records(output):
     return [json.loads(line) for line in (output / "verdicts.jsonl").read_text().splitlines()]
 
 
-def score_file(path, output, settings):
-    return score_files([path], output, settings)
+def grade_file(path, output, settings):
+    return grade_files([path], output, settings)
 
 
 def settings_of(output):
@@ -58,8 +62,8 @@ def test_the_numbers_of_a_run_s_rollouts_are_the_run_s(tmp_path):
         rollouts = grader.grade_rollouts(run_rollouts())
     write_rollouts(tmp_path / "rollouts.jsonl", rollouts)
     expected = rollout_metrics(rollouts, 48, "all").values_by_key()
-    settings = ScoreSettings(max_length=48)
-    summary = score_file(tmp_path / "rollouts.jsonl", tmp_path / "out", settings)
+    settings = FileGradingSettings(max_length=48)
+    summary = grade_file(tmp_path / "rollouts.jsonl", tmp_path / "out", settings)
     numbers = {f"all/{name}": value for name, value in summary["all"]["numbers"].items()}
     undefined = {"all/repetition_rate_10k": None}  # each response is shorter; a run counts "no"
     assert numbers == expected | undefined
@@ -72,26 +76,26 @@ def test_the_numbers_of_a_run_s_rollouts_are_the_run_s(tmp_path):
 
 def test_a_budget_of_tokens_sets_the_tail_as_in_a_run_and_one_of_characters_does_not(tmp_path):
     path = write(tmp_path / "rows.jsonl", [{"text": "ab" * 60, "token_ids": [1, 2] * 20}])
-    score_file(path, tmp_path / "out", ScoreSettings(max_length=40))
+    grade_file(path, tmp_path / "out", FileGradingSettings(max_length=40))
     header = settings_of(tmp_path / "out")
     assert (header["tail_characters"], header["ratio"], header["unit"]) == (32, 2.0, "tokens")
     (record,) = records(tmp_path / "out")
     assert (record["finish_reason"], record["loop"]) == ("length", {"length": 40, "period": 2})
-    found = score_file(path, tmp_path / "c", ScoreSettings(Columns(tokens="none"), None, 200))
+    found = grade_file(path, tmp_path / "c", FileGradingSettings(Columns(tokens="none"), None, 200))
     numbers = found["all"]["numbers"]
     assert (found["unit"], numbers["truncation_rate"]) == ("characters", 0.0)
     assert numbers["response_length_mean"] == 120
     header = settings_of(tmp_path / "c")
     assert (header["tail_characters"], header["ratio"]) == (10_000, 10.0)
     path = write(tmp_path / "plain.jsonl", [{"text": "1+2=3;"}])
-    found = score_file(path, tmp_path / "t", ScoreSettings(tokenizer="synthetic"))
+    found = grade_file(path, tmp_path / "t", FileGradingSettings(tokenizer="synthetic"))
     assert (found["unit"], found["all"]["numbers"]["response_length_mean"]) == ("tokens", 6)
 
 
 def test_half_a_character_is_measured_as_a_whole_one(tmp_path):
     path = write(tmp_path / "rows.jsonl", [{"text": each} for each in ("ok", "half \ud83d", "end")])
     tokenizer = write_model(tmp_path / "model")  # of bytes
-    found = score_file(path, tmp_path / "out", ScoreSettings(tokenizer=tokenizer))
+    found = grade_file(path, tmp_path / "out", FileGradingSettings(tokenizer=tokenizer))
     assert (found["num_rows"], found["num_refused"]) == (3, 0)
     assert [record["length"] for record in records(tmp_path / "out")] == [2, 6, 3]
 
@@ -101,8 +105,8 @@ def test_refused_rows_and_groups_are_counted_and_an_interrupted_run_leaves_earli
 ):
     rows = [{"id": k, "response": f"is [{k % 5}]", **BRACKET, "kind": k % 2} for k in range(40)]
     path = write(tmp_path / "rows.jsonl", [*rows[:20], {"response": 5}, *rows[20:]])
-    settings = ScoreSettings(Columns(group="kind"))
-    summary = score_file(path, tmp_path / "out", settings)
+    settings = FileGradingSettings(Columns(group="kind"))
+    summary = grade_file(path, tmp_path / "out", settings)
     assert (summary["num_rows"], summary["num_refused"], summary["refused"].keys()) == (
         41,
         1,
@@ -118,9 +122,9 @@ def test_refused_rows_and_groups_are_counted_and_an_interrupted_run_leaves_earli
             raise KeyboardInterrupt
         return parse_row(line, columns)
 
-    monkeypatch.setattr(score, "parse_row", interrupted)
+    monkeypatch.setattr(grading_files, "parse_row", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        score_file(path, tmp_path / "out", ScoreSettings(ratio=3))
+        grade_file(path, tmp_path / "out", FileGradingSettings(ratio=3))
     assert before.keys() == {"verdicts.jsonl", "summary.json"}
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
 
@@ -133,7 +137,7 @@ def test_a_full_disk_is_one_message(tmp_path):
         with pytest.raises(
             UserError, match=r"out: cannot be written: .*File too large; free .* MiB"
         ):
-            score_file(path, tmp_path / "out", ScoreSettings())
+            grade_file(path, tmp_path / "out", FileGradingSettings())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
@@ -143,13 +147,15 @@ def test_several_files_and_standard_input_are_scored_together(tmp_path, monkeypa
     write(paths[0], [{"response": "is [3]", **BRACKET}] * 2)
     piped = b"\xef\xbb\xbf" + json.dumps({"response": "is [4]", **BRACKET}).encode() + b"\n[]\n"
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(piped)))
-    summary = score_files([score.STANDARD_INPUT, paths[0]], tmp_path / "out", ScoreSettings())
+    summary = grade_files(
+        [grading_files.STANDARD_INPUT, paths[0]], tmp_path / "out", FileGradingSettings()
+    )
     accuracy = {name: one["numbers"]["accuracy"] for name, one in summary["groups"].items()}
     assert accuracy == {str(paths[0]): 1, "standard input": 0}
     assert summary["refused"] == {"standard input:2": "not a JSON object but list"}
     assert [r["row"] for r in records(tmp_path / "out")] == [1, 2, 1, 2]
-    assert default_output([score.STANDARD_INPUT]).name == "stdin.score"
-    with pytest.raises(UserError, match="2 files: say with --output"):
+    assert default_output([grading_files.STANDARD_INPUT]).name == "stdin.score"
+    with pytest.raises(UserError, match="2 files and no --output"):
         default_output(paths)
 
 
@@ -161,7 +167,7 @@ def test_a_loop_that_its_budget_cuts_is_not_right_without_a_word(tmp_path):
     for row in rows[1:]:
         row["answer_format"], row["response"] = "boxed", row["response"].replace("[3]", "is $3$ ")
     path = write(tmp_path / "rows.jsonl", rows)
-    summary = score_file(path, tmp_path / "out", ScoreSettings())
+    summary = grade_file(path, tmp_path / "out", FileGradingSettings())
     assert [(r["reward"], r["right_in_loop"]) for r in records(tmp_path / "out")] == [
         (1.0, False),
         (1.0, True),
@@ -173,20 +179,20 @@ def test_a_loop_that_its_budget_cuts_is_not_right_without_a_word(tmp_path):
 def test_what_cannot_be_scored_is_refused(tmp_path):
     for ratio in (float("nan"), float("inf"), 0.5, 1.0):
         with pytest.raises(UserError, match=r"--ratio .*: expected a number above 1"):
-            ScoreSettings(ratio=ratio)
+            FileGradingSettings(ratio=ratio)
     with pytest.raises(DataError, match=r"none\.jsonl: no such file"):
-        score_file(tmp_path / "none.jsonl", tmp_path / "out", ScoreSettings())
+        grade_file(tmp_path / "none.jsonl", tmp_path / "out", FileGradingSettings())
     with pytest.raises(DataError, match="a directory; give a file of JSON Lines"):
-        score_file(tmp_path, tmp_path / "out", ScoreSettings())
+        grade_file(tmp_path, tmp_path / "out", FileGradingSettings())
     own = write(tmp_path / "verdicts.jsonl", [{"response": "x"}])
     with pytest.raises(DataError, match="replaced by its own verdicts; give another --output"):
-        score_file(own, tmp_path, ScoreSettings())
+        grade_file(own, tmp_path, FileGradingSettings())
 
 
 def test_a_hanging_expression_and_a_megabyte_cost_one_row_each(tmp_path):
     responses = [r"\boxed{8}", r"\boxed{9^{9^{9^{9}}}+1}", "0" * 2**20, *[r"\boxed{7}"] * 4]
     path = write(tmp_path / "rows.jsonl", [{"response": r, "gold": "7"} for r in responses])
-    summary = score_file(path, tmp_path / "out", ScoreSettings(timeout_seconds=4, workers=2))
+    summary = grade_file(path, tmp_path / "out", FileGradingSettings(timeout_seconds=4, workers=2))
     found = records(tmp_path / "out")
     assert [record["row"] for record in found] == [1, 2, 3, 4, 5, 6, 7]
     assert [record["reward"] for record in found] == [0, 0, 0, 1, 1, 1, 1]
@@ -203,7 +209,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
         rows = ({"id": k, "response": "abcd" * 500 + f"[{k}]", **BRACKET} for k in range(count))
         path = write(tmp_path / f"{count}.jsonl", rows)
         tracemalloc.start()
-        score_file(path, tmp_path / str(count), ScoreSettings(Columns(group="answer_format")))
+        grade_file(path, tmp_path / str(count), FileGradingSettings(Columns(group="answer_format")))
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] - peaks[0] < 200_000  # the file grew by 4 MB
@@ -236,7 +242,9 @@ def test_real_generations_get_the_upstream_labels_but_for_known_rows(tmp_path):
         tmp_path / "rows.jsonl",
         (row for k, row in enumerate(rows) if k % 4 == 0 or row["id"] in DIFFERING),
     )
-    summary = score_file(path, tmp_path / "out", ScoreSettings(Columns(label="correct")))
-    assert set(summary["differing"].values()) == DIFFERING
-    assert summary["num_labelled"] > 80
+    summary = grade_file(path, tmp_path / "out", FileGradingSettings())
+    labels = {row["id"]: row["correct"] for row in rows}
+    found = {record["id"]: record["reward"] == 1 for record in records(tmp_path / "out")}
+    assert {name for name, is_right in found.items() if is_right != labels[name]} == DIFFERING
+    assert len(found) > 80
     assert (summary["all"]["numbers"]["grading_timeouts"], summary["num_refused"]) == (0, 0)

@@ -4,15 +4,14 @@ import json
 
 import pytest
 
-from stable_opd_mcore.evaluation.score_summary import NUM_LISTED, summarise, table
+from stable_opd_mcore.evaluation.grading_summary import NUM_LISTED, summarise, table
 
 
-def verdict(row, length=10, reward=None, group=None, label=None, loop=0):
+def verdict(row, length=10, reward=None, group=None, loop=0):
     return {
         "row": row,
         "id": f"r{row}",
         "group": group,
-        "label": label,
         "length": length,
         "finish_reason": "length" if loop else None,
         "reward": reward,
@@ -25,10 +24,10 @@ def verdict(row, length=10, reward=None, group=None, label=None, loop=0):
 
 
 RECORDS = [
-    verdict(1, reward=1.0, group="a", label=True),
-    verdict(2, reward=0.0, group="b", label=True),
+    verdict(1, reward=1.0, group="a"),
+    verdict(2, reward=0.0, group="b"),
     {"row": 3, "refused": "not JSON"},
-    verdict(4, length=50, group="a", loop=40, label=False),
+    verdict(4, length=50, group="a", loop=40),
 ]
 
 
@@ -44,8 +43,6 @@ def test_numbers_of_all_rows_and_of_each_group():
     groups = {name: one["numbers"]["accuracy"] for name, one in summary["groups"].items()}
     assert groups == {"a": 1.0, "b": 0.0}
     assert (summary["refused"], summary["num_refused"]) == ({"3": "not JSON"}, 1)
-    assert (summary["num_labelled"], summary["num_differing"]) == (2, 1)
-    assert summary["differing"] == {"2": "r2"}
     assert json.loads(json.dumps(summary)) == summary
 
 
@@ -56,8 +53,6 @@ def test_the_table_names_groups_and_what_needs_attention():
     assert len({len(line) for line in lines[:4]}) == 1
     assert lines[4:] == [
         "lengths in tokens",
-        "1 of 2 verdicts differ from labels",
-        "  row 2: r2",
         "1 right responses hold the gold answer, but loop until their budget ends",
         "  row a.jsonl:5: r5",
         "1 of 5 rows refused",
@@ -85,11 +80,9 @@ def test_long_names_of_files_are_shown_by_the_ends_that_differ():
 
 def test_long_lists_are_cut_and_counted():
     refused = [{"row": k, "refused": "x"} for k in range(NUM_LISTED + 5)]
-    differing = [verdict(100 + k, reward=1.0, label=False) for k in range(NUM_LISTED + 3)]
-    summary = summarise(refused + differing, "characters", None)
-    assert len(summary["refused"]) == len(summary["differing"]) == NUM_LISTED
+    summary = summarise(refused, "characters", None)
+    assert len(summary["refused"]) == NUM_LISTED
     assert "  … and 5 more in verdicts.jsonl" in table(summary)
-    assert "  … and 3 more in verdicts.jsonl" in table(summary)
 
 
 def test_no_rows_leave_dashes():

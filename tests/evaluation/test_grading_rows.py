@@ -6,24 +6,22 @@ import json
 import pytest
 
 from stable_opd_mcore.errors import DataError
-from stable_opd_mcore.evaluation import score_rows
-from stable_opd_mcore.evaluation.score_rows import (
+from stable_opd_mcore.evaluation import grading_rows
+from stable_opd_mcore.evaluation.grading_rows import (
     Columns,
+    ResponseRow,
     RowError,
-    ScoreRow,
     find_columns,
     parse_row,
     read_lines,
 )
 
-ALL = Columns("r", "g", "i", "f", "t", "c", "l")
-ROW = {"r": "x", "g": "2", "i": 7, "f": "eos", "t": [1, 2], "c": "easy", "l": 1}
+ALL = Columns("r", "g", "i", "f", "t", "c")
+ROW = {"r": "x", "g": "2", "i": 7, "f": "eos", "t": [1, 2], "c": "easy"}
 OF_A_RUN = {"prompt_token_ids": [1]}
 
 
-READ = ScoreRow(
-    response="x", gold="2", id="7", group="easy", finish="stop", tokens=[1, 2], label=True
-)
+READ = ResponseRow(response="x", gold="2", id="7", group="easy", finish="stop", tokens=[1, 2])
 
 
 def parsed(columns=ALL, **changes):
@@ -38,18 +36,18 @@ def found_in(path, columns):
 def test_usual_names_are_found_in_the_first_readable_row(tmp_path):
     path = tmp_path / "rows.jsonl"
     row = {"id": 1, "completion": "x", "reward_model": {"ground_truth": "2"}, "truncated": True}
-    rows = [row | {"right": None}]
+    rows = [row | {"level": None}]
     path.write_text("[]\nno json\n" + "".join(json.dumps(row) + "\n" for row in rows))
-    found = found_in(path, Columns(label="right"))
-    expected = Columns("completion", "reward_model.ground_truth", "id", "truncated", label="right")
+    found = found_in(path, Columns(group="level"))
+    expected = Columns("completion", "reward_model.ground_truth", "id", "truncated", group="level")
     assert found == expected
     row = parse_row(json.dumps(rows[0]).encode(), found)
-    assert row == ScoreRow(response="x", gold="2", id="1", finish="length")
+    assert row == ResponseRow(response="x", gold="2", id="1", finish="length")
     nested = found_in(path, Columns(response="reward_model.ground_truth", gold="none"))
     assert (nested.response, nested.gold) == ("reward_model.ground_truth", None)
     path.write_text('{"id": 0, "error": "time-out"}\n' + path.read_text())  # no response
-    assert found_in(path, Columns(label="right")) == expected
-    assert found_in(path, Columns(response="right", gold="none")).response == "right"
+    assert found_in(path, Columns(group="level")) == expected
+    assert found_in(path, Columns(response="level", gold="none")).response == "level"
     with pytest.raises(
         DataError, match="no column reply among error, id; name the response's with"
     ):
@@ -80,8 +78,8 @@ def test_every_column_is_read():
     assert parsed() == READ
     assert parsed(answer_format="latex", opens_thinking=None) == READ  # not a run's
     others = {"answer_format": "bracket", "opens_thinking": True}
-    changed = READ.model_copy(update=others | {"group": None, "label": None})
-    assert parsed(**others, **OF_A_RUN, c=None, l=None) == changed
+    changed = READ.model_copy(update=others | {"group": None})
+    assert parsed(**others, **OF_A_RUN, c=None) == changed
 
 
 @pytest.mark.parametrize(
@@ -118,8 +116,6 @@ def test_values_of_several_forms_are_read(column, value, expected):
         ({"t": [1, -1]}, "column t is [1, -1]: Input should be greater than or equal to 0"),
         ({"t": [1, True]}, "column t is [1, True]: Input should be a valid integer"),
         ({"t": None}, "column t is None: expected a list of token ids"),
-        ({"l": "yes"}, "column l is 'yes': expected true, false, 0, 1 or null"),
-        ({"l": []}, "column l is []: expected true, false, 0, 1 or null"),
         (OF_A_RUN | {"answer_format": "box"}, "column answer_format is 'box': Input should"),
         (OF_A_RUN | {"opens_thinking": "no"}, "column opens_thinking is 'no': Input should"),
     ],
@@ -164,7 +160,7 @@ def test_half_an_emoji_is_text():
 
 @pytest.mark.parametrize("size", [4, 8, 100])
 def test_lines_are_read_with_bounded_memory(monkeypatch, size):
-    monkeypatch.setattr(score_rows, "MAX_LINE_BYTES", size)
+    monkeypatch.setattr(grading_rows, "MAX_LINE_BYTES", size)
     text = b"abc\n" + b"x" * 30 + b"\n\nab\n" + b"y" * size
     lines = list(read_lines(io.BytesIO(text)))
     long = None if size <= 30 else b"x" * 30 + b"\n"
