@@ -2,10 +2,8 @@
 
 A mean carries its count, so averages are never averaged; a maximum stays a maximum. `Metrics` maps
 "area/name" keys to such values and merges key by key. `reduce_over_ranks` adds the metrics of a
-group in rank order, so every rank gets the same result, bit for bit.
-
-Not a logger and not a registry: monitoring/names.py lists the keys, monitoring/sinks.py writes them
-to files.
+group in rank order, so every rank gets the same result, bit for bit. monitoring/metrics.yaml lists
+the keys; monitoring/sinks.py writes them to files.
 """
 
 from __future__ import annotations
@@ -102,13 +100,9 @@ class Quantile:
 
         if not self.values:
             return None
-        order = np.argsort(self.values)
-        up_to = np.cumsum(np.array(self.counts)[order])
-        place = (int(up_to[-1]) - 1) * self.share
-        below, above = (
-            float(self.values[int(order[np.searchsorted(up_to, rank, side="right")])])
-            for rank in (math.floor(place), math.ceil(place))
-        )
+        values = np.sort(np.repeat(self.values, self.counts))
+        place = (len(values) - 1) * self.share
+        below, above = (float(values[rank]) for rank in (math.floor(place), math.ceil(place)))
         return below + (above - below) * (place - math.floor(place))
 
 
@@ -177,8 +171,7 @@ def reduce_over_ranks(metrics: Metrics, group: ProcessGroup | None) -> Metrics:
     dist.all_gather_object(  # pyright: ignore[reportUnknownMemberType]
         gathered, dict(metrics), group=group
     )
-    total: dict[str, Metric] = {}
+    total = Metrics()
     for contribution in gathered:
-        for key, metric in contribution.items():
-            total[key] = _add(key, total[key], metric) if key in total else metric
-    return Metrics(total)
+        total = total | Metrics(contribution)
+    return total

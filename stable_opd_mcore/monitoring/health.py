@@ -1,10 +1,9 @@
 """Health metrics of a step's samples and tokens (docs/method.md §5): advantages, KLs, entropies.
 
 `token_metrics` reads the per-token results of the loss; it covers this rank's micro-batches and
-must be reduced over ranks. It runs no model.
+must be reduced over ranks. It runs no model. data/responses.py has the numbers of whole responses.
 
-Not here: sinks (sinks.py), the numbers of whole responses (data/responses.py) and the detection of
-repetitive tokens (data/repetition.py).
+Shapes: B samples, N rows (scored tokens) of a micro-batch, R means.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ SPLIT_KEYS = ("advantage/mean", "kl/teacher", "entropy/student")
 
 def sample_metrics(facts: SampleFacts) -> Metrics:
     """Share of complete golden sequences, and of masked tokens among those of rollouts with the
-    policy term; `facts` are of all samples, so do not reduce it.
+    policy term. `facts` cover all samples, so do not reduce the result.
     """
     golden = int(facts.golden_B.sum())
     on_policy_B = ~facts.golden_B & ~facts.off_policy_B
@@ -75,7 +74,7 @@ def token_metrics(
 
     from stable_opd_mcore.parallel.transfers import OnHost
 
-    if not outputs:  # of a pipeline stage before the last
+    if not outputs:  # a pipeline stage before the last
         return Metrics
     pairs = zip(outputs, microbatches, strict=True)
     keys, sums = zip(*(_token_sums(*pair, max_new_tokens, groups) for pair in pairs), strict=True)
@@ -84,7 +83,7 @@ def token_metrics(
     def metrics() -> Metrics:
         total = Metrics()
         for of_batch in numbers.values().tolist():
-            total = total | _metrics_of(keys[0], of_batch)
+            total = total | _metrics_of(*keys[0], of_batch)
         return total
 
     return metrics
@@ -95,8 +94,10 @@ def _token_sums(
     microbatch: MicroBatch,
     max_new_tokens: int,
     groups: Mapping[str, NDArray[np.bool_]],
-) -> tuple[list[str], Tensor]:
-    """The keys of the means, and in fp64 their sums, their counts and `_metrics_of`'s scalars."""
+) -> tuple[tuple[list[str], list[str]], Tensor]:
+    """The keys of the means and of the plain sums; in fp64 the totals and counts of the means, then
+    the plain sums.
+    """
     import torch
 
     golden_N, trained_N = microbatch.golden_N, _trained(microbatch)
@@ -121,41 +122,38 @@ def _token_sums(
     gaps_N = torch.where(pg_N, _engine_gap(output, microbatch), -1.0).double()
     advantage_N = zeros_N if output.advantage_N is None else output.advantage_N.detach()
     abs_advantage_N = torch.where(pg_N, advantage_N.abs(), 0.0).double()
-    scalars = [
-        output.pg.detach().double(),
-        output.kl.detach().double(),
-        output.sft.detach().double(),
-        trained_N.sum().double(),
-        (~golden_N).sum().double(),
-        torch.where(microbatch.repetitive_N, abs_advantage_N, 0.0).sum(),
-        abs_advantage_N.sum(),
-        gaps_N.max() if len(gaps_N) else gaps_N.new_full((), -1.0),
-    ]
-    sums = torch.cat([totals_R, masks_RN.sum(dim=1).double(), torch.stack(scalars)])
-    return list(means), sums
-
-
-def _metrics_of(keys: Sequence[str], numbers: Sequence[float]) -> Metrics:
-    """Of one micro-batch's sums."""
-    rows = len(keys)
-    pg, kl, sft, trained, rollout, abs_repetitive, abs_total, gap_max = numbers[2 * rows :]
-    mean_metrics = {
-        key: Mean(total, count)
-        for key, total, count in zip(keys, numbers[:rows], numbers[rows : 2 * rows], strict=True)
+    scalars = {
+        "pg": output.pg.detach().double(),
+        "kl": output.kl.detach().double(),
+        "sft": output.sft.detach().double(),
+        "trained": trained_N.sum().double(),
+        "rollout": (~golden_N).sum().double(),
+        "abs_repetitive": torch.where(microbatch.repetitive_N, abs_advantage_N, 0.0).sum(),
+        "abs_advantage": abs_advantage_N.sum(),
+        "gap_max": gaps_N.max() if len(gaps_N) else gaps_N.new_full((), -1.0),
     }
+    sums = torch.cat([totals_R, masks_RN.sum(dim=1).double(), torch.stack([*scalars.values()])])
+    return ([*means], [*scalars]), sums
+
+
+def _metrics_of(means: Sequence[str], scalars: Sequence[str], numbers: Sequence[float]) -> Metrics:
+    """The metrics of one micro-batch's sums, which `_token_sums` has put in this order."""
+    totals, counts = numbers[: len(means)], numbers[len(means) : 2 * len(means)]
+    sums = dict(zip(scalars, numbers[2 * len(means) :], strict=True))
+    abs_regular = sums["abs_advantage"] - sums["abs_repetitive"]
     return Metrics(
         {
-            **mean_metrics,
-            "loss/total": Sum(pg + kl + sft),
-            "loss/pg": Sum(pg),
-            "loss/kl": Sum(kl),
-            "loss/sft": Sum(sft),
-            "tokens/trained": Sum(trained),
-            "tokens/rollout": Sum(rollout),
-            "advantage/abs_sum_repetitive": Sum(abs_repetitive),
-            "advantage/abs_sum_regular": Sum(abs_total - abs_repetitive),
-            "advantage/abs_share_repetitive": Mean(abs_repetitive, abs_total),
-            "logprob/rollout_gap_max": Max(None if gap_max == -1.0 else gap_max),
+            **{key: Mean(*mean) for key, *mean in zip(means, totals, counts, strict=True)},
+            "loss/total": Sum(sums["pg"] + sums["kl"] + sums["sft"]),
+            "loss/pg": Sum(sums["pg"]),
+            "loss/kl": Sum(sums["kl"]),
+            "loss/sft": Sum(sums["sft"]),
+            "tokens/trained": Sum(sums["trained"]),
+            "tokens/rollout": Sum(sums["rollout"]),
+            "advantage/abs_sum_repetitive": Sum(sums["abs_repetitive"]),
+            "advantage/abs_sum_regular": Sum(abs_regular),
+            "advantage/abs_share_repetitive": Mean(sums["abs_repetitive"], sums["abs_advantage"]),
+            "logprob/rollout_gap_max": Max(None if sums["gap_max"] == -1 else sums["gap_max"]),
         }
     )
 
