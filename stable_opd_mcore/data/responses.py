@@ -177,20 +177,17 @@ def version_metrics(
     """How many updates the weights that sampled `rollouts` are behind those that they train.
 
     `perf/staleness_<n>`: share of responses by the weights of their first token.
-    `perf/tokens_age_<n>`: share of tokens by their own weights.
     `perf/continued_share`: share of responses that weights of several versions sampled.
     `rollout/mixed_groups`: share of prompts whose responses have not all the same versions.
 
     trained_version is that of the weights that the step updates, max_staleness the largest n.
     """
-    responses, tokens = Counter[int](), Counter[int]()
+    responses = Counter[int]()
     groups: dict[str, set[tuple[int, ...]]] = {}  # versions of the responses of each prompt
     for rollout in rollouts:
         versions = tuple(segment.weight_version for segment in rollout.segments)
         groups.setdefault(rollout.prompt.prompt_id, set()).add(versions)
         responses[trained_version - rollout.weight_version] += 1
-        for segment in rollout.segments:
-            tokens[trained_version - segment.weight_version] += segment.num_tokens
     continued = sum(len(rollout.segments) > 1 for rollout in rollouts)
     mixed = sum(len(versions) > 1 for versions in groups.values())
     shares = {
@@ -199,7 +196,6 @@ def version_metrics(
     }
     for age in range(max_staleness + 1):
         shares[f"perf/staleness_{age}"] = Mean(responses[age], responses.total())
-        shares[f"perf/tokens_age_{age}"] = Mean(tokens[age], tokens.total())
     return Metrics(shares)
 
 

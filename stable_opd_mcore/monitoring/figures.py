@@ -1,21 +1,20 @@
 """The figures of the report: the metrics of each figure, and the curves of each run.
 
-The page of `stable-opd report`, the live view and the demo's report draw these. Captions say what
-is drawn; what a run did is computed (outcomes.py). Metrics of no figure are drawn in a last one.
-Curves are plain lists for JSON, which the page's script smooths and draws (templates/figures.js).
-Not here: reading files (sinks.py), the page (report.py), tables (tables.py).
+metrics.yaml says which metrics a figure has. Captions say what is plotted; outcomes.py computes
+what a run did. A last figure has the metrics of no other. Curves are plain lists for JSON, which
+the page's script smooths and plots (templates/figures.js).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stable_opd_mcore.monitoring.names import NAMES, Name, name_of
+from stable_opd_mcore.monitoring.names import NAMES, TABLE, Name, name_of
 
 WINDOW = 5  # steps of the trailing mean
 SMOOTH_FROM = 25  # rows from which curves are trailing means
-MAX_FAINT_RUNS = 6  # with more runs, single steps are not drawn behind the trailing means
-SCHEDULES = frozenset({"optimizer/lr", "kl/beta", "mixture/lambda"})  # drawn as they were set
+MAX_FAINT_RUNS = 6  # with more runs, single steps are not plotted behind the trailing means
+SCHEDULES = frozenset({"optimizer/lr", "kl/beta", "mixture/lambda"})  # plotted as they were set
 # Metrics of terms that a run may lack: left out where all values are 0.
 TERMS = ("loss/", "logprob/teacher", "kl/", "mixture/", "ratio/")
 
@@ -39,103 +38,7 @@ class Figure:
     panels: dict[str, str]  # metric -> the panel's title
 
 
-FIGURES = (
-    Figure(
-        "Truncation, repetition, accuracy",
-        "Over the rollouts of a step and over held-out problems (the paper's Figure 2).",
-        {
-            "rollout/truncation_rate": "Rollouts truncated",
-            "rollout/repetition_rate": "Rollouts repetitive",
-            "rollout/accuracy": "Rollout accuracy",
-            "eval/truncation_rate": "Held-out responses truncated",
-            "eval/repetition_rate": "Held-out responses repetitive",
-            "eval/accuracy": "Held-out accuracy",
-        },
-    ),
-    Figure(
-        "Log-probabilities and advantage",
-        "Means over the tokens of a step's rollouts (the paper's Figure 3).",
-        {
-            "logprob/student": "Student log-probability",
-            "logprob/teacher": "Teacher log-probability",
-            "advantage/mean": "Mean advantage",
-        },
-    ),
-    Figure(
-        "Repetitive and regular tokens",
-        "The advantage inside and outside the loops that responses end in, and how many tokens are "
-        "in loops (the paper's Figure 4).",
-        {
-            "advantage/repetitive": "Advantage, repetitive tokens",
-            "advantage/regular": "Advantage, regular tokens",
-            "tokens/repetitive_share": "Repetitive tokens",
-            "advantage/abs_share_repetitive": "|Advantage| in repetitive tails",
-        },
-    ),
-    Figure(
-        "Loss, gradient and schedules",
-        "The loss is the sum of its parts, coefficients included. Schedules are drawn as they were "
-        "set, without a mean.",
-        {
-            "loss/total": "Total",
-            "loss/pg": "Policy gradient",
-            "loss/kl": "KL to the reference",
-            "loss/sft": "Golden solutions",
-            "grad_norm": "Gradient norm",
-            "optimizer/lr": "Learning rate",
-            "kl/beta": "\u03b2, weight of the KL",
-            "mixture/lambda": "\u03bb, weight of golden solutions",
-        },
-    ),
-    Figure(
-        "Response length",
-        "In tokens, the stop token included.",
-        {
-            "rollout/response_length_mean": "Rollouts, mean",
-            "rollout/response_length_p95": "Rollouts, 95th percentile",
-            "eval/response_length_mean": "Held-out responses, mean",
-        },
-    ),
-    Figure(
-        "Entropy and divergence",
-        "On rollout tokens. Sampled estimates are mean log-ratios and may be negative.",
-        {
-            "entropy/student": "Entropy of the student",
-            "kl/teacher": "KL(student || teacher)",
-            "kl/reference": "KL(student || reference)",
-            "kl/reference_sampled": "KL(student || reference), sampled",
-            "logprob/rollout_gap_mean": "|Engine - trainer| log-probability",
-            "ratio/clip_share": "Clipped ratios",
-        },
-    ),
-    Figure(
-        "Student and teacher",
-        "The 16 most probable tokens of each model, and the probability of stopping at the last "
-        "position of a response.",
-        {
-            "overlap/ratio": "Shared top tokens",
-            "overlap/student_mass": "Student's mass on them",
-            "overlap/advantage": "Advantage on them",
-            "entropy/gap": "Entropy gap",
-            "stop/student_mass": "Student's stop probability",
-            "stop/teacher_mass": "Teacher's stop probability",
-        },
-    ),
-    Figure(
-        "Speed and memory",
-        "Wall-clock time of a step and its phases; peak memory since the process started.",
-        {
-            "throughput/tokens_per_second": "Throughput",
-            "time/total": "Step",
-            "time/rollout": "Rollout phase",
-            "time/score": "Score phase",
-            "time/update": "Update phase",
-            "perf/trainer_waited": "Trainer waits",
-            "perf/servers_waited": "Servers wait",
-            "memory/peak_gib": "Peak memory",
-        },
-    ),
-)
+FIGURES = tuple(Figure(**figure) for figure in TABLE["figures"])
 
 
 def style(index: int) -> dict[str, str]:
@@ -147,15 +50,15 @@ def style(index: int) -> dict[str, str]:
     }
 
 
-def draw_all(
+def plot_data(
     runs: Sequence[Sequence[Row]], arms: Sequence[int] = ()
 ) -> tuple[list[dict[str, Any]], list[tuple[int, ...]]]:
     """The figures that have values, with the metrics of no figure last; the steps of their curves.
 
     A figure has a title, a caption, `closed` and panels. A panel has key, title, meaning, unit and
     a curve per run that has values. A curve has its run's place in `runs`, the place of its steps
-    in the steps, which most curves share, values, the `window` of the trailing mean to draw, 1 for
-    none, and `faint`: single points are drawn behind the mean. The mean over the runs of an arm
+    in the steps, which most curves share, values, the `window` of the trailing mean to plot, 1 for
+    none, and `faint`: single points are plotted behind the mean. The mean over the runs of an arm
     is a curve with `mean`, of its first run.
 
     Args:
@@ -180,7 +83,7 @@ def draw_all(
 
 
 def _others(runs: Sequence[Sequence[Row]]) -> Figure:
-    """The metrics of `runs` that no figure shows, in the order of monitoring/names.py."""
+    """The metrics of `runs` that no figure shows, in the order of metrics.yaml."""
     shown = {key for figure in FIGURES for key in figure.panels} | {"step", "non_finite"}
     found = {key for rows in runs for row in rows for key in row} - shown
     keys = [*(key for key in NAMES if key in found), *sorted(found - NAMES.keys())]
@@ -199,12 +102,12 @@ def _curves(
             continue
         smooth = len(points) >= SMOOTH_FROM and not key.startswith("eval") and key not in SCHEDULES
         each = -(-len(points) // (MAX_POINTS - 1))
-        drawn = [*points[:-1:each], points[-1]]
+        kept = [*points[:-1:each], points[-1]]
         curves.append(
             {
                 "run": index,
-                "steps": all_steps.setdefault(tuple(step for step, _ in drawn), len(all_steps)),
-                "values": [None if v is None else float(f"{v:.5g}") for _, v in drawn],
+                "steps": all_steps.setdefault(tuple(step for step, _ in kept), len(all_steps)),
+                "values": [None if v is None else float(f"{v:.5g}") for _, v in kept],
                 "window": WINDOW if smooth else 1,
                 "faint": smooth and len(runs) <= MAX_FAINT_RUNS,
             }

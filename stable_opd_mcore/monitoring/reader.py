@@ -1,8 +1,8 @@
 """The rollouts that a reader sees: one record for the list, one for the chosen rollout.
 
-The static page holds rollouts of some steps, as many as fit (`embedded`); the live view asks for
-each (watch.py). Text from a run's files is untrusted; it becomes printable here, and the page shows
-it as text (templates/reader.js). Not here: reading the files (data/).
+The static page holds rollouts of some steps (`embedded`); the live view asks for each (watch.py).
+Text from a run's files is untrusted; it becomes printable here, and the page shows it as text
+(templates/reader.js).
 """
 
 import base64
@@ -26,16 +26,15 @@ from stable_opd_mcore.records import Rollout
 
 LENGTH_BUDGET = "sampling.max_new_tokens"  # a run's setting
 SNIPPET_CHARACTERS = 80
-BUDGET_BYTES = 900_000  # of the static page's rollouts, as they stand in it
-MAX_STEPS = 40  # of one run in the static page
-BYTES_OF_A_STEP = 8  # its number in the list of steps
+MAX_STEPS = 40  # in the static page, over all of its runs
+MIN_STEPS = 3  # of each run there: the last, the first and the worst
 ROLLOUTS_PER_STEP = 8  # in the static page
 TAIL_SHARE = 0.4  # of a long text: its end is kept too, because repetition is there
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much of one rollout is shown; of more, the middle is left out."""
+    """How much of one rollout is shown; the middle of a longer one is left out."""
 
     tokens: int
     characters: int
@@ -46,7 +45,7 @@ LIVE = Limits(tokens=20_000, characters=200_000)
 
 
 def stored_steps(directory: Path) -> list[int]:
-    """The steps of which a run has stored rollouts, in order."""
+    """The steps whose rollouts a run has stored, in order."""
     files = RunDirectory(directory).rollouts(0).parent.glob("step_*.jsonl")
     found = (re.fullmatch(r"step_(\d{6,12})\.jsonl", path.name) for path in files)
     return sorted(int(match[1]) for match in found if match)
@@ -112,37 +111,34 @@ def detail(
     }
 
 
-def embedded(runs: Sequence[WrittenRun], budget: int = BUDGET_BYTES) -> str:
+def embedded(runs: Sequence[WrittenRun]) -> str:
     """The rollouts of the static page: gzipped JSON in base64, "" where none are stored.
 
-    Of each run first those of the last step, of the first and of the worst, then of steps between
-    them, until `budget` bytes are full.
+    It has the last step of each run, the first and the worst, then steps between them, until the
+    runs have MAX_STEPS together.
 
     Raises:
         DataError: a malformed file of rollouts or tokens; the message names file and line.
     """
-    stored = [stored_steps(one.run.directory) for one in runs]
-    queues = [_candidates(steps, one.rows) for steps, one in zip(stored, runs, strict=True)]
-    shown = [
-        {"label": one.run.name, "steps": [], "stored": len(steps), "per_step": ROLLOUTS_PER_STEP}
-        for one, steps in zip(runs, stored, strict=True)
-    ]
+    shown: list[dict[str, Any]] = []
     rollouts: list[dict[str, Any]] = []
-    size = len(_packed(shown, [])) + BYTES_OF_A_STEP * MAX_STEPS * len(runs)
-    wanted = (
-        record
-        for place in range(MAX_STEPS)
-        for run, queue in enumerate(queues)
-        if place < len(queue)
-        for record in _records(runs[run], run, queue[place])
-    )
-    for record in wanted:
-        size += _size(record)
-        if size > budget:
-            break
-        rollouts.append(record)
-        shown[record["run"]]["steps"] = sorted({*shown[record["run"]]["steps"], record["step"]})
-    return _packed(shown, rollouts) if rollouts else ""
+    for run, one in enumerate(runs):
+        stored = stored_steps(one.run.directory)
+        steps = _chosen_steps(stored, one.rows, max(MIN_STEPS, MAX_STEPS // len(runs)))
+        rollouts += [record for step in steps for record in _records(one, run, step)]
+        shown.append(
+            {
+                "label": one.run.name,
+                "steps": steps,
+                "stored": len(stored),
+                "per_step": ROLLOUTS_PER_STEP,
+            }
+        )
+    if not rollouts:
+        return ""
+    found = {"runs": shown, "rollouts": rollouts}
+    text = json.dumps(found, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), mtime=0)).decode()
 
 
 def complete_rollouts(path: Path, limit: int | None = None) -> list[Rollout]:
@@ -173,37 +169,24 @@ def _records(written: WrittenRun, run: int, step: int) -> list[dict[str, Any]]:
     ]
 
 
-def _packed(runs: Sequence[dict[str, Any]], rollouts: Sequence[dict[str, Any]]) -> str:
-    """The reader's data: of each run the name and its steps here, and the kept rollouts."""
-    ordered = sorted(rollouts, key=lambda r: (r["run"], r["step"], r["index"]))
-    found = {"runs": runs, "rollouts": ordered}
-    text = json.dumps(found, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), mtime=0)).decode()
-
-
-def _candidates(steps: Sequence[int], rows: Sequence[Row]) -> list[int]:
-    """Stored steps, the most telling first: the last, the first, the worst, then ever finer."""
-    if not steps:
-        return []
+def _chosen_steps(steps: Sequence[int], rows: Sequence[Row], limit: int) -> list[int]:
+    """At most `limit` of the stored steps, in order: the last, the first, the worst, then ever
+    finer.
+    """
+    if len(steps) <= limit:
+        return list(steps)
     rates = ("rollout/repetition_rate", "rollout/truncation_rate")
     bad = {row["step"]: tuple(row.get(rate) or 0.0 for rate in rates) for row in rows}
-    worst = max(steps, key=lambda step: bad.get(step, (0.0, 0.0)))
-    order = [steps[-1], steps[0], worst]
+    order = [steps[-1], steps[0], max(steps, key=lambda step: bad.get(step, (0.0, 0.0)))]
     parts = 2
-    while len(set(order)) < min(MAX_STEPS, len(steps)):
+    while len(set(order)) < limit:
         order += [steps[len(steps) * part // parts] for part in range(1, parts)]
         parts *= 2
-    return list(dict.fromkeys(order))[:MAX_STEPS]
-
-
-def _size(record: dict[str, Any]) -> int:
-    """Bytes of a record in the page, compressed by itself."""
-    data = json.dumps(record, ensure_ascii=False).encode("utf-8", "replace")
-    return len(zlib.compress(data, ZLIB_LEVEL)) * 4 // 3
+    return sorted(list(dict.fromkeys(order))[:limit])
 
 
 def _cut(text: str, limit: int) -> str:
-    """The printable text; of a long one the beginning and the end."""
+    """The printable text: the beginning and the end of a long one."""
     if len(text) <= limit:
         return printable(text)
     tail = int(limit * TAIL_SHARE)

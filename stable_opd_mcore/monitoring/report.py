@@ -4,11 +4,8 @@
 
 The page holds the paper's Figures 2-4 and the other curves with the runs' events marked, a table of
 outcomes, benchmark results, the settings that differ between the runs, and a reader of rollouts. It
-contains all that it needs; its security policy forbids every request. All text from the runs is
-escaped.
-`live_page` makes the page of the live view, which asks its own server (watch.py).
-
-It changes nothing in the runs. Not here: which runs a command names (chosen_runs.py).
+needs no other file, and its security policy forbids every request. All text from the runs is
+escaped. `live_page` makes the page of the live view, which asks its own server (watch.py).
 """
 
 import json
@@ -31,7 +28,7 @@ from stable_opd_mcore.monitoring.chosen_runs import (
     read_written,
     seeds_together,
 )
-from stable_opd_mcore.monitoring.figures import MAX_POINTS, draw_all, style
+from stable_opd_mcore.monitoring.figures import MAX_POINTS, plot_data, style
 from stable_opd_mcore.monitoring.reader import embedded
 from stable_opd_mcore.monitoring.run_events import marks
 
@@ -39,7 +36,6 @@ TEMPLATES = Path(__file__).with_name("templates")
 SCRIPTS = ("uplot.min.js", "figures.js", "reader.js", "watch.js")
 MAX_NAMES = 3  # of runs in a title
 MAX_TEXT = 1000  # characters of a title, a subtitle and a message
-MAX_EVENTS = 100
 
 
 def write_report(
@@ -107,7 +103,7 @@ def _page_values(
     if len(runs) == 1:
         about = tables.described(written[0].settings if written else {})
     styles = {label: style(index) for index, label in enumerate(labels)}
-    content = _content(written, styles) if written else {"drawn": None}
+    content = _content(written, styles) if written else {"plotted": None}
     return {
         "title": printable(title or names, MAX_TEXT),
         "subtitle": printable(about, MAX_TEXT),
@@ -116,7 +112,7 @@ def _page_values(
         "live": False,
         "scripts": {name.partition(".")[0]: _script(name) for name in SCRIPTS},
         "caption": printable(caption),
-        "data": _json_script(content.pop("drawn")),
+        "data": _json_script(content.pop("plotted")),
         "points": MAX_POINTS,
         "content": content,
     }
@@ -125,29 +121,25 @@ def _page_values(
 def _content(
     written: Sequence[WrittenRun], styles: Mapping[str, Mapping[str, str]]
 ) -> dict[str, Any]:
-    """Tables, figures and events for the template; "drawn" is what the page's script draws."""
+    """Tables, figures and events for the template; "plotted" is what the page's script plots."""
     labels = list(dict.fromkeys(one.run.label for one in written))
     of_run = [labels.index(one.run.label) for one in written]
     styled = [{"name": label, **styles[label]} for label in labels]
-    figures, steps = draw_all([one.rows for one in written], of_run)
-    half = max(2, MAX_EVENTS // len(written)) // 2  # of a run's events: the first and the last
+    figures, steps = plot_data([one.rows for one in written], of_run)
     events = [
         {**mark, "of": of_run[index]}
         for index, one in enumerate(written)
-        for place, mark in enumerate(marks(one.events, index))
-        if place < half or place >= len(one.events) - half
+        for mark in marks(one.events, index)
     ]
     return {
         "seeds": tables.seed_table(written),
         "labels": styled,
         "figures": figures,
         "events": events,
-        "events_left_out": sum(len(one.events) for one in written) - len(events),
-        "events_each": half,
         "outcomes": tables.outcome_table(written),
         "benchmarks": tables.benchmark_table(written),
         "differences": tables.config_differences(written),
-        "drawn": {
+        "plotted": {
             "labels": styled,
             "runs": of_run,
             "events": [{key: event[key] for key in ("run", "step", "title")} for event in events],

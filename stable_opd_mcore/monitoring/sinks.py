@@ -59,7 +59,7 @@ class Sinks:
         """Write one row to every sink.
 
         Raises:
-            ValueError: a metric is not listed in monitoring/names.py, or the step was written.
+            ValueError: a metric is not listed in metrics.yaml, or the step was written.
         """
         require_known(metrics)
         values = metrics.values_by_key()

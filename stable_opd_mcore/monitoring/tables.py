@@ -1,8 +1,7 @@
 """The report's tables: outcomes of the runs, benchmark results, settings that differ.
 
 Text from a run's files is untrusted: a table makes it short and printable, and the template escapes
-it. Not here: reading the files (chosen_runs.py), the numbers of a run (outcomes.py), the curves
-(figures.py).
+it. outcomes.py computes the numbers of a run.
 """
 
 import math
@@ -18,8 +17,7 @@ from stable_opd_mcore.monitoring.onset import BASELINE, DETECTORS
 from stable_opd_mcore.monitoring.outcomes import Outcome, defined, first_damage, outcome
 
 MISSING = "\N{EN DASH}"
-MAX_CELL = 200  # characters of a cell; of a longer one the beginning is kept
-MAX_ROWS = 100  # of a table
+MAX_CELL = 200  # characters of a cell; a longer one is cut
 OF_SEEDS = (  # column, field of Outcome
     ("accuracy at start", "initial_accuracy"),
     ("accuracy at peak", "peak_accuracy"),
@@ -33,19 +31,15 @@ OF_SEEDS = (  # column, field of Outcome
 
 @dataclass
 class Table:
-    """A table of texts. Rows beyond MAX_ROWS are counted and not kept."""
+    """A table of short printable texts."""
 
     columns: list[str]
     texts: int = 1  # number of leading columns that hold words
     rows: list[list[str]] = field(default_factory=list)
-    left_out: int = 0
 
     def add(self, cells: Sequence[Any]) -> None:
-        """One more row; numbers and texts become short printable texts."""
-        if len(self.rows) < MAX_ROWS:
-            self.rows.append([_cell(cell) for cell in cells])
-        else:
-            self.left_out += 1
+        """One more row of numbers and texts."""
+        self.rows.append([_cell(cell) for cell in cells])
 
 
 def outcome_table(runs: Sequence[WrittenRun]) -> Table:
@@ -135,7 +129,7 @@ def config_differences(runs: Sequence[WrittenRun]) -> Table | None:
 def benchmark_table(runs: Sequence[WrittenRun]) -> Table | None:
     """What `stable-opd evaluate` wrote: a row per benchmark and run; None if no run has results.
 
-    Below them stand the means over the runs of one label. Their interval is over the runs.
+    Below them are the means over the runs of one label, with an interval over these runs.
     """
     results = [
         (f"{written.run.name}, {model}", written.results[model])

@@ -92,7 +92,7 @@ def test_rollout_metrics_of_a_batch_by_hand():
     }
 
 
-def test_shares_of_responses_and_tokens_by_the_age_of_their_weights():
+def test_shares_of_responses_by_the_age_of_their_weights():
     crossed = replace(rollout(range(5), "stop"), segments=(Segment(2, 4), Segment(3, 5)))
     sampled = [replace(crossed, weight_version=4), replace(crossed, weight_version=6, segments=())]
     same = version_metrics([crossed, crossed], trained_version=6, max_staleness=2)
@@ -103,7 +103,6 @@ def test_shares_of_responses_and_tokens_by_the_age_of_their_weights():
         "rollout/mixed_groups": 1.0,
         "perf/continued_share": 0.5,
         **{"perf/staleness_0": 0.5, "perf/staleness_1": 0.0, "perf/staleness_2": 0.5},
-        **{"perf/tokens_age_0": 0.5, "perf/tokens_age_1": 0.3, "perf/tokens_age_2": 0.2},
     }
 
 

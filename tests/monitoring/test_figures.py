@@ -6,7 +6,7 @@ from stable_opd_mcore.monitoring.figures import (
     FIGURES,
     MAX_FAINT_RUNS,
     MAX_POINTS,
-    draw_all,
+    plot_data,
     style,
 )
 from stable_opd_mcore.monitoring.names import require_known
@@ -15,7 +15,7 @@ STEPS = range(30)
 
 
 def curves_of(runs, key):
-    figures, steps = draw_all(runs)
+    figures, steps = plot_data(runs)
     (panel,) = [p for figure in figures for p in figure["panels"] if p["key"] == key]
     return [curve | {"steps": list(steps[curve["steps"]])} for curve in panel["curves"]]
 
@@ -36,7 +36,7 @@ def test_curves_keep_gaps_and_evaluations_have_no_mean():
     rows[3] |= {"eval/accuracy": 0.25}
     rows[9] |= {"eval/accuracy": None}
     rows[12] |= {"eval/accuracy": 0.75}
-    assert [figure["title"] for figure in draw_all([rows])[0]] == [
+    assert [figure["title"] for figure in plot_data([rows])[0]] == [
         "Truncation, repetition, accuracy",
         "Loss, gradient and schedules",
     ]
@@ -54,7 +54,7 @@ def test_curves_keep_gaps_and_evaluations_have_no_mean():
     ]
 
 
-def test_schedules_are_drawn_as_set_and_many_runs_without_their_single_steps():
+def test_schedules_are_plotted_as_set_and_many_runs_without_their_single_steps():
     for key in ("optimizer/lr", "kl/beta", "mixture/lambda"):
         (curve,) = curves_of([[{"step": step, key: float(step > 20)} for step in STEPS]], key)
         assert (curve["window"], curve["faint"]) == (1, False)
@@ -68,7 +68,7 @@ def test_schedules_are_drawn_as_set_and_many_runs_without_their_single_steps():
 
 def test_terms_that_no_run_uses_are_left_out_and_metrics_of_no_figure_come_last_and_closed():
     rows = [{"step": 1, "loss/kl": 0.0, "grad_norm": 0.0, "time/sync": 2.0, "of/a/later": 3.0}]
-    (first, last), steps = draw_all([rows])
+    (first, last), steps = plot_data([rows])
     assert steps == [(1,)]
     assert [panel["key"] for panel in first["panels"]] == ["grad_norm"]
     assert (first["closed"], last["closed"]) == (False, True)
@@ -90,7 +90,7 @@ def test_seeds_of_an_arm_have_a_mean():
         [{"step": 1, "grad_norm": 4.0}, {"step": 2, "grad_norm": 6.0}, {"step": 3}],
         [{"step": 1, "grad_norm": 9.0}],
     ]
-    figures, steps = draw_all(runs, arms=[0, 0, 1])
+    figures, steps = plot_data(runs, arms=[0, 0, 1])
     (panel,) = [p for figure in figures for p in figure["panels"] if p["key"] == "grad_norm"]
     means = [curve for curve in panel["curves"] if "mean" in curve]
     assert [(curve["run"], curve["values"]) for curve in means] == [(0, [2.5, 6.0])]

@@ -10,7 +10,9 @@ from stable_opd_mcore.data.token_files import TokenText, write_tokens
 from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.monitoring.chosen_runs import ReportRun, WrittenRun
 from stable_opd_mcore.monitoring.reader import (
+    MIN_STEPS,
     Limits,
+    _chosen_steps,
     compression,
     detail,
     embedded,
@@ -95,7 +97,7 @@ def unpacked(text: str) -> dict:
     return json.loads(gzip.decompress(base64.b64decode(text)))
 
 
-def test_a_page_holds_the_last_the_first_and_the_worst_step_first(tmp_path):
+def test_a_page_holds_the_rollouts_of_its_runs(tmp_path):
     store(tmp_path, [2, 10, 100])
     (tmp_path / "rollouts" / "notes.txt").write_text("not a step")
     assert stored_steps(tmp_path) == [2, 10, 100]
@@ -109,13 +111,16 @@ def test_a_page_holds_the_last_the_first_and_the_worst_step_first(tmp_path):
         (step, sample) for step in (2, 10, 100) for sample in (0, 1)
     ]
     assert found["rollouts"][0]["detail"]["values"]["advantage"] == [0.5, 0.5]
-    text = embedded([written("a", tmp_path, rows)], budget=1300)
-    assert len(text) <= 1300
-    small = unpacked(text)
-    assert {r["step"] for r in small["rollouts"]} == {2, 100}
-    assert (small["runs"][0]["steps"], small["runs"][0]["stored"]) == ([2, 100], 3)
-    assert embedded([written("a" * 2000, tmp_path, rows)], budget=200) == ""
+    many = [written(str(number), tmp_path, rows) for number in range(40)]
+    assert len(unpacked(embedded(many))["rollouts"]) == 40 * MIN_STEPS * 2
     assert embedded([written("none", tmp_path / "none")]) == ""
+
+
+def test_the_steps_between_are_spread():
+    bad = [{"step": 70, "rollout/repetition_rate": 0.5}]
+    assert _chosen_steps(range(100), bad, 3) == [0, 70, 99]
+    assert _chosen_steps(range(100), bad, 6) == [0, 25, 50, 70, 75, 99]
+    assert _chosen_steps(range(5), [], 6) == [0, 1, 2, 3, 4]
 
 
 def test_bytes_that_are_no_text_are_shown_as_replaced(tmp_path):

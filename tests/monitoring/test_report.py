@@ -3,20 +3,15 @@
 import base64
 import gzip
 import json
-import random
 from html.parser import HTMLParser
 
 import pytest
 
-from stable_opd_mcore.data.rollout_files import write_rollouts
 from stable_opd_mcore.data.token_files import TokenText, write_tokens
 from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.monitoring.chosen_runs import ReportRun
 from stable_opd_mcore.monitoring.figures import FIGURES
-from stable_opd_mcore.monitoring.names import NAMES
-from stable_opd_mcore.monitoring.reader import ROLLOUTS_PER_STEP
 from stable_opd_mcore.monitoring.report import write_report
-from stable_opd_mcore.records import Prompt, Rollout
 from tests.monitoring.make_run import HOSTILE, make_run
 
 
@@ -87,47 +82,6 @@ def test_one_run(tmp_path):
     assert {link for link in links if link[1:] not in targets} == {"data:,"}  # nothing outside
     (policy,) = [a["content"] for t, a in page.elements if a.get("http-equiv")]
     assert policy.startswith("default-src 'none'")
-
-
-def make_largest_run(directory, seed: int) -> None:
-    """800 steps of noise in every metric, hundreds of events and settings, long rollouts."""
-    noise = random.Random(seed)
-    keys = [*NAMES, *(f"own/metric_{number}" for number in range(10))]
-    keys = [key for key in keys if key != "step"]
-    lines = [{"step": step} | {key: -noise.random() for key in keys} for step in range(800)]
-    details = {f"<detail {number}>": "<" * 300 for number in range(5)}
-    lines += [{"event": "<guard>", "after_step": step, **details} for step in range(800)]
-    directory.mkdir()
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    settings = [f"<setting-{number}>: {noise.random()}\n" for number in range(300)]
-    (directory / "config.resolved.yaml").write_text("".join(settings))
-    prompt = Prompt("train:0", "<" * 9000, (1,), "2")
-    ids = tuple(range(2100))
-    for step in (400, 800):
-        pieces = tuple(f"{noise.getrandbits(48):x}" for _ in ids)
-        rollouts = [
-            Rollout(prompt, sample, ids, (-0.1,) * len(ids), "stop", step, "".join(pieces), 1.0)
-            for sample in range(ROLLOUTS_PER_STEP)
-        ]
-        values = {"advantage": tuple(noise.random() for _ in ids)}
-        tokens = [TokenText("train:0", r.sample_index, pieces, values, None) for r in rollouts]
-        write_rollouts(RunDirectory(directory).rollouts(step), rollouts)
-        write_tokens(RunDirectory(directory).tokens(step), tokens)
-
-
-def test_the_page_says_what_is_left_out_of_large_runs(tmp_path):
-    for seed in range(2):
-        make_largest_run(tmp_path / f"run{seed}", seed)
-    report = write_report([tmp_path / "run0", tmp_path / "run1"], tmp_path / "r.html")
-    page = page_of(report)
-    text = " ".join(page.text)
-    assert "200 more rows are left out" in text  # of 300 settings that differ
-    assert "The first and the last 25 of a run are kept; 1,500 are left out" in text
-    content = data_of(page)
-    assert len(content["events"]) == 100
-    found = rollouts_of(page)
-    assert found["rollouts"]
-    assert {run["stored"] for run in found["runs"]} == {2}
 
 
 def test_no_runs_are_refused_and_a_title_names_some(tmp_path):

@@ -4,9 +4,7 @@ from pathlib import Path
 
 from stable_opd_mcore.monitoring.chosen_runs import ReportRun, WrittenRun
 from stable_opd_mcore.monitoring.tables import (
-    MAX_ROWS,
     MISSING,
-    Table,
     benchmark_table,
     config_differences,
     described,
@@ -48,14 +46,6 @@ def test_a_verdict_is_computed():
     assert verdict(rows[:20]) == MISSING
     assert verdict(rows[:30]) == "none"
     assert verdict(rows) == "step 35: rollout/truncation_rate"
-
-
-def test_a_long_table_counts_what_it_leaves_out():
-    table = Table(["a"])
-    for _ in range(MAX_ROWS + 7):
-        table.add(["x" * 300])
-    assert (len(table.rows), table.left_out) == (MAX_ROWS, 7)
-    assert len(table.rows[0][0]) == 201
 
 
 def test_settings_that_differ_are_listed_by_label():

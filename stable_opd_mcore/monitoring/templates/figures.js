@@ -1,4 +1,4 @@
-// Draws the figures of the page with uPlot, and marks the events. The live view calls `page.show`
+// Plots the figures of the page with uPlot, and marks the events. The live view calls `page.show`
 // again after it has replaced the page's content.
 "use strict";
 (() => {
@@ -58,7 +58,7 @@
     })]);
   }
 
-  function drawEvents(u) {
+  function plotEvents(u) {
     const { ctx, bbox } = u;
     ctx.save();
     ctx.strokeStyle = ctx.fillStyle = colour("var(--mark)");
@@ -103,10 +103,10 @@
     return uPlot.rangeNum(low, high, 0.1, true);
   }
 
-  function drawPlot(plot) {
+  function makePlot(plot) {
     const { curves, unit } = content.figures[plot.dataset.figure][plot.dataset.panel];
     const axis = { stroke: colour("var(--soft)"), font: "11px system-ui, sans-serif", grid: { stroke: colour("var(--grid)"), width: 1 }, ticks: { show: false } };
-    const drawn = new uPlot({
+    const chart = new uPlot({
       width: Math.max(120, plot.clientWidth), height: plot.clientHeight, padding: [8, 12, 0, 0],
       legend: { mount: addTip, markers: { width: 0, fill: (u, index) => u.series[index].stroke(u, index) } },
       cursor: {
@@ -119,16 +119,16 @@
         { ...axis, size: 56, space: 34, values: (_, ticks) => ticks.map((tick) => shortNumber(tick, 6)) },
       ],
       series: [{ label: "step", value: (_, step) => step?.toLocaleString("en-US") ?? "" }, ...curves.flatMap(seriesOf)],
-      hooks: { draw: [drawEvents], setCursor: [placeTip] },
+      hooks: { draw: [plotEvents], setCursor: [placeTip] },
     }, columns(curves), plot);
-    plot.dataset.drawn = "yes";
-    return { plot, drawn };
+    plot.dataset.plotted = "yes";
+    return { plot, chart };
   }
 
-  // Plots in closed figures are drawn when their figure is opened.
-  function drawAll() {
-    plots.forEach(({ drawn }) => drawn.destroy());
-    plots = [...document.querySelectorAll(".plot")].filter((plot) => plot.closest("details").open).map(drawPlot);
+  // Plots in closed figures are made when their figure is opened.
+  function plotAll() {
+    plots.forEach(({ chart }) => chart.destroy());
+    plots = [...document.querySelectorAll(".plot")].filter((plot) => plot.closest("details").open).map(makePlot);
   }
 
   document.addEventListener("keydown", (event) => {
@@ -136,12 +136,12 @@
     const by = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20, Home: -1e9, End: 1e9 }[event.key];
     if (!found || by === undefined) return;
     event.preventDefault();
-    const { drawn, plot } = found, last = drawn.data[0].length - 1;
-    const at = Math.min(last, Math.max(0, (drawn.cursor.idx ?? last + (by < 0 ? 1 : 0)) + by));
-    drawn.setCursor({ left: drawn.valToPos(drawn.data[0][at], "x"), top: plot.clientHeight / 3 });
+    const { chart, plot } = found, last = chart.data[0].length - 1;
+    const at = Math.min(last, Math.max(0, (chart.cursor.idx ?? last + (by < 0 ? 1 : 0)) + by));
+    chart.setCursor({ left: chart.valToPos(chart.data[0][at], "x"), top: plot.clientHeight / 3 });
   });
   document.addEventListener("focusout", ({ target }) => {
-    plots.find(({ plot }) => plot === target)?.drawn.setCursor({ left: -10, top: -10 });
+    plots.find(({ plot }) => plot === target)?.chart.setCursor({ left: -10, top: -10 });
   });
 
   document.addEventListener("click", ({ target }) => {
@@ -150,7 +150,7 @@
     const { name } = content.labels[button.dataset.label];
     if (!hidden.delete(name)) hidden.add(name);
     pressButtons();
-    drawAll();
+    plotAll();
   });
   function pressButtons() {
     document.querySelectorAll(".legend button").forEach((button) => {
@@ -162,18 +162,18 @@
   document.getElementById("theme").addEventListener("click", () => {
     const { style } = document.documentElement, now = style.colorScheme || (dark.matches ? "dark" : "light");
     style.colorScheme = now === "dark" ? "light" : "dark";
-    drawAll();
+    plotAll();
   });
-  dark.addEventListener("change", drawAll);
+  dark.addEventListener("change", plotAll);
   let width = innerWidth, waiting;
   addEventListener("resize", () => {
     if (innerWidth === width) return;
     width = innerWidth;
     clearTimeout(waiting);
-    waiting = setTimeout(drawAll, 120);
+    waiting = setTimeout(plotAll, 120);
   });
 
-  // Draws what the page's content holds now.
+  // Plots what the page's content holds now.
   function show() {
     content = JSON.parse(document.getElementById("data").textContent);
     if (content) {  // null: no run has started
@@ -183,10 +183,10 @@
       for (const { curves } of content.figures.flat()) curves.forEach((curve) => { curve.steps = content.steps[curve.steps]; });
     }
     document.querySelectorAll("details.figure").forEach((figure) => figure.addEventListener("toggle", () => {
-      if (figure.open && figure.querySelector(".plot:not([data-drawn])")) drawAll();
+      if (figure.open && figure.querySelector(".plot:not([data-plotted])")) plotAll();
     }));
     pressButtons();
-    drawAll();
+    plotAll();
   }
   window.page = { show, element, shortNumber };
   show();
